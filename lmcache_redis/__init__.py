@@ -1,0 +1,26 @@
+"""A KV cache for vLLM that lives in Redis or Valkey and outlives the process.
+
+The path of a chunk, from an engine to Redis and back into another engine:
+
+ 1. vLLM finishes a chunk of a prompt; the connector names it by the hash of its last
+    block                                                          integrations.vllm.scheduler
+ 2. each worker sends STORE with block ids, never with bytes       client.worker, messages
+ 3. the agent asks Redis whether it has the chunk                  agent.stores, resp.scan
+ 4. a copy thread gathers the blocks into slots of the host pool   agent.copies, device, hostpool
+ 5. the engine may reuse its blocks; the chunk is queued           agent.writes
+ 6. each slot becomes one value: a header, then the payload;
+    stripe 0 is written last and makes the chunk visible           resp.writer, stripe, keys
+ 7. another engine, later: its scheduler sends LOOKUP              client.scheduler, messages
+ 8. one grouped EXISTS finds how long the cached prefix is         agent.lookups, resp.scan
+ 9. its stripes are received straight into slots and verified      resp.reader, stripe
+10. the answer names only chunks that sit pinned in the host pool  agent.lookups, agent.sessions
+11. vLLM allocates blocks; each worker sends RETRIEVE              integrations.vllm.worker
+12. a copy thread scatters the slots into the blocks               agent.retrieves, device
+13. vLLM computes the rest of the prompt, as if it had computed all of it
+
+Wrong KV is worse than no KV: at every step, doubt is a miss.
+"""
+
+from lmcache_redis.version import __version__
+
+__all__ = ["__version__"]

@@ -1,0 +1,316 @@
+"""What the agent does with each question."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from lmcache_redis import messages as m
+from lmcache_redis.agent.copies import CopyOutcome
+from lmcache_redis.agent.core import Core, Reply
+from lmcache_redis.agent.lookups import LookupJob
+from lmcache_redis.agent.peers import Peer, Peers
+from lmcache_redis.agent.registration import ChunkForm, Registration
+from lmcache_redis.agent.retrieves import RetrieveJob
+from lmcache_redis.agent.sessions import Session
+from lmcache_redis.agent.status import status_report
+from lmcache_redis.agent.stores import StoreJob
+from lmcache_redis.agent.writes import Writes
+from lmcache_redis.device.base import DeviceContext
+from lmcache_redis.device.handles import is_running
+from lmcache_redis.device.opening import open_device
+from lmcache_redis.errors import ConfigError, DeviceError, WireError
+from lmcache_redis.hashing import hash_chunks
+from lmcache_redis.keys import IPCCacheEngineKey
+from lmcache_redis.resp.outcomes import CallOutcome, ClearResult
+from lmcache_redis.version import __version__
+
+logger = logging.getLogger(__name__)
+
+_CLEAR_S = 8.0  # less than the engine waits for it
+
+
+class Handlers:
+    """Turns questions into jobs; runs on the loop thread."""
+
+    def __init__(self, core: Core, peers: Peers, writes: Writes) -> None:
+        self._core = core
+        self._peers = peers
+        self._writes = writes
+
+    def answer_anyone(self, question: m.Question, reply: Reply) -> bool:
+        """Answers what may be asked without a HELLO; returns whether it was that."""
+        if isinstance(question, m.Ping):
+            reply(m.Pong(0, os.getpid(), __version__))
+        elif isinstance(question, m.GetChunkSize):
+            reply(m.ChunkSize(0, self._core.config.chunk_size_tokens))
+        elif isinstance(question, m.Status):
+            report = status_report(self._core, self._peers, self._writes)
+            reply(m.StatusReport(0, msgspec.json.encode(report)))
+        else:
+            return False
+        return True
+
+    def answer_peer(self, peer: Peer, question: m.Question, reply: Reply) -> None:
+        """Answers a peer, now or when the job that this starts has ended."""
+        if isinstance(question, m.Lookup):
+            self._lookup(peer, question, reply)
+        elif isinstance(question, m.Retrieve):
+            self._retrieve(peer, question, reply)
+        elif isinstance(question, m.Store):
+            self._store(peer, question, reply)
+        elif isinstance(question, m.RegisterKVCache):
+            self._register(peer, question, reply)
+        elif isinstance(question, m.UnregisterKVCache):
+            self._unregister(peer, "it said so")
+            reply(m.Done(0))
+        elif isinstance(question, m.ReleaseLocks):
+            self._release(peer, question, reply)
+        elif isinstance(question, m.EndSession):
+            session = self._core.sessions.get((peer.engine_id, question.request_id))
+            if session is not None:
+                self._core.metrics.count("sessions_ended")
+                self._core.log_line(self._core.sessions.end(session))
+            reply(m.Done(0))
+        elif isinstance(question, m.Goodbye):
+            self.forget(peer, "it said goodbye")
+        elif isinstance(question, m.Clear):
+            self._clear(peer, reply)
+
+    def forget(self, peer: Peer, why: str) -> None:
+        """Drops a peer: its registration, and with a scheduler its engine's sessions."""
+        self._peers.remove(peer)
+        self._unregister(peer, why)
+        if peer.hello.worker_id is None:
+            for session in self._core.sessions:
+                if session.key[0] == peer.engine_id:
+                    self._core.log_line(self._core.sessions.end(session))
+
+    # Jobs
+
+    def _lookup(self, peer: Peer, question: m.Lookup, reply: Reply) -> None:
+        hashes = self._hashes(question.keys)
+        ranks = self._peers.ranks(peer.engine_id, peer.hello.world_size)
+        if ranks is None or not hashes:
+            reply(m.LookupResult(0, 0))
+            return
+        session = self._session(peer, question.request_id, for_lookup=True)
+        if session.cancel_lookup is not None:
+            session.cancel_lookup()
+        job = LookupJob(self._core, session, ranks, hashes, reply)
+        session.cancel_lookup = job.cancel
+        job.start()
+
+    def _retrieve(self, peer: Peer, question: m.Retrieve, reply: Reply) -> None:
+        registration = self._registration(peer)
+        hashes = self._hashes(question.keys)
+        _check_blocks(registration, hashes, question.block_ids)
+        if question.skip_first_n_tokens < 0:
+            raise WireError("skip_first_n_tokens is negative")
+        session = self._session(peer, question.request_id, for_lookup=False)
+        RetrieveJob(self._core, session, registration, hashes, question, reply).start()
+
+    def _store(self, peer: Peer, question: m.Store, reply: Reply) -> None:
+        registration = self._registration(peer)
+        hashes = self._hashes(question.keys)
+        _check_blocks(registration, hashes, question.block_ids)
+        session = self._session(peer, question.request_id, for_lookup=False)
+        StoreJob(self._core, self._writes, session, registration, hashes, question, reply).start()
+
+    def _release(self, peer: Peer, question: m.ReleaseLocks, reply: Reply) -> None:
+        session = self._core.sessions.get((peer.engine_id, question.request_id))
+        released = 0
+        if session is not None:
+            released = sum(session.release(h) for h in self._hashes(question.keys))
+        reply(m.Done(0, released))
+
+    def _clear(self, peer: Peer, reply: Reply) -> None:
+        prefixes = {r.form.namespace_prefix for r in self._peers.registrations(peer.engine_id)}
+        doomed = [e for e in self._core.pool if any(e.key.startswith(p) for p in prefixes)]
+        for entry in doomed:
+            self._core.pool.discard(entry)
+        self._core.metrics.count("clears")
+        self._clear_redis(sorted(prefixes), len(doomed), time.monotonic() + _CLEAR_S, reply)
+
+    def _clear_redis(
+        self, prefixes: list[bytes], removed: int, deadline_s: float, reply: Reply
+    ) -> None:
+        """One prefix after the other; a failure is told as one, the rest is left."""
+        if not prefixes:
+            reply(m.Done(0, removed))
+            return
+
+        def cleared(result: ClearResult) -> None:
+            if result.outcome is CallOutcome.DONE:
+                self._clear_redis(prefixes[1:], removed + result.removed, deadline_s, reply)
+            else:
+                reply(m.Failure(0, m.FAILED, f"Redis was not cleared: {result.outcome.value}"))
+
+        self._core.plane.clear(
+            prefixes[0], deadline_s, lambda result: self._core.post(partial(cleared, result))
+        )
+
+    # Registrations
+
+    def _register(self, peer: Peer, question: m.RegisterKVCache, reply: Reply) -> None:
+        config = self._core.config
+        worker_id = peer.hello.worker_id
+        if worker_id is None or not 0 <= worker_id < peer.hello.world_size:
+            raise WireError("only a worker, with a rank inside its world, registers a KV cache")
+        try:
+            form = ChunkForm.of(
+                question.layout,
+                model_name=peer.hello.model_name,
+                kv_rank=question.kv_rank,
+                chunk_size_tokens=config.chunk_size_tokens,
+                slot_bytes=config.slot_bytes,
+                key_prefix=config.key_prefix,
+            )
+        except ConfigError as error:
+            reply(m.Failure(0, m.REFUSED, str(error)))
+            return
+        if form.fingerprint != question.fingerprint:
+            reason = (
+                "engine and agent compute different fingerprints of one layout: "
+                "install the same lmcache-redis on both sides"
+            )
+            reply(m.Failure(0, m.REFUSED, reason))
+            return
+        if form.stripe_count > self._core.pool.slot_count:
+            reason = (
+                f"a chunk of {form.chunk_bytes} bytes does not fit the host pool: "
+                "start the agent with a larger --pool-bytes"
+            )
+            reply(m.Failure(0, m.REFUSED, reason))
+            return
+        if not all(is_running(s.pid, s.pid_start_time) for s in question.storages):
+            reason = (
+                "the engine's process cannot be seen from the agent, so nobody would notice its "
+                "end: let both share one PID namespace (docker run --pid=container:NAME, "
+                "shareProcessNamespace in Kubernetes)"
+            )
+            reply(m.Failure(0, m.REFUSED, reason))
+            return
+        self._unregister(peer, "it registers anew")
+        peer.mapping = True
+        opened: list[DeviceContext | DeviceError] = []
+        self._core.copies.gather(
+            partial(self._open, question, opened, config.device),
+            lambda outcome: self._core.post(
+                partial(self._mapped, peer, form, question, opened, reply)
+            ),
+        )
+
+    def _open(
+        self, question: m.RegisterKVCache, opened: list[DeviceContext | DeviceError], allowed: str
+    ) -> CopyOutcome:
+        # On a copy thread: mapping a KV cache takes its time, pinning the host pool seconds.
+        try:
+            device = open_device(question.layout, question.storages, allowed)
+        except DeviceError as error:
+            opened.append(error)
+            return CopyOutcome.FAILED
+        opened.append(device)
+        try:
+            self._core.pin_pool(device)
+        except DeviceError as error:
+            logger.warning("%s", error)
+        return CopyOutcome.DONE
+
+    def _mapped(
+        self,
+        peer: Peer,
+        form: ChunkForm,
+        question: m.RegisterKVCache,
+        opened: list[DeviceContext | DeviceError],
+        reply: Reply,
+    ) -> None:
+        peer.mapping = False
+        device = opened[0] if opened else DeviceError("the agent could not map the KV cache")
+        if isinstance(device, DeviceError):
+            logger.warning("refused the KV cache of %s: %s", _name(peer), device)
+            reply(m.Failure(0, m.REFUSED, str(device)))
+            return
+        worker_id = peer.hello.worker_id
+        assert worker_id is not None
+        registration = Registration(
+            peer.engine_id, worker_id, peer.hello.world_size, form, device, question.storages
+        )
+        if self._peers.get(peer.identity) is not peer:  # it left while its memory was mapped
+            self._close(registration)
+            return
+        peer.registration = registration
+        self._core.metrics.count("registrations")
+        logger.info(
+            "registered %s: chunks of %.1f MiB in %d stripes, layout %s",
+            _name(peer), form.chunk_bytes / 2**20, form.stripe_count, form.fingerprint.hex()[:12],
+        )  # fmt: skip
+        reply(m.Done(0))
+
+    def _unregister(self, peer: Peer, why: str) -> None:
+        registration, peer.registration = peer.registration, None
+        if registration is None:
+            return
+        self._core.metrics.count("unregistrations")
+        logger.info("unregistered %s: %s", _name(peer), why)
+        self._close(registration)
+
+    def _close(self, registration: Registration) -> None:
+        # Closing waits for copies in progress, so it has to be done off the loop.
+        def close() -> CopyOutcome:
+            registration.device.close()
+            return CopyOutcome.DONE
+
+        self._core.copies.gather(close, lambda outcome: None)
+
+    # Bounds
+
+    def _session(self, peer: Peer, request_id: str, *, for_lookup: bool) -> Session:
+        key = (peer.engine_id, request_id)
+        if self._core.sessions.get(key) is None:
+            self._core.metrics.count("sessions_opened")
+        return self._core.sessions.open(key, time.monotonic(), for_lookup=for_lookup)
+
+    @staticmethod
+    def _registration(peer: Peer) -> Registration:
+        if peer.registration is None:
+            raise DeviceError("no KV cache is registered on this connection")
+        return peer.registration
+
+    def _hashes(self, keys: Sequence[IPCCacheEngineKey]) -> list[bytes]:
+        """Chunk hashes that the keys name. Raises ``WireError`` where modes are mixed."""
+        if len(keys) == 1 and keys[0].token_ids is not None:
+            chunk = self._core.config.chunk_size_tokens
+            key = keys[0]
+            if key.start % chunk or key.end % chunk:
+                raise WireError(f"tokens {key.start} to {key.end} are no whole chunks of {chunk}")
+            assert key.token_ids is not None
+            hashes = hash_chunks(key.token_ids[: key.end], chunk)
+            return hashes[key.start // chunk : key.end // chunk]
+        found = [key.chunk_hash for key in keys if key.chunk_hash is not None]
+        if len(found) != len(keys):
+            raise WireError("keys with token ids come alone")
+        if len({len(chunk_hash) for chunk_hash in found}) > 1:
+            raise WireError("chunk hashes of different lengths in one message")
+        return found
+
+
+def _check_blocks(
+    registration: Registration, hashes: Sequence[bytes], block_ids: Sequence[int]
+) -> None:
+    expected = len(hashes) * registration.form.blocks_per_chunk
+    if len(block_ids) != expected:
+        raise WireError(f"{len(block_ids)} block ids for {len(hashes)} chunks of {expected} blocks")
+    num_blocks = registration.device.layout.num_blocks
+    if block_ids and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
+        raise WireError(f"a block id outside the {num_blocks} blocks of the KV cache")
+
+
+def _name(peer: Peer) -> str:
+    who = "scheduler" if peer.hello.worker_id is None else f"worker {peer.hello.worker_id}"
+    return f"{who} of engine {peer.engine_id[:8]} ({peer.hello.model_name})"

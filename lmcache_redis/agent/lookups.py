@@ -1,0 +1,238 @@
+"""Lookups: find the leading chunks that can be had, hold them, and only then answer.
+
+    find     every chunk in the host pool is pinned; the others are scanned for in Redis
+    load     those found are read into slots, in the order of the prompt
+    answer   as soon as every chunk of the prefix is READY, or at the deadline with the
+             prefix that is; what lies behind it is let go
+
+A chunk counts when every rank's part of it does. The prefix ends, at any moment, at
+``bound``: a chunk that is missing, that finds no room, or whose load fails moves it forward.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from lmcache_redis import messages as m
+from lmcache_redis.agent.core import Core, Reply
+from lmcache_redis.agent.registration import Registration
+from lmcache_redis.agent.sessions import Session
+from lmcache_redis.hostpool import Entry
+from lmcache_redis.keys import stripe_key
+from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ReadOutcome, ScanResult
+
+logger = logging.getLogger(__name__)
+
+_MISSES = {
+    ReadOutcome.MISSING: ("miss_absent", "chunks vanished from Redis"),
+    ReadOutcome.INCOMPLETE: ("miss_incomplete", "chunks in Redis lacked stripes"),
+    ReadOutcome.TORN: ("miss_mixed_stores", "chunks in Redis mixed two stores"),
+    ReadOutcome.FOREIGN: ("miss_foreign", "values in Redis were not the chunks asked for"),
+    ReadOutcome.CORRUPT: ("miss_corrupt", "chunks in Redis were damaged"),
+    ReadOutcome.TIMED_OUT: ("miss_deadline", "Redis was too slow"),
+    ReadOutcome.UNAVAILABLE: ("miss_redis_error", "Redis is not available"),
+    ReadOutcome.CANCELLED: ("miss_deadline", "the load was cancelled"),
+}
+
+_SUSPICIOUS = {
+    ReadOutcome.CORRUPT, ReadOutcome.FOREIGN, ReadOutcome.TORN, ReadOutcome.INCOMPLETE
+}  # fmt: skip
+
+_FIRST_STRIPE = stripe_key(b"", 0)
+
+Place = tuple[int, int]  # chunk number, rank
+
+
+class LookupJob:
+    """One lookup, from the question to the answer."""
+
+    def __init__(
+        self,
+        core: Core,
+        session: Session,
+        ranks: Sequence[Registration],
+        hashes: Sequence[bytes],
+        reply: Reply,
+    ) -> None:
+        self._core = core
+        self._session = session
+        self._ranks = ranks
+        self._hashes = hashes
+        self._reply = reply
+        self._bound = len(hashes)
+        self._held: dict[Place, Entry] = {}
+        self._waiting: dict[Place, Entry] = {}
+        self._watchers: dict[Place, partial[None]] = {}
+        self._from_redis: set[int] = set()
+        self._scanning = False
+        self._done = False
+        self._started_s = time.monotonic()
+        self._deadline_s = self._started_s + core.config.lookup_deadline_s
+        self._timer = core.timers.at(self._deadline_s, self._expire)
+
+    def start(self) -> None:
+        """Pins what the host pool has and asks Redis for the rest."""
+        missing = []
+        for place, key in self._keys():
+            entry = self._core.pool.get(key)
+            if entry is None:
+                missing.append((place, key))
+            else:
+                self._hold(place, entry)
+        if missing:
+            self._scanning = True
+            self._core.plane.scan(
+                [key + _FIRST_STRIPE for _, key in missing],
+                self._deadline_s,
+                lambda result: self._core.post(partial(self._scanned, missing, result)),
+            )
+        self._check()
+
+    def cancel(self) -> None:
+        """Lets everything go and answers nothing: nobody is there to hear it."""
+        if not self._done:
+            self._shrink(0)
+            self._finish()
+
+    def _keys(self) -> list[tuple[Place, bytes]]:
+        stems = [registration.form.stem(len(self._hashes[0])) for registration in self._ranks]
+        return [
+            ((chunk, rank), stem + chunk_hash)
+            for chunk, chunk_hash in enumerate(self._hashes)
+            for rank, stem in enumerate(stems)
+        ]
+
+    def _hold(self, place: Place, entry: Entry) -> None:
+        self._core.pool.pin(entry)
+        self._held[place] = entry
+        if self._core.fills.filling(entry):
+            watcher = partial(self._filled, place)
+            self._waiting[place] = entry
+            self._watchers[place] = watcher
+            self._core.fills.watch(entry, watcher)
+
+    def _scanned(self, missing: list[tuple[Place, bytes]], result: ScanResult) -> None:
+        if self._done:
+            return
+        self._scanning = False
+        found = missing[: result.prefix_length]
+        if len(found) < len(missing):
+            (first, _), _ = missing[len(found)]
+            if result.outcome is CallOutcome.DONE:
+                self._core.metrics.count("miss_absent", self._bound - first)
+            else:
+                self._miss("miss_redis_error", "Redis is not available", self._bound - first)
+            self._shrink(first)
+        for place, key in found:
+            if place[0] >= self._bound:
+                break
+            entry = self._core.pool.get(key)  # somebody else may have begun meanwhile
+            if entry is None:
+                entry = self._load_making_room(place, key)
+            if entry is None:
+                break
+            self._hold(place, entry)
+        self._check()
+
+    def _load_making_room(self, place: Place, key: bytes) -> Entry | None:
+        """Begins a load, at the cost of chunks at the prefix's end if there is no other room."""
+        entry = self._load(place, key)
+        while entry is None and self._bound > place[0]:
+            self._miss("miss_pool_full", "the host pool was full", 1)
+            self._shrink(self._bound - 1)
+            if self._bound > place[0]:
+                entry = self._load(place, key)
+        return entry
+
+    def _load(self, place: Place, key: bytes) -> Entry | None:
+        form = self._ranks[place[1]].form
+        entry = self._core.fills.begin(key, form.stripe_count)
+        if entry is None:
+            return None
+        self._from_redis.add(place[0])
+        io = self._core.chunk_io(form, self._hashes[place[0]], entry, self._deadline_s)
+        self._core.fills.on_abandoned(entry, partial(self._core.plane.cancel, io))
+        self._core.plane.read(
+            io, lambda io, outcome: self._core.post(partial(_loaded, self._core, io, outcome))
+        )
+        return entry
+
+    def _filled(self, place: Place, ready: bool) -> None:
+        self._waiting.pop(place, None)
+        self._watchers.pop(place, None)
+        if not ready:
+            self._session.tally.reasons.add("a chunk could not be loaded")
+            self._shrink(place[0])
+        self._check()
+
+    def _shrink(self, bound: int) -> None:
+        """The prefix ends before chunk number ``bound``: lets go what lies behind."""
+        self._bound = min(self._bound, bound)
+        for place in [p for p in self._held if p[0] >= self._bound]:
+            entry = self._held.pop(place)
+            self._waiting.pop(place, None)
+            watcher = self._watchers.pop(place, None)
+            if watcher is not None:
+                self._core.fills.unwatch(entry, watcher)
+            self._core.pool.unpin(entry)
+
+    def _expire(self) -> None:
+        if self._done:
+            return
+        self._core.metrics.count("lookups_timed_out")
+        self._session.tally.reasons.add("the lookup deadline passed")
+        ready = self._held.keys() - self._waiting.keys()
+        every = ((c, r) for c in range(self._bound) for r in range(len(self._ranks)))
+        first = next((place[0] for place in every if place not in ready), self._bound)
+        self._scanning = False
+        self._core.metrics.count("miss_deadline", self._bound - first)
+        self._shrink(first)
+        self._check()
+
+    def _check(self) -> None:
+        if self._done or self._scanning or self._waiting:
+            return
+        metrics, tally = self._core.metrics, self._session.tally
+        loaded = sum(1 for chunk in self._from_redis if chunk < self._bound)
+        metrics.count("lookups")
+        metrics.count("lookup_chunks", len(self._hashes))
+        metrics.count("hit_chunks_redis", loaded)
+        metrics.count("hit_chunks_pool", self._bound - loaded)
+        tally.asked += len(self._hashes)
+        tally.hit += self._bound
+        tally.from_redis += loaded
+        tally.lookup_ms += (time.monotonic() - self._started_s) * 1e3
+        for (chunk, rank), entry in self._held.items():
+            self._session.hold((self._ranks[rank].worker_id, self._hashes[chunk]), entry)
+        self._held.clear()
+        self._finish()
+        self._reply(m.LookupResult(0, self._bound))
+
+    def _finish(self) -> None:
+        self._done = True
+        self._timer.cancel()
+        if self._session.cancel_lookup == self.cancel:
+            self._session.cancel_lookup = None
+
+    def _miss(self, counter: str, reason: str, chunks: int) -> None:
+        self._core.metrics.count(counter, chunks)
+        self._session.tally.reasons.add(reason)
+
+
+def _loaded(core: Core, io: ChunkIO, outcome: ReadOutcome) -> None:
+    """A read has ended: its entry becomes READY or leaves the pool, and watchers are told."""
+    entry = io.tag
+    assert isinstance(entry, Entry)
+    if outcome is ReadOutcome.LOADED:
+        core.metrics.count("loaded_chunks")
+        core.metrics.count("loaded_bytes", io.frame.chunk_bytes)
+        entry.persisted = True
+    else:
+        counter, reason = _MISSES[outcome]
+        core.metrics.count(counter)
+        log = logger.warning if outcome in _SUSPICIOUS else logger.debug
+        log("chunk %s was not loaded: %s", io.frame.chunk_hash.hex()[:16], reason)
+    core.fills.end(entry, filled=outcome is ReadOutcome.LOADED)

@@ -1,0 +1,149 @@
+"""Starting and stopping an agent: `lmcache-redis agent`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
+
+from lmcache_redis.agent.core import Core
+from lmcache_redis.agent.service import Service
+from lmcache_redis.config import AgentConfig, ensure_private
+from lmcache_redis.embedded import EmbeddedRedis
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.hostpool import Arena
+from lmcache_redis.resp.options import RedisOptions, redacted_url
+from lmcache_redis.resp.plane import RedisPlane
+from lmcache_redis.transport import bind_router
+from lmcache_redis.version import __version__
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PROBE_S = 1.5
+_PREFAULT_NICE = 19
+
+
+def run_agent(config: AgentConfig) -> int:
+    """Runs an agent until SIGTERM or SIGINT; returns the exit status.
+
+    Raises ``ConfigError`` where a setting has to change: an endpoint in use, a URL that is
+    none, an embedded Redis that cannot be had.
+    """
+    started_s = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        _prepare_directory(config.endpoint)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.callback(context.term)
+        router = bind_router(context, config.endpoint)
+        stack.callback(router.close, 0)
+        url = config.redis_url or stack.enter_context(_embedded(config))
+        arena = _arena(config)
+        stack.callback(arena.close)
+        plane = RedisPlane(_redis_options(config, url))
+        plane.start()
+        core = Core(config, arena, plane)
+        service = Service(core, router)
+        _stop_on_signals(service)
+        _say_ready(config, url, plane, started_s)
+        _prefault(stack, arena)
+        try:
+            service.run()
+        finally:
+            _stop(service, core, config)
+    return 0
+
+
+def _prepare_directory(endpoint: str) -> None:
+    """The directory of an ipc:// endpoint must be its owner's alone."""
+    if endpoint.startswith("ipc://"):
+        ensure_private(Path(endpoint[len("ipc://") :]).parent)
+
+
+@contextlib.contextmanager
+def _embedded(config: AgentConfig) -> Iterator[str]:
+    with EmbeddedRedis(config.embedded_memory_bytes) as redis:
+        yield redis.url
+
+
+def _redis_options(config: AgentConfig, url: str) -> RedisOptions:
+    return RedisOptions(
+        url=url,
+        key_prefix=config.key_prefix,
+        username=config.redis_username,
+        password=config.redis_password,
+        get_connections=config.get_connections,
+        set_connections=config.set_connections,
+        op_timeout_s=config.op_timeout_s,
+    )
+
+
+def _arena(config: AgentConfig) -> Arena:
+    try:
+        return Arena(config.pool_bytes, config.slot_bytes)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"a host pool of {config.pool_bytes} bytes cannot be had ({error}): "
+            "set another --pool-bytes"
+        ) from error
+
+
+def _prefault(stack: contextlib.ExitStack, arena: Arena) -> None:
+    """Faults the host pool in beside the first requests: a fresh page costs four warm copies."""
+    stop = threading.Event()
+
+    def fault() -> None:
+        # Nice is a thread's own on Linux: faulting in gigabytes must not slow the first requests.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PREFAULT_NICE)
+        started_s = time.monotonic()
+        try:
+            arena.prefault(stop, threads=1)
+        except MemoryError:
+            logger.error("there is not enough memory for the host pool: set a smaller --pool-bytes")
+            return
+        logger.debug("host pool faulted in within %.2f s", time.monotonic() - started_s)
+
+    thread = threading.Thread(target=fault, name="lmcache-redis-prefault", daemon=True)
+    thread.start()
+    stack.callback(thread.join)
+    stack.callback(stop.set)
+
+
+def _stop_on_signals(service: Service) -> None:
+    def stop(signum: int, frame: object) -> None:
+        service.stop()
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
+
+
+def _say_ready(config: AgentConfig, url: str, plane: RedisPlane, started_s: float) -> None:
+    where = redacted_url(url) if config.redis_url else "an embedded Redis"
+    plane.wait_probed(_FIRST_PROBE_S)
+    state = plane.state
+    logger.info(
+        "lmcache-redis %s serves %s: %s, host pool %.1f GiB, chunks of %d tokens (%.2f s)",
+        __version__, config.endpoint, where, config.pool_bytes / 2**30,
+        config.chunk_size_tokens, time.monotonic() - started_s,
+    )  # fmt: skip
+    if not state.up:
+        logger.warning("Redis is not available yet: %s", state.reason)
+
+
+def _stop(service: Service, core: Core, config: AgentConfig) -> None:
+    deadline_s = time.monotonic() + config.shutdown_deadline_s
+    logger.info("stopping: writes have %.1f s to finish", config.shutdown_deadline_s)
+    service.drain(deadline_s)
+    core.copies.close(max(0.1, deadline_s - time.monotonic()))
+    core.plane.close(max(0.1, deadline_s - time.monotonic()))
+    core.run_posted()
+    core.unpin_pool()
+    core.wakeup.close()
+    logger.info("stopped")

@@ -1,0 +1,98 @@
+"""Who is connected: one peer a connection, one registration a worker.
+
+A peer is forgotten when it says so, when its process has ended, when a newer connection
+takes its place, or when it has been silent for too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from lmcache_redis import messages as m
+from lmcache_redis.agent.registration import Registration
+from lmcache_redis.device.handles import is_running
+
+
+@dataclass(eq=False)
+class Peer:
+    """One connection that has said HELLO."""
+
+    identity: bytes
+    hello: m.Hello
+    last_heard_s: float
+    registration: Registration | None = None
+    mapping: bool = False
+
+    @property
+    def engine_id(self) -> str:
+        """The engine it belongs to."""
+        return self.hello.engine_id
+
+    def is_same(self, hello: m.Hello) -> bool:
+        """Whether ``hello`` introduces this peer again."""
+        return msgspec.structs.replace(hello, call_id=self.hello.call_id) == self.hello
+
+    def process_gone(self) -> bool:
+        """Whether the process whose memory is registered has ended."""
+        registration = self.registration
+        return registration is not None and not all(
+            is_running(storage.pid, storage.pid_start_time) for storage in registration.storages
+        )
+
+
+class Peers:
+    """All peers, by the identity of their connection and by their place in their engine."""
+
+    def __init__(self) -> None:
+        self._by_identity: dict[bytes, Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_identity)
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(list(self._by_identity.values()))
+
+    def get(self, identity: bytes) -> Peer | None:
+        """The peer behind a connection, if it has said HELLO."""
+        return self._by_identity.get(identity)
+
+    def add(self, peer: Peer) -> list[Peer]:
+        """Adds a peer; returns those whose place it takes."""
+        place = (peer.engine_id, peer.hello.worker_id)
+        replaced = [
+            p
+            for p in self._by_identity.values()
+            if p.identity == peer.identity
+            or (peer.engine_id and (p.engine_id, p.hello.worker_id) == place)
+        ]
+        for old in replaced:
+            del self._by_identity[old.identity]
+        self._by_identity[peer.identity] = peer
+        return replaced
+
+    def remove(self, peer: Peer) -> None:
+        """Forgets a peer."""
+        if self._by_identity.get(peer.identity) is peer:
+            del self._by_identity[peer.identity]
+
+    def ranks(self, engine_id: str, world_size: int) -> list[Registration] | None:
+        """The engine's registrations by rank, or None unless every worker is registered."""
+        found = {
+            p.registration.worker_id: p.registration
+            for p in self._by_identity.values()
+            if p.engine_id == engine_id and p.registration is not None
+        }
+        if set(found) != set(range(world_size)):
+            return None
+        return [found[rank] for rank in range(world_size)]
+
+    def registrations(self, engine_id: str) -> list[Registration]:
+        """Whatever workers of the engine are registered."""
+        return [
+            p.registration
+            for p in self._by_identity.values()
+            if p.engine_id == engine_id and p.registration is not None
+        ]

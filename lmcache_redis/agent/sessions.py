@@ -1,0 +1,142 @@
+"""Sessions: what is held for one request, from its lookup to its end.
+
+A session owns pins of entries of the host pool. It gives each up exactly once: to the
+retrieve that uses it, on release, or when the session ends or times out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from lmcache_redis.hostpool import Entry, HostPool
+
+SessionKey = tuple[str, str]  # engine id, request id
+PinKey = tuple[int, bytes]  # worker id, chunk hash
+
+
+@dataclass
+class Tally:
+    """What happened to the chunks of one request, for its one line in the log."""
+
+    asked: int = 0
+    hit: int = 0
+    from_redis: int = 0
+    stored: int = 0
+    dropped: int = 0
+    lookup_ms: float = 0.0
+    reasons: set[str] = field(default_factory=set)
+
+    def sentence(self, request_id: str) -> str | None:
+        """The line, or None where nothing happened that anybody wants to read."""
+        parts = []
+        if self.asked:
+            parts.append(
+                f"{self.hit} of {self.asked} chunks hit "
+                f"({self.from_redis} loaded from Redis) in {self.lookup_ms:.1f} ms"
+            )
+        if self.stored:
+            parts.append(f"{self.stored} stored")
+        if self.dropped:
+            parts.append(f"{self.dropped} dropped")
+        if self.reasons:
+            parts.append("because " + ", ".join(sorted(self.reasons)))
+        return f"request {request_id}: {', '.join(parts)}" if parts else None
+
+
+class Session:
+    """The pins of one request."""
+
+    def __init__(self, key: SessionKey, pool: HostPool) -> None:
+        self.key = key
+        self.expires_s = 0.0
+        self.ended = False
+        self.busy = 0  # stores and retrieves in progress
+        self.tally = Tally()
+        self.cancel_lookup: Callable[[], None] | None = None
+        self._pool = pool
+        self._pins: dict[PinKey, Entry] = {}
+
+    def hold(self, pin: PinKey, entry: Entry) -> None:
+        """Takes over one pin of ``entry``; a second one of the same chunk is given back."""
+        if pin in self._pins:
+            self._pool.unpin(self._pins[pin])
+        self._pins[pin] = entry
+
+    def take(self, pin: PinKey) -> Entry | None:
+        """Hands the pin over to the caller."""
+        return self._pins.pop(pin, None)
+
+    def release(self, chunk_hash: bytes) -> int:
+        """Gives back the pins of a chunk, of all workers; returns how many there were."""
+        found = [pin for pin in self._pins if pin[1] == chunk_hash]
+        for pin in found:
+            self._pool.unpin(self._pins.pop(pin))
+        return len(found)
+
+    def release_all(self) -> None:
+        """Gives back every pin and cancels the lookup that would bring more."""
+        if self.cancel_lookup is not None:
+            cancel, self.cancel_lookup = self.cancel_lookup, None
+            cancel()
+        for entry in self._pins.values():
+            self._pool.unpin(entry)
+        self._pins.clear()
+
+    @property
+    def pinned_chunks(self) -> int:
+        """Pins held."""
+        return len(self._pins)
+
+
+class Sessions:
+    """All sessions, by engine and request."""
+
+    def __init__(self, pool: HostPool, timeout_s: float) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._sessions: dict[SessionKey, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    def get(self, key: SessionKey) -> Session | None:
+        """The session, if there is one."""
+        return self._sessions.get(key)
+
+    def open(self, key: SessionKey, now_s: float, *, for_lookup: bool = True) -> Session:
+        """The session of a request, new or not; it lives ``timeout_s`` from now.
+
+        Only a lookup has an end that its engine tells. A store or retrieve that finds no session
+        comes without one, or after it: its session goes when it is over.
+        """
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = Session(key, self._pool)
+            session.ended = not for_lookup
+        session.ended = session.ended and not for_lookup
+        session.expires_s = now_s + self._timeout_s
+        return session
+
+    def end(self, session: Session) -> str | None:
+        """Unpins everything; the session goes when nothing of it is in progress any more.
+
+        Returns its line for the log if it is gone.
+        """
+        session.ended = True
+        session.release_all()
+        return self.settle(session)
+
+    def settle(self, session: Session) -> str | None:
+        """Removes an ended session that has nothing in progress; returns its line for the log."""
+        if not session.ended or session.busy or self._sessions.get(session.key) is not session:
+            return None
+        del self._sessions[session.key]
+        return session.tally.sentence(session.key[1])
+
+    def expired(self, now_s: float) -> list[Session]:
+        """Sessions whose time is over."""
+        return [s for s in self._sessions.values() if s.expires_s <= now_s and not s.busy]

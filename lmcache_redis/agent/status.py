@@ -1,0 +1,68 @@
+"""The document that STATUS answers with."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lmcache_redis.agent.core import Core
+from lmcache_redis.agent.peers import Peers
+from lmcache_redis.agent.writes import Writes
+from lmcache_redis.version import __version__
+
+
+def status_report(core: Core, peers: Peers, writes: Writes) -> dict[str, Any]:
+    """Everything somebody who looks after the agent wants to see, ready for JSON."""
+    pool, config = core.pool, core.config
+    slot_bytes = core.arena.slot_bytes
+    return {
+        "version": __version__,
+        "pid": os.getpid(),
+        "endpoint": config.endpoint,
+        "chunk_size_tokens": config.chunk_size_tokens,
+        "redis": _redis(core),
+        "pool": {
+            "slots": pool.slot_count,
+            "slot_bytes": slot_bytes,
+            "used_slots": pool.used_slots,
+            "pinned_slots": pool.pinned_slots,
+            "chunks": len(pool),
+            "evictions": pool.evictions,
+        },
+        "queues": {
+            "writes": len(writes),
+            "write_bytes": writes.queued_bytes,
+            "copies": core.copies.backlog,
+        },
+        "sessions": len(core.sessions),
+        "engines": [
+            {
+                "engine_id": peer.engine_id,
+                "model": peer.hello.model_name,
+                "worker_id": peer.hello.worker_id,
+                "world_size": peer.hello.world_size,
+                "chunk_bytes": peer.registration.form.chunk_bytes,
+                "layout": peer.registration.form.fingerprint.hex(),
+                "device": peer.registration.device.layout.device,
+            }
+            for peer in peers
+            if peer.registration is not None
+        ],
+        "counters": core.metrics.snapshot(),
+    }
+
+
+def _redis(core: Core) -> dict[str, Any]:
+    state, stats = core.plane.state, core.plane.stats()
+    return {
+        "server": str(core.plane.endpoint),
+        "up": state.up,
+        "reason": state.reason,
+        "bytes_in": stats.bytes_in,
+        "bytes_out": stats.bytes_out,
+        "reads": {outcome.name.lower(): n for outcome, n in stats.reads.items()},
+        "writes": {outcome.name.lower(): n for outcome, n in stats.writes.items()},
+        "connects": stats.connects,
+        "connections_lost": stats.connections_lost,
+        "errors": stats.errors,
+    }

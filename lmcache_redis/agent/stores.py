@@ -1,0 +1,154 @@
+"""Stores: an engine's blocks are gathered into slots; Redis gets them later (`writes`).
+
+ask      which of the chunks are held already, in the host pool or in Redis?
+gather   the others are copied into slots; past the lease what was read is thrown away
+answer   the engine may reuse its blocks; the chunks are READY, and offered for writing
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from lmcache_redis import messages as m
+from lmcache_redis.agent.copies import CopyOutcome
+from lmcache_redis.agent.core import Core, Reply
+from lmcache_redis.agent.registration import Registration
+from lmcache_redis.agent.sessions import Session
+from lmcache_redis.agent.writes import Writes
+from lmcache_redis.hostpool import Entry
+from lmcache_redis.keys import stripe_key
+from lmcache_redis.resp.outcomes import ExistsResult
+
+_DROPS = {
+    CopyOutcome.FAILED: ("drop_device_error", "blocks could not be read"),
+    CopyOutcome.CANCELLED: ("drop_lease", "the agent was too slow to read the blocks"),
+}
+
+
+class StoreJob:
+    """One store of one worker, from the question to the answer."""
+
+    def __init__(
+        self,
+        core: Core,
+        writes: Writes,
+        session: Session,
+        registration: Registration,
+        hashes: Sequence[bytes],
+        question: m.Store,
+        reply: Reply,
+    ) -> None:
+        self._core = core
+        self._writes = writes
+        self._session = session
+        self._registration = registration
+        self._hashes = hashes
+        self._question = question
+        self._reply = reply
+        self._left = 0
+        self._stored = 0
+        self._already = 0
+
+    def start(self) -> None:
+        """Sorts out what the host pool has, and asks Redis about the rest."""
+        self._session.busy += 1
+        unknown: list[int] = []
+        for chunk, chunk_hash in enumerate(self._hashes):
+            entry = self._core.pool.get(self._registration.form.key(chunk_hash))
+            if entry is None:
+                unknown.append(chunk)
+                continue
+            self._already += 1
+            if not entry.persisted and not self._core.fills.filling(entry):
+                self._writes.offer(self._registration.form, chunk_hash, entry)
+        if not unknown:
+            self._answer()
+            return
+        keys = [stripe_key(self._key(chunk), 0) for chunk in unknown]
+        deadline_s = min(
+            self._question.lease_ns / 1e9,
+            time.monotonic() + self._core.config.op_timeout_s,
+        )
+        self._core.plane.exists(
+            keys,
+            deadline_s,
+            lambda result: self._core.post(partial(self._asked, unknown, result)),
+        )
+
+    def _key(self, chunk: int) -> bytes:
+        return self._registration.form.key(self._hashes[chunk])
+
+    def _asked(self, unknown: list[int], result: ExistsResult) -> None:
+        # Where Redis does not answer, the host pool alone takes the chunks.
+        in_redis = result.present or [False] * len(unknown)
+        wanted = [chunk for chunk, present in zip(unknown, in_redis, strict=True) if not present]
+        self._already += len(unknown) - len(wanted)
+        self._left = len(wanted)
+        for chunk in wanted:
+            self._gather(chunk)
+        if not wanted:
+            self._answer()
+
+    def _gather(self, chunk: int) -> None:
+        form = self._registration.form
+        if self._core.pool.get(self._key(chunk)) is not None:  # brought by another meanwhile
+            self._already += 1
+            self._one_less()
+            return
+        entry = self._core.fills.begin(self._key(chunk), form.stripe_count)
+        if entry is None:
+            self._dropped("drop_pool_full", "the host pool was full")
+            self._one_less()
+            return
+        first = chunk * form.blocks_per_chunk
+        block_ids = self._question.block_ids[first : first + form.blocks_per_chunk]
+        copy = partial(self._copy, block_ids, self._core.slots_of(form, entry))
+        self._core.copies.gather(copy, partial(self._report, chunk, entry))
+
+    def _copy(self, block_ids: Sequence[int], slots: list[memoryview]) -> CopyOutcome:
+        # On a copy thread. What is read past the lease may be another request's.
+        lease_ns = self._question.lease_ns
+        if time.monotonic_ns() > lease_ns:
+            return CopyOutcome.CANCELLED
+        self._registration.device.gather(
+            block_ids, slots, self._registration.form.stripe_payload_bytes, self._question.event
+        )
+        return CopyOutcome.CANCELLED if time.monotonic_ns() > lease_ns else CopyOutcome.DONE
+
+    def _report(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
+        self._core.post(partial(self._gathered, chunk, entry, outcome))
+
+    def _gathered(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
+        form = self._registration.form
+        if outcome is CopyOutcome.DONE:
+            self._core.metrics.count("gathered_chunks")
+            self._core.metrics.count("gathered_bytes", form.chunk_bytes)
+        else:
+            self._dropped(*_DROPS[outcome])
+        self._core.pool.pin(entry)
+        if self._core.fills.end(entry, filled=outcome is CopyOutcome.DONE):
+            self._stored += 1
+            self._writes.offer(form, self._hashes[chunk], entry)
+        self._core.pool.unpin(entry)
+        self._one_less()
+
+    def _dropped(self, counter: str, reason: str) -> None:
+        self._core.metrics.count(counter)
+        self._session.tally.reasons.add(reason)
+
+    def _one_less(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._answer()
+
+    def _answer(self) -> None:
+        metrics, tally = self._core.metrics, self._session.tally
+        dropped = len(self._hashes) - self._stored - self._already
+        metrics.count("stores")
+        metrics.count("skipped_chunks", self._already)
+        tally.stored += self._stored
+        tally.dropped += dropped
+        self._reply(m.StoreResult(0, self._stored, self._already, dropped))
+        self._core.finish_part(self._session)

@@ -1,0 +1,80 @@
+"""Writing behind: chunks of the host pool go to Redis when the engine has long gone on.
+
+The queue is bounded in bytes. What does not fit, or what Redis does not take, stays in the
+host pool unpersisted and is counted; the next store of the chunk offers it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+
+from lmcache_redis.agent.core import Core
+from lmcache_redis.agent.registration import ChunkForm
+from lmcache_redis.hostpool import Entry
+from lmcache_redis.resp.outcomes import ChunkIO, WriteOutcome
+
+logger = logging.getLogger(__name__)
+
+# How long a chunk may wait in the queue and be written, in total.
+_WRITE_DEADLINE_S = 30.0
+
+_DROPS = {
+    WriteOutcome.FULL: "drop_redis_full",
+    WriteOutcome.TIMED_OUT: "drop_redis_error",
+    WriteOutcome.UNAVAILABLE: "drop_redis_error",
+    WriteOutcome.REJECTED: "drop_redis_error",
+    WriteOutcome.CANCELLED: "drop_shutdown",
+}
+
+
+class Writes:
+    """The queue between the host pool and Redis."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._writing: dict[Entry, ChunkIO] = {}
+        self._complained_of: WriteOutcome | None = None
+        self.queued_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._writing)
+
+    def offer(self, form: ChunkForm, chunk_hash: bytes, entry: Entry) -> None:
+        """Queues a READY entry, unless it is queued, the queue is full or Redis is down."""
+        if entry in self._writing:
+            return
+        if not self._core.plane.state.up:
+            self._core.metrics.count("drop_redis_error")
+            return
+        if self.queued_bytes + form.chunk_bytes > self._core.config.write_queue_limit_bytes:
+            self._core.metrics.count("drop_queue_full")
+            return
+        self._core.pool.pin(entry)
+        io = self._core.chunk_io(form, chunk_hash, entry, time.monotonic() + _WRITE_DEADLINE_S)
+        self._writing[entry] = io
+        self.queued_bytes += form.chunk_bytes
+        self._core.plane.write(
+            io, lambda io, outcome: self._core.post(partial(self._written, io, outcome))
+        )
+
+    def _written(self, io: ChunkIO, outcome: WriteOutcome) -> None:
+        entry = io.tag
+        assert isinstance(entry, Entry)
+        del self._writing[entry]
+        self.queued_bytes -= io.frame.chunk_bytes
+        if outcome is WriteOutcome.STORED:
+            entry.persisted = True
+            self._core.metrics.count("stored_chunks")
+            self._core.metrics.count("stored_bytes", io.frame.chunk_bytes)
+            self._complained_of = None
+        else:
+            self._core.metrics.count(_DROPS[outcome])
+            if self._complained_of is not outcome:
+                self._complained_of = outcome
+                logger.warning(
+                    "chunks are not written to Redis: %s (they are counted; this is said once)",
+                    outcome.value,
+                )
+        self._core.pool.unpin(entry)

@@ -1,0 +1,196 @@
+"""The main job with a real vLLM: time to first token cold, from the host pool, from Redis.
+
+The reference case is a prompt of 4,097 tokens on a model with 64 KiB of KV a token: 256 MiB.
+An engine without a connector and one with ours live side by side and answer in turn, so
+that the machine's mood falls on both. Time to first token is the time of a request for one token.
+
+    plain             no connector, nothing cached
+    cold              our connector, nothing cached, earlier stores drained
+    plain-rush, cold-rush   the same back to back: stores of one prompt run beside the next
+    vllm-hit          the prefix is still in vLLM's own blocks
+    pool-hit          vLLM's cache emptied: from the agent's host pool
+    redis-hit         a new engine and a new agent: from Redis
+    get               256 MiB from Redis into slots by the data plane alone, the same server
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lmcache_redis.bench import data_plane
+from lmcache_redis.bench.agent import AgentServer
+from lmcache_redis.bench.engine import EngineProcess
+from lmcache_redis.bench.model import CPU_SHAPE, make_model, make_prompts
+from lmcache_redis.embedded import EmbeddedRedis
+
+REDIS_BYTES = 6 << 30
+POOL_BYTES = 4 << 30
+_MOST_PROMPTS = 200
+
+
+def run(
+    output_dir: Path,
+    rounds: int = 5,
+    prompt_tokens: int = 4097,
+    say: Callable[[str], None] = print,
+) -> list[dict[str, Any]]:
+    """Rows with medians over ``rounds`` prompts; logs go to ``output_dir``."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    model = output_dir / "model"
+    make_model(model, CPU_SHAPE, prompt_tokens + 64)
+    times: dict[str, list[float]] = {}
+    prompts = _Prompts(prompt_tokens)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        EmbeddedRedis(REDIS_BYTES) as redis,
+        AgentServer(
+            f"ipc://{directory}/agent.sock",
+            redis.url,
+            output_dir / "agent.log",
+            pool_bytes=POOL_BYTES,
+        ) as agent,
+    ):
+        measured = [prompts.new() for _ in range(rounds)]
+        outputs = _beside_plain(output_dir, model, agent, prompts, measured, times, say)
+        agent.restart()
+        _from_redis(output_dir, model, agent, prompts, measured, outputs, times, say)
+        say("loading the same bytes with the data plane alone")
+        gets = data_plane.run(
+            redis.url,
+            chunk_mib=(16,),
+            moved_bytes=(prompt_tokens // 256) * 256 * CPU_SHAPE.kv_bytes_per_token,
+            rounds=rounds,
+            peers=False,
+            scans=False,
+        )
+    rate = next(row.gb_per_s for row in gets if row.client == "ours" and row.op == "load")
+    return _rows(times, prompt_tokens, rate or 0.0)
+
+
+def _beside_plain(
+    output_dir: Path,
+    model: Path,
+    agent: AgentServer,
+    prompts: _Prompts,
+    measured: list[list[int]],
+    times: dict[str, list[float]],
+    say: Callable[[str], None],
+) -> list[Any]:
+    options = prompts.options()
+    say("starting an engine without a connector, and one with it")
+    with (
+        EngineProcess(model, log_path=output_dir / "plain.log", options=options) as plain,
+        EngineProcess(
+            model,
+            log_path=output_dir / "cold.log",
+            connector_endpoint=agent.endpoint,
+            options=options,
+        ) as ours,
+    ):
+        for engine in (plain, ours):
+            engine.generate([prompts.new()])
+        agent.wait_idle()
+        outputs = []
+        for number, prompt in enumerate(measured):
+            say(f"cold, prompt {number + 1} of {len(measured)}")
+            # In turn, and in turns who is first.
+            for engine in (plain, ours) if number % 2 == 0 else (ours, plain):
+                answer = engine.generate([prompt])
+                times.setdefault("plain" if engine is plain else "cold", []).append(answer.seconds)
+                agent.wait_idle()
+            outputs.append(answer.outputs)
+        for prompt in measured:
+            times.setdefault("vllm-hit", []).append(ours.generate([prompt]).seconds)
+        ours.reset_prefix_cache()
+        say("hits in the host pool")
+        for prompt, output in zip(measured, outputs, strict=True):
+            answer = ours.generate([prompt])
+            _check(answer, output, len(prompt))
+            times.setdefault("pool-hit", []).append(answer.seconds)
+        say("cold, back to back")
+        for number in range(len(measured)):
+            rush = [prompts.new() for _ in range(3)]
+            for engine in (plain, ours) if number % 2 == 0 else (ours, plain):
+                name = "plain-rush" if engine is plain else "cold-rush"
+                seconds = [engine.generate([prompt]).seconds for prompt in rush]
+                times.setdefault(name, []).append(statistics.mean(seconds[1:]))
+                agent.wait_idle()
+    return outputs
+
+
+def _from_redis(
+    output_dir: Path,
+    model: Path,
+    agent: AgentServer,
+    prompts: _Prompts,
+    measured: list[list[int]],
+    outputs: list[Any],
+    times: dict[str, list[float]],
+    say: Callable[[str], None],
+) -> None:
+    say("starting a new engine; the agent is new too, its host pool is empty")
+    with EngineProcess(
+        model,
+        log_path=output_dir / "warm.log",
+        connector_endpoint=agent.endpoint,
+        options=prompts.options(),
+    ) as engine:
+        engine.generate([prompts.new()])
+        agent.wait_idle()
+        for prompt, output in zip(measured, outputs, strict=True):
+            answer = engine.generate([prompt])
+            _check(answer, output, len(prompt))
+            times.setdefault("redis-hit", []).append(answer.seconds)
+
+
+def _check(answer: Any, output: Any, prompt_tokens: int) -> None:
+    cached = answer.details["cached_tokens"][0]
+    if answer.outputs != output or cached < prompt_tokens // 256 * 256:
+        raise RuntimeError(f"not a hit with the same answer: {cached} tokens were cached")
+
+
+class _Prompts:
+    """Prompts of random tokens, never the same twice."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._left = make_prompts(_MOST_PROMPTS, tokens)
+
+    def new(self) -> list[int]:
+        return self._left.pop()
+
+    def options(self) -> dict[str, Any]:
+        return {"dtype": CPU_SHAPE.dtype, "max_model_len": self._tokens + 64}
+
+
+def _rows(
+    times: dict[str, list[float]], prompt_tokens: int, get_gb_per_s: float
+) -> list[dict[str, Any]]:
+    loaded = prompt_tokens // 256 * 256 * CPU_SHAPE.kv_bytes_per_token
+    beside = {"cold": "plain", "cold-rush": "plain-rush"}
+    rows = []
+    for case, seconds in times.items():
+        ratio = None
+        if case in beside:
+            pairs = zip(seconds, times[beside[case]], strict=True)
+            ratio = statistics.median(ours / plain for ours, plain in pairs)
+        rows.append(
+            {
+                "case": case,
+                "median_s": statistics.median(seconds),
+                "min_s": min(seconds),
+                "max_s": max(seconds),
+                "ratio_to_plain": ratio,
+                "rounds": len(seconds),
+            }
+        )
+    get_s = loaded / get_gb_per_s / 1e9 if get_gb_per_s else None
+    rows.append(
+        {"case": "get", "median_s": get_s, "min_s": None, "max_s": None, "ratio_to_plain": None,
+         "rounds": len(times["plain"])}
+    )  # fmt: skip
+    return rows

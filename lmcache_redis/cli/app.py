@@ -1,0 +1,142 @@
+"""The commands. Each imports what it needs when it runs: `--help` is quick."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lmcache_redis.cli.options import agent_config, takes_agent_options
+from lmcache_redis.config import AgentConfig, default_endpoint
+from lmcache_redis.errors import ConfigError, LMCacheRedisError
+from lmcache_redis.version import __version__
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help=(
+        "A KV cache for vLLM that lives in Redis or Valkey.\n\n"
+        "Run one [bold]agent[/bold] per node, and start vLLM with [bold]--kv-transfer-config "
+        '\'{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}\'[/bold]: prompt prefixes '
+        "that any replica has computed are loaded instead of computed again.\n\n"
+        "[bold]lmcache-redis demo[/bold] shows it on this machine."
+    ),
+)
+
+EndpointOption = Annotated[
+    str | None,
+    typer.Option("--endpoint", help="Where the agent listens.", show_default="the agent's default"),
+]
+TimeoutOption = Annotated[float, typer.Option("--timeout-s", help="How long to wait, in seconds.")]
+
+
+@app.command()
+@takes_agent_options
+def agent(**options: object) -> None:
+    """Run the agent of this node: it keeps KV in Redis for every vLLM engine here.
+
+    Examples:
+
+      lmcache-redis agent
+
+      lmcache-redis agent --redis-url redis://cache.example:6379 --pool-bytes 16GiB
+    """
+    config = agent_config(options)
+    _log_to_stderr(config)
+    from lmcache_redis.agent.main import run_agent
+
+    raise typer.Exit(run_agent(config))
+
+
+@app.command()
+def status(
+    endpoint: EndpointOption = None,
+    timeout_s: TimeoutOption = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Show what the agent holds, how Redis is, and what was counted."""
+    from lmcache_redis.cli.tables import status_tables
+    from lmcache_redis.client.control import ControlClient
+
+    report = ControlClient(endpoint or default_endpoint(), timeout_s).status()
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    console = Console()
+    for table in status_tables(report):
+        console.print(table)
+
+
+@app.command()
+def ping(endpoint: EndpointOption = None, timeout_s: TimeoutOption = 2.0) -> None:
+    """Ask the agent for a sign of life."""
+    from lmcache_redis.client.control import ControlClient
+
+    info = ControlClient(endpoint or default_endpoint(), timeout_s).ping()
+    print(
+        f"lmcache-redis {info.version}, process {info.agent_pid}: {info.round_trip_s * 1e3:.2f} ms"
+    )
+
+
+@app.command()
+def demo(
+    output_dir: Annotated[
+        Path, typer.Option("--output-dir", help="Where results, plot and logs go.")
+    ] = Path("demo-output"),
+    prompts: Annotated[int, typer.Option("--prompts", min=1, max=64)] = 4,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", min=512, max=32_768, help="Tokens of each prompt.")
+    ] = 4097,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, max=256, help="Tokens compared per prompt.")
+    ] = 16,
+) -> None:
+    """Run the main job here: answer prompts cold, restart everything, answer them from Redis."""
+    from lmcache_redis.demo.run import run_demo
+
+    raise typer.Exit(run_demo(output_dir, prompts, prompt_tokens, max_tokens))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context) -> None:
+    """Measure this machine, beside peers. `lmcache-redis bench --help` lists what there is."""
+    from lmcache_redis.bench.__main__ import main as run_bench
+
+    raise typer.Exit(run_bench(context.args))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def main() -> None:
+    """Runs a command; an error of ours is one sentence, exit status 2 where a setting is wrong."""
+    try:
+        app()
+    except ConfigError as error:
+        _fail(error, 2)
+    except LMCacheRedisError as error:
+        _fail(error, 1)
+
+
+def _fail(error: Exception, status: int) -> None:
+    print(f"lmcache-redis: {error}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _log_to_stderr(config: AgentConfig) -> None:
+    import logging
+
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )

@@ -1,0 +1,91 @@
+"""Options of `lmcache-redis agent`, made from the fields of ``AgentConfig``."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lmcache_redis.config import AgentConfig, option_name, parse_size, shown_default
+from lmcache_redis.errors import ConfigError
+
+_ENVIRONMENT = {"redis_url": "LMCACHE_REDIS_URL"}
+
+
+def takes_agent_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command one option for each setting; None stands for the setting's default."""
+    parameters = []
+    for setting in _settings():
+        option = typer.Option(
+            option_name(setting.name),
+            help=_sentence(setting.metadata["help"]),
+            show_default=shown_default(setting),
+            envvar=_ENVIRONMENT.get(setting.name),
+            metavar="SIZE" if setting.metadata.get("size") else None,
+        )
+        parameters.append(
+            inspect.Parameter(
+                setting.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[_type_of(setting) | None, option],
+            )
+        )
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def agent_config(options: Mapping[str, Any]) -> AgentConfig:
+    """The config that the options and the environment say. Raises ``ConfigError``."""
+    given = {name: value for name, value in options.items() if value is not None}
+    for setting in dataclasses.fields(AgentConfig):
+        variable = setting.metadata.get("environment_only")
+        if variable and (secret := _secret(variable)):
+            given[setting.name] = secret
+        if setting.name in given and setting.metadata.get("size"):
+            given[setting.name] = _size(setting.name, given[setting.name])
+    if "key_prefix" in given:
+        given["key_prefix"] = str(given["key_prefix"]).encode()
+    return AgentConfig(**given)
+
+
+def _secret(variable: str) -> str | None:
+    """What a variable says, or the file that ``VARIABLE_FILE`` names (as containers do)."""
+    path = os.environ.get(f"{variable}_FILE")
+    if os.environ.get(variable) or not path:
+        return os.environ.get(variable)
+    try:
+        return Path(path).read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the file {path} that {variable}_FILE names cannot be read ({error}): "
+            f"name another one, or set {variable}"
+        ) from error
+
+
+def _size(name: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option_name(name)}: {error}") from error
+
+
+def _settings() -> list[dataclasses.Field[Any]]:
+    fields = dataclasses.fields(AgentConfig)
+    return [f for f in fields if not f.metadata.get("environment_only")]
+
+
+def _type_of(setting: dataclasses.Field[Any]) -> type:
+    if setting.metadata.get("size"):
+        return str
+    return {"int": int, "float": float}.get(str(setting.type), str)
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."

@@ -1,0 +1,41 @@
+"""The tables of `lmcache-redis status`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.table import Table
+
+from lmcache_redis.metrics import COUNTERS
+
+
+def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
+    """The agent, its engines, and every counter that is not zero."""
+    pool, redis, queues = report["pool"], report["redis"], report["queues"]
+    agent = Table(title=f"agent {report['pid']} ({report['version']})", show_header=False)
+    used = pool["used_slots"] * pool["slot_bytes"] / 2**30
+    whole = pool["slots"] * pool["slot_bytes"] / 2**30
+    agent.add_row("endpoint", report["endpoint"])
+    agent.add_row("Redis", f"{redis['server']}: {'up' if redis['up'] else redis['reason']}")
+    agent.add_row("host pool", f"{used:.2f} of {whole:.2f} GiB, {pool['chunks']} chunks")
+    agent.add_row("pinned", f"{pool['pinned_slots'] * pool['slot_bytes'] / 2**30:.2f} GiB")
+    agent.add_row("to be written", f"{queues['writes']} chunks")
+    agent.add_row("sessions", str(report["sessions"]))
+    agent.add_row("chunk size", f"{report['chunk_size_tokens']} tokens")
+    yield agent
+    engines = Table("model", "worker", "device", "chunk", "layout", title="engines")
+    for engine in report["engines"]:
+        engines.add_row(
+            engine["model"],
+            f"{engine['worker_id']} of {engine['world_size']}",
+            engine["device"],
+            f"{engine['chunk_bytes'] / 2**20:.1f} MiB",
+            engine["layout"][:16],
+        )
+    yield engines
+    counters = Table("counter", "value", "what it counts", title="counters")
+    for name, value in report["counters"].items():
+        if value:
+            counters.add_row(name, f"{value:,}", COUNTERS.get(name, ""))
+    yield counters

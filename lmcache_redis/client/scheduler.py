@@ -1,0 +1,182 @@
+"""The scheduler's side: how many leading tokens of a prompt can be had?"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmcache_redis import messages as m
+from lmcache_redis.client.link import AgentLink, Call
+from lmcache_redis.client.operations import chunk_keys
+from lmcache_redis.keys import IPCCacheEngineKey
+
+logger = logging.getLogger(__name__)
+
+# What an agent may take to answer beyond its own deadline before it counts as lost.
+_GRACE_S = 0.25
+
+
+@dataclass(slots=True)
+class _LookupJob:
+    call: Call | None
+    keys: tuple[IPCCacheEngineKey, ...]
+    first_chunk: int
+    chunk_size_tokens: int
+    expires_s: float
+    hit_tokens: int | None = None
+
+
+class LMCacheMPSchedulerAdapter:
+    """Asks the agent which leading chunks of prompts are cached, without ever blocking on it.
+
+    endpoint: where the agent listens.
+    model_name, world_size: as in every key of this engine.
+    block_size_tokens: tokens of one paged block, which divides the agent's chunk size.
+    engine_id: shared by the scheduler and the workers of one engine, and by nobody else.
+
+    While no agent is there every lookup is a miss.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        model_name: str,
+        world_size: int,
+        block_size_tokens: int,
+        *,
+        engine_id: str,
+        agent_dead_after_s: float = 1.5,
+    ) -> None:
+        self._model_name = model_name
+        self._world_size = world_size
+        self._block_size_tokens = block_size_tokens
+        self._jobs: dict[str, _LookupJob] = {}
+        self._complained_of: int | None = None
+        self.link = AgentLink(
+            endpoint,
+            engine_id=engine_id,
+            model_name=model_name,
+            world_size=world_size,
+            worker_id=None,
+            dead_after_s=agent_dead_after_s,
+        )
+
+    def chunk_size_tokens(self) -> int:
+        """Tokens of one chunk; 0 while unknown, or where it is no multiple of the block size."""
+        welcome = self.link.welcome
+        if welcome is None:
+            return 0
+        chunk = welcome.chunk_size_tokens
+        if chunk % self._block_size_tokens == 0:
+            return chunk
+        if self._complained_of != chunk:
+            self._complained_of = chunk
+            logger.error(
+                "the agent's chunk size of %d tokens is no multiple of the engine's block size of "
+                "%d: start the agent with --chunk-size-tokens %d; until then there are no hits",
+                chunk, self._block_size_tokens,
+                -(-chunk // self._block_size_tokens) * self._block_size_tokens,
+            )  # fmt: skip
+        return 0
+
+    def num_blocks_per_chunk(self) -> int:
+        """Paged blocks of one chunk; 0 while no usable agent is known."""
+        return self.chunk_size_tokens() // self._block_size_tokens
+
+    def maybe_submit_lookup_request(
+        self,
+        request_id: str,
+        block_hashes: Sequence[bytes] | None = None,
+        token_ids: Sequence[int] | None = None,
+        *,
+        first_chunk: int = 0,
+    ) -> None:
+        """Starts a lookup unless one is known for ``request_id``.
+
+        Exactly one of ``block_hashes`` (one a block) and ``token_ids`` is given, both
+        from the start of the prompt; whole chunks from number ``first_chunk`` on are
+        looked up. Raises ``ValueError`` otherwise.
+        """
+        if (block_hashes is None) == (token_ids is None):
+            raise ValueError("give exactly one of block_hashes and token_ids")
+        if request_id in self._jobs:
+            return
+        blocks_per_chunk = self.num_blocks_per_chunk()
+        chunk = self._block_size_tokens * blocks_per_chunk
+        keys: tuple[IPCCacheEngineKey, ...] = ()
+        if blocks_per_chunk and self.link.online:
+            if block_hashes is not None:
+                block_hashes = block_hashes[first_chunk * blocks_per_chunk :]
+            keys = chunk_keys(
+                self._model_name,
+                self._world_size,
+                request_id,
+                blocks_per_chunk=blocks_per_chunk,
+                block_hashes=block_hashes,
+                token_ids=token_ids,
+                start=first_chunk * chunk,
+                end=0 if token_ids is None else len(token_ids) // chunk * chunk,
+            )
+        job = _LookupJob(None, keys, first_chunk, chunk, time.monotonic(), 0 if not keys else None)
+        if keys:
+            welcome = self.link.welcome
+            job.expires_s += _GRACE_S + (welcome.lookup_deadline_s if welcome else 0.0)
+            job.call = self.link.submit(m.Lookup, request_id=request_id, keys=keys)
+        self._jobs[request_id] = job
+
+    def check_lookup_result(self, request_id: str, *, wait_s: float = 0.0) -> int | None:
+        """Leading tokens of the prompt that are held for it; None while that is not known.
+
+        Waits for up to ``wait_s``. An unknown request, a lost agent, and an answer that does
+        not come within the agent's lookup deadline and a grace are 0.
+        """
+        job = self._jobs.get(request_id)
+        if job is None:
+            return 0
+        if job.hit_tokens is None and job.call is not None:
+            if job.call.wait(wait_s):
+                job.hit_tokens = self._tokens(job)
+            elif time.monotonic() >= job.expires_s:
+                logger.warning("a lookup was not answered in time; computing %s", request_id)
+                job.hit_tokens = 0
+                self.link.submit(m.EndSession, request_id=request_id)
+        return job.hit_tokens
+
+    def cleanup_lookup_result(self, request_id: str) -> None:
+        """Forgets the result of a lookup; its pins stay."""
+        self._jobs.pop(request_id, None)
+
+    def release_lookup_locks(self, request_id: str, first_chunk: int = 0) -> None:
+        """Unpins the chunks from number ``first_chunk`` on that a lookup pinned."""
+        job = self._jobs.get(request_id)
+        if job is None or not job.hit_tokens:
+            return
+        keys = job.keys
+        if keys[0].chunk_hash is not None:
+            keys = keys[max(0, first_chunk - job.first_chunk) :]
+        elif first_chunk > job.first_chunk:
+            return  # token mode names all chunks by one key: they go with the session
+        if keys:
+            self.link.submit(m.ReleaseLocks, request_id=request_id, keys=keys)
+
+    def end_session(self, request_id: str) -> None:
+        """The request is over: cancels its lookup and unpins everything it pinned."""
+        self._jobs.pop(request_id, None)
+        self.link.submit(m.EndSession, request_id=request_id)
+
+    def clear(self, timeout_s: float) -> bool:
+        """Empties the cache of this engine's layouts; returns whether the agent did so."""
+        call = self.link.submit(m.Clear)
+        return call.wait(timeout_s) and isinstance(call.answer, m.Done)
+
+    def shutdown(self) -> None:
+        """Closes the connection; the agent unpins what this scheduler's lookups pinned."""
+        self.link.close()
+
+    def _tokens(self, job: _LookupJob) -> int:
+        answer = job.call.answer if job.call is not None else None
+        if not isinstance(answer, m.LookupResult) or not answer.hit_chunks:
+            return 0
+        return (job.first_chunk + answer.hit_chunks) * job.chunk_size_tokens

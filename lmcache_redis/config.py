@@ -1,0 +1,279 @@
+"""Every setting, once: types, defaults, bounds and the sentences that explain them.
+
+``AgentConfig`` is built once and never changes. The options of ``lmcache-redis agent`` and the
+table in the README are made from its fields, so they cannot disagree with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lmcache_redis.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+MIN_SLOT_BYTES = 4096
+# With a header of 512 bytes a value stays just under 1 MiB, a size class of Redis's allocator.
+DEFAULT_SLOT_BYTES = (1 << 20) - 4096
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of ``4GiB``, ``512MB``, ``1.5G`` (binary) or a plain number.
+
+    Raises ``ConfigError`` for anything else.
+    """
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(text)
+    unit = match.group(2).upper() if match else None
+    if match is None or unit not in _UNITS:
+        raise ConfigError(f"{text!r} is no size: write it as 4GiB, 512MB or a number of bytes")
+    return int(float(match.group(1)) * _UNITS[unit])
+
+
+def format_size(size_bytes: int) -> str:
+    """The shortest exact way to write a size."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= factor and size_bytes % factor == 0:
+            return f"{size_bytes // factor}{unit}"
+    return str(size_bytes)
+
+
+def _machine_share(most_bytes: int) -> int:
+    """A quarter of the machine's memory in whole MiB, ``most_bytes`` at most."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(most_bytes, memory // 4 >> 20 << 20)
+
+
+def private_directory() -> Path:
+    """Where the default endpoint lies: a directory that is this user's alone.
+
+    ``$XDG_RUNTIME_DIR/lmcache-redis``, else ``lmcache-redis-UID`` in the system's directory for
+    temporary files.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        return Path(runtime) / "lmcache-redis"
+    return Path(tempfile.gettempdir()) / f"lmcache-redis-{os.getuid()}"
+
+
+def default_endpoint() -> str:
+    """The endpoint of agent and engines where none is given."""
+    return f"ipc://{private_directory() / 'agent.sock'}"
+
+
+def ensure_private(directory: Path) -> None:
+    """Makes the directory (mode 0700), or raises ``ConfigError`` where others can enter it."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.lstat()
+    except OSError as error:
+        raise ConfigError(
+            f"the directory {directory} of the endpoint cannot be used ({error.strerror}): "
+            "choose another --endpoint"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigError(
+            f"{directory} does not belong to this user: remove it or choose another --endpoint"
+        )
+    if found.st_mode & 0o077:
+        raise ConfigError(
+            f"others may enter {directory}, and whoever reaches the endpoint can read KV: "
+            f"run `chmod 700 {directory}` or choose another --endpoint"
+        )
+
+
+def _setting(
+    help_text: str, default: Any = dataclasses.MISSING, *, shown: str = "", **more: Any
+) -> Any:
+    if default is not dataclasses.MISSING:
+        more["default"] = default
+    return field(metadata={"help": help_text, "shown": shown}, **more)
+
+
+def _size(help_text: str, default: Any, shown: str = "") -> Any:
+    meta = {"help": help_text, "size": True, "shown": shown}
+    if callable(default):
+        return field(default_factory=default, metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """All settings of an agent. Raises ``ConfigError`` for impossible values."""
+
+    endpoint: str = _setting(
+        "where engines find the agent: ipc://PATH, or tcp://HOST:PORT on a loopback address",
+        default_factory=default_endpoint,
+        shown="ipc:// in a private directory",
+    )
+    redis_url: str | None = _setting(
+        "URL of the server (redis://, rediss://, unix://); without one the agent runs its own",
+        None,
+        shown="embedded Redis",
+        repr=False,  # it may hold a password
+    )
+    redis_username: str | None = _setting("ACL user, if not in the URL", None)
+    redis_password: str | None = field(
+        default=None,
+        repr=False,
+        metadata={
+            "help": "password, if not in the URL; ..._PASSWORD_FILE names a file that holds it",
+            "environment_only": "LMCACHE_REDIS_PASSWORD",
+            "shown": "",
+        },
+    )
+    key_prefix: bytes = _setting("put before every key, to share a server with others", b"")
+    chunk_size_tokens: int = _setting("tokens of a chunk, a multiple of vLLM's block size", 256)
+    pool_bytes: int = _size(
+        "memory of the host pool, a hard limit",
+        lambda: _machine_share(4 << 30),
+        "4GiB, at most a quarter of the machine's memory",
+    )
+    slot_bytes: int = _size(
+        "payload of a stripe at most, and size of a slot; equal on all agents of one Redis",
+        DEFAULT_SLOT_BYTES,
+    )
+    write_queue_bytes: int | None = _size(
+        "chunks that may wait to be written to Redis; more are dropped and counted",
+        None,
+        "half of the host pool",
+    )
+    embedded_memory_bytes: int = _size(
+        "memory limit of the embedded Redis",
+        lambda: _machine_share(8 << 30),
+        "8GiB, at most a quarter of the machine's memory",
+    )
+    lookup_deadline_s: float = _setting("how long a request may wait for a lookup", 1.0)
+    op_timeout_s: float = _setting(
+        "how long one exchange with Redis may stall before the server counts as down", 2.0
+    )
+    session_timeout_s: float = _setting("after that, what a request pinned is given up", 60.0)
+    heartbeat_timeout_s: float = _setting("after that, a silent engine is forgotten", 10.0)
+    shutdown_deadline_s: float = _setting("how long writes may go on once the agent stops", 5.0)
+    get_connections: int = _setting("connections that load", 2)
+    set_connections: int = _setting("connections that store", 1)
+    copy_threads: int = _setting("threads that copy between blocks and slots", 2)
+    device: str = _setting("memory that engines may register: auto, cpu or cuda", "auto")
+    log_level: str = _setting("debug, info, warning or error", "info")
+
+    def __post_init__(self) -> None:
+        _check_endpoint(self.endpoint)
+        _between("chunk_size_tokens", self.chunk_size_tokens, 1, 1 << 20)
+        _between("slot_bytes", self.slot_bytes, MIN_SLOT_BYTES, 512 << 20)
+        _between("pool_bytes", self.pool_bytes, self.slot_bytes + 4096, 1 << 50)
+        _between("embedded_memory_bytes", self.embedded_memory_bytes, 16 << 20, 1 << 50)
+        _between("write_queue_bytes", self.write_queue_limit_bytes, 0, 1 << 50)
+        for name in ("lookup_deadline_s", "op_timeout_s"):
+            _between(name, getattr(self, name), 0.01, 600)
+        for name in ("session_timeout_s", "heartbeat_timeout_s"):
+            _between(name, getattr(self, name), 1, 86_400)
+        _between("shutdown_deadline_s", self.shutdown_deadline_s, 0, 600)
+        for name in ("get_connections", "set_connections", "copy_threads"):
+            _between(name, getattr(self, name), 1, 64)
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
+
+    @property
+    def write_queue_limit_bytes(self) -> int:
+        """``write_queue_bytes``, resolved."""
+        return self.pool_bytes // 2 if self.write_queue_bytes is None else self.write_queue_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """What an engine has to know: ``kv_connector_extra_config`` of vLLM."""
+
+    endpoint: str = field(default_factory=default_endpoint)
+    agent_dead_after_s: float = 1.5
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.endpoint, str):
+            raise ConfigError(f"endpoint is {self.endpoint!r}: write ipc://PATH or tcp://HOST:PORT")
+        _check_endpoint(self.endpoint)
+        _between("agent_dead_after_s", self.agent_dead_after_s, 0.6, 60)
+
+    @staticmethod
+    def from_extra_config(extra: Mapping[str, Any]) -> ClientConfig:
+        """Raises ``ConfigError`` for a name that is no setting."""
+        known = [f.name for f in dataclasses.fields(ClientConfig)]
+        unknown = sorted(set(extra) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"kv_connector_extra_config has {', '.join(unknown)}; "
+                f"it may have {', '.join(known)}"
+            )
+        return ClientConfig(**extra)
+
+
+def option_name(name: str) -> str:
+    """The command line's name of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def shown_default(setting: dataclasses.Field[Any]) -> str:
+    """The default of a setting as people read it."""
+    shown: str = setting.metadata["shown"]
+    if shown:
+        return shown
+    default: Any = setting.default
+    if default is None or default in ("", b""):
+        return "none"
+    if setting.metadata.get("size"):
+        return format_size(default)
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def settings_table() -> str:
+    """The agent's settings as a Markdown table; the README holds it, a test keeps it equal."""
+    rows = ["| setting of `lmcache-redis agent` | default | meaning |", "| --- | --- | --- |"]
+    rows += [
+        f"| `{_settable_by(s)}` | {shown_default(s)} | {s.metadata['help']} |"
+        for s in dataclasses.fields(AgentConfig)
+    ]
+    return "\n".join(rows)
+
+
+def _settable_by(setting: dataclasses.Field[Any]) -> str:
+    variable = setting.metadata.get("environment_only")
+    return f"${variable}" if variable else option_name(setting.name)
+
+
+def _check_endpoint(endpoint: str) -> None:
+    if endpoint.startswith("ipc://"):
+        path = endpoint[len("ipc://") :]
+        if not path.startswith("/") or len(path.encode()) > 100:
+            raise ConfigError(
+                f"--endpoint {endpoint}: an ipc:// endpoint is an absolute path "
+                "of at most 100 bytes"
+            )
+        return
+    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(\d{1,5})", endpoint)
+    if match is None or not 0 < int(match.group(2)) < 65_536:
+        raise ConfigError(f"--endpoint {endpoint}: write ipc://PATH or tcp://HOST:PORT")
+    if not (match.group(1) in ("localhost", "[::1]") or match.group(1).startswith("127.")):
+        raise ConfigError(
+            f"--endpoint {endpoint}: engine and agent share a machine and the protocol has no "
+            "password, so only loopback addresses are allowed"
+        )
+
+
+def _between(name: str, value: Any, least: float, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise ConfigError(f"{option_name(name)} is {value!r}: set it to {least:g} to {most:g}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{option_name(name)} is {value!r}: choose one of {', '.join(allowed)}")

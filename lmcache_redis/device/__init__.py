@@ -1,0 +1,1 @@
+"""Device memory: IPC handles, layouts, copy plans (pure), CPU and CUDA copies."""

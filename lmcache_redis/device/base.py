@@ -1,0 +1,60 @@
+"""What the agent needs of a worker's device memory, whatever the device is.
+
+Life cycle: a worker registers handles and a layout; the agent opens a `DeviceContext`, which
+maps the memory once and checks the layout against what it really mapped; gathers and
+scatters run on the agent's copy threads, one chunk a call, several at a time; `close` waits
+for the calls in progress and unmaps. After the engine has died a context still works on
+CPU memory (the mapping keeps it) and fails with DeviceError on CUDA memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from lmcache_redis.device.layout import KVLayout
+
+
+class DeviceContext(Protocol):
+    """One worker's paged KV cache, mapped. Every method may raise DeviceError.
+
+    ``slots`` are writable memoryviews of bytes, one a stripe, at least as long as their
+    stripe's payload; they and the blocks belong to the call until it returns. Arguments are
+    checked before the first byte moves: a call that raises for a bound has changed nothing.
+    """
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    def gather(
+        self,
+        block_ids: Sequence[int],
+        slots: Sequence[memoryview],
+        stripe_payload_bytes: int,
+        event: bytes | None = None,
+    ) -> None:
+        """Copy the chunk in ``block_ids`` (token order) out of the device into ``slots``.
+
+        ``event`` is the engine's interprocess event after which the blocks may be read;
+        None where the engine's memory is coherent already, as on the CPU.
+        """
+        ...
+
+    def scatter(
+        self,
+        block_ids: Sequence[int],
+        slots: Sequence[memoryview],
+        stripe_payload_bytes: int,
+        skip_blocks: int = 0,
+        event: bytes | None = None,
+    ) -> None:
+        """Copy the chunk in ``slots`` into ``block_ids``, but for the first ``skip_blocks``.
+
+        ``event`` as for `gather`: after it the blocks may be written (an engine on a GPU may
+        still have the zeroing of fresh blocks in flight). On return the engine may read them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Wait for calls in progress, then unmap. Later calls raise DeviceError. Idempotent."""
+        ...

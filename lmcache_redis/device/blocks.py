@@ -1,0 +1,245 @@
+"""From tensors to segments: find the block dimension, and what lies inside a block.
+
+Nothing is assumed of an attention backend but that one dimension of each tensor counts
+blocks. What lies inside a block is opaque bytes: dense where it is dense, one segment for
+each dense run where it is not (K and V as the outer dimension give two). Pure arithmetic
+over shapes and strides; a tensor that is not understood is refused, never guessed at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lmcache_redis.device.layout import MAX_SEGMENTS, Segment, coalesce_with_places
+from lmcache_redis.errors import DeviceError
+
+_MAX_PIECES = 1 << 20  # before pieces that touch are merged
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """A tensor's place in storage number ``storage``: ``offset`` and ``strides`` in bytes."""
+
+    name: str
+    dtype: str
+    itemsize: int
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def refuse(self, reason: str) -> DeviceError:
+        """The error that says why this tensor cannot be used, with all there is to know."""
+        return DeviceError(
+            f"KV cache tensor {self.name!r} {reason} (shape {list(self.shape)}, strides "
+            f"{list(self.strides)} bytes, {self.dtype})"
+        )
+
+
+class Dim(NamedTuple):
+    """One dimension inside a block: ``size`` steps of ``stride`` bytes."""
+
+    size: int
+    stride: int
+
+
+class PagedSegments(NamedTuple):
+    """What `find_segments` found; ``page_format`` as in `KVLayout`."""
+
+    segments: tuple[Segment, ...]
+    page_format: str
+
+
+class _Block(NamedTuple):
+    """A tensor's block: where block 0 is, the way to the next, and the dimensions inside."""
+
+    view: TensorView
+    stride: int
+    inside: tuple[Dim, ...]  # in the tensor's order, sizes above 1
+
+
+class _Cut(NamedTuple):
+    """A block cut into pages: ``runs`` times (one for each index of ``outer``) ``page_bytes``."""
+
+    page_bytes: int
+    in_page: tuple[Dim, ...]
+    outer: tuple[Dim, ...]
+    holes: bool
+
+
+def find_segments(
+    views: Sequence[TensorView],
+    num_blocks: int,
+    block_strides: Mapping[str, int] | None = None,
+) -> PagedSegments:
+    """Coalesced segments that cover every byte of every tensor.
+
+    Holes inside a block are copied along where they belong to no other tensor and are
+    inside the block's stride; otherwise the block is cut into its dense runs.
+
+    Args:
+        views: tensors in chunk order. Two names for one tensor are copied once.
+        num_blocks: blocks as the engine numbers them.
+        block_strides: bytes from block to block, by tensor name, where the engine says so.
+            Settles which dimension counts blocks if several have that size, and lets a
+            dimension of a multiple of it count equal, consecutive parts of blocks.
+
+    Raises:
+        DeviceError: no dimension, or more than one, may count blocks; the tensor overlaps
+            itself; or more than 65,536 segments would be needed. Names tensor and shape.
+    """
+    if num_blocks <= 0:
+        raise DeviceError(f"a KV cache of {num_blocks} blocks")
+    hints = block_strides or {}
+    blocks = [_block(view, num_blocks, hints.get(view.name)) for view in views]
+    cuts = [_cut(block, allow_holes=True) for block in blocks]
+    for index in _in_conflict(blocks, cuts, num_blocks):
+        cuts[index] = _cut(blocks[index], allow_holes=False)
+    pieces = [math.prod(dim.size for dim in cut.outer) for cut in cuts]
+    if sum(pieces) > _MAX_PIECES:
+        raise _scattered(views, pieces, sum(pieces), _MAX_PIECES)
+    pages = [_segments(block, cut) for block, cut in zip(blocks, cuts, strict=True)]
+    segments, places = coalesce_with_places([piece for tensor in pages for piece in tensor])
+    if len(segments) > MAX_SEGMENTS:
+        raise _scattered(views, pieces, len(segments), MAX_SEGMENTS)
+    digest = hashlib.blake2b(digest_size=16, person=b"lmcr-pages-1")
+    place = iter(places)
+    for view, cut, tensor in zip(views, cuts, pages, strict=True):
+        description = [
+            view.name,
+            view.dtype,
+            cut.in_page,
+            [dim.size for dim in cut.outer],
+            list(itertools.islice(place, len(tensor))),
+        ]
+        digest.update(json.dumps(description, separators=(",", ":")).encode("ascii"))
+    return PagedSegments(segments, digest.hexdigest())
+
+
+def _scattered(
+    views: Sequence[TensorView], pieces: Sequence[int], found: int, limit: int
+) -> DeviceError:
+    most = max(range(len(views)), key=pieces.__getitem__)
+    return views[most].refuse(
+        f"is scattered over {pieces[most]} pieces in every block, all tensors over {found}, of "
+        f"at most {limit}"
+    )
+
+
+def _block(view: TensorView, num_blocks: int, hint: int | None) -> _Block:
+    if 0 in view.shape:
+        raise view.refuse("is empty")
+    dim, parts = _block_dimension(view, num_blocks, hint)
+    stride = view.strides[dim] * parts
+    dims = [Dim(*pair) for pair in zip(view.shape, view.strides, strict=True)]
+    dims[dim] = Dim(parts, view.strides[dim])
+    inside = tuple(each for each in dims if each.size != 1)
+    counted = (Dim(num_blocks, stride),) if num_blocks > 1 else ()
+    extent = view.itemsize
+    for each in sorted(inside + counted, key=lambda each: each.stride):
+        if each.stride < extent:
+            raise view.refuse("overlaps itself")
+        extent += each.stride * (each.size - 1)
+    return _Block(view, stride if counted else extent, inside)
+
+
+def _block_dimension(view: TensorView, num_blocks: int, hint: int | None) -> tuple[int, int]:
+    """Which dimension counts blocks, and into how many parts a kernel has cut each.
+
+    Parts are believed only where the engine says how far apart blocks are: 2 * num_blocks
+    rows may be halves of blocks, but also all of K before all of V.
+    """
+    multiples = [
+        (dim, size // num_blocks) for dim, size in enumerate(view.shape) if size % num_blocks == 0
+    ]
+    if hint is None:
+        found = [each for each in multiples if each[1] == 1]
+        wanted = f"{num_blocks} blocks"
+    else:
+        fitting = [each for each in multiples if view.strides[each[0]] * each[1] == hint]
+        found = [each for each in fitting if each[1] == 1] or fitting
+        wanted = f"{num_blocks} blocks that are {hint} bytes apart"
+    if not found:
+        raise view.refuse(f"has no dimension of {wanted}")
+    if len(found) > 1:
+        dims = " and ".join(str(dim) for dim, _ in found)
+        raise view.refuse(
+            f"has more than one dimension ({dims}) that may be the one of {wanted}: "
+            "give the engine another number of blocks (--num-gpu-blocks-override)"
+        )
+    return found[0]
+
+
+def _cut(block: _Block, *, allow_holes: bool) -> _Cut:
+    """Grow the page outward from one element, as long as it is dense (or, with leave, holey)."""
+    page_bytes = block.view.itemsize
+    in_page: set[Dim] = set()
+    holes = False
+    for dim in sorted(block.inside, key=lambda dim: dim.stride):
+        grown = dim.stride * (dim.size - 1) + page_bytes
+        dense = dim.stride == page_bytes
+        if grown > block.stride or not (dense or allow_holes):
+            break
+        holes |= not dense
+        page_bytes = grown
+        in_page.add(dim)
+    return _Cut(
+        page_bytes,
+        tuple(dim for dim in block.inside if dim in in_page),
+        tuple(dim for dim in block.inside if dim not in in_page),
+        holes,
+    )
+
+
+def _segments(block: _Block, cut: _Cut) -> list[Segment]:
+    """One segment for each index of the outer dimensions, in the tensor's order."""
+    steps = [range(0, dim.size * dim.stride, dim.stride) for dim in cut.outer]
+    return [
+        Segment(block.view.storage, block.view.offset + sum(at), cut.page_bytes, block.stride)
+        for at in itertools.product(*steps)
+    ]
+
+
+def _in_conflict(blocks: Sequence[_Block], cuts: Sequence[_Cut], num_blocks: int) -> set[int]:
+    """Tensors with holes whose pages might cover bytes of another tensor.
+
+    Segments whose whole ranges overlap share memory; they keep apart only if they advance
+    by one stride, all begin within one stride, and their pages do not meet there.
+    """
+    if not any(cut.holes for cut in cuts):
+        return set()
+    owners: dict[Segment, list[int]] = {}  # layers that share one cache own one segment
+    for index, (block, cut) in enumerate(zip(blocks, cuts, strict=True)):
+        for segment in _segments(block, cut):
+            owners.setdefault(segment, []).append(index)
+    conflicts: set[int] = set()
+    cluster: list[Segment] = []
+    end = 0
+    for segment in sorted(owners, key=lambda segment: (segment.storage, segment.offset)):
+        if cluster and (cluster[0].storage != segment.storage or segment.offset >= end):
+            if _meet(cluster):
+                conflicts.update(index for each in cluster for index in owners[each])
+            cluster, end = [], 0
+        cluster.append(segment)
+        last = segment.offset + (num_blocks - 1) * segment.block_stride + segment.page_bytes
+        end = max(end, last)
+    if _meet(cluster):
+        conflicts.update(index for each in cluster for index in owners[each])
+    return {index for index in conflicts if cuts[index].holes}
+
+
+def _meet(cluster: Sequence[Segment]) -> bool:
+    first = cluster[0]
+    reach = 0
+    for segment in cluster:
+        begin = segment.offset - first.offset
+        if segment.block_stride != first.block_stride or begin < reach:
+            return True
+        reach = begin + segment.page_bytes
+    return reach > first.block_stride

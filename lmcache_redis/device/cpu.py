@@ -1,0 +1,234 @@
+"""KV caches in CPU memory: moved into shared memory in place, and mapped by the agent.
+
+The engine's side moves each storage into POSIX shared memory (torch's file-descriptor
+way: created in /dev/shm, unlinked at once, held open by the storage) and names it
+``/proc/<pid>/fd/<fd>``. The agent opens that name, makes sure that it got what was
+meant, and maps it shared. The kernel allows this to processes of one user that see each
+other's process ids: containers need one PID namespace. The engine's memory is never
+resized or truncated, and a mapping keeps it alive after the engine has died.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from lmcache_redis.device.blocks import find_segments
+from lmcache_redis.device.calls import Calls
+from lmcache_redis.device.handles import SharedMemoryHandle, process_start_time
+from lmcache_redis.device.layout import KVLayout, Segment
+from lmcache_redis.device.plan import Copy, Planner, check_slots
+from lmcache_redis.device.tensors import view_tensors
+from lmcache_redis.errors import DeviceError
+from lmcache_redis.madvise import address_of, fault_in
+
+if TYPE_CHECKING:
+    import torch
+
+_SHM_DIRECTORY = "/dev/shm"
+
+
+class SharedCaches(NamedTuple):
+    """What `share_kv_caches` returns: what a `KVLayout` and a registration need."""
+
+    segments: tuple[Segment, ...]
+    handles: list[SharedMemoryHandle]
+    page_format: str
+
+
+def share_kv_caches(
+    kv_caches: Mapping[str, torch.Tensor],
+    num_blocks: int,
+    block_strides: Mapping[str, int] | None = None,
+) -> SharedCaches:
+    """Move the storages of an engine's KV cache into shared memory, in place, and name them.
+
+    The tensors, and every other view of their storages, stay valid with the same contents;
+    raw addresses taken before do not. Storages that are shared already stay where they are,
+    so calling this again (the agent was restarted) changes nothing. The memory lives as long
+    as its storage: keep the tensors. While a storage moves it takes its size twice.
+
+    Args:
+        kv_caches: layer name to tensor, in the order that a chunk will have.
+        num_blocks, block_strides: as in `lmcache_redis.device.blocks.find_segments`.
+
+    Raises:
+        DeviceError: a tensor is not understood or not on the CPU, or shared memory is short.
+            Nothing was moved, except that storages before one that could not be moved were.
+    """
+    views, storages = view_tensors(kv_caches, "cpu")
+    segments, page_format = find_segments(views, num_blocks, block_strides)
+    to_move = sum(storage.nbytes() for storage in storages if not storage.is_shared())
+    _check_room(to_move)
+    handles = [_share(storage) for storage in storages]
+    return SharedCaches(segments, handles, page_format)
+
+
+def _check_room(nbytes: int) -> None:
+    try:
+        room = os.statvfs(_SHM_DIRECTORY)
+    except OSError:
+        return  # Not mounted there: torch's own attempt decides, and says why it failed.
+    free = room.f_bavail * room.f_frsize
+    if free < nbytes:
+        raise DeviceError(
+            f"the KV cache takes {nbytes} bytes of shared memory, {_SHM_DIRECTORY} has {free} "
+            "free: enlarge it (docker run --shm-size=..., or --ipc=host), or give the engine a "
+            "smaller KV cache (VLLM_CPU_KVCACHE_SPACE)"
+        )
+
+
+def _share(storage: torch.UntypedStorage) -> SharedMemoryHandle:
+    try:
+        # Unlike share_memory_() this does not depend on the process's sharing strategy.
+        fd, size_bytes = storage._share_fd_cpu_()
+    except RuntimeError as error:
+        raise DeviceError(
+            f"a KV cache of {storage.nbytes()} bytes could not be moved into shared memory: {error}"
+        ) from error
+    if fd < 0:
+        raise DeviceError(
+            "the KV cache lies in a mapped file that torch does not hold open: it cannot be shared"
+        )
+    found = os.fstat(fd)
+    pid = os.getpid()
+    return SharedMemoryHandle(
+        pid, process_start_time(pid), fd, found.st_dev, found.st_ino, size_bytes
+    )
+
+
+class CpuDevice:
+    """The agent's mapping of one worker's KV cache in CPU memory; a `DeviceContext`.
+
+    Args:
+        layout: as received; it is checked against the memory that was really mapped.
+        handles: one for each storage that the layout's segments name.
+
+    Raises:
+        DeviceError: a handle does not lead to the memory it names (the sentence says what to
+            change), or the layout leaves it. Nothing stays mapped then.
+    """
+
+    def __init__(self, layout: KVLayout, handles: Sequence[SharedMemoryHandle]) -> None:
+        layout.check([handle.size_bytes for handle in handles])
+        self.layout = layout
+        self._planner = Planner(layout)
+        self._calls = Calls()
+        self._maps: list[mmap.mmap] = []
+        try:
+            self._maps.extend(map(_map, handles))
+        except BaseException:
+            self.close()
+            raise
+
+    def gather(
+        self,
+        block_ids: Sequence[int],
+        slots: Sequence[memoryview],
+        stripe_payload_bytes: int,
+        event: bytes | None = None,
+    ) -> None:
+        """Copy a chunk out of its blocks. ``event`` has no meaning here and must be None."""
+        _refuse_event(event)
+        copies = self._plan(block_ids, slots, stripe_payload_bytes, 0)
+        with self._memory() as storages:
+            targets = [np.frombuffer(slot, np.uint8) for slot in slots]
+            for storage, offset, slot, at, nbytes in copies:
+                targets[slot][at : at + nbytes] = storages[storage][offset : offset + nbytes]
+
+    def scatter(
+        self,
+        block_ids: Sequence[int],
+        slots: Sequence[memoryview],
+        stripe_payload_bytes: int,
+        skip_blocks: int = 0,
+        event: bytes | None = None,
+    ) -> None:
+        """Copy a chunk into its blocks. ``event`` has no meaning here and must be None."""
+        _refuse_event(event)
+        copies = self._plan(block_ids, slots, stripe_payload_bytes, skip_blocks)
+        with self._memory() as storages:
+            sources = [np.frombuffer(slot, np.uint8) for slot in slots]
+            for storage, offset, slot, at, nbytes in copies:
+                storages[storage][offset : offset + nbytes] = sources[slot][at : at + nbytes]
+
+    def close(self) -> None:
+        """Wait for calls in progress, then unmap. Idempotent."""
+        if self._calls.close():
+            while self._maps:
+                self._maps.pop().close()
+
+    def _plan(
+        self,
+        block_ids: Sequence[int],
+        slots: Sequence[memoryview],
+        stripe_payload_bytes: int,
+        skip_blocks: int,
+    ) -> list[Copy]:
+        check_slots(slots, len(block_ids) * self._planner.block_bytes, stripe_payload_bytes)
+        return self._planner.copies(block_ids, stripe_payload_bytes, skip_blocks)
+
+    @contextmanager
+    def _memory(self) -> Iterator[list[np.ndarray]]:
+        """The storages as bytes. No array may outlive the block: it holds its mapping."""
+        with self._calls.inside():
+            storages = [np.frombuffer(each, np.uint8) for each in self._maps]
+            try:
+                yield storages
+            finally:
+                storages.clear()
+
+
+def _refuse_event(event: bytes | None) -> None:
+    if event is not None:
+        raise DeviceError("a CUDA event for a KV cache in CPU memory")
+
+
+def _map(handle: SharedMemoryHandle) -> mmap.mmap:
+    """Open, verify and map; every page is present afterwards, so that no copy faults."""
+    name = f"/proc/{handle.pid}/fd/{handle.fd}"
+    process_start_time(handle.pid)  # for its sentence, where there is no such process
+    try:
+        # O_PATH first: opening a device or a pipe that a forged handle names could do harm.
+        peek = os.open(name, os.O_PATH | os.O_CLOEXEC)
+        try:
+            _verify(handle, os.fstat(peek), name)
+            fd = os.open(f"/proc/self/fd/{peek}", os.O_RDWR | os.O_CLOEXEC)
+        finally:
+            os.close(peek)
+        try:
+            mapped = mmap.mmap(fd, handle.size_bytes)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as error:
+        raise DeviceError(
+            f"the engine's KV cache cannot be opened as {name} ({error}): engine and agent must "
+            "run as one user, and containers must share one PID namespace "
+            "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)"
+        ) from error
+    # mmap(2) with MAP_POPULATE would do as well, but Python holds the GIL around it.
+    fault_in(address_of(mapped), handle.size_bytes, for_write=False)
+    return mapped
+
+
+def _verify(handle: SharedMemoryHandle, found: os.stat_result, name: str) -> None:
+    # After the opening: if that process still runs now, the name led into it then.
+    started = process_start_time(handle.pid)
+    if started != handle.pid_start_time:
+        raise DeviceError(
+            f"process {handle.pid} is not the engine that registered: that one has ended "
+            "(or runs in another PID namespace)"
+        )
+    same = (found.st_dev, found.st_ino) == (handle.device, handle.inode)
+    if not same or not stat.S_ISREG(found.st_mode):
+        raise DeviceError(f"{name} is no longer the memory that was registered")
+    if found.st_size < handle.size_bytes:
+        raise DeviceError(
+            f"{name} has {found.st_size} bytes, the engine registered {handle.size_bytes}"
+        )

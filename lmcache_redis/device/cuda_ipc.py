@@ -1,0 +1,269 @@
+"""GPU memory by name: CUDA IPC through torch, with nothing pickled and nothing trusted.
+
+The engine exports each storage of its KV cache once; the agent opens each once. What travels
+is `lmcache_redis.device.handles.CudaIPCHandle`. Torch's own handle is reduced to CUDA's 64
+bytes, which every torch opens, so engine and agent may run different versions of it. The GPU
+travels as its UUID, so they may see different CUDA_VISIBLE_DEVICES.
+
+Only memory from ``cudaMalloc`` can be exported. Expandable segments, cudaMallocAsync and
+vLLM's cumem allocator (sleep mode) map memory in other ways: they are recognised here, and
+the error names the setting to change.
+
+Sources: ``torch/multiprocessing/reductions.py``, ``torch/csrc/StorageSharing.cpp`` and
+``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch; "Interprocess Communication" in NVIDIA's CUDA
+programming guide.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from lmcache_redis.device.blocks import find_segments
+from lmcache_redis.device.handles import CudaIPCHandle, process_start_time
+from lmcache_redis.device.layout import Segment
+from lmcache_redis.device.tensors import view_tensors
+from lmcache_redis.dtypes import dtype_name, itemsize, torch_dtype
+from lmcache_redis.errors import DeviceError, FormatError
+
+MEMORY_HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
+_EXPANDABLE = ord("e")
+_REF_COUNTERS_PER_FILE = 10_000
+_REF_COUNTER_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+(_[0-9]+)?")
+_MAX_BYTES = 2**63 - 1
+
+_EXPANDABLE_SENTENCE = (
+    "the KV cache lies in expandable segments, which CUDA cannot share between processes: start "
+    "the engine without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF)"
+)
+
+
+class ExportedStorages(NamedTuple):
+    """What `export_cuda_caches` returns: what a `KVLayout` and a registration need."""
+
+    segments: tuple[Segment, ...]
+    handles: list[CudaIPCHandle]
+    page_format: str
+
+
+def export_cuda_caches(
+    kv_caches: Mapping[str, torch.Tensor],
+    num_blocks: int,
+    block_strides: Mapping[str, int] | None = None,
+) -> ExportedStorages:
+    """Name the storages of an engine's KV cache on one GPU, each as a flat uint8 tensor.
+
+    Waits for the GPU first, so that nothing the engine has begun (the zeroing of its new cache)
+    overtakes what is loaded later. The names are good for as long as the tensors live.
+
+    Args:
+        kv_caches: layer name to tensor, in the order that a chunk will have.
+        num_blocks, block_strides: as in `lmcache_redis.device.blocks.find_segments`.
+
+    Raises:
+        DeviceError: a tensor is not understood or on another device, or CUDA cannot export
+            its memory; the sentence names the setting to change.
+    """
+    views, storages = view_tensors(kv_caches, "cuda")
+    devices = {storage.device for storage in storages}
+    if len(devices) > 1:
+        raise DeviceError(f"the KV cache of one worker lies on {len(devices)} GPUs")
+    segments, page_format = find_segments(views, num_blocks, block_strides)
+    torch.cuda.synchronize(devices.pop())
+    handles = [CudaIPCWrapper(_flat(storage)).handle for storage in storages]
+    return ExportedStorages(segments, handles, page_format)
+
+
+class CudaIPCWrapper:
+    """A tensor in GPU memory that another process can open; see `CudaIPCHandle`.
+
+    Raises:
+        DeviceError: the tensor is not on a GPU, not contiguous, not at offset 0 of its
+            storage, or in memory that CUDA cannot export.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cuda":
+            raise DeviceError(f"a tensor on {tensor.device} has no CUDA IPC handle")
+        if not tensor.is_contiguous() or tensor.storage_offset() != 0:
+            raise DeviceError(
+                f"a tensor of shape {list(tensor.shape)}, strides {list(tensor.stride())} and "
+                f"storage offset {tensor.storage_offset()}: only contiguous tensors at the start "
+                "of their storage are exported"
+            )
+        storage = tensor.untyped_storage()
+        try:
+            shared = storage._share_cuda_()
+        except RuntimeError as error:
+            raise DeviceError(refusal(str(error))) from error
+        # (device, handle, size, offset, counter, its offset, event, whether to wait for it):
+        # the event is not passed on, for the exporter has waited for the GPU instead.
+        _, handle, size_bytes, offset_bytes, counter, counter_offset, _, _ = shared
+        pid = os.getpid()
+        self.handle = CudaIPCHandle(
+            pid=pid,
+            pid_start_time=process_start_time(pid),
+            device_uuid=device_uuid(tensor.device.index),
+            memory_handle=bare_memory_handle(bytes(handle)),
+            storage_size_bytes=size_bytes,
+            storage_offset_bytes=offset_bytes,
+            ref_counter_handle=bytes(counter),
+            ref_counter_offset=counter_offset,
+            dtype=dtype_name(tensor.dtype),
+            shape=tuple(tensor.shape),
+            stride=tuple(tensor.stride()),
+        )
+
+    @classmethod
+    def from_handle(cls, handle: CudaIPCHandle) -> CudaIPCWrapper:
+        """A wrapper of a received handle, which is checked when it is opened."""
+        wrapper = cls.__new__(cls)
+        wrapper.handle = handle
+        return wrapper
+
+    def to_tensor(self) -> torch.Tensor:
+        """Map the memory and return the tensor; dropping its storage unmaps.
+
+        Raises:
+            DeviceError: the handle is malformed, its process has ended, its GPU is not visible
+                here, or CUDA will not open it.
+        """
+        handle = self.handle
+        check_handle(handle)
+        _check_exporter(handle)
+        index = device_index(handle.device_uuid)
+        try:
+            storage = torch.UntypedStorage._new_shared_cuda(
+                index,
+                handle.memory_handle,
+                handle.storage_size_bytes,
+                handle.storage_offset_bytes,
+                handle.ref_counter_handle,
+                handle.ref_counter_offset,
+                bytes(MEMORY_HANDLE_BYTES),
+                False,
+            )
+            tensor = torch.empty(0, dtype=torch_dtype(handle.dtype), device=f"cuda:{index}")
+            return tensor.set_(storage, 0, handle.shape, handle.stride)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"the KV cache of process {handle.pid} on GPU {handle.device_uuid} cannot be "
+                f"opened ({error}): engine and agent must share GPU, IPC and PID namespace "
+                "(docker run --ipc=host --pid=host, or one pod with shareProcessNamespace)"
+            ) from error
+
+
+def bare_memory_handle(torch_handle: bytes) -> bytes:
+    """CUDA's 64 bytes out of what torch returns: version, kind ('c' or 'e'), then the handle.
+
+    Raises:
+        DeviceError: it is a handle of expandable segments, or no handle known here.
+    """
+    if len(torch_handle) == MEMORY_HANDLE_BYTES:
+        return torch_handle
+    if len(torch_handle) > 2 and torch_handle[1] == _EXPANDABLE:
+        raise DeviceError(_EXPANDABLE_SENTENCE)
+    if len(torch_handle) == MEMORY_HANDLE_BYTES + 2 and torch_handle[1:2] == b"c":
+        return torch_handle[2:]
+    raise DeviceError(
+        f"torch {torch.__version__} gave a CUDA IPC handle of {len(torch_handle)} bytes, "
+        "which is not known here"
+    )
+
+
+def refusal(error: str) -> str:
+    """What to tell the user when torch could not export memory: the setting to change."""
+    if "expandable_segments" in error:
+        return _EXPANDABLE_SENTENCE
+    if "cudaMallocAsync" in error:
+        return (
+            "the KV cache was allocated by cudaMallocAsync, which CUDA IPC does not share: start "
+            "the engine without backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF"
+        )
+    if "received from another process" in error:
+        return "the KV cache belongs to another process, which alone may export it"
+    if "invalid argument" in error or "invalid value" in error or "not supported" in error:
+        return (
+            f"CUDA cannot share the memory of the KV cache between processes ({error}): start the "
+            "engine without --enable-sleep-mode and --enable-cumem-allocator, and without "
+            "expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
+        )
+    return f"the KV cache could not be exported through CUDA IPC: {error}"
+
+
+def check_handle(handle: CudaIPCHandle) -> None:
+    """Raise DeviceError unless the handle is well formed and its tensor fits its storage."""
+    if len(handle.memory_handle) != MEMORY_HANDLE_BYTES:
+        raise DeviceError(f"a CUDA IPC handle of {len(handle.memory_handle)} bytes")
+    size_bytes, offset_bytes = handle.storage_size_bytes, handle.storage_offset_bytes
+    if not 0 < size_bytes <= _MAX_BYTES or not 0 <= offset_bytes <= _MAX_BYTES - size_bytes:
+        raise DeviceError(f"a CUDA storage of {size_bytes} bytes at {offset_bytes}")
+    # Torch opens the shared memory of that name and decrements the counter at that offset.
+    if not _REF_COUNTER_NAME.fullmatch(handle.ref_counter_handle):
+        raise DeviceError("a CUDA IPC handle with a reference counter that torch does not make")
+    if not 0 <= handle.ref_counter_offset < _REF_COUNTERS_PER_FILE:
+        raise DeviceError(f"reference counter {handle.ref_counter_offset} of a CUDA IPC handle")
+    try:
+        item_bytes = itemsize(handle.dtype)
+    except FormatError as error:
+        raise DeviceError(f"a CUDA IPC handle: {error}") from error
+    if any(size < 0 for size in handle.shape) or handle.stride != contiguous(handle.shape):
+        raise DeviceError(
+            f"a CUDA IPC handle of shape {list(handle.shape)}, strides {list(handle.stride)}: "
+            "only contiguous tensors are opened"
+        )
+    if math.prod(handle.shape) * item_bytes > size_bytes:
+        raise DeviceError(
+            f"a CUDA tensor of shape {list(handle.shape)} ({handle.dtype}) in {size_bytes} bytes"
+        )
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, as torch counts them (a size of 0 counts as 1)."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def device_uuid(index: int) -> str:
+    """The UUID of the GPU that this process calls ``cuda:<index>``."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def device_index(uuid: str) -> int:
+    """The number of a GPU in this process, without making a context on any other.
+
+    Raises:
+        DeviceError: this process does not see it.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "the engine's KV cache is on a GPU, and this process sees none: start the agent where "
+            "the GPUs are, with a torch that is built for CUDA"
+        )
+    uuids = [device_uuid(index) for index in range(torch.cuda.device_count())]
+    if uuid not in uuids:
+        raise DeviceError(
+            f"GPU {uuid} is not visible here (visible: {', '.join(uuids)}): add it to the agent's "
+            "CUDA_VISIBLE_DEVICES, or to its container"
+        )
+    return uuids.index(uuid)
+
+
+def _check_exporter(handle: CudaIPCHandle) -> None:
+    if process_start_time(handle.pid) != handle.pid_start_time:
+        raise DeviceError(f"process {handle.pid}, which exported the KV cache, has ended")
+    if handle.pid == os.getpid():
+        raise DeviceError("a CUDA IPC handle cannot be opened by the process that made it")
+
+
+def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,190 @@
+"""Where the pages of a paged KV cache lie: segments, and the layout that names their bytes.
+
+A worker describes its KV cache once, at registration; the description comes over a wire and
+is checked before any address is made of it. Nothing here knows torch or a device.
+
+Two engines may exchange chunks exactly when their layouts have one fingerprint. It covers
+what decides the bytes of a chunk (identity, dtype, block and chunk size, page sizes and
+the order of elements in a page) and leaves out where the pages happen to lie (offsets,
+strides, number of blocks), which differs between equal engines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from lmcache_redis.errors import ConfigError, DeviceError
+
+MAX_SEGMENTS = 65_536
+_MAX_ADDRESS = 2**63 - 1
+
+
+class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Equally sized pages, one a block: block ``b`` is at ``offset + b * block_stride``.
+
+    All in bytes; ``storage`` counts the storages that were registered. ``block_stride`` may
+    exceed ``page_bytes``: what lies between two pages is padding or another segment's.
+    """
+
+    storage: int
+    offset: int
+    page_bytes: int
+    block_stride: int
+
+
+class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that decides a chunk's bytes, and where its pages are.
+
+    Attributes:
+        identity: pairs that name what else changes the bytes (model, revision, ranks, ...).
+        dtype: torch-free name of the elements' type.
+        device: ``"cpu"`` or ``"cuda"``; not part of the fingerprint.
+        segments: in chunk order; a chunk is all pages of segment 0, then all of segment 1, ...
+        page_format: digest of how tensors' elements are ordered in the pages, as the export
+            functions return it. Head-major and token-major pages have equal sizes: this is
+            what tells them apart.
+    """
+
+    identity: tuple[tuple[str, str], ...]
+    dtype: str
+    device: str
+    block_size_tokens: int
+    num_blocks: int
+    segments: tuple[Segment, ...]
+    page_format: str = ""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: its pages in every segment."""
+        return sum(segment.page_bytes for segment in self.segments)
+
+    def blocks_per_chunk(self, chunk_size_tokens: int) -> int:
+        """Blocks in a chunk. Raises ConfigError unless they fit exactly."""
+        blocks, rest = divmod(chunk_size_tokens, self.block_size_tokens)
+        if blocks <= 0 or rest:
+            raise ConfigError(
+                f"the chunk size, {chunk_size_tokens} tokens, is not a multiple of the engine's "
+                f"block size, {self.block_size_tokens} tokens: start the agent with a "
+                "--chunk-size that is, or the engine with another --block-size"
+            )
+        return blocks
+
+    def chunk_bytes(self, chunk_size_tokens: int) -> int:
+        """Bytes of a whole chunk. Raises ConfigError as `blocks_per_chunk` does."""
+        return self.blocks_per_chunk(chunk_size_tokens) * self.block_bytes
+
+    def fingerprint(self, chunk_size_tokens: int) -> bytes:
+        """32 bytes that are equal exactly where chunks may be exchanged.
+
+        blake2b over the compact ASCII JSON array ``[identity sorted, dtype, block size,
+        chunk size, page format, page bytes of every segment]``.
+        """
+        canonical = json.dumps(
+            [
+                sorted(self.identity),
+                self.dtype,
+                self.block_size_tokens,
+                chunk_size_tokens,
+                self.page_format,
+                [segment.page_bytes for segment in self.segments],
+            ],
+            separators=(",", ":"),
+        )
+        return hashlib.blake2b(
+            canonical.encode("ascii"), digest_size=32, person=b"lmcr-layout-1"
+        ).digest()
+
+    def check(self, storage_sizes: Sequence[int]) -> None:
+        """Raise DeviceError unless every page of every block lies inside its storage.
+
+        Args:
+            storage_sizes: bytes of each storage, as found by the side that will address them.
+        """
+        if self.device not in ("cpu", "cuda"):
+            raise DeviceError(f"unknown device {self.device!r} in a layout")
+        if not 0 < self.num_blocks <= _MAX_ADDRESS or not 0 < self.block_size_tokens < 2**31:
+            raise DeviceError(
+                f"a layout of {self.num_blocks} blocks of {self.block_size_tokens} tokens"
+            )
+        if len({name for name, _ in self.identity}) != len(self.identity):
+            raise DeviceError("a layout names one part of its identity twice")
+        if not 0 < len(self.segments) <= MAX_SEGMENTS:
+            raise DeviceError(
+                f"a layout of {len(self.segments)} segments; it may have 1 to {MAX_SEGMENTS}"
+            )
+        for index, segment in enumerate(self.segments):
+            reason = _fault(segment, self.num_blocks, storage_sizes)
+            if reason:
+                raise DeviceError(f"segment {index} ({segment}) {reason}")
+
+
+def _fault(segment: Segment, num_blocks: int, storage_sizes: Sequence[int]) -> str | None:
+    if not 0 <= segment.storage < len(storage_sizes):
+        return f"is in storage {segment.storage} of {len(storage_sizes)}"
+    if segment.page_bytes <= 0:
+        return "has pages of no bytes"
+    if segment.offset < 0:
+        return "begins before its storage"
+    if segment.block_stride < segment.page_bytes:
+        return "has blocks that overlap"
+    end = segment.offset + (num_blocks - 1) * segment.block_stride + segment.page_bytes
+    if end > min(storage_sizes[segment.storage], _MAX_ADDRESS):
+        return f"ends at byte {end} of a storage of {storage_sizes[segment.storage]}"
+    return None
+
+
+class Place(NamedTuple):
+    """Where a segment's pages went: into pages of segment ``segment``, from ``offset`` on."""
+
+    segment: int
+    offset: int
+
+
+def coalesce(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Merge segments that touch inside every block into one with a larger page.
+
+    Fewer, larger copies for the same bytes: layouts that pack all layers of a block
+    together become a single segment. A merged segment stands where the first of its parts
+    stood; the order is otherwise kept. Exact duplicates (layers that share one KV cache) are
+    copied once. Segments that overlap otherwise are left as they are.
+    """
+    return coalesce_with_places(tuple(segments))[0]
+
+
+def coalesce_with_places(
+    segments: Sequence[Segment],
+) -> tuple[tuple[Segment, ...], tuple[Place, ...]]:
+    """As `coalesce`, and for each segment that was given where it is now."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for position, segment in enumerate(segments):
+        groups.setdefault((segment.storage, segment.block_stride), []).append(position)
+    merged: list[tuple[Segment, list[int]]] = []
+    for positions in groups.values():
+        # Stable: of equal segments the earliest comes first.
+        positions.sort(key=lambda at: (segments[at].offset, segments[at].page_bytes))
+        current, parts = segments[positions[0]], [positions[0]]
+        for position in positions[1:]:
+            segment = segments[position]
+            page_bytes = current.page_bytes + segment.page_bytes
+            touches = segment.offset == current.offset + current.page_bytes
+            if segment == segments[parts[-1]]:
+                parts.append(position)
+            elif touches and page_bytes <= current.block_stride:
+                current = msgspec.structs.replace(current, page_bytes=page_bytes)
+                parts.append(position)
+            else:
+                merged.append((current, parts))
+                current, parts = segment, [position]
+        merged.append((current, parts))
+    merged.sort(key=lambda item: min(item[1]))
+    places = {
+        position: Place(index, segments[position].offset - whole.offset)
+        for index, (whole, parts) in enumerate(merged)
+        for position in parts
+    }
+    return tuple(whole for whole, _ in merged), tuple(places[i] for i in range(len(segments)))

@@ -1,0 +1,183 @@
+"""Which page goes to which byte of which slot: pure index arithmetic, no memory touched.
+
+The bytes of a chunk are segment-major: all pages of segment 0 in token order, then all of
+segment 1, and so on. They are cut into stripes of ``stripe_payload_bytes`` (the last may be
+shorter), and stripe ``i`` fills slot ``i`` from its start. The same plan serves both
+directions: gather copies device to slot, scatter slot to device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_redis.device.layout import KVLayout
+from lmcache_redis.errors import DeviceError
+
+_Int64s = npt.NDArray[np.int64]
+_MAX_BYTES = 2**63 - 1
+_KEPT_SHAPES = 64
+
+
+class Copy(NamedTuple):
+    """``nbytes`` at ``device_offset`` of a storage, and at ``slot_offset`` of a slot.
+
+    ``slot`` counts the chunk's own slots (its stripes), from 0.
+    """
+
+    storage: int
+    device_offset: int
+    slot: int
+    slot_offset: int
+    nbytes: int
+
+
+# Copy(*row), several times as fast: this is most of what planning a chunk costs.
+_copy = functools.partial(tuple.__new__, Copy)
+
+
+class _Shape(NamedTuple):
+    """A plan but for the block ids: copy ``i`` begins at ``base + ids[block] * stride``."""
+
+    storage: list[int]
+    slot: list[int]
+    slot_offset: list[int]
+    nbytes: list[int]
+    base: _Int64s
+    block: _Int64s
+    stride: _Int64s
+
+
+class Planner:
+    """Plans copies for one layout, which must have passed `KVLayout.check`. Thread-safe.
+
+    Plans of chunks whose blocks are neighbours in the same places differ only in the
+    offsets on the device; all else is computed once and kept.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+        self.block_bytes = layout.block_bytes
+        columns = [(s.storage, s.offset, s.page_bytes, s.block_stride) for s in layout.segments]
+        self._segments = np.array(columns, dtype=np.int64).reshape(-1, 4)
+        self._shape = functools.lru_cache(_KEPT_SHAPES)(self._make_shape)
+
+    def copies(
+        self, block_ids: Sequence[int], stripe_payload_bytes: int, skip_blocks: int = 0
+    ) -> list[Copy]:
+        """The copies of one chunk, in chunk order.
+
+        Runs of neighbouring blocks are one copy where their pages touch; no copy crosses the
+        end of a stripe.
+
+        Args:
+            block_ids: the chunk's blocks in token order; repetitions are allowed.
+            stripe_payload_bytes: chunk bytes that each slot but the last takes.
+            skip_blocks: leading blocks whose copies are left out.
+
+        Raises:
+            DeviceError: an id, a size or a count is out of bounds.
+        """
+        ids = self.checked_ids(block_ids)
+        chunk_bytes = len(ids) * self.block_bytes
+        if chunk_bytes > _MAX_BYTES or not 0 < stripe_payload_bytes <= _MAX_BYTES:
+            raise DeviceError(
+                f"a chunk of {chunk_bytes} bytes in stripes of {stripe_payload_bytes} bytes"
+            )
+        if not 0 <= skip_blocks <= len(ids):
+            raise DeviceError(f"{skip_blocks} of {len(ids)} blocks to skip")
+        follows = (ids[1:] == ids[:-1] + 1).tobytes()
+        shape = self._shape(len(ids), follows, stripe_payload_bytes, skip_blocks)
+        offsets: list[int] = (shape.base + ids[shape.block] * shape.stride).tolist()
+        columns = zip(
+            shape.storage, offsets, shape.slot, shape.slot_offset, shape.nbytes, strict=True
+        )
+        return list(map(_copy, columns))
+
+    def checked_ids(self, block_ids: Sequence[int]) -> _Int64s:
+        """The ids as an array. Raises DeviceError for one that is no block of the layout."""
+        try:
+            ids = np.asarray(block_ids, dtype=np.int64)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise DeviceError(f"block ids that are no integers: {error}") from error
+        if ids.ndim != 1:
+            raise DeviceError(f"block ids of shape {ids.shape}; they are one row")
+        # One comparison for both ends: a negative id is a huge unsigned one.
+        if ids.size and int(ids.view(np.uint64).max()) >= self.layout.num_blocks:
+            raise DeviceError(
+                f"block ids from {ids.min()} to {ids.max()}; "
+                f"the KV cache has {self.layout.num_blocks} blocks"
+            )
+        return ids
+
+    def _make_shape(
+        self, n_blocks: int, follows: bytes, stripe_payload_bytes: int, skip_blocks: int
+    ) -> _Shape:
+        """The plan of a chunk; ``follows[k]`` tells whether block ``k + 1`` lies next to ``k``."""
+        blocks = np.arange(skip_blocks, n_blocks, dtype=np.int64)
+        begins = np.ones(n_blocks, dtype=np.bool_)
+        begins[1:] = ~np.frombuffer(follows, dtype=np.bool_)
+        begins[skip_blocks : skip_blocks + 1] = True
+        starts = blocks[begins[skip_blocks:]]
+        lengths = np.diff(starts, append=n_blocks)
+
+        page_bytes, block_stride = self._segments[:, 2], self._segments[:, 3]
+        before = (np.cumsum(page_bytes) - page_bytes) * n_blocks
+        touching = np.flatnonzero(page_bytes == block_stride)
+        apart = np.flatnonzero(page_bytes != block_stride)
+        # A piece is one segment's pages of one run of blocks.
+        segment = np.concatenate([touching.repeat(len(starts)), apart.repeat(len(blocks))])
+        block = np.concatenate([np.tile(starts, len(touching)), np.tile(blocks, len(apart))])
+        count = np.concatenate(
+            [np.tile(lengths, len(touching)), np.ones(len(apart) * len(blocks), dtype=np.int64)]
+        )
+        order = np.lexsort((block, segment))
+        segment, block, count = segment[order], block[order], count[order]
+        begin = before[segment] + block * page_bytes[segment]
+        nbytes = count * page_bytes[segment]
+
+        # Cut the pieces where a stripe ends.
+        first = begin // stripe_payload_bytes
+        parts = (begin + nbytes - 1) // stripe_payload_bytes - first + 1
+        piece = np.arange(len(begin)).repeat(parts)
+        part = np.arange(len(piece)) - (np.cumsum(parts) - parts).repeat(parts)
+        slot = first[piece] + part
+        lower = np.maximum(begin[piece], slot * stripe_payload_bytes)
+        slot_offset = lower - slot * stripe_payload_bytes
+        left = begin[piece] + nbytes[piece] - lower
+        segment, block = segment[piece], block[piece]
+        return _Shape(
+            storage=self._segments[segment, 0].tolist(),
+            slot=slot.tolist(),
+            slot_offset=slot_offset.tolist(),
+            nbytes=np.minimum(stripe_payload_bytes - slot_offset, left).tolist(),
+            base=self._segments[segment, 1] + lower - begin[piece],
+            block=block,
+            stride=block_stride[segment],
+        )
+
+
+def plan_chunk(
+    layout: KVLayout, block_ids: Sequence[int], stripe_payload_bytes: int, skip_blocks: int = 0
+) -> list[Copy]:
+    """One chunk's copies, for those who plan once; see `Planner.copies`."""
+    return Planner(layout).copies(block_ids, stripe_payload_bytes, skip_blocks)
+
+
+def check_slots(slots: Sequence[memoryview], chunk_bytes: int, stripe_payload_bytes: int) -> None:
+    """Raise DeviceError unless there is one slot a stripe, each with room for its stripe."""
+    if stripe_payload_bytes <= 0:
+        raise DeviceError(f"stripes of {stripe_payload_bytes} bytes")
+    stripes = -(-chunk_bytes // stripe_payload_bytes)
+    if len(slots) != stripes:
+        raise DeviceError(f"{len(slots)} slots for a chunk of {stripes} stripes")
+    left = chunk_bytes
+    for index, slot in enumerate(slots):
+        payload_bytes = min(stripe_payload_bytes, left)
+        if slot.nbytes < payload_bytes:
+            raise DeviceError(f"slot {index} has {slot.nbytes} bytes, its stripe {payload_bytes}")
+        left -= payload_bytes

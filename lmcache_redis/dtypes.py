@@ -1,0 +1,89 @@
+"""Element types by name, and their codes in encoded metadata. Free of torch.
+
+A dtype is known throughout the package by its torch name without the module, for
+instance ``"bfloat16"``. Only `torch_dtype` imports torch, and only when called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lmcache_redis.errors import FormatError
+
+if TYPE_CHECKING:
+    import torch
+
+# Codes below 64 are those that LMCache's metadata uses; ours start at 64.
+# A code, once given, is never given to another type: it stands in stored values.
+_CODE_AND_ITEMSIZE: dict[str, tuple[int, int]] = {
+    "float16": (2, 2),
+    "bfloat16": (3, 2),
+    "float32": (4, 4),
+    "float64": (5, 8),
+    "uint8": (6, 1),
+    "float8_e4m3fn": (7, 1),
+    "float8_e5m2": (8, 1),
+    "int8": (64, 1),
+    "int16": (65, 2),
+    "int32": (66, 4),
+    "int64": (67, 8),
+    "uint16": (68, 2),
+    "uint32": (69, 4),
+    "uint64": (70, 8),
+    "bool": (71, 1),
+    "float8_e4m3fnuz": (72, 1),
+    "float8_e5m2fnuz": (73, 1),
+    "float8_e8m0fnu": (74, 1),
+}
+_NAME_OF_CODE: dict[int, str] = {
+    1: "float16",  # LMCache writes torch.half as 1; we read it and never write it
+    **{code: name for name, (code, _) in _CODE_AND_ITEMSIZE.items()},
+}
+
+DTYPE_NAMES: tuple[str, ...] = tuple(_CODE_AND_ITEMSIZE)
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """The torch-free name of a dtype, from a ``torch.dtype``, ``"float16"`` or ``"torch.float16"``.
+
+    Raises FormatError for anything that has no code.
+    """
+    kind = type(dtype)
+    if not isinstance(dtype, str) and (kind.__module__, kind.__name__) != ("torch", "dtype"):
+        raise FormatError(f"a dtype is a torch.dtype or its name, not {kind.__name__}")
+    name = str(dtype).removeprefix("torch.")
+    if name not in _CODE_AND_ITEMSIZE:
+        raise FormatError(f"unknown dtype {name!r}; known are {', '.join(DTYPE_NAMES)}")
+    return name
+
+
+def dtype_code(name: torch.dtype | str) -> int:
+    """The code of a dtype in encoded metadata. Raises FormatError where it has none."""
+    return _CODE_AND_ITEMSIZE[dtype_name(name)][0]
+
+
+def dtype_from_code(code: int) -> str:
+    """The name that a code stands for. Raises FormatError for an unknown code."""
+    name = _NAME_OF_CODE.get(code)
+    if name is None:
+        raise FormatError(f"unknown dtype code {code}")
+    return name
+
+
+def itemsize(name: torch.dtype | str) -> int:
+    """Bytes per element. Raises FormatError for an unknown dtype."""
+    return _CODE_AND_ITEMSIZE[dtype_name(name)][1]
+
+
+def torch_dtype(name: torch.dtype | str) -> torch.dtype:
+    """The ``torch.dtype`` of a name; imports torch.
+
+    Raises FormatError for an unknown dtype and for one that the installed torch lacks.
+    """
+    import torch
+
+    known = dtype_name(name)
+    found = getattr(torch, known, None)
+    if not isinstance(found, torch.dtype):
+        raise FormatError(f"torch {torch.__version__} has no dtype {known!r}")
+    return found

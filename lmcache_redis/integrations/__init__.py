@@ -1,0 +1,1 @@
+"""Doors for engines. Each knows one engine; nothing below knows any."""

@@ -1,0 +1,299 @@
+"""Names of chunks and stripes, and their byte encodings (docs/value-format.md).
+
+`ObjectKey` names one worker's chunk. `IPCCacheEngineKey` is what an engine says over
+ZeroMQ: a chunk by its hash, or a range of token ids, for one worker or for all of them.
+A Redis key is, in this order (integers big-endian):
+
+    user prefix | b"lmcr1:" | namespace (16) | ObjectKey | stripe index u16
+    ObjectKey:  kv_rank u32 | model length u16 | model utf-8 | hash length u8 | hash
+
+Everything before the hash is the same for all chunks of a worker: see `key_stem`.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from array import array
+from collections.abc import Iterable
+
+import msgspec
+
+from lmcache_redis.errors import FormatError
+
+KEY_MAGIC = b"lmcr1:"
+NAMESPACE_BYTES = 16
+MAX_HASH_BYTES = 63
+MAX_MODEL_NAME_BYTES = 1024
+MAX_WORLD_SIZE = 0xFF
+MAX_STRIPE_INDEX = 0xFFFF
+MAX_KEY_TOKENS = 1 << 24
+INT_HASH_BYTES = 8
+
+_RANK_AND_NAME_LENGTH = struct.Struct(">IH")
+_STRIPE_INDEX = struct.Struct(">H")
+
+
+class ObjectKey(
+    msgspec.Struct,
+    frozen=True,
+    order=True,
+    gc=False,
+    array_like=True,
+    forbid_unknown_fields=True,
+):
+    """The name of one worker's chunk. Hashable, ordered, immutable.
+
+    chunk_hash has 1 to 63 bytes, model_name 1 to 1,024 bytes of UTF-8, kv_rank 32 bits
+    (`ComputeKVRank`). Raises FormatError for anything else.
+    """
+
+    chunk_hash: bytes
+    model_name: str
+    kv_rank: int
+
+    def __post_init__(self) -> None:
+        _check_hash(self.chunk_hash)
+        _model_name_bytes(self.model_name)
+        _check_int("kv_rank", self.kv_rank, 0, 0xFFFF_FFFF)
+
+    @staticmethod
+    def IntHash2Bytes(chunk_hash: int) -> bytes:
+        """Eight bytes, big-endian. Raises FormatError unless 0 <= chunk_hash < 2**64."""
+        _check_int("an integer chunk hash", chunk_hash, 0, 0xFFFF_FFFF_FFFF_FFFF)
+        return chunk_hash.to_bytes(INT_HASH_BYTES, "big")
+
+    @staticmethod
+    def Bytes2IntHash(chunk_hash: bytes) -> int:
+        """The inverse of `IntHash2Bytes`. Raises FormatError unless given eight bytes."""
+        if len(chunk_hash) != INT_HASH_BYTES:
+            raise FormatError(
+                f"an integer chunk hash has {INT_HASH_BYTES} bytes, not {len(chunk_hash)}"
+            )
+        return int.from_bytes(chunk_hash, "big")
+
+    @staticmethod
+    def ComputeKVRank(
+        world_size: int, global_rank: int, local_world_size: int, local_rank: int
+    ) -> int:
+        """32 bits: the four arguments, eight bits each, the first at the top.
+
+        Raises FormatError for an argument that is negative or over 255.
+        """
+        _check_int("world_size", world_size, 0, 0xFF)
+        _check_int("global_rank", global_rank, 0, 0xFF)
+        _check_int("local_world_size", local_world_size, 0, 0xFF)
+        _check_int("local_rank", local_rank, 0, 0xFF)
+        return world_size << 24 | global_rank << 16 | local_world_size << 8 | local_rank
+
+    def to_bytes(self) -> bytes:
+        """The ObjectKey part of a Redis key; `from_bytes` is its exact inverse."""
+        return _before_hash(self.model_name, self.kv_rank, len(self.chunk_hash)) + self.chunk_hash
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ObjectKey:
+        """Raises FormatError unless `data` is exactly what some key's `to_bytes` gives."""
+        fixed = _RANK_AND_NAME_LENGTH.size
+        if len(data) < fixed:
+            raise FormatError(f"an ObjectKey has at least {fixed} bytes, not {len(data)}")
+        kv_rank, name_length = _RANK_AND_NAME_LENGTH.unpack_from(data)
+        hash_at = fixed + name_length + 1
+        if len(data) < hash_at or len(data) != hash_at + data[hash_at - 1]:
+            raise FormatError(f"the lengths in an ObjectKey do not add up to {len(data)} bytes")
+        try:
+            model_name = str(data[fixed : hash_at - 1], "utf-8")
+        except UnicodeDecodeError as error:
+            raise FormatError(f"the model name in an ObjectKey is not UTF-8: {error}") from None
+        return cls(bytes(data[hash_at:]), model_name, kv_rank)
+
+
+class IPCCacheEngineKey(
+    msgspec.Struct,
+    frozen=True,
+    gc=False,
+    array_like=True,
+    forbid_unknown_fields=True,
+):
+    """What an engine names: one chunk by its hash, or tokens `start` to `end` of `token_ids`.
+
+    Exactly one of chunk_hash (1 to 63 bytes) and token_ids (each below 2**32) is set, and
+    start and end are 0 with a hash. worker_id is below world_size (1 to 255); None means
+    all workers and sorts first. request_id follows a request through logs and sessions: it
+    takes no part in ==, hash and order. Raises FormatError for anything else.
+    """
+
+    model_name: str
+    world_size: int
+    worker_id: int | None
+    chunk_hash: bytes | None = None
+    token_ids: tuple[int, ...] | None = None
+    start: int = 0
+    end: int = 0
+    request_id: str | None = None
+
+    def __post_init__(self) -> None:
+        _model_name_bytes(self.model_name)
+        _check_int("world_size", self.world_size, 1, MAX_WORLD_SIZE)
+        if self.worker_id is not None:
+            _check_int("worker_id", self.worker_id, 0, self.world_size - 1)
+        if (self.chunk_hash is None) == (self.token_ids is None):
+            raise FormatError("a key has either a chunk_hash or token_ids, exactly one of them")
+        if self.token_ids is not None:
+            _check_tokens(self.token_ids)
+        else:
+            _check_hash(self.chunk_hash)
+        _check_int("end", self.end, 0, len(self.token_ids or ()))
+        _check_int("start", self.start, 0, self.end)
+
+    def no_worker_id_version(self) -> IPCCacheEngineKey:
+        """The same key for all workers, as a lookup asks for it."""
+        return msgspec.structs.replace(self, worker_id=None)
+
+    def Serialize(self) -> bytes:
+        """One msgpack array of the fields in order. Raises FormatError if one has no encoding."""
+        try:
+            return _ENCODER.encode(self)
+        except (TypeError, UnicodeEncodeError, OverflowError) as error:
+            raise FormatError(f"a key that cannot be encoded: {error}") from None
+
+    @staticmethod
+    def Deserialize(data: bytes) -> IPCCacheEngineKey:
+        """The inverse of `Serialize`. Raises FormatError for any other bytes."""
+        try:
+            return _DECODER.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise FormatError(f"not an encoded key: {error}") from None
+
+    def _identity(self) -> tuple[object, ...]:
+        worker = -1 if self.worker_id is None else self.worker_id
+        named = (self.chunk_hash is None, self.chunk_hash or b"", self.token_ids or ())
+        return (self.model_name, self.world_size, worker, *named, self.start, self.end)
+
+    # The comparisons that order=True makes would count request_id and fail on None against int.
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, IPCCacheEngineKey):
+            return NotImplemented
+        return self._identity() == other._identity()
+
+    def __lt__(self, other: IPCCacheEngineKey) -> bool:
+        if not isinstance(other, IPCCacheEngineKey):
+            return NotImplemented
+        return self._identity() < other._identity()
+
+    def __le__(self, other: IPCCacheEngineKey) -> bool:
+        if not isinstance(other, IPCCacheEngineKey):
+            return NotImplemented
+        return self._identity() <= other._identity()
+
+    def __gt__(self, other: IPCCacheEngineKey) -> bool:
+        if not isinstance(other, IPCCacheEngineKey):
+            return NotImplemented
+        return self._identity() > other._identity()
+
+    def __ge__(self, other: IPCCacheEngineKey) -> bool:
+        if not isinstance(other, IPCCacheEngineKey):
+            return NotImplemented
+        return self._identity() >= other._identity()
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(IPCCacheEngineKey)
+
+
+def ipc_keys_to_object_keys(keys: Iterable[IPCCacheEngineKey]) -> list[ObjectKey]:
+    """The chunks that hash-mode keys name, in the order of the keys.
+
+    A key with a worker id gives one ObjectKey; one without gives `world_size` of them, in
+    worker order. Every worker counts as one of a single node. Raises FormatError for a key
+    with token ids: those are hashed first (`lmcache_redis.hashing.hash_chunks`).
+    """
+    object_keys: list[ObjectKey] = []
+    for key in keys:
+        if key.chunk_hash is None:
+            raise FormatError("a key with token_ids names no chunk until the tokens are hashed")
+        for kv_rank in _kv_ranks(key.world_size, key.worker_id):
+            object_keys.append(ObjectKey(key.chunk_hash, key.model_name, kv_rank))  # noqa: PERF401
+    return object_keys
+
+
+def key_stem(
+    namespace: bytes, model_name: str, kv_rank: int, hash_len: int, key_prefix: bytes = b""
+) -> bytes:
+    """Everything in a Redis key before the chunk hash; stem + hash is the chunk key.
+
+    namespace is the first half of the layout fingerprint (16 bytes). Raises FormatError
+    for a field out of range.
+    """
+    if len(namespace) != NAMESPACE_BYTES:
+        raise FormatError(f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}")
+    return key_prefix + KEY_MAGIC + namespace + _before_hash(model_name, kv_rank, hash_len)
+
+
+def stripe_key(chunk_key: bytes, stripe_index: int) -> bytes:
+    """The Redis key of one stripe of the chunk that `chunk_key` (stem + hash) names.
+
+    Raises FormatError for an index over 16 bits.
+    """
+    _check_int("stripe_index", stripe_index, 0, MAX_STRIPE_INDEX)
+    return chunk_key + _STRIPE_INDEX.pack(stripe_index)
+
+
+def parse_stripe_key(data: bytes, key_prefix: bytes = b"") -> tuple[bytes, ObjectKey, int]:
+    """(namespace, key, stripe index) of a Redis key. Raises FormatError for any other bytes."""
+    start = key_prefix + KEY_MAGIC
+    object_at = len(start) + NAMESPACE_BYTES
+    index_at = len(data) - _STRIPE_INDEX.size
+    if data[: len(start)] != start or index_at < object_at:
+        raise FormatError("not the key of a stripe: another prefix, or too short")
+    (stripe_index,) = _STRIPE_INDEX.unpack_from(data, index_at)
+    namespace = bytes(data[len(start) : object_at])
+    return namespace, ObjectKey.from_bytes(data[object_at:index_at]), stripe_index
+
+
+def _before_hash(model_name: str, kv_rank: int, hash_len: int) -> bytes:
+    name = _model_name_bytes(model_name)
+    _check_int("kv_rank", kv_rank, 0, 0xFFFF_FFFF)
+    _check_int("the length of a chunk hash", hash_len, 1, MAX_HASH_BYTES)
+    return _RANK_AND_NAME_LENGTH.pack(kv_rank, len(name)) + name + bytes((hash_len,))
+
+
+def _model_name_bytes(model_name: str) -> bytes:
+    try:
+        name = model_name.encode("utf-8")
+    except (AttributeError, UnicodeEncodeError):
+        raise FormatError(f"a model name is text that has UTF-8, not {model_name!r}") from None
+    if not 1 <= len(name) <= MAX_MODEL_NAME_BYTES:
+        raise FormatError(
+            f"a model name has 1 to {MAX_MODEL_NAME_BYTES} bytes of UTF-8, not {len(name)}"
+        )
+    return name
+
+
+@functools.lru_cache(maxsize=1024)
+def _kv_ranks(world_size: int, worker_id: int | None) -> tuple[int, ...]:
+    workers = range(world_size) if worker_id is None else (worker_id,)
+    return tuple(ObjectKey.ComputeKVRank(world_size, w, world_size, w) for w in workers)
+
+
+def _check_int(what: str, value: int, least: int, most: int) -> None:
+    if type(value) is not int:
+        raise FormatError(f"{what} is an int, not {type(value).__name__}")
+    if not least <= value <= most:
+        raise FormatError(f"{what} is {value}, outside {least} to {most}")
+
+
+def _check_hash(chunk_hash: bytes | None) -> None:
+    if not isinstance(chunk_hash, bytes) or not 1 <= len(chunk_hash) <= MAX_HASH_BYTES:
+        raise FormatError(f"a chunk hash is 1 to {MAX_HASH_BYTES} bytes, not {chunk_hash!r:.80}")
+
+
+def _check_tokens(token_ids: tuple[int, ...]) -> None:
+    if not isinstance(token_ids, tuple) or len(token_ids) > MAX_KEY_TOKENS:
+        raise FormatError(f"token_ids is a tuple of at most {MAX_KEY_TOKENS} token ids")
+    try:
+        array("I").extend(token_ids)
+    except (TypeError, OverflowError) as error:
+        raise FormatError(f"a token id is 0 to 2**32 - 1: {error}") from None

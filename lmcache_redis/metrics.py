@@ -1,0 +1,95 @@
+"""What the agent counts: a closed set of names, each with a sentence that explains it.
+
+A counter only grows, from the start of the process. The names and their order are fixed
+here, so a misspelt name is an error where it is written and not a counter nobody reads.
+STATUS answers with `Metrics.snapshot()`, and the log lines take their figures from it.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import MappingProxyType
+from typing import Final
+
+COUNTERS: Final = MappingProxyType(
+    {
+        # engines and sessions
+        "registrations": "KV caches registered by engine workers",
+        "unregistrations": "KV caches unregistered, by their engine or because it went away",
+        "heartbeat_losses": "engine workers dropped: silent for too long, or ended",
+        "sessions_opened": "sessions (one a request) opened by a lookup",
+        "sessions_ended": "sessions ended by their engine",
+        "sessions_timed_out": "sessions ended by the agent because their engine never did",
+        "wire_errors": "messages refused because their sender broke the protocol",
+        # lookups
+        "lookups": "lookups answered",
+        "lookup_chunks": "chunks asked for by lookups",
+        "hit_chunks_pool": "chunks found in the host pool",
+        "hit_chunks_redis": "chunks found in Redis and loaded into the host pool",
+        "lookups_timed_out": "lookups answered with less than was found: the deadline had passed",
+        # why chunks that were asked for were not hits
+        "miss_absent": "chunks neither in the host pool nor in Redis",
+        "miss_incomplete": "chunks with some of their stripes missing (evicted or half written)",
+        "miss_mixed_stores": "chunks whose stripes came from two different stores",
+        "miss_corrupt": "chunks with a wrong checksum, a damaged header or a wrong size",
+        "miss_foreign": "chunks of another layout, another key or an unknown format version",
+        "miss_redis_error": "chunks not loaded because Redis failed or could not be reached",
+        "miss_deadline": "chunks not loaded before the lookup deadline",
+        "miss_pool_full": "chunks not loaded because every slot of the host pool was in use",
+        # Redis to host pool
+        "loaded_chunks": "chunks read from Redis into the host pool",
+        "loaded_bytes": "payload bytes of the chunks read from Redis",
+        # host pool to engine
+        "retrieves": "retrieve jobs finished",
+        "retrieves_failed": "retrieve jobs of which at least one chunk was not delivered",
+        "retrieved_chunks": "chunks scattered into blocks of an engine",
+        "retrieved_bytes": "bytes scattered into blocks of an engine",
+        # engine to host pool
+        "stores": "store jobs finished",
+        "gathered_chunks": "chunks gathered from blocks of an engine",
+        "gathered_bytes": "bytes gathered from blocks of an engine",
+        # host pool to Redis
+        "stored_chunks": "chunks written to Redis whole",
+        "stored_bytes": "payload bytes of the chunks written to Redis",
+        "skipped_chunks": "chunks not stored again because they were known already",
+        # why chunks were not written
+        "drop_queue_full": "chunks not written because the write queue was full",
+        "drop_pool_full": "chunks not stored because every slot of the host pool was in use",
+        "drop_redis_error": "chunks not written because Redis failed or could not be reached",
+        "drop_redis_full": "chunks not written because Redis was at its memory limit",
+        "drop_lease": "chunks not stored because their blocks were read too late",
+        "drop_device_error": "chunks not stored because the blocks of an engine were not readable",
+        "drop_shutdown": "chunks not written because the agent was stopped first",
+        # host pool and connections
+        "evictions": "chunks evicted from the host pool to make room",
+        "clears": "CLEAR requests carried out",
+        "redis_connects": "connections to Redis made",
+        "redis_reconnects": "connections to Redis made again after one was lost",
+        "redis_errors": "Redis operations that failed, whatever they were for",
+    }
+)
+
+
+class Metrics:
+    """Counters of one process. Every method may be called from any thread."""
+
+    __slots__ = ("_lock", "_values")
+
+    def __init__(self) -> None:
+        self._values = dict.fromkeys(COUNTERS, 0)
+        self._lock = threading.Lock()
+
+    def count(self, name: str, n: int = 1) -> None:
+        """Add `n` (zero or more) to the counter `name`, which must be one of COUNTERS."""
+        if n < 0:
+            raise ValueError(f"counter {name} only grows, it cannot take {n}")
+        with self._lock:
+            self._values[name] += n
+
+    def __getitem__(self, name: str) -> int:
+        return self._values[name]
+
+    def snapshot(self) -> dict[str, int]:
+        """Every counter at one moment, in the order of COUNTERS."""
+        with self._lock:
+            return dict(self._values)

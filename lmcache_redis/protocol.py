@@ -1,0 +1,210 @@
+"""What a chunk's bytes are: length, shapes, dtypes and memory format. Free of torch.
+
+`RemoteMetadata` is encoded little-endian and unaligned (docs/value-format.md):
+
+    u64 length | u32 memory format | u32 groups
+    per group: u32 dtype code | u32 dimensions | 4 x u64 sizes, zero where unused
+
+At most 8 groups, thus at most 336 bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache_redis.dtypes import dtype_code, dtype_from_code, dtype_name, itemsize, torch_dtype
+from lmcache_redis.errors import FormatError
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_GROUPS = 8
+MAX_DIMS = 4
+MAX_SIZE = (1 << 63) - 1
+
+_FIXED = struct.Struct("<QII")
+_GROUP = struct.Struct("<II4Q")
+MAX_METADATA_BYTES = _FIXED.size + MAX_GROUPS * _GROUP.size
+
+
+class MemoryFormat(enum.Enum):
+    """How a chunk's elements are arranged. Values below 16 are those of LMCache."""
+
+    UNDEFINED = 0
+    KV_2LTD = 1  # [2, layers, tokens, hidden]
+    KV_BLOB = 1
+    KV_T2D = 2  # [tokens, 2, hidden]
+    KV_2TD = 3  # [2, tokens, hidden]
+    BINARY = 4  # encoded bytes; the shape is that of what they decode to
+    BINARY_BUFFER = 5  # as BINARY
+    KV_MLA_FMT = 6  # [1, layers, tokens, head size]
+    EC_TD = 7  # [tokens, hidden] of an encoder cache
+    HS_TD = 8  # [tokens, hidden] of hidden states
+    PAGES = 0x4C52  # opaque pages, segment-major: each segment's pages in token order
+
+
+# The length of encoded bytes does not follow from the shape they decode to.
+_ENCODED_FORMATS = frozenset({MemoryFormat.BINARY, MemoryFormat.BINARY_BUFFER})
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class MemoryLayoutDesc:
+    """Shapes and dtypes of the groups that make up a chunk, one of each for every group.
+
+    At most 8 groups of at most 4 dimensions. An empty shape means: not given. Raises
+    FormatError for anything that cannot be encoded.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtype_names: tuple[str, ...]
+
+    def __init__(
+        self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype | str]
+    ) -> None:
+        object.__setattr__(self, "shapes", tuple(_checked_shape(shape) for shape in shapes))
+        object.__setattr__(self, "dtype_names", tuple(dtype_name(dtype) for dtype in dtypes))
+        if len(self.shapes) != len(self.dtype_names):
+            raise FormatError(
+                f"{len(self.shapes)} shapes but {len(self.dtype_names)} dtypes: one for every group"
+            )
+        if len(self.shapes) > MAX_GROUPS:
+            raise FormatError(f"{len(self.shapes)} groups, at most {MAX_GROUPS} can be encoded")
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of the groups as torch has them; imports torch."""
+        return tuple(torch_dtype(name) for name in self.dtype_names)
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Bytes that all groups have together, or None where a shape is not given."""
+        if not self.shapes or () in self.shapes:
+            return None
+        sizes = zip(self.shapes, self.dtype_names, strict=True)
+        return sum(math.prod(shape) * itemsize(name) for shape, name in sizes)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class RemoteMetadata:
+    """Length in bytes, shapes, dtypes and memory format of a chunk, in one or several groups.
+
+    shapes and dtypes are as in `MemoryLayoutDesc`; where every shape is given, length must
+    be what they need, unless the format is BINARY or BINARY_BUFFER. Raises FormatError for
+    anything that cannot be encoded.
+    """
+
+    length: int
+    layout_desc: MemoryLayoutDesc
+    fmt: MemoryFormat
+
+    def __init__(
+        self,
+        length: int,
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[torch.dtype | str],
+        fmt: MemoryFormat,
+    ) -> None:
+        _check_size("the length of a chunk", length)
+        if not isinstance(fmt, MemoryFormat):
+            raise FormatError(f"a memory format is a MemoryFormat, not {type(fmt).__name__}")
+        layout_desc = MemoryLayoutDesc(shapes, dtypes)
+        needed = layout_desc.size_bytes
+        if needed is not None and needed != length and fmt not in _ENCODED_FORMATS:
+            raise FormatError(f"a chunk of {length} bytes whose shapes and dtypes need {needed}")
+        object.__setattr__(self, "length", length)
+        object.__setattr__(self, "layout_desc", layout_desc)
+        object.__setattr__(self, "fmt", fmt)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of every group, empty where not given."""
+        return self.layout_desc.shapes
+
+    @property
+    def dtype_names(self) -> tuple[str, ...]:
+        """The dtype of every group by name, without torch."""
+        return self.layout_desc.dtype_names
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtype of every group as torch has it; imports torch."""
+        return self.layout_desc.dtypes
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes that `serialize_into` writes: 16, and 40 for every group."""
+        return _FIXED.size + len(self.shapes) * _GROUP.size
+
+    def serialize(self) -> bytes:
+        """The encoding, `encoded_bytes` long."""
+        buffer = bytearray(self.encoded_bytes)
+        self.serialize_into(buffer)
+        return bytes(buffer)
+
+    def serialize_into(self, buffer: bytearray | memoryview) -> int:
+        """Write the encoding to the start of a buffer; the bytes written.
+
+        What lies behind it stays as it is. Raises FormatError for a buffer too short.
+        """
+        if memoryview(buffer).nbytes < self.encoded_bytes:
+            raise FormatError(
+                f"{memoryview(buffer).nbytes} bytes do not hold metadata of {self.encoded_bytes}"
+            )
+        _FIXED.pack_into(buffer, 0, self.length, self.fmt.value, len(self.shapes))
+        offset = _FIXED.size
+        for shape, name in zip(self.shapes, self.dtype_names, strict=True):
+            padded = shape + (0,) * (MAX_DIMS - len(shape))
+            _GROUP.pack_into(buffer, offset, dtype_code(name), len(shape), *padded)
+            offset += _GROUP.size
+        return offset
+
+    @staticmethod
+    def deserialize(data: bytes | bytearray | memoryview) -> RemoteMetadata:
+        """The metadata that bytes encode, zero padding up to 336 bytes allowed.
+
+        Raises FormatError for any other bytes.
+        """
+        raw = bytes(data)
+        if not _FIXED.size <= len(raw) <= MAX_METADATA_BYTES:
+            raise FormatError(
+                f"metadata has {_FIXED.size} to {MAX_METADATA_BYTES} bytes, not {len(raw)}"
+            )
+        length, fmt_value, group_count = _FIXED.unpack_from(raw)
+        end = _FIXED.size + group_count * _GROUP.size
+        if group_count > MAX_GROUPS or end > len(raw):
+            raise FormatError(f"metadata of {group_count} groups in {len(raw)} bytes")
+        if any(raw[end:]):
+            raise FormatError("metadata is followed by bytes that are not zero")
+        try:
+            fmt = MemoryFormat(fmt_value)
+        except ValueError:
+            raise FormatError(f"unknown memory format {fmt_value}") from None
+        shapes: list[tuple[int, ...]] = []
+        names: list[str] = []
+        for code, dims, *sizes in _GROUP.iter_unpack(raw[_FIXED.size : end]):
+            if dims > MAX_DIMS or any(sizes[dims:]):
+                raise FormatError(f"a group of {dims} dimensions has the sizes {sizes}")
+            names.append(dtype_from_code(code))
+            shapes.append(tuple(sizes[:dims]))
+        return RemoteMetadata(length, shapes, names, fmt)
+
+
+def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(shape)
+    if len(sizes) > MAX_DIMS:
+        raise FormatError(f"a shape of {len(sizes)} dimensions, at most {MAX_DIMS} can be encoded")
+    for size in sizes:
+        _check_size("a size in a shape", size)
+    return sizes
+
+
+def _check_size(what: str, value: int) -> None:
+    if type(value) is not int:
+        raise FormatError(f"{what} is an int, not {type(value).__name__}")
+    if not 0 <= value <= MAX_SIZE:
+        raise FormatError(f"{what} is {value}, outside 0 to 2**63 - 1")

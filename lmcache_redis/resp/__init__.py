@@ -1,0 +1,41 @@
+"""The Redis data plane. `RedisPlane` is the door; docs/data-plane.md has the whole story.
+
+options, endpoint   what the user decided, and the server that a URL names
+connect, stream     sockets that redis-py made, and deadlines on them
+wire, bulk          RESP2 as bytes, and stripes straight between sockets and slots
+scan                which keys exist, in groups
+breaker, health     whether the server is worth asking
+jobs, queues        work that is answered exactly once, and how it reaches threads
+worker              a thread with a connection: reader, writer, control
+plane               all of it, started and closed together
+"""
+
+from lmcache_redis.resp.endpoint import check_url
+from lmcache_redis.resp.options import RedisOptions
+from lmcache_redis.resp.outcomes import (
+    CallOutcome,
+    ChunkIO,
+    ClearResult,
+    ExistsResult,
+    PlaneState,
+    PlaneStats,
+    ReadOutcome,
+    ScanResult,
+    WriteOutcome,
+)
+from lmcache_redis.resp.plane import RedisPlane
+
+__all__ = [
+    "CallOutcome",
+    "ChunkIO",
+    "ClearResult",
+    "ExistsResult",
+    "PlaneState",
+    "PlaneStats",
+    "ReadOutcome",
+    "RedisOptions",
+    "RedisPlane",
+    "ScanResult",
+    "WriteOutcome",
+    "check_url",
+]

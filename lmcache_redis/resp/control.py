@@ -1,0 +1,200 @@
+"""Everything but payloads: scans, exists, removals and clears, on one connection.
+
+Scans and exists go first; removals and clears are background work in steps so small that
+a scan never waits long behind one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
+from lmcache_redis.keys import stripe_key
+from lmcache_redis.resp.bulk import BulkConnection
+from lmcache_redis.resp.connect import Connector
+from lmcache_redis.resp.health import Health
+from lmcache_redis.resp.jobs import Job, JobRegistry
+from lmcache_redis.resp.outcomes import CallOutcome
+from lmcache_redis.resp.queues import TaskQueue
+from lmcache_redis.resp.scan import Call
+from lmcache_redis.resp.wire import Reply, escape_pattern, keys_command, scan_command
+from lmcache_redis.resp.worker import Worker
+
+ResultT = TypeVar("ResultT")
+
+# Keys for one UNLINK, and what one SCAN looks at: well under a millisecond of the server's.
+_BATCH_KEYS = 512
+
+
+class CallJob(Job[CallOutcome]):
+    """One call of the control connection, in one step or several."""
+
+    __slots__ = ("urgent",)
+
+    def __init__(self, deadline: float, registry: JobRegistry, urgent: bool) -> None:
+        self.urgent = urgent
+        super().__init__(1, CallOutcome.DONE, deadline, registry)
+
+    def work(self, call: Call) -> bool:
+        """Do a step; True if it was the last. Raises what `call` raises."""
+        raise AssertionError("a call that does nothing")
+
+
+class QueryJob(CallJob, Generic[ResultT]):
+    """A question about keys, answered with one result."""
+
+    __slots__ = ("_done", "_keys", "_question", "_result")
+
+    def __init__(
+        self,
+        question: Callable[[Call, Sequence[bytes]], ResultT],
+        keys: Sequence[bytes],
+        deadline: float,
+        done: Callable[[CallOutcome, ResultT | None], None],
+        registry: JobRegistry,
+    ) -> None:
+        self._question = question
+        self._keys = keys
+        self._done = done
+        self._result: ResultT | None = None
+        super().__init__(deadline, registry, urgent=True)
+
+    def work(self, call: Call) -> bool:
+        self._result = self._question(call, self._keys)
+        return True
+
+    def _answer(self, outcome: CallOutcome) -> None:
+        self._done(outcome, self._result if outcome is CallOutcome.DONE else None)
+
+
+class RemoveJob(CallJob):
+    """UNLINK the stripes of one chunk, stripe 0 first. Nobody waits for it."""
+
+    __slots__ = ("_chunk_key", "_removed", "_settled", "_stripe_count")
+
+    def __init__(
+        self,
+        chunk_key: bytes,
+        stripe_count: int,
+        deadline: float,
+        settled: Callable[[int], None],
+        registry: JobRegistry,
+    ) -> None:
+        self._chunk_key = chunk_key
+        self._stripe_count = stripe_count
+        self._settled = settled
+        self._removed = 0
+        super().__init__(deadline, registry, urgent=False)
+
+    def work(self, call: Call) -> bool:
+        keys = [stripe_key(self._chunk_key, index) for index in range(self._stripe_count)]
+        self._removed = unlink(call, keys)
+        return True
+
+    def _answer(self, outcome: CallOutcome) -> None:
+        self._settled(self._removed)
+
+
+class ClearJob(CallJob):
+    """SCAN for keys with a prefix and UNLINK them, a bounded batch each step."""
+
+    __slots__ = ("_cursor", "_done", "_pattern", "_prefix", "_removed")
+
+    def __init__(
+        self,
+        prefix: bytes,
+        deadline: float,
+        done: Callable[[CallOutcome, int], None],
+        registry: JobRegistry,
+    ) -> None:
+        self._prefix = prefix
+        self._pattern = escape_pattern(prefix) + b"*"
+        self._cursor = b"0"
+        self._removed = 0
+        self._done = done
+        super().__init__(deadline, registry, urgent=False)
+
+    def work(self, call: Call) -> bool:
+        (reply,) = call(scan_command(self._cursor, self._pattern, _BATCH_KEYS), 1)
+        match reply:
+            case [bytes() as cursor, list() as found] if cursor.isdigit():
+                self._cursor = cursor
+            case _:
+                raise RedisProtocolError("the reply to a SCAN is no cursor and keys")
+        # Whatever the server matched: only what begins with the prefix is ours to delete.
+        keys = [key for key in found if isinstance(key, bytes) and key.startswith(self._prefix)]
+        self._removed += unlink(call, keys)
+        return self._cursor == b"0"
+
+    def _answer(self, outcome: CallOutcome) -> None:
+        self._done(outcome, self._removed)
+
+
+def unlink(call: Call, keys: Sequence[bytes]) -> int:
+    """Delete keys without blocking the server; how many there were."""
+    if not keys:
+        return 0
+    batches = [keys[start : start + _BATCH_KEYS] for start in range(0, len(keys), _BATCH_KEYS)]
+    request = b"".join([keys_command(b"UNLINK", batch) for batch in batches])
+    removed = 0
+    for reply in call(request, len(batches)):
+        if not isinstance(reply, int) or reply < 0:
+            raise RedisProtocolError("the reply to an UNLINK is no count")
+        removed += reply
+    return removed
+
+
+class Controller(Worker):
+    """The control connection and its thread."""
+
+    def __init__(
+        self,
+        name: str,
+        connector: Connector,
+        health: Health,
+        queue: TaskQueue[CallJob],
+        op_timeout_s: float,
+    ) -> None:
+        super().__init__(name, connector, health)
+        self._queue = queue
+        self._op_timeout_s = op_timeout_s
+
+    def serve(self, connection: BulkConnection) -> bool:
+        while connection.is_open:
+            job = self._queue.take()
+            if job is None:
+                return False
+            if job.begin():
+                self._work(connection, job)
+        return True
+
+    def _work(self, connection: BulkConnection, job: CallJob) -> None:
+        # One budget for all round trips of the step.
+        deadline = min(job.deadline, time.monotonic() + self._op_timeout_s)
+
+        def call(request: bytes, reply_count: int) -> Sequence[Reply]:
+            return connection.call(request, reply_count, deadline)
+
+        try:
+            finished = job.work(call)
+        except RedisError as error:
+            self._judge(error, connection)
+            if isinstance(error, RedisUnavailable) and self._may_retry(job, connection):
+                self._again(job)
+            else:
+                late = isinstance(error, RedisTimeout)
+                job.end(CallOutcome.TIMED_OUT if late else CallOutcome.UNAVAILABLE)
+        except BaseException:
+            job.end(CallOutcome.UNAVAILABLE)
+            raise
+        else:
+            if finished:
+                job.end()
+            else:
+                self._again(job)
+
+    def _again(self, job: CallJob) -> None:
+        job.release()
+        self._queue.put((job,), urgent=job.urgent)

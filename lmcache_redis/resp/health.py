@@ -1,0 +1,228 @@
+"""The circuit breaker: knows whether the server is up, and finds out when it is again.
+
+One thread probes. While the server is DOWN every operation is answered at once with
+UNAVAILABLE by whoever asks `is_up`, and the prober tries a new connection and a PING every
+`probe_interval_s`. A stopped process accepts connections and answers nothing: the probe
+waits, and is answered the moment the process goes on. While UP it sends a heartbeat, and
+asks at once when a worker met a time-out, so that a slow operation does not condemn a
+server that answers, and a dead one costs a single time-out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from lmcache_redis.errors import (
+    ConfigError,
+    RedisAuthError,
+    RedisError,
+    RedisReplyError,
+    RedisUnavailable,
+)
+from lmcache_redis.resp.breaker import Breaker
+from lmcache_redis.resp.bulk import BulkConnection
+from lmcache_redis.resp.connect import Connector
+from lmcache_redis.resp.outcomes import PlaneState
+
+logger = logging.getLogger(__name__)
+
+# A server that answered before answers a PING this fast, unless something is wrong.
+_HEARTBEAT_TIMEOUT_S = 0.5
+# Wrong credentials do not become right by themselves, and servers log every attempt.
+_REFUSED_RETRY_S = 1.0
+# The same sentence again within this time is news to nobody.
+_REPEAT_AFTER_S = 60.0
+
+
+class Health:
+    """Owns the prober thread and its connection.
+
+    on_down runs on the thread that noticed, after `is_up` has become False.
+    """
+
+    def __init__(
+        self,
+        connector: Connector,
+        probe_interval_s: float,
+        heartbeat_s: float,
+        op_timeout_s: float,
+        on_down: Callable[[], None],
+    ) -> None:
+        self.is_up = False
+        self.errors = 0
+        self._connector = connector
+        self._where = connector.endpoint.where
+        self._op_timeout_s = op_timeout_s
+        self._on_down = on_down
+        self._breaker = Breaker(probe_interval_s, heartbeat_s, since=time.monotonic())
+        self._last_error = ""
+        self._said: dict[str, float] = {}
+        self._told_down = False
+        self._closing = False
+        self._changed = threading.Condition(threading.Lock())
+        self._thread = threading.Thread(target=self._run, name="lmcr-health", daemon=True)
+
+    # ------------------------------------------------------------ any thread
+
+    @property
+    def state(self) -> PlaneState:
+        with self._changed:
+            breaker = self._breaker
+            reason = breaker.reason or self._last_error
+            return PlaneState(breaker.up, breaker.probed, reason, breaker.since)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_up(self) -> bool:
+        """Wait until the server is up; False if the plane is closed first."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_up or self._closing)
+            return not self._closing
+
+    def wait_probed(self, timeout_s: float) -> PlaneState:
+        """Wait until the first probe has ended, well or not, and give the state."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._breaker.probed or self._closing, timeout_s)
+        return self.state
+
+    def suspect(self, error: RedisError) -> None:
+        """An operation timed out: let the prober ask the server."""
+        with self._changed:
+            self._note(error)
+            self._breaker.suspected(time.monotonic())
+            self._changed.notify_all()
+
+    def down(self, error: RedisError | ConfigError, tried_at: float) -> None:
+        """The server could not be used when that was tried: no connection, or it said so."""
+        if self.state.since <= tried_at or not self.is_up:
+            # Otherwise it has been found up since.
+            self._failed(error)
+
+    def note(self, error: RedisError) -> None:
+        """An operation failed in a way that says nothing about others. Logged once a while."""
+        with self._changed:
+            self._note(error)
+            tell = self._is_news(str(error))
+        if tell:
+            logger.warning("%s", error)
+
+    def close(self) -> None:
+        """Release everybody who waits. The connector must be aborted for the prober to end."""
+        with self._changed:
+            self._closing = True
+            self.is_up = False
+            self._changed.notify_all()
+
+    def join(self, timeout_s: float) -> bool:
+        if self._thread.ident is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ---------------------------------------------------------- prober thread
+
+    def _run(self) -> None:
+        connection: BulkConnection | None = None
+        try:
+            while self._wait_for_turn():
+                kept = self._probe(connection)
+                if connection is not None and connection is not kept:
+                    connection.close()
+                connection = kept
+        finally:
+            if connection is not None:
+                connection.close()
+
+    def _wait_for_turn(self) -> bool:
+        with self._changed:
+            while not self._closing:
+                left = self._breaker.next_probe_at - time.monotonic()
+                if left <= 0:
+                    return True
+                self._changed.wait(left)
+            return False
+
+    def _probe(self, connection: BulkConnection | None) -> BulkConnection | None:
+        """Ask once and act on the answer; the connection to keep for the next time."""
+        if connection is not None and connection.is_open and self.is_up:
+            try:
+                self._ping(connection, min(_HEARTBEAT_TIMEOUT_S, self._op_timeout_s))
+                return connection
+            except RedisError as error:
+                # A connection that was lost may mean a restart: only a new one can tell.
+                lost = isinstance(error, RedisUnavailable) and not connection.is_open
+                connection.close()
+                if not lost:
+                    self._failed(error)
+                    return None
+        # A server without room for more connections is down for whoever comes new.
+        connection = BulkConnection(self._connector, "lmcache-redis:health")
+        try:
+            connection.open()
+            self._ping(connection, self._op_timeout_s)
+        except (RedisError, ConfigError) as error:
+            connection.close()
+            self._failed(error)
+            return None
+        return connection
+
+    def _ping(self, connection: BulkConnection, timeout_s: float) -> None:
+        try:
+            connection.ping(time.monotonic() + timeout_s)
+        except RedisReplyError as error:
+            # It answers; that this user may not PING says nothing about GET and SET.
+            logger.debug("PING is answered with an error: %s", error)
+        self._answered()
+
+    def _answered(self) -> None:
+        with self._changed:
+            now = time.monotonic()
+            since = self._breaker.since
+            first = not self._breaker.probed
+            changed = self._breaker.answered(now)
+            if self._closing or not changed:
+                return
+            self.is_up = True
+            self._changed.notify_all()
+        if first:
+            logger.info("connected to Redis at %s", self._where)
+        elif self._told_down:
+            logger.info("Redis at %s is up again after %.1f s", self._where, now - since)
+
+    def _failed(self, error: RedisError | ConfigError) -> None:
+        retry_after_s = _REFUSED_RETRY_S if isinstance(error, (RedisAuthError, ConfigError)) else 0
+        with self._changed:
+            if self._closing:
+                return
+            self._note(error)
+            was_up = self.is_up
+            changed = self._breaker.failed(time.monotonic(), str(error), retry_after_s)
+            self.is_up = False
+            self._changed.notify_all()
+            # Up and down by the second: the same sentence once a while is enough.
+            tell = self._is_news(str(error)) or (changed and not self._breaker.unsteady)
+            self._told_down = tell or (self._told_down and not changed)
+        if tell:
+            logger.warning("Redis is down, nothing is loaded or stored: %s", error)
+        if was_up:
+            self._on_down()
+
+    # ---------------------------------------------------------- under the lock
+
+    def _note(self, error: RedisError | ConfigError) -> None:
+        self.errors += 1
+        self._last_error = str(error)
+
+    def _is_news(self, text: str) -> bool:
+        now = time.monotonic()
+        if now - self._said.get(text, -_REPEAT_AFTER_S) < _REPEAT_AFTER_S:
+            return False
+        # Few sentences exist; a server that invents many must not fill the memory.
+        if len(self._said) >= 64:
+            self._said.clear()
+        self._said[text] = now
+        return True

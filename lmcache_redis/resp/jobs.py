@@ -1,0 +1,190 @@
+"""Work for the plane's threads, each piece answered exactly once whatever happens.
+
+A job is a number of steps: a chunk's stripes, or one call. A thread brackets each step with
+`begin` and `end`; `stop` ends the job early, from any thread. The answer is given when the
+outcome is decided and no step is under way: until then a socket may use the job's slots.
+With the answer the job lets go of chunk and callback, so that a queue which still holds the
+job holds no slot.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from typing import Any, Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+OutcomeT = TypeVar("OutcomeT", bound=enum.Enum)
+
+
+class Stop(enum.Enum):
+    """Why a job may end before its work is done; every kind of outcome has these members."""
+
+    TIMED_OUT = enum.auto()
+    UNAVAILABLE = enum.auto()
+    CANCELLED = enum.auto()
+
+
+class Job(Generic[OutcomeT]):
+    """Ends `good` after `steps` steps, or with the first other outcome a step or stop brings.
+
+    deadline: `time.monotonic()` seconds. It counts from `JobRegistry.add` on, and leaves the
+    registry when it has been answered. Subclasses define `_answer`.
+    """
+
+    __slots__ = (
+        "_answered",
+        "_good",
+        "_in_flight",
+        "_lock",
+        "_outcome",
+        "_registry",
+        "_steps_left",
+        "created_at",
+        "deadline",
+    )
+
+    def __init__(self, steps: int, good: OutcomeT, deadline: float, registry: JobRegistry) -> None:
+        self.deadline = deadline
+        self.created_at = time.monotonic()
+        self._registry = registry
+        self._good = good
+        self._lock = threading.Lock()
+        self._steps_left = steps
+        self._in_flight = 0
+        self._outcome: OutcomeT | None = None
+        self._answered = False
+
+    def begin(self) -> bool:
+        """False: the job has ended or is past its deadline; leave this step alone."""
+        if self.deadline <= time.monotonic():
+            self.stop(Stop.TIMED_OUT)
+            return False
+        with self._lock:
+            if self._outcome is not None:
+                return False
+            self._in_flight += 1
+            return True
+
+    # These run for every stripe, with caches full of payload: the usual case is one frame.
+
+    def release(self) -> None:
+        """A begun step lets go of the slots: it is to be advanced, or begun again, later."""
+        with self._lock:
+            self._in_flight -= 1
+            if self._outcome is None:
+                return
+            final = self._decide(None)
+        self._conclude(final)
+
+    def advance(self, outcome: OutcomeT | None = None) -> None:
+        """A released step is over, well (None) or with the outcome that ends the job."""
+        with self._lock:
+            if outcome is None:
+                self._steps_left -= 1
+                if self._steps_left == 0:
+                    outcome = self._good
+                elif self._outcome is None:
+                    return
+            final = self._decide(outcome)
+        self._conclude(final)
+
+    def end(self, outcome: OutcomeT | None = None) -> None:
+        """A begun step is over: `release` and `advance` at once."""
+        with self._lock:
+            self._in_flight -= 1
+            if outcome is None:
+                self._steps_left -= 1
+                if self._steps_left == 0:
+                    outcome = self._good
+                elif self._outcome is None:
+                    return
+            final = self._decide(outcome)
+        self._conclude(final)
+
+    def stop(self, reason: Stop) -> None:
+        """End the job unless its outcome is decided. Answered once no step is under way."""
+        with self._lock:
+            final = self._decide(type(self._good)[reason.name])
+        self._conclude(final)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the outcome is decided."""
+        return self._outcome is not None
+
+    def _decide(self, outcome: OutcomeT | None) -> OutcomeT | None:
+        """Under the lock: note an outcome; the one to answer with if that time has come."""
+        if self._outcome is None:
+            self._outcome = outcome
+        if self._outcome is None or self._in_flight or self._answered:
+            return None
+        self._answered = True
+        return self._outcome
+
+    def _conclude(self, final: OutcomeT | None) -> None:
+        if final is None:
+            return
+        try:
+            self._answer(final)
+        except Exception:
+            # A caller's callback failed: its bug must not end a thread that serves others.
+            logger.exception("the callback of a Redis job failed")
+        self._registry.discard(self)
+
+    def _answer(self, outcome: OutcomeT) -> None:
+        """Tell whoever waits. Called once, outside the lock, on the thread that ended the job."""
+        raise AssertionError("a kind of job that answers nobody")
+
+
+class JobRegistry:
+    """Every job that is not answered yet. Thread-safe."""
+
+    __slots__ = ("_changed", "_jobs")
+
+    def __init__(self) -> None:
+        self._jobs: set[Job[Any]] = set()
+        self._changed = threading.Condition()
+
+    def add(self, job: Job[Any]) -> None:
+        with self._changed:
+            self._jobs.add(job)
+
+    def discard(self, job: Job[Any]) -> None:
+        with self._changed:
+            self._jobs.discard(job)
+            if not self._jobs:
+                self._changed.notify_all()
+
+    def stop_all(self, reason: Stop, kind: type[Job[Any]] | None = None) -> None:
+        """Stop every job (of a kind)."""
+        for job in self._snapshot():
+            if kind is None or isinstance(job, kind):
+                job.stop(reason)
+
+    def expire(self, now: float) -> float | None:
+        """Stop jobs past their deadlines; the soonest deadline still to come, if any."""
+        soonest: float | None = None
+        for job in self._snapshot():
+            if job.deadline <= now:
+                job.stop(Stop.TIMED_OUT)
+            elif soonest is None or job.deadline < soonest:
+                soonest = job.deadline
+        return soonest
+
+    def wait_empty(self, deadline: float) -> bool:
+        """Wait until every job is answered; False if that takes past the deadline."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._jobs, timeout=max(0.0, deadline - time.monotonic())
+            )
+
+    def count(self, kind: type[Job[Any]]) -> int:
+        return sum(isinstance(job, kind) for job in self._snapshot())
+
+    def _snapshot(self) -> list[Job[Any]]:
+        with self._changed:
+            return list(self._jobs)

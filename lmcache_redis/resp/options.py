@@ -1,0 +1,91 @@
+"""What a user decides about the way to Redis. Secrets never leave through repr."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from lmcache_redis.errors import ConfigError
+
+# Why these values: docs/data-plane.md.
+DEFAULT_GET_CONNECTIONS = 2
+DEFAULT_SET_CONNECTIONS = 1
+DEFAULT_OUTSTANDING_SETS = 8
+MAX_CONNECTIONS = 64
+MAX_OUTSTANDING_SETS = 256
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RedisOptions:
+    """One Redis server and how to use it; checked on construction.
+
+    url: redis://, rediss:// or unix://, see `endpoint.parse_endpoint`. key_prefix: put
+    before every key by whoever makes keys. username, password: override those of the URL.
+    get_connections, set_connections: bulk connections, one thread each. connect_timeout_s:
+    for a TCP or TLS connection to stand. op_timeout_s: the longest wait of any one step on
+    a connection; deadlines of operations shorten it. max_outstanding_sets: stripes sent on
+    one connection and not yet acknowledged. probe_interval_s: between two attempts to reach
+    a server that is down. heartbeat_s: between two PINGs to a server that is up.
+    Raises ConfigError for impossible values (the URL is checked by `check_url`).
+    """
+
+    url: str
+    key_prefix: bytes = b""
+    username: str | None = None
+    password: str | None = None
+    get_connections: int = DEFAULT_GET_CONNECTIONS
+    set_connections: int = DEFAULT_SET_CONNECTIONS
+    max_outstanding_sets: int = DEFAULT_OUTSTANDING_SETS
+    connect_timeout_s: float = 1.0
+    op_timeout_s: float = 1.0
+    probe_interval_s: float = 0.2
+    heartbeat_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, most in (
+            ("get_connections", MAX_CONNECTIONS),
+            ("set_connections", MAX_CONNECTIONS),
+            ("max_outstanding_sets", MAX_OUTSTANDING_SETS),
+        ):
+            count = getattr(self, name)
+            if type(count) is not int or not 1 <= count <= most:
+                raise ConfigError(f"{name} is {count!r}: set it to a number from 1 to {most}")
+        for name in ("connect_timeout_s", "op_timeout_s", "probe_interval_s", "heartbeat_s"):
+            seconds = getattr(self, name)
+            if not isinstance(seconds, (int, float)) or not 0.001 <= seconds <= 3600:
+                raise ConfigError(f"{name} is {seconds!r}: set it to 0.001 to 3600 seconds")
+
+    def __repr__(self) -> str:
+        return (
+            f"RedisOptions(url={redacted_url(self.url)!r}, key_prefix={self.key_prefix!r}, "
+            f"get_connections={self.get_connections}, set_connections={self.set_connections}, "
+            f"max_outstanding_sets={self.max_outstanding_sets}, "
+            f"connect_timeout_s={self.connect_timeout_s}, op_timeout_s={self.op_timeout_s})"
+        )
+
+
+def redacted_url(url: str) -> str:
+    """The URL with neither credentials nor parameters, which may carry secrets too.
+
+    Keeps nothing before the last @, so that a password with unescaped slashes, question
+    marks or hashes does not leak either.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return "(not a URL)"
+    if "@" in rest:
+        rest = "***@" + rest.rpartition("@")[2]
+    elif _may_hide_secret(url):
+        return f"{scheme}://***"
+    return f"{scheme}://{rest.partition('?')[0].partition('#')[0]}"
+
+
+def _may_hide_secret(url: str) -> bool:
+    """A URL without @ whose port is no number: perhaps a password cut off too early."""
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme != "unix" and parts.port is None and ":" in parts.netloc.rpartition("]")[2]
+        )
+    except ValueError:
+        return True

@@ -1,0 +1,136 @@
+"""How jobs reach threads: a queue with a fast lane, and a keeper of deadlines."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+TaskT = TypeVar("TaskT")
+
+# Nobody waits longer without a look at the clock.
+_LONGEST_WAIT_S = 3600.0
+
+
+class TaskQueue(Generic[TaskT]):
+    """First in, first out, in two lanes: whatever is urgent goes first. Thread-safe."""
+
+    __slots__ = ("_changed", "_closed", "_ordinary", "_urgent", "_waiting")
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._ordinary: deque[TaskT] = deque()
+        self._urgent: deque[TaskT] = deque()
+        self._waiting = 0
+        self._closed = False
+
+    def put(self, tasks: Iterable[TaskT], urgent: bool = False) -> None:
+        with self._changed:
+            (self._urgent if urgent else self._ordinary).extend(tasks)
+            if self._waiting:
+                self._changed.notify(self._waiting)
+
+    def take(self, wait: bool = True) -> TaskT | None:
+        """The next task. None: closed, or nothing there and not to be waited for."""
+        try:
+            # Atomic, and without the lock: this runs for every stripe.
+            return (self._urgent or self._ordinary).popleft()
+        except IndexError:
+            return self._wait_for_one() if wait else None
+
+    def _wait_for_one(self) -> TaskT | None:
+        with self._changed:
+            while not self._closed:
+                # Nothing is put meanwhile; somebody may take, though, what is seen here.
+                with contextlib.suppress(IndexError):
+                    return (self._urgent or self._ordinary).popleft()
+                self._waiting += 1
+                try:
+                    self._changed.wait()
+                finally:
+                    self._waiting -= 1
+            return None
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """From now on `take` gives None. What is in the queue is dropped."""
+        with self._changed:
+            self._closed = True
+            self._ordinary.clear()
+            self._urgent.clear()
+            self._changed.notify_all()
+
+
+class Timekeeper:
+    """A thread that ends jobs whose time has passed, while others wait for the network.
+
+    It also runs what must be answered at once but not on the caller's own thread.
+    expire: given the time, ends what is late and says when to come again (None: nothing).
+    """
+
+    def __init__(self, expire: Callable[[float], float | None]) -> None:
+        self._expire = expire
+        self._changed = threading.Condition(threading.Lock())
+        self._posts: deque[Callable[[], None]] = deque()
+        self._wake_at = float("inf")
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="lmcr-time", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def watch(self, deadline: float) -> None:
+        """Be there when `deadline` passes."""
+        with self._changed:
+            if deadline < self._wake_at:
+                self._wake_at = deadline
+                self._changed.notify()
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Run `action` soon. Raises RuntimeError when closed."""
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the Redis plane is closed")
+            self._posts.append(action)
+            self._changed.notify()
+
+    def close(self, timeout_s: float) -> bool:
+        """Run what was posted, then end. False if that takes longer than `timeout_s`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread.ident is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._posts and not self._closed:
+                    left = self._wake_at - time.monotonic()
+                    if left <= 0:
+                        break
+                    self._changed.wait(min(left, _LONGEST_WAIT_S))
+                posts, self._posts = self._posts, deque()
+                if self._closed and not posts:
+                    return
+                late = self._wake_at <= time.monotonic()
+                if late:
+                    # Deadlines that come in while expire runs are not overlooked.
+                    self._wake_at = float("inf")
+            for action in posts:
+                action()
+            if late:
+                soonest = self._expire(time.monotonic())
+                if soonest is not None:
+                    self.watch(soonest)

@@ -1,0 +1,149 @@
+"""Chunks from Redis into slots: threads with a connection each, one stripe at a time.
+
+All readers take stripes from one queue, in chunk order, so that a chunk's stripes arrive
+over all connections at once. One GET is outstanding on each connection: a server that has
+to queue copies of values is slower. `verify` judges each stripe; a chunk is LOADED when all
+are good and of one store. What remains of one that is not is removed where it is ours.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+from lmcache_redis.errors import RedisError, RedisTimeout, RedisUnavailable
+from lmcache_redis.keys import stripe_key
+from lmcache_redis.resp.bulk import BulkConnection, ConnectionState
+from lmcache_redis.resp.connect import Connector
+from lmcache_redis.resp.health import Health
+from lmcache_redis.resp.jobs import Job, JobRegistry
+from lmcache_redis.resp.outcomes import ChunkIO, ReadOutcome
+from lmcache_redis.resp.queues import TaskQueue
+from lmcache_redis.resp.verify import Verified, verify
+from lmcache_redis.resp.wire import CRLF, get_command_without_end
+from lmcache_redis.resp.worker import Worker
+
+ReadDone = Callable[[ChunkIO, ReadOutcome], None]
+# Called with a finished read's chunk, its outcome and how many stripes are to be removed.
+ReadSettled = Callable[[ChunkIO, ReadOutcome, int], None]
+
+
+class ReadJob(Job[ReadOutcome]):
+    """One chunk on its way in; a step is a stripe."""
+
+    __slots__ = (
+        "_chunk",
+        "_done",
+        "_missing_first",
+        "_remove_stripes",
+        "_settled",
+        "_store_id",
+        "command_head",
+    )
+
+    def __init__(
+        self, chunk: ChunkIO, done: ReadDone, settled: ReadSettled, registry: JobRegistry
+    ) -> None:
+        self._chunk: ChunkIO | None = chunk
+        self._done: ReadDone | None = done
+        self._settled: ReadSettled | None = settled
+        # All GETs of the chunk but for the index of the stripe, with which the key ends.
+        self.command_head = get_command_without_end(stripe_key(chunk.key, 0), _INDEX_BYTES)
+        self._store_id = b""
+        self._missing_first = False
+        self._remove_stripes = 0
+        super().__init__(chunk.frame.stripe_count, ReadOutcome.LOADED, chunk.deadline, registry)
+
+    @property
+    def chunk(self) -> ChunkIO:
+        """Only between `begin` and the end of that step, when it cannot have been let go."""
+        if self._chunk is None:
+            raise RuntimeError("the chunk of a read was given back while a step used it")
+        return self._chunk
+
+    def end_stripe(self, index: int, verified: Verified) -> None:
+        """Stripe `index` is in its slot, or is not: see `verified`."""
+        outcome, store_id, remove_stripes = verified
+        if outcome is None and store_id == self._store_id:
+            self.end()
+            return
+        with self._lock:
+            if outcome is None and not self._store_id:
+                self._store_id = store_id
+            elif outcome is None and store_id != self._store_id:
+                outcome = ReadOutcome.TORN
+                remove_stripes = self.chunk.frame.stripe_count
+            elif outcome is ReadOutcome.INCOMPLETE and index == 0:
+                # Stripe 0 was begun first, so this is known before the job can end.
+                self._missing_first = True
+            self._remove_stripes = max(self._remove_stripes, remove_stripes)
+        self.end(outcome)
+
+    def _answer(self, outcome: ReadOutcome) -> None:
+        chunk, done, settled = self._chunk, self._done, self._settled
+        self._chunk = self._done = self._settled = None
+        if chunk is None or done is None or settled is None:
+            raise RuntimeError("a read is answered twice")
+        if outcome is ReadOutcome.INCOMPLETE and self._missing_first:
+            # What else there is may belong to a store that is under way.
+            outcome = ReadOutcome.MISSING
+            self._remove_stripes = 0
+        settled(chunk, outcome, self._remove_stripes)
+        done(chunk, outcome)
+
+
+_INDEX_BYTES = 2
+_END_OF_COMMAND = struct.Struct(">H2s")
+_LATE = Verified(ReadOutcome.TIMED_OUT)
+_UNAVAILABLE = Verified(ReadOutcome.UNAVAILABLE)
+
+# A stripe to get: the job of its chunk, and its index.
+ReadTask = tuple[ReadJob, int]
+
+
+def read_tasks(job: ReadJob) -> list[ReadTask]:
+    """The stripes of a job in order."""
+    return [(job, index) for index in range(job.chunk.frame.stripe_count)]
+
+
+class Reader(Worker):
+    """One GET connection and its thread."""
+
+    def __init__(
+        self, name: str, connector: Connector, health: Health, queue: TaskQueue[ReadTask]
+    ) -> None:
+        super().__init__(name, connector, health)
+        self._queue = queue
+
+    def serve(self, connection: BulkConnection) -> bool:
+        take = self._queue.take
+        while connection.state is ConnectionState.OPEN:
+            task = take()
+            if task is None:
+                return False
+            if task[0].begin():
+                self._load(connection, task)
+        return True
+
+    def _load(self, connection: BulkConnection, task: ReadTask) -> None:
+        """Get one stripe into its slot and end the step that was begun for it."""
+        job, index = task
+        chunk = job.chunk
+        slot = chunk.slots[index]
+        try:
+            command = job.command_head + _END_OF_COMMAND.pack(index, CRLF)
+            found = connection.get_stripe(command, slot, chunk.deadline)
+            verified = verify(chunk.frame, index, found, connection.header, slot)
+        except RedisError as error:
+            self._judge(error, connection)
+            if isinstance(error, RedisUnavailable) and self._may_retry(job, connection):
+                job.release()
+                self._queue.put((task,), urgent=True)
+                return
+            late = isinstance(error, RedisTimeout)
+            job.end_stripe(index, _LATE if late else _UNAVAILABLE)
+        except BaseException:
+            job.end_stripe(index, _UNAVAILABLE)
+            raise
+        else:
+            job.end_stripe(index, verified)

@@ -1,0 +1,286 @@
+"""A connected socket that keeps deadlines: plain (the kernel does) and TLS (Python does).
+
+`PlainStream` works on a blocking socket with SO_RCVTIMEO and SO_SNDTIMEO: one system call
+moves a whole stripe, without the GIL and without a poll before it. An SSLSocket has neither
+recvmsg_into nor sendmsg and would spin on those options, so `TlsStream` is generic loops.
+
+Either raises RedisTimeout when the armed deadline passes and RedisUnavailable when the
+connection is lost, and is of no use after that: its owner closes it. One thread uses a
+stream; `abort` may come from any thread and makes whatever is under way fail at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+from lmcache_redis.errors import RedisError, RedisTimeout, RedisUnavailable
+
+Buffer = bytes | bytearray | memoryview
+
+# A deadline may be overrun by as much: it saves a system call for every stripe.
+_SLACK_S = 0.005
+_LEAST_TIMEOUT_S = 0.001
+_TLS_SEND_BYTES = 256 << 10
+_TIMEVAL = struct.Struct("@ll")
+
+
+class Stream(Protocol):
+    """What `BulkConnection` needs of a connected socket."""
+
+    def arm(self, deadline: float) -> None:
+        """Everything until the next call ends by `deadline`, and within one op time-out."""
+
+    def send(self, parts: Sequence[Buffer], nbytes: int) -> None:
+        """Send all parts, `nbytes` together."""
+
+    def ask(self, command: bytes, view: memoryview) -> int:
+        """Send a small command and receive what comes first: `send`, then `receive_some`."""
+
+    def receive_some(self, view: memoryview) -> int:
+        """Receive at least one byte, at most the view; says how many."""
+
+    def receive_exactly(self, parts: Sequence[memoryview], nbytes: int) -> None:
+        """Fill all parts, `nbytes` together."""
+
+    def abort(self) -> None:
+        """Wake whoever waits on this stream. From any thread, at any time, any number of times."""
+
+    def close(self) -> None:
+        """Give the socket back. Does nothing the second time."""
+
+
+class _SocketOwner:
+    """A socket that one thread may close while another shuts it down."""
+
+    __slots__ = ("_lock", "_sock", "_where")
+
+    def __init__(self, sock: socket.socket, where: str) -> None:
+        self._sock = sock
+        self._where = where
+        self._lock = threading.Lock()
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._sock.fileno() >= 0:
+                try:
+                    # Not unwrap(): a TLS goodbye could wait for the peer.
+                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTCONN, errno.EINVAL):
+                        raise
+
+    def close(self) -> None:
+        # Under the lock: a descriptor closed here must not be shut down as somebody else's.
+        with self._lock:
+            self._sock.close()
+
+    def _lost(self, error: OSError | None = None) -> RedisError:
+        if isinstance(error, (BlockingIOError, TimeoutError)):
+            return self._late()
+        why = "it was closed by the server" if error is None else error.strerror or str(error)
+        return RedisUnavailable(f"the connection to Redis at {self._where} was lost: {why}")
+
+    def _late(self) -> RedisTimeout:
+        return RedisTimeout(f"Redis at {self._where} did not answer in time")
+
+
+class PlainStream(_SocketOwner):
+    """TCP and unix sockets. Takes over `sock`, which is connected."""
+
+    __slots__ = (
+        "_deadline",
+        "_op_timeout_s",
+        "_recv_into",
+        "_recvmsg_into",
+        "_send",
+        "_sendmsg",
+        "_timeout_s",
+    )
+
+    def __init__(self, sock: socket.socket, where: str, op_timeout_s: float) -> None:
+        super().__init__(sock, where)
+        sock.settimeout(None)
+        self._op_timeout_s = op_timeout_s
+        self._timeout_s = 0.0
+        self._deadline = 0.0
+        self._recv_into = sock.recv_into
+        self._recvmsg_into = sock.recvmsg_into
+        self._send = sock.send
+        self._sendmsg = sock.sendmsg
+
+    def arm(self, deadline: float) -> None:
+        now = time.monotonic()
+        wanted = min(self._op_timeout_s, deadline - now)
+        if wanted <= 0:
+            raise self._late()
+        self._deadline = now + wanted
+        # Longer than wanted by the slack, or much shorter, is not good enough.
+        if not wanted * 0.9 <= self._timeout_s <= wanted + _SLACK_S:
+            self._set_timeout(max(wanted, _LEAST_TIMEOUT_S))
+
+    def send(self, parts: Sequence[Buffer], nbytes: int) -> None:
+        try:
+            sent = self._sendmsg(parts)
+        except OSError as error:
+            raise self._lost(error) from None
+        if sent != nbytes:
+            self._send_rest(parts, sent)
+
+    def ask(self, command: bytes, view: memoryview) -> int:
+        try:
+            sent = self._send(command)
+            if sent != len(command):
+                self._send_rest((command,), sent)
+            received = self._recv_into(view)
+        except OSError as error:
+            raise self._lost(error) from None
+        if received == 0:
+            raise self._lost()
+        return received
+
+    def receive_some(self, view: memoryview) -> int:
+        try:
+            received = self._recv_into(view)
+        except OSError as error:
+            raise self._lost(error) from None
+        if received == 0:
+            raise self._lost()
+        return received
+
+    def receive_exactly(self, parts: Sequence[memoryview], nbytes: int) -> None:
+        try:
+            received = self._recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+        except OSError as error:
+            raise self._lost(error) from None
+        if received != nbytes:
+            self._receive_rest(parts, received)
+
+    # A call that moved less than all met a signal, the end of its time or of the connection.
+
+    def _send_rest(self, parts: Sequence[Buffer], sent: int) -> None:
+        views = _after(parts, sent)
+        while views:
+            self._check_time()
+            try:
+                sent = self._sendmsg(views)
+            except OSError as error:
+                raise self._lost(error) from None
+            views = _after(views, sent)
+
+    def _receive_rest(self, parts: Sequence[memoryview], received: int) -> None:
+        views = _after(parts, received)
+        while views:
+            if received == 0:
+                raise self._lost()
+            self._check_time()
+            try:
+                received = self._recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+            except OSError as error:
+                raise self._lost(error) from None
+            views = _after(views, received)
+
+    def _check_time(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise self._late()
+        self._set_timeout(max(left, _LEAST_TIMEOUT_S))
+
+    def _set_timeout(self, seconds: float) -> None:
+        whole, part = divmod(seconds, 1.0)
+        timeval = _TIMEVAL.pack(int(whole), int(part * 1e6))
+        try:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        except OSError as error:
+            raise self._lost(error) from None
+        self._timeout_s = seconds
+
+
+class TlsStream(_SocketOwner):
+    """TLS: one call a record, time-outs by Python. Takes over `sock`, which is connected."""
+
+    __slots__ = ("_deadline", "_op_timeout_s", "_tls")
+
+    def __init__(self, sock: ssl.SSLSocket, where: str, op_timeout_s: float) -> None:
+        super().__init__(sock, where)
+        self._tls = sock
+        self._op_timeout_s = op_timeout_s
+        self._deadline = 0.0
+
+    def arm(self, deadline: float) -> None:
+        now = time.monotonic()
+        self._deadline = min(now + self._op_timeout_s, deadline)
+        if self._deadline <= now:
+            raise self._late()
+
+    def send(self, parts: Sequence[Buffer], nbytes: int) -> None:
+        # Small parts go together: every send is a record, and often a packet, of its own.
+        small = b""
+        for part in parts:
+            view = memoryview(part)
+            if view.nbytes <= 4096:
+                small += view
+                continue
+            self._send_view(memoryview(small))
+            self._send_view(view)
+            small = b""
+        self._send_view(memoryview(small))
+
+    def ask(self, command: bytes, view: memoryview) -> int:
+        self._send_view(memoryview(command))
+        return self.receive_some(view)
+
+    def receive_some(self, view: memoryview) -> int:
+        self._limit()
+        try:
+            received = self._tls.recv_into(view)
+        except OSError as error:
+            self._raise(error)
+        if received == 0:
+            raise self._lost()
+        return received
+
+    def receive_exactly(self, parts: Sequence[memoryview], nbytes: int) -> None:
+        for part in parts:
+            view = part
+            while view.nbytes:
+                view = view[self.receive_some(view) :]
+
+    def _send_view(self, view: memoryview) -> None:
+        while view.nbytes:
+            self._limit()
+            try:
+                sent = self._tls.send(view[:_TLS_SEND_BYTES])
+            except OSError as error:
+                self._raise(error)
+            view = view[sent:]
+
+    def _limit(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise self._late()
+        try:
+            self._tls.settimeout(left)
+        except OSError as error:
+            self._raise(error)
+
+    def _raise(self, error: OSError) -> NoReturn:
+        raise self._lost(error) from None
+
+
+def _after(parts: Sequence[Buffer], nbytes: int) -> list[memoryview]:
+    """Views of what is left of `parts` without their first `nbytes` bytes; no copies."""
+    left: list[memoryview] = []
+    for part in parts:
+        view = memoryview(part)
+        if nbytes < view.nbytes:
+            left.append(view.cast("B")[nbytes:])
+        nbytes = max(0, nbytes - view.nbytes)
+    return left

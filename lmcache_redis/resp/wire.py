@@ -1,0 +1,208 @@
+"""RESP2 as bytes: commands packed, replies parsed. Pure, strict, bounded.
+
+https://redis.io/docs/latest/develop/reference/protocol-spec/. Payloads never pass through
+here: `bulk.BulkConnection` receives them straight into slots. Anything that is not a reply
+raises RedisProtocolError; nothing else is ever raised for what the bytes are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from lmcache_redis.errors import (
+    RedisAuthError,
+    RedisError,
+    RedisFull,
+    RedisProtocolError,
+    RedisReplyError,
+    RedisUnavailable,
+)
+
+CRLF: Final = b"\r\n"
+PING_COMMAND: Final = b"*1\r\n$4\r\nPING\r\n"
+PONG: Final = b"PONG"
+MAX_LINE_BYTES: Final = 64 << 10
+MAX_BULK_BYTES: Final = 1 << 20
+MAX_ELEMENTS: Final = 1 << 16
+# What a server may hold in one string: a longer length is no length.
+MAX_VALUE_BYTES: Final = 1 << 40
+
+_INTEGER = re.compile(rb"-?[0-9]{1,19}")
+_CODE = re.compile(r"[A-Z]{2,20}")
+_UNAVAILABLE_CODES = frozenset(
+    {"LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS"}
+)
+_AUTH_CODES = frozenset({"NOAUTH", "WRONGPASS"})
+
+
+class ErrorReply(NamedTuple):
+    """An error the server replied with: the first word of its text, and the text."""
+
+    code: str
+    text: str
+
+
+Reply = bytes | int | None | ErrorReply | list["Reply"]
+
+
+# ------------------------------------------------------------------ commands
+
+
+def get_command(key: bytes) -> bytes:
+    return b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key)
+
+
+def get_command_without_end(key: bytes, end_bytes: int) -> bytes:
+    """A GET up to the last `end_bytes` of its key, which follow with a CRLF after them."""
+    return get_command(key)[: -end_bytes - len(CRLF)]
+
+
+def set_prefix(key: bytes, value_bytes: int) -> bytes:
+    """A SET up to its value, which follows with a CRLF after it."""
+    return b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, value_bytes)
+
+
+def keys_command(name: bytes, keys: Sequence[bytes]) -> bytes:
+    """A command that takes nothing but keys: EXISTS, UNLINK."""
+    head = b"*%d\r\n$%d\r\n%b\r\n" % (len(keys) + 1, len(name), name)
+    # Keys of one layout and model have one length: then the packing is a join in C.
+    if len(set(map(len, keys))) == 1:
+        before = b"$%d\r\n" % len(keys[0])
+        return head + before + (CRLF + before).join(keys) + CRLF
+    return head + b"".join([b"$%d\r\n%b\r\n" % (len(key), key) for key in keys])
+
+
+def scan_command(cursor: bytes, pattern: bytes, count: int) -> bytes:
+    words = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % count)
+    return b"*6\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+
+
+def escape_pattern(literal: bytes) -> bytes:
+    """A MATCH pattern that matches exactly `literal`."""
+    return re.sub(rb"([\\*?\[\]^-])", rb"\\\1", literal)
+
+
+# ------------------------------------------------------------------- replies
+
+
+def parse_length(line: bytes) -> int | None:
+    """The length that the line `$n` announces (without CRLF), None for a null."""
+    length = _integer(line[1:])
+    if line[:1] != b"$" or not -1 <= length <= MAX_VALUE_BYTES:
+        raise RedisProtocolError("the reply to a GET is no string")
+    return None if length < 0 else length
+
+
+def parse_error(line: bytes) -> ErrorReply:
+    """The error in a line `-CODE text` (without CRLF)."""
+    text = line[1:].decode("utf-8", "replace")
+    match = _CODE.match(text)
+    return ErrorReply(match.group() if match else "", text)
+
+
+def error_of(reply: ErrorReply) -> RedisError:
+    """The exception that stands for an error reply; the connection stays in step."""
+    said = f"Redis says: {reply.text[:200]}"
+    if reply.code == "OOM":
+        return RedisFull(f"{said} (set maxmemory-policy allkeys-lru, or a larger maxmemory)")
+    if reply.code in _AUTH_CODES:
+        return RedisAuthError(f"{said} (set the user and password of the Redis URL)")
+    if reply.code in _UNAVAILABLE_CODES or "max number of clients" in reply.text:
+        return RedisUnavailable(said)
+    if reply.code in ("MOVED", "ASK", "CROSSSLOT"):
+        return RedisReplyError(f"{said} (the URL names one node of a Redis Cluster)")
+    if reply.code == "NOPERM":
+        return RedisReplyError(f"{said} (allow GET, SET, EXISTS, UNLINK, SCAN, PING on our keys)")
+    return RedisReplyError(said)
+
+
+class ReplyBuffer:
+    """Bytes in, whole replies out. Raises RedisProtocolError for what is no reply."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self) -> None:
+        self._data = b""
+
+    def feed(self, data: bytes | bytearray | memoryview) -> None:
+        self._data = b"".join((self._data, data))
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of a reply that is not whole yet."""
+        return len(self._data)
+
+    def take(self) -> list[Reply]:
+        """Every reply that is whole, in order; the rest waits for more bytes."""
+        replies: list[Reply] = []
+        position = 0
+        while position < len(self._data):
+            parsed = _parse(self._data, position, 0)
+            if parsed is None:
+                break
+            reply, position = parsed
+            replies.append(reply)
+        self._data = self._data[position:]
+        return replies
+
+
+def _parse(data: bytes, start: int, depth: int) -> tuple[Reply, int] | None:
+    """The reply that begins at `start` and where it ends; None if it is not whole."""
+    kind = data[start : start + 1]
+    if kind not in (b"+", b"-", b":", b"$", b"*"):
+        raise RedisProtocolError(f"a reply begins with {kind!r}: is this a Redis server?")
+    end = data.find(CRLF, start, start + MAX_LINE_BYTES)
+    if end < 0:
+        if len(data) - start >= MAX_LINE_BYTES:
+            raise RedisProtocolError("a line of a reply has no end")
+        return None
+    after = end + 2
+    if kind == b"+":
+        return data[start + 1 : end], after
+    if kind == b"-":
+        return parse_error(data[start:end]), after
+    number = _integer(data[start + 1 : end])
+    if kind == b":":
+        return number, after
+    if kind == b"$":
+        return _bulk(data, number, after)
+    return _array(data, number, after, depth)
+
+
+def _bulk(data: bytes, length: int, start: int) -> tuple[Reply, int] | None:
+    if length == -1:
+        return None, start
+    if not 0 <= length <= MAX_BULK_BYTES:
+        raise RedisProtocolError(f"a string of {length} bytes in a reply")
+    end = start + length
+    if len(data) < end + 2:
+        return None
+    if data[end : end + 2] != CRLF:
+        raise RedisProtocolError("a string in a reply is longer than it says")
+    return data[start:end], end + 2
+
+
+def _array(data: bytes, length: int, start: int, depth: int) -> tuple[Reply, int] | None:
+    if length == -1:
+        return None, start
+    if not 0 <= length <= MAX_ELEMENTS or depth > 1:
+        raise RedisProtocolError(f"an array of {length} elements in a reply, at depth {depth}")
+    elements: list[Reply] = []
+    position = start
+    for _ in range(length):
+        if position >= len(data):
+            return None
+        parsed = _parse(data, position, depth + 1)
+        if parsed is None:
+            return None
+        element, position = parsed
+        elements.append(element)
+    return elements, position
+
+
+def _integer(digits: bytes) -> int:
+    if _INTEGER.fullmatch(digits) is None:
+        raise RedisProtocolError("a number in a reply is none")
+    return int(digits)

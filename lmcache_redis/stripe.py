@@ -1,0 +1,322 @@
+"""The frame of one Redis value: a header of 512 bytes, then one stripe's payload.
+
+The header says which stripe of which chunk of which layout the payload is, in which store
+it was written, and carries the checksum of the payload and its own. Little-endian:
+
+      0  4s  magic b"LMCR"            32  u64 payload bytes     160  u64 created, Unix ms
+      4  u16 version, 1               40  u64 payload offset    168  u64 header checksum
+      6  u16 header bytes, 512        48  u64 chunk bytes       176  336s RemoteMetadata
+      8  16s store id                 56  u64 payload checksum       of the chunk,
+     24  u16 stripe index             64  32s layout fingerprint     zero padded
+     26  u16 stripe count             96  u8  hash length
+     28  u32 flags, 0                 97  63s chunk hash, zero padded
+
+Checksums are xxh3-64; the header's is taken with its own field zero. docs/value-format.md
+is the specification. A reader knows everything but store id, checksums and time before it
+reads, so `ChunkFrame.check_header` compares bytes; `describe_header` needs no frame.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import struct
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from lmcache_redis.errors import FormatError
+from lmcache_redis.keys import MAX_HASH_BYTES
+from lmcache_redis.protocol import MAX_METADATA_BYTES, MAX_SIZE, RemoteMetadata
+
+HEADER_BYTES = 512
+VERSION = 1
+STORE_ID_BYTES = 16
+FINGERPRINT_BYTES = 32
+MAX_STRIPES = 0xFFFF
+PAYLOAD_ALIGN_BYTES = 64
+
+_MAGIC = b"LMCR"
+_PREAMBLE = struct.Struct("<4sHH")
+_PLACE = struct.Struct("<HHIQQQ")
+# preamble | store id | place | payload checksum | layout and chunk | created | own | metadata
+_PARTS = struct.Struct("<8s16s32sQ96sQQ336s")
+_OWN_CHECKSUM_AT, _OWN_CHECKSUM_END = 168, 176
+_NO_CHECKSUM = bytes(8)
+_EXPECTED_PREAMBLE = _PREAMBLE.pack(_MAGIC, VERSION, HEADER_BYTES)
+
+
+class Verdict(enum.Enum):
+    """What a reader makes of a header; all but OK are misses."""
+
+    OK = "ok"
+    BAD_MAGIC = "not a stripe"
+    BAD_VERSION = "of an unknown version"
+    CORRUPT_HEADER = "a damaged header"
+    FOREIGN_LAYOUT = "of another layout"
+    FOREIGN_CHUNK = "of another chunk"
+    WRONG_STRIPE = "another stripe of the chunk"
+    WRONG_SIZE = "a chunk cut into stripes otherwise"
+
+
+class HeaderCheck(NamedTuple):
+    """The verdict on a header; store_id and the payload's checksum are set where it is OK."""
+
+    verdict: Verdict
+    store_id: bytes = b""
+    checksum: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict is Verdict.OK
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFrame:
+    """What all stripe headers of one chunk have in common.
+
+    fingerprint: 32 bytes of the layout. chunk_hash: 1 to 63 bytes. stripe_payload_bytes:
+    what every stripe but the last carries of chunk_bytes. metadata: the serialized
+    RemoteMetadata of the chunk, its length equal to chunk_bytes. Raises FormatError for
+    values that no header can carry, among them a chunk of more than 65,535 stripes.
+    """
+
+    fingerprint: bytes
+    chunk_hash: bytes
+    chunk_bytes: int
+    stripe_payload_bytes: int
+    metadata: bytes
+    stripe_count: int = field(init=False, repr=False, compare=False)
+    _layout_and_chunk: bytes = field(init=False, repr=False, compare=False)
+    _padded_metadata: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.fingerprint) != FINGERPRINT_BYTES:
+            raise FormatError(
+                f"a layout fingerprint has {FINGERPRINT_BYTES} bytes, not {len(self.fingerprint)}"
+            )
+        hash_len = len(self.chunk_hash)
+        if not 1 <= hash_len <= MAX_HASH_BYTES:
+            raise FormatError(f"a chunk hash has 1 to {MAX_HASH_BYTES} bytes, not {hash_len}")
+        stripe_count = _stripe_count(self.chunk_bytes, self.stripe_payload_bytes)
+        described_bytes = _parsed_metadata(self.metadata).length
+        if described_bytes != self.chunk_bytes:
+            raise FormatError(
+                f"metadata of {described_bytes} bytes for a chunk of {self.chunk_bytes}"
+            )
+        padded_hash = self.chunk_hash.ljust(MAX_HASH_BYTES, b"\0")
+        layout_and_chunk = b"".join((self.fingerprint, bytes((hash_len,)), padded_hash))
+        object.__setattr__(self, "stripe_count", stripe_count)
+        object.__setattr__(self, "_layout_and_chunk", layout_and_chunk)
+        object.__setattr__(self, "_padded_metadata", self.metadata.ljust(MAX_METADATA_BYTES, b"\0"))
+
+    def payload_bytes(self, index: int) -> int:
+        """Bytes of the chunk that stripe `index` carries. Raises FormatError for no stripe."""
+        return min(self.stripe_payload_bytes, self.chunk_bytes - self.payload_offset(index))
+
+    def payload_offset(self, index: int) -> int:
+        """Where in the chunk stripe `index` begins. Raises FormatError for no stripe."""
+        if not 0 <= index < self.stripe_count:
+            raise FormatError(f"stripe {index} of a chunk of {self.stripe_count}")
+        return index * self.stripe_payload_bytes
+
+    def pack_header_into(
+        self,
+        buf: bytearray | memoryview,
+        index: int,
+        store_id: bytes,
+        checksum: int,
+        created_unix_ms: int,
+    ) -> None:
+        """Write the header of stripe `index` to the first 512 bytes of `buf`.
+
+        store_id: 16 bytes, the same for all stripes of one store. checksum: xxh3-64 of the
+        payload. Raises FormatError for values out of range and for a buffer too short.
+        """
+        if len(store_id) != STORE_ID_BYTES:
+            raise FormatError(f"a store id has {STORE_ID_BYTES} bytes, not {len(store_id)}")
+        parts = (
+            _EXPECTED_PREAMBLE,
+            store_id,
+            self._place(index),
+            checksum,
+            self._layout_and_chunk,
+            created_unix_ms,
+        )
+        try:
+            own = xxh3_64_intdigest(_PARTS.pack(*parts, 0, self._padded_metadata))
+            _PARTS.pack_into(buf, 0, *parts, own, self._padded_metadata)
+        except struct.error as error:
+            raise FormatError(f"a header that cannot be written: {error}") from None
+
+    def check_header(self, buf: bytes | bytearray | memoryview, index: int) -> HeaderCheck:
+        """Whether the first 512 bytes of `buf` are the header of stripe `index` of this chunk.
+
+        Never raises for what the bytes are. The payload itself is not looked at.
+        """
+        raw = _header_of(buf)
+        if len(raw) < HEADER_BYTES:
+            return HeaderCheck(Verdict.CORRUPT_HEADER)
+        preamble, store_id, place, checksum, layout_and_chunk, _, own, metadata = _PARTS.unpack(raw)
+        if (
+            0 <= index < self.stripe_count
+            and place == self._place(index)
+            and preamble == _EXPECTED_PREAMBLE
+            and layout_and_chunk == self._layout_and_chunk
+            and metadata == self._padded_metadata
+            and own == _own_checksum(raw)
+        ):
+            return HeaderCheck(Verdict.OK, store_id, checksum)
+        return HeaderCheck(self._fault(raw, index))
+
+    def _place(self, index: int) -> bytes:
+        """The 32 bytes at 24: which stripe, of how many, and its place in the chunk."""
+        offset = self.payload_offset(index)
+        payload = min(self.stripe_payload_bytes, self.chunk_bytes - offset)
+        return _PLACE.pack(index, self.stripe_count, 0, payload, offset, self.chunk_bytes)
+
+    def _fault(self, raw: bytes, index: int) -> Verdict:
+        """Why a header is not the expected one: the first reason in the order of trust."""
+        fault = _own_fault(raw)
+        if fault is not None:
+            return fault
+        _, _, place, _, layout_and_chunk, _, _, metadata = _PARTS.unpack(raw)
+        found_index, _, _, _, _, chunk_bytes = _PLACE.unpack(place)
+        if layout_and_chunk[:FINGERPRINT_BYTES] != self.fingerprint:
+            return Verdict.FOREIGN_LAYOUT
+        if layout_and_chunk != self._layout_and_chunk:
+            return Verdict.FOREIGN_CHUNK
+        if chunk_bytes != self.chunk_bytes:
+            return Verdict.WRONG_SIZE
+        if metadata != self._padded_metadata:
+            return Verdict.FOREIGN_LAYOUT
+        return Verdict.WRONG_STRIPE if found_index != index else Verdict.WRONG_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class StripeHeader:
+    """All that a header says; sizes and offsets in bytes, checksum of the payload."""
+
+    store_id: bytes
+    stripe_index: int
+    stripe_count: int
+    payload_bytes: int
+    payload_offset: int
+    chunk_bytes: int
+    checksum: int
+    fingerprint: bytes
+    chunk_hash: bytes
+    created_unix_ms: int
+    metadata: RemoteMetadata
+
+
+def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
+    """What the first 512 bytes of a value say, for tools that know no layout.
+
+    Raises FormatError unless they are a whole header of this version without contradiction.
+    """
+    raw = _header_of(buf)
+    fault = _own_fault(raw)
+    if fault is not None:
+        raise FormatError(f"the header of a stripe was expected, found {fault.value}")
+    _, store_id, place, checksum, layout_and_chunk, created, _, described = _PARTS.unpack(raw)
+    index, count, _, payload, offset, chunk_bytes = _PLACE.unpack(place)
+    hash_len = layout_and_chunk[FINGERPRINT_BYTES]
+    padded_hash = layout_and_chunk[FINGERPRINT_BYTES + 1 :]
+    if not 1 <= hash_len <= MAX_HASH_BYTES or any(padded_hash[hash_len:]):
+        raise FormatError(f"a chunk hash of {hash_len} bytes with its padding not zero")
+    metadata = RemoteMetadata.deserialize(described)
+    if metadata.length != chunk_bytes:
+        raise FormatError(f"metadata of {metadata.length} bytes for a chunk of {chunk_bytes}")
+    # Every stripe but the last has the same size; the last tells that size by its offset.
+    last = index == count - 1
+    stripe_payload_bytes = offset // index if last and index else payload
+    whole = index < count and 0 < payload <= stripe_payload_bytes
+    if (
+        not whole
+        or offset != index * stripe_payload_bytes
+        or (last and offset + payload != chunk_bytes)
+        or _stripe_count(chunk_bytes, stripe_payload_bytes) != count
+    ):
+        raise FormatError(
+            f"stripe {index} of {count}, {payload} bytes at {offset}, cannot be part of a "
+            f"chunk of {chunk_bytes} bytes"
+        )
+    return StripeHeader(
+        store_id=store_id,
+        stripe_index=index,
+        stripe_count=count,
+        payload_bytes=payload,
+        payload_offset=offset,
+        chunk_bytes=chunk_bytes,
+        checksum=checksum,
+        fingerprint=layout_and_chunk[:FINGERPRINT_BYTES],
+        chunk_hash=padded_hash[:hash_len],
+        created_unix_ms=created,
+        metadata=metadata,
+    )
+
+
+def stripe_payload_bytes(chunk_bytes: int, slot_bytes: int) -> int:
+    """How many bytes of a chunk each stripe but the last carries, at most slot_bytes.
+
+    As few stripes as fit the slots, as equal in size as multiples of 64 bytes allow.
+    Raises FormatError unless both are positive.
+    """
+    count = _ceil_div(*_checked_sizes(chunk_bytes, slot_bytes))
+    aligned = _ceil_div(_ceil_div(chunk_bytes, count), PAYLOAD_ALIGN_BYTES) * PAYLOAD_ALIGN_BYTES
+    return min(aligned, slot_bytes)
+
+
+def _header_of(buf: bytes | bytearray | memoryview) -> bytes:
+    """The first 512 bytes, or what there is. A copy, so that it cannot change while checked."""
+    return bytes(memoryview(buf)[:HEADER_BYTES])[:HEADER_BYTES]
+
+
+def _own_checksum(raw: bytes) -> int:
+    return xxh3_64_intdigest(raw[:_OWN_CHECKSUM_AT] + _NO_CHECKSUM + raw[_OWN_CHECKSUM_END:])
+
+
+def _own_fault(raw: bytes) -> Verdict | None:
+    """What is wrong with a header whatever the chunk it belongs to, if anything."""
+    if len(raw) < HEADER_BYTES:
+        return Verdict.CORRUPT_HEADER
+    preamble, _, place, _, _, _, own, _ = _PARTS.unpack(raw)
+    magic, version, header_bytes = _PREAMBLE.unpack(preamble)
+    if magic != _MAGIC:
+        return Verdict.BAD_MAGIC
+    if version != VERSION:
+        return Verdict.BAD_VERSION
+    if own != _own_checksum(raw) or header_bytes != HEADER_BYTES:
+        return Verdict.CORRUPT_HEADER
+    # A flag that this version does not know may change what the payload means.
+    flags = _PLACE.unpack(place)[2]
+    return Verdict.BAD_VERSION if flags else None
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed_metadata(metadata: bytes) -> RemoteMetadata:
+    """Chunks of one layout share their metadata: it is parsed once."""
+    return RemoteMetadata.deserialize(metadata)
+
+
+def _checked_sizes(chunk_bytes: int, stripe_bytes: int) -> tuple[int, int]:
+    for what, size in (("a chunk", chunk_bytes), ("a stripe", stripe_bytes)):
+        if not 0 < size <= MAX_SIZE:
+            raise FormatError(f"{what} of {size} bytes")
+    return chunk_bytes, stripe_bytes
+
+
+def _stripe_count(chunk_bytes: int, stripe_bytes: int) -> int:
+    count = _ceil_div(*_checked_sizes(chunk_bytes, stripe_bytes))
+    if count > MAX_STRIPES:
+        raise FormatError(
+            f"a chunk of {chunk_bytes} bytes in stripes of {stripe_bytes} has {count}, "
+            f"at most {MAX_STRIPES} can be numbered: make stripe_bytes larger"
+        )
+    return count
+
+
+def _ceil_div(value: int, by: int) -> int:
+    return -(-value // by)

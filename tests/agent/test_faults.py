@@ -1,0 +1,375 @@
+"""Servers and agents that are killed, stopped, full or lying: misses, in time, and recovery."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from lmcache_redis import messages as m
+from lmcache_redis.client.link import LinkState
+from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.transport import connect_dealer
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.servers import RedisServer, free_port
+
+HASHES = block_hashes("prompt", 8)
+LOOKUP_DEADLINE_S = 1.0
+# What a busy machine may add to any wait in these tests.
+SLACK_S = 1.0
+
+
+@pytest.fixture
+def stored(agent: AgentServer) -> Iterator[Engine]:
+    """An engine whose two chunks are in Redis and not in the agent's host pool."""
+    with Engine(agent.endpoint) as engine:
+        engine.randomize(range(8))
+        engine.store("r0", HASHES, range(8))
+        agent.wait_idle()
+        assert agent.counter("stored_chunks") == 2
+        agent.restart()
+        engine.wait_ready()
+        yield engine
+
+
+def keys_of(server: RedisServer) -> list[bytes]:
+    with server.client() as client:
+        return sorted(client.scan_iter())
+
+
+def test_redis_is_killed_between_store_and_lookup(
+    agent: AgentServer, stored: Engine, redis_server: RedisServer
+) -> None:
+    redis_server.kill()
+    started_s = time.monotonic()
+    assert stored.lookup("r1", HASHES) == 0
+    assert time.monotonic() - started_s < LOOKUP_DEADLINE_S + SLACK_S
+    wait_until(lambda: not agent.status()["redis"]["up"], what="a server known to be down")
+    assert stored.lookup("r2", HASHES) == 0
+    stored.store("r3", HASHES, range(8))  # the host pool takes what Redis cannot
+    assert stored.lookup("r4", HASHES) == 128
+    redis_server.start()
+    wait_until(lambda: agent.status()["redis"]["up"], 1.0 + SLACK_S, "Redis back")
+    stored.store("r5", HASHES, range(8))  # known to the host pool, not yet to Redis
+    wait_until(lambda: agent.counter("stored_chunks") == 2, what="the chunks in Redis")
+
+
+def test_redis_is_stopped_during_a_lookup(
+    agent: AgentServer, stored: Engine, redis_server: RedisServer
+) -> None:
+    redis_server.stop()
+    started_s = time.monotonic()
+    assert stored.lookup("r1", HASHES) == 0
+    assert time.monotonic() - started_s < LOOKUP_DEADLINE_S + SLACK_S
+    # The breaker is open: no further request waits for the stopped server.
+    wait_until(lambda: not agent.status()["redis"]["up"], what="an open breaker")
+    started_s = time.monotonic()
+    assert stored.lookup("r2", HASHES) == 0
+    assert time.monotonic() - started_s < LOOKUP_DEADLINE_S
+    redis_server.cont()
+    tries = iter(range(1000))
+    wait_until(
+        lambda: stored.lookup(f"again{next(tries)}", HASHES) == 128, 1.0 + SLACK_S, "hits again"
+    )
+
+
+def test_redis_is_full_and_evicts_nothing(
+    agent: AgentServer, stored: Engine, redis_server: RedisServer
+) -> None:
+    redis_server.config_set("maxmemory-policy", "noeviction")
+    redis_server.config_set("maxmemory", "1mb")
+    other = block_hashes("other", 8)
+    stored.store("r1", other, range(8))
+    wait_until(lambda: agent.counter("drop_redis_full") == 2, what="two dropped chunks")
+    assert "memory limit" in agent.log
+    redis_server.config_set("maxmemory", "0")
+    assert stored.lookup("r2", HASHES) == 128
+    assert stored.retrieve("r2", HASHES, range(20, 28)) == set()
+
+
+def test_half_a_chunk_was_evicted(
+    agent: AgentServer, stored: Engine, redis_server: RedisServer
+) -> None:
+    stripes = keys_of(redis_server)
+    last_chunk = [key for key in stripes if HASHES[7] in key]
+    assert len(last_chunk) > 1
+    with redis_server.client() as client:
+        client.delete(last_chunk[-1])
+    assert stored.lookup("r1", HASHES) == 64
+    # The remains are removed, so that the next store makes it whole again.
+    wait_until(lambda: not set(last_chunk) & set(keys_of(redis_server)), what="removed remains")
+    stored.store("r2", HASHES, range(8))
+    agent.wait_idle()
+    assert keys_of(redis_server) == stripes
+
+
+@pytest.mark.parametrize("where", ["header", "payload", "truncated", "longer", "type"])
+def test_a_damaged_value_is_a_miss(
+    agent: AgentServer, stored: Engine, redis_server: RedisServer, where: str
+) -> None:
+    stripe = next(key for key in keys_of(redis_server) if HASHES[3] in key)
+    with redis_server.client() as client:
+        value = bytearray(client.get(stripe))
+        if where == "header":
+            value[100] ^= 1
+        elif where == "payload":
+            value[-100] ^= 1
+        elif where == "truncated":
+            del value[-1:]
+        elif where == "longer":
+            value += b"x"
+        client.delete(stripe)
+        if where == "type":
+            client.rpush(stripe, b"not a string")
+        else:
+            client.set(stripe, bytes(value))
+    before = stored.snapshot()
+    assert stored.lookup("r1", HASHES) == 0
+    assert stored.retrieve("r1", HASHES, range(20, 28)) >= set(range(20, 24))
+    for name, tensor in stored.caches[0].items():
+        assert torch.equal(tensor[20:24], before[0][name][20:24])  # never data in a block
+    assert "WARNING" in agent.log
+
+
+def test_the_agent_starts_before_redis(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    with (
+        AgentServer(tmp_path / "agent", server.unix_url) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        assert engine.lookup("r1", HASHES) == 0
+        engine.store("r1", HASHES, range(8))
+        with server:
+            wait_until(lambda: agent.status()["redis"]["up"], 1.0 + SLACK_S, "Redis found")
+            engine.store("r2", HASHES, range(8))
+            wait_until(lambda: agent.counter("stored_chunks") == 2, what="the chunks in Redis")
+
+
+def test_the_agent_is_killed_with_a_retrieve_on_its_way(agent: AgentServer, stored: Engine) -> None:
+    assert stored.lookup("r1", HASHES) == 128
+    agent.stop()
+    op = LoadStoreOp(block_ids=list(range(20, 28)), block_hashes=HASHES)
+    stored.workers[0].submit_retrieve_request("r1", op)
+    agent.kill()
+    started_s = time.monotonic()
+    wait_until(lambda: "r1" in stored.workers[0].get_finished(set())[1], 2.0, "a failed retrieve")
+    assert time.monotonic() - started_s < 2.0
+    assert stored.workers[0].get_block_ids_with_load_errors() == set(range(20, 28))
+    assert stored.lookup("r2", HASHES) == 0
+    stored.store("r2", HASHES, range(8))  # reported at once, stored by nobody
+    agent.start()
+    assert stored.wait_ready(3.0 + SLACK_S) < 3.0 + SLACK_S
+    assert stored.lookup("r3", HASHES) == 128
+
+
+def test_the_agent_is_stopped_with_a_store_on_its_way(agent: AgentServer, stored: Engine) -> None:
+    """Blocks that were reused after the lease never reach the cache."""
+    other = block_hashes("other", 4)
+    worker = stored.workers[0]
+    agent.stop()
+    worker.submit_store_request("r1", LoadStoreOp(block_ids=range(10, 14), block_hashes=other))
+    wait_until(lambda: "r1" in worker.get_finished({"r1"})[0], what="the lease's end")
+    stored.randomize(range(10, 14))  # the engine reuses the blocks
+    agent.cont()
+    stored.wait_ready()
+    agent.wait_idle()
+    assert stored.lookup("r2", other) == 0
+
+
+def test_the_agent_is_stopped_with_a_retrieve_on_its_way(
+    agent: AgentServer, stored: Engine
+) -> None:
+    """Blocks are not given back while a stopped agent could still write into them."""
+    assert stored.lookup("r1", HASHES) == 128
+    worker = stored.workers[0]
+    agent.stop()
+    worker.submit_retrieve_request("r1", LoadStoreOp(block_ids=range(20, 28), block_hashes=HASHES))
+    time.sleep(6.0)  # the lease and the time of one copy
+    assert worker.get_finished(set())[1] == set()
+    agent.cont()
+    wait_until(lambda: "r1" in worker.get_finished(set())[1], what="the end of the retrieve")
+
+
+def test_an_agent_that_comes_later_is_picked_up(tmp_path: Path, redis_server: RedisServer) -> None:
+    agent = AgentServer(tmp_path / "agent", redis_server.unix_url)
+    with Engine(agent.endpoint, wait=False) as engine:
+        assert engine.lookup("r1", HASHES) == 0
+        engine.store("r1", HASHES, range(8))
+        with agent:
+            engine.wait_ready(3.0 + SLACK_S)
+            engine.store("r2", HASHES, range(8))
+            assert engine.lookup("r3", HASHES) == 128
+
+
+def test_a_chunk_size_that_is_no_multiple_of_the_block_size(
+    tmp_path: Path, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        AgentServer(tmp_path / "agent", redis_server.unix_url, chunk_size_tokens=40) as agent,
+        Engine(agent.endpoint, wait=False) as engine,
+    ):
+        wait_until(lambda: engine.scheduler.link.online)
+        assert engine.scheduler.num_blocks_per_chunk() == 0
+        assert engine.lookup("r1", HASHES) == 0
+        assert "chunk size of 40 tokens" in caplog.text
+        assert "--chunk-size-tokens 48" in caplog.text
+
+
+def test_another_protocol_version_is_refused_with_a_sentence(agent: AgentServer) -> None:
+    context = zmq.Context()
+    dealer = connect_dealer(context, agent.endpoint)
+    try:
+        assert dealer.poll(5000, zmq.POLLOUT)
+        theirs = m.MAGIC + (m.PROTOCOL_VERSION + 1).to_bytes(2, "big")
+        dealer.send_multipart([theirs, b"\x80"])
+        assert dealer.poll(5000)
+        answer = m.decode_answer(dealer.recv_multipart())
+        assert isinstance(answer, m.Failure)
+        assert answer.code == m.VERSION_MISMATCH
+        assert "install the same lmcache-redis" in answer.reason
+    finally:
+        dealer.close(linger=0)
+        context.term()
+
+
+def test_garbage_on_the_wire_harms_nobody(agent: AgentServer, stored: Engine) -> None:
+    context = zmq.Context()
+    dealer = connect_dealer(context, agent.endpoint)
+    try:
+        assert dealer.poll(5000, zmq.POLLOUT)
+        valid = m.encode(m.Ping(7))
+        for frames in (
+            [b""],
+            [b"x", b"y", b"z"],
+            [m.PREAMBLE, b""],
+            [m.PREAMBLE, os.urandom(100)],
+            [m.PREAMBLE, b"\xdd\xff\xff\xff\xff"],
+            m.encode(m.EndSession(7, request_id="stranger")),
+            valid,
+        ):
+            dealer.send_multipart(frames)
+        answers = []
+        while not answers or not isinstance(answers[-1], m.Pong):
+            assert dealer.poll(5000)
+            answers.append(m.decode_answer(dealer.recv_multipart()))
+        assert len(answers) == 7
+        assert all(isinstance(answer, m.Failure) for answer in answers[:-1])
+        assert answers[-2].code == m.UNKNOWN_PEER
+    finally:
+        dealer.close(linger=0)
+        context.term()
+    assert stored.lookup("r1", HASHES) == 128
+
+
+def test_block_ids_out_of_bounds_touch_nothing(agent: AgentServer, stored: Engine) -> None:
+    worker = stored.workers[0]
+    assert stored.lookup("r1", HASHES) == 128
+    before = stored.snapshot()
+    for block_ids in ([0, 1, 2, 48], [-1, 0, 1, 2]):
+        op = LoadStoreOp(block_ids=block_ids, block_hashes=HASHES[:4])
+        worker.submit_retrieve_request("bad", op)
+        wait_until(lambda: "bad" in worker.get_finished(set())[1])
+        assert worker.get_block_ids_with_load_errors() == set(block_ids)
+    for name, tensor in stored.caches[0].items():
+        assert torch.equal(tensor, before[0][name])
+
+
+def _engine_in_a_process(endpoint: str, ready: Event, stay: Event) -> None:
+    with Engine(endpoint) as engine:
+        engine.store("r1", HASHES, range(8))
+        engine.lookup("r2", HASHES)
+        ready.set()
+        stay.wait()
+
+
+def test_an_engine_that_is_killed_is_forgotten(agent: AgentServer) -> None:
+    fork = multiprocessing.get_context("spawn")
+    ready, stay = fork.Event(), fork.Event()
+    process = fork.Process(target=_engine_in_a_process, args=(agent.endpoint, ready, stay))
+    process.start()
+    assert process.pid is not None
+    try:
+        assert ready.wait(30)
+        assert len(agent.status()["engines"]) == 1
+        assert _mapped_shared_memory(agent.pid)
+        assert agent.status()["pool"]["pinned_slots"] > 0
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    wait_until(lambda: not agent.status()["engines"], what="a forgotten engine")
+    wait_until(lambda: not _mapped_shared_memory(agent.pid), what="unmapped memory")
+
+
+def _mapped_shared_memory(pid: int) -> list[str]:
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line for line in maps if "/dev/shm/torch" in line]
+
+
+def test_the_agent_stops_cleanly_and_has_written_everything(
+    agent: AgentServer, redis_server: RedisServer
+) -> None:
+    with Engine(agent.endpoint) as engine:
+        engine.store("r1", HASHES, range(8))
+        assert agent.terminate() == 0
+        assert len({key[:-2] for key in keys_of(redis_server)}) == 2
+        wait_until(lambda: engine.scheduler.link.state is not LinkState.ONLINE)
+
+
+def test_an_endpoint_in_use_is_one_sentence(agent: AgentServer, tmp_path: Path) -> None:
+    second = AgentServer(tmp_path / "agent", None)
+    second.log_path = tmp_path / "second.log"
+    second.spawn()
+    assert second.process.wait(20) == 2
+    assert "another agent runs on this node" in second.log
+    assert "Traceback" not in second.log
+    assert agent.status()["pid"] == agent.pid
+
+
+def test_a_wrong_password_is_one_sentence_and_the_right_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisServer(tmp_path, password="right") as server:
+        monkeypatch.setenv("LMCACHE_REDIS_PASSWORD", "wr0ng-secret")
+        with AgentServer(tmp_path / "a", server.unix_url) as agent:
+            report = agent.status()["redis"]
+            assert not report["up"]
+            assert "password" in report["reason"]
+            assert "wr0ng-secret" not in agent.log + str(report)
+        monkeypatch.setenv("LMCACHE_REDIS_PASSWORD", "right")
+        with (
+            AgentServer(tmp_path / "b", server.unix_url) as agent,
+            Engine(agent.endpoint) as engine,
+        ):
+            engine.store("r1", HASHES, range(8))
+            agent.wait_idle()
+            assert agent.counter("stored_chunks") == 2
+
+
+def test_an_unreachable_server_is_one_sentence(tmp_path: Path) -> None:
+    with AgentServer(tmp_path / "agent", f"redis://127.0.0.1:{free_port()}") as agent:
+        report = agent.status()["redis"]
+        assert not report["up"]
+        assert "refuses connections" in report["reason"]
+        assert "Traceback" not in agent.log
+
+
+def test_without_a_url_the_agent_brings_its_own_redis_and_ends_it(tmp_path: Path) -> None:
+    agent = AgentServer(tmp_path / "agent", None, embedded_memory_bytes="64MiB")
+    with agent, Engine(agent.endpoint) as engine:
+        engine.randomize(range(8))
+        engine.store("r1", HASHES, range(8))
+        agent.wait_idle()
+        assert agent.counter("stored_chunks") == 2
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        assert len(children) == 1
+        server = Path(f"/proc/{children[0]}")
+        assert agent.terminate() == 0
+        wait_until(lambda: not server.exists(), what="the end of the embedded Redis")

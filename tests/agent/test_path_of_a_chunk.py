@@ -1,0 +1,278 @@
+"""Store, lookup and retrieve through a real agent and a real Redis, with bytes compared."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.keys import parse_stripe_key
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.servers import RedisServer
+
+FOUR = list(range(4, 8))
+
+
+def assert_blocks_equal(
+    engine: Engine, source: list[dict[str, torch.Tensor]], pairs: dict[int, int]
+) -> None:
+    """Block ``to`` holds what ``from`` held; every other block is what it was."""
+    for rank, caches in enumerate(engine.caches):
+        for name, tensor in caches.items():
+            expected = source[rank][name].clone()
+            for origin, target in pairs.items():
+                expected[target] = source[rank][name][origin]
+            assert torch.equal(tensor, expected), f"rank {rank}, {name}"
+
+
+def test_a_chunk_comes_back_from_the_host_pool_and_from_redis(agent: AgentServer) -> None:
+    hashes = block_hashes("prompt", 8)
+    with Engine(agent.endpoint) as engine:
+        engine.randomize(range(48))
+        engine.store("r1", hashes, range(8))
+        agent.wait_idle()
+        assert agent.counter("stored_chunks") == 2
+
+        before = engine.snapshot()
+        assert engine.lookup("r2", hashes) == 128
+        assert engine.retrieve("r2", hashes, range(20, 28)) == set()
+        assert_blocks_equal(engine, before, {n: 20 + n for n in range(8)})
+        assert agent.counter("hit_chunks_pool") == 2
+        assert agent.counter("loaded_chunks") == 0
+
+        agent.restart()  # the host pool is empty now
+        engine.wait_ready()
+        before = engine.snapshot()
+        assert engine.lookup("r3", hashes) == 128
+        assert agent.counter("hit_chunks_redis") == 2
+        assert engine.retrieve("r3", hashes, range(30, 38)) == set()
+        assert_blocks_equal(engine, before, {n: 30 + n for n in range(8)})
+
+
+def test_another_engine_finds_the_prefix_that_both_share(agent: AgentServer) -> None:
+    hashes = block_hashes("prompt", 12)
+    with Engine(agent.endpoint) as first, Engine(agent.endpoint) as second:
+        first.randomize(range(48))
+        first.store("r1", hashes[:8], range(8))
+        assert second.lookup("r2", hashes) == 128  # the third chunk was never stored
+        before = second.snapshot()
+        assert second.retrieve("r2", hashes[:8], range(8)) == set()
+        for name, tensor in second.caches[0].items():
+            assert torch.equal(tensor[:8], first.caches[0][name][:8])
+            assert torch.equal(tensor[8:], before[0][name][8:])
+        assert second.lookup("r3", block_hashes("other", 8)) == 0
+
+
+def test_blocks_that_others_read_are_skipped(agent: AgentServer) -> None:
+    hashes = block_hashes("prompt", 8)
+    with Engine(agent.endpoint) as engine:
+        engine.randomize(range(48))
+        engine.store("r1", hashes, range(8))
+        before = engine.snapshot()
+        # 96 of 128 tokens are computed locally: blocks 20 to 25 are shared, 26 and 27 are ours.
+        assert engine.lookup("r2", hashes, first_chunk=1) == 128
+        failed = engine.retrieve("r2", hashes[4:], range(24, 28), skip_first_n_tokens=32)
+        assert failed == set()
+        assert_blocks_equal(engine, before, {6: 26, 7: 27})
+
+
+def test_every_rank_must_have_its_part(agent: AgentServer, redis_server: RedisServer) -> None:
+    hashes = block_hashes("prompt", 8)
+    with Engine(agent.endpoint, world_size=2) as engine:
+        engine.randomize(range(48))
+        engine.store("r1", hashes, range(8))
+        agent.wait_idle()
+        before = engine.snapshot()
+        assert engine.lookup("r2", hashes) == 128
+        assert engine.retrieve("r2", hashes, range(20, 28)) == set()
+        assert_blocks_equal(engine, before, {n: 20 + n for n in range(8)})
+
+        with redis_server.client() as client:
+            keys = {key: parse_stripe_key(key) for key in client.scan_iter()}
+            ranks = sorted({parsed[1].kv_rank for parsed in keys.values()})
+            assert len(ranks) == 2
+            doomed = [
+                key
+                for key, (_, name, _) in keys.items()
+                if name.kv_rank == ranks[1] and name.chunk_hash == hashes[7]
+            ]
+            assert client.delete(*doomed) > 0
+        agent.restart()
+        engine.wait_ready()
+        assert engine.lookup("r3", hashes) == 64
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.int32},
+        {"model_name": "another/model"},
+        {"layers": 2},
+        {"identity": {"revision": "b"}},
+    ],
+    ids=lambda d: next(iter(d)),
+)
+def test_what_changes_the_bytes_is_another_key(
+    agent: AgentServer, difference: dict[str, object]
+) -> None:
+    hashes = block_hashes("prompt", 4)
+    with Engine(agent.endpoint) as engine, Engine(agent.endpoint, **difference) as other:  # type: ignore[arg-type]
+        engine.randomize(range(4))
+        engine.store("r1", hashes, range(4))
+        assert other.lookup("r2", hashes) == 0
+        assert engine.lookup("r2", hashes) == 64
+
+
+def test_two_requests_share_one_load(agent: AgentServer) -> None:
+    hashes = block_hashes("prompt", 16)
+    with Engine(agent.endpoint) as engine:
+        engine.randomize(range(16))
+        engine.store("r1", hashes, range(16))
+        agent.wait_idle()
+        agent.restart()
+        engine.wait_ready()
+        for request_id in ("a", "b", "c"):
+            engine.scheduler.maybe_submit_lookup_request(request_id, block_hashes=hashes)
+        for request_id in ("a", "b", "c"):
+            assert engine.lookup(request_id, hashes) == 256
+        assert agent.counter("loaded_chunks") == 4
+
+
+def test_pins_hold_until_they_are_given_back(agent: AgentServer) -> None:
+    hashes = block_hashes("prompt", 8)
+    with Engine(agent.endpoint) as engine:
+        engine.store("r1", hashes, range(8))
+        agent.wait_idle()
+        slots = agent.status()["pool"]["used_slots"]
+
+        def pinned() -> int:
+            return int(agent.status()["pool"]["pinned_slots"])
+
+        assert pinned() == 0
+        assert engine.lookup("r2", hashes) == 128
+        assert pinned() == slots
+        engine.scheduler.release_lookup_locks("r2", first_chunk=1)
+        wait_until(lambda: pinned() == slots // 2, what="a released chunk")
+        engine.scheduler.end_session("r2")
+        wait_until(lambda: pinned() == 0, what="an ended session")
+        assert engine.lookup("r3", hashes) == 128
+        engine.retrieve("r3", hashes[:4], range(4))
+        wait_until(lambda: pinned() == slots // 2, what="a retrieved chunk")
+
+
+def test_tokens_are_hashed_by_the_agent(agent: AgentServer) -> None:
+    tokens = list(range(1000, 1000 + 150))
+    with Engine(agent.endpoint) as engine:
+        engine.randomize(range(8))
+        op = LoadStoreOp(block_ids=list(range(8)), token_ids=tokens, start=0, end=128)
+        engine.workers[0].submit_store_request("r1", op)
+        wait_until(lambda: "r1" in engine.workers[0].get_finished({"r1"})[0])
+        engine.scheduler.maybe_submit_lookup_request("r2", token_ids=tokens)
+        wait_until(lambda: engine.scheduler.check_lookup_result("r2") is not None)
+        assert engine.scheduler.check_lookup_result("r2") == 128
+        changed = [*tokens[:70], 7, *tokens[71:]]
+        engine.scheduler.maybe_submit_lookup_request("r3", token_ids=changed)
+        wait_until(lambda: engine.scheduler.check_lookup_result("r3") is not None)
+        assert engine.scheduler.check_lookup_result("r3") == 64
+        before = engine.snapshot()
+        op = LoadStoreOp(block_ids=list(range(20, 28)), token_ids=tokens, start=0, end=128)
+        engine.workers[0].submit_retrieve_request("r2", op)
+        wait_until(lambda: "r2" in engine.workers[0].get_finished(set())[1])
+        assert_blocks_equal(engine, before, {n: 20 + n for n in range(8)})
+
+
+def test_a_chunk_is_stored_once(agent: AgentServer) -> None:
+    hashes = block_hashes("prompt", 8)
+    with Engine(agent.endpoint) as engine:
+        for request_id in ("r1", "r2", "r3"):
+            engine.store(request_id, hashes, range(8))
+        agent.wait_idle()
+        assert agent.counter("stored_chunks") == 2
+        agent.restart()
+        engine.wait_ready()
+        engine.store("r4", hashes, range(8))
+        agent.wait_idle()
+        assert agent.counter("stored_chunks") == 0
+        assert agent.counter("skipped_chunks") == 2
+
+
+def test_each_store_is_reported_once_and_only_when_the_engine_has_finished(
+    agent: AgentServer,
+) -> None:
+    with Engine(agent.endpoint) as engine:
+        worker = engine.workers[0]
+        hashes = block_hashes("prompt", 4)
+        worker.submit_store_request("r1", LoadStoreOp(block_ids=FOUR, block_hashes=hashes))
+        wait_until(lambda: agent.counter("stores") == 1)
+        assert worker.get_finished(set()) == (set(), set())
+        assert worker.get_finished({"r1", "never-stored"})[0] == {"r1", "never-stored"}
+        assert worker.get_finished({"r1"})[0] == set()
+        assert worker.take_completed_stores() == {"r1": 1}
+
+
+def test_clear_empties_this_layout_only(agent: AgentServer, redis_server: RedisServer) -> None:
+    hashes = block_hashes("prompt", 8)
+    with Engine(agent.endpoint) as engine, Engine(agent.endpoint, layers=2) as other:
+        engine.store("r1", hashes, range(8))
+        other.store("r1", hashes, range(8))
+        agent.wait_idle()
+        assert engine.scheduler.clear(timeout_s=5.0)
+        assert engine.lookup("r2", hashes) == 0
+        assert other.lookup("r2", hashes) == 128
+        with redis_server.client() as client:
+            assert len({parse_stripe_key(k)[0] for k in client.scan_iter()}) == 1
+
+
+def test_a_pool_smaller_than_the_prompt_answers_with_what_it_holds(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    hashes = block_hashes("prompt", 40)
+    with (
+        AgentServer(tmp_path / "small", redis_server.unix_url, pool_bytes=1 << 20) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        chunk_bytes = agent.status()["engines"][0]["chunk_bytes"]
+        fits = agent.status()["pool"]["slots"] // -(-chunk_bytes // (64 << 10))
+        assert 0 < fits < 10
+        engine.randomize(range(40))
+        for first in range(0, 40, 4):
+            engine.store(f"r{first}", hashes[first : first + 4], range(first, first + 4))
+            agent.wait_idle()
+        assert agent.counter("stored_chunks") == 10
+        tokens = engine.lookup("r", hashes)
+        assert tokens == fits * 64
+        before = engine.snapshot()
+        count = fits * 4
+        assert engine.retrieve("r", hashes[:count], range(47, 47 - count, -1)) == set()
+        assert_blocks_equal(engine, before, {n: 47 - n for n in range(count)})
+
+
+def test_many_engines_at_once(agent: AgentServer) -> None:
+    errors: list[BaseException] = []
+
+    def one(name: str) -> None:
+        hashes = block_hashes(name, 4)
+        try:
+            with Engine(agent.endpoint) as engine:
+                engine.randomize(range(4))
+                engine.store(name, hashes, range(4))
+                for turn in range(5):
+                    before = engine.snapshot()
+                    assert engine.lookup(f"{turn}", hashes) == 64
+                    assert engine.retrieve(f"{turn}", hashes, range(8, 12)) == set()
+                    assert_blocks_equal(engine, before, {n: 8 + n for n in range(4)})
+                    engine.scheduler.end_session(f"{turn}")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(f"p{n}",)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    wait_until(lambda: agent.status()["sessions"] == 0, what="ended sessions")

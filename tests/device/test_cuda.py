@@ -1,0 +1,460 @@
+"""`CudaDevice`: its logic over CPU tensors anywhere, and on a real GPU where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_redis.device import cuda
+from lmcache_redis.device.base import DeviceContext
+from lmcache_redis.device.cuda import CudaDevice, check_event, open_flat, pin
+from lmcache_redis.device.cuda_ipc import CudaIPCWrapper, device_uuid
+from lmcache_redis.device.handles import CudaIPCHandle, process_start_time
+from lmcache_redis.device.layout import KVLayout, Segment
+from lmcache_redis.errors import DeviceError
+from lmcache_redis.hostpool import Arena
+from tests.device.cuda_exporter import BLOCKS, CudaExporter
+from tests.device.layouts import Paged, blocks_of, empty_slots, filled_slots, paged
+
+needs_gpu = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no NVIDIA GPU: torch.cuda.is_available() is False"
+    ),
+]
+STRIPE = 5000
+
+
+def flat_handle(size_bytes: int, **changes: Any) -> CudaIPCHandle:
+    pid = os.getpid()
+    fields: dict[str, Any] = {
+        "pid": pid,
+        "pid_start_time": process_start_time(pid),
+        "device_uuid": "GPU-0",
+        "memory_handle": bytes(64),
+        "storage_size_bytes": size_bytes,
+        "storage_offset_bytes": 0,
+        "ref_counter_handle": b"/torch_1_2_3",
+        "ref_counter_offset": 0,
+        "dtype": "uint8",
+        "shape": (size_bytes,),
+        "stride": (1,),
+    }
+    return CudaIPCHandle(**(fields | changes))
+
+
+class CpuLane:
+    """A lane whose "GPU" is the CPU, which runs everything at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.events: list[bytes | None] = []
+
+    @contextlib.contextmanager
+    def running(self, event: bytes | None) -> Iterator[None]:
+        self.events.append(event)
+        yield
+
+    def prepare(
+        self, block_ids: Sequence[int], block_bytes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        staging = torch.full((len(block_ids) * block_bytes,), 0x5A, dtype=torch.uint8)
+        return staging, torch.tensor(block_ids)
+
+
+STORAGES: dict[int, torch.Tensor] = {}  # by size, which tells them apart here
+
+
+@pytest.fixture(scope="class")
+def gpu_is_cpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "_Lane", CpuLane)
+        patch.setattr(cuda, "open_flat", lambda handle: STORAGES[handle.storage_size_bytes])
+        patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "empty_cache", lambda: None)
+        yield
+
+
+@pytest.mark.usefixtures("gpu_is_cpu")
+class TestOverCpuTensors:
+    """What a GPU does not decide: bounds, stripes, skipping, lanes, errors, closing."""
+
+    def open(self, case: Paged, **changes: Any) -> CudaDevice:
+        longest = max(case.sizes)
+        case.storages = [
+            np.concatenate([storage, np.zeros(longest + index - storage.size, np.uint8)])
+            for index, storage in enumerate(case.storages)
+        ]
+        STORAGES.clear()
+        STORAGES.update((each.size, torch.from_numpy(each)) for each in case.storages)
+        return CudaDevice(case.layout, [flat_handle(size, **changes) for size in case.sizes])
+
+    @given(paged(granule=8, device="cuda"), st.data(), st.integers(1, 700))
+    def test_both_directions(self, case: Paged, data: st.DataObject, stripe: int) -> None:
+        device: DeviceContext = self.open(case)
+        ids = data.draw(blocks_of(case.layout.num_blocks, unique=True))
+        skip = data.draw(st.integers(0, len(ids)))
+        slots = empty_slots(len(ids) * case.layout.block_bytes, stripe, spare=2)
+        device.gather(ids, slots, stripe, event=None)
+        want = filled_slots(case.chunk(ids), stripe, spare=2)
+        assert [bytes(slot) for slot in slots] == [bytes(slot) for slot in want]
+        chunk = np.random.default_rng(stripe).bytes(len(ids) * case.layout.block_bytes)
+        expected = case.with_chunk(ids, chunk, skip)
+        device.scatter(ids, filled_slots(chunk, stripe), stripe, skip)
+        assert all(np.array_equal(*pair) for pair in zip(expected, case.storages, strict=True))
+        device.close()
+
+    def case(self) -> Paged:
+        layout = KVLayout((), "uint8", "cuda", 16, 4, (Segment(0, 0, 8, 8),))
+        return Paged(layout, [np.arange(32, dtype=np.uint8)])
+
+    @pytest.mark.parametrize(
+        ("ids", "stripe", "skip", "event"),
+        [
+            ([4], 8, 0, None),
+            ([-1], 8, 0, None),
+            ([1], 0, 0, None),
+            ([1, 2], 8, 0, None),
+            ([1], 8, 2, None),
+            ([1], 8, -1, None),
+            ([1], 8, 0, b"short"),
+        ],
+    )
+    def test_bounds_touch_nothing(
+        self, ids: list[int], stripe: int, skip: int, event: bytes | None
+    ) -> None:
+        case = self.case()
+        device = self.open(case)
+        slots = empty_slots(8, 8)
+        with pytest.raises(DeviceError):
+            device.scatter(ids, slots, stripe, skip, event)
+        if not skip:
+            with pytest.raises(DeviceError):
+                device.gather(ids, slots, stripe, event)
+        assert case.storages[0].tobytes() == bytes(range(32))
+        assert bytes(slots[0]) == b"\xa5" * 8
+        device.close()
+
+    def test_the_event_goes_to_the_lane(self) -> None:
+        device = self.open(self.case())
+        device.gather([0], empty_slots(8, 8), 8, event=b"g" * 64)
+        device.scatter([0], empty_slots(8, 8), 8, event=b"s" * 64)
+        lane: Any = device._lanes.get_nowait()
+        assert lane.events == [b"g" * 64, b"s" * 64]
+
+    def test_a_dead_exporter_is_refused(self) -> None:
+        device = self.open(self.case(), pid_start_time=1)
+        with pytest.raises(DeviceError, match="has ended"):
+            device.gather([0], empty_slots(8, 8), 8)
+        device.close()
+
+    def test_a_fault_of_cuda_is_a_device_error_and_gives_the_lane_back(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        device = self.open(self.case())
+
+        def fail(*args: Any) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(cuda, "gather_pages", fail)
+        for _ in range(5):
+            with pytest.raises(DeviceError, match="illegal memory access"):
+                device.gather([0], empty_slots(8, 8), 8)
+        assert device._lanes.qsize() == 2
+        device.close()
+
+    def test_no_lane_within_the_deadline(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cuda, "_LANE_DEADLINE_S", 0.01)
+        device = self.open(self.case())
+        held = [device._lanes.get_nowait() for _ in range(2)]
+        with pytest.raises(DeviceError, match="no lane"):
+            device.gather([0], empty_slots(8, 8), 8)
+        assert len(held) == 2
+        with pytest.raises(queue.Empty):
+            device._lanes.get_nowait()
+
+    def test_close_waits_for_a_copy_in_progress(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        device = self.open(self.case())
+        copying, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+        def pause(*args: Any) -> None:
+            copying.set()
+            assert go_on.wait(30)
+            assert device._storages
+
+        monkeypatch.setattr(cuda, "gather_pages", pause)
+        copy = threading.Thread(target=device.gather, args=([0], empty_slots(8, 8), 8))
+        copy.start()
+        assert copying.wait(30)
+        close = threading.Thread(target=lambda: (device.close(), closed.set()))
+        close.start()
+        assert not closed.wait(0.05)
+        go_on.set()
+        copy.join()
+        close.join()
+        assert not device._storages
+        device.close()
+        with pytest.raises(DeviceError, match="no longer mapped"):
+            device.gather([0], empty_slots(8, 8), 8)
+
+    def test_handles_of_two_gpus_or_none_are_refused(self) -> None:
+        layout = KVLayout((), "uint8", "cuda", 16, 4, (Segment(0, 0, 8, 8), Segment(1, 0, 8, 8)))
+        with pytest.raises(DeviceError, match="different GPUs"):
+            CudaDevice(layout, [flat_handle(32), flat_handle(32, device_uuid="GPU-1")])
+        with pytest.raises(DeviceError, match="storage"):
+            CudaDevice(layout, [])
+
+
+class TestChecks:
+    @pytest.mark.parametrize(
+        "changes", [{"dtype": "int8"}, {"shape": (31,)}, {"shape": (32, 1), "stride": (1, 1)}]
+    )
+    def test_storages_are_flat_bytes(self, changes: dict[str, Any]) -> None:
+        with pytest.raises(DeviceError, match="storages are flat uint8"):
+            open_flat(flat_handle(32, **changes))
+
+    def test_event_handles(self) -> None:
+        check_event(None)
+        check_event(bytes(64))
+        for event in (b"", bytes(63), bytes(65)):
+            with pytest.raises(DeviceError, match="event handle"):
+                check_event(event)
+
+    def test_an_event_that_never_happens(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The deadline passes before anything is queued that could write to a slot later."""
+
+        class Event:
+            waited_on: ClassVar[list[Any]] = []
+            polls = 0
+
+            @classmethod
+            def from_ipc_handle(cls, device: torch.device, handle: bytes) -> Event:
+                assert handle == b"e" * 64
+                return cls()
+
+            def query(self) -> bool:
+                Event.polls += 1
+                return Event.polls == 3
+
+            def wait(self, stream: Any) -> None:
+                self.waited_on.append(stream)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        lane = cuda._Lane.__new__(cuda._Lane)
+        lane._device, lane._stream = torch.device("cuda:0"), "its stream"
+        lane._after(b"e" * 64)
+        assert (Event.polls, Event.waited_on) == (3, ["its stream"])
+        monkeypatch.setattr(cuda, "_EVENT_DEADLINE_S", 0.0)
+        with pytest.raises(DeviceError, match="did not happen"):
+            lane._after(b"e" * 64)
+        assert Event.waited_on == ["its stream"]
+
+    def test_pinning_that_fails_names_the_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Runtime:
+            def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+                assert (address, flags) == (4096, 1)
+                return 0 if size == 8192 else 2
+
+            def cudaHostUnregister(self, address: int) -> int:
+                calls.append(address)
+                return 0
+
+        calls: list[int] = []
+        monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        with pytest.raises(DeviceError, match=r"could not be pinned.*memlock"):
+            pin(4096, 4096, torch.device("cuda:0"))
+        pinned = pin(4096, 8192, torch.device("cuda:0"))
+        pinned.close()
+        pinned.close()
+        assert calls == [4096]
+
+
+@pytest.fixture
+def engine() -> Iterator[CudaExporter]:
+    exporter = CudaExporter()
+    yield exporter
+    exporter.kill()
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    pool = Arena(1 << 20, STRIPE)
+    pinned = pin(pool.base_address, pool.size_bytes, torch.device("cuda:0"))
+    yield pool
+    pinned.close()
+    pool.close()
+
+
+def slots_of(arena: Arena, chunk_bytes: int) -> list[memoryview]:
+    lengths = [min(STRIPE, chunk_bytes - at) for at in range(0, chunk_bytes, STRIPE)]
+    return [arena.slot_view(slot, length) for slot, length in enumerate(lengths)]
+
+
+class TestOnAGpu:
+    pytestmark = needs_gpu
+
+    def test_gather_reads_what_the_engine_has(self, engine: CudaExporter, arena: Arena) -> None:
+        layout, handles = engine.share()
+        device = CudaDevice(layout, handles)
+        for ids in ([3, 4, 5, 0, 11], [7], list(range(BLOCKS))):
+            slots = slots_of(arena, len(ids) * layout.block_bytes)
+            device.gather(ids, slots, STRIPE)
+            assert b"".join(slots) == engine.chunk(ids)
+        device.close()
+
+    def test_scatter_writes_what_the_engine_sees(self, engine: CudaExporter, arena: Arena) -> None:
+        layout, handles = engine.share()
+        device = CudaDevice(layout, handles)
+        ids, others = [7, 6, 1, 2], [0, 3, 4, 5, 8, 9, 10, 11, 7]
+        before = engine.chunk(others)
+        chunk = os.urandom(len(ids) * layout.block_bytes)
+        slots = slots_of(arena, len(chunk))
+        for index, slot in enumerate(slots):
+            slot[:] = chunk[index * STRIPE : index * STRIPE + slot.nbytes]
+        device.scatter(ids, slots, STRIPE, skip_blocks=1)
+        device.close()
+        assert engine.chunk(others) == before
+        at = 0
+        written = engine.chunk(ids)
+        for segment in layout.segments:
+            end = at + len(ids) * segment.page_bytes
+            assert written[at + segment.page_bytes : end] == chunk[at + segment.page_bytes : end]
+            at = end
+
+    def test_unpinned_slots_work(self, engine: CudaExporter) -> None:
+        layout, handles = engine.share()
+        device = CudaDevice(layout, handles)
+        slots = empty_slots(2 * layout.block_bytes, STRIPE)
+        device.gather([1, 2], slots, STRIPE)
+        assert b"".join(slots) == engine.chunk([1, 2])
+        device.close()
+
+    def test_a_gather_comes_after_the_engines_event(
+        self, engine: CudaExporter, arena: Arena
+    ) -> None:
+        layout, handles = engine.share()
+        device = CudaDevice(layout, handles)
+        event, happened = engine.ask("fill late", 3.0)
+        assert not happened
+        slots = slots_of(arena, 2 * layout.block_bytes)
+        device.gather([0, 5], slots, STRIPE, event=bytes.fromhex(event))
+        assert b"".join(slots) == engine.chunk([0, 5])
+        assert set(np.frombuffer(b"".join(slots), np.float16)) == {3.0}
+        device.close()
+
+    def test_a_scatter_comes_after_the_engines_event(
+        self, engine: CudaExporter, arena: Arena
+    ) -> None:
+        layout, handles = engine.share()
+        device = CudaDevice(layout, handles)
+        event, _ = engine.ask("fill late", 0.0)
+        slots = slots_of(arena, layout.block_bytes)
+        for slot in slots:
+            slot[:] = b"\x01" * slot.nbytes
+        device.scatter([5], slots, STRIPE, event=bytes.fromhex(event))
+        assert engine.chunk([5]) == b"\x01" * layout.block_bytes
+        assert set(engine.chunk([4])) == {0}
+        device.close()
+
+    def test_several_threads(self, engine: CudaExporter, arena: Arena) -> None:
+        layout, handles = engine.share()
+        device = CudaDevice(layout, handles)
+        want = {block: engine.chunk([block]) for block in range(BLOCKS)}
+        failed: list[BaseException] = []
+
+        def copy(block: int) -> None:
+            try:
+                for _ in range(20):
+                    slots = empty_slots(layout.block_bytes, STRIPE)
+                    device.gather([block], slots, STRIPE)
+                    assert b"".join(slots) == want[block]
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=copy, args=(block,)) for block in range(BLOCKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        device.close()
+        assert not failed
+
+    def test_pinned_memory_is_known_as_such(self, arena: Arena) -> None:
+        assert torch.frombuffer(arena.slot_view(0, STRIPE), dtype=torch.uint8).is_pinned()
+
+    def test_an_engine_that_sees_its_gpu_by_uuid(self, arena: Arena) -> None:
+        engine = CudaExporter(CUDA_VISIBLE_DEVICES=f"GPU-{device_uuid(0)}")
+        try:
+            layout, handles = engine.share()
+            device = CudaDevice(layout, handles)
+            slots = slots_of(arena, layout.block_bytes)
+            device.gather([2], slots, STRIPE)
+            assert b"".join(slots) == engine.chunk([2])
+            device.close()
+        finally:
+            engine.kill()
+
+    def test_registering_again_with_the_same_handles(
+        self, engine: CudaExporter, arena: Arena
+    ) -> None:
+        """As after a restart of the agent: the engine sends what it exported once."""
+        layout, handles = engine.share()
+        for _ in range(3):
+            device = CudaDevice(layout, handles)
+            slots = slots_of(arena, layout.block_bytes)
+            device.gather([2], slots, STRIPE)
+            assert b"".join(slots) == engine.chunk([2])
+            device.close()
+
+    def test_an_engine_that_is_killed(self, engine: CudaExporter) -> None:
+        layout, handles = engine.share()
+        device = CudaDevice(layout, handles)
+        engine.kill()
+        with pytest.raises(DeviceError, match="has ended"):
+            device.gather([0], empty_slots(layout.block_bytes, STRIPE), STRIPE)
+        device.close()
+        with pytest.raises(DeviceError):
+            CudaDevice(layout, handles)
+
+    def test_expandable_segments_name_the_setting(self) -> None:
+        engine = CudaExporter(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+        try:
+            with pytest.raises(DeviceError, match="expandable_segments:True"):
+                engine.share()
+        finally:
+            engine.kill()
+
+    def test_cuda_malloc_async_names_the_setting(self) -> None:
+        engine = CudaExporter(PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+        try:
+            with pytest.raises(DeviceError, match="cudaMallocAsync"):
+                engine.share()
+        finally:
+            engine.kill()
+
+    def test_a_forged_handle(self, engine: CudaExporter) -> None:
+        layout, handles = engine.share()
+        forged = msgspec.structs.replace(handles[0], memory_handle=os.urandom(64))
+        with pytest.raises(DeviceError):
+            CudaDevice(layout, [forged, *handles[1:]])
+        CudaDevice(layout, handles).close()
+
+    def test_wrappers_of_parts_are_refused(self) -> None:
+        tensor = torch.zeros(8, 8, device="cuda")
+        for part in (tensor.t(), tensor[1:]):
+            with pytest.raises(DeviceError, match="only contiguous tensors at the start"):
+                CudaIPCWrapper(part)
+        with pytest.raises(DeviceError, match="process that made it"):
+            CudaIPCWrapper(tensor).to_tensor()

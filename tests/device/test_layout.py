@@ -1,0 +1,199 @@
+"""Layouts: what the fingerprint covers, what the check refuses, what coalescing merges."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_redis.device.layout import (
+    MAX_SEGMENTS,
+    KVLayout,
+    Place,
+    Segment,
+    coalesce,
+    coalesce_with_places,
+)
+from lmcache_redis.errors import ConfigError, DeviceError
+from tests.device.layouts import Paged, paged
+
+LAYOUT = KVLayout(
+    identity=(("model", "m"), ("rank", "0")),
+    dtype="float16",
+    device="cpu",
+    block_size_tokens=16,
+    num_blocks=4,
+    segments=(Segment(0, 0, 64, 64), Segment(1, 8, 32, 40)),
+    page_format="f",
+)
+
+
+def changed(**fields: object) -> KVLayout:
+    return msgspec.structs.replace(LAYOUT, **fields)
+
+
+class TestSizes:
+    def test_of_a_chunk(self) -> None:
+        assert LAYOUT.block_bytes == 96
+        assert LAYOUT.blocks_per_chunk(256) == 16
+        assert LAYOUT.chunk_bytes(256) == 1536
+
+    @pytest.mark.parametrize("chunk_size_tokens", [8, 24, 0, -16])
+    def test_chunk_that_holds_no_whole_blocks(self, chunk_size_tokens: int) -> None:
+        with pytest.raises(ConfigError, match=rf"{chunk_size_tokens} tokens.*16 tokens"):
+            LAYOUT.chunk_bytes(chunk_size_tokens)
+
+
+class TestFingerprint:
+    def test_is_fixed(self) -> None:
+        """A change here orphans every stored chunk."""
+        canonical = b'[[["model","m"],["rank","0"]],"float16",16,256,"f",[64,32]]'
+        digest = hashlib.blake2b(canonical, digest_size=32, person=b"lmcr-layout-1")
+        assert LAYOUT.fingerprint(256) == digest.digest()
+
+    @pytest.mark.parametrize(
+        "same",
+        [
+            changed(identity=(("rank", "0"), ("model", "m"))),
+            changed(device="cuda"),
+            changed(num_blocks=9),
+            changed(segments=(Segment(1, 64, 64, 128), Segment(0, 0, 32, 32))),
+        ],
+    )
+    def test_does_not_cover_where_pages_lie(self, same: KVLayout) -> None:
+        assert same.fingerprint(256) == LAYOUT.fingerprint(256)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            changed(identity=(("model", "m"), ("rank", "1"))),
+            changed(identity=(("model", "m"),)),
+            changed(identity=(("model", "mrank"), ("", "0"))),
+            changed(dtype="bfloat16"),
+            changed(block_size_tokens=32),
+            changed(page_format="g"),
+            changed(segments=LAYOUT.segments[::-1]),
+            changed(segments=LAYOUT.segments[:1]),
+        ],
+    )
+    def test_covers_what_decides_the_bytes(self, other: KVLayout) -> None:
+        assert other.fingerprint(256) != LAYOUT.fingerprint(256)
+        assert LAYOUT.fingerprint(512) != LAYOUT.fingerprint(256)
+
+    def test_any_text_has_one(self) -> None:
+        assert len(changed(identity=(("ä\x00\ud800", "\n"),)).fingerprint(256)) == 32
+
+
+class TestCheck:
+    @given(paged())
+    def test_accepts_what_fits(self, case: Paged) -> None:
+        case.layout.check(case.sizes)
+
+    @given(paged(), st.data())
+    def test_refuses_storages_that_are_too_short(self, case: Paged, data: st.DataObject) -> None:
+        segment = data.draw(st.sampled_from(case.layout.segments))
+        end = segment.offset + (case.layout.num_blocks - 1) * segment.block_stride
+        sizes = case.sizes
+        sizes[segment.storage] = end + segment.page_bytes - 1
+        with pytest.raises(DeviceError, match="ends at byte"):
+            case.layout.check(sizes)
+
+    @pytest.mark.parametrize(
+        ("segment", "reason"),
+        [
+            (Segment(2, 0, 8, 8), "storage 2 of 2"),
+            (Segment(-1, 0, 8, 8), "storage -1 of 2"),
+            (Segment(0, 0, 0, 8), "no bytes"),
+            (Segment(0, 0, -8, 8), "no bytes"),
+            (Segment(0, -8, 8, 8), "before its storage"),
+            (Segment(0, 0, 8, 7), "overlap"),
+            (Segment(0, 0, 8, -8), "overlap"),
+            (Segment(0, 0, 8, 2**62), "ends at byte"),
+            (Segment(0, 2**63 - 1, 8, 8), "ends at byte"),
+        ],
+    )
+    def test_refuses_a_segment(self, segment: Segment, reason: str) -> None:
+        with pytest.raises(DeviceError, match=reason):
+            changed(segments=(segment,)).check([2**62, 2**62])
+
+    def test_refuses_ends_beyond_an_address_even_in_a_storage_that_claims_them(self) -> None:
+        with pytest.raises(DeviceError, match="ends at byte"):
+            changed(segments=(Segment(0, 2**63 - 8, 8, 8),), num_blocks=1).check([2**64])
+
+    @pytest.mark.parametrize(
+        "layout",
+        [
+            changed(device="tpu"),
+            changed(num_blocks=0),
+            changed(block_size_tokens=0),
+            changed(segments=()),
+            changed(segments=(Segment(0, 0, 8, 8),) * (MAX_SEGMENTS + 1)),
+            changed(identity=(("model", "m"), ("model", "n"))),
+        ],
+    )
+    def test_refuses_a_layout(self, layout: KVLayout) -> None:
+        with pytest.raises(DeviceError):
+            layout.check([2**40, 2**40])
+
+
+class TestWire:
+    def test_round_trip(self) -> None:
+        encoded = msgspec.msgpack.encode(LAYOUT)
+        assert msgspec.msgpack.decode(encoded, type=KVLayout) == LAYOUT
+
+    def test_unknown_fields_are_refused(self) -> None:
+        fields = msgspec.to_builtins(LAYOUT) | {"surprise": 1}
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(fields, KVLayout)
+
+
+class TestCoalesce:
+    def test_packed_layers_become_one_segment(self) -> None:
+        layers = [Segment(0, 100 + 8 * layer, 8, 32) for layer in range(4)]
+        assert coalesce(layers) == (Segment(0, 100, 32, 32),)
+
+    def test_touching_only_across_blocks_stays_apart(self) -> None:
+        layers = [Segment(0, 0, 8, 8), Segment(0, 8, 8, 8)]
+        assert coalesce(layers) == tuple(layers)
+
+    def test_padding_other_strides_and_other_storages_stay_apart(self) -> None:
+        layers = [
+            Segment(0, 0, 8, 64), Segment(0, 9, 8, 64), Segment(0, 17, 8, 65), Segment(1, 17, 8, 64)
+        ]  # fmt: skip
+        assert coalesce(layers) == tuple(layers)
+
+    def test_stands_where_its_first_part_stood(self) -> None:
+        other = Segment(1, 0, 8, 8)
+        late = [Segment(0, 8, 8, 32), other, Segment(0, 0, 8, 32)]
+        merged, places = coalesce_with_places(late)
+        assert merged == (Segment(0, 0, 16, 32), other)
+        assert places == (Place(0, 8), Place(1, 0), Place(0, 0))
+
+    def test_layers_that_share_a_cache_are_copied_once(self) -> None:
+        layers = [Segment(0, 0, 8, 16), Segment(0, 8, 8, 16)]
+        assert coalesce(layers * 2) == (Segment(0, 0, 16, 16),)
+
+    @given(paged())
+    def test_covers_the_same_bytes_in_no_more_segments(self, case: Paged) -> None:
+        before = case.layout.segments
+        merged, places = coalesce_with_places(before)
+        assert len(merged) <= len(before)
+        assert covered(merged) == covered(before)
+        for segment, place in zip(before, places, strict=True):
+            whole = merged[place.segment]
+            assert segment.storage == whole.storage
+            assert segment.offset == whole.offset + place.offset
+            assert place.offset + segment.page_bytes <= whole.page_bytes
+        assert coalesce(merged) == merged
+        msgspec.structs.replace(case.layout, segments=merged).check(case.sizes)
+
+
+def covered(segments: tuple[Segment, ...]) -> list[tuple[int, int, int]]:
+    return sorted(
+        (s.storage, s.block_stride, s.offset + byte)
+        for s in segments
+        for byte in range(s.page_bytes)
+    )

@@ -1,0 +1,166 @@
+"""Copy plans against gather and scatter byte by byte, neighbours included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_redis.device.layout import KVLayout, Segment
+from lmcache_redis.device.plan import Copy, Planner, check_slots, plan_chunk
+from lmcache_redis.errors import DeviceError
+from tests.device.layouts import Paged, blocks_of, empty_slots, filled_slots, paged
+
+STRIPES = st.integers(1, 700)
+
+
+@given(paged(), st.data(), STRIPES)
+def test_gather_equals_the_reference(case: Paged, data: st.DataObject, stripe: int) -> None:
+    ids = data.draw(blocks_of(case.layout.num_blocks))
+    skip = data.draw(st.integers(0, len(ids)))
+    expected = case.chunk(ids)
+    slots = empty_slots(len(expected), stripe, spare=3)
+    for storage, offset, slot, at, nbytes in plan_chunk(case.layout, ids, stripe, skip):
+        slots[slot][at : at + nbytes] = case.storages[storage][offset : offset + nbytes]
+    # Skipped pages stay as they were, as do the bytes behind each stripe.
+    untouched = [storage.copy() for storage in case.storages]
+    for storage in untouched:
+        storage[:] = 0xA5
+    blank = Paged(case.layout, untouched)
+    want = filled_slots(merge(case, ids, skip, expected, blank.chunk(ids)), stripe, spare=3)
+    assert [bytes(slot) for slot in slots] == [bytes(slot) for slot in want]
+
+
+def merge(case: Paged, ids: list[int], skip: int, chunk: bytes, blank: bytes) -> bytes:
+    """``chunk`` with the pages of skipped blocks taken from ``blank``."""
+    merged = bytearray()
+    for segment in case.layout.segments:
+        skipped = skip * segment.page_bytes
+        begin, end = len(merged), len(merged) + len(ids) * segment.page_bytes
+        merged += blank[begin : begin + skipped] + chunk[begin + skipped : end]
+    return bytes(merged)
+
+
+@given(paged(), st.data(), STRIPES)
+def test_scatter_equals_the_reference(case: Paged, data: st.DataObject, stripe: int) -> None:
+    ids = data.draw(blocks_of(case.layout.num_blocks, unique=True))
+    skip = data.draw(st.integers(0, len(ids)))
+    chunk = np.random.default_rng(stripe).bytes(len(case.chunk(ids)))
+    expected = case.with_chunk(ids, chunk, skip)
+    slots = filled_slots(chunk, stripe)
+    for storage, offset, slot, at, nbytes in plan_chunk(case.layout, ids, stripe, skip):
+        case.storages[storage][offset : offset + nbytes] = slots[slot][at : at + nbytes]
+    for after, want in zip(case.storages, expected, strict=True):
+        assert np.array_equal(after, want)
+
+
+@given(paged(), st.data(), STRIPES)
+def test_a_plan_is_in_order_in_bounds_and_within_stripes(
+    case: Paged, data: st.DataObject, stripe: int
+) -> None:
+    ids = data.draw(blocks_of(case.layout.num_blocks))
+    copies = plan_chunk(case.layout, ids, stripe)
+    at = 0
+    for copy in copies:
+        assert isinstance(copy, Copy)
+        assert copy.nbytes > 0
+        assert copy.slot * stripe + copy.slot_offset == at
+        assert copy.slot_offset + copy.nbytes <= stripe
+        assert 0 <= copy.device_offset <= case.sizes[copy.storage] - copy.nbytes
+        at += copy.nbytes
+    assert at == len(case.chunk(ids))
+
+
+@given(paged(), st.data(), STRIPES)
+def test_a_planner_that_has_planned_before_plans_the_same(
+    case: Paged, data: st.DataObject, stripe: int
+) -> None:
+    planner = Planner(case.layout)
+    for _ in range(3):
+        ids = data.draw(blocks_of(case.layout.num_blocks))
+        assert planner.copies(ids, stripe) == plan_chunk(case.layout, ids, stripe)
+
+
+LAYOUT = KVLayout(
+    identity=(),
+    dtype="uint8",
+    device="cpu",
+    block_size_tokens=16,
+    num_blocks=100,
+    segments=(Segment(0, 0, 64, 64), Segment(0, 6400, 64, 64), Segment(1, 0, 64, 96)),
+)
+
+
+class TestRuns:
+    def test_neighbouring_blocks_are_one_copy_where_their_pages_touch(self) -> None:
+        assert plan_chunk(LAYOUT, [7, 8, 9, 3], 10_000) == [
+            Copy(0, 7 * 64, 0, 0, 192),
+            Copy(0, 3 * 64, 0, 192, 64),
+            Copy(0, 6400 + 7 * 64, 0, 256, 192),
+            Copy(0, 6400 + 3 * 64, 0, 448, 64),
+            Copy(1, 7 * 96, 0, 512, 64),
+            Copy(1, 8 * 96, 0, 576, 64),
+            Copy(1, 9 * 96, 0, 640, 64),
+            Copy(1, 3 * 96, 0, 704, 64),
+        ]
+
+    def test_a_run_begins_anew_after_the_skipped_blocks(self) -> None:
+        assert plan_chunk(LAYOUT, [7, 8, 9], 10_000, 2) == [
+            Copy(0, 9 * 64, 0, 128, 64),
+            Copy(0, 6400 + 9 * 64, 0, 320, 64),
+            Copy(1, 9 * 96, 0, 512, 64),
+        ]
+
+    def test_a_copy_ends_with_its_stripe(self) -> None:
+        assert plan_chunk(LAYOUT, [0, 1], 100)[:3] == [
+            Copy(0, 0, 0, 0, 100),
+            Copy(0, 100, 1, 0, 28),
+            Copy(0, 6400, 1, 28, 72),
+        ]
+
+    def test_nothing_to_copy(self) -> None:
+        assert plan_chunk(LAYOUT, [], 64) == []
+        assert plan_chunk(LAYOUT, [5, 6], 64, 2) == []
+
+    def test_a_large_model_needs_hundreds_of_copies_not_thousands(self) -> None:
+        """80 layers, K and V apart, 16 blocks in a row, 2 MiB stripes of a 80 MiB chunk."""
+        page = 32 << 10
+        segments = tuple(Segment(layer, 0, page, page) for layer in range(160))
+        layout = KVLayout((), "uint8", "cpu", 16, 100, segments)
+        assert len(plan_chunk(layout, range(40, 56), 2 << 20)) <= 200
+
+
+class TestBounds:
+    @pytest.mark.parametrize("ids", [[100], [-1], [0, 2**63 - 1], [-(2**63)], [2**63], [2**70]])
+    def test_blocks(self, ids: list[int]) -> None:
+        with pytest.raises(DeviceError, match="block"):
+            plan_chunk(LAYOUT, ids, 64)
+
+    @pytest.mark.parametrize("ids", [["a"], [None], [[1, 2]], [[1], [2]]])
+    def test_what_is_no_row_of_blocks(self, ids: list[int]) -> None:
+        with pytest.raises(DeviceError, match="block ids"):
+            plan_chunk(LAYOUT, ids, 64)
+
+    @pytest.mark.parametrize(("stripe", "skip"), [(0, 0), (-1, 0), (2**63, 0), (64, -1), (64, 3)])
+    def test_sizes(self, stripe: int, skip: int) -> None:
+        with pytest.raises(DeviceError):
+            plan_chunk(LAYOUT, [1, 2], stripe, skip)
+
+    def test_a_stripe_may_be_as_large_as_an_address(self) -> None:
+        assert sum(copy.nbytes for copy in plan_chunk(LAYOUT, [1, 2], 2**63 - 1)) == 384
+
+    def test_slots(self) -> None:
+        check_slots([], 0, 8)
+        check_slots(empty_slots(20, 8), 20, 8)
+        check_slots(empty_slots(20, 8, spare=1), 20, 8)
+        short = empty_slots(20, 8)
+        short[2] = short[2][:3]
+        for slots, stripe in (
+            (short, 8),
+            (empty_slots(20, 8)[:2], 8),
+            (empty_slots(28, 8), 8),
+            ([], 0),
+        ):
+            with pytest.raises(DeviceError):
+                check_slots(slots, 20, stripe)

@@ -1,0 +1,84 @@
+"""Every layout that vLLM can lay a KV cache out in, through vLLM's own functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_redis.device.cpu import CpuDevice, share_kv_caches
+from lmcache_redis.device.layout import KVLayout
+from tests.device.layouts import empty_slots
+
+pytestmark = pytest.mark.engine  # imports vLLM, which takes as long as starting a small one
+
+BLOCKS, TOKENS, LAYERS = 11, 8, 3
+LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+
+
+def make_caches(name: str, padding: int, kernel_block: int) -> tuple[dict[str, Any], int]:
+    """Tensors by layer, and vLLM's block stride, from an allocation of random bytes."""
+    interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+    layouts = pytest.importorskip("vllm.v1.kv_cache_layout")
+    layout = layouts.KVCacheLayout[name]
+    spec = interface.FullAttentionSpec(
+        block_size=TOKENS, num_kv_heads=2, head_size=4, dtype=torch.float16
+    )
+    page = spec.page_size_bytes + padding
+    if padding:
+        spec = interface.FullAttentionSpec(
+            block_size=TOKENS, num_kv_heads=2, head_size=4, dtype=torch.float16,
+            page_size_padded=page,
+        )  # fmt: skip
+    layer_stride, block_stride = interface.compute_layout_strides(spec, BLOCKS, LAYERS, layout)[:2]
+    size = BLOCKS * LAYERS * page
+    tensor = interface.KVCacheTensor(
+        size=size,
+        layers=[f"layer.{layer}" for layer in range(LAYERS)],
+        layer_stride=layer_stride,
+        block_stride=block_stride,
+    )
+    raw = torch.randint(-128, 128, (size,), dtype=torch.int8)
+    views = interface.create_kv_cache_views(raw, spec, BLOCKS, layout, tensor, kernel_block or None)
+    return dict(zip(tensor.layers, views, strict=True)), block_stride
+
+
+CASES = [(name, 0, 0) for name in LAYOUTS]
+CASES += [(name, 64, 0) for name in ("LBHNC", "LBNHC", "BLHNC", "BLNHC")]
+CASES += [(name, 0, TOKENS // 2) for name in ("LBHNC", "LBNHC")]
+
+
+@pytest.mark.parametrize(("name", "padding", "kernel_block"), CASES)
+def test_a_chunk_moves_between_blocks(name: str, padding: int, kernel_block: int) -> None:
+    caches, block_stride = make_caches(name, padding, kernel_block)
+    rows = (TOKENS // kernel_block) if kernel_block else 1
+    hints = dict.fromkeys(caches, block_stride)
+    before = {layer: tensor.view(torch.int16).clone() for layer, tensor in caches.items()}
+
+    segments, handles, page_format = share_kv_caches(caches, BLOCKS, hints)
+    layout = KVLayout((), "float16", "cpu", TOKENS, BLOCKS, segments, page_format)
+    assert layout.block_bytes >= sum(tensor[:rows].nbytes for tensor in caches.values())
+    device = CpuDevice(layout, handles)
+    source, target = [2, 3, 9], [7, 0, 10]
+    slots = empty_slots(len(source) * layout.block_bytes, 500)
+    device.gather(source, slots, 500)
+    device.scatter(target, slots, 500, skip_blocks=1)
+    device.close()
+
+    moved = dict(zip(target[1:], source[1:], strict=True))
+    for layer, tensor in caches.items():
+        after = tensor.view(torch.int16)
+        for block in range(BLOCKS):
+            here = slice(block * rows, (block + 1) * rows)
+            there = moved.get(block, block)
+            assert torch.equal(after[here], before[layer][there * rows : (there + 1) * rows])
+
+
+def test_layouts_of_equal_page_sizes_are_told_apart() -> None:
+    formats = set()
+    for name in ("LBHNC", "LBNHC", "BLHNC", "BLNHC"):
+        caches, block_stride = make_caches(name, 0, 0)
+        shared = share_kv_caches(caches, BLOCKS, dict.fromkeys(caches, block_stride))
+        formats.add(shared.page_format)
+    assert len(formats) == 4

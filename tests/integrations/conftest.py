@@ -1,0 +1,75 @@
+"""Models with real random weights, and what an engine test needs around it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import AgentServer
+from tests.servers import RedisServer
+
+VOCABULARY = 4000
+
+
+def make_model(directory: Path, seed: int) -> Path:
+    """A small Llama whose greedy tokens differ by prompt."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=4096,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        initializer_range=0.08,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory, safe_serialization=True)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", seed=0)
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def agent(tmp_path: Path, redis_server: RedisServer) -> Iterator[AgentServer]:
+    server = AgentServer(
+        tmp_path / "agent",
+        redis_server.unix_url,
+        chunk_size_tokens=256,
+        slot_bytes=(1 << 20) - 4096,
+        pool_bytes=512 << 20,
+    )
+    with server:
+        yield server
+
+
+class Prompts:
+    """Prompts of random tokens, the same in every run."""
+
+    def __init__(self, seed: int = 7) -> None:
+        self._random = random.Random(seed)
+
+    def tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(1, VOCABULARY) for _ in range(count)]
+
+
+@pytest.fixture
+def prompts() -> Prompts:
+    return Prompts()

@@ -1,0 +1,235 @@
+"""A real vLLM on the CPU, with and without the cache: the same tokens, whatever happens.
+
+Engines take half a minute to start, so each test is one engine (or two) and many questions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.bench.engine import EngineProcess
+from tests.harness import AgentServer, wait_until
+from tests.integrations.conftest import Prompts
+from tests.servers import RedisServer
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+CHUNK = 256
+OPTIONS = {"dtype": "float32", "max_model_len": 2048}
+
+
+def start(
+    model_dir: Path, agent: AgentServer | None, log: Path, **options: object
+) -> EngineProcess:
+    return EngineProcess(
+        model_dir,
+        connector_endpoint=None if agent is None else agent.endpoint,
+        log_path=log,
+        options={**OPTIONS, **options},
+        env={"VLLM_CPU_KVCACHE_SPACE": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """An engine without a connector: what the answers have to be."""
+    with start(model_dir, None, tmp_path_factory.mktemp("plain") / "engine.log") as engine:
+        yield engine
+
+
+def test_a_new_engine_answers_from_redis_what_another_computed(
+    plain: EngineProcess, model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
+) -> None:
+    one = prompts.tokens(4 * CHUNK + 1)  # fully cached but for one token
+    exact = prompts.tokens(2 * CHUNK)  # fully cached: the last token is computed again
+    inside = prompts.tokens(2 * CHUNK + 100)  # ends inside a chunk
+    short = prompts.tokens(100)  # less than a chunk
+    shared = prompts.tokens(CHUNK)
+    batch = [shared + prompts.tokens(CHUNK + n) for n in range(8)]
+    batch += [prompts.tokens(CHUNK + 50 + n) for n in range(8)]
+    questions = [[one], [exact], [inside], [short], batch]
+
+    expected = [plain.generate(question, 12).outputs for question in questions]
+    decoded = plain.generate([one], 2 * CHUNK).outputs[0]
+    second_turn = one + decoded + prompts.tokens(20)
+    expected_second = plain.generate([second_turn], 12).outputs
+    assert len({tuple(tokens) for answers in expected for tokens in answers}) == 20
+
+    with start(model_dir, agent, tmp_path / "cold.log") as engine:
+        assert [engine.generate(question, 12).outputs for question in questions] == expected
+        # Chunks completed while decoding are stored too: the second turn of another engine hits.
+        assert engine.generate([one], 2 * CHUNK).outputs[0] == decoded
+        agent.wait_idle()
+
+    assert agent.terminate() == 0
+    agent.start()  # an empty host pool: everything comes from Redis
+    with start(model_dir, agent, tmp_path / "warm.log") as engine:
+        hits = []
+        for question, answer in zip(questions, expected, strict=True):
+            warm = engine.generate(question, 12)
+            assert warm.outputs == answer
+            hits.append(warm.details["cached_tokens"])
+        assert hits[:4] == [[4 * CHUNK], [2 * CHUNK], [2 * CHUNK], [0]]
+        assert all(cached >= CHUNK for cached in hits[4])
+        warm = engine.generate([second_turn], 12)
+        assert warm.outputs == expected_second
+        # 1,025 tokens of prompt and 511 of the answer whose KV was computed: 6 chunks.
+        assert warm.details["cached_tokens"] == [6 * CHUNK]
+        assert agent.counter("hit_chunks_redis") > 0
+
+        # The host pool now holds them: vLLM's own cache is emptied, ours is not.
+        assert engine.reset_prefix_cache()
+        loaded = agent.counter("loaded_chunks")
+        assert engine.generate([one], 12).outputs == expected[0]
+        assert agent.counter("loaded_chunks") == loaded
+
+        # And emptied with it, there are no hits.
+        assert engine.reset_prefix_cache(connector=True)
+        again = engine.generate([one], 12)
+        assert again.outputs == expected[0]
+        assert again.details["cached_tokens"] == [0]
+
+
+def test_whatever_fails_the_answers_stay_right(
+    plain: EngineProcess,
+    model_dir: Path,
+    agent: AgentServer,
+    redis_server: RedisServer,
+    tmp_path: Path,
+    prompts: Prompts,
+) -> None:
+    questions = [prompts.tokens(3 * CHUNK + 10) for _ in range(8)]
+    expected = [plain.generate([q], 4).outputs[0] for q in questions]
+
+    def ask(engine: EngineProcess, number: int) -> tuple[float, int]:
+        answer = engine.generate([questions[number]], 4)
+        assert answer.outputs[0] == expected[number]
+        return answer.seconds, answer.details["cached_tokens"][0]
+
+    agent.terminate()  # the engine starts without an agent
+    with start(model_dir, agent, tmp_path / "engine.log") as engine:
+        for number in range(8):
+            assert ask(engine, number)[1] == 0
+        engine.reset_prefix_cache()
+        agent.start()  # and picks it up when it comes
+        wait_until(lambda: agent.status()["engines"], 3.0, "the engine at the agent")
+        for number in range(8):
+            assert ask(engine, number)[1] == 0
+        agent.wait_idle()
+        engine.reset_prefix_cache()
+        assert ask(engine, 0)[1] == 3 * CHUNK
+
+        # Redis is stopped during a lookup: at most the deadline, then it is computed.
+        agent.restart()
+        wait_until(lambda: agent.status()["engines"], 3.0, "the engine at the new agent")
+        redis_server.stop()
+        engine.reset_prefix_cache()
+        seconds, cached = ask(engine, 1)
+        assert cached == 0
+        assert seconds < 1.0 + 3.0
+        wait_until(lambda: not agent.status()["redis"]["up"], what="an open breaker")
+        redis_server.cont()
+        wait_until(lambda: agent.status()["redis"]["up"], 2.0, "Redis back")
+        engine.reset_prefix_cache()
+        assert ask(engine, 2)[1] == 3 * CHUNK
+
+        # A damaged value and half a chunk: misses from there on.
+        with redis_server.client() as client:
+            for key in client.scan_iter():
+                value = bytearray(client.get(key))
+                value[-1] ^= 1
+                client.set(key, bytes(value))
+        engine.reset_prefix_cache()
+        assert ask(engine, 3)[1] == 0
+        assert "damaged" in agent.log
+        redis_server.command("FLUSHALL")  # the other damaged values would only be found in turn
+
+        # The agent is killed while a request is being answered, and comes back.
+        agent.wait_idle()
+        engine.reset_prefix_cache()
+        engine.begin_generate([questions[4]], 4)
+        agent.kill()
+        answer = engine.finish()
+        assert answer.outputs[0] == expected[4]
+        assert answer.seconds < 2.0 + 3.0
+        engine.reset_prefix_cache()
+        assert ask(engine, 5)[1] == 0
+        agent.start()
+        started_s = time.monotonic()
+        wait_until(lambda: agent.status()["engines"], 3.0, "the engine registered anew")
+        assert time.monotonic() - started_s < 3.0
+        engine.reset_prefix_cache()
+        ask(engine, 6)
+        agent.wait_idle()
+        engine.reset_prefix_cache()
+        assert ask(engine, 6)[1] == 3 * CHUNK
+
+        # Redis is killed, and full: right answers, the engine goes on.
+        redis_server.restart()
+        redis_server.config_set("maxmemory-policy", "noeviction")
+        redis_server.config_set("maxmemory", "2mb")
+        engine.reset_prefix_cache()
+        ask(engine, 7)
+        redis_server.kill()
+        engine.reset_prefix_cache()
+        ask(engine, 0)
+
+        # Requests that are aborted in a lookup or a load leave nothing behind.
+        for delay_s in (0.0, 0.002, 0.01, 0.05):
+            engine.reset_prefix_cache()
+            engine.abort_after(questions[6], delay_s)
+        ask(engine, 6)
+        wait_until(lambda: agent.status()["sessions"] == 0, what="ended sessions")
+        assert agent.status()["pool"]["pinned_slots"] == 0
+    assert "Traceback" not in agent.log
+
+
+def test_preempted_requests_and_a_small_block_pool(
+    plain: EngineProcess, model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
+) -> None:
+    """Blocks are reused all the time: what is cached must still be what was computed."""
+    questions = [prompts.tokens(2 * CHUNK + 40) for _ in range(4)]
+    expected = plain.generate(questions, 200).outputs
+    few = {"num_gpu_blocks_override": 18, "block_size": 128}
+    with start(model_dir, agent, tmp_path / "few.log", **few) as engine:
+        for _ in range(2):
+            assert engine.generate(questions, 200).outputs == expected
+        agent.wait_idle()
+    agent.restart()
+    with start(model_dir, agent, tmp_path / "warm.log", block_size=128) as engine:
+        warm = engine.generate(questions, 200)
+        assert warm.outputs == expected
+        assert all(cached >= 2 * CHUNK for cached in warm.details["cached_tokens"])
+
+
+def test_tensor_parallel_workers_each_load_their_shard(
+    model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
+) -> None:
+    questions = [prompts.tokens(3 * CHUNK + 10) for _ in range(3)]
+    both = {"tensor_parallel_size": 2}
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+    def engine_of(name: str) -> EngineProcess:
+        return EngineProcess(
+            model_dir,
+            connector_endpoint=agent.endpoint,
+            log_path=tmp_path / name,
+            options={**OPTIONS, **both},
+            env=env,
+        )
+
+    with engine_of("cold.log") as engine:
+        cold = engine.generate(questions, 8)
+        agent.wait_idle()
+        assert len(agent.status()["engines"]) == 2
+    agent.restart()
+    with engine_of("warm.log") as engine:
+        warm = engine.generate(questions, 8)
+        assert warm.outputs == cold.outputs
+        assert warm.details["cached_tokens"] == [3 * CHUNK] * 3
+        assert agent.counter("retrieved_chunks") == 2 * 3 * 3

@@ -1,0 +1,55 @@
+"""Servers for the tests of the plane, and a check that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.resp import RedisPlane
+from tests.resp.helpers import plane_threads, running
+from tests.resp.proxy import Proxy
+from tests.servers import RedisServer
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: RedisServer) -> RedisServer:
+    """A server with nothing in it, shared by tests that do not stop or configure it."""
+    shared_server.command("FLUSHALL")
+    return shared_server
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that the test may stop, kill and configure."""
+    with RedisServer(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def plane(server: RedisServer) -> Iterator[RedisPlane]:
+    with running(server.url) as plane:
+        yield plane
+
+
+@pytest.fixture
+def proxy(server: RedisServer) -> Iterator[Proxy]:
+    with Proxy(server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks(shared_server: RedisServer) -> Iterator[None]:
+    """No thread and no descriptor outlives a test."""
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert plane_threads() == []
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -1,0 +1,176 @@
+"""What the tests of the plane share: chunks with guarded slots, collectors, waiting."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lmcache_redis.keys import key_stem, stripe_key
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
+from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
+
+FINGERPRINT = bytes(range(32))
+NAMESPACE = FINGERPRINT[:16]
+STEM = key_stem(NAMESPACE, "test/model", 0, 32)
+# Generous: what these waits are for takes milliseconds unless something is broken.
+PATIENCE_S = 15.0
+GUARD = b"\xa5" * 64
+
+
+def chunk_key(number: int) -> bytes:
+    return STEM + number.to_bytes(32, "big")
+
+
+def first_key(number: int) -> bytes:
+    return stripe_key(chunk_key(number), 0)
+
+
+class Chunk:
+    """One chunk's bytes in guarded slots of its own, and how to read or write it."""
+
+    def __init__(
+        self,
+        number: int,
+        chunk_bytes: int,
+        slot_bytes: int,
+        *,
+        seed: int | None = None,
+        fingerprint: bytes = FINGERPRINT,
+    ) -> None:
+        self.number = number
+        self.key = chunk_key(number)
+        metadata = RemoteMetadata(chunk_bytes, [(chunk_bytes,)], ["uint8"], MemoryFormat.PAGES)
+        self.frame = ChunkFrame(
+            fingerprint,
+            number.to_bytes(32, "big"),
+            chunk_bytes,
+            stripe_payload_bytes(chunk_bytes, slot_bytes),
+            metadata.serialize(),
+        )
+        self._guarded: list[bytearray] = []
+        self.slots: list[memoryview] = []
+        source = random.Random(seed if seed is not None else number)
+        for index in range(self.frame.stripe_count):
+            size = self.frame.payload_bytes(index)
+            filling = source.randbytes(size) if seed is not None else bytes(size)
+            guarded = bytearray(GUARD + filling + GUARD)
+            self._guarded.append(guarded)
+            self.slots.append(memoryview(guarded)[len(GUARD) : len(GUARD) + size])
+
+    @property
+    def stripe_count(self) -> int:
+        return self.frame.stripe_count
+
+    @property
+    def content(self) -> bytes:
+        return b"".join(self.slots)
+
+    def stripe_keys(self) -> list[bytes]:
+        return [stripe_key(self.key, index) for index in range(self.stripe_count)]
+
+    def io(self, within_s: float = PATIENCE_S) -> ChunkIO:
+        return ChunkIO(self.key, self.frame, self.slots, time.monotonic() + within_s, self)
+
+    def check_guards(self) -> None:
+        """Nobody wrote a byte beside a slot."""
+        for guarded in self._guarded:
+            assert guarded[: len(GUARD)] == GUARD
+            assert guarded[-len(GUARD) :] == GUARD
+
+
+class Answers:
+    """Collects callbacks; fails for one that comes twice."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._by_asked: dict[Any, Any] = {}
+        self._threads: set[str] = set()
+        self.twice: list[Any] = []
+
+    def __call__(self, asked: Any, outcome: Any) -> None:
+        with self._changed:
+            if asked in self._by_asked:
+                self.twice.append(asked)
+            self._by_asked[asked] = outcome
+            self._threads.add(threading.current_thread().name)
+            self._changed.notify_all()
+
+    def callback(self, asked: Any) -> Callable[[Any], None]:
+        return lambda outcome: self(asked, outcome)
+
+    def wait(self, count: int, timeout_s: float = PATIENCE_S) -> list[Any]:
+        """The outcomes so far, once there are `count` of them."""
+        with self._changed:
+            came = self._changed.wait_for(lambda: len(self._by_asked) >= count, timeout_s)
+            assert came, f"{len(self._by_asked)} of {count} answers"
+            assert not self.twice
+            assert all(name.startswith("lmcr-") for name in self._threads), self._threads
+            return list(self._by_asked.values())
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._by_asked)
+
+
+def wait_until(condition: Callable[[], object], what: str = "") -> None:
+    """Poll something that tells nobody when it becomes true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, what or "waited in vain"
+        time.sleep(0.002)
+
+
+@contextmanager
+def running(url: str, **settings: Any) -> Iterator[RedisPlane]:
+    """A plane that has asked its server once."""
+    plane = RedisPlane(RedisOptions(url, **settings))
+    plane.start()
+    try:
+        plane.wait_probed(PATIENCE_S)
+        yield plane
+    finally:
+        assert plane.close(1.0)
+
+
+def write(plane: RedisPlane, *chunks: Chunk, within_s: float = PATIENCE_S) -> list[WriteOutcome]:
+    answers = Answers()
+    for chunk in chunks:
+        plane.write(chunk.io(within_s), answers)
+    return answers.wait(len(chunks))
+
+
+def read(plane: RedisPlane, *chunks: Chunk, within_s: float = PATIENCE_S) -> list[ReadOutcome]:
+    answers = Answers()
+    for chunk in chunks:
+        plane.read(chunk.io(within_s), answers)
+    outcomes = answers.wait(len(chunks))
+    for chunk in chunks:
+        chunk.check_guards()
+    return outcomes
+
+
+def scan(plane: RedisPlane, keys: list[bytes], within_s: float = PATIENCE_S) -> Any:
+    answers = Answers()
+    plane.scan(keys, time.monotonic() + within_s, answers.callback("scan"))
+    return answers.wait(1)[0]
+
+
+def exists(plane: RedisPlane, keys: list[bytes], within_s: float = PATIENCE_S) -> Any:
+    answers = Answers()
+    plane.exists(keys, time.monotonic() + within_s, answers.callback("exists"))
+    return answers.wait(1)[0]
+
+
+def clear(plane: RedisPlane, prefix: bytes) -> Any:
+    answers = Answers()
+    plane.clear(prefix, time.monotonic() + PATIENCE_S, answers.callback("clear"))
+    return answers.wait(1)[0]
+
+
+def plane_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("lmcr-")]

@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from lmcache_redis.errors import (
+    ConfigError,
+    RedisAuthError,
+    RedisError,
+    RedisProtocolError,
+    RedisTimeout,
+    RedisUnavailable,
+)
+from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
+from lmcache_redis.resp.bulk import BulkConnection
+from lmcache_redis.resp.connect import Connector, _take_socket
+from lmcache_redis.resp.endpoint import parse_endpoint
+from lmcache_redis.resp.stream import PlainStream, TlsStream
+from tests.resp.helpers import Chunk, read, running, wait_until, write
+from tests.servers import RedisServer, free_port
+
+SECRET = "s3cr3t"
+
+
+def connector(url: str, timeout_s: float = 5.0, **settings: Any) -> Connector:
+    return Connector(parse_endpoint(RedisOptions(url, **settings)), timeout_s, timeout_s)
+
+
+def check(connector: Connector) -> None:
+    """Connect, PING, close."""
+    connection = BulkConnection(connector, "lmcache-redis:test")
+    try:
+        connection.open()
+        connection.ping(time.monotonic() + 5.0)
+    finally:
+        connection.close()
+    assert connector.open_streams == 0
+
+
+# ------------------------------------------------- the hook into redis-py
+
+
+def test_redis_py_still_hands_out_its_socket(server: RedisServer) -> None:
+    """If this fails, a release of redis-py moved what `connect._take_socket` needs."""
+    connection = redis.Connection(host=server.host, port=server.port, protocol=2)
+    connection.connect()
+    assert isinstance(connection._sock, socket.socket), "Connection._sock is not the socket"
+    sock = _take_socket(connection)
+    assert connection._sock is None
+    connection.disconnect()
+    del connection
+    sock.settimeout(5)
+    sock.sendall(b"PING\r\n")
+    assert sock.recv(64) == b"+PONG\r\n", "redis-py still uses the socket"
+    sock.close()
+
+
+def test_a_moved_hook_is_said_clearly() -> None:
+    class Moved:
+        def can_read(self, timeout: float) -> bool:
+            return False
+
+    with pytest.raises(ConfigError, match="install redis>=7"):
+        _take_socket(Moved())
+
+
+def test_bytes_nobody_asked_for_are_noticed(server: RedisServer) -> None:
+    connection = redis.Connection(host=server.host, port=server.port, protocol=2)
+    connection.connect()
+    connection.send_command("PING")
+    wait_until(lambda: connection.can_read(0))
+    with pytest.raises(RedisProtocolError):
+        _take_socket(connection)
+
+
+# ----------------------------------------------------------- good servers
+
+
+def test_tcp_and_unix_and_database(server: RedisServer) -> None:
+    for url in (server.url, server.unix_url, f"{server.url}/3"):
+        check(connector(url))
+    connection = BulkConnection(connector(f"{server.url}/3"), "lmcache-redis:name")
+    connection.open()
+    with server.client() as client:
+        (mine,) = [c for c in client.client_list() if c["name"] == "lmcache-redis:name"]
+    assert mine["db"] == "3"
+    assert mine["resp"] == "2"
+    connection.close()
+
+
+def test_ipv6(tmp_path: Path) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("needs IPv6")
+    with RedisServer(tmp_path, host="::1", unix=False) as server:
+        check(connector(server.url))
+
+
+def test_a_user_with_few_rights_is_enough(own_server: RedisServer) -> None:
+    own_server.command(
+        *("ACL", "SETUSER", "cache", "on", f">{SECRET}", "~*", "-@all"),
+        *("+get", "+set", "+exists", "+unlink", "+scan"),
+    )
+    url = own_server.url.replace("//", f"//cache:{SECRET}@")
+    with running(url) as plane:
+        assert plane.state.up, plane.state
+        chunk = Chunk(1, 5000, 4096, seed=1)
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        assert read(plane, chunk) == [ReadOutcome.LOADED]
+        own_server.command("ACL", "SETUSER", "cache", "-get")
+        assert read(plane, chunk) == [ReadOutcome.UNAVAILABLE]
+        assert plane.state.up
+        assert "NOPERM" in plane.state.reason
+        own_server.command("ACL", "SETUSER", "cache", "-set", "+get")
+        assert write(plane, Chunk(2, 100, 4096)) == [WriteOutcome.REJECTED]
+
+
+# ------------------------------------------------------------ bad servers
+
+
+def refused(connector: Connector) -> RedisError:
+    with pytest.raises(RedisError) as caught:
+        connector.open("x")
+    assert caught.value.__cause__ is None
+    assert connector.open_streams == 0
+    return caught.value
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    error = refused(connector(f"redis://127.0.0.1:{free_port()}"))
+    assert isinstance(error, RedisUnavailable)
+    assert "refuses connections" in str(error)
+    error = refused(connector(f"unix://{tmp_path}/none"))
+    assert "does not exist" in str(error)
+
+
+def test_credentials(tmp_path: Path) -> None:
+    with RedisServer(tmp_path, password=SECRET) as server:
+        check(connector(server.url, password=SECRET))
+        check(connector(server.unix_url.replace("//", f"//:{SECRET}@")))
+        cases: list[dict[str, Any]] = [
+            {},
+            {"password": "wrong" + SECRET},
+            {"username": "nobody", "password": "wrong" + SECRET},
+        ]
+        for settings in cases:
+            error = refused(connector(server.url, **settings))
+            assert isinstance(error, RedisAuthError)
+            assert "password" in str(error)
+            assert SECRET not in str(error)
+
+
+def test_a_stopped_server_times_out(own_server: RedisServer) -> None:
+    own_server.stop()
+    error = refused(connector(own_server.url, timeout_s=0.05))
+    assert isinstance(error, RedisTimeout)
+    own_server.cont()
+
+
+def test_no_client_too_many(tmp_path: Path) -> None:
+    with RedisServer(tmp_path, args=("--maxclients", "1")) as server:
+        wait_until(lambda: server.running)
+        first = connector(server.url)
+        connection = BulkConnection(first, "x")
+        connection.open()
+        error = refused(connector(server.url))
+        assert isinstance(error, RedisUnavailable)
+        assert "maxclients" in str(error)
+        connection.close()
+
+
+@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x01", b""])
+def test_something_else_than_redis(greeting: bytes) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        client, _ = listener.accept()
+        with client:
+            client.recv(1 << 16)
+            client.sendall(greeting)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    error = refused(connector(f"redis://127.0.0.1:{listener.getsockname()[1]}", timeout_s=2.0))
+    assert isinstance(error, (RedisProtocolError, RedisUnavailable))
+    thread.join()
+    listener.close()
+
+
+def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
+    patient = connector(own_server.url, timeout_s=60.0)
+    connection = BulkConnection(patient, "x")
+    connection.open()
+    own_server.stop()
+    errors: list[RedisError] = []
+
+    def wait_for(action: object) -> None:
+        try:
+            action()  # type: ignore[operator]
+        except RedisError as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=wait_for, args=(action,))
+        for action in (lambda: connection.ping(time.monotonic() + 60.0), lambda: patient.open("y"))
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: patient._handshakes)
+    patient.abort()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert [type(error) for error in errors] == [RedisUnavailable] * 2
+    with pytest.raises(RedisUnavailable, match="closed"):
+        patient.open("z")
+    own_server.cont()
+
+
+# -------------------------------------------------------------------- TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ca.pem, and key.pem and cert.pem for "localhost" signed by it."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs openssl on the PATH to make certificates")
+    directory = tmp_path_factory.mktemp("tls")
+
+    def run(*words: str) -> None:
+        subprocess.run([openssl, *words], cwd=directory, check=True, capture_output=True)
+
+    # What a strict verifier (Python 3.13 on) wants to see.
+    extensions = ("subjectAltName=DNS:localhost", "authorityKeyIdentifier=keyid")
+    (directory / "ext").write_text("\n".join((*extensions, "subjectKeyIdentifier=hash", "")))
+    usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+    request = ("req", "-newkey", "rsa:2048", "-nodes", "-sha256")
+    made = ("-keyout", "ca.key", "-out", "ca.pem")
+    run(*request, *usage, "-x509", "-days", "2", "-subj", "/CN=CA", *made)
+    run(*request, "-subj", "/CN=localhost", "-keyout", "key.pem", "-out", "csr.pem")
+    sign = ("x509", "-req", "-in", "csr.pem", "-CA", "ca.pem", "-CAkey", "ca.key")
+    run(*sign, "-CAcreateserial", "-days", "2", "-extfile", "ext", "-out", "cert.pem")
+    return directory
+
+
+@pytest.fixture
+def tls_server(tmp_path: Path, certificates: Path) -> Iterator[tuple[RedisServer, str]]:
+    port = free_port()
+    server = RedisServer(
+        tmp_path,
+        tcp=False,
+        args=(
+            *("--tls-port", str(port), "--tls-auth-clients", "no"),
+            *("--tls-cert-file", str(certificates / "cert.pem")),
+            *("--tls-key-file", str(certificates / "key.pem")),
+        ),
+    )
+    try:
+        server.start()
+    except RuntimeError:
+        pytest.skip("this redis-server is built without TLS")
+    try:
+        yield server, f"rediss://localhost:{port}"
+    finally:
+        server.kill()
+
+
+def test_tls(tls_server: tuple[RedisServer, str], certificates: Path) -> None:
+    server, url = tls_server
+    url_with_ca = f"{url}?ssl_ca_certs={certificates}/ca.pem"
+    made = connector(url_with_ca)
+    stream = made.open("x")
+    assert isinstance(stream, TlsStream)
+    made.discard(stream)
+    with running(url_with_ca) as plane:
+        chunks = [Chunk(n, size, 1 << 20, seed=n) for n, size in enumerate((1, 5000, 3_000_000))]
+        wanted = [chunk.content for chunk in chunks]
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        loaded = [Chunk(n, chunk.frame.chunk_bytes, 1 << 20) for n, chunk in enumerate(chunks)]
+        assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
+        assert [chunk.content for chunk in loaded] == wanted
+        server.command("UNLINK", loaded[2].stripe_keys()[0])
+        assert read(plane, loaded[2]) == [ReadOutcome.MISSING]
+        server.stop()
+        outcome = read(plane, loaded[1], within_s=0.1)
+        assert outcome == [ReadOutcome.TIMED_OUT]
+        server.cont()
+        wait_until(lambda: plane.state.up and read(plane, loaded[1]) == [ReadOutcome.LOADED])
+
+
+def test_tls_refusals_say_why(tls_server: tuple[RedisServer, str], certificates: Path) -> None:
+    _, url = tls_server
+    error = refused(connector(url))
+    assert "ssl_ca_certs" in str(error)
+    ca = f"?ssl_ca_certs={certificates}/ca.pem"
+    error = refused(connector(url.replace("localhost", "127.0.0.1") + ca))
+    assert "ssl_check_hostname" in str(error)
+    check(connector(url.replace("localhost", "127.0.0.1") + ca + "&ssl_check_hostname=false"))
+    with pytest.raises((RedisError, ConfigError)):
+        connector(f"{url}?ssl_ca_certs={certificates}/ext").open("x")
+    error = refused(connector(url.replace("rediss", "redis"), timeout_s=2.0))
+    assert isinstance(error, RedisError)
+
+
+def test_plain_sockets_get_the_fast_path(server: RedisServer) -> None:
+    for url in (server.url, server.unix_url):
+        made = connector(url)
+        stream = made.open("x")
+        assert isinstance(stream, PlainStream)
+        made.discard(stream)

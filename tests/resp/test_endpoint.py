@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.resp import RedisOptions, check_url
+from lmcache_redis.resp.endpoint import Endpoint, Transport, parse_endpoint
+from lmcache_redis.resp.options import redacted_url
+
+SECRET = "s3cr3t"
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint"),
+    [
+        ("redis://localhost", Endpoint(Transport.TCP, "localhost", 6379)),
+        ("redis://10.0.0.1:7000/3", Endpoint(Transport.TCP, "10.0.0.1", 7000, db=3)),
+        ("redis://[::1]:7000", Endpoint(Transport.TCP, "::1", 7000)),
+        ("redis://h?db=4", Endpoint(Transport.TCP, "h", 6379, db=4)),
+        ("rediss://h:1", Endpoint(Transport.TLS, "h", 1)),
+        ("unix:///run/r.sock", Endpoint(Transport.UNIX, path="/run/r.sock")),
+        ("unix:///run/r%20s?db=2", Endpoint(Transport.UNIX, path="/run/r s", db=2)),
+        (
+            "redis://u:p%40ss@h",
+            Endpoint(Transport.TCP, "h", 6379, username="u", password="p@ss"),
+        ),
+        ("unix://:p@/r", Endpoint(Transport.UNIX, path="/r", password="p")),
+        (
+            "rediss://h?ssl_cert_reqs=none&ssl_check_hostname=no",
+            Endpoint(
+                Transport.TLS,
+                "h",
+                6379,
+                tls=(("ssl_cert_reqs", "none"), ("ssl_check_hostname", False)),
+            ),
+        ),
+    ],
+)
+def test_urls(url: str, endpoint: Endpoint) -> None:
+    assert parse_endpoint(RedisOptions(url)) == endpoint
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("", "begin with redis://"),
+        ("localhost:6379", "begin with redis://"),
+        ("http://h", "begin with redis://"),
+        ("redis://", "names no host"),
+        ("redis://h:0", "port"),
+        ("redis://h:65536", "port"),
+        ("redis://h:x", "port"),
+        ("redis://[::1", "cannot be read"),
+        ("redis://h/zero", "database"),
+        ("redis://h?db=-1", "database"),
+        ("redis://h?socket_timeout=1", "not one of db"),
+        ("redis://h?ssl_ca_certs=/x", "needs rediss://"),
+        ("rediss://h?ssl_ca_certs=/no/such/file", "does not exist"),
+        ("rediss://h?ssl_cert_reqs=maybe", "required, optional or none"),
+        ("rediss://h?ssl_check_hostname=maybe", "true or false"),
+        ("redis://h?db=1&db=2", "twice"),
+        ("redis://u@h", "no password"),
+        ("redis://h #", "white space"),
+        ("unix://", "names no socket"),
+        ("unix://redis.sock", "names no socket"),
+        (f"redis://{'a' * 70}", "host name"),
+    ],
+)
+def test_urls_that_name_no_server(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_url(RedisOptions(url))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"redis://:{SECRET}/x@h",
+        f"redis://:{SECRET}?x@h",
+        f"redis://:{SECRET}#x@h",
+        f"redis://u:{SECRET}",
+        f"redis://u:[{SECRET}@h",
+        f"redis://u:{SECRET}@h:port",
+        f"redis://u:{SECRET}@",
+        f"redis://u:{SECRET}@h?{SECRET}=1",
+        f"rediss://h?ssl_password={SECRET}&ssl_certfile=/no/such",
+        f"redis:/u:{SECRET}@h",
+    ],
+)
+def test_no_message_and_no_repr_shows_a_secret(url: str) -> None:
+    options = RedisOptions(url, username="u", password=SECRET)
+    assert SECRET not in repr(options)
+    assert SECRET not in redacted_url(url)
+    with pytest.raises(ConfigError) as caught:
+        check_url(options)
+    assert SECRET not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_an_endpoint_shows_no_secret() -> None:
+    endpoint = parse_endpoint(RedisOptions(f"redis://user:{SECRET}@h:1"))
+    assert SECRET not in f"{endpoint!r} {endpoint} {endpoint.where}"
+    assert str(endpoint) == "h:1"
+
+
+def test_credentials_of_the_options_win() -> None:
+    options = RedisOptions("redis://u:p@h", username="v", password=SECRET)
+    endpoint = parse_endpoint(options)
+    assert (endpoint.username, endpoint.password) == ("v", SECRET)
+
+
+def test_tls_files_are_looked_for(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    ca.touch()
+    endpoint = parse_endpoint(RedisOptions(f"rediss://h?ssl_ca_certs={ca}"))
+    assert endpoint.tls == (("ssl_ca_certs", str(ca)),)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"get_connections": 0},
+        {"set_connections": 65},
+        {"max_outstanding_sets": 0},
+        {"get_connections": True},
+        {"op_timeout_s": 0},
+        {"connect_timeout_s": -1},
+        {"probe_interval_s": float("nan")},
+        {"heartbeat_s": "1"},
+    ],
+)
+def test_impossible_options(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        RedisOptions("redis://h", **wrong)  # type: ignore[arg-type]

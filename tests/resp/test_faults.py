@@ -1,0 +1,410 @@
+"""A server that dies, stops, fills up, refuses or talks nonsense: every call is answered."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisPlane, WriteOutcome
+from tests.resp.helpers import (
+    Answers,
+    Chunk,
+    chunk_key,
+    first_key,
+    read,
+    running,
+    scan,
+    wait_until,
+    write,
+)
+from tests.resp.proxy import Action, Cut, Forge, Proxy, Stall
+from tests.servers import RedisServer, free_port
+
+SLOT = 4096
+SIZE = 4 * SLOT
+GONE = {ReadOutcome.UNAVAILABLE, ReadOutcome.TIMED_OUT}
+MISSING = ReadOutcome.MISSING
+NOT_STORED = {WriteOutcome.UNAVAILABLE, WriteOutcome.TIMED_OUT}
+
+
+def check_works(plane: RedisPlane, number: int = 99) -> None:
+    """Store and load a chunk, once the plane has found the server again."""
+    wait_until(lambda: plane.state.up, "the plane did not find the server again")
+    chunk = Chunk(number, SIZE, SLOT, seed=number)
+    assert write(plane, chunk) == [WriteOutcome.STORED]
+    loaded = Chunk(number, SIZE, SLOT)
+    assert read(plane, loaded) == [ReadOutcome.LOADED]
+    assert loaded.content == chunk.content
+
+
+# -------------------------------------------------------------------- killed
+
+
+def test_killed_while_idle_and_restarted_empty(own_server: RedisServer) -> None:
+    with running(own_server.url, heartbeat_s=3600.0) as plane:
+        check_works(plane)
+        own_server.restart()
+        # Nobody has noticed: old connections are replaced, calls are not lost.
+        chunk = Chunk(1, SIZE, SLOT, seed=1)
+        assert scan(plane, [first_key(99)]) == (CallOutcome.DONE, 0)
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        assert read(plane, chunk, Chunk(99, SIZE, SLOT)) == [
+            ReadOutcome.LOADED,
+            ReadOutcome.MISSING,
+        ]
+        assert plane.state.up
+        assert plane.stats().connections_lost >= 3
+
+
+def test_killed_in_the_middle_of_loads(own_server: RedisServer) -> None:
+    with Proxy(own_server.port) as proxy, running(proxy.url) as plane:
+        chunks = [Chunk(n, SIZE, SLOT, seed=n) for n in range(20)]
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        proxy.for_gets.extend([None] * 13 + [Stall(1000)] * 2)
+        answers = Answers()
+        for chunk in chunks:
+            plane.read(chunk.io(), answers)
+        wait_until(lambda: proxy.gets >= 15)
+        own_server.kill()
+        outcomes = answers.wait(20)
+        assert outcomes.count(ReadOutcome.LOADED) == 3
+        assert set(outcomes) <= {ReadOutcome.LOADED, *GONE}
+        assert scan(plane, [first_key(0)]).outcome is CallOutcome.UNAVAILABLE
+        own_server.start()
+        check_works(plane)
+        assert read(plane, chunks[0]) == [ReadOutcome.MISSING]
+
+
+def test_killed_in_the_middle_of_stores(own_server: RedisServer) -> None:
+    with Proxy(own_server.port) as proxy, running(proxy.url) as plane:
+        check_works(plane)
+        proxy.acknowledge.clear()
+        proxy.stripes_set.clear()
+        answers = Answers()
+        for number in range(10):
+            plane.write(Chunk(number, SIZE, SLOT, seed=number).io(), answers)
+        wait_until(lambda: len(proxy.stripes_set) >= 3)
+        own_server.kill()
+        proxy.acknowledge.set()
+        assert set(answers.wait(10)) <= NOT_STORED
+        own_server.start()
+        check_works(plane)
+        assert scan(plane, [first_key(n) for n in range(10)]).prefix_length == 0
+
+
+def test_a_restart_in_the_middle_of_a_store_makes_no_half_chunk(own_server: RedisServer) -> None:
+    """Stripes acknowledged before the restart are gone, so stripe 0 must not follow."""
+    with Proxy(own_server.port) as proxy, running(proxy.url, max_outstanding_sets=2) as plane:
+        check_works(plane)
+        acknowledged = proxy.acknowledged
+        proxy.hold_after = acknowledged + 8
+        answers = Answers()
+        plane.write(Chunk(1, 40 * SLOT, SLOT, seed=1).io(), answers)
+        wait_until(lambda: proxy.acknowledged >= acknowledged + 8)
+        own_server.restart()
+        proxy.cut_all()
+        proxy.acknowledge.set()
+        assert answers.wait(1)[0] in NOT_STORED
+        check_works(plane)
+        assert not own_server.command("EXISTS", first_key(1))
+
+
+def test_idle_connections_cut_before_a_store_cost_nothing(proxy: Proxy) -> None:
+    with running(proxy.url) as plane:
+        check_works(plane)
+        for number in range(3):
+            proxy.cut_all()
+            check_works(plane, number)
+
+
+# ------------------------------------------------------------------- stopped
+
+
+def test_stopped_past_the_deadline_then_continued(own_server: RedisServer) -> None:
+    with running(own_server.url) as plane:
+        check_works(plane)
+        own_server.stop()
+        started = time.monotonic()
+        answers = Answers()
+        for number in range(8):
+            plane.read(Chunk(99, SIZE, SLOT).io(0.2), answers)
+            plane.write(Chunk(number, SIZE, SLOT).io(0.2), answers)
+        plane.scan([first_key(99)], started + 0.2, answers.callback("scan"))
+        outcomes = answers.wait(17)
+        # What waits on a socket may be a little late; nothing waits for the next thing to fail.
+        assert time.monotonic() - started < 5.0
+        assert ReadOutcome.TIMED_OUT in outcomes
+        wait_until(lambda: not plane.state.up)
+        assert "answer" in plane.state.reason
+        # From here on nobody waits for it.
+        assert read(plane, Chunk(99, SIZE, SLOT)) == [ReadOutcome.UNAVAILABLE]
+        own_server.cont()
+        check_works(plane)
+
+
+def test_a_queued_job_is_answered_at_its_own_deadline(proxy: Proxy) -> None:
+    """The only reader waits long for another chunk; who is queued behind does not."""
+    with running(proxy.url, get_connections=1, op_timeout_s=30.0) as plane:
+        check_works(plane)
+        answers = Answers()
+        proxy.for_gets.append(Stall(100))
+        slow, queued = Chunk(99, SIZE, SLOT).io(30.0), Chunk(99, SIZE, SLOT).io(0.1)
+        plane.read(slow, answers)
+        wait_until(lambda: proxy.for_gets == type(proxy.for_gets)())
+        plane.read(queued, answers)
+        assert answers.wait(1) == [ReadOutcome.TIMED_OUT]
+        assert plane.state.up
+
+
+def test_a_deadline_that_has_passed_touches_nothing(proxy: Proxy) -> None:
+    with running(proxy.url) as plane:
+        check_works(plane)
+        gets, sets = proxy.gets, len(proxy.stripes_set)
+        assert read(plane, Chunk(99, SIZE, SLOT), within_s=-1.0) == [ReadOutcome.TIMED_OUT]
+        assert write(plane, Chunk(1, SIZE, SLOT), within_s=-1.0) == [WriteOutcome.TIMED_OUT]
+        assert scan(plane, [first_key(1)], within_s=-1.0).outcome is CallOutcome.TIMED_OUT
+        assert (proxy.gets, len(proxy.stripes_set)) == (gets, sets)
+        assert plane.stats().connections_lost == 0
+
+
+def test_a_slow_answer_is_no_outage(proxy: Proxy) -> None:
+    """A GET that never ends costs its chunk; a server that answers PING stays up."""
+    with running(proxy.url, op_timeout_s=0.1) as plane:
+        check_works(plane)
+        for after_bytes in (0, 1, 300, 4000):
+            proxy.for_gets.append(Stall(after_bytes))
+            assert read(plane, Chunk(99, SIZE, SLOT)) == [ReadOutcome.TIMED_OUT]
+        assert plane.state.up
+        check_works(plane)
+
+
+# ---------------------------------------------------------- starts and ends
+
+
+def test_started_after_us(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = RedisServer(tmp_path)
+    with caplog.at_level(logging.INFO), running(server.unix_url) as plane:
+        assert not plane.state.up
+        with server:
+            check_works(plane)
+            # Before the server ends: the plane may notice that, and say so.
+            downs = [r for r in caplog.records if "is down" in r.message]
+            ups = [r for r in caplog.records if "is up again" in r.message]
+            assert (len(downs), len(ups)) == (1, 1)
+
+
+def test_wrong_password_then_right(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, password="right")
+    with server, running(server.url, password="wr0ng") as plane:
+        state = plane.state
+        assert not state.up
+        assert "password" in state.reason
+        assert "wr0ng" not in state.reason
+        assert write(plane, Chunk(1, SIZE, SLOT)) == [WriteOutcome.UNAVAILABLE]
+        server.config_set("requirepass", "wr0ng")
+        check_works(plane)
+
+
+def test_too_few_connections(own_server: RedisServer) -> None:
+    with own_server.client() as administrator:
+        administrator.config_set("maxclients", 3)
+        with running(own_server.url) as plane:
+            wait_until(lambda: "maxclients" in plane.state.reason)
+            assert read(plane, Chunk(1, SIZE, SLOT)) in ([ReadOutcome.UNAVAILABLE], [MISSING])
+            administrator.config_set("maxclients", 100)
+            wait_until(lambda: plane.stats().connects >= 5 and plane.state.up)
+            check_works(plane)
+
+
+# ------------------------------------------------------------- full and busy
+
+
+def test_full_without_eviction(own_server: RedisServer) -> None:
+    with running(own_server.url) as plane:
+        own_server.config_set("maxmemory-policy", "noeviction")
+        used = own_server.command("INFO", "memory")["used_memory"]
+        own_server.config_set("maxmemory", str(used + (12 << 20)))
+        chunks = [Chunk(n, 4 << 20, 1 << 19, seed=n) for n in range(6)]
+        outcomes = write(plane, *chunks)
+        assert set(outcomes) == {WriteOutcome.STORED, WriteOutcome.FULL}
+        assert "maxmemory" in plane.state.reason
+        assert plane.state.up
+        stored = [c for c, o in zip(chunks, outcomes, strict=True) if o is WriteOutcome.STORED]
+        kept = sum(chunk.stripe_count for chunk in stored)
+        wait_until(lambda: own_server.command("DBSIZE") == kept, "remains are still there")
+        assert set(read(plane, *stored)) == {ReadOutcome.LOADED}
+        own_server.config_set("maxmemory", "0")
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+
+
+def test_full_while_replacing_leaves_no_mixture(own_server: RedisServer) -> None:
+    with running(own_server.url) as plane:
+        chunk = Chunk(1, 4 << 20, 1 << 19, seed=1)
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        own_server.config_set("maxmemory", "1mb")
+        assert write(plane, chunk) == [WriteOutcome.FULL]
+        wait_until(lambda: not own_server.command("DBSIZE"))
+
+
+def test_single_stripes_evicted(own_server: RedisServer) -> None:
+    own_server.config_set("maxmemory-policy", "allkeys-random")
+    with running(own_server.url) as plane:
+        used = own_server.command("INFO", "memory")["used_memory"]
+        own_server.config_set("maxmemory", str(used + (4 << 20)))
+        chunks = [Chunk(n, 1 << 20, 1 << 17, seed=n) for n in range(12)]
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        loaded = [Chunk(n, 1 << 20, 1 << 17) for n in range(12)]
+        for one, other in zip(chunks, loaded, strict=True):
+            (outcome,) = read(plane, other)
+            assert outcome in (ReadOutcome.LOADED, ReadOutcome.INCOMPLETE, ReadOutcome.MISSING)
+            if outcome is ReadOutcome.LOADED:
+                assert one.content == other.content
+
+
+def test_a_server_busy_with_a_script(own_server: RedisServer) -> None:
+    own_server.config_set("busy-reply-threshold", "1")
+    with running(own_server.url) as plane:
+        check_works(plane)
+
+        def block() -> None:
+            with own_server.client(socket_timeout=None) as client:
+                try:
+                    client.eval("while true do end", 0)
+                except Exception:
+                    return
+
+        script = threading.Thread(target=block)
+        script.start()
+        wait_until(lambda: read(plane, Chunk(99, SIZE, SLOT)) == [ReadOutcome.UNAVAILABLE])
+        wait_until(lambda: not plane.state.up)
+        assert "BUSY" in plane.state.reason
+        own_server.command("SCRIPT", "KILL")
+        script.join()
+        check_works(plane)
+
+
+def test_a_server_that_is_loading(proxy: Proxy) -> None:
+    with running(proxy.url) as plane:
+        check_works(plane)
+        proxy.for_gets.append(Forge(b"-LOADING Redis is loading the dataset in memory\r\n"))
+        assert read(plane, Chunk(99, SIZE, SLOT)) == [ReadOutcome.UNAVAILABLE]
+        check_works(plane)
+
+
+def test_a_read_only_replica_rejects_writes(own_server: RedisServer) -> None:
+    with running(own_server.url) as plane:
+        check_works(plane)
+        own_server.command("REPLICAOF", "127.0.0.1", str(free_port()))
+        assert write(plane, Chunk(1, SIZE, SLOT)) == [WriteOutcome.REJECTED]
+        assert "READONLY" in plane.state.reason
+        assert read(plane, Chunk(99, SIZE, SLOT)) == [ReadOutcome.LOADED]
+
+
+# ------------------------------------------------------- cut and garbled replies
+
+# `$4608\r\n` + 512 bytes of header + 4096 of payload + CRLF.
+CUTS = [0, 1, 2, 5, 6, 7, 8, 9, 262, 518, 519, 520, 521, 2000, 4614, 4615, 4616]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+def test_replies_cut_after_any_number_of_bytes(
+    server: RedisServer, proxy: Proxy, again: bool
+) -> None:
+    with running(proxy.url, get_connections=1) as plane:
+        check_works(plane)
+        wanted = Chunk(99, SIZE, SLOT, seed=99).content
+        for after_bytes in CUTS:
+            cuts: list[Action | None] = [Cut(after_bytes)]
+            if again:
+                cuts.append(Cut(after_bytes))
+            # Once is a connection that died unnoticed; twice is a failure.
+            proxy.for_gets.extend(cuts)
+            chunk = Chunk(99, SIZE, SLOT)
+            outcome = read(plane, chunk)
+            proxy.for_gets.clear()
+            assert outcome == [ReadOutcome.UNAVAILABLE if again else ReadOutcome.LOADED]
+            if not again:
+                assert chunk.content == wanted
+            assert plane.state.up
+        # No reply was taken for damage of the stored chunk.
+        assert server.command("EXISTS", *Chunk(99, SIZE, SLOT).stripe_keys()) == 4
+        check_works(plane)
+
+
+GARBAGE = [
+    b"+OK\r\n",
+    b":1\r\n",
+    b"*2\r\n$1\r\na\r\n$1\r\nb\r\n",
+    b"HTTP/1.1 502 Bad Gateway\r\nServer: nginx\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00",
+    b"$-7\r\n",
+    b"$nonsense\r\n",
+    b"$99999999999999999999\r\n",
+    b"\0" * 5000,
+    b"$4608\r\n" + b"x" * 4608 + b"zz",
+    b"$-1\r\n$-1\r\n",
+]
+
+
+@pytest.mark.parametrize("reply", GARBAGE, ids=range(len(GARBAGE)))
+def test_garbage_in_place_of_a_reply(server: RedisServer, proxy: Proxy, reply: bytes) -> None:
+    with running(proxy.url, get_connections=1) as plane:
+        check_works(plane)
+        proxy.for_gets.append(Forge(reply))
+        assert read(plane, Chunk(99, SIZE, SLOT)) == [ReadOutcome.UNAVAILABLE]
+        assert server.command("EXISTS", *Chunk(99, SIZE, SLOT).stripe_keys()) == 4
+        check_works(plane)
+
+
+def test_a_reply_meant_for_somebody_else_is_not_taken(proxy: Proxy, server: RedisServer) -> None:
+    """A whole value of another chunk, well formed, in place of ours."""
+    with running(proxy.url, get_connections=1) as plane:
+        other = Chunk(7, SIZE, SLOT, seed=7)
+        assert write(plane, other) == [WriteOutcome.STORED]
+        check_works(plane)
+        with server.client() as client:
+            value = client.get(other.stripe_keys()[0])
+        proxy.for_gets.append(Forge(b"$%d\r\n%b\r\n" % (len(value), value)))
+        assert read(plane, Chunk(99, SIZE, SLOT)) == [ReadOutcome.FOREIGN]
+        assert server.command("EXISTS", *Chunk(99, SIZE, SLOT).stripe_keys()) == 4
+
+
+# ------------------------------------------------------------ two at once
+
+
+def test_two_writers_of_one_chunk(server: RedisServer) -> None:
+    """Whatever is delivered is whole and of one of them."""
+    with running(server.url) as one, running(server.unix_url) as two:
+        written: set[bytes] = set()
+        for seed in range(10):
+            answers = Answers()
+            first, second = (Chunk(1, 10 * SLOT, SLOT, seed=s) for s in (seed, 100 + seed))
+            one.write(first.io(), answers)
+            two.write(second.io(), answers)
+            seen = Chunk(1, 10 * SLOT, SLOT)
+            written |= {first.content, second.content}
+            while len(answers) < 2:
+                if read(one, seen) == [ReadOutcome.LOADED]:
+                    assert seen.content in written
+            assert set(answers.wait(2)) == {WriteOutcome.STORED}
+            if read(two, seen) == [ReadOutcome.LOADED]:
+                assert seen.content in (first.content, second.content)
+            wait_until(lambda: one.stats().queued_reads == 0)
+
+
+def test_removal_of_remains_spares_other_chunks(plane: RedisPlane, server: RedisServer) -> None:
+    chunks = [Chunk(n, SIZE, SLOT, seed=n) for n in range(3)]
+    write(plane, *chunks)
+    server.command("UNLINK", chunks[1].stripe_keys()[2])
+    assert read(plane, *chunks) == [
+        ReadOutcome.LOADED,
+        ReadOutcome.INCOMPLETE,
+        ReadOutcome.LOADED,
+    ]
+    wait_until(lambda: server.command("DBSIZE") == 8)
+    with server.client() as client:
+        assert not list(client.scan_iter(chunk_key(1) + b"*"))

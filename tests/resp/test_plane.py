@@ -1,0 +1,315 @@
+"""Whole chunks through a real server, and the order in which their stripes become visible."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.resp import (
+    CallOutcome,
+    ChunkIO,
+    ReadOutcome,
+    RedisOptions,
+    RedisPlane,
+    WriteOutcome,
+)
+from lmcache_redis.stripe import HEADER_BYTES, describe_header
+from tests.resp.helpers import (
+    NAMESPACE,
+    PATIENCE_S,
+    Answers,
+    Chunk,
+    clear,
+    plane_threads,
+    read,
+    running,
+    scan,
+    wait_until,
+    write,
+)
+from tests.resp.proxy import Proxy, Stall
+from tests.servers import RedisServer, free_port
+
+SLOT = 4096
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+def test_round_trips_of_all_sizes(server: RedisServer, transport: str) -> None:
+    sizes = [1, 63, 64, 65, 4095, 4096, 4097, 8192, 12_345, 100_000, 1_000_003]
+    url = server.url if transport == "tcp" else server.unix_url
+    with running(url) as plane:
+        for slot_bytes in (SLOT, 1 << 20):
+            stored = [Chunk(n, size, slot_bytes, seed=n) for n, size in enumerate(sizes)]
+            assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+            loaded = [Chunk(n, size, slot_bytes) for n, size in enumerate(sizes)]
+            assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
+            for one, other in zip(stored, loaded, strict=True):
+                assert one.content == other.content
+            server.command("FLUSHALL")
+
+
+def test_values_are_what_the_format_says(plane: RedisPlane, server: RedisServer) -> None:
+    chunk = Chunk(1, 10_000, SLOT, seed=1)
+    before_ms = int(time.time() * 1000)
+    assert write(plane, chunk) == [WriteOutcome.STORED]
+    store_ids = set()
+    content = b""
+    with server.client() as client:
+        assert sorted(client.keys()) == sorted(chunk.stripe_keys())
+        for index, key in enumerate(chunk.stripe_keys()):
+            value = client.get(key)
+            header = describe_header(value[:HEADER_BYTES])
+            assert (header.stripe_index, header.stripe_count) == (index, chunk.stripe_count)
+            assert before_ms <= header.created_unix_ms <= time.time() * 1000
+            store_ids.add(header.store_id)
+            content += value[HEADER_BYTES:]
+    assert content == chunk.content
+    assert len(store_ids) == 1
+    assert write(plane, chunk) == [WriteOutcome.STORED]
+    with server.client() as client:
+        again = describe_header(client.get(chunk.stripe_keys()[0])[:HEADER_BYTES])
+    assert again.store_id not in store_ids
+
+
+@pytest.mark.parametrize(("gets", "sets", "outstanding"), [(1, 1, 1), (4, 3, 2), (2, 2, 64)])
+def test_any_number_of_connections(
+    server: RedisServer, gets: int, sets: int, outstanding: int
+) -> None:
+    settings = {
+        "get_connections": gets,
+        "set_connections": sets,
+        "max_outstanding_sets": outstanding,
+    }
+    with running(server.url, **settings) as plane:
+        stored = [Chunk(n, 50_000 + n, SLOT, seed=n) for n in range(20)]
+        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+        loaded = [Chunk(n, 50_000 + n, SLOT) for n in range(20)]
+        assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
+        assert [c.content for c in stored] == [c.content for c in loaded]
+
+
+def test_a_chunk_that_is_not_there(plane: RedisPlane) -> None:
+    chunk = Chunk(1, 10_000, SLOT)
+    assert read(plane, chunk) == [ReadOutcome.MISSING]
+    assert plane.stats().reads[ReadOutcome.MISSING] == 1
+
+
+def test_remove_and_clear(plane: RedisPlane, server: RedisServer) -> None:
+    chunks = [Chunk(n, 10_000, SLOT, seed=n) for n in range(30)]
+    foreign = [b"other", b"lmcr1:" + b"\xff" * 16 + b"x", NAMESPACE]
+    with server.client() as client:
+        client.mset(dict.fromkeys(foreign, b"x"))
+    assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+    plane.remove(chunks[0].key, chunks[0].stripe_count)
+    keys = 29 * chunks[0].stripe_count
+    wait_until(lambda: server.command("DBSIZE") == keys + len(foreign))
+    assert clear(plane, b"lmcr1:" + NAMESPACE) == (CallOutcome.DONE, keys)
+    with server.client() as client:
+        assert sorted(client.keys()) == sorted(foreign)
+    with pytest.raises(ValueError, match="not the beginning"):
+        clear(plane, b"")
+
+
+def test_clear_takes_a_prefix_literally(plane: RedisPlane, server: RedisServer) -> None:
+    namespace = b"[a-z]*?\\^" + b"n" * 7
+    ours = [b"p:lmcr1:" + namespace + b"%d" % n for n in range(2000)]
+    with server.client() as client:
+        client.mset(dict.fromkeys(ours, b"x"))
+        client.set(b"p:lmcr1:b" + b"n" * 15, b"x")
+    assert clear(plane, b"p:lmcr1:" + namespace) == (CallOutcome.DONE, 2000)
+    assert server.command("DBSIZE") == 1
+
+
+def test_stats_count_what_happened(plane: RedisPlane) -> None:
+    chunks = [Chunk(n, 10_000, SLOT, seed=n) for n in range(3)]
+    write(plane, *chunks)
+    read(plane, *chunks, Chunk(9, 10_000, SLOT))
+    scan(plane, [b"a", b"b"])
+    stats = plane.stats()
+    assert stats.bytes_in == stats.bytes_out == 30_000
+    assert stats.reads[ReadOutcome.LOADED] == stats.writes[WriteOutcome.STORED] == 3
+    assert stats.calls[CallOutcome.DONE] == 1
+    assert stats.keys_scanned == 2
+    # One each to write, control and probe, and two to read.
+    wait_until(lambda: plane.stats().connects == 5)
+    assert (stats.errors, stats.connections_lost) == (0, 0)
+    wait_until(lambda: plane.stats().queued_reads == 0)
+
+
+def test_slots_that_do_not_fit_are_refused_at_once(plane: RedisPlane) -> None:
+    chunk = Chunk(1, 10_000, SLOT)
+    answers = Answers()
+    readonly = [memoryview(bytes(slot)) for slot in chunk.slots]
+    strided = [memoryview(bytearray(2 * slot.nbytes))[::2] for slot in chunk.slots]
+    words = [memoryview(bytearray(slot.nbytes)).cast("H") for slot in chunk.slots[:2]]
+    for slots in (chunk.slots[:-1], chunk.slots[::-1], readonly, strided, words):
+        with pytest.raises(ValueError, match="slot"):
+            plane.read(ChunkIO(chunk.key, chunk.frame, slots, time.monotonic() + 1), answers)
+    assert len(answers) == 0
+
+
+def test_a_chunk_moves_once_at_a_time(own_server: RedisServer) -> None:
+    with running(own_server.url) as plane:
+        own_server.stop()
+        io = Chunk(1, 100, SLOT).io(0.05)
+        answers = Answers()
+        plane.read(io, answers)
+        with pytest.raises(RuntimeError, match="already"):
+            plane.read(io, answers)
+        answers.wait(1)
+        own_server.cont()
+
+
+# ------------------------------------------------------- stripe 0 comes last
+
+
+def test_stripe_0_waits_for_all_others_and_the_next_chunk_does_not(
+    proxy: Proxy, server: RedisServer
+) -> None:
+    one, two = Chunk(1, 5 * SLOT, SLOT, seed=1), Chunk(2, 4 * SLOT, SLOT, seed=2)
+    with running(proxy.url, max_outstanding_sets=3) as plane:
+        assert write(plane, Chunk(0, 1, SLOT)) == [WriteOutcome.STORED]
+        server.command("FLUSHALL")
+        proxy.stripes_set.clear()
+        proxy.acknowledge.clear()
+        answers = Answers()
+        plane.write(one.io(), answers)
+        wait_until(lambda: len(proxy.stripes_set) == 3)
+        plane.write(two.io(), answers)
+        # Now three replies and no more: stripe 4 of the first chunk stays unacknowledged.
+        proxy.hold_after = proxy.acknowledged + 3
+        proxy.acknowledge.set()
+        sent = [(one.key, index) for index in (1, 2, 3, 4)] + [(two.key, 1), (two.key, 2)]
+        wait_until(lambda: len(proxy.stripes_set) == len(sent))
+        wait_until(lambda: server.command("DBSIZE") == len(sent))
+        assert proxy.stripes_set == sent
+        assert len(answers) == 0
+        proxy.acknowledge.set()
+        assert set(answers.wait(2)) == {WriteOutcome.STORED}
+        assert proxy.stripes_set == [*sent, (one.key, 0), (two.key, 3), (two.key, 0)]
+
+
+def test_stripe_0_is_last_in_the_order_of_the_server(server: RedisServer) -> None:
+    chunks = [Chunk(n, (n % 4 + 1) * 64, 64, seed=n) for n in range(12)]
+    total = sum(chunk.stripe_count for chunk in chunks)
+    with server.client() as client, client.monitor() as monitor:
+        with running(server.url, max_outstanding_sets=3) as plane:
+            assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        seen: list[tuple[int, int]] = []
+        while len(seen) < total:
+            line = monitor.connection.read_response()
+            _, _, rest = line.partition(b'"SET" "')
+            if rest:
+                key = rest.partition(b'" "LMCR')[0].decode("unicode_escape").encode("latin-1")
+                seen.append((int.from_bytes(key[-34:-2], "big"), int.from_bytes(key[-2:], "big")))
+    for chunk in chunks:
+        order = [index for number, index in seen if number == chunk.number]
+        assert order == [*range(1, chunk.stripe_count), 0]
+
+
+# ----------------------------------------------------------------- the ends
+
+
+def test_a_plane_starts_without_a_server(tmp_path: Path) -> None:
+    url = f"redis://127.0.0.1:{free_port()}"
+    with running(url) as plane:
+        state = plane.state
+        assert (state.up, state.probed) == (False, True)
+        assert "refuses connections" in state.reason
+        chunk = Chunk(1, 100, SLOT)
+        assert read(plane, chunk) == [ReadOutcome.UNAVAILABLE]
+        assert write(plane, chunk) == [WriteOutcome.UNAVAILABLE]
+        assert scan(plane, [b"k"]) == (CallOutcome.UNAVAILABLE, 0)
+        assert clear(plane, b"lmcr1:") == (CallOutcome.UNAVAILABLE, 0)
+
+
+def test_close_finishes_writes_and_cancels_the_rest(server: RedisServer) -> None:
+    plane = RedisPlane(RedisOptions(server.url))
+    plane.start()
+    plane.wait_probed(PATIENCE_S)
+    written, loaded = Answers(), Answers()
+    for number in range(20):
+        plane.write(Chunk(number, 40_000, SLOT, seed=number).io(), written)
+    for number in range(200):
+        plane.read(Chunk(number, 40_000, SLOT).io(), loaded)
+    assert plane.close(PATIENCE_S)
+    assert set(written.wait(20, 0)) == {WriteOutcome.STORED}
+    assert set(loaded.wait(200, 0)) <= {
+        ReadOutcome.CANCELLED,
+        ReadOutcome.MISSING,
+        ReadOutcome.INCOMPLETE,
+        ReadOutcome.LOADED,
+    }
+    assert plane_threads() == []
+    assert plane.close(0)
+    with pytest.raises(RuntimeError):
+        plane.read(Chunk(1, 100, SLOT).io(), loaded)
+
+
+def test_close_does_not_wait_for_a_server_that_is_stopped(own_server: RedisServer) -> None:
+    plane = RedisPlane(RedisOptions(own_server.url, op_timeout_s=60.0, connect_timeout_s=60.0))
+    plane.start()
+    plane.wait_probed(PATIENCE_S)
+    own_server.stop()
+    answers = Answers()
+    for number in range(5):
+        plane.write(Chunk(number, 40_000, SLOT).io(), answers)
+        plane.read(Chunk(number, 40_000, SLOT).io(), answers)
+    started = time.monotonic()
+    assert plane.close(0.05)
+    assert time.monotonic() - started < 30
+    assert set(answers.wait(10, 0)) == {WriteOutcome.CANCELLED, ReadOutcome.CANCELLED}
+    own_server.cont()
+
+
+def test_cancel_ends_queued_reads_and_leaves_others_alone(proxy: Proxy) -> None:
+    with running(proxy.url, get_connections=1) as plane:
+        chunks = [Chunk(n, 3 * SLOT, SLOT, seed=n) for n in range(3)]
+        write(plane, *chunks)
+        wait_until(lambda: plane.stats().queued_writes == 0)
+        proxy.for_gets.append(Stall(100))
+        answers = Answers()
+        ios = [chunk.io() for chunk in chunks]
+        for io in ios:
+            plane.read(io, answers)
+        wait_until(lambda: proxy.gets == 1)
+        plane.cancel(ios[1])
+        assert answers.wait(1) == [ReadOutcome.CANCELLED]
+        # The first is held by a socket: its answer waits for that.
+        plane.cancel(ios[0])
+        assert len(answers) == 1
+        proxy.cut_all()
+        outcomes = answers.wait(3)
+        assert outcomes[1] is ReadOutcome.CANCELLED
+        assert outcomes[2] in (ReadOutcome.LOADED, ReadOutcome.UNAVAILABLE)
+        plane.cancel(ios[2])
+
+
+def test_use_before_start_and_twice(server: RedisServer) -> None:
+    plane = RedisPlane(RedisOptions(server.url))
+    with pytest.raises(RuntimeError):
+        plane.scan([], 0.0, lambda result: None)
+    assert plane.close(0)
+    plane.start()
+    with pytest.raises(RuntimeError):
+        plane.start()
+    assert plane.close(1)
+
+
+def test_callbacks_come_in_chunk_order_when_all_is_well(plane: RedisPlane) -> None:
+    chunks = [Chunk(n, 100, SLOT, seed=n) for n in range(50)]
+    order: list[int] = []
+    answers = Answers()
+
+    def done(io: ChunkIO, outcome: WriteOutcome) -> None:
+        assert isinstance(io.tag, Chunk)
+        order.append(io.tag.number)
+        answers(io, outcome)
+
+    for chunk in chunks:
+        plane.write(chunk.io(), done)
+    answers.wait(50)
+    assert all(a < b for a, b in pairwise(order))

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from lmcache_redis.errors import RedisProtocolError
+from lmcache_redis.resp import CallOutcome, RedisPlane
+from lmcache_redis.resp.scan import GROUP_KEYS, count_prefix, find_present
+from lmcache_redis.resp.wire import Reply, keys_command
+from tests.resp.helpers import exists, first_key, scan
+from tests.servers import RedisServer
+
+
+class FakeServer:
+    """Answers packed EXISTS commands and counts round trips."""
+
+    def __init__(self, present: set[bytes]) -> None:
+        self.present = present
+        self.round_trips = 0
+
+    def __call__(self, request: bytes, reply_count: int) -> Sequence[Reply]:
+        self.round_trips += 1
+        replies: list[Reply] = []
+        words = request.split(b"\r\n")[:-1]
+        while words:
+            count = int(words[0][1:])
+            command, words = words[1 : 1 + 2 * count], words[1 + 2 * count :]
+            assert command[1] == b"EXISTS"
+            replies.append(sum(key in self.present for key in command[3::2]))
+        assert len(replies) == reply_count
+        return replies
+
+
+def keys(count: int) -> list[bytes]:
+    return [b"key-%05d" % number for number in range(count)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 64, 100, 1000])
+def test_all_or_none_cost_one_round_trip(count: int) -> None:
+    asked = keys(count)
+    full, empty = FakeServer(set(asked)), FakeServer(set())
+    assert count_prefix(full, asked) == count
+    assert count_prefix(empty, asked) == 0
+    assert full.round_trips == empty.round_trips == (1 if count else 0)
+
+
+@pytest.mark.parametrize("length", range(0, 100, 7))
+def test_a_prefix_costs_two_at_most(length: int) -> None:
+    asked = keys(100)
+    server = FakeServer(set(asked[:length]))
+    assert count_prefix(server, asked) == length
+    assert server.round_trips == (1 if length % GROUP_KEYS == 0 else 2)
+
+
+def test_gaps_end_the_prefix_whatever_comes_after() -> None:
+    asked = keys(200)
+    source = random.Random(7)
+    for _ in range(200):
+        present = {key for key in asked if source.random() < source.choice([0.5, 0.97, 1.0])}
+        server = FakeServer(present)
+        truth = next((i for i, key in enumerate(asked) if key not in present), len(asked))
+        assert count_prefix(server, asked) == truth
+        assert find_present(server, asked) == [key in present for key in asked]
+
+
+def test_a_key_that_comes_in_between_is_no_error() -> None:
+    asked = keys(40)
+    server = FakeServer(set(asked) - {asked[3]})
+
+    def call(request: bytes, reply_count: int) -> Sequence[Reply]:
+        replies = server(request, reply_count)
+        server.present.add(asked[3])
+        return replies
+
+    assert count_prefix(call, asked) == GROUP_KEYS
+
+
+@pytest.mark.parametrize("reply", [b"OK", None, -1, 33, [1]])
+def test_a_reply_that_is_no_count(reply: Reply) -> None:
+    with pytest.raises(RedisProtocolError):
+        count_prefix(lambda _, count: [reply] * count, keys(32))
+
+
+def test_against_a_server(plane: RedisPlane, server: RedisServer) -> None:
+    asked = [first_key(number) for number in range(1000)]
+    assert scan(plane, asked) == (CallOutcome.DONE, 0)
+    assert scan(plane, []) == (CallOutcome.DONE, 0)
+    with server.client() as client:
+        client.mset(dict.fromkeys(asked[:777], b"x"))
+        client.delete(asked[800])
+    assert scan(plane, asked) == (CallOutcome.DONE, 777)
+    assert scan(plane, asked[:777]) == (CallOutcome.DONE, 777)
+    with server.client() as client:
+        client.mset(dict.fromkeys(asked[900:], b"x"))
+    found = exists(plane, asked)
+    assert found.outcome is CallOutcome.DONE
+    assert list(found.present) == [True] * 777 + [False] * 123 + [True] * 100
+    assert exists(plane, []).present == ()
+
+
+def test_ten_thousand_keys_of_differing_lengths(plane: RedisPlane, server: RedisServer) -> None:
+    asked = [b"k" * (number % 5 + 1) + b"-%d" % number for number in range(10_000)]
+    request = keys_command(b"UNLINK", asked)
+    assert request.count(b"\r\n") == 2 * len(asked) + 3
+    with server.client() as client:
+        client.mset(dict.fromkeys(asked[:9_999], b""))
+    assert scan(plane, asked) == (CallOutcome.DONE, 9_999)

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_redis.errors import (
+    RedisAuthError,
+    RedisFull,
+    RedisProtocolError,
+    RedisReplyError,
+    RedisUnavailable,
+)
+from lmcache_redis.resp.wire import (
+    MAX_BULK_BYTES,
+    MAX_LINE_BYTES,
+    ErrorReply,
+    Reply,
+    ReplyBuffer,
+    error_of,
+    escape_pattern,
+    get_command,
+    get_command_without_end,
+    keys_command,
+    parse_length,
+    scan_command,
+    set_prefix,
+)
+
+SOME_REPLIES = (
+    b"+OK\r\n:12\r\n:-3\r\n$3\r\na\r\n\r\n$-1\r\n*2\r\n$1\r\n0\r\n*2\r\n$1\r\na\r\n$0\r\n\r\n"
+    b"-ERR no\r\n*-1\r\n*0\r\n"
+)
+WHAT_THEY_SAY: list[Reply] = [
+    b"OK",
+    12,
+    -3,
+    b"a\r\n",
+    None,
+    [b"0", [b"a", b""]],
+    ErrorReply("ERR", "ERR no"),
+    None,
+    [],
+]
+
+
+def test_commands() -> None:
+    assert get_command(b"k\r\n") == b"*2\r\n$3\r\nGET\r\n$3\r\nk\r\n\r\n"
+    assert get_command_without_end(b"abc", 2) + b"bc\r\n" == get_command(b"abc")
+    assert set_prefix(b"k", 5) == b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$5\r\n"
+    assert keys_command(b"UNLINK", [b"a"]) == b"*2\r\n$6\r\nUNLINK\r\n$1\r\na\r\n"
+    assert scan_command(b"0", b"p*", 10).startswith(b"*6\r\n$4\r\nSCAN\r\n$1\r\n0\r\n$5\r\nMATCH")
+
+
+@given(st.lists(st.binary(max_size=20), min_size=1, max_size=40))
+def test_keys_of_any_lengths_are_packed_alike(keys: list[bytes]) -> None:
+    packed = b"".join(b"$%d\r\n%b\r\n" % (len(key), key) for key in [b"EXISTS", *keys])
+    assert keys_command(b"EXISTS", keys) == b"*%d\r\n" % (len(keys) + 1) + packed
+
+
+@given(st.lists(st.integers(1, len(SOME_REPLIES) - 1), max_size=12))
+def test_replies_however_they_are_cut(cuts: list[int]) -> None:
+    buffer = ReplyBuffer()
+    replies: list[Reply] = []
+    edges = [0, *sorted(cuts), len(SOME_REPLIES)]
+    for start, end in pairwise(edges):
+        buffer.feed(SOME_REPLIES[start:end])
+        replies += buffer.take()
+    assert replies == WHAT_THEY_SAY
+    assert buffer.pending_bytes == 0
+
+
+@given(
+    st.one_of(
+        st.binary(max_size=200),
+        st.lists(st.sampled_from([b"$", b"*", b":", b"-", b"+", b"\r\n", b"1", b"-1", b"x"])).map(
+            b"".join
+        ),
+    )
+)
+def test_any_bytes_give_replies_or_our_own_error(data: bytes) -> None:
+    buffer = ReplyBuffer()
+    try:
+        buffer.feed(data)
+        buffer.take()
+    except RedisProtocolError:
+        pass
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n",
+        b"\x15\x03\x01\x00\x02\x02\x46",
+        b":x\r\n",
+        b":\r\n",
+        b":1 \r\n",
+        b":+1\r\n",
+        b"$-2\r\n",
+        b"$1\r\nab\r\n",
+        b"$%d\r\n" % (MAX_BULK_BYTES + 1),
+        b"$99999999999999999999\r\n",
+        b"*2147483647\r\n",
+        b"*1\r\n*1\r\n*1\r\n:1\r\n",
+        b"+" + b"x" * MAX_LINE_BYTES,
+        b"%1\r\n",
+        b"_\r\n",
+    ],
+)
+def test_what_is_no_reply(data: bytes) -> None:
+    buffer = ReplyBuffer()
+    buffer.feed(data)
+    with pytest.raises(RedisProtocolError):
+        buffer.take()
+
+
+def test_lengths() -> None:
+    assert parse_length(b"$12") == 12
+    assert parse_length(b"$-1") is None
+    for wrong in (b"$-2", b"$", b"$1x", b":1", b"$99999999999999"):
+        with pytest.raises(RedisProtocolError):
+            parse_length(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("OOM command not allowed when used memory > 'maxmemory'.", RedisFull),
+        ("NOAUTH Authentication required.", RedisAuthError),
+        ("LOADING Redis is loading the dataset in memory", RedisUnavailable),
+        ("BUSY Redis is busy running a script.", RedisUnavailable),
+        ("MASTERDOWN Link with MASTER is down", RedisUnavailable),
+        ("ERR max number of clients reached", RedisUnavailable),
+        ("READONLY You can't write against a read only replica.", RedisReplyError),
+        ("NOPERM this user has no permissions", RedisReplyError),
+        ("MOVED 1 h:1", RedisReplyError),
+        ("something else", RedisReplyError),
+    ],
+)
+def test_errors_by_their_codes(text: str, kind: type[Exception]) -> None:
+    buffer = ReplyBuffer()
+    buffer.feed(f"-{text}\r\n".encode())
+    (reply,) = buffer.take()
+    assert isinstance(reply, ErrorReply)
+    assert type(error_of(reply)) is kind
+
+
+@given(st.binary(max_size=12))
+def test_an_escaped_pattern_matches_only_itself(literal: bytes) -> None:
+    pattern = escape_pattern(literal)
+    unescaped = bytearray()
+    position = 0
+    while position < len(pattern):
+        if pattern[position : position + 1] == b"\\":
+            position += 1
+        else:
+            assert pattern[position : position + 1] not in (b"*", b"?", b"[")
+        unescaped += pattern[position : position + 1]
+        position += 1
+    assert bytes(unescaped) == literal

@@ -1,0 +1,265 @@
+"""Settings: what is accepted, what is refused, and what the sentence says."""
+
+from __future__ import annotations
+
+import dataclasses
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_redis.config import (
+    AgentConfig,
+    ClientConfig,
+    default_endpoint,
+    ensure_private,
+    format_size,
+    option_name,
+    parse_size,
+    private_directory,
+    settings_table,
+    shown_default,
+)
+from lmcache_redis.errors import ConfigError
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        (" 12 ", 12),
+        ("1k", 1024),
+        ("4GiB", 4 << 30),
+        ("4gib", 4 << 30),
+        ("4 GiB", 4 << 30),
+        ("1.5G", 3 << 29),
+        ("512MB", 512_000_000),
+        ("2TB", 2_000_000_000_000),
+        (77, 77),
+    ],
+)
+def test_sizes_are_read(text: str | int, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "4 potatoes", "1e9", "4GiB2", "0x10", "1,5G"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size: write it as 4GiB, 512MB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("size_bytes", [1, 1000, 1024, 1020 << 10, 3 << 29, 4 << 30])
+def test_sizes_are_written_so_that_they_can_be_read(size_bytes: int) -> None:
+    assert parse_size(format_size(size_bytes)) == size_bytes
+
+
+def test_the_defaults_are_possible_and_leave_room() -> None:
+    config = AgentConfig()
+    assert config.pool_bytes <= 4 << 30
+    assert config.embedded_memory_bytes <= 8 << 30
+    assert config.write_queue_limit_bytes == config.pool_bytes // 2
+    assert config.chunk_size_tokens == 256
+    # A value of Redis is the payload and a header of 512 bytes: just under 1 MiB.
+    assert config.slot_bytes + 512 < MIB
+
+
+def test_a_config_never_changes() -> None:
+    config = AgentConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.pool_bytes = 1  # type: ignore[misc]
+
+
+def test_a_config_never_shows_a_password() -> None:
+    config = AgentConfig(redis_url="redis://user:in-the-url@cache", redis_password="in-the-field")
+    assert "in-the-url" not in repr(config)
+    assert "in-the-field" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chunk_size_tokens", 0),
+        ("chunk_size_tokens", -256),
+        ("chunk_size_tokens", True),
+        ("chunk_size_tokens", "256"),
+        ("slot_bytes", 4095),
+        ("pool_bytes", 0),
+        ("pool_bytes", 1 << 51),
+        ("embedded_memory_bytes", 1000),
+        ("write_queue_bytes", -1),
+        ("lookup_deadline_s", 0),
+        ("lookup_deadline_s", float("nan")),
+        ("op_timeout_s", float("inf")),
+        ("op_timeout_s", -1.0),
+        ("session_timeout_s", 0.5),
+        ("heartbeat_timeout_s", 0),
+        ("shutdown_deadline_s", -1),
+        ("get_connections", 0),
+        ("set_connections", 65),
+        ("copy_threads", 0),
+        ("device", "tpu"),
+        ("log_level", "loud"),
+    ],
+)
+def test_impossible_values_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AgentConfig(**{name: value})
+    said = str(caught.value)
+    assert option_name(name) in said
+    assert repr(value) in said or str(value) in said
+    assert "set it to" in said or "choose one of" in said
+
+
+def test_a_host_pool_has_room_for_a_slot() -> None:
+    with pytest.raises(ConfigError, match="--pool-bytes"):
+        AgentConfig(pool_bytes=MIB, slot_bytes=MIB)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["ipc:///run/x/agent.sock", "tcp://127.0.0.1:7000", "tcp://localhost:1", "tcp://[::1]:65535"],
+)
+def test_endpoints_of_this_machine_are_accepted(endpoint: str) -> None:
+    assert AgentConfig(endpoint=endpoint).endpoint == endpoint
+    assert ClientConfig(endpoint=endpoint).endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "",
+        "agent.sock",
+        "/run/agent.sock",
+        "ipc://agent.sock",
+        "ipc:///" + "x" * 100,
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:65536",
+        "tcp://*:7000",
+        "tcp://0.0.0.0:7000",
+        "tcp://10.1.2.3:7000",
+        "tcp://example.org:7000",
+        "udp://127.0.0.1:7000",
+    ],
+)
+def test_other_endpoints_are_refused(endpoint: str) -> None:
+    for config in (AgentConfig, ClientConfig):
+        with pytest.raises(ConfigError, match="endpoint"):
+            config(endpoint=endpoint)
+
+
+def test_the_default_endpoint_is_in_the_runtime_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert default_endpoint() == f"ipc://{tmp_path}/lmcache-redis/agent.sock"
+    assert AgentConfig().endpoint == ClientConfig().endpoint == default_endpoint()
+
+
+def test_without_a_runtime_directory_users_do_not_share_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 4711)
+    assert private_directory().name == "lmcache-redis-4711"
+
+
+def test_the_endpoints_directory_is_made_private(tmp_path: Path) -> None:
+    directory = tmp_path / "made" / "here"
+    ensure_private(directory)
+    ensure_private(directory)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o701, 0o710, 0o750, 0o777])
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    directory = tmp_path / "open"
+    directory.mkdir()
+    directory.chmod(mode)
+    with pytest.raises(ConfigError, match=f"run `chmod 700 {directory}`"):
+        ensure_private(directory)
+
+
+def test_a_directory_of_somebody_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "foreign"
+    directory.mkdir(mode=0o700)
+    monkeypatch.setattr("os.getuid", lambda: directory.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="does not belong to this user"):
+        ensure_private(directory)
+
+
+def test_a_link_is_no_private_directory(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    with pytest.raises(ConfigError, match="does not belong to this user"):
+        ensure_private(link)
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="choose another --endpoint"):
+        ensure_private(tmp_path / "file" / "below")
+
+
+def test_an_engine_needs_to_say_nothing() -> None:
+    assert ClientConfig.from_extra_config({}).endpoint == default_endpoint()
+
+
+def test_an_engines_settings_are_taken() -> None:
+    extra = {"endpoint": "ipc:///run/x/agent.sock", "agent_dead_after_s": 3}
+    config = ClientConfig.from_extra_config(extra)
+    assert config.endpoint == "ipc:///run/x/agent.sock"
+    assert config.agent_dead_after_s == 3
+
+
+def test_unknown_settings_of_an_engine_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ClientConfig.from_extra_config({"endpiont": "ipc:///x", "host": "y"})
+    assert "endpiont, host" in str(caught.value)
+    assert all(field.name in str(caught.value) for field in dataclasses.fields(ClientConfig))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"endpoint": None},
+        {"endpoint": 7},
+        {"agent_dead_after_s": "2"},
+        {"agent_dead_after_s": True},
+        {"agent_dead_after_s": 0},
+    ],
+)
+def test_impossible_settings_of_an_engine_are_refused(extra: dict[str, Any]) -> None:
+    (name,) = extra
+    with pytest.raises(ConfigError, match=name.replace("_", "[-_]")):
+        ClientConfig.from_extra_config(extra)
+
+
+def test_every_setting_explains_itself() -> None:
+    for field in dataclasses.fields(AgentConfig):
+        assert len(field.metadata["help"]) > 10, field.name
+        assert shown_default(field), field.name
+
+
+def test_the_table_has_every_setting_once() -> None:
+    lines = settings_table().splitlines()
+    assert len(lines) == 2 + len(dataclasses.fields(AgentConfig))
+    assert all(line.count(" | ") == 2 for line in lines[:1] + lines[2:])
+    assert "`--pool-bytes`" in settings_table()
+    # A password on a command line can be read by everybody on the machine.
+    assert "--redis-password" not in settings_table()
+    assert "`$LMCACHE_REDIS_PASSWORD`" in settings_table()
+
+
+def test_the_table_is_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = settings_table()
+    monkeypatch.setattr("os.sysconf", lambda name: 1 << 15)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/elsewhere")
+    assert settings_table() == table

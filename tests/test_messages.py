@@ -1,0 +1,124 @@
+"""The wire: every message survives the round trip, nothing else does."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_redis import messages as m
+from lmcache_redis.device.handles import SharedMemoryHandle
+from lmcache_redis.device.layout import KVLayout, Segment
+from lmcache_redis.errors import WireError
+from lmcache_redis.keys import IPCCacheEngineKey
+
+KEY = IPCCacheEngineKey("model", 2, None, chunk_hash=b"h" * 32, request_id="r")
+LAYOUT = KVLayout(
+    identity=(("engine", "test"),),
+    dtype="float32",
+    device="cpu",
+    block_size_tokens=16,
+    num_blocks=4,
+    segments=(Segment(0, 0, 1024, 1024),),
+)
+QUESTIONS: list[m.Message] = [
+    m.Hello(1, "engine", "model", 2, None, "0.1.0"),
+    m.Hello(1, "engine", "model", 2, 1, "0.1.0"),
+    m.GetChunkSize(2),
+    m.RegisterKVCache(3, 7, LAYOUT, b"f" * 32, (SharedMemoryHandle(1, 2, 3, 4, 5, 6),)),
+    m.UnregisterKVCache(4),
+    m.Lookup(5, "r", (KEY, KEY)),
+    m.Store(6, "r", (KEY,), (1, 2, 3, 4), 10**15, b"event"),
+    m.Retrieve(7, "r", (KEY,), (1, 2, 3, 4), 32, 10**15),
+    m.ReleaseLocks(8, "r", (KEY,)),
+    m.EndSession(9, "r"),
+    m.Goodbye(10),
+    m.Clear(11),
+    m.Status(12),
+    m.Ping(13),
+]
+ANSWERS: list[m.Message] = [
+    m.Welcome(1, "agent", 1, 2, 256, 1.0, "0.1.0"),
+    m.ChunkSize(2, 256),
+    m.Done(3, 4),
+    m.LookupResult(4, 16),
+    m.StoreResult(5, 1, 2, 3),
+    m.RetrieveResult(6, (0, 5)),
+    m.StatusReport(7, b"{}"),
+    m.Pong(8, 1, "0.1.0"),
+    m.Failure(9, m.REFUSED, "because"),
+]
+
+
+@pytest.mark.parametrize("message", QUESTIONS, ids=lambda q: type(q).__name__)
+def test_questions_survive_the_wire(message: m.Message) -> None:
+    assert m.decode_question(m.encode(message)) == message
+    with pytest.raises(WireError):
+        m.decode_answer(m.encode(message))
+
+
+@pytest.mark.parametrize("message", ANSWERS, ids=lambda a: type(a).__name__)
+def test_answers_survive_the_wire(message: m.Message) -> None:
+    assert m.decode_answer(m.encode(message)) == message
+    with pytest.raises(WireError):
+        m.decode_question(m.encode(message))
+
+
+def test_a_message_in_bytes() -> None:
+    assert m.encode(m.Ping(7)) == [
+        b"LMCR-MP\x00\x01",
+        bytes.fromhex("82 a4 74797065 a4 50494e47 a7 63616c6c5f6964 07"),
+    ]
+
+
+def test_another_version_is_told_from_garbage() -> None:
+    frames = m.encode(m.Ping(1))
+    with pytest.raises(m.VersionMismatch, match="version 258"):
+        m.decode_question([m.MAGIC + b"\x01\x02", frames[1]])
+    for preamble in (b"", b"LMCR", b"x" * 9, m.PREAMBLE[:-1], m.PREAMBLE + b"\0"):
+        with pytest.raises(WireError):
+            m.decode_question([preamble, frames[1]])
+    for frames in ([], [m.PREAMBLE], [m.PREAMBLE, b"", b""]):
+        with pytest.raises(WireError):
+            m.decode_question(frames)
+
+
+def test_unknown_fields_and_types_are_refused() -> None:
+    for fields in (
+        {"type": "PING", "call_id": 1, "more": 2},
+        {"type": "PING", "call_id": "1"},
+        {"type": "PING"},
+        {"type": "SHUTDOWN", "call_id": 1},
+        {"call_id": 1},
+        {"type": "LOOKUP", "call_id": 1, "request_id": "r", "keys": [["model", 0, None, b"h"]]},
+    ):
+        with pytest.raises(WireError):
+            m.decode_question([m.PREAMBLE, msgspec.msgpack.encode(fields)])
+
+
+def test_a_message_that_is_too_long_is_not_decoded() -> None:
+    with pytest.raises(WireError, match="at most"):
+        m.decode_question([m.PREAMBLE, bytes(m.MAX_MESSAGE_BYTES + 1)])
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_raise_only_wire_errors(body: bytes) -> None:
+    for decode in (m.decode_question, m.decode_answer):
+        with pytest.raises(WireError):
+            decode([m.PREAMBLE, body])
+
+
+@given(st.sampled_from(QUESTIONS), st.data())
+def test_changed_messages_raise_only_wire_errors(message: m.Message, data: st.DataObject) -> None:
+    body = bytearray(m.encode(message)[1])
+    position = data.draw(st.integers(0, len(body) - 1))
+    body[position] = data.draw(st.integers(0, 255))
+    try:
+        m.decode_question([m.PREAMBLE, bytes(body)])
+    except WireError:
+        return
+
+
+def test_an_answer_is_addressed() -> None:
+    assert m.addressed(m.Done(0, 3), 17) == m.Done(17, 3)

@@ -1,0 +1,148 @@
+"""The project around the package: what it promises in files that no other test reads."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lmcache_redis.config import AgentConfig, ClientConfig, option_name, settings_table
+from lmcache_redis.version import __version__
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = [*sorted((ROOT / "scripts").iterdir()), ROOT / ".ci" / "run"]
+
+
+def script_id(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=script_id)
+def test_scripts_run_from_anywhere(path: Path) -> None:
+    assert os.access(path, os.X_OK)
+    text = path.read_text()
+    assert text.startswith("#!/usr/bin/env bash\n")
+    assert "\nset -euo pipefail\n" in text
+    assert "BASH_SOURCE" in text, "finds the repository by its own place"
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+def test_the_scripts_are_there() -> None:
+    assert {"setup", "test", "check", "demo", "bench"} <= {path.name for path in SCRIPTS}
+    assert "\n./scripts/test\n" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_no_script_names_a_registry() -> None:
+    """pip is configured by the machine, and not everywhere as here."""
+    for path in [*SCRIPTS, ROOT / "Dockerfile"]:
+        text = path.read_text()
+        assert not re.search(r"https?://|--(extra-)?index-url|--find-links", text), path.name
+
+
+def test_the_entry_points_lead_somewhere() -> None:
+    (command,) = entry_points(group="console_scripts", name="lmcache-redis")
+    assert callable(command.load())
+    # Loading the plugin imports vLLM in part; that the module is there is enough here.
+    (plugin,) = entry_points(group="vllm.general_plugins", name="lmcache_redis")
+    assert plugin.value == "lmcache_redis.integrations.vllm:register"
+    assert callable(importlib.import_module(plugin.module).register)
+
+
+def test_one_version() -> None:
+    assert version("lmcache-redis") == __version__
+    assert f"\n## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_licence_is_apache() -> None:
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_the_agent_starts_without_torch() -> None:
+    """What `lmcache-redis agent` imports, in a fresh interpreter."""
+    code = (
+        "import sys, lmcache_redis.cli, lmcache_redis.agent.main\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported {sorted(heavy)}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_has_the_settings() -> None:
+    readme = ROOT / "README.md"
+    if not readme.exists():
+        return
+    assert settings_table() in readme.read_text(), (
+        "the table of settings in README.md is not that of the code; print it with: "
+        "python -c 'from lmcache_redis.config import settings_table; print(settings_table())'"
+    )
+
+
+def test_links_between_our_documents_lead_somewhere() -> None:
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def compose() -> dict[str, Any]:
+    document = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+def test_compose_joins_agent_and_engine() -> None:
+    services = compose()["services"]
+    assert set(services) == {"node", "redis", "agent", "vllm"}
+    assert services["node"]["ipc"] == "shareable"
+    for name in ("agent", "vllm"):
+        # CUDA IPC, shared memory and /proc/<pid> end at the borders of these namespaces.
+        assert services[name]["ipc"] == services[name]["pid"] == "service:node"
+        assert "endpoint:/run/lmcache-redis" in services[name]["volumes"]
+    for service in services.values():
+        assert set(service.get("depends_on", ())) <= set(services)
+
+
+def test_compose_runs_a_cache_that_evicts_and_saves_nothing() -> None:
+    command = compose()["services"]["redis"]["command"]
+    settings = dict(zip(command[1::2], command[2::2], strict=True))
+    assert command[0] == "redis-server"
+    assert settings["--maxmemory-policy"] == "allkeys-lru"
+    assert settings["--save"] == ""
+    assert "--maxmemory" in settings
+
+
+def test_compose_asks_for_settings_that_exist() -> None:
+    services = compose()["services"]
+    words = services["agent"]["command"]
+    assert words[0] == "agent"
+    known = {option_name(name) for name in AgentConfig.__dataclass_fields__}
+    assert set(words[1::2]) <= known
+    endpoint = words[words.index("--endpoint") + 1]
+
+    words = services["vllm"]["command"]
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector"] == "LMCacheRedisConnector"
+    client = ClientConfig.from_extra_config(transfer["kv_connector_extra_config"])
+    assert client.endpoint == endpoint
+
+
+def test_the_dockerfile_ends_without_root() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
+    built = {"agent", "vllm"}
+    for stage in stages:
+        name = stage.splitlines()[0].rpartition(" AS ")[2]
+        if name in built:
+            built.remove(name)
+            assert re.findall(r"^USER (\S+)", stage, flags=re.MULTILINE)[-1] == "lmcache"
+    assert not built, "docker-compose.yml builds these targets"
