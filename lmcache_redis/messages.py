@@ -22,7 +22,7 @@ Order of events
    ``(engine_id, request_id)`` until each rank has retrieved its chunk, ``RELEASE_LOCKS``
    names it, ``END_SESSION`` ends the request, or the session times out.
 4. A worker sends ``RETRIEVE``: pinned chunks are copied into the named blocks, then
-   ``RETRIEVE_RESULT`` lists the chunks that were not (indices into ``keys``).
+   ``RETRIEVE_RESULT`` lists the chunks that were not (indices into ``chunks``).
 5. A worker sends ``STORE``: blocks are copied out into slots, then ``STORE_RESULT`` says that the
    blocks are no longer read. Writing to Redis happens after that, unseen by the engine.
 
@@ -47,14 +47,14 @@ Failure flows
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 
 from lmcache_redis.device.handles import CudaIPCHandle, SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import WireError
-from lmcache_redis.keys import IPCCacheEngineKey
+from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey
 
 PROTOCOL_VERSION = 1
 MAGIC = b"LMCR-MP"
@@ -62,6 +62,7 @@ PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
 
 StorageHandle = SharedMemoryHandle | CudaIPCHandle
+ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTES)]
 
 
 class VersionMismatch(WireError):
@@ -104,25 +105,32 @@ class UnregisterKVCache(Message, frozen=True, tag="UNREGISTER_KV_CACHE"):
     """The worker's memory is about to go away."""
 
 
-class Lookup(Message, frozen=True, tag="LOOKUP"):
-    """How many leading chunks of ``keys`` can be had? Loads them into the host pool.
+class ChunkNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Some chunks, in order, of the model and the ranks that ``HELLO`` has named.
 
-    ``keys`` carry no worker id. Hash mode: one key a chunk, in order. Token mode: exactly one
-    key whose chunks in ``[start, end)`` are meant.
+    Hash mode: ``hashes``, one a chunk, all of one length. Token mode: ``tokens``, a key with
+    token ids whose chunks in ``[start, end)`` are meant; then there are no hashes.
     """
 
+    hashes: tuple[ChunkHash, ...] = ()
+    tokens: IPCCacheEngineKey | None = None
+
+
+class Lookup(Message, frozen=True, tag="LOOKUP"):
+    """How many leading ones of ``chunks`` can be had? Loads them into the host pool."""
+
     request_id: str
-    keys: tuple[IPCCacheEngineKey, ...]
+    chunks: ChunkNames
 
 
 class Store(Message, frozen=True, tag="STORE"):
-    """Copy blocks into the cache: ``blocks_per_chunk`` block ids for each chunk of ``keys``.
+    """Copy blocks into the cache: ``blocks_per_chunk`` block ids for each of ``chunks``.
 
     ``event`` is a CUDA interprocess event after which the blocks may be read; None on the CPU.
     """
 
     request_id: str
-    keys: tuple[IPCCacheEngineKey, ...]
+    chunks: ChunkNames
     block_ids: tuple[int, ...]
     lease_ns: int
     event: bytes | None = None
@@ -136,7 +144,7 @@ class Retrieve(Message, frozen=True, tag="RETRIEVE"):
     """
 
     request_id: str
-    keys: tuple[IPCCacheEngineKey, ...]
+    chunks: ChunkNames
     block_ids: tuple[int, ...]
     skip_first_n_tokens: int
     lease_ns: int
@@ -144,10 +152,10 @@ class Retrieve(Message, frozen=True, tag="RETRIEVE"):
 
 
 class ReleaseLocks(Message, frozen=True, tag="RELEASE_LOCKS"):
-    """Unpins what a lookup of ``request_id`` pinned: the chunks of ``keys``."""
+    """Unpins what a lookup of ``request_id`` pinned: ``chunks``."""
 
     request_id: str
-    keys: tuple[IPCCacheEngineKey, ...]
+    chunks: ChunkNames
 
 
 class EndSession(Message, frozen=True, tag="END_SESSION"):
@@ -213,7 +221,7 @@ class StoreResult(Message, frozen=True, tag="STORE_RESULT"):
 
 
 class RetrieveResult(Message, frozen=True, tag="RETRIEVE_RESULT"):
-    """Answers ``RETRIEVE``: indices into ``keys`` whose blocks do not hold their chunk."""
+    """Answers ``RETRIEVE``: indices into ``chunks`` whose blocks do not hold theirs."""
 
     failed_chunks: tuple[int, ...]
 

@@ -13,7 +13,10 @@ from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import WireError
 from lmcache_redis.keys import IPCCacheEngineKey
 
-KEY = IPCCacheEngineKey("model", 2, None, chunk_hash=b"h" * 32, request_id="r")
+HASHES = m.ChunkNames((b"h" * 32, b"i" * 32))
+TOKENS = m.ChunkNames(
+    tokens=IPCCacheEngineKey("model", 2, None, token_ids=(1, 2, 3), end=2, request_id="r")
+)
 LAYOUT = KVLayout(
     identity=(("engine", "test"),),
     dtype="float32",
@@ -28,10 +31,11 @@ QUESTIONS: list[m.Message] = [
     m.GetChunkSize(2),
     m.RegisterKVCache(3, 7, LAYOUT, b"f" * 32, (SharedMemoryHandle(1, 2, 3, 4, 5, 6),)),
     m.UnregisterKVCache(4),
-    m.Lookup(5, "r", (KEY, KEY)),
-    m.Store(6, "r", (KEY,), (1, 2, 3, 4), 10**15, b"event"),
-    m.Retrieve(7, "r", (KEY,), (1, 2, 3, 4), 32, 10**15),
-    m.ReleaseLocks(8, "r", (KEY,)),
+    m.Lookup(5, "r", HASHES),
+    m.Lookup(5, "r", TOKENS),
+    m.Store(6, "r", HASHES, (1, 2, 3, 4), 10**15, b"event"),
+    m.Retrieve(7, "r", HASHES, (1, 2, 3, 4), 32, 10**15),
+    m.ReleaseLocks(8, "r", HASHES),
     m.EndSession(9, "r"),
     m.Goodbye(10),
     m.Clear(11),
@@ -84,6 +88,10 @@ def test_another_version_is_told_from_garbage() -> None:
             m.decode_question(frames)
 
 
+def _lookup(**chunks: object) -> dict[str, object]:
+    return {"type": "LOOKUP", "call_id": 1, "request_id": "r", "chunks": chunks}
+
+
 def test_unknown_fields_and_types_are_refused() -> None:
     for fields in (
         {"type": "PING", "call_id": 1, "more": 2},
@@ -91,7 +99,11 @@ def test_unknown_fields_and_types_are_refused() -> None:
         {"type": "PING"},
         {"type": "SHUTDOWN", "call_id": 1},
         {"call_id": 1},
-        {"type": "LOOKUP", "call_id": 1, "request_id": "r", "keys": [["model", 0, None, b"h"]]},
+        _lookup(hashes=[b""]),
+        _lookup(hashes=[b"h" * 64]),
+        _lookup(hashes=["h"]),
+        _lookup(tokens=["model", 0, None, None, [1]]),
+        _lookup(names=[b"h"]),
     ):
         with pytest.raises(WireError):
             m.decode_question([m.PREAMBLE, msgspec.msgpack.encode(fields)])

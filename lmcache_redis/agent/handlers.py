@@ -26,7 +26,6 @@ from lmcache_redis.device.handles import is_running
 from lmcache_redis.device.opening import open_device
 from lmcache_redis.errors import ConfigError, DeviceError, WireError
 from lmcache_redis.hashing import hash_chunks
-from lmcache_redis.keys import IPCCacheEngineKey
 from lmcache_redis.resp.outcomes import CallOutcome, ClearResult
 from lmcache_redis.version import __version__
 
@@ -94,7 +93,7 @@ class Handlers:
     # Jobs
 
     def _lookup(self, peer: Peer, question: m.Lookup, reply: Reply) -> None:
-        hashes = self._hashes(question.keys)
+        hashes = self._hashes(question.chunks)
         ranks = self._peers.ranks(peer.engine_id, peer.hello.world_size)
         if ranks is None or not hashes:
             reply(m.LookupResult(0, 0))
@@ -108,7 +107,7 @@ class Handlers:
 
     def _retrieve(self, peer: Peer, question: m.Retrieve, reply: Reply) -> None:
         registration = self._registration(peer)
-        hashes = self._hashes(question.keys)
+        hashes = self._hashes(question.chunks)
         _check_blocks(registration, hashes, question.block_ids)
         if question.skip_first_n_tokens < 0:
             raise WireError("skip_first_n_tokens is negative")
@@ -117,7 +116,7 @@ class Handlers:
 
     def _store(self, peer: Peer, question: m.Store, reply: Reply) -> None:
         registration = self._registration(peer)
-        hashes = self._hashes(question.keys)
+        hashes = self._hashes(question.chunks)
         _check_blocks(registration, hashes, question.block_ids)
         session = self._session(peer, question.request_id, for_lookup=False)
         StoreJob(self._core, self._writes, session, registration, hashes, question, reply).start()
@@ -126,7 +125,7 @@ class Handlers:
         session = self._core.sessions.get((peer.engine_id, question.request_id))
         released = 0
         if session is not None:
-            released = sum(session.release(h) for h in self._hashes(question.keys))
+            released = sum(session.release(h) for h in self._hashes(question.chunks))
         reply(m.Done(0, released))
 
     def _clear(self, peer: Peer, reply: Reply) -> None:
@@ -282,22 +281,22 @@ class Handlers:
             raise DeviceError("no KV cache is registered on this connection")
         return peer.registration
 
-    def _hashes(self, keys: Sequence[IPCCacheEngineKey]) -> list[bytes]:
-        """Chunk hashes that the keys name. Raises ``WireError`` where modes are mixed."""
-        if len(keys) == 1 and keys[0].token_ids is not None:
-            chunk = self._core.config.chunk_size_tokens
-            key = keys[0]
-            if key.start % chunk or key.end % chunk:
-                raise WireError(f"tokens {key.start} to {key.end} are no whole chunks of {chunk}")
-            assert key.token_ids is not None
-            hashes = hash_chunks(key.token_ids[: key.end], chunk)
-            return hashes[key.start // chunk : key.end // chunk]
-        found = [key.chunk_hash for key in keys if key.chunk_hash is not None]
-        if len(found) != len(keys):
-            raise WireError("keys with token ids come alone")
-        if len({len(chunk_hash) for chunk_hash in found}) > 1:
-            raise WireError("chunk hashes of different lengths in one message")
-        return found
+    def _hashes(self, chunks: m.ChunkNames) -> Sequence[bytes]:
+        """The hashes of the chunks. Raises ``WireError`` where they do not go together."""
+        key = chunks.tokens
+        if key is None:
+            if len(set(map(len, chunks.hashes))) > 1:
+                raise WireError("chunk hashes of different lengths in one message")
+            return chunks.hashes
+        if chunks.hashes:
+            raise WireError("chunks are named by hashes or by tokens, not by both")
+        if key.token_ids is None:
+            raise WireError("the key of a message in token mode has token ids")
+        chunk = self._core.config.chunk_size_tokens
+        if key.start % chunk or key.end % chunk:
+            raise WireError(f"tokens {key.start} to {key.end} are no whole chunks of {chunk}")
+        hashes = hash_chunks(key.token_ids[: key.end], chunk)
+        return hashes[key.start // chunk : key.end // chunk]
 
 
 def _check_blocks(

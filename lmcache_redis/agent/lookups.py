@@ -75,13 +75,17 @@ class LookupJob:
 
     def start(self) -> None:
         """Pins what the host pool has and asks Redis for the rest."""
-        missing = []
-        for place, key in self._keys():
-            entry = self._core.pool.get(key)
-            if entry is None:
-                missing.append((place, key))
-            else:
-                self._hold(place, entry)
+        missing: list[tuple[Place, bytes]] = []
+        get = self._core.pool.get
+        stems = [registration.form.stem(len(self._hashes[0])) for registration in self._ranks]
+        for chunk, chunk_hash in enumerate(self._hashes):
+            for rank, stem in enumerate(stems):
+                key = stem + chunk_hash
+                entry = get(key)
+                if entry is None:
+                    missing.append(((chunk, rank), key))
+                else:
+                    self._hold((chunk, rank), entry)
         if missing:
             self._scanning = True
             self._core.plane.scan(
@@ -96,14 +100,6 @@ class LookupJob:
         if not self._done:
             self._shrink(0)
             self._finish()
-
-    def _keys(self) -> list[tuple[Place, bytes]]:
-        stems = [registration.form.stem(len(self._hashes[0])) for registration in self._ranks]
-        return [
-            ((chunk, rank), stem + chunk_hash)
-            for chunk, chunk_hash in enumerate(self._hashes)
-            for rank, stem in enumerate(stems)
-        ]
 
     def _hold(self, place: Place, entry: Entry) -> None:
         self._core.pool.pin(entry)
@@ -195,6 +191,8 @@ class LookupJob:
     def _check(self) -> None:
         if self._done or self._scanning or self._waiting:
             return
+        # First of all: what is held is held by this job still, and is the session's below.
+        self._reply(m.LookupResult(0, self._bound))
         metrics, tally = self._core.metrics, self._session.tally
         loaded = sum(1 for chunk in self._from_redis if chunk < self._bound)
         metrics.count("lookups")
@@ -209,7 +207,6 @@ class LookupJob:
             self._session.hold((self._ranks[rank].worker_id, self._hashes[chunk]), entry)
         self._held.clear()
         self._finish()
-        self._reply(m.LookupResult(0, self._bound))
 
     def _finish(self) -> None:
         self._done = True

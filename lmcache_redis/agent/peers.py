@@ -23,6 +23,7 @@ class Peer:
     identity: bytes
     hello: m.Hello
     last_heard_s: float
+    welcomed: bool = False  # it has said something since, so it knows that it is
     registration: Registration | None = None
     mapping: bool = False
 
@@ -88,6 +89,15 @@ class Peers:
         if set(found) != set(range(world_size)):
             return None
         return [found[rank] for rank in range(world_size)]
+
+    def complete(self, engine_id: str) -> bool:
+        """Whether the engine can hit: its scheduler is connected, every worker registered."""
+        schedulers = [
+            p.hello.world_size
+            for p in self._by_identity.values()
+            if p.engine_id == engine_id and p.hello.worker_id is None and p.welcomed
+        ]
+        return any(self.ranks(engine_id, world_size) is not None for world_size in schedulers)
 
     def registrations(self, engine_id: str) -> list[Registration]:
         """Whatever workers of the engine are registered."""

@@ -105,6 +105,7 @@ class Service:
         peer = self.peers.get(identity)
         if peer is not None:
             peer.last_heard_s = time.monotonic()
+            peer.welcomed = True
         try:
             if self._handlers.answer_anyone(question, reply):
                 return

@@ -44,6 +44,8 @@ def status_report(core: Core, peers: Peers, writes: Writes) -> dict[str, Any]:
                 "chunk_bytes": peer.registration.form.chunk_bytes,
                 "layout": peer.registration.form.fingerprint.hex(),
                 "device": peer.registration.device.layout.device,
+                # False while its scheduler or another of its ranks is not there yet.
+                "ready": peers.complete(peer.engine_id),
             }
             for peer in peers
             if peer.registration is not None

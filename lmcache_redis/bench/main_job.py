@@ -11,6 +11,10 @@ that the machine's mood falls on both. Time to first token is the time of a requ
     pool-hit          vLLM's cache emptied: from the agent's host pool
     redis-hit         a new engine and a new agent: from Redis
     get               256 MiB from Redis into slots by the data plane alone, the same server
+
+Redis is full when it begins, as a cache is after its first day: each store evicts something and
+reuses its memory. A server that grows pays for fresh pages instead, which on a virtual machine
+costs more than all else that a store does.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import redis
 
 from lmcache_redis.bench import data_plane
 from lmcache_redis.bench.agent import AgentServer
@@ -46,21 +52,23 @@ def run(
     prompts = _Prompts(prompt_tokens)
     with (
         tempfile.TemporaryDirectory() as directory,
-        EmbeddedRedis(REDIS_BYTES) as redis,
+        EmbeddedRedis(REDIS_BYTES) as server,
         AgentServer(
             f"ipc://{directory}/agent.sock",
-            redis.url,
+            server.url,
             output_dir / "agent.log",
             pool_bytes=POOL_BYTES,
         ) as agent,
     ):
+        say(f"filling Redis to its limit of {REDIS_BYTES >> 30} GiB")
+        _fill(server.url)
         measured = [prompts.new() for _ in range(rounds)]
         outputs = _beside_plain(output_dir, model, agent, prompts, measured, times, say)
         agent.restart()
         _from_redis(output_dir, model, agent, prompts, measured, outputs, times, say)
         say("loading the same bytes with the data plane alone")
         gets = data_plane.run(
-            redis.url,
+            server.url,
             chunk_mib=(16,),
             moved_bytes=(prompt_tokens // 256) * 256 * CPU_SHAPE.kv_bytes_per_token,
             rounds=rounds,
@@ -69,6 +77,14 @@ def run(
         )
     rate = next(row.gb_per_s for row in gets if row.client == "ours" and row.op == "load")
     return _rows(times, prompt_tokens, rate or 0.0)
+
+
+def _fill(url: str) -> None:
+    """Values that the stores will evict, each as large as a stripe."""
+    value = bytes(data_plane.DEFAULT_SLOT_BYTES)
+    with redis.Redis.from_url(url) as client:
+        for number in range(REDIS_BYTES // len(value)):
+            client.set(f"filler:{number}", value)
 
 
 def _beside_plain(

@@ -24,7 +24,7 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
     agent.add_row("sessions", str(report["sessions"]))
     agent.add_row("chunk size", f"{report['chunk_size_tokens']} tokens")
     yield agent
-    engines = Table("model", "worker", "device", "chunk", "layout", title="engines")
+    engines = Table("model", "worker", "device", "chunk", "layout", "state", title="engines")
     for engine in report["engines"]:
         engines.add_row(
             engine["model"],
@@ -32,6 +32,7 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
             engine["device"],
             f"{engine['chunk_bytes'] / 2**20:.1f} MiB",
             engine["layout"][:16],
+            "ready" if engine["ready"] else "waits for its scheduler or other ranks",
         )
     yield engines
     counters = Table("counter", "value", "what it counts", title="counters")

@@ -323,6 +323,7 @@ class AgentLink:
             self.endpoint, welcome.agent_pid, welcome.chunk_size_tokens,
         )  # fmt: skip
         self._set_state(LinkState.ONLINE)
+        self._send(m.encode(m.Ping(call_id=0)))  # tells the agent that its welcome has arrived
         if self._on_welcome is not None:
             self._on_welcome(welcome)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmcache_redis.keys import IPCCacheEngineKey
+from lmcache_redis.messages import ChunkNames
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class LoadStoreOp:
         return len(self.block_ids)
 
 
-def chunk_keys(
+def chunk_names(
     model_name: str,
     world_size: int,
     request_id: str,
@@ -52,8 +53,8 @@ def chunk_keys(
     start: int = 0,
     end: int = 0,
     worker_id: int | None = None,
-) -> tuple[IPCCacheEngineKey, ...]:
-    """The keys of the whole chunks among ``block_hashes``, or of ``token_ids[start:end]``.
+) -> ChunkNames:
+    """The names of the whole chunks among ``block_hashes``, or of ``token_ids[start:end]``.
 
     A chunk is named by the hash of its last block: block hashes are chained, so
     that one covers every token before it. Raises ``ValueError`` unless exactly one is given.
@@ -61,21 +62,12 @@ def chunk_keys(
     if (block_hashes is None) == (token_ids is None):
         raise ValueError("give exactly one of block_hashes and token_ids")
     if block_hashes is not None:
-        return tuple(
-            IPCCacheEngineKey(
-                model_name=model_name,
-                world_size=world_size,
-                worker_id=worker_id,
-                chunk_hash=bytes(chunk_hash),
-                request_id=request_id,
-            )
-            for chunk_hash in block_hashes[blocks_per_chunk - 1 :: blocks_per_chunk]
-        )
+        return ChunkNames(tuple(map(bytes, block_hashes[blocks_per_chunk - 1 :: blocks_per_chunk])))
     assert token_ids is not None
     if end <= start:
-        return ()
-    return (
-        IPCCacheEngineKey(
+        return ChunkNames()
+    return ChunkNames(
+        tokens=IPCCacheEngineKey(
             model_name=model_name,
             world_size=world_size,
             worker_id=worker_id,
@@ -83,5 +75,5 @@ def chunk_keys(
             start=start,
             end=end,
             request_id=request_id,
-        ),
+        )
     )

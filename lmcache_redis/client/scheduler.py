@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from lmcache_redis import messages as m
 from lmcache_redis.client.link import AgentLink, Call
-from lmcache_redis.client.operations import chunk_keys
-from lmcache_redis.keys import IPCCacheEngineKey
+from lmcache_redis.client.operations import chunk_names
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ _GRACE_S = 0.25
 @dataclass(slots=True)
 class _LookupJob:
     call: Call | None
-    keys: tuple[IPCCacheEngineKey, ...]
+    chunks: m.ChunkNames
     first_chunk: int
     chunk_size_tokens: int
     expires_s: float
@@ -105,11 +104,11 @@ class LMCacheMPSchedulerAdapter:
             return
         blocks_per_chunk = self.num_blocks_per_chunk()
         chunk = self._block_size_tokens * blocks_per_chunk
-        keys: tuple[IPCCacheEngineKey, ...] = ()
+        chunks = m.ChunkNames()
         if blocks_per_chunk and self.link.online:
             if block_hashes is not None:
                 block_hashes = block_hashes[first_chunk * blocks_per_chunk :]
-            keys = chunk_keys(
+            chunks = chunk_names(
                 self._model_name,
                 self._world_size,
                 request_id,
@@ -119,11 +118,13 @@ class LMCacheMPSchedulerAdapter:
                 start=first_chunk * chunk,
                 end=0 if token_ids is None else len(token_ids) // chunk * chunk,
             )
-        job = _LookupJob(None, keys, first_chunk, chunk, time.monotonic(), 0 if not keys else None)
-        if keys:
+        some = bool(chunks.hashes) or chunks.tokens is not None
+        now_s = time.monotonic()
+        job = _LookupJob(None, chunks, first_chunk, chunk, now_s, None if some else 0)
+        if some:
             welcome = self.link.welcome
             job.expires_s += _GRACE_S + (welcome.lookup_deadline_s if welcome else 0.0)
-            job.call = self.link.submit(m.Lookup, request_id=request_id, keys=keys)
+            job.call = self.link.submit(m.Lookup, request_id=request_id, chunks=chunks)
         self._jobs[request_id] = job
 
     def check_lookup_result(self, request_id: str, *, wait_s: float = 0.0) -> int | None:
@@ -153,13 +154,12 @@ class LMCacheMPSchedulerAdapter:
         job = self._jobs.get(request_id)
         if job is None or not job.hit_tokens:
             return
-        keys = job.keys
-        if keys[0].chunk_hash is not None:
-            keys = keys[max(0, first_chunk - job.first_chunk) :]
-        elif first_chunk > job.first_chunk:
-            return  # token mode names all chunks by one key: they go with the session
-        if keys:
-            self.link.submit(m.ReleaseLocks, request_id=request_id, keys=keys)
+        chunks = job.chunks
+        if first_chunk > job.first_chunk:
+            # In token mode one key names all chunks: there they go with the session.
+            chunks = m.ChunkNames(chunks.hashes[first_chunk - job.first_chunk :])
+        if chunks.hashes or chunks.tokens is not None:
+            self.link.submit(m.ReleaseLocks, request_id=request_id, chunks=chunks)
 
     def end_session(self, request_id: str) -> None:
         """The request is over: cancels its lookup and unpins everything it pinned."""

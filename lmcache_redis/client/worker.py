@@ -10,12 +10,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lmcache_redis import messages as m
 from lmcache_redis.client.link import AgentLink, Call
 from lmcache_redis.client.liveness import AgentProcess, ProcessState
-from lmcache_redis.client.operations import LoadStoreOp, chunk_keys
+from lmcache_redis.client.operations import LoadStoreOp, chunk_names
 from lmcache_redis.client.ownership import (
     RETRIEVE_LEASE_S,
     STORE_LEASE_S,
@@ -185,7 +185,7 @@ class LMCacheMPWorkerAdapter:
         call = self.link.submit(
             m.Store,
             request_id=request_id,
-            keys=self._keys(request_id, op),
+            chunks=self._names(request_id, op),
             block_ids=tuple(op.block_ids),
             lease_ns=lease_ns,
             event=None if event is None else event.ipc_handle(),
@@ -203,7 +203,7 @@ class LMCacheMPWorkerAdapter:
         call = self.link.submit(
             m.Retrieve,
             request_id=request_id,
-            keys=self._keys(request_id, op),
+            chunks=self._names(request_id, op),
             block_ids=tuple(op.block_ids),
             skip_first_n_tokens=op.skip_first_n_tokens,
             lease_ns=lease_ns,
@@ -356,11 +356,11 @@ class LMCacheMPWorkerAdapter:
         blocks_per_chunk = self.num_blocks_per_chunk() or max(1, len(op))
         return _Transfer(call, op, lease_ns, blocks_per_chunk, self._agent, event)
 
-    def _keys(self, request_id: str, op: LoadStoreOp) -> tuple[Any, ...]:
+    def _names(self, request_id: str, op: LoadStoreOp) -> m.ChunkNames:
         blocks_per_chunk = self.num_blocks_per_chunk()
         if not blocks_per_chunk:
-            return ()
-        return chunk_keys(
+            return m.ChunkNames()
+        return chunk_names(
             self._model_name,
             self._world_size,
             request_id,

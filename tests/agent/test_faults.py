@@ -282,6 +282,20 @@ def test_block_ids_out_of_bounds_touch_nothing(agent: AgentServer, stored: Engin
         assert torch.equal(tensor, before[0][name])
 
 
+def test_an_engine_is_ready_once_scheduler_and_workers_are_there(agent: AgentServer) -> None:
+    def states() -> list[bool]:
+        return [engine["ready"] for engine in agent.status()["engines"]]
+
+    with Engine(agent.endpoint, world_size=2) as engine:
+        wait_until(lambda: states() == [True, True], what="a ready engine")
+        engine.scheduler.shutdown()
+        wait_until(lambda: states() == [False, False], what="an engine without its scheduler")
+    with Engine(agent.endpoint, world_size=2) as engine:
+        wait_until(lambda: states() == [True, True], what="a ready engine")
+        engine.workers[0].shutdown()
+        wait_until(lambda: states() == [False], what="an engine without one of its ranks")
+
+
 def _engine_in_a_process(endpoint: str, ready: Event, stay: Event) -> None:
     with Engine(endpoint) as engine:
         engine.store("r1", HASHES, range(8))

@@ -23,6 +23,12 @@ CHUNK = 256
 OPTIONS = {"dtype": "float32", "max_model_len": 2048}
 
 
+def ready(agent: AgentServer) -> bool:
+    """Whether an engine can hit at this agent: its scheduler may come later than its worker."""
+    engines = agent.status()["engines"]
+    return bool(engines) and all(engine["ready"] for engine in engines)
+
+
 def start(
     model_dir: Path, agent: AgentServer | None, log: Path, **options: object
 ) -> EngineProcess:
@@ -117,7 +123,7 @@ def test_whatever_fails_the_answers_stay_right(
             assert ask(engine, number)[1] == 0
         engine.reset_prefix_cache()
         agent.start()  # and picks it up when it comes
-        wait_until(lambda: agent.status()["engines"], 3.0, "the engine at the agent")
+        wait_until(lambda: ready(agent), 3.0, "the engine at the agent")
         for number in range(8):
             assert ask(engine, number)[1] == 0
         agent.wait_idle()
@@ -126,7 +132,7 @@ def test_whatever_fails_the_answers_stay_right(
 
         # Redis is stopped during a lookup: at most the deadline, then it is computed.
         agent.restart()
-        wait_until(lambda: agent.status()["engines"], 3.0, "the engine at the new agent")
+        wait_until(lambda: ready(agent), 3.0, "the engine at the new agent")
         redis_server.stop()
         engine.reset_prefix_cache()
         seconds, cached = ask(engine, 1)
@@ -161,7 +167,7 @@ def test_whatever_fails_the_answers_stay_right(
         assert ask(engine, 5)[1] == 0
         agent.start()
         started_s = time.monotonic()
-        wait_until(lambda: agent.status()["engines"], 3.0, "the engine registered anew")
+        wait_until(lambda: ready(agent), 3.0, "the engine registered anew")
         assert time.monotonic() - started_s < 3.0
         engine.reset_prefix_cache()
         ask(engine, 6)
