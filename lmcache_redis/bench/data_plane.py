@@ -91,14 +91,16 @@ class Setting:
 class Chunks:
     """Chunks of one size whose slots lie in memory that is faulted in already."""
 
-    def __init__(self, memory: memoryview, chunk_bytes: int, slot_bytes: int) -> None:
+    def __init__(
+        self, memory: memoryview, chunk_bytes: int, slot_bytes: int, name: str = "bench"
+    ) -> None:
         self.chunk_bytes = chunk_bytes
         self.stripe_bytes = stripe_payload_bytes(chunk_bytes, slot_bytes)
         # Sizes do not share keys: what one wrote the other would refuse.
         fingerprint = b"bench" + chunk_bytes.to_bytes(8, "big") + slot_bytes.to_bytes(19, "big")
         metadata = RemoteMetadata(chunk_bytes, [(chunk_bytes,)], ["uint8"], MemoryFormat.PAGES)
         serialized = metadata.serialize()
-        stem = key_stem(fingerprint[:16], f"bench-{slot_bytes}", 0, 32)
+        stem = key_stem(fingerprint[:16], f"{name}-{slot_bytes}", 0, 32)
         self.chunks: list[tuple[bytes, ChunkFrame, list[memoryview]]] = []
         self.whole: list[tuple[bytes, memoryview]] = []
         start = 0
@@ -297,6 +299,26 @@ def run(
         if scans:
             _measure_scans(url, [ours[0]], peer, rounds, samples)
         return samples.rows()
+
+
+def load_gb_per_s(url: str, chunk_bytes: int, moved_bytes: int, rounds: int) -> float:
+    """How fast we load from a server as it is: nothing is flushed, each round stores new chunks."""
+    rates = []
+    with (
+        contextlib.closing(OurClient(url, Setting())) as client,
+        mmap.mmap(-1, moved_bytes) as backing,
+        memoryview(backing) as memory,
+    ):
+        for start in range(0, moved_bytes, _PAGE_BYTES):
+            memory[start : start + 8] = start.to_bytes(8, "little")
+        for number in range(rounds):
+            chunks = Chunks(memory, chunk_bytes, DEFAULT_SLOT_BYTES, f"round-{number}")
+            client.store(chunks)
+            started = time.perf_counter()
+            client.load(chunks)
+            rates.append(chunks.gigabytes / (time.perf_counter() - started))
+            chunks.release()
+    return statistics.median(rates)
 
 
 class _Samples:

@@ -67,16 +67,10 @@ def run(
         agent.restart()
         _from_redis(output_dir, model, agent, prompts, measured, outputs, times, say)
         say("loading the same bytes with the data plane alone")
-        gets = data_plane.run(
-            server.url,
-            chunk_mib=(16,),
-            moved_bytes=(prompt_tokens // 256) * 256 * CPU_SHAPE.kv_bytes_per_token,
-            rounds=rounds,
-            peers=False,
-            scans=False,
-        )
-    rate = next(row.gb_per_s for row in gets if row.client == "ours" and row.op == "load")
-    return _rows(times, prompt_tokens, rate or 0.0)
+        chunk_bytes = 256 * CPU_SHAPE.kv_bytes_per_token
+        loaded_bytes = prompt_tokens // 256 * chunk_bytes
+        rate = data_plane.load_gb_per_s(server.url, chunk_bytes, loaded_bytes, rounds)
+    return _rows(times, loaded_bytes / rate / 1e9)
 
 
 def _fill(url: str) -> None:
@@ -184,10 +178,7 @@ class _Prompts:
         return {"dtype": CPU_SHAPE.dtype, "max_model_len": self._tokens + 64}
 
 
-def _rows(
-    times: dict[str, list[float]], prompt_tokens: int, get_gb_per_s: float
-) -> list[dict[str, Any]]:
-    loaded = prompt_tokens // 256 * 256 * CPU_SHAPE.kv_bytes_per_token
+def _rows(times: dict[str, list[float]], get_s: float) -> list[dict[str, Any]]:
     beside = {"cold": "plain", "cold-rush": "plain-rush"}
     rows = []
     for case, seconds in times.items():
@@ -205,7 +196,6 @@ def _rows(
                 "rounds": len(seconds),
             }
         )
-    get_s = loaded / get_gb_per_s / 1e9 if get_gb_per_s else None
     rows.append(
         {"case": "get", "median_s": get_s, "min_s": None, "max_s": None, "ratio_to_plain": None,
          "rounds": len(times["plain"])}
