@@ -162,7 +162,7 @@ class AgentConfig:
     session_timeout_s: float = _setting("after that, what a request pinned is given up", 60.0)
     heartbeat_timeout_s: float = _setting("after that, a silent engine is forgotten", 10.0)
     shutdown_deadline_s: float = _setting("how long writes may go on once the agent stops", 5.0)
-    get_connections: int = _setting("connections that load", 2)
+    get_connections: int = _setting("connections that load", 3)
     set_connections: int = _setting("connections that store", 1)
     copy_threads: int = _setting("threads that copy between blocks and slots", 2)
     device: str = _setting("memory that engines may register: auto, cpu or cuda", "auto")

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from lmcache_redis.errors import ConfigError
 
 # Why these values: docs/data-plane.md.
-DEFAULT_GET_CONNECTIONS = 2
+DEFAULT_GET_CONNECTIONS = 3
 DEFAULT_SET_CONNECTIONS = 1
 DEFAULT_OUTSTANDING_SETS = 8
 MAX_CONNECTIONS = 64
