@@ -161,6 +161,8 @@ class EmbeddedRedis:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # What an agent sets for its own copies: a server's are read again at once.
+            env={k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"},
             start_new_session=True,  # Ctrl-C is for the agent, which stops it in order
         )
 

@@ -43,6 +43,27 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.S
 
 def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
     """A DEALER that connects to ``endpoint``, now or when somebody listens there."""
+    dealer = _dealer(context)
+    _connect(dealer, endpoint)
+    return dealer
+
+
+def connect_watched_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """The same, and a monitor that tells of each EVENT_CONNECTED and EVENT_DISCONNECTED."""
+    dealer = _dealer(context)
+    # Before it connects: the first connection would be missed.
+    monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+    try:
+        _connect(dealer, endpoint)
+    except ConfigError:
+        monitor.close(linger=0)
+        raise
+    return dealer, monitor
+
+
+def _dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
@@ -52,6 +73,10 @@ def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zm
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     # Nothing is queued for an agent that is not there: it would be stale when it comes.
     dealer.setsockopt(zmq.IMMEDIATE, 1)
+    return dealer
+
+
+def _connect(dealer: zmq.Socket[bytes], endpoint: str) -> None:
     try:
         dealer.connect(endpoint)
     except zmq.ZMQError as error:
@@ -59,7 +84,6 @@ def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zm
         raise ConfigError(
             f"{endpoint!r} is no endpoint of an agent: use ipc://PATH or tcp://HOST:PORT"
         ) from error
-    return dealer
 
 
 def distrust(endpoint: str) -> str | None:

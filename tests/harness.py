@@ -63,6 +63,10 @@ class AgentServer:
         assert self._process is not None
         return self._process
 
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def spawn(self) -> AgentServer:
         """Starts the process and does not wait for it."""
         words = [sys.executable, "-m", "lmcache_redis.cli", "agent"]

@@ -33,6 +33,7 @@ def status_report(core: Core, peers: Peers, writes: Writes) -> dict[str, Any]:
             "writes": len(writes),
             "write_bytes": writes.queued_bytes,
             "copies": core.copies.backlog,
+            "jobs": sum(session.busy for session in core.sessions),
         },
         "sessions": len(core.sessions),
         "engines": [

@@ -16,6 +16,7 @@ from lmcache_redis.errors import LMCacheRedisError
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 15.0
 _IDLE_TIMEOUT_S = 60.0
+_ENGINE_TIMEOUT_S = 30.0
 _POLL_S = 0.005
 _LOG_TAIL_LINES = 15
 
@@ -87,6 +88,14 @@ class AgentServer:
         while any(self.status()["queues"].values()):
             if time.monotonic() > deadline_s:
                 raise self._failed(f"was still writing after {_IDLE_TIMEOUT_S:.0f} s")
+            time.sleep(_POLL_S)
+
+    def wait_engine(self) -> None:
+        """Waits until an engine that was started can hit: it says so to the agent by itself."""
+        deadline_s = time.monotonic() + _ENGINE_TIMEOUT_S
+        while not any(engine["ready"] for engine in self.status()["engines"]):
+            if time.monotonic() > deadline_s:
+                raise self._failed(f"saw no engine within {_ENGINE_TIMEOUT_S:.0f} s")
             time.sleep(_POLL_S)
 
     def _wait_ready(self, process: subprocess.Popen[bytes], deadline_s: float) -> None:

@@ -101,6 +101,7 @@ def _beside_plain(
             options=options,
         ) as ours,
     ):
+        agent.wait_engine()
         for engine in (plain, ours):
             engine.generate([prompts.new()])
         agent.wait_idle()
@@ -150,6 +151,7 @@ def _from_redis(
         connector_endpoint=agent.endpoint,
         options=prompts.options(),
     ) as engine:
+        agent.wait_engine()
         engine.generate([prompts.new()])
         agent.wait_idle()
         for prompt, output in zip(measured, outputs, strict=True):

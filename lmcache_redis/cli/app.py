@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from lmcache_redis.cli.options import agent_config, takes_agent_options
+from lmcache_redis.cli.tuning import start_tuned
 from lmcache_redis.config import AgentConfig, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 from lmcache_redis.version import __version__
@@ -119,6 +120,8 @@ def version() -> None:
 
 def main() -> None:
     """Runs a command; an error of ours is one sentence, exit status 2 where a setting is wrong."""
+    if sys.argv[1:2] == ["agent"]:
+        start_tuned()
     try:
         app()
     except ConfigError as error:

@@ -26,7 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lmcache_redis import messages as m
 from lmcache_redis.errors import WireError
-from lmcache_redis.transport import Wakeup, connect_dealer, distrust
+from lmcache_redis.transport import Wakeup, connect_watched_dealer, distrust
 from lmcache_redis.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -189,10 +189,7 @@ class AgentLink:
     # What follows runs on the link's thread.
 
     def _open_socket(self) -> None:
-        self._socket = connect_dealer(self._context, self.endpoint)
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
-        )
+        self._socket, self._monitor = connect_watched_dealer(self._context, self.endpoint)
 
     def _close_socket(self, linger_s: float = 0.0) -> None:
         self._socket.disable_monitor()

@@ -228,6 +228,7 @@ def _engine(
             )
             stack.push(_killing_on_error(engine))
             engine.wait_ready()
+            agent.wait_engine()
             # First steps allocate and compile; that is no part of what is measured.
             engine.generate(make_prompts(1, _WARM_UP_TOKENS))
         yield engine

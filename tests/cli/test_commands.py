@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis.cli import tuning
 from lmcache_redis.version import __version__
 from tests.harness import AgentServer
 from tests.servers import RedisServer
@@ -50,6 +51,24 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentServer]:
 
 def test_version() -> None:
     assert run("version").stdout == f"{__version__}\n"
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+@pytest.mark.skipif(not tuning._applies(), reason="the setting is of glibc on x86")
+def test_the_agent_runs_under_its_setting_for_copies_unless_there_is_one(
+    agent: AgentServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert environment_of(agent.pid)[tuning.VARIABLE] == tuning.SETTING
+    own = "glibc.cpu.x86_non_temporal_threshold=0x100000"
+    monkeypatch.setenv(tuning.VARIABLE, own)
+    with AgentServer(tmp_path / "agent", None) as other:
+        assert environment_of(other.pid)[tuning.VARIABLE] == own
+        (server,) = Path(f"/proc/{other.pid}/task/{other.pid}/children").read_text().split()
+        assert tuning.VARIABLE not in environment_of(int(server))
 
 
 def test_the_help_says_what_to_do_first() -> None:

@@ -321,6 +321,18 @@ def test_what_a_lookup_does_not_find_is_stored_again(
         assert len(only_store(metadata).block_ids) == 8
 
 
+def test_what_the_agent_did_not_take_is_offered_again(
+    half: SchedulerHalf, adapter: ScriptedAdapter
+) -> None:
+    for request_id, dropped in (("r", False), ("s", True), ("t", False)):
+        half.matched_tokens(FakeRequest(request_id), 4 * CHUNK)
+        half.allocated(FakeRequest(request_id), [], 0)
+        stores = half.build_metadata(step(new=(request_id, list(range(17)), 4 * CHUNK, 1))).stores
+        assert [row[0] for row in stores] == ([] if request_id == "s" else [request_id])
+        completed = CompletedStores({request_id: 1}).aggregate(CompletedStores({}, dropped))
+        half.worker_output(output(kv_connector_worker_meta=completed))
+
+
 def test_what_was_stored_a_moment_ago_is_not_offered_again(
     half: SchedulerHalf, adapter: ScriptedAdapter
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.bench.engine import EngineProcess
+from lmcache_redis.keys import parse_stripe_key
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts
 from tests.servers import RedisServer
@@ -30,15 +31,28 @@ def ready(agent: AgentServer) -> bool:
 
 
 def start(
-    model_dir: Path, agent: AgentServer | None, log: Path, **options: object
+    model_dir: Path,
+    agent: AgentServer | None,
+    log: Path,
+    *,
+    env: dict[str, str] | None = None,
+    **options: object,
 ) -> EngineProcess:
-    return EngineProcess(
+    """An engine, known to the agent where one runs."""
+    engine = EngineProcess(
         model_dir,
         connector_endpoint=None if agent is None else agent.endpoint,
         log_path=log,
         options={**OPTIONS, **options},
-        env={"VLLM_CPU_KVCACHE_SPACE": "1"},
+        env={"VLLM_CPU_KVCACHE_SPACE": "1", **(env or {})},
     )
+    if agent is not None and agent.running:
+        try:
+            wait_until(lambda: ready(agent), what="the engine at the agent")
+        except AssertionError:
+            engine.close()
+            raise
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +158,7 @@ def test_whatever_fails_the_answers_stay_right(
         engine.reset_prefix_cache()
         assert ask(engine, 2)[1] == 3 * CHUNK
 
-        # A damaged value and half a chunk: misses from there on.
+        # A damaged value: a miss from there on.
         with redis_server.client() as client:
             for key in client.scan_iter():
                 value = bytearray(client.get(key))
@@ -154,6 +168,17 @@ def test_whatever_fails_the_answers_stay_right(
         assert ask(engine, 3)[1] == 0
         assert "damaged" in agent.log
         redis_server.command("FLUSHALL")  # the other damaged values would only be found in turn
+
+        # Half a chunk, as eviction leaves it: a miss too.
+        assert ask(engine, 5)[1] == 0
+        agent.wait_idle()
+        agent.restart()
+        wait_until(lambda: ready(agent), 3.0, "the engine at the new agent")
+        with redis_server.client() as client:
+            client.delete(*[key for key in client.scan_iter() if parse_stripe_key(key)[2] > 0])
+        engine.reset_prefix_cache()
+        assert ask(engine, 5)[1] == 0
+        assert "lacked stripes" in agent.log
 
         # The agent is killed while a request is being answered, and comes back.
         agent.wait_idle()
@@ -175,8 +200,20 @@ def test_whatever_fails_the_answers_stay_right(
         engine.reset_prefix_cache()
         assert ask(engine, 6)[1] == 3 * CHUNK
 
-        # Redis is killed, and full: right answers, the engine goes on.
-        redis_server.restart()
+        # Redis is killed while a request loads from it.
+        agent.wait_idle()
+        agent.restart()
+        wait_until(lambda: ready(agent), 3.0, "the engine at the new agent")
+        engine.reset_prefix_cache()
+        engine.begin_generate([questions[6]], 4)
+        time.sleep(0.005)
+        redis_server.kill()
+        answer = engine.finish()
+        assert answer.outputs[0] == expected[6]
+        assert answer.seconds < 1.0 + 3.0
+
+        # Redis is full, and killed: right answers, the engine goes on.
+        redis_server.start()
         redis_server.config_set("maxmemory-policy", "noeviction")
         redis_server.config_set("maxmemory", "2mb")
         engine.reset_prefix_cache()
@@ -217,24 +254,13 @@ def test_tensor_parallel_workers_each_load_their_shard(
     model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
 ) -> None:
     questions = [prompts.tokens(3 * CHUNK + 10) for _ in range(3)]
-    both = {"tensor_parallel_size": 2}
-    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-
-    def engine_of(name: str) -> EngineProcess:
-        return EngineProcess(
-            model_dir,
-            connector_endpoint=agent.endpoint,
-            log_path=tmp_path / name,
-            options={**OPTIONS, **both},
-            env=env,
-        )
-
-    with engine_of("cold.log") as engine:
+    both = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+    with start(model_dir, agent, tmp_path / "cold.log", **both) as engine:
         cold = engine.generate(questions, 8)
         agent.wait_idle()
         assert len(agent.status()["engines"]) == 2
     agent.restart()
-    with engine_of("warm.log") as engine:
+    with start(model_dir, agent, tmp_path / "warm.log", **both) as engine:
         warm = engine.generate(questions, 8)
         assert warm.outputs == cold.outputs
         assert warm.details["cached_tokens"] == [3 * CHUNK] * 3

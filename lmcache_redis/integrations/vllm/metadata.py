@@ -31,9 +31,13 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class CompletedStores(KVConnectorWorkerMetadata):
-    """Workers to scheduler: how many stores of each request are over, summed over workers."""
+    """Workers to scheduler: how many stores of each request are over, summed over workers.
+
+    dropped: some of their chunks were not taken by the agent.
+    """
 
     counts: dict[str, int]
+    dropped: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> CompletedStores:
         """The sum of both."""
@@ -41,4 +45,4 @@ class CompletedStores(KVConnectorWorkerMetadata):
         counts = dict(self.counts)
         for request_id, count in other.counts.items():
             counts[request_id] = counts.get(request_id, 0) + count
-        return CompletedStores(counts)
+        return CompletedStores(counts, self.dropped or other.dropped)

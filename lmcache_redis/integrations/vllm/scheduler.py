@@ -168,6 +168,8 @@ class SchedulerHalf:
                 del self._tracked[request_id]
         completed = output.kv_connector_worker_meta
         if isinstance(completed, CompletedStores):
+            if completed.dropped:
+                self._recent.clear()
             for request_id, count in completed.counts.items():
                 tracked = self._tracked.get(request_id)
                 if tracked is not None:

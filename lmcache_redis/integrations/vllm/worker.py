@@ -23,6 +23,7 @@ class WorkerHalf:
     def __init__(self, adapter: LMCacheMPWorkerAdapter) -> None:
         self._adapter = adapter
         self._cuda = False
+        self._dropped_chunks = 0
 
     def register(
         self,
@@ -70,7 +71,10 @@ class WorkerHalf:
     def completed_stores(self) -> CompletedStores | None:
         """Stores that are over, for the scheduler half."""
         counts = self._adapter.take_completed_stores()
-        return CompletedStores(counts) if counts else None
+        if not counts:
+            return None
+        before, self._dropped_chunks = self._dropped_chunks, self._adapter.dropped_chunks
+        return CompletedStores(counts, self._dropped_chunks > before)
 
     def _recorded_event(self) -> torch.cuda.Event | None:
         """An event behind what the current stream has queued; None on the CPU."""
