@@ -1,7 +1,9 @@
 """Writing behind: chunks of the host pool go to Redis when the engine has long gone on.
 
-The queue is bounded in bytes. What does not fit, or what Redis does not take, stays in the
-host pool unpersisted and is counted; the next store of the chunk offers it again.
+A chunk waits a moment in the queue first: the engine step that follows a prefill gives the
+request its first token, and should not share its cores with the way to Redis. The queue is
+bounded in bytes. What does not fit, or what Redis does not take, stays in the host pool
+unpersisted and is counted; the next store of the chunk offers it again.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # How long a chunk may wait in the queue and be written, in total.
 _WRITE_DEADLINE_S = 30.0
+_FIRST_TOKEN_FIRST_S = 0.1
 
 _DROPS = {
     WriteOutcome.FULL: "drop_redis_full",
@@ -35,6 +38,7 @@ class Writes:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._writing: dict[Entry, ChunkIO] = {}
+        self._waiting: dict[Entry, ChunkIO] = {}  # of those, the ones not given to Redis yet
         self._complained_of: WriteOutcome | None = None
         self.queued_bytes = 0
 
@@ -53,8 +57,19 @@ class Writes:
             return
         self._core.pool.pin(entry)
         io = self._core.chunk_io(form, chunk_hash, entry, time.monotonic() + _WRITE_DEADLINE_S)
-        self._writing[entry] = io
+        self._writing[entry] = self._waiting[entry] = io
         self.queued_bytes += form.chunk_bytes
+        self._core.timers.after(_FIRST_TOKEN_FIRST_S, partial(self._begin, entry, io))
+
+    def begin_all(self) -> None:
+        """Lets nothing wait any longer: the agent stops."""
+        for entry, io in list(self._waiting.items()):
+            self._begin(entry, io)
+
+    def _begin(self, entry: Entry, io: ChunkIO) -> None:
+        if self._waiting.get(entry) is not io:
+            return  # begun already
+        del self._waiting[entry]
         self._core.plane.write(
             io, lambda io, outcome: self._core.post(partial(self._written, io, outcome))
         )

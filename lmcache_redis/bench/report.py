@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+_FILE_WIDTH = 200
+
 
 def machine() -> dict[str, Any]:
     """What to say of the machine beside every figure."""
@@ -34,6 +36,8 @@ def machine() -> dict[str, Any]:
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints the rows as one table; columns are the keys of the first row."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)  # a table cut to 80 columns is of no use in a file
     facts = machine()
     table = Table(title=title, caption=", ".join(f"{k} {v}" for k, v in facts.items()))
     if rows:
