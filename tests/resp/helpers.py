@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,6 +112,11 @@ class Answers:
             assert all(name.startswith("lmcr-") for name in self._threads), self._threads
             return list(self._by_asked.values())
 
+    def of(self, asked: Sequence[Any]) -> list[Any]:
+        """The outcomes of these, in their order, once all are there."""
+        self.wait(len(asked))
+        return [self._by_asked[each] for each in asked]
+
     def __len__(self) -> int:
         with self._changed:
             return len(self._by_asked)
@@ -139,16 +144,18 @@ def running(url: str, **settings: Any) -> Iterator[RedisPlane]:
 
 def write(plane: RedisPlane, *chunks: Chunk, within_s: float = PATIENCE_S) -> list[WriteOutcome]:
     answers = Answers()
-    for chunk in chunks:
-        plane.write(chunk.io(within_s), answers)
-    return answers.wait(len(chunks))
+    transfers = [chunk.io(within_s) for chunk in chunks]
+    for transfer in transfers:
+        plane.write(transfer, answers)
+    return answers.of(transfers)
 
 
 def read(plane: RedisPlane, *chunks: Chunk, within_s: float = PATIENCE_S) -> list[ReadOutcome]:
     answers = Answers()
-    for chunk in chunks:
-        plane.read(chunk.io(within_s), answers)
-    outcomes = answers.wait(len(chunks))
+    transfers = [chunk.io(within_s) for chunk in chunks]
+    for transfer in transfers:
+        plane.read(transfer, answers)
+    outcomes = answers.of(transfers)
     for chunk in chunks:
         chunk.check_guards()
     return outcomes

@@ -61,7 +61,7 @@ def test_killed_while_idle_and_restarted_empty(own_server: RedisServer) -> None:
 
 
 def test_killed_in_the_middle_of_loads(own_server: RedisServer) -> None:
-    with Proxy(own_server.port) as proxy, running(proxy.url) as plane:
+    with Proxy(own_server.port) as proxy, running(proxy.url, get_connections=2) as plane:
         chunks = [Chunk(n, SIZE, SLOT, seed=n) for n in range(20)]
         assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
         proxy.for_gets.extend([None] * 13 + [Stall(1000)] * 2)

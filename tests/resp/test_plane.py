@@ -133,8 +133,8 @@ def test_stats_count_what_happened(plane: RedisPlane) -> None:
     assert stats.reads[ReadOutcome.LOADED] == stats.writes[WriteOutcome.STORED] == 3
     assert stats.calls[CallOutcome.DONE] == 1
     assert stats.keys_scanned == 2
-    # One each to write, control and probe, and two to read.
-    wait_until(lambda: plane.stats().connects == 5)
+    # One each to write, control and probe, and three to read.
+    wait_until(lambda: plane.stats().connects == 6)
     assert (stats.errors, stats.connections_lost) == (0, 0)
     wait_until(lambda: plane.stats().queued_reads == 0)
 
