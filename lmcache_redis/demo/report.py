@@ -128,7 +128,10 @@ def write_plot(directory: Path, results: Sequence[PromptResult]) -> Path:
         fontsize=11,
     )
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    # Below the bars: between them it would lie on one.
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False
+    )
     path = directory / PLOT_NAME
     figure.savefig(path)
     return path
