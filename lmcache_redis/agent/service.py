@@ -67,10 +67,9 @@ class Service:
             self._handlers.forget(peer, "the agent stops")
         for session in self.core.sessions:
             self.core.log_line(self.core.sessions.end(session))
-        self.writes.begin_all()
         while len(self.writes) and time.monotonic() < deadline_s:
             self.core.run_posted()
-            self.writes.begin_all()  # what was still being gathered
+            self.writes.begin_all()  # also what was gathered meanwhile
             time.sleep(0.005)
         if len(self.writes):
             logger.warning("%d chunks were not written before the agent stopped", len(self.writes))

@@ -70,9 +70,14 @@ class Writes:
         if self._waiting.get(entry) is not io:
             return  # begun already
         del self._waiting[entry]
-        self._core.plane.write(
-            io, lambda io, outcome: self._core.post(partial(self._written, io, outcome))
-        )
+        try:
+            self._core.plane.write(
+                io, lambda io, outcome: self._core.post(partial(self._written, io, outcome))
+            )
+        except Exception:
+            # Our own bug, logged above: the pin and the room in the queue come back all the same.
+            self._written(io, WriteOutcome.UNAVAILABLE)
+            raise
 
     def _written(self, io: ChunkIO, outcome: WriteOutcome) -> None:
         entry = io.tag
