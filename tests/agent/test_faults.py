@@ -17,6 +17,7 @@ import zmq
 from lmcache_redis import messages as m
 from lmcache_redis.client.link import LinkState
 from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.keys import IPCCacheEngineKey
 from lmcache_redis.transport import connect_dealer
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer, free_port
@@ -25,6 +26,10 @@ HASHES = block_hashes("prompt", 8)
 LOOKUP_DEADLINE_S = 1.0
 # What a busy machine may add to any wait in these tests: they find what hangs, not what is slow.
 SLACK_S = 8.0
+
+
+def _tokens(count: int) -> IPCCacheEngineKey:
+    return IPCCacheEngineKey("m", 1, None, token_ids=tuple(range(count)), end=count)
 
 
 @pytest.fixture
@@ -236,6 +241,26 @@ def test_another_protocol_version_is_refused_with_a_sentence(agent: AgentServer)
     finally:
         dealer.close(linger=0)
         context.term()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "reason"),
+    [
+        (m.ChunkNames((b"h" * 32, b"h" * 31)), "different lengths"),
+        (m.ChunkNames((b"h",), _tokens(64)), "not by both"),
+        (m.ChunkNames(tokens=IPCCacheEngineKey("m", 1, None, b"h")), "has token ids"),
+        (m.ChunkNames(tokens=_tokens(63)), "no whole chunks of 64"),
+    ],
+)
+def test_names_that_do_not_go_together_are_refused(
+    agent: AgentServer, chunks: m.ChunkNames, reason: str
+) -> None:
+    with Engine(agent.endpoint) as engine:
+        call = engine.scheduler.link.submit(m.Lookup, request_id="r", chunks=chunks)
+        assert call.wait(SLACK_S)
+        assert isinstance(call.answer, m.Failure)
+        assert call.answer.code == m.BAD_MESSAGE
+        assert reason in call.answer.reason
 
 
 def test_garbage_on_the_wire_harms_nobody(agent: AgentServer, stored: Engine) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
+
+import pytest
 
 from lmcache_redis.agent.copies import CopyOutcome, CopyThreads
 from lmcache_redis.agent.fills import Fills
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.agent.timers import Timers
+from lmcache_redis.agent.writes import Writes
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.hostpool import HostPool
+from lmcache_redis.metrics import Metrics
 
 
 def test_timers_run_in_order_and_only_when_due() -> None:
@@ -191,3 +196,31 @@ def test_a_session_cancels_its_lookup_when_it_ends() -> None:
     sessions.end(session)
     assert cancelled == [True]
     assert len(sessions) == 0
+
+
+def test_a_write_that_cannot_begin_gives_back_what_it_held() -> None:
+    pool, timers, metrics = HostPool(2), Timers(), Metrics()
+    entry = pool.reserve(b"key", 1)
+    assert entry is not None
+    pool.publish(entry)
+
+    def write(io: object, done: object) -> None:
+        raise RuntimeError("a bug")
+
+    core = SimpleNamespace(
+        pool=pool,
+        timers=timers,
+        metrics=metrics,
+        config=SimpleNamespace(write_queue_limit_bytes=100),
+        plane=SimpleNamespace(state=SimpleNamespace(up=True), write=write),
+        chunk_io=lambda form, chunk_hash, entry, deadline_s: SimpleNamespace(
+            tag=entry, frame=SimpleNamespace(chunk_bytes=form.chunk_bytes)
+        ),
+    )
+    writes = Writes(core)  # type: ignore[arg-type]
+    writes.offer(SimpleNamespace(chunk_bytes=60), b"h", entry)  # type: ignore[arg-type]
+    assert (len(writes), writes.queued_bytes, entry.pins) == (1, 60, 2)
+    with pytest.raises(RuntimeError, match="a bug"):
+        writes.begin_all()
+    assert (len(writes), writes.queued_bytes, entry.pins) == (0, 0, 1)
+    assert metrics.snapshot()["drop_redis_error"] == 1
