@@ -164,7 +164,7 @@ class AgentConfig:
     shutdown_deadline_s: float = _setting("how long writes may go on once the agent stops", 5.0)
     get_connections: int = _setting("connections that load", 3)
     set_connections: int = _setting("connections that store", 1)
-    copy_threads: int = _setting("threads that copy between blocks and slots", 2)
+    copy_threads: int = _setting("threads that copy into blocks, and as many out of them", 2)
     device: str = _setting("memory that engines may register: auto, cpu or cuda", "auto")
     log_level: str = _setting("debug, info, warning or error", "info")
 

@@ -198,7 +198,7 @@ class Handlers:
         self._unregister(peer, "it registers anew")
         peer.mapping = True
         opened: list[DeviceContext | DeviceError] = []
-        self._core.copies.gather(
+        self._core.copies.scatter(
             partial(self._open, question, opened, config.device),
             lambda outcome: self._core.post(
                 partial(self._mapped, peer, form, question, opened, reply)

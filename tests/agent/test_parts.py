@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -55,7 +56,7 @@ def test_every_copy_is_reported_once_whatever_it_does() -> None:
 
     copies.scatter(fails, report("fails"))  # type: ignore[arg-type]
     copies.scatter(breaks, report("breaks"))  # type: ignore[arg-type]
-    copies.gather(lambda: CopyOutcome.DONE, report("done", last=True))  # type: ignore[arg-type]
+    copies.scatter(lambda: CopyOutcome.DONE, report("done", last=True))  # type: ignore[arg-type]
     assert reported.wait(10)
     copies.close(10)
     copies.scatter(lambda: CopyOutcome.DONE, report("late"))  # type: ignore[arg-type]
@@ -67,10 +68,10 @@ def test_every_copy_is_reported_once_whatever_it_does() -> None:
     }
 
 
-def test_scatters_go_before_gathers_and_the_rest_is_cancelled() -> None:
+def test_a_scatter_never_waits_for_gathers_and_the_rest_is_cancelled() -> None:
     copies = CopyThreads(1)
+    running, go_on, ended = threading.Event(), threading.Event(), threading.Event()
     order: list[str] = []
-    running, go_on = threading.Event(), threading.Event()
 
     def wait() -> CopyOutcome:
         running.set()
@@ -81,12 +82,13 @@ def test_scatters_go_before_gathers_and_the_rest_is_cancelled() -> None:
         order.append(name)
         return CopyOutcome.DONE
 
-    ended = threading.Event()
     copies.gather(wait, lambda outcome: None)
     assert running.wait(10)
     copies.gather(lambda: named("gather"), lambda outcome: ended.set())
-    copies.scatter(lambda: named("scatter"), lambda outcome: None)
-    assert copies.backlog == 2
+    scattered = threading.Event()
+    copies.scatter(lambda: named("scatter"), lambda outcome: scattered.set())
+    assert scattered.wait(10)
+    assert copies.backlog == 1
     go_on.set()
     assert ended.wait(10)
     assert order == ["scatter", "gather"]
@@ -100,6 +102,23 @@ def test_scatters_go_before_gathers_and_the_rest_is_cancelled() -> None:
     copies.close(10)
     assert cancelled in ([CopyOutcome.CANCELLED], [CopyOutcome.DONE])
     assert ("never" in order) == (cancelled == [CopyOutcome.DONE])
+
+
+def test_only_gathers_give_way_to_the_engine() -> None:
+    copies = CopyThreads(1)
+    nice: dict[str, int] = {}
+
+    def look(name: str) -> CopyOutcome:
+        nice[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        return CopyOutcome.DONE
+
+    done = [threading.Event(), threading.Event()]
+    copies.scatter(lambda: look("scatter"), lambda outcome: done[0].set())
+    copies.gather(lambda: look("gather"), lambda outcome: done[1].set())
+    assert all(event.wait(10) for event in done)
+    copies.close(10)
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    assert nice == {"scatter": here, "gather": min(here + 10, 19)}
 
 
 def test_a_fill_tells_all_watchers_and_keeps_their_pins() -> None:
