@@ -53,3 +53,21 @@ class RedisAuthError(RedisError):
 
 class RedisReplyError(RedisError):
     """Any other error reply of the server; the connection stays usable."""
+
+
+class RedisReadOnly(RedisReplyError):
+    """A write was refused because the server is a replica: not, or no longer, the master."""
+
+
+class RedisRedirect(RedisReplyError):
+    """A node of a Redis Cluster says which node to ask instead.
+
+    host is empty where it is the host of the node that said so. asking: only this once, with
+    ASKING before it (ASK); otherwise from now on (MOVED).
+    """
+
+    def __init__(self, message: str, host: str, port: int, asking: bool) -> None:
+        super().__init__(message)
+        self.host = host
+        self.port = port
+        self.asking = asking

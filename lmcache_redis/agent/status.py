@@ -58,7 +58,7 @@ def status_report(core: Core, peers: Peers, writes: Writes) -> dict[str, Any]:
 def _redis(core: Core) -> dict[str, Any]:
     state, stats = core.plane.state, core.plane.stats()
     return {
-        "server": str(core.plane.endpoint),
+        "server": core.plane.where,
         "up": state.up,
         "reason": state.reason,
         "bytes_in": stats.bytes_in,

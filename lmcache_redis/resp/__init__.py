@@ -10,7 +10,7 @@ worker              a thread with a connection: reader, writer, control
 plane               all of it, started and closed together
 """
 
-from lmcache_redis.resp.endpoint import check_url
+from lmcache_redis.resp.deployment import check_url
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.outcomes import (
     CallOutcome,

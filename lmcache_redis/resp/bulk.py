@@ -260,10 +260,15 @@ class BulkConnection:
         return replies
 
     def call(self, request: bytes, reply_count: int, deadline: float) -> list[Reply]:
-        """Send packed commands and receive exactly their replies.
+        """`exchange`, but the first error reply is raised (`wire.error_of`)."""
+        replies = self.exchange(request, reply_count, deadline)
+        for reply in replies:
+            if isinstance(reply, ErrorReply):
+                raise error_of(reply)
+        return replies
 
-        The first error reply among them is raised (`wire.error_of`).
-        """
+    def exchange(self, request: bytes, reply_count: int, deadline: float) -> list[Reply]:
+        """Send packed commands and receive exactly their replies, errors among them."""
         stream = self._usable()
         stream.arm(deadline)
         try:
@@ -275,9 +280,6 @@ class BulkConnection:
             replies += self.receive_replies(deadline)
         if len(replies) > reply_count or self._replies.pending_bytes:
             self._fail(RedisProtocolError("more replies came than were asked for"))
-        for reply in replies:
-            if isinstance(reply, ErrorReply):
-                raise error_of(reply)
         return replies
 
     def ping(self, deadline: float) -> None:

@@ -131,6 +131,28 @@ class Connector:
         return PlainStream(sock, where, self._op_timeout_s)
 
 
+def redis_client(endpoint: Endpoint, timeout_s: float) -> Any:
+    """A `redis.Redis` for the odd question: RESP2, bytes, one try. Close it (`with`)."""
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    settings: dict[str, Any] = {
+        "db": endpoint.db,
+        "username": endpoint.username,
+        "password": endpoint.password,
+        "protocol": 2,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": Retry(NoBackoff(), 0),
+    }
+    if endpoint.transport is Transport.UNIX:
+        return redis.Redis(unix_socket_path=endpoint.path, **settings)
+    if endpoint.transport is Transport.TLS:
+        settings |= {"ssl": True, **dict(endpoint.tls)}
+    return redis.Redis(host=endpoint.host, port=endpoint.port, **settings)
+
+
 def _connect(connection: Any, client_name: str, endpoint: Endpoint) -> socket.socket:
     from redis import exceptions
 
@@ -143,7 +165,7 @@ def _connect(connection: Any, client_name: str, endpoint: Endpoint) -> socket.so
         return _take_socket(connection)
     except (exceptions.RedisError, OSError, UnicodeError) as error:
         connection.disconnect()
-        raise _translated(error, endpoint) from None
+        raise translated(error, endpoint) from None
     except BaseException:
         connection.disconnect()
         raise
@@ -169,7 +191,7 @@ def _take_socket(connection: Any) -> socket.socket:
     return sock
 
 
-def _translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError:
+def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError:
     """Ours for what redis-py or the socket raised. No message contains a secret."""
     from redis import exceptions
 

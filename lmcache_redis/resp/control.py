@@ -10,7 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
+from lmcache_redis.errors import (
+    RedisError,
+    RedisProtocolError,
+    RedisRedirect,
+    RedisTimeout,
+    RedisUnavailable,
+)
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.bulk import BulkConnection
 from lmcache_redis.resp.connect import Connector
@@ -19,10 +25,21 @@ from lmcache_redis.resp.jobs import Job, JobRegistry
 from lmcache_redis.resp.outcomes import CallOutcome
 from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.scan import Call
-from lmcache_redis.resp.wire import Reply, escape_pattern, keys_command, scan_command
+from lmcache_redis.resp.wire import (
+    ASKING_COMMAND,
+    ErrorReply,
+    Reply,
+    error_of,
+    escape_pattern,
+    keys_command,
+    scan_command,
+)
 from lmcache_redis.resp.worker import Worker
 
 ResultT = TypeVar("ResultT")
+
+# Sends packed commands and gives exactly their replies, errors among them.
+Exchange = Callable[[bytes, int], Sequence[Reply]]
 
 # Keys for one UNLINK, and what one SCAN looks at: well under a millisecond of the server's.
 _BATCH_KEYS = 512
@@ -37,8 +54,8 @@ class CallJob(Job[CallOutcome]):
         self.urgent = urgent
         super().__init__(1, CallOutcome.DONE, deadline, registry)
 
-    def work(self, call: Call) -> bool:
-        """Do a step; True if it was the last. Raises what `call` raises."""
+    def work(self, exchange: Exchange) -> bool:
+        """Do a step; True if it was the last. Raises RedisError."""
         raise AssertionError("a call that does nothing")
 
 
@@ -54,15 +71,16 @@ class QueryJob(CallJob, Generic[ResultT]):
         deadline: float,
         done: Callable[[CallOutcome, ResultT | None], None],
         registry: JobRegistry,
+        urgent: bool = True,
     ) -> None:
         self._question = question
         self._keys = keys
         self._done = done
         self._result: ResultT | None = None
-        super().__init__(deadline, registry, urgent=True)
+        super().__init__(deadline, registry, urgent)
 
-    def work(self, call: Call) -> bool:
-        self._result = self._question(call, self._keys)
+    def work(self, exchange: Exchange) -> bool:
+        self._result = self._question(raising(exchange), self._keys)
         return True
 
     def _answer(self, outcome: CallOutcome) -> None:
@@ -88,9 +106,9 @@ class RemoveJob(CallJob):
         self._removed = 0
         super().__init__(deadline, registry, urgent=False)
 
-    def work(self, call: Call) -> bool:
+    def work(self, exchange: Exchange) -> bool:
         keys = [stripe_key(self._chunk_key, index) for index in range(self._stripe_count)]
-        self._removed = unlink(call, keys)
+        self._removed = unlink(raising(exchange), keys)
         return True
 
     def _answer(self, outcome: CallOutcome) -> None:
@@ -98,9 +116,12 @@ class RemoveJob(CallJob):
 
 
 class ClearJob(CallJob):
-    """SCAN for keys with a prefix and UNLINK them, a bounded batch each step."""
+    """SCAN one server for keys with a prefix and UNLINK them, a bounded batch each step.
 
-    __slots__ = ("_cursor", "_done", "_pattern", "_prefix", "_removed")
+    batch_keys: most keys of one UNLINK; 1 in a cluster, where keys have slots.
+    """
+
+    __slots__ = ("_batch_keys", "_cursor", "_done", "_pattern", "_prefix", "_removed")
 
     def __init__(
         self,
@@ -108,7 +129,9 @@ class ClearJob(CallJob):
         deadline: float,
         done: Callable[[CallOutcome, int], None],
         registry: JobRegistry,
+        batch_keys: int = _BATCH_KEYS,
     ) -> None:
+        self._batch_keys = batch_keys
         self._prefix = prefix
         self._pattern = escape_pattern(prefix) + b"*"
         self._cursor = b"0"
@@ -116,7 +139,8 @@ class ClearJob(CallJob):
         self._done = done
         super().__init__(deadline, registry, urgent=False)
 
-    def work(self, call: Call) -> bool:
+    def work(self, exchange: Exchange) -> bool:
+        call = raising(exchange)
         (reply,) = call(scan_command(self._cursor, self._pattern, _BATCH_KEYS), 1)
         match reply:
             case [bytes() as cursor, list() as found] if cursor.isdigit():
@@ -125,18 +149,80 @@ class ClearJob(CallJob):
                 raise RedisProtocolError("the reply to a SCAN is no cursor and keys")
         # Whatever the server matched: only what begins with the prefix is ours to delete.
         keys = [key for key in found if isinstance(key, bytes) and key.startswith(self._prefix)]
-        self._removed += unlink(call, keys)
+        self._removed += unlink(call, keys, self._batch_keys)
         return self._cursor == b"0"
 
     def _answer(self, outcome: CallOutcome) -> None:
         self._done(outcome, self._removed)
 
 
-def unlink(call: Call, keys: Sequence[bytes]) -> int:
+class EachJob(CallJob):
+    """EXISTS or UNLINK of keys one by one, as a cluster wants them; counts and redirections.
+
+    Answers with a count, or the redirection that came instead, for each key in order.
+    """
+
+    __slots__ = ("_asking", "_done", "_keys", "_name", "_results")
+
+    def __init__(
+        self,
+        name: bytes,
+        keys: Sequence[bytes],
+        deadline: float,
+        done: Callable[[CallOutcome, Sequence[int | RedisRedirect]], None],
+        registry: JobRegistry,
+        *,
+        urgent: bool,
+        asking: bool = False,
+    ) -> None:
+        self._name = name
+        self._keys = keys
+        self._done = done
+        self._asking = asking
+        self._results: Sequence[int | RedisRedirect] = ()
+        super().__init__(deadline, registry, urgent)
+
+    def work(self, exchange: Exchange) -> bool:
+        before = ASKING_COMMAND if self._asking else b""
+        request = b"".join([before + keys_command(self._name, (key,)) for key in self._keys])
+        step = 2 if self._asking else 1
+        replies = exchange(request, step * len(self._keys))
+        self._results = [_count_or_redirect(reply) for reply in replies[step - 1 :: step]]
+        return True
+
+    def _answer(self, outcome: CallOutcome) -> None:
+        self._done(outcome, self._results if outcome is CallOutcome.DONE else ())
+
+
+def _count_or_redirect(reply: Reply) -> int | RedisRedirect:
+    if reply == 0 or reply == 1:
+        return 1 if reply else 0
+    if isinstance(reply, ErrorReply):
+        error = error_of(reply)
+        if isinstance(error, RedisRedirect):
+            return error
+        raise error
+    raise RedisProtocolError("the reply to a command with one key is no count of it")
+
+
+def raising(exchange: Exchange) -> Call:
+    """The same, but the first error reply is raised."""
+
+    def call(request: bytes, reply_count: int) -> Sequence[Reply]:
+        replies = exchange(request, reply_count)
+        for reply in replies:
+            if isinstance(reply, ErrorReply):
+                raise error_of(reply)
+        return replies
+
+    return call
+
+
+def unlink(call: Call, keys: Sequence[bytes], batch_keys: int = _BATCH_KEYS) -> int:
     """Delete keys without blocking the server; how many there were."""
     if not keys:
         return 0
-    batches = [keys[start : start + _BATCH_KEYS] for start in range(0, len(keys), _BATCH_KEYS)]
+    batches = [keys[start : start + batch_keys] for start in range(0, len(keys), batch_keys)]
     request = b"".join([keys_command(b"UNLINK", batch) for batch in batches])
     removed = 0
     for reply in call(request, len(batches)):
@@ -174,11 +260,11 @@ class Controller(Worker):
         # One budget for all round trips of the step.
         deadline = min(job.deadline, time.monotonic() + self._op_timeout_s)
 
-        def call(request: bytes, reply_count: int) -> Sequence[Reply]:
-            return connection.call(request, reply_count, deadline)
+        def exchange(request: bytes, reply_count: int) -> Sequence[Reply]:
+            return connection.exchange(request, reply_count, deadline)
 
         try:
-            finished = job.work(call)
+            finished = job.work(exchange)
         except RedisError as error:
             self._judge(error, connection)
             if isinstance(error, RedisUnavailable) and self._may_retry(job, connection):

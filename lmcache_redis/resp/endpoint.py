@@ -61,11 +61,6 @@ class Endpoint:
         return self.where
 
 
-def check_url(options: RedisOptions) -> None:
-    """Raises ConfigError, saying what to change, unless the URL names a server."""
-    parse_endpoint(options)
-
-
 def parse_endpoint(options: RedisOptions) -> Endpoint:
     """The server that `options` names. Raises ConfigError; touches no network."""
     transport, parts = _split(options.url)

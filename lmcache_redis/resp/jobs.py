@@ -32,7 +32,8 @@ class Job(Generic[OutcomeT]):
     """Ends `good` after `steps` steps, or with the first other outcome a step or stop brings.
 
     deadline: `time.monotonic()` seconds. It counts from `JobRegistry.add` on, and leaves the
-    registry when it has been answered. Subclasses define `_answer`.
+    registry when it has been answered. nodes: the servers that it cannot do without (`node`).
+    Subclasses define `_answer`.
     """
 
     __slots__ = (
@@ -45,11 +46,13 @@ class Job(Generic[OutcomeT]):
         "_steps_left",
         "created_at",
         "deadline",
+        "nodes",
     )
 
     def __init__(self, steps: int, good: OutcomeT, deadline: float, registry: JobRegistry) -> None:
         self.deadline = deadline
         self.created_at = time.monotonic()
+        self.nodes: tuple[object, ...] = ()
         self._registry = registry
         self._good = good
         self._lock = threading.Lock()
@@ -159,11 +162,17 @@ class JobRegistry:
             if not self._jobs:
                 self._changed.notify_all()
 
-    def stop_all(self, reason: Stop, kind: type[Job[Any]] | None = None) -> None:
-        """Stop every job (of a kind)."""
+    def stop_all(
+        self, reason: Stop, kind: type[Job[Any]] | None = None, node: object = None
+    ) -> None:
+        """Stop every job (of a kind; that needs a node)."""
         for job in self._snapshot():
-            if kind is None or isinstance(job, kind):
+            if (kind is None or isinstance(job, kind)) and (node is None or node in job.nodes):
                 job.stop(reason)
+
+    def needs(self, node: object) -> bool:
+        """Whether a job that is not answered yet cannot do without the node."""
+        return any(node in job.nodes for job in self._snapshot())
 
     def expire(self, now: float) -> float | None:
         """Stop jobs past their deadlines; the soonest deadline still to come, if any."""

@@ -1,13 +1,14 @@
-"""The Redis data plane: chunks between slots and one Redis server, every call answered.
+"""The Redis data plane: chunks between slots and Redis, every call answered.
 
-Threads, all owned here: `get_connections` readers, `set_connections` writers and one
-controller with a connection each; the health prober with its own; and a timekeeper without
-one, which answers what is late or cannot be tried. Callers hand in jobs from any thread and
-never wait. Each callback is called exactly once, on a thread of the plane, by the job's
-deadline (a wait on a socket may overrun it by milliseconds), and must only enqueue.
+Each data server is a `Node` with threads and connections of its own: readers, writers, one
+controller, one health prober. There is one node, or with Sentinel the master's, or one for each
+shard of a cluster; a `Watcher` keeps the map of those two. A timekeeper without a connection
+answers what is late or cannot be tried. Callers hand in jobs from any thread and never wait. Each
+callback is called exactly once, on a thread of the plane, by the job's deadline (a wait on a
+socket may overrun it by milliseconds), and must only enqueue.
 
-When the server goes down (`health`), everything pending is answered UNAVAILABLE, and so is
-whatever comes until a probe finds it up again. docs/data-plane.md has what happens when.
+When a server goes down (`health`), everything pending that needs it is answered UNAVAILABLE, and
+so is whatever comes until a probe finds it up again. docs/data-plane.md has what happens when.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from lmcache_redis.keys import KEY_MAGIC
-from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.control import CallJob, ClearJob, Controller, QueryJob, RemoveJob
-from lmcache_redis.resp.endpoint import parse_endpoint
-from lmcache_redis.resp.health import Health
+from lmcache_redis.errors import RedisRedirect
+from lmcache_redis.keys import KEY_MAGIC, stripe_key
+from lmcache_redis.resp.control import CallJob, ClearJob, QueryJob, RemoveJob
+from lmcache_redis.resp.deployment import parse_deployment
+from lmcache_redis.resp.fanout import EachKey
 from lmcache_redis.resp.jobs import Job, JobRegistry, Stop
+from lmcache_redis.resp.node import Node
+from lmcache_redis.resp.nodes import Nodes
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
@@ -34,18 +37,19 @@ from lmcache_redis.resp.outcomes import (
     ScanResult,
     WriteOutcome,
 )
-from lmcache_redis.resp.queues import TaskQueue, Timekeeper
-from lmcache_redis.resp.reader import Reader, ReadJob, ReadTask, read_tasks
+from lmcache_redis.resp.queues import Timekeeper
+from lmcache_redis.resp.reader import ReadJob, ReadTask, read_tasks
+from lmcache_redis.resp.routes import Hop
 from lmcache_redis.resp.scan import count_prefix, find_present
 from lmcache_redis.resp.stats import Counts
-from lmcache_redis.resp.worker import Worker
-from lmcache_redis.resp.writer import WriteJob, Writer
+from lmcache_redis.resp.writer import WriteJob, WriteTask
 
 logger = logging.getLogger(__name__)
 
 # Remains are removed soon or not at all: later, somebody may have stored the chunk again.
 _REMOVE_WITHIN_S = 10.0
 _MAX_PENDING_REMOVALS = 1024
+_MAX_HOPS = 5
 
 AnyJob = Job[ReadOutcome] | Job[WriteOutcome] | Job[CallOutcome]
 
@@ -55,50 +59,22 @@ class RedisPlane:
 
     def __init__(self, options: RedisOptions) -> None:
         self.options = options
-        self.endpoint = parse_endpoint(options)
-        self._connector = Connector(self.endpoint, options.connect_timeout_s, options.op_timeout_s)
+        self.deployment = parse_deployment(options)
         self._registry = JobRegistry()
         self._counts = Counts()
         self._timekeeper = Timekeeper(self._registry.expire)
-        self._health = Health(
-            self._connector,
-            options.probe_interval_s,
-            options.heartbeat_s,
-            options.op_timeout_s,
-            on_down=lambda: self._registry.stop_all(Stop.UNAVAILABLE),
+        self._nodes = Nodes(
+            self.deployment,
+            options,
+            self._registry,
+            remove=self.remove,
+            follow_read=self._follow_read,
+            follow_write=self._follow_write,
         )
-        self._reads: TaskQueue[ReadTask] = TaskQueue()
-        self._writes: TaskQueue[WriteJob] = TaskQueue()
-        self._calls: TaskQueue[CallJob] = TaskQueue()
-        self._workers = self._make_workers()
         self._started = False
         self._closing = False
         self._closed = False
         self._by_chunk: dict[ChunkIO, AnyJob] = {}
-
-    def _make_workers(self) -> list[Worker]:
-        options, connector, health = self.options, self._connector, self._health
-        op_timeout_s = options.op_timeout_s
-        workers: list[Worker] = [
-            Controller("control", connector, health, self._calls, op_timeout_s)
-        ]
-        workers += [
-            Reader(f"get-{number}", connector, health, self._reads)
-            for number in range(options.get_connections)
-        ]
-        workers += [
-            Writer(
-                f"set-{number}",
-                connector,
-                health,
-                self._writes,
-                options.max_outstanding_sets,
-                op_timeout_s,
-                self.remove,
-            )
-            for number in range(options.set_connections)
-        ]
-        return workers
 
     # ------------------------------------------------------------- life cycle
 
@@ -108,13 +84,11 @@ class RedisPlane:
             raise RuntimeError("a Redis plane is started once")
         self._started = True
         self._timekeeper.start()
-        self._health.start()
-        for worker in self._workers:
-            worker.start()
+        self._nodes.start()
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
-        """Wait until the server was asked once, or the time is over; the state then."""
-        return self._health.wait_probed(timeout_s)
+        """Wait until every server was asked once, or the time is over; the state then."""
+        return self._nodes.wait_probed(timeout_s)
 
     def close(self, deadline_s: float) -> bool:
         """Finish writes for at most `deadline_s`, cancel everything else, end all threads.
@@ -130,28 +104,32 @@ class RedisPlane:
         self._timekeeper.post(self._cancel_all_but_writes)
         self._registry.wait_empty(deadline)
         self._timekeeper.post(self._cancel_all)
-        for queue in (self._reads, self._writes, self._calls):
-            queue.close()
-        self._health.close()
-        # Wakes every thread that waits on a socket; a name look-up alone cannot be woken.
-        self._connector.abort()
         patience_s = self.options.connect_timeout_s + self.options.op_timeout_s
-        ended = [worker.join(patience_s) for worker in self._workers]
-        ended.append(self._health.join(patience_s))
+        left = self._nodes.close(patience_s)
         # Whatever was submitted meanwhile.
         self._timekeeper.post(self._cancel_all)
         self._closed = True
-        ended.append(self._timekeeper.close(patience_s))
-        if not all(ended):
-            logger.warning("%d threads of the Redis plane did not end", ended.count(False))
-        return all(ended)
+        left += not self._timekeeper.close(patience_s)
+        if left:
+            logger.warning("%d threads of the Redis plane did not end", left)
+        return not left
 
     # ------------------------------------------------------------ what it is
 
     @property
     def state(self) -> PlaneState:
-        """Up or down, and why."""
-        return self._health.state
+        """Up or down, and why. A cluster is up as long as any of its shards is."""
+        return self._nodes.state
+
+    @property
+    def where(self) -> str:
+        """The servers, for messages: their addresses, without credentials."""
+        return self.deployment.where
+
+    @property
+    def open_streams(self) -> int:
+        """Connections that are open."""
+        return self._nodes.open_streams
 
     def stats(self) -> PlaneStats:
         """Counts since the start, all of one moment."""
@@ -165,9 +143,9 @@ class RedisPlane:
                 calls=dict(counts.calls),
                 keys_scanned=counts.keys_scanned,
                 keys_removed=counts.keys_removed,
-                connects=self._connector.connects,
-                connections_lost=sum(worker.connections_lost for worker in self._workers),
-                errors=self._health.errors,
+                connects=self._nodes.connects,
+                connections_lost=self._nodes.connections_lost,
+                errors=self._nodes.errors,
                 queued_reads=self._registry.count(ReadJob),
                 queued_writes=self._registry.count(WriteJob),
             )
@@ -180,10 +158,13 @@ class RedisPlane:
         self._check_usable()
         self._check_idle(chunk)
         job = ReadJob(chunk, done, self._read_settled, self._registry)
-        tasks = read_tasks(job)
+        parts = self._nodes.routes.split(read_tasks(job), lambda t: stripe_key(chunk.key, t[1]))
+        job.nodes = tuple(parts)
         self._by_chunk[chunk] = job
         if self._enter(job):
-            self._reads.put(tasks)
+            for node, tasks in parts.items():
+                if node is not None:
+                    node.reads.put(tasks)
             # The server may have gone, or the plane been closed, while it was queued.
             self._refuse(job)
 
@@ -193,9 +174,13 @@ class RedisPlane:
         self._check_usable()
         self._check_idle(chunk)
         job = WriteJob(chunk, done, self._write_settled, self._registry)
+        routes = self._nodes.routes
+        stripes = range(job.stripe_count)
+        nodes = [routes.node_of(stripe_key(chunk.key, index)) for index in stripes]
+        job.nodes = tuple(dict.fromkeys(nodes))
         self._by_chunk[chunk] = job
         if self._enter(job):
-            self._writes.put((job,))
+            job.submit([node.writes for node in nodes if node is not None])
             # The server may have gone, or the plane been closed, while it was queued.
             self._refuse(job)
 
@@ -210,13 +195,20 @@ class RedisPlane:
 
     def remove(self, chunk_key: bytes, stripe_count: int) -> None:
         """UNLINK the stripes of a chunk, within seconds or not at all; nobody is told."""
-        if not self._started or self._closing or not self._health.is_up:
+        if not self._started or self._closing or not self.state.up:
             return
         if self._registry.count(RemoveJob) >= _MAX_PENDING_REMOVALS:
             return
         deadline = time.monotonic() + _REMOVE_WITHIN_S
+        routes = self._nodes.routes
+        if routes.is_cluster:
+            keys = [stripe_key(chunk_key, index) for index in range(stripe_count)]
+            self._each_key(
+                b"UNLINK", keys, deadline, lambda _, n: self._counts.removed(sum(n)), urgent=False
+            )
+            return
         job = RemoveJob(chunk_key, stripe_count, deadline, self._counts.removed, self._registry)
-        self._submit_call(job)
+        self._submit_call(job, routes.node_of(chunk_key))
 
     # ------------------------------------------------------------------ keys
 
@@ -230,7 +222,18 @@ class RedisPlane:
             done(ScanResult(outcome, length or 0))
 
         self._check_usable()
-        self._submit_call(QueryJob(count_prefix, keys, deadline, answer, self._registry))
+        routes = self._nodes.routes
+        if routes.is_cluster:
+            self._each_key(
+                b"EXISTS",
+                keys,
+                deadline,
+                lambda outcome, counts: answer(outcome, [*counts, 0].index(0)),
+                urgent=True,
+            )
+            return
+        job = QueryJob(count_prefix, keys, deadline, answer, self._registry)
+        self._submit_call(job, routes.node_of(b""))
 
     def exists(
         self, keys: Sequence[bytes], deadline: float, done: Callable[[ExistsResult], None]
@@ -242,7 +245,18 @@ class RedisPlane:
             done(ExistsResult(outcome, present or ()))
 
         self._check_usable()
-        self._submit_call(QueryJob(find_present, keys, deadline, answer, self._registry))
+        routes = self._nodes.routes
+        if routes.is_cluster:
+            self._each_key(
+                b"EXISTS",
+                keys,
+                deadline,
+                lambda outcome, counts: answer(outcome, [count > 0 for count in counts]),
+                urgent=True,
+            )
+            return
+        job = QueryJob(find_present, keys, deadline, answer, self._registry)
+        self._submit_call(job, routes.node_of(b""))
 
     def clear(
         self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
@@ -254,13 +268,23 @@ class RedisPlane:
         if KEY_MAGIC not in key_prefix:
             raise ValueError(f"{key_prefix!r} is not the beginning of keys of this package")
 
-        def answer(outcome: CallOutcome, removed: int) -> None:
-            self._counts.called(outcome)
-            self._counts.removed(removed)
-            done(ClearResult(outcome, removed))
-
         self._check_usable()
-        self._submit_call(ClearJob(key_prefix, deadline, answer, self._registry))
+        routes = self._nodes.routes
+        nodes = routes.nodes or (None,)
+        answers: list[tuple[CallOutcome, int]] = []
+
+        def answer(outcome: CallOutcome, removed: int) -> None:
+            self._counts.removed(removed)
+            answers.append((outcome, removed))  # the last to come finds all of them
+            if len(answers) == len(nodes):
+                outcomes = {each for each, _ in answers}
+                total = next(iter(outcomes - {CallOutcome.DONE}), CallOutcome.DONE)
+                self._counts.called(total)
+                done(ClearResult(total, sum(count for _, count in answers)))
+
+        more = {"batch_keys": 1} if routes.is_cluster else {}
+        for node in nodes:
+            self._submit_call(ClearJob(key_prefix, deadline, answer, self._registry, **more), node)
 
     # ---------------------------------------------------------------- inside
 
@@ -279,11 +303,63 @@ class RedisPlane:
         if chunk in self._by_chunk:
             raise RuntimeError("the chunk is being read or written already")
 
-    def _submit_call(self, job: CallJob) -> None:
-        if self._enter(job):
-            self._calls.put((job,), urgent=job.urgent)
+    def _submit_call(self, job: CallJob, node: Node | None) -> None:
+        job.nodes = (node,)
+        if self._enter(job) and node is not None:
+            node.calls.put((job,), urgent=job.urgent)
             # The server may have gone, or the plane been closed, while it was queued.
             self._refuse(job)
+
+    def _each_key(
+        self,
+        name: bytes,
+        keys: Sequence[bytes],
+        deadline: float,
+        done: Callable[[CallOutcome, Sequence[int]], None],
+        *,
+        urgent: bool,
+    ) -> None:
+        """A command for each key, in a cluster."""
+        call = EachKey(
+            name,
+            keys,
+            deadline,
+            done,
+            self._registry,
+            self._submit_call,
+            self._nodes.follow,
+            urgent=urgent,
+        )
+        if not call.start(self._nodes.routes):
+            # Nothing to ask, or nobody to be asked.
+            outcome = CallOutcome.UNAVAILABLE if keys else CallOutcome.DONE
+            self._timekeeper.post(lambda: done(outcome, [0] * len(keys)))
+
+    def _follow_read(self, node: Node, task: ReadTask, redirect: RedisRedirect) -> bool:
+        job, index, hop = task
+        target = self._follow(node, job, hop, redirect)
+        if target is not None:
+            target.reads.put(((job, index, _next_hop(hop, redirect)),), urgent=True)
+        return target is not None
+
+    def _follow_write(self, node: Node, task: WriteTask, redirect: RedisRedirect) -> bool:
+        part, index, hop = task
+        target = self._follow(node, part.job, hop, redirect)
+        if target is not None:
+            moved = (part.job.part(target.writes), index, _next_hop(hop, redirect))
+            target.writes.put((moved,), urgent=True)
+        return target is not None
+
+    def _follow(
+        self, node: Node, job: AnyJob, hop: Hop | None, redirect: RedisRedirect
+    ) -> Node | None:
+        """The node that a task is to go to; None: nowhere."""
+        if not self._nodes.routes.is_cluster or (hop is not None and hop.number >= _MAX_HOPS):
+            return None
+        target = self._nodes.follow(node, redirect)
+        if target not in job.nodes:
+            job.nodes = (*job.nodes, target)
+        return target
 
     def _enter(self, job: AnyJob) -> bool:
         """From here on the job will be answered. False: without being tried."""
@@ -298,7 +374,7 @@ class RedisPlane:
         if self._closing:
             self._timekeeper.post(lambda: job.stop(Stop.CANCELLED))
             return True
-        if not self._health.is_up:
+        if not all(isinstance(node, Node) and node.is_up for node in job.nodes):
             self._timekeeper.post(lambda: job.stop(Stop.UNAVAILABLE))
             return True
         return False
@@ -312,3 +388,7 @@ class RedisPlane:
     def _write_settled(self, chunk: ChunkIO, outcome: WriteOutcome) -> None:
         self._by_chunk.pop(chunk, None)
         self._counts.written(outcome, chunk.frame.chunk_bytes)
+
+
+def _next_hop(hop: Hop | None, redirect: RedisRedirect) -> Hop:
+    return Hop(1 if hop is None else hop.number + 1, redirect.asking)

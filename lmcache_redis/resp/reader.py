@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from lmcache_redis.errors import RedisError, RedisTimeout, RedisUnavailable
+from lmcache_redis.errors import RedisError, RedisRedirect, RedisTimeout, RedisUnavailable
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.bulk import BulkConnection, ConnectionState
 from lmcache_redis.resp.connect import Connector
@@ -19,8 +19,9 @@ from lmcache_redis.resp.health import Health
 from lmcache_redis.resp.jobs import Job, JobRegistry
 from lmcache_redis.resp.outcomes import ChunkIO, ReadOutcome
 from lmcache_redis.resp.queues import TaskQueue
+from lmcache_redis.resp.routes import Hop
 from lmcache_redis.resp.verify import Verified, verify
-from lmcache_redis.resp.wire import CRLF, get_command_without_end
+from lmcache_redis.resp.wire import ASKING_COMMAND, CRLF, get_command_without_end
 from lmcache_redis.resp.worker import Worker
 
 ReadDone = Callable[[ChunkIO, ReadOutcome], None]
@@ -34,7 +35,8 @@ class ReadJob(Job[ReadOutcome]):
     __slots__ = (
         "_chunk",
         "_done",
-        "_missing_first",
+        "_first_is_known",
+        "_hole",
         "_remove_stripes",
         "_settled",
         "_store_id",
@@ -50,7 +52,8 @@ class ReadJob(Job[ReadOutcome]):
         # All GETs of the chunk but for the index of the stripe, with which the key ends.
         self.command_head = get_command_without_end(stripe_key(chunk.key, 0), _INDEX_BYTES)
         self._store_id = b""
-        self._missing_first = False
+        self._first_is_known = False
+        self._hole = 0  # stripes to remove if there is a stripe 0 beside a missing one
         self._remove_stripes = 0
         super().__init__(chunk.frame.stripe_count, ReadOutcome.LOADED, chunk.deadline, registry)
 
@@ -64,7 +67,7 @@ class ReadJob(Job[ReadOutcome]):
     def end_stripe(self, index: int, verified: Verified) -> None:
         """Stripe `index` is in its slot, or is not: see `verified`."""
         outcome, store_id, remove_stripes = verified
-        if outcome is None and store_id == self._store_id:
+        if outcome is None and store_id == self._store_id and index:
             self.end()
             return
         with self._lock:
@@ -73,21 +76,29 @@ class ReadJob(Job[ReadOutcome]):
             elif outcome is None and store_id != self._store_id:
                 outcome = ReadOutcome.TORN
                 remove_stripes = self.chunk.frame.stripe_count
-            elif outcome is ReadOutcome.INCOMPLETE and index == 0:
-                # Stripe 0 was begun first, so this is known before the job can end.
-                self._missing_first = True
+            elif outcome is ReadOutcome.INCOMPLETE:
+                outcome, remove_stripes = self._one_is_missing(index, remove_stripes)
+            if index == 0:
+                self._first_is_known = True
+                if outcome is None and self._hole:
+                    outcome, remove_stripes = ReadOutcome.INCOMPLETE, self._hole
             self._remove_stripes = max(self._remove_stripes, remove_stripes)
         self.end(outcome)
+
+    def _one_is_missing(self, index: int, remove_stripes: int) -> tuple[ReadOutcome | None, int]:
+        """Only beside a stripe 0 is it a hole: without one, a store may be under way."""
+        if index == 0:
+            return ReadOutcome.MISSING, 0
+        if self._first_is_known:
+            return ReadOutcome.INCOMPLETE, remove_stripes
+        self._hole = remove_stripes
+        return None, 0
 
     def _answer(self, outcome: ReadOutcome) -> None:
         chunk, done, settled = self._chunk, self._done, self._settled
         self._chunk = self._done = self._settled = None
         if chunk is None or done is None or settled is None:
             raise RuntimeError("a read is answered twice")
-        if outcome is ReadOutcome.INCOMPLETE and self._missing_first:
-            # What else there is may belong to a store that is under way.
-            outcome = ReadOutcome.MISSING
-            self._remove_stripes = 0
         settled(chunk, outcome, self._remove_stripes)
         done(chunk, outcome)
 
@@ -97,23 +108,31 @@ _END_OF_COMMAND = struct.Struct(">H2s")
 _LATE = Verified(ReadOutcome.TIMED_OUT)
 _UNAVAILABLE = Verified(ReadOutcome.UNAVAILABLE)
 
-# A stripe to get: the job of its chunk, and its index.
-ReadTask = tuple[ReadJob, int]
+# A stripe to get: the job of its chunk, its index, and the redirection it has followed, if any.
+ReadTask = tuple[ReadJob, int, Hop | None]
+# Hands a task that was redirected to another node; False if there is none.
+FollowRead = Callable[[ReadTask, RedisRedirect], bool]
 
 
 def read_tasks(job: ReadJob) -> list[ReadTask]:
     """The stripes of a job in order."""
-    return [(job, index) for index in range(job.chunk.frame.stripe_count)]
+    return [(job, index, None) for index in range(job.chunk.frame.stripe_count)]
 
 
 class Reader(Worker):
     """One GET connection and its thread."""
 
     def __init__(
-        self, name: str, connector: Connector, health: Health, queue: TaskQueue[ReadTask]
+        self,
+        name: str,
+        connector: Connector,
+        health: Health,
+        queue: TaskQueue[ReadTask],
+        follow: FollowRead,
     ) -> None:
         super().__init__(name, connector, health)
         self._queue = queue
+        self._follow = follow
 
     def serve(self, connection: BulkConnection) -> bool:
         take = self._queue.take
@@ -127,13 +146,20 @@ class Reader(Worker):
 
     def _load(self, connection: BulkConnection, task: ReadTask) -> None:
         """Get one stripe into its slot and end the step that was begun for it."""
-        job, index = task
+        job, index, hop = task
         chunk = job.chunk
         slot = chunk.slots[index]
         try:
+            if hop is not None and hop.asking:
+                connection.call(ASKING_COMMAND, 1, chunk.deadline)
             command = job.command_head + _END_OF_COMMAND.pack(index, CRLF)
             found = connection.get_stripe(command, slot, chunk.deadline)
             verified = verify(chunk.frame, index, found, connection.header, slot)
+        except RedisRedirect as redirect:
+            job.release()
+            if not self._follow(task, redirect):
+                self._health.note(redirect)
+                job.advance(ReadOutcome.UNAVAILABLE)
         except RedisError as error:
             self._judge(error, connection)
             if isinstance(error, RedisUnavailable) and self._may_retry(job, connection):

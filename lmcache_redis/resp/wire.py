@@ -16,6 +16,8 @@ from lmcache_redis.errors import (
     RedisError,
     RedisFull,
     RedisProtocolError,
+    RedisReadOnly,
+    RedisRedirect,
     RedisReplyError,
     RedisUnavailable,
 )
@@ -23,6 +25,7 @@ from lmcache_redis.errors import (
 CRLF: Final = b"\r\n"
 PING_COMMAND: Final = b"*1\r\n$4\r\nPING\r\n"
 PONG: Final = b"PONG"
+ASKING_COMMAND: Final = b"*1\r\n$6\r\nASKING\r\n"
 MAX_LINE_BYTES: Final = 64 << 10
 MAX_BULK_BYTES: Final = 1 << 20
 MAX_ELEMENTS: Final = 1 << 16
@@ -111,11 +114,22 @@ def error_of(reply: ErrorReply) -> RedisError:
         return RedisAuthError(f"{said} (set the user and password of the Redis URL)")
     if reply.code in _UNAVAILABLE_CODES or "max number of clients" in reply.text:
         return RedisUnavailable(said)
-    if reply.code in ("MOVED", "ASK", "CROSSSLOT"):
-        return RedisReplyError(f"{said} (the URL names one node of a Redis Cluster)")
+    if reply.code in ("MOVED", "ASK"):
+        return _redirect(reply, f"{said} (a Redis Cluster: write redis+cluster://HOST:PORT)")
+    if reply.code == "READONLY":
+        return RedisReadOnly(said)
     if reply.code == "NOPERM":
         return RedisReplyError(f"{said} (allow GET, SET, EXISTS, UNLINK, SCAN, PING on our keys)")
     return RedisReplyError(said)
+
+
+def _redirect(reply: ErrorReply, said: str) -> RedisReplyError:
+    """`MOVED slot host:port` or `ASK slot host:port`; IPv6 addresses have no brackets there."""
+    words = reply.text.split()
+    host, colon, port = words[2].rpartition(":") if len(words) == 3 else ("", "", "")
+    if not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        return RedisReplyError(said)
+    return RedisRedirect(said, host.strip("[]"), int(port), reply.code == "ASK")
 
 
 class ReplyBuffer:

@@ -10,6 +10,8 @@ from lmcache_redis.errors import (
     RedisAuthError,
     RedisFull,
     RedisProtocolError,
+    RedisReadOnly,
+    RedisRedirect,
     RedisReplyError,
     RedisUnavailable,
 )
@@ -133,9 +135,12 @@ def test_lengths() -> None:
         ("BUSY Redis is busy running a script.", RedisUnavailable),
         ("MASTERDOWN Link with MASTER is down", RedisUnavailable),
         ("ERR max number of clients reached", RedisUnavailable),
-        ("READONLY You can't write against a read only replica.", RedisReplyError),
+        ("READONLY You can't write against a read only replica.", RedisReadOnly),
         ("NOPERM this user has no permissions", RedisReplyError),
-        ("MOVED 1 h:1", RedisReplyError),
+        ("MOVED 1 h:1", RedisRedirect),
+        ("MOVED 1 h", RedisReplyError),
+        ("MOVED 1 h:0", RedisReplyError),
+        ("ASK 1 h:99999", RedisReplyError),
         ("something else", RedisReplyError),
     ],
 )

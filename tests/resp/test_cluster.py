@@ -1,0 +1,237 @@
+"""A Redis Cluster of real servers: stripes over all shards, redirections, lost shards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.resp import CallOutcome, ReadOutcome, WriteOutcome
+from lmcache_redis.resp.routes import slot_of
+from tests.resp.helpers import (
+    NAMESPACE,
+    Chunk,
+    clear,
+    exists,
+    first_key,
+    read,
+    running,
+    scan,
+    wait_until,
+    write,
+)
+from tests.servers import RedisServer
+from tests.topologies import Cluster, keys_on, running_cluster
+
+SLOT = 4096
+BIG = 100_000
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Cluster:
+    """Three empty shards, shared by tests that change neither nodes nor slots."""
+    for node in shared_cluster.nodes:
+        node.command("FLUSHALL")
+    return shared_cluster
+
+
+@pytest.fixture
+def own_cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Three shards that the test may kill, join and reshard."""
+    with ExitStack() as stack:
+        yield Cluster(tmp_path, stack)
+
+
+def test_one_chunk_lies_on_all_shards(cluster: Cluster) -> None:
+    stored = [Chunk(n, BIG + n, SLOT, seed=n) for n in range(10)]
+    with running(cluster.url) as plane:
+        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+        for chunk in stored:
+            assert len({cluster.node_of(key).port for key in chunk.stripe_keys()}) == 3
+        on_nodes = keys_on(cluster.nodes)
+        assert sum(on_nodes) == 10 * stored[0].stripe_count
+        assert min(on_nodes) > sum(on_nodes) / 6
+        loaded = [Chunk(n, BIG + n, SLOT) for n in range(10)]
+        assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
+        assert [c.content for c in loaded] == [c.content for c in stored]
+        assert plane.state.up
+        assert plane.stats().bytes_in == plane.stats().bytes_out == sum(BIG + n for n in range(10))
+
+
+def test_scans_and_clears_ask_every_shard(cluster: Cluster) -> None:
+    keys = [first_key(n) for n in range(200)]
+    with running(cluster.url) as plane:
+        assert scan(plane, []) == (CallOutcome.DONE, 0)
+        assert scan(plane, keys) == (CallOutcome.DONE, 0)
+        chunks = [Chunk(n, 3000, SLOT, seed=n) for n in range(200) if n != 150]
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        assert scan(plane, keys) == (CallOutcome.DONE, 150)
+        assert exists(plane, keys) == (CallOutcome.DONE, [n != 150 for n in range(200)])
+        cluster.node_of(b"foreign").command("SET", "foreign", "x")
+        assert clear(plane, b"lmcr1:" + NAMESPACE) == (CallOutcome.DONE, 199)
+        assert sum(keys_on(cluster.nodes)) == 1
+
+
+def test_what_remains_of_a_chunk_is_removed_everywhere(cluster: Cluster) -> None:
+    chunk = Chunk(1, BIG, SLOT, seed=1)
+    with running(cluster.url) as plane:
+        for lost in (0, chunk.stripe_count // 2):
+            assert write(plane, chunk) == [WriteOutcome.STORED]
+            key = chunk.stripe_keys()[lost]
+            cluster.node_of(key).command("UNLINK", key)
+            outcome = ReadOutcome.MISSING if lost == 0 else ReadOutcome.INCOMPLETE
+            assert read(plane, Chunk(1, BIG, SLOT)) == [outcome]
+        wait_until(lambda: sum(keys_on(cluster.nodes)) == 0)
+
+
+def test_keys_are_redirected_while_their_slots_move(own_cluster: Cluster) -> None:
+    chunk = Chunk(1, BIG, SLOT, seed=1)
+    source = own_cluster.nodes[0]
+    with running(own_cluster.url) as plane:
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        target = own_cluster.add_node()  # nobody has told the plane of it
+        mine = [k for k in chunk.stripe_keys() if own_cluster.node_of(k) is source]
+        moving, moved = slot_of(mine[0]), slot_of(mine[1])
+        own_cluster.begin_move(moving, source, target)
+        assert own_cluster.move_keys(moving, source, target, 10) == 1
+        own_cluster.move(moved, source, target)
+        loaded = Chunk(1, BIG, SLOT)
+        assert read(plane, loaded) == [ReadOutcome.LOADED]
+        assert loaded.content == chunk.content
+        # One key that the source has lost (ASK) and one that was never its (MOVED).
+        assert target.command("DBSIZE") == 2
+        again = Chunk(1, BIG, SLOT, seed=2)
+        assert write(plane, again) == [WriteOutcome.STORED]
+        assert read(plane, loaded) == [ReadOutcome.LOADED]
+        assert loaded.content == again.content
+        assert target.command("DBSIZE") == 2
+        first = chunk.stripe_keys()[0]
+        own_cluster.move(slot_of(first), own_cluster.node_of(first), target)
+        assert scan(plane, [first]) == (CallOutcome.DONE, 1)
+        plane.remove(chunk.key, chunk.stripe_count)
+        wait_until(lambda: sum(keys_on(own_cluster.nodes)) == 0)
+
+
+def test_resharding_while_loading_gives_right_bytes(own_cluster: Cluster) -> None:
+    stored = [Chunk(n, BIG, SLOT, seed=n) for n in range(8)]
+    with running(own_cluster.url) as plane:
+        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+        source, target = own_cluster.nodes[0], own_cluster.add_node()
+        slots = {slot_of(key) for chunk in stored for key in chunk.stripe_keys()}
+        to_move = [s for s in sorted(slots) if s < 5462]
+        failures: list[BaseException] = []
+
+        def reshard() -> None:
+            try:
+                for slot in to_move:
+                    own_cluster.move(slot, source, target)
+            except BaseException as error:
+                failures.append(error)
+
+        mover = threading.Thread(target=reshard)
+        mover.start()
+        outcomes = []
+        while mover.is_alive():
+            loaded = [Chunk(n, BIG, SLOT) for n in range(8)]
+            outcomes += read(plane, *loaded)
+            assert [c.content for c in loaded] == [c.content for c in stored]
+        mover.join()
+        assert not failures
+        assert set(outcomes) == {ReadOutcome.LOADED}
+        assert target.command("DBSIZE") >= len(to_move)
+
+
+def test_a_lost_shard_costs_only_its_chunks(own_cluster: Cluster) -> None:
+    small = [Chunk(n, 3000, SLOT, seed=n) for n in range(60)]
+    keys = [first_key(n) for n in range(60)]
+    with running(own_cluster.url) as plane:
+        assert set(write(plane, *small)) == {WriteOutcome.STORED}
+        lost = own_cluster.nodes[1]
+        on_lost = [own_cluster.node_of(key) is lost for key in keys]
+        assert 0 < sum(on_lost) < 60
+        lost.kill()
+        wait_until(lambda: "1 of 3 shards" in plane.state.reason)
+        assert plane.state.up
+        loaded = [Chunk(n, 3000, SLOT) for n in range(60)]
+        outcomes = read(plane, *loaded)
+        for chunk, outcome, gone in zip(loaded, outcomes, on_lost, strict=True):
+            assert outcome is (ReadOutcome.UNAVAILABLE if gone else ReadOutcome.LOADED)
+            assert gone or chunk.content == small[chunk.number].content
+        assert exists(plane, keys) == (CallOutcome.DONE, [not gone for gone in on_lost])
+        assert scan(plane, keys) == (CallOutcome.DONE, on_lost.index(True))
+        assert WriteOutcome.UNAVAILABLE in write(plane, *small)
+        lost.start()
+        wait_until(lambda: "shards are down" not in plane.state.reason)
+        wait_until(lambda: set(write(plane, *small)) == {WriteOutcome.STORED})
+        assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
+
+
+def test_a_replica_takes_over(own_cluster: Cluster) -> None:
+    stored = [Chunk(n, BIG, SLOT, seed=n) for n in range(4)]
+    master = own_cluster.nodes[2]
+    replica = own_cluster.add_replica(master)
+    with running(own_cluster.url) as plane:
+        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+        wait_until(lambda: replica.command("DBSIZE") == master.command("DBSIZE"))
+        master.kill()
+        replica.command("CLUSTER", "FAILOVER", "TAKEOVER")
+        loaded = [Chunk(n, BIG, SLOT) for n in range(4)]
+        wait_until(lambda: set(read(plane, *loaded)) == {ReadOutcome.LOADED})
+        assert [c.content for c in loaded] == [c.content for c in stored]
+        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+        wait_until(lambda: "shards are down" not in plane.state.reason)
+
+
+def test_a_shard_that_restarts_empty_makes_no_half_chunk_visible(own_cluster: Cluster) -> None:
+    stored = [Chunk(n, BIG, SLOT, seed=n) for n in range(30)]
+    with running(own_cluster.url) as plane:
+        killer = threading.Thread(target=own_cluster.nodes[1].restart)
+        killer.start()
+        outcomes = write(plane, *stored)
+        killer.join()
+        probe = Chunk(1000, BIG, SLOT, seed=1)
+        wait_until(lambda: write(plane, probe) == [WriteOutcome.STORED])
+        loaded = [Chunk(n, BIG, SLOT) for n in range(30)]
+        for chunk, written, outcome in zip(loaded, outcomes, read(plane, *loaded), strict=True):
+            if outcome is ReadOutcome.LOADED:
+                assert chunk.content == stored[chunk.number].content
+            # What was stored before the restart may have lost stripes: a miss, never wrong bytes.
+            assert outcome in (ReadOutcome.LOADED, ReadOutcome.MISSING, ReadOutcome.INCOMPLETE)
+            assert written in (WriteOutcome.STORED, WriteOutcome.UNAVAILABLE)
+
+
+def test_a_url_of_the_other_kind_says_what_to_write(cluster: Cluster, server: RedisServer) -> None:
+    with running(f"redis+cluster://127.0.0.1:{server.port}") as plane:
+        assert not plane.state.up
+        assert "is no cluster: write redis:// instead" in plane.state.reason
+        assert write(plane, Chunk(1, 3000, SLOT)) == [WriteOutcome.UNAVAILABLE]
+        assert scan(plane, [first_key(1)]).outcome is CallOutcome.UNAVAILABLE
+        assert clear(plane, b"lmcr1:").outcome is CallOutcome.UNAVAILABLE
+    with running(f"redis://127.0.0.1:{cluster.nodes[0].port}") as plane:
+        assert WriteOutcome.REJECTED in write(plane, *(Chunk(n, BIG, SLOT) for n in range(3)))
+        assert "redis+cluster://" in plane.state.reason
+
+
+def test_nodes_that_come_later(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        cluster = Cluster(tmp_path, stack)
+        for node in cluster.nodes:
+            node.kill()
+        with running(cluster.url) as plane:
+            assert not plane.state.up
+            assert read(plane, Chunk(1, 3000, SLOT)) == [ReadOutcome.UNAVAILABLE]
+            for node in cluster.nodes:
+                node.start()
+            chunk, loaded = Chunk(1, BIG, SLOT, seed=1), Chunk(1, BIG, SLOT)
+            wait_until(lambda: write(plane, chunk) == [WriteOutcome.STORED])
+            assert read(plane, loaded) == [ReadOutcome.LOADED]
+            assert loaded.content == chunk.content

@@ -1,0 +1,104 @@
+"""A real Sentinel: the master found by name, fail-over followed, a stale master left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.resp import CallOutcome, ReadOutcome, WriteOutcome
+from tests.resp.helpers import Chunk, first_key, read, running, scan, wait_until, write
+from tests.topologies import Watched, info, running_sentinel
+
+SLOT = 4096
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    with running_sentinel(tmp_path) as watched:
+        yield watched
+
+
+def test_a_failover_is_followed_and_the_stale_master_left(watched: Watched) -> None:
+    old, new = watched.servers
+    chunk, loaded = Chunk(1, 50_000, SLOT, seed=1), Chunk(1, 50_000, SLOT)
+    with running(watched.url) as plane:
+        assert plane.state.up
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        assert old.command("DBSIZE") == chunk.stripe_count
+        wait_until(lambda: new.command("DBSIZE") == chunk.stripe_count)
+        assert watched.sentinel("SENTINEL", "FAILOVER", "mymaster")
+        wait_until(lambda: info(new, "replication").get("role") == "master")
+        wait_until(lambda: read(plane, loaded) == [ReadOutcome.LOADED])
+        assert loaded.content == chunk.content
+        wait_until(lambda: write(plane, chunk) == [WriteOutcome.STORED])
+        # The old one is a replica now, which refuses writes: nothing is sent there any more.
+        wait_until(lambda: info(old, "replication").get("role") == "slave")
+        wait_until(lambda: old.command("CLIENT", "LIST").count(b"lmcache-redis:") == 0)
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        assert scan(plane, [first_key(1)]) == (CallOutcome.DONE, 1)
+
+
+def test_a_master_that_dies_is_replaced(watched: Watched) -> None:
+    old, new = watched.servers
+    chunk, loaded = Chunk(1, 50_000, SLOT, seed=1), Chunk(1, 50_000, SLOT)
+    with running(watched.url) as plane:
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        wait_until(lambda: new.command("DBSIZE") == chunk.stripe_count)
+        old.kill()
+        wait_until(lambda: not plane.state.up)
+        assert read(plane, loaded) == [ReadOutcome.UNAVAILABLE]
+        wait_until(lambda: plane.state.up)
+        assert read(plane, loaded) == [ReadOutcome.LOADED]
+        assert loaded.content == chunk.content
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+
+
+def test_a_sentinel_that_names_a_replica_is_not_believed(watched: Watched) -> None:
+    old, new = watched.servers
+    with running(watched.url) as plane:
+        assert write(plane, Chunk(1, 5000, SLOT)) == [WriteOutcome.STORED]
+        watched.stop_sentinel()
+        # Known servers stay in use while nobody can be asked.
+        assert write(plane, Chunk(2, 5000, SLOT)) == [WriteOutcome.STORED]
+        new.command("REPLICAOF", "NO", "ONE")
+        old.command("REPLICAOF", "127.0.0.1", new.port)
+        outcome = write(plane, Chunk(3, 5000, SLOT))
+        assert outcome in ([WriteOutcome.REJECTED], [WriteOutcome.UNAVAILABLE])
+        watched.start_sentinel(of_master=False)  # knows only what it is told: the old one
+        wait_until(lambda: "that is a replica" in plane.state.reason)
+        assert not plane.state.up
+        assert read(plane, Chunk(1, 5000, SLOT)) == [ReadOutcome.UNAVAILABLE]
+        watched.sentinel("SENTINEL", "REMOVE", "mymaster")
+        watched.sentinel("SENTINEL", "MONITOR", "mymaster", "127.0.0.1", new.port, 1)
+        wait_until(lambda: write(plane, Chunk(4, 5000, SLOT)) == [WriteOutcome.STORED])
+        assert new.command("EXISTS", first_key(4)) == 1
+
+
+def test_no_such_master(watched: Watched) -> None:
+    with running(watched.url.replace("mymaster", "other")) as plane:
+        assert not plane.state.up
+        assert "watches no master named other" in plane.state.reason
+        assert plane.where == f"sentinel other at 127.0.0.1:{watched.port}"
+
+
+def test_no_sentinel_there() -> None:
+    with running("redis+sentinel://127.0.0.1:1,127.0.0.1:2/mymaster") as plane:
+        assert not plane.state.up
+        assert "127.0.0.1:2 refuses connections" in plane.state.reason
+        assert read(plane, Chunk(1, 5000, SLOT)) == [ReadOutcome.UNAVAILABLE]
+
+
+def test_passwords_of_master_and_sentinel_are_apart(tmp_path: Path) -> None:
+    with running_sentinel(tmp_path, password="of the master") as watched:
+        url = watched.url.replace("of the master", "of%20the%20master")
+        with running(url) as plane:
+            assert write(plane, Chunk(1, 5000, SLOT)) == [WriteOutcome.STORED]
+        watched.sentinel("ACL", "SETUSER", "default", "resetpass", ">of the sentinel")
+        with running(url) as plane:
+            assert not plane.state.up
+            assert "wants a password" in plane.state.reason
+            assert "of the" not in repr(plane.options) + plane.state.reason + plane.where
+        with running(url + "?sentinel_password=of+the+sentinel") as plane:
+            assert write(plane, Chunk(1, 5000, SLOT)) == [WriteOutcome.STORED]
