@@ -119,7 +119,8 @@ class AgentConfig:
         shown="ipc:// in a private directory",
     )
     redis_url: str | None = _setting(
-        "URL of the server (redis://, rediss://, unix://); without one the agent runs its own",
+        "where Redis is: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://; "
+        "without one the agent runs its own",
         None,
         shown="embedded Redis",
         repr=False,  # it may hold a password
@@ -164,6 +165,8 @@ class AgentConfig:
     shutdown_deadline_s: float = _setting("how long writes may go on once the agent stops", 5.0)
     get_connections: int = _setting("connections that load", 3)
     set_connections: int = _setting("connections that store", 1)
+    ttl_s: int = _setting("seconds after which a stored chunk expires; 0: never", 0)
+    ttl_refresh: bool = _setting("a chunk's time begins anew when it is loaded", False)
     copy_threads: int = _setting("threads that copy into blocks, and as many out of them", 2)
     device: str = _setting("memory that engines may register: auto, cpu or cuda", "auto")
     log_level: str = _setting("debug, info, warning or error", "info")
@@ -180,6 +183,9 @@ class AgentConfig:
         for name in ("session_timeout_s", "heartbeat_timeout_s"):
             _between(name, getattr(self, name), 1, 86_400)
         _between("shutdown_deadline_s", self.shutdown_deadline_s, 0, 600)
+        _between("ttl_s", self.ttl_s, 0, 10 * 366 * 86_400)
+        if self.ttl_refresh and not self.ttl_s:
+            raise ConfigError("--ttl-refresh needs a --ttl-s: set that as well")
         for name in ("get_connections", "set_connections", "copy_threads"):
             _between(name, getattr(self, name), 1, 64)
         _one_of("device", self.device, ("auto", "cpu", "cuda"))

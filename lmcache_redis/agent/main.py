@@ -19,7 +19,7 @@ from lmcache_redis.config import AgentConfig, ensure_private
 from lmcache_redis.embedded import EmbeddedRedis
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.hostpool import Arena
-from lmcache_redis.resp.options import RedisOptions, redacted_url
+from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.transport import bind_router
 from lmcache_redis.version import __version__
@@ -51,7 +51,7 @@ def run_agent(config: AgentConfig) -> int:
         core = Core(config, arena, plane)
         service = Service(core, router)
         _stop_on_signals(service)
-        _say_ready(config, url, plane, started_s)
+        _say_ready(config, plane, started_s)
         _prefault(stack, arena)
         try:
             service.run()
@@ -81,6 +81,8 @@ def _redis_options(config: AgentConfig, url: str) -> RedisOptions:
         get_connections=config.get_connections,
         set_connections=config.set_connections,
         op_timeout_s=config.op_timeout_s,
+        ttl_s=config.ttl_s,
+        ttl_refresh=config.ttl_refresh,
     )
 
 
@@ -124,8 +126,8 @@ def _stop_on_signals(service: Service) -> None:
         signal.signal(signal.SIGINT, stop)
 
 
-def _say_ready(config: AgentConfig, url: str, plane: RedisPlane, started_s: float) -> None:
-    where = redacted_url(url) if config.redis_url else "an embedded Redis"
+def _say_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None:
+    where = plane.where if config.redis_url else "an embedded Redis"
     plane.wait_probed(_FIRST_PROBE_S)
     state = plane.state
     logger.info(

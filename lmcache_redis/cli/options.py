@@ -84,7 +84,7 @@ def _settings() -> list[dataclasses.Field[Any]]:
 def _type_of(setting: dataclasses.Field[Any]) -> type:
     if setting.metadata.get("size"):
         return str
-    return {"int": int, "float": float}.get(str(setting.type), str)
+    return {"int": int, "float": float, "bool": bool}.get(str(setting.type), str)
 
 
 def _sentence(text: str) -> str:

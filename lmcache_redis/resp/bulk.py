@@ -28,11 +28,13 @@ from lmcache_redis.resp.stream import Stream
 from lmcache_redis.resp.wire import (
     CRLF,
     MAX_LINE_BYTES,
+    NULL3,
     PING_COMMAND,
     PONG,
     ErrorReply,
     Reply,
     ReplyBuffer,
+    end_of_command,
     error_of,
     parse_error,
     parse_length,
@@ -180,7 +182,7 @@ class BulkConnection:
 
     def _other_reply(self, stream: Stream, data: bytes, payload: memoryview) -> Found | ErrorReply:
         """A reply that is not the expected value; it begins with `data`."""
-        if data[:1] not in (b"$", b"-"):
+        if data[:1] not in (b"$", b"-", NULL3):
             raise RedisProtocolError("the reply to a GET is no string")
         while (end := data.find(CRLF)) < 0:
             if len(data) > MAX_LINE_BYTES:
@@ -191,7 +193,7 @@ class BulkConnection:
             if rest:
                 raise RedisProtocolError("more follows an error reply than was asked for")
             return parse_error(line)
-        length = parse_length(line)
+        length = None if line == NULL3 else parse_length(line)
         if length is None:
             if rest:
                 raise RedisProtocolError("more follows a null reply than was asked for")
@@ -225,20 +227,26 @@ class BulkConnection:
     # ----------------------------------------------------------------- SET
 
     def send_stripe(
-        self, key: bytes, header: memoryview, payload: memoryview, deadline: float
+        self,
+        key: bytes,
+        header: memoryview,
+        payload: memoryview,
+        deadline: float,
+        ttl_s: int = 0,
     ) -> None:
         """Send a SET of header and payload. Its reply comes with `receive_replies`.
 
-        Both buffers may be reused on return: the kernel has their bytes.
+        Both buffers may be reused on return: the kernel has their bytes. ttl_s: in how many
+        seconds the value expires; 0: never.
         """
         stream = self._stream
         if stream is None:
             raise RedisUnavailable("the connection is closed")
         value_bytes = HEADER_BYTES + payload.nbytes
-        prefix = set_prefix(key, value_bytes)
+        prefix, end = set_prefix(key, value_bytes, ttl_s), end_of_command(ttl_s)
         stream.arm(deadline)
         try:
-            stream.send((prefix, header, payload, CRLF), len(prefix) + value_bytes + 2)
+            stream.send((prefix, header, payload, end), len(prefix) + value_bytes + len(end))
         except (RedisTimeout, RedisUnavailable) as error:
             self._fail(error)
 

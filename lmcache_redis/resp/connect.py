@@ -110,7 +110,7 @@ class Connector:
             "db": endpoint.db,
             "username": endpoint.username,
             "password": endpoint.password,
-            "protocol": 2,
+            "protocol": endpoint.protocol,
             "socket_timeout": self._op_timeout_s,
             "socket_connect_timeout": self._connect_timeout_s,
             "redis_connect_func": self._greet,

@@ -4,8 +4,9 @@
     rediss://...                                    the same over TLS
     unix://[user[:password]@]/path/to/socket        unix socket
 
-Parameters: db, and for TLS those of redis-py: ssl_ca_certs, ssl_ca_path, ssl_certfile,
-ssl_keyfile, ssl_password, ssl_cert_reqs (required, optional, none), ssl_check_hostname.
+Parameters: db; protocol (2 or 3, the version of RESP); and for TLS those of redis-py:
+ssl_ca_certs, ssl_ca_path, ssl_certfile, ssl_keyfile, ssl_password, ssl_cert_reqs (required,
+optional, none), ssl_check_hostname.
 User, password and path are percent-decoded. No message quotes anything but the scheme and
 names of parameters: with a password wrongly escaped, any other part may be a piece of it.
 """
@@ -36,8 +37,8 @@ class Transport(enum.Enum):
 class Endpoint:
     """One server. host and port for TCP and TLS, path for a unix socket.
 
-    tls: TLS parameters by their redis-py names. Credentials are left out of repr and of
-    `where`, which is what messages call the server.
+    protocol: the version of RESP. tls: TLS parameters by their redis-py names. Credentials are
+    left out of repr and of `where`, which is what messages call the server.
     """
 
     transport: Transport
@@ -48,6 +49,7 @@ class Endpoint:
     username: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
     tls: tuple[tuple[str, str | bool], ...] = field(default=(), repr=False)
+    protocol: int = 2
 
     @property
     def where(self) -> str:
@@ -76,6 +78,7 @@ def parse_endpoint(options: RedisOptions) -> Endpoint:
             db=_database(parameters.get("db", "0")),
             username=username,
             password=password,
+            protocol=_protocol(parameters),
         )
     return Endpoint(
         transport,
@@ -85,6 +88,7 @@ def parse_endpoint(options: RedisOptions) -> Endpoint:
         username=username,
         password=password,
         tls=_tls(parameters),
+        protocol=_protocol(parameters),
     )
 
 
@@ -109,7 +113,7 @@ def _split(url: str) -> tuple[Transport, SplitResult]:
 
 def _parameters(query: str, transport: Transport) -> dict[str, str]:
     parameters: dict[str, str] = {}
-    allowed = ("db", *(_TLS_PARAMETERS if transport is Transport.TLS else ()))
+    allowed = ("db", "protocol", *(_TLS_PARAMETERS if transport is Transport.TLS else ()))
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in allowed:
             # An unknown name may be a piece of a password, so it is shown only if it is not.
@@ -160,6 +164,13 @@ def _socket_path(parts: SplitResult) -> str:
 def _database(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 6):
         raise ConfigError("the database in the Redis URL is not a number (redis://HOST:PORT/0)")
+    return int(text)
+
+
+def _protocol(parameters: dict[str, str]) -> int:
+    text = parameters.get("protocol", "2")
+    if text not in ("2", "3"):
+        raise ConfigError("protocol in the Redis URL must be 2 or 3")
     return int(text)
 
 

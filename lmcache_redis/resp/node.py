@@ -60,6 +60,7 @@ class Node:
                 health,
                 self.reads,
                 lambda task, redirect: follow_read(self, task, redirect),
+                options.verify_checksums,
             )
             for number in range(get_connections)
         ]
@@ -76,6 +77,7 @@ class Node:
                 lambda task, redirect: follow_write(self, task, redirect),
                 stale,
                 losses,
+                options.ttl_s,
             )
             for number in range(options.set_connections)
         ]

@@ -13,19 +13,23 @@ DEFAULT_SET_CONNECTIONS = 1
 DEFAULT_OUTSTANDING_SETS = 8
 MAX_CONNECTIONS = 64
 MAX_OUTSTANDING_SETS = 256
+MAX_TTL_S = 10 * 366 * 86_400
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RedisOptions:
-    """One Redis server and how to use it; checked on construction.
+    """Redis and how to use it; checked on construction.
 
-    url: redis://, rediss:// or unix://, see `endpoint.parse_endpoint`. key_prefix: put
+    url: redis://, rediss://, unix:// (`endpoint`), or one of a Sentinel's or a cluster's
+    (`deployment`). key_prefix: put
     before every key by whoever makes keys. username, password: override those of the URL.
     get_connections, set_connections: bulk connections, one thread each. connect_timeout_s:
     for a TCP or TLS connection to stand. op_timeout_s: the longest wait of any one step on
     a connection; deadlines of operations shorten it. max_outstanding_sets: stripes sent on
     one connection and not yet acknowledged. probe_interval_s: between two attempts to reach
-    a server that is down. heartbeat_s: between two PINGs to a server that is up.
+    a server that is down. heartbeat_s: between two PINGs to a server that is up. ttl_s: in how
+    many seconds a stored chunk expires (0: never), with ttl_refresh counted from its last load.
+    verify_checksums: False loads what was damaged as good; only to measure what they cost.
     Raises ConfigError for impossible values (the URL is checked by `check_url`).
     """
 
@@ -40,6 +44,9 @@ class RedisOptions:
     op_timeout_s: float = 1.0
     probe_interval_s: float = 0.2
     heartbeat_s: float = 2.0
+    ttl_s: int = 0
+    ttl_refresh: bool = False
+    verify_checksums: bool = True
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -50,6 +57,12 @@ class RedisOptions:
             count = getattr(self, name)
             if type(count) is not int or not 1 <= count <= most:
                 raise ConfigError(f"{name} is {count!r}: set it to a number from 1 to {most}")
+        if type(self.ttl_s) is not int or not 0 <= self.ttl_s <= MAX_TTL_S:
+            raise ConfigError(
+                f"ttl_s is {self.ttl_s!r}: set it to 0 (never) to {MAX_TTL_S} seconds"
+            )
+        if self.ttl_refresh and not self.ttl_s:
+            raise ConfigError("ttl_refresh needs a ttl_s: set that as well")
         for name in ("connect_timeout_s", "op_timeout_s", "probe_interval_s", "heartbeat_s"):
             seconds = getattr(self, name)
             if not isinstance(seconds, (int, float)) or not 0.001 <= seconds <= 3600:

@@ -157,7 +157,8 @@ class RedisPlane:
         chunk.check(writable=True)
         self._check_usable()
         self._check_idle(chunk)
-        job = ReadJob(chunk, done, self._read_settled, self._registry)
+        refresh_ttl_s = self.options.ttl_s if self.options.ttl_refresh else 0
+        job = ReadJob(chunk, done, self._read_settled, self._registry, refresh_ttl_s)
         parts = self._nodes.routes.split(read_tasks(job), lambda t: stripe_key(chunk.key, t[1]))
         job.nodes = tuple(parts)
         self._by_chunk[chunk] = job

@@ -21,7 +21,7 @@ from lmcache_redis.resp.outcomes import ChunkIO, ReadOutcome
 from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.routes import Hop
 from lmcache_redis.resp.verify import Verified, verify
-from lmcache_redis.resp.wire import ASKING_COMMAND, CRLF, get_command_without_end
+from lmcache_redis.resp.wire import ASKING_COMMAND, end_of_command, get_command_without_end
 from lmcache_redis.resp.worker import Worker
 
 ReadDone = Callable[[ChunkIO, ReadOutcome], None]
@@ -40,17 +40,25 @@ class ReadJob(Job[ReadOutcome]):
         "_remove_stripes",
         "_settled",
         "_store_id",
+        "command_end",
         "command_head",
     )
 
     def __init__(
-        self, chunk: ChunkIO, done: ReadDone, settled: ReadSettled, registry: JobRegistry
+        self,
+        chunk: ChunkIO,
+        done: ReadDone,
+        settled: ReadSettled,
+        registry: JobRegistry,
+        refresh_ttl_s: int = 0,
     ) -> None:
         self._chunk: ChunkIO | None = chunk
         self._done: ReadDone | None = done
         self._settled: ReadSettled | None = settled
         # All GETs of the chunk but for the index of the stripe, with which the key ends.
-        self.command_head = get_command_without_end(stripe_key(chunk.key, 0), _INDEX_BYTES)
+        key = stripe_key(chunk.key, 0)
+        self.command_head = get_command_without_end(key, _INDEX_BYTES, refresh_ttl_s)
+        self.command_end = end_of_command(refresh_ttl_s)
         self._store_id = b""
         self._first_is_known = False
         self._hole = 0  # stripes to remove if there is a stripe 0 beside a missing one
@@ -104,7 +112,7 @@ class ReadJob(Job[ReadOutcome]):
 
 
 _INDEX_BYTES = 2
-_END_OF_COMMAND = struct.Struct(">H2s")
+_INDEX = struct.Struct(">H")
 _LATE = Verified(ReadOutcome.TIMED_OUT)
 _UNAVAILABLE = Verified(ReadOutcome.UNAVAILABLE)
 
@@ -129,10 +137,12 @@ class Reader(Worker):
         health: Health,
         queue: TaskQueue[ReadTask],
         follow: FollowRead,
+        checksums: bool,
     ) -> None:
         super().__init__(name, connector, health)
         self._queue = queue
         self._follow = follow
+        self._checksums = checksums
 
     def serve(self, connection: BulkConnection) -> bool:
         take = self._queue.take
@@ -152,9 +162,9 @@ class Reader(Worker):
         try:
             if hop is not None and hop.asking:
                 connection.call(ASKING_COMMAND, 1, chunk.deadline)
-            command = job.command_head + _END_OF_COMMAND.pack(index, CRLF)
+            command = job.command_head + _INDEX.pack(index) + job.command_end
             found = connection.get_stripe(command, slot, chunk.deadline)
-            verified = verify(chunk.frame, index, found, connection.header, slot)
+            verified = verify(chunk.frame, index, found, connection.header, slot, self._checksums)
         except RedisRedirect as redirect:
             job.release()
             if not self._follow(task, redirect):

@@ -36,16 +36,24 @@ class Verified(NamedTuple):
 
 
 def verify(
-    frame: ChunkFrame, index: int, found: Found, header: memoryview, payload: memoryview
+    frame: ChunkFrame,
+    index: int,
+    found: Found,
+    header: memoryview,
+    payload: memoryview,
+    checksums: bool = True,
 ) -> Verified:
-    """Judge what `BulkConnection.get_stripe` found for stripe `index` of `frame`'s chunk."""
+    """Judge what `BulkConnection.get_stripe` found for stripe `index` of `frame`'s chunk.
+
+    checksums: whether the payload is hashed and compared as well.
+    """
     if found is Found.NOTHING:
         return Verified(ReadOutcome.INCOMPLETE, remove_stripes=frame.stripe_count)
     if found is Found.OTHER_TYPE:
         return Verified(ReadOutcome.FOREIGN)
     check = frame.check_header(header, index)
     if check.ok and found is Found.VALUE:
-        if xxh3_64_intdigest(payload) == check.checksum:
+        if not checksums or xxh3_64_intdigest(payload) == check.checksum:
             return Verified(None, check.store_id)
         return Verified(ReadOutcome.CORRUPT, remove_stripes=frame.stripe_count)
     if check.verdict in _OF_THIS_CHUNK:

@@ -1,4 +1,6 @@
-"""RESP2 as bytes: commands packed, replies parsed. Pure, strict, bounded.
+"""RESP as bytes: commands packed, replies parsed. Pure, strict, bounded.
+
+Version 2, and of version 3 the null: it is all that differs for our commands.
 
 https://redis.io/docs/latest/develop/reference/protocol-spec/. Payloads never pass through
 here: `bulk.BulkConnection` receives them straight into slots. Anything that is not a reply
@@ -32,6 +34,8 @@ MAX_ELEMENTS: Final = 1 << 16
 # What a server may hold in one string: a longer length is no length.
 MAX_VALUE_BYTES: Final = 1 << 40
 
+NULL3: Final = b"_"
+
 _INTEGER = re.compile(rb"-?[0-9]{1,19}")
 _CODE = re.compile(r"[A-Z]{2,20}")
 _UNAVAILABLE_CODES = frozenset(
@@ -57,14 +61,27 @@ def get_command(key: bytes) -> bytes:
     return b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key)
 
 
-def get_command_without_end(key: bytes, end_bytes: int) -> bytes:
-    """A GET up to the last `end_bytes` of its key, which follow with a CRLF after them."""
-    return get_command(key)[: -end_bytes - len(CRLF)]
+def get_command_without_end(key: bytes, end_bytes: int, ttl_s: int = 0) -> bytes:
+    """A GET up to the last `end_bytes` of its key; they follow, and `end_of_command` after them.
+
+    With a ttl_s it is a GETEX (Redis 6.2), which begins the value's time anew.
+    """
+    words = b"*4\r\n$5\r\nGETEX" if ttl_s else b"*2\r\n$3\r\nGET"
+    return b"%b\r\n$%d\r\n%b" % (words, len(key), key[: len(key) - end_bytes])
 
 
-def set_prefix(key: bytes, value_bytes: int) -> bytes:
-    """A SET up to its value, which follows with a CRLF after it."""
-    return b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, value_bytes)
+def set_prefix(key: bytes, value_bytes: int, ttl_s: int = 0) -> bytes:
+    """A SET up to its value, which follows, and `end_of_command` after it."""
+    words = 5 if ttl_s else 3
+    return b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(key), key, value_bytes)
+
+
+def end_of_command(ttl_s: int) -> bytes:
+    """What follows the last word of a GET or SET: with a ttl_s when the value expires."""
+    if not ttl_s:
+        return CRLF
+    digits = b"%d" % ttl_s
+    return b"\r\n$2\r\nEX\r\n$%d\r\n%b\r\n" % (len(digits), digits)
 
 
 def keys_command(name: bytes, keys: Sequence[bytes]) -> bytes:
@@ -119,7 +136,10 @@ def error_of(reply: ErrorReply) -> RedisError:
     if reply.code == "READONLY":
         return RedisReadOnly(said)
     if reply.code == "NOPERM":
-        return RedisReplyError(f"{said} (allow GET, SET, EXISTS, UNLINK, SCAN, PING on our keys)")
+        return RedisReplyError(
+            f"{said} (allow GET, SET, EXISTS, UNLINK, SCAN, PING on our keys, "
+            "and GETEX where a TTL is refreshed)"
+        )
     return RedisReplyError(said)
 
 
@@ -165,7 +185,7 @@ class ReplyBuffer:
 def _parse(data: bytes, start: int, depth: int) -> tuple[Reply, int] | None:
     """The reply that begins at `start` and where it ends; None if it is not whole."""
     kind = data[start : start + 1]
-    if kind not in (b"+", b"-", b":", b"$", b"*"):
+    if kind not in (b"+", b"-", b":", b"$", b"*", NULL3):
         raise RedisProtocolError(f"a reply begins with {kind!r}: is this a Redis server?")
     end = data.find(CRLF, start, start + MAX_LINE_BYTES)
     if end < 0:
@@ -177,6 +197,10 @@ def _parse(data: bytes, start: int, depth: int) -> tuple[Reply, int] | None:
         return data[start + 1 : end], after
     if kind == b"-":
         return parse_error(data[start:end]), after
+    if kind == NULL3:
+        if end != start + 1:
+            raise RedisProtocolError("a null in a reply is none")
+        return None, after
     number = _integer(data[start + 1 : end])
     if kind == b":":
         return number, after

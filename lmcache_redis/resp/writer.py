@@ -221,9 +221,11 @@ class Writer(Worker):
         follow: FollowWrite,
         stale: Callable[[RedisError], None],
         losses: Losses,
+        ttl_s: int,
     ) -> None:
         super().__init__(name, connector, health)
         self._losses = losses
+        self._ttl_s = ttl_s
         self._queue = queue
         self._max_outstanding_sets = max_outstanding_sets
         self._op_timeout_s = op_timeout_s
@@ -285,7 +287,8 @@ class Writer(Worker):
             chunk.frame.pack_header_into(
                 self._header, index, job.store_id, xxh3_64_intdigest(slot), job.created_unix_ms
             )
-            connection.send_stripe(stripe_key(chunk.key, index), self._header, slot, job.deadline)
+            key = stripe_key(chunk.key, index)
+            connection.send_stripe(key, self._header, slot, job.deadline, self._ttl_s)
         except RedisTimeout:
             if not connection.is_open:
                 raise

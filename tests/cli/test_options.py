@@ -64,12 +64,13 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
         "shutdown_deadline_s": "1.5",
         "get_connections": "3",
         "set_connections": "2",
+        "ttl_s": "3600",
         "copy_threads": "4",
         "device": "cpu",
         "log_level": "warning",
     }
     words = [word for name, value in values.items() for word in (option_name(name), value)]
-    assert run(*words) == 0
+    assert run(*words, "--ttl-refresh") == 0
     assert started == [
         AgentConfig(
             endpoint="ipc:///run/test/agent.sock",
@@ -88,13 +89,15 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
             shutdown_deadline_s=1.5,
             get_connections=3,
             set_connections=2,
+            ttl_s=3600,
+            ttl_refresh=True,
             copy_threads=4,
             device="cpu",
             log_level="warning",
         )
     ]
     fields = {field.name for field in dataclasses.fields(AgentConfig)}
-    assert fields - set(values) == {"redis_password"}
+    assert fields - set(values) == {"redis_password", "ttl_refresh"}
 
 
 def test_the_help_names_every_option() -> None:

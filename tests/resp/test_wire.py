@@ -108,7 +108,7 @@ def test_any_bytes_give_replies_or_our_own_error(data: bytes) -> None:
         b"*1\r\n*1\r\n*1\r\n:1\r\n",
         b"+" + b"x" * MAX_LINE_BYTES,
         b"%1\r\n",
-        b"_\r\n",
+        b"_1\r\n",
     ],
 )
 def test_what_is_no_reply(data: bytes) -> None:

@@ -1,0 +1,93 @@
+"""Chunks that expire, counted from the store or from the last load; and RESP3."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, WriteOutcome
+from tests.resp.helpers import Chunk, first_key, read, running, scan, write
+from tests.servers import RedisServer
+
+SLOT = 4096
+
+
+def left_s(server: RedisServer, chunk: Chunk) -> set[int]:
+    """Seconds that the stripes of a chunk have left; -1: they stay."""
+    with server.client() as client:
+        return {int(client.ttl(key)) for key in chunk.stripe_keys()}
+
+
+def expire_all(server: RedisServer, chunk: Chunk, seconds: int) -> None:
+    with server.client() as client:
+        for key in chunk.stripe_keys():
+            assert client.expire(key, seconds)
+
+
+def test_without_a_ttl_chunks_stay(server: RedisServer) -> None:
+    chunk = Chunk(1, 20_000, SLOT, seed=1)
+    with running(server.url) as plane:
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        assert left_s(server, chunk) == {-1}
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "unix"])
+def test_every_stripe_of_a_store_expires(server: RedisServer, scheme: str) -> None:
+    chunk, loaded = Chunk(1, 20_000, SLOT, seed=1), Chunk(1, 20_000, SLOT)
+    url = server.url if scheme == "tcp" else server.unix_url
+    with running(url, ttl_s=5000) as plane:
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        assert left_s(server, chunk) <= set(range(4900, 5001))
+        expire_all(server, chunk, 100)
+        assert read(plane, loaded) == [ReadOutcome.LOADED]
+        assert loaded.content == chunk.content
+        assert left_s(server, chunk) <= set(range(1, 101))  # not refreshed
+        expire_all(server, chunk, 0)
+        assert read(plane, loaded) == [ReadOutcome.MISSING]
+
+
+def test_a_load_begins_the_time_anew(server: RedisServer) -> None:
+    chunk, loaded = Chunk(1, 20_000, SLOT, seed=1), Chunk(1, 20_000, SLOT)
+    with running(server.url, ttl_s=5000, ttl_refresh=True) as plane:
+        assert read(plane, loaded) == [ReadOutcome.MISSING]
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        expire_all(server, chunk, 100)
+        assert read(plane, loaded) == [ReadOutcome.LOADED]
+        assert loaded.content == chunk.content
+        assert left_s(server, chunk) <= set(range(4900, 5001))
+
+
+def test_impossible_times() -> None:
+    for wrong in (-1, 1.5, True, 1 << 40):
+        with pytest.raises(ConfigError, match="ttl_s"):
+            RedisOptions("redis://h", ttl_s=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="ttl_refresh needs"):
+        RedisOptions("redis://h", ttl_refresh=True)
+
+
+def test_resp3_is_spoken_where_asked_for(server: RedisServer) -> None:
+    chunk, loaded = Chunk(1, 20_000, SLOT, seed=1), Chunk(1, 20_000, SLOT)
+    with running(f"{server.url}?protocol=3", ttl_s=5000, ttl_refresh=True) as plane:
+        with server.client() as client:
+            ours = [c for c in client.client_list() if c["name"].startswith("lmcache-redis:")]
+        assert {c["resp"] for c in ours if "resp" in c} <= {"3"}
+        assert read(plane, loaded) == [ReadOutcome.MISSING]
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        assert read(plane, loaded) == [ReadOutcome.LOADED]
+        assert loaded.content == chunk.content
+        assert scan(plane, [first_key(1), first_key(2)]) == (CallOutcome.DONE, 1)
+        with server.client() as client:
+            client.unlink(chunk.stripe_keys()[2])
+        assert read(plane, loaded) == [ReadOutcome.INCOMPLETE]
+        assert plane.stats().connections_lost == 0
+    with pytest.raises(ConfigError, match="2 or 3"), running(f"{server.url}?protocol=4"):
+        pass
+
+
+def test_checksums_can_be_left_out_to_measure_them(server: RedisServer) -> None:
+    chunk, loaded = Chunk(1, 3000, SLOT, seed=1), Chunk(1, 3000, SLOT)
+    with running(server.url) as plane, running(server.url, verify_checksums=False) as careless:
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        server.command("SETRANGE", chunk.stripe_keys()[0], 600, b"damaged")
+        assert read(careless, loaded) == [ReadOutcome.LOADED]
+        assert read(plane, loaded) == [ReadOutcome.CORRUPT]
