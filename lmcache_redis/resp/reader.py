@@ -35,7 +35,7 @@ class ReadJob(Job[ReadOutcome]):
     __slots__ = (
         "_chunk",
         "_done",
-        "_first_is_known",
+        "_first_is_there",
         "_hole",
         "_remove_stripes",
         "_settled",
@@ -60,7 +60,7 @@ class ReadJob(Job[ReadOutcome]):
         self.command_head = get_command_without_end(key, _INDEX_BYTES, refresh_ttl_s)
         self.command_end = end_of_command(refresh_ttl_s)
         self._store_id = b""
-        self._first_is_known = False
+        self._first_is_there = False
         self._hole = 0  # stripes to remove if there is a stripe 0 beside a missing one
         self._remove_stripes = 0
         super().__init__(chunk.frame.stripe_count, ReadOutcome.LOADED, chunk.deadline, registry)
@@ -86,8 +86,8 @@ class ReadJob(Job[ReadOutcome]):
                 remove_stripes = self.chunk.frame.stripe_count
             elif outcome is ReadOutcome.INCOMPLETE:
                 outcome, remove_stripes = self._one_is_missing(index, remove_stripes)
-            if index == 0:
-                self._first_is_known = True
+            if index == 0 and outcome is not ReadOutcome.MISSING:
+                self._first_is_there = True
                 if outcome is None and self._hole:
                     outcome, remove_stripes = ReadOutcome.INCOMPLETE, self._hole
             self._remove_stripes = max(self._remove_stripes, remove_stripes)
@@ -97,7 +97,7 @@ class ReadJob(Job[ReadOutcome]):
         """Only beside a stripe 0 is it a hole: without one, a store may be under way."""
         if index == 0:
             return ReadOutcome.MISSING, 0
-        if self._first_is_known:
+        if self._first_is_there:
             return ReadOutcome.INCOMPLETE, remove_stripes
         self._hole = remove_stripes
         return None, 0
