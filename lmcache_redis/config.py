@@ -234,6 +234,8 @@ def shown_default(setting: dataclasses.Field[Any]) -> str:
     if shown:
         return shown
     default: Any = setting.default
+    if isinstance(default, bool):
+        return "on" if default else "off"
     if default is None or default in ("", b""):
         return "none"
     if setting.metadata.get("size"):

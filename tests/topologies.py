@@ -190,9 +190,9 @@ class Watched:
     @property
     def master(self) -> RedisServer:
         """The one that the Sentinel names."""
-        found = self.sentinel("SENTINEL", "MASTER", "mymaster")
+        found = self.sentinel("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "mymaster")
         assert found is not None
-        port = int(found["port"])
+        port = int(found[1])
         return next(server for server in self.servers if server.port == port)
 
 
