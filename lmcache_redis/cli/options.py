@@ -11,10 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
+from lmcache_redis.cli.starting import URL_VARIABLE
 from lmcache_redis.config import AgentConfig, option_name, parse_size, shown_default
 from lmcache_redis.errors import ConfigError
 
-_ENVIRONMENT = {"redis_url": "LMCACHE_REDIS_URL"}
+_ENVIRONMENT = {"redis_url": URL_VARIABLE}
 
 
 def takes_agent_options(command: Callable[..., None]) -> Callable[..., None]:

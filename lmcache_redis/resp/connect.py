@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import socket
 import ssl
 import threading
@@ -28,6 +29,9 @@ from lmcache_redis.resp.stream import PlainStream, Stream, TlsStream
 
 # A unix socket's default (208 KiB) makes a sender sleep five times a stripe; TCP tunes itself.
 _UNIX_SEND_BUFFER_BYTES = 1 << 20
+
+
+_OF_CERTIFICATES = re.compile("ALERT_(CERTIFICATE|UNKNOWN_CA|BAD_CERTIFICATE|NO_CERTIFICATE)")
 
 
 class Connector:
@@ -119,7 +123,7 @@ class Connector:
             return redis_connection.UnixDomainSocketConnection(path=endpoint.path, **settings)
         settings |= {"host": endpoint.host, "port": endpoint.port, "socket_keepalive": True}
         if endpoint.transport is Transport.TLS:
-            return redis_connection.SSLConnection(**settings, **dict(endpoint.tls))
+            return redis_connection.SSLConnection(**settings, **_tls_settings(endpoint))
         return redis_connection.Connection(**settings)
 
     def _stream(self, sock: socket.socket) -> Stream:
@@ -129,6 +133,11 @@ class Connector:
         if self.endpoint.transport is Transport.UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BUFFER_BYTES)
         return PlainStream(sock, where, self._op_timeout_s)
+
+
+def _tls_settings(endpoint: Endpoint) -> dict[str, Any]:
+    # Without a password OpenSSL would ask for one on the terminal.
+    return {"ssl_password": "", **dict(endpoint.tls)}
 
 
 def redis_client(endpoint: Endpoint, timeout_s: float) -> Any:
@@ -149,7 +158,7 @@ def redis_client(endpoint: Endpoint, timeout_s: float) -> Any:
     if endpoint.transport is Transport.UNIX:
         return redis.Redis(unix_socket_path=endpoint.path, **settings)
     if endpoint.transport is Transport.TLS:
-        settings |= {"ssl": True, **dict(endpoint.tls)}
+        settings |= {"ssl": True, **_tls_settings(endpoint)}
     return redis.Redis(host=endpoint.host, port=endpoint.port, **settings)
 
 
@@ -243,6 +252,13 @@ def _translated_os(
 def _tls_advice(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"{error.verify_message} (ssl_ca_certs names the CA, ssl_check_hostname the check)"
+    if _OF_CERTIFICATES.search(error.reason or ""):
+        return (
+            f"it refuses our certificate ({error.reason}): ssl_certfile and ssl_keyfile name one "
+            "that its CA has signed"
+        )
+    if "PEM lib" in str(error) or error.reason in ("BAD_DECRYPT", "BAD_PASSWORD_READ"):
+        return "the key of ssl_keyfile cannot be read; if it is locked, ssl_password opens it"
     if error.reason == "WRONG_VERSION_NUMBER":
         return "the server does not speak TLS there: use redis:// or its TLS port"
     return f"{error.reason or error}"

@@ -36,7 +36,8 @@ MAX_VALUE_BYTES: Final = 1 << 40
 
 NULL3: Final = b"_"
 
-_INTEGER = re.compile(rb"-?[0-9]{1,19}")
+# As servers write them: without a leading zero.
+_INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
 _CODE = re.compile(r"[A-Z]{2,20}")
 _UNAVAILABLE_CODES = frozenset(
     {"LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS"}

@@ -110,7 +110,7 @@ class WriteJob(Job[WriteOutcome]):
         self.key = chunk.key
         self.stripe_count = chunk.frame.stripe_count
         self.store_id = os.urandom(STORE_ID_BYTES)
-        self.created_unix_ms = int(time.time() * 1000)
+        self.created_unix_ms = max(0, int(time.time() * 1000))
         self._parts: dict[TaskQueue[WriteTask], WritePart] = {}
         self._first: TaskQueue[WriteTask] | None = None
         self._acknowledged = 0

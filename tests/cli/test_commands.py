@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.cli import tuning
+from lmcache_redis.cli import starting
 from lmcache_redis.version import __version__
 from tests.harness import AgentServer
 from tests.servers import RedisServer
@@ -58,17 +58,17 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
-@pytest.mark.skipif(not tuning._applies(), reason="the setting is of glibc on x86")
+@pytest.mark.skipif(not starting.applies(), reason="the setting is of glibc on x86")
 def test_the_agent_runs_under_its_setting_for_copies_unless_there_is_one(
     agent: AgentServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert environment_of(agent.pid)[tuning.VARIABLE] == tuning.SETTING
+    assert environment_of(agent.pid)[starting.TUNABLES_VARIABLE] == starting.THRESHOLD_SETTING
     own = "glibc.cpu.x86_non_temporal_threshold=0x100000"
-    monkeypatch.setenv(tuning.VARIABLE, own)
+    monkeypatch.setenv(starting.TUNABLES_VARIABLE, own)
     with AgentServer(tmp_path / "agent", None) as other:
-        assert environment_of(other.pid)[tuning.VARIABLE] == own
+        assert environment_of(other.pid)[starting.TUNABLES_VARIABLE] == own
         (server,) = Path(f"/proc/{other.pid}/task/{other.pid}/children").read_text().split()
-        assert tuning.VARIABLE not in environment_of(int(server))
+        assert starting.TUNABLES_VARIABLE not in environment_of(int(server))
 
 
 def test_the_help_says_what_to_do_first() -> None:

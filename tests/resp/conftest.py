@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.resp import RedisPlane
-from tests.resp.helpers import plane_threads, running
+from tests.resp.helpers import our_connections, plane_threads, running, wait_until
 from tests.resp.proxy import Proxy
 from tests.servers import RedisServer
 
@@ -48,8 +48,9 @@ def proxy(server: RedisServer) -> Iterator[Proxy]:
 
 @pytest.fixture(autouse=True)
 def _nothing_leaks(shared_server: RedisServer) -> Iterator[None]:
-    """No thread and no descriptor outlives a test."""
+    """No thread and no descriptor outlives a test, and the server has none of our connections."""
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert plane_threads() == []
     assert len(os.listdir("/proc/self/fd")) <= before
+    wait_until(lambda: not our_connections(shared_server), "a connection was left at the server")

@@ -13,6 +13,7 @@ from lmcache_redis.keys import key_stem, stripe_key
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
 from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
+from tests.servers import RedisServer
 
 FINGERPRINT = bytes(range(32))
 NAMESPACE = FINGERPRINT[:16]
@@ -181,3 +182,10 @@ def clear(plane: RedisPlane, prefix: bytes) -> Any:
 
 def plane_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("lmcr-")]
+
+
+def our_connections(server: RedisServer) -> list[str]:
+    """The names of our connections as the server sees them."""
+    with server.client() as client:
+        found = [str(each["name"]) for each in client.client_list()]
+    return sorted(name for name in found if name.startswith("lmcache-redis:"))

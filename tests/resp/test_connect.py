@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from lmcache_redis.resp.bulk import BulkConnection
 from lmcache_redis.resp.connect import Connector, _take_socket
 from lmcache_redis.resp.endpoint import parse_endpoint
 from lmcache_redis.resp.stream import PlainStream, TlsStream
+from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, read, running, wait_until, write
 from tests.servers import RedisServer, free_port
 
@@ -230,26 +229,10 @@ def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca.pem, and key.pem and cert.pem for "localhost" signed by it."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("needs openssl on the PATH to make certificates")
-    directory = tmp_path_factory.mktemp("tls")
-
-    def run(*words: str) -> None:
-        subprocess.run([openssl, *words], cwd=directory, check=True, capture_output=True)
-
-    # What a strict verifier (Python 3.13 on) wants to see.
-    extensions = ("subjectAltName=DNS:localhost", "authorityKeyIdentifier=keyid")
-    (directory / "ext").write_text("\n".join((*extensions, "subjectKeyIdentifier=hash", "")))
-    usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
-    request = ("req", "-newkey", "rsa:2048", "-nodes", "-sha256")
-    made = ("-keyout", "ca.key", "-out", "ca.pem")
-    run(*request, *usage, "-x509", "-days", "2", "-subj", "/CN=CA", *made)
-    run(*request, "-subj", "/CN=localhost", "-keyout", "key.pem", "-out", "csr.pem")
-    sign = ("x509", "-req", "-in", "csr.pem", "-CA", "ca.pem", "-CAkey", "ca.key")
-    run(*sign, "-CAcreateserial", "-days", "2", "-extfile", "ext", "-out", "cert.pem")
-    return directory
+    """ca.pem, and server.key and server.pem for "localhost" signed by it."""
+    authority = Authority(tmp_path_factory.mktemp("tls"))
+    authority.issue("server", "localhost")
+    return authority.directory
 
 
 @pytest.fixture
@@ -260,8 +243,8 @@ def tls_server(tmp_path: Path, certificates: Path) -> Iterator[tuple[RedisServer
         tcp=False,
         args=(
             *("--tls-port", str(port), "--tls-auth-clients", "no"),
-            *("--tls-cert-file", str(certificates / "cert.pem")),
-            *("--tls-key-file", str(certificates / "key.pem")),
+            *("--tls-cert-file", str(certificates / "server.pem")),
+            *("--tls-key-file", str(certificates / "server.key")),
         ),
     )
     try:
@@ -306,7 +289,7 @@ def test_tls_refusals_say_why(tls_server: tuple[RedisServer, str], certificates:
     assert "ssl_check_hostname" in str(error)
     check(connector(url.replace("localhost", "127.0.0.1") + ca + "&ssl_check_hostname=false"))
     with pytest.raises((RedisError, ConfigError)):
-        connector(f"{url}?ssl_ca_certs={certificates}/ext").open("x")
+        connector(f"{url}?ssl_ca_certs={certificates}/server.ext").open("x")
     error = refused(connector(url.replace("rediss", "redis"), timeout_s=2.0))
     assert isinstance(error, RedisError)
 

@@ -47,6 +47,8 @@ def check_works(plane: RedisPlane, number: int = 99) -> None:
 def test_killed_while_idle_and_restarted_empty(own_server: RedisServer) -> None:
     with running(own_server.url, heartbeat_s=3600.0) as plane:
         check_works(plane)
+        # One that connects while the server is away would notice.
+        wait_until(lambda: plane.stats().connects >= 6)
         own_server.restart()
         # Nobody has noticed: old connections are replaced, calls are not lost.
         chunk = Chunk(1, SIZE, SLOT, seed=1)
@@ -71,7 +73,8 @@ def test_killed_in_the_middle_of_loads(own_server: RedisServer) -> None:
         wait_until(lambda: proxy.gets >= 15)
         own_server.kill()
         outcomes = answers.wait(20)
-        assert outcomes.count(ReadOutcome.LOADED) == 3
+        # 13 stripes came; the two that did not may be of one of the first three chunks.
+        assert outcomes.count(ReadOutcome.LOADED) in (2, 3)
         assert set(outcomes) <= {ReadOutcome.LOADED, *GONE}
         assert scan(plane, [first_key(0)]).outcome is CallOutcome.UNAVAILABLE
         own_server.start()
@@ -266,7 +269,8 @@ def test_single_stripes_evicted(own_server: RedisServer) -> None:
 
 
 def test_a_server_busy_with_a_script(own_server: RedisServer) -> None:
-    own_server.config_set("busy-reply-threshold", "1")
+    # Since 7.0 called busy-reply-threshold too.
+    own_server.config_set("lua-time-limit", "1")
     with running(own_server.url) as plane:
         check_works(plane)
 

@@ -47,7 +47,7 @@ def test_nothing_piles_up_while_a_server_comes_and_goes(own_server: RedisServer)
         for _ in range(5):
             proxy.cut_all()
             wait_until(lambda: read(plane, chunk) == [ReadOutcome.LOADED])
-        wait_until(lambda: plane._connector.open_streams <= 6)
+        wait_until(lambda: plane.open_streams <= 6)
         assert sorted(plane_threads()) == threads
         assert not plane._by_chunk
         wait_until(lambda: plane._registry.wait_empty(0.0))

@@ -165,3 +165,9 @@ def test_an_escaped_pattern_matches_only_itself(literal: bytes) -> None:
         unescaped += pattern[position : position + 1]
         position += 1
     assert bytes(unescaped) == literal
+
+
+@pytest.mark.parametrize("line", [b"$-01", b"$-0", b"$012", b"$00"])
+def test_a_length_has_no_leading_zero(line: bytes) -> None:
+    with pytest.raises(RedisProtocolError):
+        parse_length(line)

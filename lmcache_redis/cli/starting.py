@@ -1,0 +1,68 @@
+"""What a command needs to be true of its process before it begins.
+
+A password in `--redis-url` would stay in the process list, where every user of the machine
+sees it: the URL moves into the environment, which only this user can read.
+
+The agent copies pages of a megabyte that nobody reads again soon. glibc streams a copy past
+the caches only from three quarters of the last-level cache on; below that each line of the
+target is read before it is overwritten. With the threshold at 256 KiB two threads copy
+256 MiB in 14 ms instead of 25 (docs/performance.md). It is read at the start of a process
+and cannot be changed later:
+https://sourceware.org/glibc/manual/latest/html_node/Hardware-Capability-Tunables.html
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+
+URL_VARIABLE = "LMCACHE_REDIS_URL"
+URL_OPTION = "--redis-url"
+TUNABLES_VARIABLE = "GLIBC_TUNABLES"
+_THRESHOLD = "glibc.cpu.x86_non_temporal_threshold"
+THRESHOLD_SETTING = f"{_THRESHOLD}={256 << 10:#x}"
+
+
+def start_again_if_needed(command: str) -> None:
+    """Replaces this process by itself, once, with what it needs; the process id stays."""
+    words, environment = without_secrets(sys.orig_argv[1:])
+    if command == "agent":
+        environment |= _tuned(os.environ.get(TUNABLES_VARIABLE, ""))
+    if not environment:
+        return
+    try:
+        os.execve(sys.executable, [sys.executable, *words], {**os.environ, **environment})
+    except OSError:
+        return  # slower copies, and a command line as it was given
+
+
+def without_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """A command line without a URL that may hold a password, and the URL as a variable."""
+    kept: list[str] = []
+    found: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name != URL_OPTION:
+            kept.append(word)
+            continue
+        url = value if equals else next(rest, None)
+        if url is not None and ("@" in url or "password" in url):
+            found[URL_VARIABLE] = url
+        else:
+            kept += [word] if equals or url is None else [word, url]
+    return kept, found
+
+
+def _tuned(before: str) -> dict[str, str]:
+    """The setting as a variable, unless it is there already, be it somebody else's."""
+    if _THRESHOLD in before or not applies():
+        return {}
+    return {TUNABLES_VARIABLE: ":".join(filter(None, (before, THRESHOLD_SETTING)))}
+
+
+def applies() -> bool:
+    """Whether the C library has the setting: glibc on x86."""
+    return platform.machine() in ("x86_64", "AMD64") and platform.libc_ver()[0] == "glibc"

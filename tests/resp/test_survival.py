@@ -1,0 +1,211 @@
+"""Cuts after every byte, garbage on every connection, LOADING, and the speed afterwards."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisPlane, WriteOutcome
+from tests.resp.helpers import (
+    Chunk,
+    first_key,
+    our_connections,
+    read,
+    running,
+    scan,
+    wait_until,
+    write,
+)
+from tests.resp.proxy import Forge, Proxy
+from tests.resp.scissors import Scissors
+from tests.servers import RedisServer
+
+SLOT = 64
+SIZE = 2 * SLOT
+# `$576\r\n`, 512 bytes of header, 64 of payload, CRLF.
+GET_REPLY_BYTES = 584
+ROLES = {"get": GET_REPLY_BYTES, "set": len(b"+OK\r\n"), "control": len(b":1\r\n")}
+
+
+def check_all(plane: RedisPlane, number: int) -> None:
+    """Store, find and load a chunk: each may fail, none may lie."""
+    chunk = Chunk(number, SIZE, SLOT, seed=number)
+    (stored,) = write(plane, chunk)
+    assert stored in (WriteOutcome.STORED, WriteOutcome.UNAVAILABLE)
+    found = scan(plane, [first_key(number)])
+    assert found.outcome in (CallOutcome.DONE, CallOutcome.UNAVAILABLE)
+    if stored is WriteOutcome.STORED and found.outcome is CallOutcome.DONE:
+        assert found.prefix_length == 1
+    loaded = Chunk(number, SIZE, SLOT)
+    (outcome,) = read(plane, loaded)
+    if outcome is ReadOutcome.LOADED:
+        assert loaded.content == chunk.content
+    elif stored is WriteOutcome.STORED:
+        assert outcome is ReadOutcome.UNAVAILABLE
+
+
+def settled(plane: RedisPlane, number: int) -> None:
+    """All is well again."""
+    wait_until(lambda: plane.state.up)
+    chunk = Chunk(number, SIZE, SLOT, seed=number)
+    wait_until(lambda: write(plane, chunk) == [WriteOutcome.STORED])
+    assert scan(plane, [first_key(number)]) == (CallOutcome.DONE, 1)
+    assert read(plane, Chunk(number, SIZE, SLOT)) == [ReadOutcome.LOADED]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_reply_cut_after_every_byte(server: RedisServer, role: str) -> None:
+    settings = {"get_connections": 1, "probe_interval_s": 0.01}
+    with Scissors(server.port) as scissors, running(scissors.url, **settings) as plane:
+        settled(plane, 1)
+        for after_bytes in range(ROLES[role]):
+            scissors.cut(role, after_bytes)
+            check_all(plane, 2)
+            wait_until(lambda: not scissors.armed, "nothing was cut")
+        settled(plane, 1)
+        # Bytes that never came are no reason to delete what is there.
+        assert server.command("EXISTS", *Chunk(1, SIZE, SLOT).stripe_keys()) == 2
+
+
+GARBAGE = [
+    b"HTTP/1.1 502 Bad Gateway\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00",
+    b"\0" * 3000,
+    b"$-7\r\n",
+    b"*99999999\r\n",
+    b":99999999999999999999\r\n",
+    b"+OK\r\n+OK\r\n+OK\r\n+OK\r\n",
+    b"*1\r\n*1\r\n*1\r\n:1\r\n",
+    b"-\xff\xfe\r\n",
+]
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("reply", GARBAGE, ids=range(len(GARBAGE)))
+def test_garbage_on_any_connection(server: RedisServer, role: str, reply: bytes) -> None:
+    settings = {"get_connections": 1, "probe_interval_s": 0.01, "op_timeout_s": 0.3}
+    with Scissors(server.port) as scissors, running(scissors.url, **settings) as plane:
+        settled(plane, 1)
+        scissors.replace(role, reply)
+        chunk = Chunk(2, SIZE, SLOT, seed=2)
+        (stored,) = write(plane, chunk)
+        found = scan(plane, [first_key(1)])
+        loaded = Chunk(1, SIZE, SLOT)
+        (outcome,) = read(plane, loaded)
+        assert not scissors.armed
+        if role == "get":
+            assert outcome is ReadOutcome.UNAVAILABLE
+        else:
+            assert outcome is ReadOutcome.LOADED
+            assert loaded.content == Chunk(1, SIZE, SLOT, seed=1).content
+        if role == "control":
+            assert found.outcome in (CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT)
+        else:
+            assert found == (CallOutcome.DONE, 1)
+        if stored is WriteOutcome.STORED:
+            # Sent again on another connection: then it is there.
+            again = Chunk(2, SIZE, SLOT)
+            assert read(plane, again) == [ReadOutcome.LOADED]
+            assert again.content == chunk.content
+        else:
+            assert role == "set"
+        settled(plane, 1)
+        assert server.command("EXISTS", *Chunk(1, SIZE, SLOT).stripe_keys()) == 2
+
+
+def test_a_server_that_loads_its_data(own_server: RedisServer) -> None:
+    """A real one: it has a dump on its disk, and reads it slowly."""
+    source = random.Random(1)
+    with own_server.client() as client:
+        # More than 2 MiB: a server that loads looks at its connections that often.
+        client.mset({f"key:{number}": source.randbytes(100_000) for number in range(200)})
+        client.save()
+    own_server.kill()
+    own_server.add_arguments("--key-load-delay", "8000")
+    with running(own_server.unix_url, probe_interval_s=0.01) as plane:
+        starter = threading.Thread(target=own_server.start)
+        starter.start()
+        wait_until(lambda: "LOADING" in plane.state.reason.upper(), "LOADING was never said")
+        assert read(plane, Chunk(1, SIZE, SLOT)) == [ReadOutcome.UNAVAILABLE]
+        assert write(plane, Chunk(1, SIZE, SLOT)) == [WriteOutcome.UNAVAILABLE]
+        starter.join()
+        settled(plane, 1)
+        assert own_server.command("DBSIZE") == 200 + 2
+
+
+# ------------------------------------------------------- the server's return
+
+
+def killed(server: RedisServer) -> Callable[[], object]:
+    server.kill()
+    return server.start
+
+
+def stopped(server: RedisServer) -> Callable[[], object]:
+    server.stop()
+    return server.cont
+
+
+def cut(server: RedisServer) -> Callable[[], object]:
+    """Every connection, the server's own clients aside."""
+    server.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    return lambda: None
+
+
+@pytest.mark.parametrize("fault", [killed, stopped, cut], ids=lambda fault: fault.__name__)
+def test_full_speed_again_after_its_return(
+    own_server: RedisServer,
+    fault: Callable[[RedisServer], Callable[[], object]],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Every connection is back, one of each, and as fast as before. The bounds find hangs."""
+    chunks = [Chunk(n, 16 << 20, (1 << 20) - 4096, seed=n) for n in range(2)]
+    wanted = [chunk.content for chunk in chunks]
+
+    def move(plane: RedisPlane) -> float:
+        started = time.monotonic()
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        assert scan(plane, [first_key(0), first_key(1)]) == (CallOutcome.DONE, 2)
+        assert set(read(plane, *chunks)) == {ReadOutcome.LOADED}
+        return time.monotonic() - started
+
+    with running(own_server.url) as plane:
+        move(plane)
+        before_s = move(plane)
+        wait_until(lambda: len(our_connections(own_server)) == 6)
+        connections = our_connections(own_server)
+        bring_back = fault(own_server)
+        outcomes = read(plane, Chunk(0, 100, 64), Chunk(1, 100, 64), within_s=0.3)
+        assert ReadOutcome.LOADED not in outcomes
+        bring_back()
+        returned = time.monotonic()
+        wait_until(lambda: plane.state.up)
+        # Connections that died idle are replaced by their first use.
+        move(plane)
+        back_s = time.monotonic() - returned
+        wait_until(
+            lambda: move(plane) and our_connections(own_server) == connections, "not all are back"
+        )
+        after_s = min(move(plane), move(plane))
+        record_property("back_s", back_s)
+        record_property("slower", after_s / before_s)
+        print(f"{fault.__name__}: back in {back_s:.2f} s, moving {before_s:.3f} -> {after_s:.3f} s")
+        assert after_s < 10 * before_s + 1.0
+        assert [chunk.content for chunk in chunks] == wanted
+        assert our_connections(own_server) == connections
+    wait_until(lambda: not our_connections(own_server), "a connection outlived the plane")
+
+
+def test_a_length_that_no_server_writes_removes_nothing(server: RedisServer, proxy: Proxy) -> None:
+    with running(proxy.url, get_connections=1) as plane:
+        chunk = Chunk(99, 16_384, 4096, seed=99)
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        with server.client() as client:
+            value = client.get(chunk.stripe_keys()[0])
+        proxy.for_gets.append(Forge(b"$0%d\r\n%b\r\n" % (len(value), value)))
+        assert read(plane, Chunk(99, 16_384, 4096)) == [ReadOutcome.UNAVAILABLE]
+        assert server.command("EXISTS", *chunk.stripe_keys()) == chunk.stripe_count
