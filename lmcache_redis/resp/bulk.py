@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Iterable
 from typing import NoReturn
 
 from lmcache_redis.errors import (
@@ -27,6 +28,7 @@ from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.stream import Stream
 from lmcache_redis.resp.wire import (
     CRLF,
+    LEAST_REPLY_BYTES,
     MAX_LINE_BYTES,
     NULL3,
     PING_COMMAND,
@@ -269,26 +271,41 @@ class BulkConnection:
 
     def call(self, request: bytes, reply_count: int, deadline: float) -> list[Reply]:
         """`exchange`, but the first error reply is raised (`wire.error_of`)."""
-        replies = self.exchange(request, reply_count, deadline)
+        replies = self.exchange((request,), reply_count, deadline)
         for reply in replies:
             if isinstance(reply, ErrorReply):
                 raise error_of(reply)
         return replies
 
-    def exchange(self, request: bytes, reply_count: int, deadline: float) -> list[Reply]:
-        """Send packed commands and receive exactly their replies, errors among them."""
+    def exchange(self, requests: Iterable[bytes], reply_count: int, deadline: float) -> list[Reply]:
+        """Send packed commands and receive exactly their replies, errors among them.
+
+        The server works on what was sent while more of `requests` is made.
+        """
         stream = self._usable()
         stream.arm(deadline)
         try:
-            stream.send((request,), len(request))
+            for request in requests:
+                stream.send((request,), len(request))
         except (RedisTimeout, RedisUnavailable) as error:
             self._fail(error)
-        replies: list[Reply] = []
+        if reply_count > 1:
+            self._receive_least(stream, reply_count)
+        replies: list[Reply] = self._replies.take()
         while len(replies) < reply_count:
             replies += self.receive_replies(deadline)
         if len(replies) > reply_count or self._replies.pending_bytes:
             self._fail(RedisProtocolError("more replies came than were asked for"))
         return replies
+
+    def _receive_least(self, stream: Stream, reply_count: int) -> None:
+        """All that so many replies must have, in one call: they come in pieces otherwise."""
+        least = self._receive_view[: LEAST_REPLY_BYTES * reply_count]
+        try:
+            stream.receive_exactly((least,), least.nbytes)
+            self._replies.feed(least)
+        except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
+            self._fail(error)
 
     def ping(self, deadline: float) -> None:
         """Raises what `call` raises unless the server answers PONG."""

@@ -7,7 +7,7 @@ a scan never waits long behind one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from lmcache_redis.errors import (
@@ -32,6 +32,7 @@ from lmcache_redis.resp.wire import (
     error_of,
     escape_pattern,
     keys_command,
+    keys_commands,
     scan_command,
 )
 from lmcache_redis.resp.worker import Worker
@@ -39,7 +40,7 @@ from lmcache_redis.resp.worker import Worker
 ResultT = TypeVar("ResultT")
 
 # Sends packed commands and gives exactly their replies, errors among them.
-Exchange = Callable[[bytes, int], Sequence[Reply]]
+Exchange = Callable[[Iterable[bytes], int], Sequence[Reply]]
 
 # Keys for one UNLINK, and what one SCAN looks at: well under a millisecond of the server's.
 _BATCH_KEYS = 512
@@ -141,7 +142,7 @@ class ClearJob(CallJob):
 
     def work(self, exchange: Exchange) -> bool:
         call = raising(exchange)
-        (reply,) = call(scan_command(self._cursor, self._pattern, _BATCH_KEYS), 1)
+        (reply,) = call((scan_command(self._cursor, self._pattern, _BATCH_KEYS),), 1)
         match reply:
             case [bytes() as cursor, list() as found] if cursor.isdigit():
                 self._cursor = cursor
@@ -183,10 +184,13 @@ class EachJob(CallJob):
         super().__init__(deadline, registry, urgent)
 
     def work(self, exchange: Exchange) -> bool:
-        before = ASKING_COMMAND if self._asking else b""
-        request = b"".join([before + keys_command(self._name, (key,)) for key in self._keys])
-        step = 2 if self._asking else 1
-        replies = exchange(request, step * len(self._keys))
+        step = 1
+        request = keys_commands(self._name, self._keys, 1)
+        if self._asking:
+            step = 2
+            commands = [ASKING_COMMAND + keys_command(self._name, (key,)) for key in self._keys]
+            request = b"".join(commands)
+        replies = exchange((request,), step * len(self._keys))
         self._results = [_count_or_redirect(reply) for reply in replies[step - 1 :: step]]
         return True
 
@@ -208,8 +212,8 @@ def _count_or_redirect(reply: Reply) -> int | RedisRedirect:
 def raising(exchange: Exchange) -> Call:
     """The same, but the first error reply is raised."""
 
-    def call(request: bytes, reply_count: int) -> Sequence[Reply]:
-        replies = exchange(request, reply_count)
+    def call(requests: Iterable[bytes], reply_count: int) -> Sequence[Reply]:
+        replies = exchange(requests, reply_count)
         for reply in replies:
             if isinstance(reply, ErrorReply):
                 raise error_of(reply)
@@ -222,10 +226,9 @@ def unlink(call: Call, keys: Sequence[bytes], batch_keys: int = _BATCH_KEYS) -> 
     """Delete keys without blocking the server; how many there were."""
     if not keys:
         return 0
-    batches = [keys[start : start + batch_keys] for start in range(0, len(keys), batch_keys)]
-    request = b"".join([keys_command(b"UNLINK", batch) for batch in batches])
+    request = keys_commands(b"UNLINK", keys, batch_keys)
     removed = 0
-    for reply in call(request, len(batches)):
+    for reply in call((request,), -(-len(keys) // batch_keys)):
         if not isinstance(reply, int) or reply < 0:
             raise RedisProtocolError("the reply to an UNLINK is no count")
         removed += reply
@@ -260,8 +263,8 @@ class Controller(Worker):
         # One budget for all round trips of the step.
         deadline = min(job.deadline, time.monotonic() + self._op_timeout_s)
 
-        def exchange(request: bytes, reply_count: int) -> Sequence[Reply]:
-            return connection.exchange(request, reply_count, deadline)
+        def exchange(requests: Iterable[bytes], reply_count: int) -> Sequence[Reply]:
+            return connection.exchange(requests, reply_count, deadline)
 
         try:
             finished = job.work(exchange)

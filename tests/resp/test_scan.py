@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -20,10 +20,10 @@ class FakeServer:
         self.present = present
         self.round_trips = 0
 
-    def __call__(self, request: bytes, reply_count: int) -> Sequence[Reply]:
+    def __call__(self, requests: Iterable[bytes], reply_count: int) -> Sequence[Reply]:
         self.round_trips += 1
         replies: list[Reply] = []
-        words = request.split(b"\r\n")[:-1]
+        words = b"".join(requests).split(b"\r\n")[:-1]
         while words:
             count = int(words[0][1:])
             command, words = words[1 : 1 + 2 * count], words[1 + 2 * count :]
@@ -69,8 +69,8 @@ def test_a_key_that_comes_in_between_is_no_error() -> None:
     asked = keys(40)
     server = FakeServer(set(asked) - {asked[3]})
 
-    def call(request: bytes, reply_count: int) -> Sequence[Reply]:
-        replies = server(request, reply_count)
+    def call(requests: Iterable[bytes], reply_count: int) -> Sequence[Reply]:
+        replies = server(requests, reply_count)
         server.present.add(asked[3])
         return replies
 
