@@ -17,7 +17,7 @@ LAYERS = (
     {"cli", "demo", "bench"},
     {"integrations"},
     {"client"},
-    {"agent"},
+    {"agent", "admin"},
     {"messages", "transport", "codec"},
     {"device", "hostpool", "resp"},
     {"stripe"},
@@ -31,6 +31,8 @@ STRANGERS = {
     "device": {"hostpool", "resp"},
     "hostpool": {"device", "resp"},
     "resp": {"device", "hostpool"},
+    # Tools that look at servers from outside: no agent, no engine, no memory.
+    "admin": {"agent", "device", "hostpool", "messages", "transport", "codec"},
     # An engine's process has no pool and no Redis: it talks to the agent and exports memory.
     "client": {"agent", "hostpool", "resp"},
     "integrations": {"agent", "hostpool", "resp", "messages", "transport", "codec"},

@@ -175,6 +175,19 @@ class Watched:
         question = "REPLICAS" if of_master else "MASTER"
         wait_for(lambda: self.sentinel("SENTINEL", question, "mymaster"))
 
+    def fail_over(self) -> None:
+        """Asks for another master, until Sentinel knows that the replica is fit for it."""
+
+        def accepted() -> bool:
+            try:
+                return bool(self.sentinel("SENTINEL", "FAILOVER", "mymaster"))
+            except redis.exceptions.ResponseError as error:
+                if "NOGOODSLAVE" not in str(error):
+                    raise
+                return False
+
+        wait_for(accepted)
+
     def stop_sentinel(self) -> None:
         self._process.kill()
         self._process.wait()

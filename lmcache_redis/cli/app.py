@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lmcache_redis.cli import admin
 from lmcache_redis.cli.options import agent_config, takes_agent_options
-from lmcache_redis.cli.tuning import start_tuned
+from lmcache_redis.cli.starting import start_again_if_needed
 from lmcache_redis.config import AgentConfig, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 from lmcache_redis.version import __version__
@@ -85,6 +86,11 @@ def ping(endpoint: EndpointOption = None, timeout_s: TimeoutOption = 2.0) -> Non
     )
 
 
+app.command()(admin.inspect)
+app.command()(admin.purge)
+app.command()(admin.doctor)
+
+
 @app.command()
 def demo(
     output_dir: Annotated[
@@ -120,8 +126,7 @@ def version() -> None:
 
 def main() -> None:
     """Runs a command; an error of ours is one sentence, exit status 2 where a setting is wrong."""
-    if sys.argv[1:2] == ["agent"]:
-        start_tuned()
+    start_again_if_needed(sys.argv[1] if len(sys.argv) > 1 else "")
     try:
         app()
     except ConfigError as error:

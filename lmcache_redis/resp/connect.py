@@ -14,6 +14,7 @@ import re
 import socket
 import ssl
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from lmcache_redis.errors import (
@@ -140,8 +141,16 @@ def _tls_settings(endpoint: Endpoint) -> dict[str, Any]:
     return {"ssl_password": "", **dict(endpoint.tls)}
 
 
-def redis_client(endpoint: Endpoint, timeout_s: float) -> Any:
-    """A `redis.Redis` for the odd question: RESP2, bytes, one try. Close it (`with`)."""
+def redis_client(
+    endpoint: Endpoint,
+    connect_timeout_s: float,
+    op_timeout_s: float,
+    greet: Callable[[Any], None] | None = None,
+) -> Any:
+    """A `redis.Redis` for the odd question: RESP2, bytes, one try. Close it (`with`).
+
+    greet: redis-py's redis_connect_func, called with each connection to set it up.
+    """
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -151,9 +160,10 @@ def redis_client(endpoint: Endpoint, timeout_s: float) -> Any:
         "username": endpoint.username,
         "password": endpoint.password,
         "protocol": 2,
-        "socket_timeout": timeout_s,
-        "socket_connect_timeout": timeout_s,
+        "socket_timeout": op_timeout_s,
+        "socket_connect_timeout": connect_timeout_s,
         "retry": Retry(NoBackoff(), 0),
+        "redis_connect_func": greet,
     }
     if endpoint.transport is Transport.UNIX:
         return redis.Redis(unix_socket_path=endpoint.path, **settings)

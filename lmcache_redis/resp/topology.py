@@ -47,7 +47,7 @@ def _master(deployment: Deployment, timeout_s: float) -> ServerMap:
     failure: RedisError | ConfigError = RedisUnavailable("there is no Sentinel")
     for sentinel in deployment.seeds:
         try:
-            with redis_client(sentinel, timeout_s) as client:
+            with redis_client(sentinel, timeout_s, timeout_s) as client:
                 found = client.execute_command(
                     "SENTINEL", "GET-MASTER-ADDR-BY-NAME", deployment.service
                 )
@@ -72,7 +72,7 @@ def _is_master(server: Endpoint, timeout_s: float) -> bool:
 
     with (
         contextlib.suppress(exceptions.RedisError, OSError),
-        redis_client(server, timeout_s) as client,
+        redis_client(server, timeout_s, timeout_s) as client,
     ):
         role = client.execute_command("ROLE")
         return bool(role) and _text(role[0]) == "master"
@@ -84,7 +84,7 @@ def _shards(
 ) -> ServerMap | RedisError | ConfigError:
     """The map that one node has, or why there is none to be had from it."""
     try:
-        with redis_client(endpoint, timeout_s) as client:
+        with redis_client(endpoint, timeout_s, timeout_s) as client:
             rows: list[list[Any]] = client.execute_command("CLUSTER", "SLOTS")
     except Exception as error:
         if "cluster support disabled" in str(error):

@@ -28,7 +28,7 @@ def test_a_failover_is_followed_and_the_stale_master_left(watched: Watched) -> N
         assert write(plane, chunk) == [WriteOutcome.STORED]
         assert old.command("DBSIZE") == chunk.stripe_count
         wait_until(lambda: new.command("DBSIZE") == chunk.stripe_count)
-        assert watched.sentinel("SENTINEL", "FAILOVER", "mymaster")
+        watched.fail_over()
         wait_until(lambda: info(new, "replication").get("role") == "master")
         wait_until(lambda: read(plane, loaded) == [ReadOutcome.LOADED])
         assert loaded.content == chunk.content

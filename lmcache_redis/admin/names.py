@@ -1,0 +1,159 @@
+"""Keys as people write and read them; layouts and ages as they are typed. Pure."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+
+from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.keys import (
+    KEY_MAGIC,
+    NAMESPACE_BYTES,
+    ObjectKey,
+    parse_stripe_key,
+    stripe_key,
+)
+
+_HEX = re.compile(r"(?:[0-9A-Fa-f]{2})+")
+_ESCAPE = re.compile(rb"\\(x[0-9A-Fa-f]{2}|.)", re.DOTALL)
+_LETTERS = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"a": b"\a", b"b": b"\b"}
+_SHOWN = {ord(v): "\\" + k.decode() for k, v in _LETTERS.items()} | {34: '\\"', 92: "\\\\"}
+# What a list of redis-cli puts before each of its lines.
+_LIST_NUMBER = re.compile(r"^\s*\d+\)\s+")
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
+_AGE_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_TEXT_NAMESPACE = re.compile(rb"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkName:
+    """What a Redis key says about its chunk: prefix, namespace (16 bytes), and the rest."""
+
+    prefix: bytes
+    namespace: bytes
+    key: ObjectKey
+
+    @property
+    def chunk_key(self) -> bytes:
+        """The keys of all its stripes without the stripe index."""
+        return self.prefix + KEY_MAGIC + self.namespace + self.key.to_bytes()
+
+    @property
+    def layout(self) -> str:
+        """The namespace as text: what `lmcache-redis status` shows as layout."""
+        return show_layout(self.namespace)
+
+    @property
+    def ranks(self) -> tuple[int, int, int, int]:
+        """World size, global rank, local world size, local rank."""
+        rank = self.key.kv_rank
+        return rank >> 24, rank >> 16 & 0xFF, rank >> 8 & 0xFF, rank & 0xFF
+
+    def stripe(self, index: int) -> bytes:
+        """The Redis key of one of its stripes."""
+        return stripe_key(self.chunk_key, index)
+
+
+def parse_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
+    """The chunk a key names, and which stripe; None for a key without a stripe index.
+
+    Raises FormatError for what is neither.
+    """
+    try:
+        namespace, key, index = parse_stripe_key(data, prefix)
+        return ChunkName(prefix, namespace, key), index
+    except FormatError as not_a_stripe:
+        # Its lengths say where a key ends: it cannot be both.
+        at = len(prefix) + len(KEY_MAGIC)
+        if not data.startswith(prefix + KEY_MAGIC):
+            raise
+        try:
+            key = ObjectKey.from_bytes(data[at + NAMESPACE_BYTES :])
+        except FormatError:
+            raise not_a_stripe from None
+        return ChunkName(prefix, data[at : at + NAMESPACE_BYTES], key), None
+
+
+def find_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
+    """As `parse_name`, and where the key has another prefix, with that one.
+
+    Raises FormatError for a key that names nothing of ours.
+    """
+    others = (data[: at.start()] for at in re.finditer(re.escape(KEY_MAGIC), data))
+    for candidate in (prefix, *others):
+        with contextlib.suppress(FormatError):
+            return parse_name(data, candidate)
+    raise FormatError(
+        f"it names neither a stripe nor a chunk: those are {KEY_MAGIC.decode()}, a layout, a rank, "
+        "a model and a hash, whose lengths add up"
+    )
+
+
+def read_key(text: str) -> bytes:
+    """The key that people wrote: hex, text with \\xNN and the like, or redis-cli's quotes."""
+    text = _LIST_NUMBER.sub("", text).strip()
+    if _HEX.fullmatch(text):
+        return bytes.fromhex(text)
+    for quote in ('"', "'"):
+        if len(text) >= 2 and text[0] == text[-1] == quote:
+            text = text[1:-1]
+            break
+    raw = text.encode("utf-8", "surrogateescape")
+    return _ESCAPE.sub(_unescaped, raw)
+
+
+def show_key(data: bytes) -> str:
+    """A key as redis-cli prints it, quotes included; `read_key` is the inverse."""
+    return '"' + "".join(map(_shown_byte, data)) + '"'
+
+
+def show_layout(namespace: bytes) -> str:
+    """A namespace as text: that of an agent is hex already, any other is shown as hex."""
+    return namespace.decode() if _TEXT_NAMESPACE.fullmatch(namespace) else namespace.hex()
+
+
+def read_layout(text: str) -> frozenset[bytes]:
+    """The namespaces that a layout names.
+
+    16 hex digits: as `status` and `inspect` show it. 32: the 16 bytes of a namespace. 64: a
+    whole fingerprint. Raises ConfigError for anything else.
+    """
+    digits = text.strip().lower()
+    if _HEX.fullmatch(digits):
+        if len(digits) == NAMESPACE_BYTES:
+            return frozenset({digits.encode()})
+        if len(digits) == 2 * NAMESPACE_BYTES:
+            return frozenset({bytes.fromhex(digits)})
+        if len(digits) == 4 * NAMESPACE_BYTES:
+            return namespaces_of(bytes.fromhex(digits))
+    raise ConfigError(
+        f"--layout {text!r} is no layout: give the 16, 32 or 64 hex digits that "
+        "`lmcache-redis inspect` shows"
+    )
+
+
+def namespaces_of(fingerprint: bytes) -> frozenset[bytes]:
+    """How keys may name a layout: its fingerprint's first bytes, as they are or as hex."""
+    return frozenset({fingerprint[:NAMESPACE_BYTES], fingerprint.hex()[:NAMESPACE_BYTES].encode()})
+
+
+def read_age(option: str, text: str) -> float:
+    """Seconds of `45s`, `30m`, `12h`, `7d` or `2w`. Raises ConfigError for anything else."""
+    match = _AGE.fullmatch(text.strip().lower())
+    if match is None:
+        raise ConfigError(f"{option} {text!r} is no time: write it as 45s, 30m, 12h, 7d or 2w")
+    return float(match.group(1)) * _AGE_UNITS[match.group(2)]
+
+
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    said = match.group(1)
+    if len(said) == 3:
+        return bytes.fromhex(said[1:].decode())
+    return _LETTERS.get(said, said)
+
+
+def _shown_byte(byte: int) -> str:
+    if byte in _SHOWN:
+        return _SHOWN[byte]
+    return chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}"

@@ -1,0 +1,203 @@
+"""Clients of the server that a URL names. The only place where the admin tools make one.
+
+Everything else asks `Server.nodes`: the processes that hold keys, one for a single server.
+redis-py's exceptions end here; no message contains a secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_redis.errors import (
+    RedisAuthError,
+    RedisError,
+    RedisFull,
+    RedisReplyError,
+    RedisTimeout,
+    RedisUnavailable,
+)
+from lmcache_redis.resp.connect import Connector, redis_client
+from lmcache_redis.resp.deployment import Topology, parse_deployment
+from lmcache_redis.resp.endpoint import Endpoint
+from lmcache_redis.resp.options import RedisOptions
+from lmcache_redis.resp.routes import Routes, ServerMap
+from lmcache_redis.resp.topology import find_servers
+
+CLIENT_NAME = "lmcache-redis-admin"
+CONNECT_TIMEOUT_S = 3.0
+# A SCAN step or a pipeline of a thousand small commands, on a server that is busy.
+OP_TIMEOUT_S = 10.0
+
+Command = tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class Node:
+    """One process that holds keys, and one connection to it. For one thread.
+
+    untouched: reading a value here does not count as a use (CLIENT NO-TOUCH, Redis 7.2), so
+    that looking at the cache changes neither ages nor what is evicted next.
+    """
+
+    endpoint: Endpoint
+    client: Any = field(default=None, repr=False)
+    untouched: bool = False
+
+    @property
+    def where(self) -> str:
+        return self.endpoint.where
+
+    def ask(self, *command: Any) -> Any:
+        """The reply to one command. Raises RedisError."""
+        (reply,) = self.ask_all([command])
+        if isinstance(reply, RedisError):
+            raise reply
+        return reply
+
+    def ask_all(self, commands: Sequence[Command]) -> list[Any]:
+        """The replies to commands sent at once, an error reply as a RedisError in its place.
+
+        Raises RedisError where the connection fails.
+        """
+        from redis import exceptions
+
+        if not commands:
+            return []
+        try:
+            with self.client.pipeline(transaction=False) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                replies = pipeline.execute(raise_on_error=False)
+        except (exceptions.RedisError, OSError) as error:
+            raise _translated(error, self.where) from None
+        return [_translated(r, self.where) if isinstance(r, Exception) else r for r in replies]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where keys are: at least one node, each key on exactly one of them.
+
+    routes: which node has a key; None where there is one node that has them all.
+    """
+
+    nodes: tuple[Node, ...]
+    routes: Routes[Node] | None = None
+
+    @property
+    def where(self) -> str:
+        return ", ".join(node.where for node in self.nodes)
+
+    @property
+    def untouched(self) -> bool:
+        return all(node.untouched for node in self.nodes)
+
+    def node_of(self, key: bytes) -> Node:
+        """The node that holds `key`. Raises RedisUnavailable where none does."""
+        node = self.routes.node_of(key) if self.routes else self.nodes[0]
+        if node is None:
+            raise RedisUnavailable(
+                f"no server of the cluster at {self.where} has the slot of this key: see "
+                "`redis-cli --cluster check`"
+            )
+        return node
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether keys are spread over nodes by their slots."""
+        return self.routes is not None and self.routes.is_cluster
+
+    def ask_all(self, commands: Sequence[tuple[bytes, Command]]) -> list[Any]:
+        """Replies to (key, command) pairs, each asked of its key's node, in the given order.
+
+        On one node the commands are carried out in that order. Raises as `Node.ask_all`.
+        """
+        if len(self.nodes) == 1:
+            return self.nodes[0].ask_all([command for _, command in commands])
+        places: dict[Node, list[int]] = {}
+        for place, (key, _) in enumerate(commands):
+            places.setdefault(self.node_of(key), []).append(place)
+        replies: list[Any] = [None] * len(commands)
+        for node, of_node in places.items():
+            for place, reply in zip(
+                of_node, node.ask_all([commands[at][1] for at in of_node]), strict=True
+            ):
+                replies[place] = reply
+        return replies
+
+
+@contextlib.contextmanager
+def open_server(options: RedisOptions) -> Iterator[Server]:
+    """The servers that `options` name, each connected; closed on exit.
+
+    Raises ConfigError for a URL that is none, and RedisError, saying what to change, where
+    the server cannot be reached or does not let us in.
+    """
+    nodes: dict[Endpoint, Node] = {}
+    try:
+        server_map = _servers(options)
+        for endpoint in server_map.servers:
+            # The data plane's own way in says best what is wrong with an address or a password.
+            connector = Connector(endpoint, CONNECT_TIMEOUT_S, OP_TIMEOUT_S)
+            connector.discard(connector.open(CLIENT_NAME))
+            node = nodes[endpoint] = Node(endpoint)
+            node.client = _client(node)
+            node.ask("PING")
+        yield Server(tuple(nodes.values()), Routes(server_map, nodes))
+    finally:
+        for node in nodes.values():
+            if node.client is not None:
+                node.client.close()
+
+
+def _servers(options: RedisOptions) -> ServerMap:
+    """The server itself, the master that Sentinels name, or a cluster's shards."""
+    deployment = parse_deployment(options)
+    if deployment.topology is Topology.STANDALONE:
+        return ServerMap((deployment.server,))
+    found = find_servers(deployment, (), CONNECT_TIMEOUT_S)
+    if not found.servers:
+        raise RedisUnavailable(f"{deployment.where} has no master just now: try again")
+    return found
+
+
+def _client(node: Node) -> Any:
+    """A redis-py client for the node's endpoint; it connects when it is first used."""
+    from redis import exceptions
+
+    def greet(connection: Any) -> None:
+        connection.on_connect()
+        connection.send_command("CLIENT", "NO-TOUCH", "ON")
+        node.untouched = True
+        try:
+            connection.read_response()
+        except exceptions.ResponseError:
+            node.untouched = False
+
+    return redis_client(node.endpoint, CONNECT_TIMEOUT_S, OP_TIMEOUT_S, greet)
+
+
+def _translated(error: Exception, where: str) -> RedisError:
+    """Ours for what redis-py raised on a connection that had stood."""
+    from redis import exceptions
+
+    at = f"Redis at {where}"
+    text = " ".join(str(error).split())[:160]
+    if isinstance(error, exceptions.NoPermissionError):
+        return RedisAuthError(
+            f"{at} does not allow it to this user ({text}): inspect and purge need +@read and "
+            "+unlink on the agents' keys"
+        )
+    if isinstance(error, exceptions.AuthenticationError):
+        return RedisAuthError(f"{at} refuses the user or the password: {text}")
+    if isinstance(error, exceptions.OutOfMemoryError):
+        return RedisFull(f"{at} is full and evicts nothing: {text}")
+    if isinstance(error, exceptions.BusyLoadingError):
+        return RedisUnavailable(f"{at} is still loading its data: try again when it is done")
+    if isinstance(error, exceptions.TimeoutError):
+        return RedisTimeout(f"{at} did not answer within {OP_TIMEOUT_S:g} s: is it overloaded?")
+    if isinstance(error, exceptions.ResponseError):
+        return RedisReplyError(f"{at} says: {text}")
+    return RedisUnavailable(f"the connection to {at} was lost: try again ({text})")

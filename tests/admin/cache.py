@@ -1,0 +1,93 @@
+"""Chunks as an agent writes them, put into a server without an agent."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+from lmcache_redis.admin.names import ChunkName
+from lmcache_redis.keys import ObjectKey
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame
+from tests.servers import RedisServer
+
+STORED_UNIX_MS = 1_700_000_000_000
+PAYLOAD_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A chunk of `stripe_count` stripes of 4 KiB, the last one of 100 bytes."""
+
+    number: int = 0
+    model: str = "org/model"
+    layout: str = "first"
+    rank: int = 0
+    world: int = 2
+    prefix: bytes = b""
+    stripe_count: int = 3
+    raw_namespace: bool = False
+    store: int = 0
+
+    @property
+    def fingerprint(self) -> bytes:
+        return hashlib.blake2b(self.layout.encode(), digest_size=32).digest()
+
+    @property
+    def name(self) -> ChunkName:
+        rank = ObjectKey.ComputeKVRank(self.world, self.rank, self.world, self.rank)
+        chunk_hash = self.number.to_bytes(32, "big")
+        namespace = self.fingerprint.hex()[:16].encode()
+        if self.raw_namespace:
+            namespace = self.fingerprint[:16]
+        return ChunkName(self.prefix, namespace, ObjectKey(chunk_hash, self.model, rank))
+
+    @property
+    def chunk_bytes(self) -> int:
+        return (self.stripe_count - 1) * PAYLOAD_BYTES + 100
+
+    @property
+    def value_bytes(self) -> int:
+        return self.chunk_bytes + self.stripe_count * HEADER_BYTES
+
+    @property
+    def keys(self) -> list[bytes]:
+        return [self.name.stripe(index) for index in range(self.stripe_count)]
+
+    def value(self, index: int) -> bytes:
+        metadata = RemoteMetadata(
+            self.chunk_bytes, [(self.chunk_bytes,)], ["uint8"], MemoryFormat.PAGES
+        )
+        frame = ChunkFrame(
+            self.fingerprint,
+            self.name.key.chunk_hash,
+            self.chunk_bytes,
+            PAYLOAD_BYTES,
+            metadata.serialize(),
+        )
+        payload = random.Random(self.number * 1000 + index).randbytes(frame.payload_bytes(index))
+        header = bytearray(HEADER_BYTES)
+        store_id = self.store.to_bytes(16, "big")
+        checksum = xxh3_64_intdigest(payload)
+        frame.pack_header_into(header, index, store_id, checksum, STORED_UNIX_MS)
+        return bytes(header) + payload
+
+    def put(self, client: Any, *only: int) -> None:
+        """Write all stripes, or only these."""
+        for index in only or range(self.stripe_count):
+            client.set(self.keys[index], self.value(index))
+
+
+def age(client: Any, key: bytes, idle_s: int) -> None:
+    """Make a key look unused for that long, as a move between servers would."""
+    client.execute_command("RESTORE", key, 0, client.dump(key), "REPLACE", "IDLETIME", idle_s)
+
+
+def everything(server: RedisServer) -> dict[bytes, bytes]:
+    """All keys of the server and what they hold, of whatever type."""
+    with server.client() as client:
+        return {key: client.dump(key) for key in client.scan_iter(count=1000)}

@@ -1,0 +1,54 @@
+"""One server for tests that leave its settings alone, and one of its own for those that do not."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_redis.admin.server import Server, open_server
+from lmcache_redis.resp import RedisOptions
+from tests.servers import RedisServer
+
+
+@pytest.fixture(scope="session")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_server(shared_redis: RedisServer) -> RedisServer:
+    shared_redis.command("FLUSHALL")
+    return shared_redis
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def client(redis_server: RedisServer) -> Iterator[Any]:
+    with redis_server.client() as client:
+        yield client
+
+
+@pytest.fixture
+def server(redis_server: RedisServer) -> Iterator[Server]:
+    with open_server(RedisOptions(redis_server.unix_url)) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks(shared_redis: RedisServer) -> Iterator[None]:
+    """No thread and no descriptor outlives a test."""
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    yield
+    assert threading.active_count() <= threads
+    assert len(os.listdir("/proc/self/fd")) <= files

@@ -1,0 +1,139 @@
+"""A whole diagnosis of a real server, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from lmcache_redis.admin import bandwidth
+from lmcache_redis.admin.bandwidth import measure_bandwidth, measure_ping, probe_keys
+from lmcache_redis.admin.doctor import Diagnosis, diagnose, findings_of
+from lmcache_redis.admin.findings import Facts, Finding, Need, Severity
+from lmcache_redis.admin.names import find_name
+from lmcache_redis.admin.server import Node, Server, open_server
+from lmcache_redis.admin.text import diagnosis_lines
+from lmcache_redis.errors import FormatError, RedisFull, RedisUnavailable
+from lmcache_redis.resp import RedisOptions
+from tests.admin.cache import Cached, everything
+from tests.servers import RedisServer
+
+# Whatever this machine does just now, it is enough.
+LITTLE = Need(1, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "_MEASURE_S", 0.02)
+
+
+def test_a_diagnosis_changes_nothing(
+    server: Server, client: Any, redis_server: RedisServer
+) -> None:
+    Cached(1, prefix=b"p:").put(client)
+    client.set("other", "x")
+    before = everything(redis_server)
+    settings = client.config_get("*")
+    diagnosis = diagnose(server, b"p:", LITTLE, bandwidth=True)
+    assert everything(redis_server) == before
+    assert client.config_get("*") == settings
+    (facts,) = diagnosis.facts
+    assert facts.ping_s
+    assert facts.read_bytes_per_s
+    assert facts.write_bytes_per_s
+    topics = [finding.topic for finding in diagnosis.findings]
+    assert topics[:2] == ["maxmemory", "maxmemory-policy"]
+    assert {"load bandwidth", "store bandwidth", "latency"} <= set(topics)
+    assert {finding.where for finding in diagnosis.findings} == {server.where}
+    assert diagnosis.exit_status == 1
+
+
+def test_without_bandwidth_nothing_is_written(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(server: Server, node: Node, prefix: bytes) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("lmcache_redis.admin.doctor.measure_bandwidth", never)
+    diagnosis = diagnose(server, b"", LITTLE, bandwidth=False)
+    assert not any("bandwidth" in finding.topic for finding in diagnosis.findings)
+
+
+def test_a_cache_as_it_should_be_passes(own_redis: RedisServer) -> None:
+    own_redis.config_set("maxmemory", "200mb")
+    own_redis.config_set("maxmemory-policy", "allkeys-lru")
+    with open_server(RedisOptions(own_redis.unix_url)) as server:
+        diagnosis = diagnose(server, b"", LITTLE, bandwidth=True)
+    assert diagnosis.exit_status == 0, list(diagnosis_lines(diagnosis))
+
+
+def test_probes_expire_by_themselves(
+    server: Server, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if killed in the middle: what was written goes without us."""
+    monkeypatch.setattr(
+        bandwidth._Reading, "bytes_per_s", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    monkeypatch.setattr(Node, "ask_all", lambda self, commands: [])
+    with pytest.raises(KeyboardInterrupt):
+        measure_bandwidth(server, server.nodes[0], b"p:")
+    keys = client.keys("*")
+    assert len(keys) == bandwidth.STRIPES
+    assert all(key.startswith(b"p:lmcr1:doctor:") for key in keys)
+    assert all(0 < client.ttl(key) <= bandwidth.EXPIRES_S for key in keys)
+
+
+def test_probes_name_no_chunk() -> None:
+    for key in probe_keys(b"p:"):
+        with pytest.raises(FormatError):
+            find_name(key, b"p:")
+
+
+def test_probes_are_on_the_node_that_is_measured() -> None:
+    keys = probe_keys(b"p:", lambda key: key[-1] in b"0")
+    assert len(set(keys)) == bandwidth.STRIPES
+    assert {key[-1:] for key in keys} == {b"0"}
+    with pytest.raises(RedisUnavailable, match="key prefix"):
+        probe_keys(b"p:", lambda key: False)
+
+
+def test_rights_of_an_agent_are_enough(own_redis: RedisServer) -> None:
+    rights = ("~p:lmcr1:*", "+get", "+set", "+exists", "+unlink", "+scan", "+ping")
+    own_redis.command("ACL", "SETUSER", "agent", "on", ">pw", *rights)
+    options = RedisOptions(own_redis.unix_url, username="agent", password="pw")
+    with open_server(options) as server:
+        measured = measure_bandwidth(server, server.nodes[0], b"p:")
+        assert measured.read_bytes_per_s > 0
+        assert own_redis.command("DBSIZE") == 0
+        assert measure_ping(server.nodes[0], 3) > 0
+        diagnosis = diagnose(server, b"p:", LITTLE, bandwidth=True)
+    assert [f.topic for f in diagnosis.findings if f.severity is Severity.HINT][-1] == "not seen"
+
+
+def test_a_full_server_is_a_finding(own_redis: RedisServer) -> None:
+    own_redis.config_set("maxmemory", "2mb")
+    with open_server(RedisOptions(own_redis.unix_url)) as server:
+        with pytest.raises(RedisFull):
+            measure_bandwidth(server, server.nodes[0], b"")
+        findings = diagnose(server, b"", LITTLE, bandwidth=True).findings
+    (finding,) = [finding for finding in findings if finding.topic == "bandwidth"]
+    assert finding.severity is Severity.WARNING
+    assert "could not be measured: Redis says: OOM" in finding.seen
+    assert own_redis.command("DBSIZE") == 0
+
+
+def test_several_servers_are_told_apart() -> None:
+    facts = [Facts(where=where, role=role) for where, role in (("a", "master"), ("b", "slave"))]
+    findings = findings_of(facts)
+    assert [finding.where for finding in findings if finding.topic == "role"] == ["b"]
+    assert [f.severity for f in findings] == sorted(f.severity for f in findings)
+    text = "\n".join(diagnosis_lines(Diagnosis(tuple(facts), findings)))
+    assert "CRITICAL  b: role: the server is a slave" in text
+
+
+@pytest.mark.parametrize("severity", list(Severity))
+def test_the_exit_status(severity: Severity) -> None:
+    finding = Finding(severity, "topic", "seen")
+    diagnosis = Diagnosis((), (dataclasses.replace(finding, severity=Severity.OK), finding))
+    assert diagnosis.exit_status == (1 if severity <= Severity.WARNING else 0)

@@ -1,0 +1,131 @@
+"""What is seen of a server, with all rights and with hardly any."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.admin.facts import _place, facts_of, gather
+from lmcache_redis.admin.findings import Facts, Need
+from lmcache_redis.admin.server import open_server
+from lmcache_redis.resp import RedisOptions
+from lmcache_redis.resp.endpoint import Transport, parse_endpoint
+from tests.servers import RedisServer
+
+
+def seen(options: RedisOptions, huge_pages: str = "/nowhere") -> Facts:
+    with open_server(options) as server:
+        return gather(server, server.nodes[0], Need(), Path(huge_pages))
+
+
+def test_all_of_a_real_server(own_redis: RedisServer, tmp_path: Path) -> None:
+    for name, value in (
+        ("maxmemory", "100mb"),
+        ("maxmemory-policy", "allkeys-lru"),
+        ("save", "3600 1"),
+        ("client-output-buffer-limit", "normal 10mb 5mb 7"),
+        ("maxclients", "77"),
+    ):
+        own_redis.config_set(name, value)
+    pages = tmp_path / "enabled"
+    pages.write_text("always [madvise] never\n")
+    facts = seen(RedisOptions(own_redis.unix_url), str(pages))
+    assert facts.where == f"unix:{own_redis.socket_path}"
+    assert (facts.transport, facts.local, facts.private) == (Transport.UNIX, True, True)
+    assert facts.version is not None
+    assert facts.version >= (6, 2)
+    assert facts.role == "master"
+    assert facts.cluster_enabled is False
+    assert facts.maxmemory_bytes == 100 << 20
+    assert facts.policy == "allkeys-lru"
+    assert facts.save == "3600 1"
+    assert facts.append_only is False
+    assert facts.io_threads == 1
+    assert facts.normal_buffer == (10 << 20, 5 << 20, 7)
+    assert facts.max_clients == 77
+    assert facts.huge_pages == "madvise"
+    assert facts.disable_huge_pages is True
+    assert facts.unseen == ()
+    assert not facts.has_password
+
+
+def test_an_append_only_file_and_tcp(own_redis: RedisServer) -> None:
+    own_redis.config_set("appendonly", "yes")
+    facts = seen(RedisOptions(own_redis.url))
+    assert (facts.transport, facts.local) == (Transport.TCP, True)
+    assert facts.append_only is True
+    assert facts.huge_pages is None
+
+
+def test_without_config_info_has_to_do(own_redis: RedisServer) -> None:
+    """As with managed services."""
+    own_redis.config_set("maxmemory", "100mb")
+    own_redis.config_set("maxmemory-policy", "volatile-lru")
+    own_redis.command("ACL", "SETUSER", "user", "on", ">pw", "~*", "+@all", "-config")
+    facts = seen(RedisOptions(own_redis.unix_url, username="user", password="pw"))
+    assert facts.has_password
+    assert (facts.maxmemory_bytes, facts.policy) == (100 << 20, "volatile-lru")
+    assert (facts.append_only, facts.saved) == (False, False)
+    assert facts.max_clients
+    assert facts.save is None
+    assert facts.io_threads is None
+    assert facts.normal_buffer is None
+    (unseen,) = facts.unseen
+    assert unseen.startswith("CONFIG is refused")
+
+
+def test_without_info_too_hardly_anything_is_seen(own_redis: RedisServer) -> None:
+    own_redis.command("ACL", "SETUSER", "user", "on", ">pw", "~*", "+get", "+ping")
+    facts = seen(RedisOptions(own_redis.unix_url, username="user", password="pw"))
+    assert (facts.version, facts.maxmemory_bytes, facts.policy) == (None, None, None)
+    assert [text.split()[0] for text in facts.unseen] == ["INFO", "CONFIG"]
+
+
+@pytest.mark.parametrize(
+    ("info", "known"),
+    [
+        ({}, {"version": None, "saved": None, "io_threads": None, "save_failed": None}),
+        ({"redis_version": "7.2.4"}, {"product": "redis", "version": (7, 2, 4)}),
+        (
+            {"redis_version": "7.2.4", "valkey_version": "8.1.0"},
+            {"product": "valkey", "version": (8, 1, 0)},
+        ),
+        ({"redis_version": 255.255}, {"version": (255, 255)}),
+        ({"rdb_last_bgsave_time_sec": -1, "rdb_saves": 0}, {"saved": False}),
+        ({"rdb_last_bgsave_time_sec": 3}, {"saved": True}),
+        ({"rdb_last_bgsave_status": "err"}, {"save_failed": True}),
+        ({"rdb_last_bgsave_status": "ok"}, {"save_failed": False}),
+        ({"io_threads_active": 1}, {"io_threads": 2}),
+        ({"io_threads_active": 0}, {"io_threads": None}),
+        ({"role": "slave", "connected_slaves": 2}, {"role": "slave", "replicas": 2}),
+        ({"mem_fragmentation_ratio": "?"}, {"fragmentation": None}),
+        ({"mem_fragmentation_ratio": 2}, {"fragmentation": 2.0}),
+    ],
+)
+def test_info_alone(info: dict[str, object], known: dict[str, object]) -> None:
+    facts = facts_of(info, {}, where="x")
+    assert {name: getattr(facts, name) for name in known} == known
+
+
+@pytest.mark.parametrize(
+    ("host", "local", "private"),
+    [
+        ("127.0.0.1", True, True),
+        ("[::1]", True, True),
+        ("10.1.2.3", False, True),
+        ("192.0.2.1", False, True),
+        ("8.8.8.8", False, False),
+    ],
+)
+def test_where_a_server_is(host: str, local: bool, private: bool) -> None:
+    assert _place(parse_endpoint(RedisOptions(f"redis://{host}"))) == (local, private)
+
+
+def test_a_server_whose_name_is_not_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*args: object, **kwargs: object) -> None:
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert _place(parse_endpoint(RedisOptions("redis://cache"))) == (False, False)

@@ -1,0 +1,231 @@
+"""What is said about a key and about the cache, and that nothing changes by asking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lmcache_redis.admin.inspect import (
+    ChunkReport,
+    OtherKey,
+    Verdict,
+    explain,
+    summarise,
+)
+from lmcache_redis.admin.server import Server, open_server
+from lmcache_redis.admin.text import chunk_lines, printable, summary_lines
+from lmcache_redis.agent.registration import ChunkForm
+from lmcache_redis.device.layout import KVLayout, Segment
+from lmcache_redis.resp import RedisOptions
+from lmcache_redis.stripe import HEADER_BYTES
+from tests.admin.cache import STORED_UNIX_MS, Cached, age, everything
+from tests.servers import RedisServer
+
+CHUNK = Cached(3, rank=1)
+
+
+def report_on(server: Server, key: bytes, verify: bool = False) -> ChunkReport:
+    report = explain(server, key, b"", verify)
+    assert isinstance(report, ChunkReport)
+    return report
+
+
+@pytest.mark.parametrize("key", [CHUNK.name.chunk_key, *CHUNK.keys])
+def test_a_chunk_by_any_of_its_keys(
+    server: Server, client: Any, redis_server: RedisServer, key: bytes
+) -> None:
+    CHUNK.put(client)
+    Cached(4).put(client)
+    before = everything(redis_server)
+    report = report_on(server, key)
+    assert everything(redis_server) == before
+    assert report.name == CHUNK.name
+    assert (report.verdict, report.stripe_count, report.present) == (Verdict.COMPLETE, 3, 3)
+    assert report.headed is not None
+    assert report.headed.header is not None
+    assert report.headed.header.created_unix_ms == STORED_UNIX_MS
+    text = "\n".join(chunk_lines(report))
+    for said in ("org/model", "1 of 2", CHUNK.name.layout, "8.1 KiB as PAGES", "2023-11-14"):
+        assert said in text
+
+
+def remove(*indexes: int) -> Callable[[Any], None]:
+    return lambda client: client.delete(*(CHUNK.keys[index] for index in indexes))
+
+
+def put(index: int, value: bytes) -> Callable[[Any], None]:
+    return lambda client: client.set(CHUNK.keys[index], value)
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict", "said"),
+    [
+        (remove(1), Verdict.INCOMPLETE, "stripe 1: not there"),
+        (remove(0), Verdict.INVISIBLE, "stripe 0: not there"),
+        (remove(0, 1), Verdict.INVISIBLE, "1 of 3 present"),
+        (remove(0, 1, 2), Verdict.ABSENT, "0 present"),
+        (put(1, Cached(3, rank=1, store=9).value(1)), Verdict.TORN, "3 of 3 present"),
+        (put(2, CHUNK.value(2)[:-1]), Verdict.BROKEN, "611 bytes where its header says 612"),
+        (put(0, b"x"), Verdict.BROKEN, "stripe 0: the header of a stripe was expected"),
+        (put(1, Cached(4).value(1)), Verdict.BROKEN, "stripe 1: its header is of the chunk 00"),
+    ],
+    ids=["a hole", "no stripe 0", "the last alone", "gone", "torn", "short", "foreign", "other"],
+)
+def test_what_is_wrong_with_a_chunk(
+    server: Server, client: Any, change: Callable[[Any], None], verdict: Verdict, said: str
+) -> None:
+    CHUNK.put(client)
+    change(client)
+    report = report_on(server, CHUNK.name.chunk_key)
+    assert report.verdict is verdict
+    assert said in "\n".join(chunk_lines(report))
+
+
+def test_a_list_under_our_key_is_explained(
+    server: Server, client: Any, redis_server: RedisServer
+) -> None:
+    client.lpush(CHUNK.keys[0], "x")
+    before = everything(redis_server)
+    report = report_on(server, CHUNK.keys[0])
+    assert report.verdict is Verdict.BROKEN
+    assert "a list, which no agent writes or removes" in "\n".join(chunk_lines(report))
+    assert everything(redis_server) == before
+
+
+def test_a_user_who_may_not_read(own_redis: RedisServer) -> None:
+    own_redis.command("ACL", "SETUSER", "few", "on", ">pw", "~*", "+exists", "+ping")
+    options = RedisOptions(own_redis.unix_url, username="few", password="pw")
+    with own_redis.client() as client, open_server(options) as server:
+        CHUNK.put(client)
+        report = report_on(server, CHUNK.keys[0])
+        assert report.verdict is Verdict.UNKNOWN
+        assert "does not allow it to this user" in "\n".join(chunk_lines(report))
+
+
+def test_verify_finds_a_flipped_bit(server: Server, client: Any) -> None:
+    CHUNK.put(client)
+    assert report_on(server, CHUNK.keys[0], verify=True).verdict is Verdict.COMPLETE
+    at = HEADER_BYTES + 77
+    client.setrange(CHUNK.keys[1], at, bytes((CHUNK.value(1)[at] ^ 1,)))
+    assert report_on(server, CHUNK.keys[0]).verdict is Verdict.COMPLETE
+    report = report_on(server, CHUNK.keys[0], verify=True)
+    assert report.verdict is Verdict.BROKEN
+    assert "its payload's checksum is" in "\n".join(chunk_lines(report))
+
+
+def test_a_key_with_another_prefix_is_understood(server: Server, client: Any) -> None:
+    theirs = Cached(1, prefix=b"theirs:")
+    theirs.put(client)
+    assert report_on(server, theirs.keys[0]).name == theirs.name
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "size"), [(None, "none", None), ("x", "string", 1)], ids=["absent", "string"]
+)
+def test_a_key_that_is_not_ours(
+    server: Server, client: Any, value: str | None, kind: str, size: int | None
+) -> None:
+    if value is not None:
+        client.set("foo\x1b[2J", value)
+    report = explain(server, b"foo\x1b[2J", b"", False)
+    assert isinstance(report, OtherKey)
+    assert (report.kind, report.value_bytes) == (kind, size)
+    assert "\x1b" not in "\n".join(chunk_lines(report))
+
+
+def test_what_a_real_agent_would_write_is_ours(server: Server, client: Any) -> None:
+    segments = (Segment(storage=0, offset=0, page_bytes=1024, block_stride=1024),)
+    layout = KVLayout((("model", "m"),), "float16", "cpu", 16, 8, segments)
+    form = ChunkForm.of(
+        layout,
+        model_name="org/real",
+        kv_rank=Cached().name.key.kv_rank,
+        chunk_size_tokens=64,
+        slot_bytes=4096,
+        key_prefix=b"p:",
+    )
+    header = bytearray(HEADER_BYTES)
+    frame = form.frame(bytes(32))
+    frame.pack_header_into(header, 0, bytes(16), 0, STORED_UNIX_MS)
+    key = form.key(bytes(32))
+    client.set(key + b"\0\0", bytes(header) + bytes(frame.payload_bytes(0)))
+    report = report_on(server, key)
+    assert (report.verdict, report.stripe_count) == (Verdict.COMPLETE, 1)
+    assert report.name.layout == form.fingerprint.hex()[:16]
+
+
+# ------------------------------------------------------------------- summary
+
+
+def test_a_summary(server: Server, client: Any, redis_server: RedisServer) -> None:
+    for number in range(4):
+        for rank in range(2):
+            Cached(number, rank=rank).put(client)
+    Cached(1, layout="second", stripe_count=1).put(client)
+    client.delete(Cached(0).keys[0])
+    client.delete(Cached(1).keys[1], Cached(1).keys[2])
+    client.set("lmcr1:x", "y")
+    before = everything(redis_server)
+    age(client, Cached(2).keys[0], 5000)
+    for everything_asked in (False, True):
+        summary = summarise(server, b"", everything=everything_asked, verify=False)
+        first, second = summary.groups
+        assert (first.model, first.layout, len(first.workers)) == (
+            "org/model", Cached().name.layout, 2
+        )  # fmt: skip
+        assert (first.chunks, first.stripes, first.incomplete, first.no_first) == (8, 21, 2, 1)
+        lost = [Cached(0).value(0), Cached(1).value(1), Cached(1).value(2)]
+        value_bytes = 8 * Cached().value_bytes - sum(map(len, lost))
+        assert value_bytes <= first.value_bytes < 1.5 * value_bytes
+        assert max(first.idle_s) >= 5000
+        assert (second.chunks, second.incomplete) == (1, 0)
+        assert summary.survey.whole
+    assert everything(redis_server) == before
+    text = "\n".join(summary_lines(summary))
+    assert '1 key with a name like ours that names nothing, as "lmcr1:x"' in text
+
+
+def test_a_summary_verified(server: Server, client: Any) -> None:
+    for number in range(3):
+        Cached(number).put(client)
+    client.setrange(Cached(1).keys[2], HEADER_BYTES, b"damaged")
+    client.set(Cached(2).keys[1], "foreign")
+    summary = summarise(server, b"", everything=True, verify=True)
+    assert [group.damaged for group in summary.groups] == [2]
+
+
+def test_store_times_where_reading_is_no_use(server: Server, client: Any) -> None:
+    for number in range(3):
+        Cached(number).put(client)
+    client.set(Cached(0).keys[0], "foreign")
+    server.nodes[0].untouched = True
+    summary = summarise(server, b"", everything=True, verify=False)
+    (group,) = summary.groups
+    assert group.value_bytes == 3 * Cached().value_bytes
+    assert group.stored_unix_s == [STORED_UNIX_MS / 1000] * 2
+    header, row = summary_lines(summary)
+    assert header.split()[-1] == "stored"
+    assert row.endswith(" days ago")
+
+
+def test_a_summary_of_nothing(server: Server) -> None:
+    summary = summarise(server, b"", everything=False, verify=False)
+    assert list(summary_lines(summary)) == ["no chunks of ours are here"]
+
+
+def test_under_lfu_uses_are_counted(own_redis: RedisServer) -> None:
+    own_redis.config_set("maxmemory-policy", "allkeys-lfu")
+    with own_redis.client() as client, open_server(RedisOptions(own_redis.unix_url)) as server:
+        CHUNK.put(client)
+        (group,) = summarise(server, b"", everything=False, verify=False).groups
+        assert group.idle_s == []
+        assert len(group.frequencies) == 1
+        text = "\n".join(chunk_lines(report_on(server, CHUNK.keys[0])))
+        assert "the server counts uses (LFU), here" in text
+
+
+def test_names_cannot_move_the_cursor() -> None:
+    assert printable("org/mod\x1b[2Jel\n\u202e") == "org/mod\\x1b[2Jel\\n\\u202e"
+    assert printable("ürg/模型") == "ürg/模型"

@@ -1,0 +1,255 @@
+"""What is chosen, what is removed, and above all what is not."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from lmcache_redis.admin.names import read_layout
+from lmcache_redis.admin.purge import Pace, Removal, Selection, choose, remove
+from lmcache_redis.admin.server import Node, Server, open_server
+from lmcache_redis.errors import ConfigError, RedisAuthError
+from lmcache_redis.resp import RedisOptions
+from tests.admin.cache import Cached, age, everything
+from tests.servers import RedisServer
+
+ALL = Selection(everything=True)
+FAST = 1_000_000.0
+
+
+def purge(server: Server, selection: Selection, prefix: bytes = b"") -> Removal:
+    result = Removal()
+    remove(server, choose(server, prefix, selection), Pace(FAST), result)
+    return result
+
+
+def put(client: Any, *chunks: Cached) -> None:
+    for chunk in chunks:
+        chunk.put(client)
+
+
+def of_model(*models: str) -> Selection:
+    return Selection(models=frozenset(models))
+
+
+def test_a_model_goes_and_the_others_stay(
+    server: Server, client: Any, redis_server: RedisServer
+) -> None:
+    gone = [Cached(n, rank=r) for n, r in itertools.product(range(3), range(2))]
+    stay = [Cached(n, model="org/model-2") for n in range(3)] + [Cached(1, prefix=b"other:")]
+    put(client, *stay)
+    before = everything(redis_server)
+    put(client, *gone)
+    result = purge(server, of_model("org/model"))
+    assert everything(redis_server) == before
+    assert (result.chunks, result.stripes) == (6, 18)
+    assert result.value_bytes == sum(chunk.value_bytes for chunk in gone)
+    assert not result.left
+    assert result.seconds > 0
+
+
+@pytest.mark.parametrize("digits", [16, 32, 64])
+def test_a_layout_goes_and_the_others_stay(server: Server, client: Any, digits: int) -> None:
+    gone = Cached(1, raw_namespace=digits == 32)
+    stay = Cached(1, layout="second")
+    put(client, gone, stay)
+    layouts = read_layout(gone.fingerprint.hex()[:digits])
+    assert purge(server, Selection(namespaces=layouts)).chunks == 1
+    assert set(client.keys("*")) == set(stay.keys)
+
+
+def test_conditions_add_up(server: Server, client: Any) -> None:
+    chunks = [Cached(1, model=m, layout=w) for m in ("a", "b") for w in ("first", "second")]
+    put(client, *chunks)
+    layouts = read_layout(chunks[0].name.layout)
+    both = Selection(models=frozenset({"a"}), namespaces=layouts)
+    assert purge(server, both).chunks == 1
+    assert set(client.keys("*")) == {key for chunk in chunks[1:] for key in chunk.keys}
+
+
+def test_idle_chunks_go(server: Server, client: Any) -> None:
+    old, new = Cached(1), Cached(2)
+    put(client, old, new)
+    for key in old.keys:
+        age(client, key, 8 * 86_400)
+    selection = Selection(idle_longer_than_s=7 * 86_400.0)
+    # Looking twice changes nothing: a dry run must not make chunks look used.
+    assert len(choose(server, b"", selection).chunks) == 1
+    assert purge(server, selection).chunks == 1
+    assert set(client.keys("*")) == set(new.keys)
+
+
+def test_a_chunk_used_since_it_was_chosen_stays(server: Server, client: Any) -> None:
+    chunk = Cached(1)
+    chunk.put(client)
+    age(client, chunk.keys[0], 5000)
+    plan = choose(server, b"", Selection(idle_longer_than_s=1000.0))
+    client.get(chunk.keys[0])
+    result = Removal()
+    remove(server, plan, Pace(FAST), result)
+    assert (result.used_again, result.stripes) == (1, 0)
+    assert set(client.keys("*")) == set(chunk.keys)
+
+
+def test_without_idle_times_it_is_said_what_to_choose_by(own_redis: RedisServer) -> None:
+    own_redis.config_set("maxmemory-policy", "allkeys-lfu")
+    with own_redis.client() as client, open_server(RedisOptions(own_redis.unix_url)) as server:
+        Cached(1).put(client)
+        with pytest.raises(ConfigError, match=r"counts uses \(LFU\): choose by --model"):
+            choose(server, b"", Selection(idle_longer_than_s=1.0))
+        assert len(client.keys("*")) == 3
+
+
+def test_under_doubt_nothing_is_removed(
+    server: Server, client: Any, redis_server: RedisServer
+) -> None:
+    """Values that are not ours, or not surely, under names that are; names that are not ours."""
+    foreign = [Cached(number) for number in range(20, 27)]
+    client.set(foreign[0].keys[0], "somebody else's")
+    client.set(foreign[1].keys[0], b"")
+    client.set(foreign[2].keys[0], foreign[3].value(0))
+    client.set(foreign[3].keys[0], foreign[3].value(1))
+    client.set(foreign[4].keys[0], Cached(24, layout="second").value(0))
+    damaged = bytearray(foreign[5].value(0))
+    damaged[300] ^= 1
+    client.set(foreign[5].keys[0], bytes(damaged))
+    client.lpush(foreign[6].keys[0], "a list")
+    whole = Cached(1)
+    for key in (b"lmcr1", b"lmcr1:", b"lmcr1:x", b"lmcr1X", b"Lmcr1:", b"lmcr2:", b"xlmcr1:"):
+        client.set(key, whole.value(0))
+    client.set(whole.keys[0] + b"\0", whole.value(0))
+    client.set(whole.keys[0][:-1], whole.value(0))
+    client.hset("lmcr1:a hash", "field", "value")
+    before = everything(redis_server)
+    whole.put(client)
+    result = purge(server, ALL)
+    assert everything(redis_server) == before
+    assert (result.chunks, result.stripes) == (1, 3)
+    assert sum(result.left.values()) == 6
+    assert 0 < len(result.examples) <= 5
+
+
+@pytest.mark.parametrize("prefix", [b"*:", b"a?[b]", b"\\", b"p\xff\0:"])
+def test_a_prefix_is_no_pattern(server: Server, client: Any, prefix: bytes) -> None:
+    ours, plain, longer = (
+        Cached(1, prefix=prefix), Cached(1, prefix=b"abb:"), Cached(1, prefix=b"x" + prefix)
+    )  # fmt: skip
+    put(client, ours, plain, longer)
+    assert purge(server, ALL, prefix).chunks == 1
+    assert set(client.keys("*")) == {*plain.keys, *longer.keys}
+
+
+def test_stripe_0_goes_first(server: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(client, Cached(1), Cached(2))
+    sent: list[bytes] = []
+    ask_all = Node.ask_all
+
+    def recorded(node: Node, commands: Any) -> Any:
+        sent.extend(command[1] for command in commands if command[0] == "UNLINK")
+        return ask_all(node, commands)
+
+    monkeypatch.setattr(Node, "ask_all", recorded)
+    purge(server, ALL)
+    indexes = [int.from_bytes(key[-2:], "big") for key in sent]
+    assert indexes == sorted(indexes)
+    assert len(indexes) == 6
+
+
+def test_what_vanishes_meanwhile_is_counted(server: Server, client: Any) -> None:
+    put(client, Cached(1), Cached(2))
+    plan = choose(server, b"", ALL)
+    client.delete(*Cached(1).keys)
+    result = Removal()
+    seen: list[int] = []
+    remove(server, plan, Pace(FAST), result, seen.append)
+    assert (result.chunks, result.stripes, result.vanished) == (1, 3, 3)
+    assert seen == [6]
+
+
+def test_remains_without_stripe_0_go_too(server: Server, client: Any) -> None:
+    Cached(1).put(client, 1, 2)
+    result = purge(server, of_model("org/model"))
+    assert (result.chunks, result.stripes) == (1, 2)
+    assert client.dbsize() == 0
+
+
+def test_a_plan_says_how_much(server: Server, client: Any) -> None:
+    chunks = [Cached(1), Cached(2), Cached(1, model="other", stripe_count=1)]
+    put(client, *chunks)
+    plan = choose(server, b"", ALL)
+    assert plan.stripes == 7
+    value_bytes = sum(chunk.value_bytes for chunk in chunks)
+    assert value_bytes <= plan.value_bytes < 1.5 * value_bytes
+    server.nodes[0].untouched = True
+    assert choose(server, b"", ALL).value_bytes == value_bytes
+    layout = chunks[0].name.layout
+    assert plan.by_group() == {("org/model", layout): 2, ("other", layout): 1}
+
+
+def test_many_chunks_in_many_steps(server: Server, client: Any) -> None:
+    put(client, *(Cached(number, stripe_count=7) for number in range(200)))
+    assert purge(server, ALL).chunks == 200
+    assert client.dbsize() == 0
+
+
+def test_a_chunk_of_more_stripes_than_a_step(server: Server, client: Any) -> None:
+    Cached(1, stripe_count=700).put(client)
+    assert purge(server, ALL).stripes == 700
+    assert client.dbsize() == 0
+
+
+def test_a_user_who_may_not_remove(own_redis: RedisServer) -> None:
+    own_redis.command("ACL", "SETUSER", "reader", "on", ">pw", "~*", "+@read", "+ping")
+    options = RedisOptions(own_redis.unix_url, username="reader", password="pw")
+    with own_redis.client() as client, open_server(options) as server:
+        Cached(1).put(client)
+        with pytest.raises(RedisAuthError, match="unlink"):
+            purge(server, ALL)
+        assert len(client.keys("*")) == 3
+
+
+def test_a_user_who_may_not_see_idle_times(own_redis: RedisServer) -> None:
+    rights = ("~*", "+@read", "+unlink", "+ping", "-object")
+    own_redis.command("ACL", "SETUSER", "some", "on", ">pw", *rights)
+    options = RedisOptions(own_redis.unix_url, username="some", password="pw")
+    with own_redis.client() as client, open_server(options) as server:
+        Cached(1).put(client)
+        with pytest.raises(RedisAuthError, match=r"allow it \+object"):
+            choose(server, b"", Selection(idle_longer_than_s=1.0))
+        assert purge(server, of_model("org/model")).chunks == 1
+
+
+def test_something_must_be_chosen() -> None:
+    with pytest.raises(ConfigError, match="nothing says what to remove"):
+        Selection()
+    with pytest.raises(ConfigError, match="--everything leaves nothing to choose"):
+        Selection(models=frozenset({"m"}), everything=True)
+
+
+@pytest.mark.parametrize("rate", [0, -1, 0.5, 1e7, float("nan")])
+def test_impossible_rates(rate: float) -> None:
+    with pytest.raises(ConfigError, match="--keys-per-second is"):
+        Pace(rate)
+
+
+def test_the_pace_is_kept() -> None:
+    now = [100.0]
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    pace = Pace(1000, lambda: now[0], sleep)
+    for _ in range(10):
+        pace.wait(100)
+    # The first step at once, then one each 0.1 s.
+    assert now[0] == pytest.approx(100.9)
+    now[0] += 60.0
+    # Time that passed otherwise is not made up for.
+    pace.wait(100)
+    pace.wait(100)
+    assert now[0] == pytest.approx(161.0)
+    assert slept[-1] == pytest.approx(0.1)

@@ -1,0 +1,246 @@
+"""What the doctor says of each fact: a table, and what holds for all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_redis.admin.findings import Facts, Finding, Need, Severity
+from lmcache_redis.admin.rules import RULES, by_importance, judge
+from lmcache_redis.resp.endpoint import Transport
+from tests.servers import RedisServer
+
+CRITICAL, WARNING, HINT, OK = Severity
+GIB = 1 << 30
+NEED = Need(128 << 10, 8000.0)
+
+# A server that leaves nothing to be desired.
+GOOD = Facts(
+    where="cache:6380",
+    transport=Transport.TLS,
+    local=False,
+    private=True,
+    has_password=True,
+    product="valkey",
+    version=(8, 0, 1),
+    role="master",
+    cluster_enabled=False,
+    machine_bytes=64 * GIB,
+    used_bytes=40 * GIB,
+    maxmemory_bytes=48 * GIB,
+    policy="allkeys-lru",
+    fragmentation=1.05,
+    evicted_keys=1000,
+    save="",
+    saved=False,
+    save_failed=False,
+    stops_writes=True,
+    append_only=False,
+    replicas=0,
+    fork_us=0,
+    io_threads=4,
+    cores=None,
+    normal_buffer=(0, 0, 0),
+    bulk_limit_bytes=512 << 20,
+    query_buffer_bytes=GIB,
+    clients=100,
+    max_clients=10_000,
+    huge_pages=None,
+    disable_huge_pages=True,
+    ping_s=0.0002,
+    read_bytes_per_s=5e9,
+    write_bytes_per_s=3e9,
+    need=NEED,
+)
+
+
+def say(**changed: Any) -> list[Finding]:
+    return judge(dataclasses.replace(GOOD, **changed))
+
+
+def test_of_a_good_server_nothing_is_to_be_changed() -> None:
+    findings = judge(GOOD)
+    assert {finding.severity for finding in findings} == {OK}
+    assert not any(finding.change or finding.why for finding in findings)
+
+
+# What is changed about the good server; how much it matters, where it is said, and with what.
+TABLE: list[tuple[dict[str, Any], Severity, str, str]] = [
+    ({"role": "slave"}, CRITICAL, "role", "point --redis-url at the primary"),
+    ({"cluster_enabled": True}, CRITICAL, "cluster", "one node of a Redis Cluster"),
+    ({"maxmemory_bytes": 0}, CRITICAL, "maxmemory", "CONFIG SET maxmemory 49152mb"),
+    (
+        {"maxmemory_bytes": 0, "machine_bytes": None},
+        CRITICAL,
+        "maxmemory",
+        "redis.conf: maxmemory SIZE",
+    ),
+    ({"maxmemory_bytes": 60 * GIB}, WARNING, "maxmemory", "a machine that has 64 GiB"),
+    ({"policy": "noeviction"}, CRITICAL, "maxmemory-policy", "maxmemory-policy allkeys-lru"),
+    ({"policy": "volatile-lru"}, WARNING, "maxmemory-policy", "only keys that expire"),
+    ({"policy": "allkeys-random"}, WARNING, "maxmemory-policy", "maxmemory-policy allkeys-lru"),
+    ({"policy": "allkeys-lfu"}, OK, "maxmemory-policy", "allkeys-lfu"),
+    ({"save_failed": True}, CRITICAL, "failed save", "refuses every store"),
+    ({"save_failed": True, "stops_writes": None}, CRITICAL, "failed save", "background save"),
+    ({"save": "3600 1 300 100", "maxmemory_bytes": 20 * GIB}, WARNING, "snapshots", "3600 1 300"),
+    ({"save": "3600 1"}, CRITICAL, "snapshots", "no room for that copy"),
+    ({"save": "3600 1", "fork_us": 250_000}, CRITICAL, "snapshots", "for 250 ms"),
+    ({"save": None, "saved": True}, CRITICAL, "snapshots", 'CONFIG SET save ""'),
+    ({"save": None, "saved": False}, OK, "snapshots", "none since"),
+    ({"append_only": True}, WARNING, "append-only file", "CONFIG SET appendonly no"),
+    ({"replicas": 2}, HINT, "replicas", "2 attached"),
+    (
+        {"normal_buffer": (1 << 20, 0, 0)},
+        CRITICAL,
+        "client-output-buffer-limit",
+        'CONFIG SET client-output-buffer-limit "normal 0 0 0"',
+    ),
+    (
+        {"normal_buffer": (0, 1 << 20, 10)},
+        WARNING,
+        "client-output-buffer-limit",
+        "redis.conf: client-output-buffer-limit normal 0 0 0",
+    ),
+    ({"normal_buffer": (GIB, 64 << 20, 60)}, OK, "client-output-buffer-limit", "normal 107"),
+    ({"bulk_limit_bytes": 512 << 10}, CRITICAL, "proto-max-bulk-len", "refuse stores"),
+    ({"query_buffer_bytes": 1 << 20}, CRITICAL, "client-query-buffer-limit", "1gb"),
+    ({"clients": 9000}, WARNING, "maxclients", "9000 of 10000"),
+    ({"io_threads": 1}, HINT, "io-threads", "redis.conf: io-threads 4"),
+    ({"io_threads": 1, "read_bytes_per_s": 1e8}, WARNING, "io-threads", "one core moves"),
+    ({"io_threads": 1, "cores": 2, "local": True}, OK, "io-threads", "2 cores"),
+    ({"io_threads": 1, "product": "redis", "version": (7, 2)}, HINT, "io-threads", "do-reads yes"),
+    ({"disable_huge_pages": None}, HINT, "transparent huge pages", "cannot be seen from here"),
+    (
+        {"disable_huge_pages": False, "huge_pages": "always"},
+        WARNING,
+        "transparent huge pages",
+        "disable-thp yes",
+    ),
+    (
+        {"disable_huge_pages": None, "huge_pages": "always"},
+        HINT,
+        "transparent huge pages",
+        "whether the server exempts itself",
+    ),
+    ({"disable_huge_pages": None, "huge_pages": "madvise"}, OK, "transparent huge pages", "madv"),
+    ({"fragmentation": 1.8}, HINT, "fragmentation", "CONFIG SET activedefrag yes"),
+    ({"version": (6, 0, 16)}, WARNING, "version", "older than 6.2"),
+    ({"has_password": False}, CRITICAL, "password", "plant KV"),
+    ({"has_password": False, "local": True}, HINT, "password", "LMCACHE_REDIS_PASSWORD"),
+    ({"has_password": False, "transport": Transport.UNIX}, OK, "password", "permissions"),
+    ({"transport": Transport.TCP}, HINT, "TLS", "private network"),
+    ({"transport": Transport.TCP, "private": False}, WARNING, "TLS", "public address"),
+    ({"transport": Transport.TCP, "local": True}, OK, "TLS", "on this machine"),
+    ({"certificate_checked": False}, WARNING, "TLS", "not checked"),
+    # Three connections of one stripe a round trip: 3 MiB / 5 ms = 0.6 GB/s.
+    ({"ping_s": 0.005}, WARNING, "latency", "at most 0.63 GB/s, and prefill makes 1.05 GB/s"),
+    ({"ping_s": 0.002}, HINT, "latency", "--get-connections"),
+    (
+        {"read_bytes_per_s": 0.9e9},
+        CRITICAL,
+        "load bandwidth",
+        "128 KiB of KV a token x 8,000 tokens/s of prefill = 1.05 GB/s",
+    ),
+    ({"read_bytes_per_s": 1.5e9}, WARNING, "load bandwidth", "only 1.4 times as fast"),
+    ({"read_bytes_per_s": 0.9e9, "local": True}, CRITICAL, "load bandwidth", "cores of its own"),
+    ({"read_bytes_per_s": 0.9e9, "nodes": 3}, OK, "load bandwidth", "over 3 servers"),
+    (
+        {"read_bytes_per_s": None, "bandwidth_refused": "it is full"},
+        WARNING,
+        "bandwidth",
+        "it is full",
+    ),
+    ({"write_bytes_per_s": 0.5e9}, HINT, "store bandwidth", "dropped"),
+    ({"write_bytes_per_s": 0.1e9}, WARNING, "store bandwidth", "stores 0.10 GB/s"),
+    ({"unseen": ("CONFIG is refused: save",)}, HINT, "not seen", "+config|get"),
+]
+
+
+@pytest.mark.parametrize(("changed", "severity", "topic", "says"), TABLE, ids=lambda v: str(v)[:60])
+def test_each_fault(changed: dict[str, Any], severity: Severity, topic: str, says: str) -> None:
+    (finding,) = [finding for finding in say(**changed) if finding.topic == topic]
+    assert finding.severity is severity
+    assert says in "\n".join((finding.seen, finding.why, *finding.change))
+    if severity is not OK:
+        assert finding.why
+    # One fault does not make others, but for io-threads, which are judged by the bandwidth.
+    others = {f.severity for f in say(**changed) if f.topic not in (topic, "load bandwidth")}
+    assert others == {OK}
+
+
+def test_the_server_takes_what_it_is_to_be_told(own_redis: RedisServer, tmp_path: Path) -> None:
+    changes = [c for changed, *_ in TABLE for finding in say(**changed) for c in finding.change]
+    # The first two depend on the machine, as their findings say.
+    depends = ("activedefrag", "maxclients", "SIZE")
+    changes = [c for c in changes if not any(word in c for word in depends)]
+    commands = {c for c in changes if c.startswith("CONFIG SET ")}
+    assert len(commands) == 7
+    for command in commands:
+        assert own_redis.command(*shlex.split(command))
+    # TLS wants files, and io-threads-do-reads has left Redis 8.
+    lines = {c.removeprefix("redis.conf: ") for c in changes if c.startswith("redis.conf: ")}
+    lines = {line for line in lines if not line.startswith(("tls-", "io-threads-do-reads"))}
+    assert {"io-threads 4", 'save ""', "disable-thp yes"} <= lines
+    directory = tmp_path / "second"
+    directory.mkdir()
+    words = [word for line in sorted(lines) for word in shlex.split(f"--{line}")]
+    with RedisServer(directory, args=words) as server:
+        assert server.command("CONFIG", "GET", "maxmemory-policy")
+
+
+def test_what_could_not_be_seen_is_not_judged() -> None:
+    nothing_seen = Facts(where="cache:6379", has_password=True, transport=Transport.TLS)
+    assert {f.topic for f in judge(nothing_seen)} == {"password", "TLS", "transparent huge pages"}
+
+
+def test_a_fresh_redis_as_it_comes() -> None:
+    """The worst comes first; of equals, what comes first in RULES."""
+    findings = say(
+        maxmemory_bytes=0, policy="noeviction", save="3600 1 300 100 60 10000", has_password=False
+    )
+    worst = [finding.topic for finding in findings if finding.severity is CRITICAL]
+    assert worst == ["maxmemory", "maxmemory-policy", "snapshots", "password"]
+
+
+def test_findings_are_sorted_and_keep_their_order() -> None:
+    given_order = [Finding(severity, str(at), "") for at in range(3) for severity in Severity]
+    ordered = by_importance(given_order)
+    assert [f.severity for f in ordered] == sorted(f.severity for f in given_order)
+    for severity in Severity:
+        assert [f.topic for f in ordered if f.severity is severity] == ["0", "1", "2"]
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "version": st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9)),
+            "machine_bytes": st.none() | st.integers(0, 1 << 45),
+            "maxmemory_bytes": st.none() | st.integers(0, 1 << 45),
+            "used_bytes": st.none() | st.integers(0, 1 << 45),
+            "fragmentation": st.none() | st.floats(0, 100),
+            "policy": st.none() | st.text(min_size=1, max_size=20),
+            "save": st.none() | st.text(max_size=20),
+            "saved": st.none() | st.booleans(),
+            "fork_us": st.none() | st.integers(0, 1 << 40),
+            "normal_buffer": st.none() | st.tuples(*[st.integers(0, 1 << 40)] * 3),
+            "max_clients": st.none() | st.integers(0, 1 << 20),
+            "ping_s": st.none() | st.floats(0, 100),
+            "read_bytes_per_s": st.none() | st.floats(0, 1e12),
+            "nodes": st.integers(1, 1000),
+        },
+    )
+)
+def test_every_rule_bears_any_facts(changed: dict[str, Any]) -> None:
+    facts = dataclasses.replace(GOOD, **changed)
+    said = [finding for rule in RULES if (finding := rule(facts)) is not None]
+    assert len(judge(facts)) == len(said)
+    for finding in said:
+        assert finding.topic
+        assert finding.seen

@@ -1,0 +1,115 @@
+"""How a server is reached, and what is said where it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.admin.server import Node, Server, open_server
+from lmcache_redis.errors import (
+    RedisAuthError,
+    RedisReplyError,
+    RedisTimeout,
+    RedisUnavailable,
+)
+from lmcache_redis.resp import RedisOptions
+from lmcache_redis.resp.endpoint import Endpoint, Transport
+from tests.servers import RedisServer
+
+SECRET = "s3cr3t/?#@:"
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> RedisServer:
+    return RedisServer(tmp_path, password=SECRET)
+
+
+def test_tcp_unix_and_database(redis_server: RedisServer) -> None:
+    for url in (redis_server.url, redis_server.unix_url):
+        with open_server(RedisOptions(f"{url}?db=3")) as server:
+            (node,) = server.nodes
+            assert server.node_of(b"any") is node
+            node.ask("SET", "key", "value")
+    with redis_server.client(db=3) as client:
+        assert client.get("key") == b"value"
+        client.flushdb()
+
+
+def test_a_password(guarded: RedisServer) -> None:
+    with guarded:
+        with open_server(RedisOptions(guarded.url, password=SECRET)) as server:
+            assert SECRET not in repr(server)
+        for options in (RedisOptions(guarded.url), RedisOptions(guarded.url, password="wrong")):
+            with pytest.raises(RedisAuthError) as caught, open_server(options):
+                pass
+            assert SECRET not in str(caught.value)
+            assert "wrong" not in str(caught.value)
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    options = RedisOptions(f"unix://{tmp_path}/none.sock")
+    with pytest.raises(RedisUnavailable, match="start Redis, or correct"), open_server(options):
+        pass
+
+
+def test_error_replies_stay_in_place(redis_server: RedisServer) -> None:
+    with open_server(RedisOptions(redis_server.unix_url)) as server:
+        (node,) = server.nodes
+        node.ask("LPUSH", "list", "x")
+        pong, refused, unknown, size = node.ask_all(
+            [("PING",), ("GET", "list"), ("NOSUCH",), ("DBSIZE",)]
+        )
+        assert pong
+        assert isinstance(refused, RedisReplyError)
+        assert isinstance(unknown, RedisReplyError)
+        assert size == 1
+        with pytest.raises(RedisReplyError, match="WRONGTYPE"):
+            node.ask("GET", "list")
+        assert node.ask_all([]) == []
+
+
+def test_a_forbidden_command_says_what_to_allow(own_redis: RedisServer) -> None:
+    own_redis.command("ACL", "SETUSER", "few", "on", ">pw", "~*", "+get", "+ping")
+    options = RedisOptions(own_redis.unix_url, username="few", password="pw")
+    with (
+        open_server(options) as server,
+        pytest.raises(RedisAuthError, match=r"need \+@read and \+unlink"),
+    ):
+        server.nodes[0].ask("DBSIZE")
+
+
+def test_a_server_that_ends_meanwhile(own_redis: RedisServer) -> None:
+    with open_server(RedisOptions(own_redis.unix_url)) as server:
+        own_redis.kill()
+        with pytest.raises(RedisUnavailable, match="was lost: try again"):
+            server.nodes[0].ask("PING")
+
+
+def test_a_server_that_stops_answering(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_redis.admin.server.OP_TIMEOUT_S", 0.5)
+    with open_server(RedisOptions(own_redis.unix_url)) as server:
+        own_redis.stop()
+        with pytest.raises(RedisTimeout, match="did not answer within"):
+            server.nodes[0].ask("PING")
+
+
+def test_reading_is_no_use_where_the_server_can_do_that(redis_server: RedisServer) -> None:
+    with open_server(RedisOptions(redis_server.unix_url)) as server:
+        version = tuple(map(int, str(server.nodes[0].ask("INFO")["redis_version"]).split(".")))
+        assert server.untouched == (version >= (7, 2))
+
+
+def test_each_key_is_asked_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a cluster: two nodes, and replies in the order of the questions."""
+    nodes = tuple(Node(Endpoint(Transport.TCP, "h", port)) for port in (1, 2))
+    server = Server(nodes)
+    monkeypatch.setattr(Server, "node_of", lambda self, key: nodes[key[0] % 2])
+    monkeypatch.setattr(
+        Node, "ask_all", lambda self, commands: [(self.endpoint.port, c[1]) for c in commands]
+    )
+    keys = [bytes((number,)) for number in (0, 1, 1, 0, 1)]
+    replies = server.ask_all([(key, ("GET", key)) for key in keys])
+    assert replies == [(key[0] % 2 + 1, key) for key in keys]

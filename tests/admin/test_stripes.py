@@ -1,0 +1,114 @@
+"""What a value is called, and that nothing but a whole header of its key counts as ours."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_redis.admin.server import Server
+from lmcache_redis.admin.stripes import State, judge, read_stripes, read_uses, verify_payload
+from lmcache_redis.stripe import HEADER_BYTES
+from tests.admin.cache import Cached, age
+
+CHUNK = Cached(3)
+
+
+def judged(value: bytes, chunk: Cached = CHUNK, index: int = 0, kind: str = "string") -> Any:
+    return judge(chunk.name, index, kind, len(value), value[:HEADER_BYTES])
+
+
+def flipped(value: bytes, at: int) -> bytes:
+    return value[:at] + bytes((value[at] ^ 1,)) + value[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("value", "state", "ours"),
+    [
+        (CHUNK.value(0), State.WHOLE, True),
+        (CHUNK.value(0)[:-1], State.WRONG_LENGTH, True),
+        (CHUNK.value(0) + b"x", State.WRONG_LENGTH, True),
+        (CHUNK.value(1), State.FOREIGN, False),
+        (Cached(4).value(0), State.FOREIGN, False),
+        (Cached(3, layout="second").value(0), State.FOREIGN, False),
+        (flipped(CHUNK.value(0), 100), State.NO_STRIPE, False),
+        (flipped(CHUNK.value(0), 4), State.NO_STRIPE, False),
+        (b"LMCR", State.NO_STRIPE, False),
+        (b"", State.NO_STRIPE, False),
+        (b"somebody else's", State.NO_STRIPE, False),
+    ],
+    ids=[
+        "whole", "short", "long", "stripe 1", "other chunk", "other layout", "damaged",
+        "other version", "magic alone", "empty", "foreign",
+    ],
+)  # fmt: skip
+def test_judge(value: bytes, state: State, ours: bool) -> None:
+    stripe = judged(value)
+    assert (stripe.state, stripe.is_ours) == (state, ours)
+    assert bool(stripe.detail) == (state is not State.WHOLE)
+
+
+@pytest.mark.parametrize("kind", ["none", "list", "hash", "ReJSON-RL"])
+def test_other_types_are_not_ours(kind: str) -> None:
+    assert not judged(b"", kind=kind).is_ours
+
+
+def test_both_ways_to_write_a_namespace_are_ours() -> None:
+    raw = Cached(3, raw_namespace=True)
+    assert judged(raw.value(0), raw).state is State.WHOLE
+
+
+@given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
+def test_no_changed_header_is_ours(at: int, change: int) -> None:
+    value = bytearray(CHUNK.value(0))
+    value[at] ^= change
+    assert not judged(bytes(value)).is_ours
+
+
+def test_read(server: Server, client: Any) -> None:
+    CHUNK.put(client, 0, 2)
+    client.pexpire(CHUNK.keys[2], 3_600_000)
+    client.lpush(Cached(9).keys[0], "x")
+    found = read_stripes(
+        server, [(CHUNK.name, 0), (CHUNK.name, 1), (CHUNK.name, 2), (Cached(9).name, 0)]
+    )
+    states = [State.WHOLE, State.MISSING, State.WHOLE, State.OTHER_TYPE]
+    assert [stripe.state for stripe in found] == states
+    assert found[0].value_bytes == len(CHUNK.value(0))
+    assert found[0].expires_in_s is None
+    assert 3000 < (found[2].expires_in_s or 0) <= 3600
+
+
+def test_idle_times_are_read_before_reading_counts_as_a_use(server: Server, client: Any) -> None:
+    CHUNK.put(client)
+    age(client, CHUNK.keys[0], 5000)
+    (stripe,) = read_stripes(server, [(CHUNK.name, 0)])
+    assert stripe.use.idle_s is not None
+    assert stripe.use.idle_s >= 5000
+
+
+def test_asking_when_a_key_was_used_is_no_use(server: Server, client: Any) -> None:
+    CHUNK.put(client)
+    age(client, CHUNK.keys[0], 5000)
+    for _ in range(2):
+        used, absent = read_uses(server, [CHUNK.keys[0], CHUNK.name.stripe(9)])
+        assert used.idle_s is not None
+        assert used.idle_s >= 5000
+        assert absent.idle_s is None
+        assert not absent.refused
+
+
+def test_a_damaged_payload_is_found_by_its_checksum(server: Server, client: Any) -> None:
+    CHUNK.put(client)
+    client.setrange(CHUNK.keys[1], HEADER_BYTES + 5, b"????")
+    found = read_stripes(server, [(CHUNK.name, index) for index in range(3)])
+    assert {stripe.state for stripe in found} == {State.WHOLE}
+    states = [verify_payload(server, CHUNK.name, stripe).state for stripe in found]
+    assert states == [State.WHOLE, State.DAMAGED, State.WHOLE]
+    client.delete(CHUNK.keys[2])
+    assert verify_payload(server, CHUNK.name, found[2]).state is State.MISSING
+    faulty = dataclasses.replace(found[0], state=State.NO_STRIPE)
+    assert verify_payload(server, CHUNK.name, faulty) is faulty

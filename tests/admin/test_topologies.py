@@ -1,0 +1,134 @@
+"""The same over TLS, by way of a Sentinel, and in a cluster, where every node is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.admin import bandwidth
+from lmcache_redis.admin.doctor import diagnose
+from lmcache_redis.admin.findings import Need, Severity
+from lmcache_redis.admin.inspect import ChunkReport, Verdict, explain, summarise
+from lmcache_redis.admin.names import read_layout
+from lmcache_redis.admin.purge import Pace, Removal, Selection, choose, remove
+from lmcache_redis.admin.server import open_server
+from lmcache_redis.errors import RedisUnavailable
+from lmcache_redis.resp import RedisOptions
+from tests.admin.cache import Cached
+from tests.resp.certificates import Authority
+from tests.servers import RedisServer, free_port, server_binaries, speaks_tls
+from tests.topologies import Cluster, keys_on, running_cluster, running_sentinel
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Cluster:
+    for node in shared_cluster.nodes:
+        node.command("FLUSHALL")
+    return shared_cluster
+
+
+def put(cluster: Cluster, chunk: Cached) -> None:
+    for index, key in enumerate(chunk.keys):
+        cluster.node_of(key).command("SET", key, chunk.value(index))
+
+
+def test_a_cluster_is_looked_at_as_one(cluster: Cluster) -> None:
+    chunks = [Cached(number, stripe_count=12) for number in range(4)]
+    for chunk in chunks:
+        put(cluster, chunk)
+    lost = chunks[1].keys[5]
+    cluster.node_of(lost).command("DEL", lost)
+    assert all(keys_on(cluster.nodes)), "every node has some of the stripes"
+    with open_server(RedisOptions(cluster.url)) as server:
+        assert len(server.nodes) == 3
+        (group,) = summarise(server, b"", everything=True, verify=True).groups
+        assert (group.chunks, group.stripes, group.incomplete, group.damaged) == (4, 47, 1, 0)
+        for chunk, verdict in zip(chunks, (Verdict.COMPLETE, Verdict.INCOMPLETE), strict=False):
+            report = explain(server, chunk.keys[7], b"", True)
+            assert isinstance(report, ChunkReport)
+            assert report.verdict is verdict
+
+
+def test_a_purge_reaches_every_node(cluster: Cluster) -> None:
+    gone, stay = Cached(1, stripe_count=12), Cached(1, layout="second", stripe_count=12)
+    put(cluster, gone)
+    put(cluster, stay)
+    result = Removal()
+    with open_server(RedisOptions(cluster.url)) as server:
+        plan = choose(server, b"", Selection(namespaces=read_layout(gone.name.layout)))
+        remove(server, plan, Pace(1e6), result)
+    assert (result.chunks, result.stripes, result.left) == (1, 12, {})
+    left = {key for node in cluster.nodes for key in node.command("KEYS", "*")}
+    assert left == set(stay.keys)
+
+
+def test_the_doctor_sees_every_node(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "_MEASURE_S", 0.02)
+    with open_server(RedisOptions(cluster.url)) as server:
+        diagnosis = diagnose(server, b"", Need(), bandwidth=True)
+    assert len(diagnosis.facts) == 3
+    assert all(facts.read_bytes_per_s for facts in diagnosis.facts)
+    topics = [finding.topic for finding in diagnosis.findings]
+    assert topics.count("maxmemory") == 3
+    assert "cluster" not in topics
+    assert keys_on(cluster.nodes) == [0, 0, 0]
+
+
+def test_one_node_of_a_cluster_is_not_all_of_it(cluster: Cluster) -> None:
+    with open_server(RedisOptions(cluster.nodes[1].url)) as server:
+        diagnosis = diagnose(server, b"", Need(), bandwidth=False)
+    (finding,) = [finding for finding in diagnosis.findings if finding.topic == "cluster"]
+    assert finding.severity is Severity.CRITICAL
+
+
+def test_a_sentinel_names_the_master(tmp_path: Path) -> None:
+    with running_sentinel(tmp_path, password="s3cr3t") as watched:
+        with watched.servers[0].client() as client:
+            Cached(1).put(client)
+        with open_server(RedisOptions(watched.url)) as server:
+            (group,) = summarise(server, b"", everything=True, verify=False).groups
+            assert group.chunks == 1
+            assert server.nodes[0].endpoint.port == watched.servers[0].port
+        unknown = watched.url.replace("mymaster", "nobody")
+        with (
+            pytest.raises(RedisUnavailable, match="no master named nobody") as caught,
+            open_server(RedisOptions(unknown)),
+        ):
+            pass
+        assert "s3cr3t" not in str(caught.value)
+
+
+def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executable = server_binaries()["redis"]
+    if executable is None or not speaks_tls(executable):
+        pytest.skip("there is no redis-server with TLS here")
+    authority = Authority(tmp_path / "tls")
+    certificate, key = authority.issue("server", "localhost")
+    port = free_port()
+    words = ["--tls-port", str(port), "--tls-auth-clients", "no"]
+    words += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    monkeypatch.setattr(bandwidth, "_MEASURE_S", 0.02)
+    with RedisServer(tmp_path, tcp=False, args=words, executable=executable) as server_process:
+        with server_process.client() as client:
+            Cached(1).put(client)
+        url = f"rediss://localhost:{port}"
+        with open_server(RedisOptions(f"{url}?ssl_ca_certs={authority.ca}")) as server:
+            (group,) = summarise(server, b"", everything=True, verify=True).groups
+            assert (group.chunks, group.damaged) == (1, 0)
+            diagnosis = diagnose(server, b"", Need(), bandwidth=True)
+        assert diagnosis.facts[0].read_bytes_per_s
+        (finding,) = [finding for finding in diagnosis.findings if finding.topic == "TLS"]
+        assert (finding.severity, finding.seen) == (Severity.OK, "on")
+        with (
+            pytest.raises(RedisUnavailable, match="ssl_ca_certs"),
+            open_server(RedisOptions(url)),
+        ):
+            pass
