@@ -68,6 +68,13 @@ class AgentServer:
             process.kill()
             process.wait()
 
+    def kill(self) -> None:
+        """SIGKILL: as a crash."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
     def restart(self) -> None:
         """Ends it and starts another: its host pool is empty then."""
         self.stop()

@@ -8,12 +8,13 @@ memory        resident memory beyond the host pool, idle and with an engine regi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,12 @@ def run(rounds: int = 200) -> list[dict[str, Any]]:
         started = {"case": "start", "ms": agent.start_seconds * 1e3}
         _wait_for_arena(agent)
         idle = _memory_mib(agent)
-        scheduler, worker = _engine(agent.endpoint)
-        try:
-            hashes = _hashes("cached")
-            _store(agent, worker, hashes)
+        with simulated_engine(agent.endpoint) as (scheduler, worker):
+            hashes = hashes_of("cached")
+            store(agent, worker, hashes)
             pool = _round_trips(scheduler, lambda n: hashes, rounds, expect=CHUNKS)
-            none = _round_trips(scheduler, lambda n: _hashes(f"none{n}"), rounds, expect=0)
+            none = _round_trips(scheduler, lambda n: hashes_of(f"none{n}"), rounds, expect=0)
             busy = _memory_mib(agent)
-        finally:
-            worker.shutdown()
-            scheduler.shutdown()
     return [
         {"case": "lookup-pool", **_figures(pool)},
         {"case": "lookup-none", **_figures(none)},
@@ -66,7 +63,11 @@ def run(rounds: int = 200) -> list[dict[str, Any]]:
     ]
 
 
-def _engine(endpoint: str) -> tuple[LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter]:
+@contextlib.contextmanager
+def simulated_engine(
+    endpoint: str,
+) -> Iterator[tuple[LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter]]:
+    """Both halves of an engine without a model, registered; ended on exit."""
     import torch
 
     engine_id = uuid.uuid4().hex
@@ -79,19 +80,26 @@ def _engine(endpoint: str) -> tuple[LMCacheMPSchedulerAdapter, LMCacheMPWorkerAd
         dtype="float32",
         identity={},
     )
-    _wait_for(lambda: worker.ready and scheduler.link.online, "a registered engine")
-    return scheduler, worker
+    try:
+        wait_for(lambda: worker.ready and scheduler.link.online, "a registered engine")
+        yield scheduler, worker
+    finally:
+        worker.shutdown()
+        scheduler.shutdown()
 
 
-def _hashes(name: str) -> list[bytes]:
-    blocks = CHUNKS * CHUNK_TOKENS // BLOCK_TOKENS
+def hashes_of(name: str, chunks: int = CHUNKS) -> list[bytes]:
+    """Block hashes of a prompt of that many chunks."""
+    blocks = chunks * CHUNK_TOKENS // BLOCK_TOKENS
     return [hashlib.sha256(f"{name}/{n}".encode()).digest() for n in range(blocks)]
 
 
-def _store(agent: AgentServer, worker: LMCacheMPWorkerAdapter, hashes: list[bytes]) -> None:
+def store(agent: AgentServer, worker: LMCacheMPWorkerAdapter, hashes: list[bytes]) -> None:
+    """Stores a prompt and waits until it is in Redis."""
     op = LoadStoreOp(block_ids=range(len(hashes)), block_hashes=hashes)
-    worker.submit_store_request("store", op)
-    _wait_for(lambda: "store" in worker.get_finished({"store"})[0], "a store")
+    request_id = f"store-{time.monotonic_ns()}"
+    worker.submit_store_request(request_id, op)
+    wait_for(lambda: request_id in worker.get_finished({request_id})[0], "a store")
     agent.wait_idle()
 
 
@@ -114,12 +122,13 @@ def _round_trips(
     return times
 
 
-def _wait_for(condition: Callable[[], object], what: str) -> None:
+def wait_for(condition: Callable[[], object], what: str, poll_s: float = 0.01) -> None:
+    """Polls what tells nobody. Raises LMCacheRedisError if it takes too long."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while not condition():
         if time.monotonic() > deadline_s:
             raise LMCacheRedisError(f"the benchmark waited {_PATIENCE_S:.0f} s for {what}")
-        time.sleep(0.01)
+        time.sleep(poll_s)
 
 
 def _figures(times: list[float]) -> dict[str, Any]:
@@ -133,7 +142,7 @@ def _figures(times: list[float]) -> dict[str, Any]:
 
 def _wait_for_arena(agent: AgentServer) -> None:
     """Waits until the host pool is faulted in: until then the agent shares its time with that."""
-    _wait_for(lambda: _arena_and_rest_mib(agent)[0] >= POOL_BYTES * 0.99 / 2**20, "the arena")
+    wait_for(lambda: _arena_and_rest_mib(agent)[0] >= POOL_BYTES * 0.99 / 2**20, "the arena")
 
 
 def _memory_mib(agent: AgentServer) -> float:
