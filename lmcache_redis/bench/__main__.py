@@ -5,9 +5,9 @@ Each benchmark can write its rows as JSON (machine included) with --json FILE.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,16 +27,76 @@ JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the rows 
 RoundsOption = Annotated[int, typer.Option("--rounds", min=1, max=1000)]
 
 
+def _counts(given: str | None) -> list[int]:
+    """Numbers in a list like 1,2,4; none where nothing is given."""
+    try:
+        counts = [int(word) for word in given.replace(",", " ").split()] if given else []
+    except ValueError:
+        raise typer.BadParameter(f"{given!r} is no list like 1,2,4") from None
+    if any(count < 1 for count in counts):
+        raise typer.BadParameter(f"{given!r}: each has to be at least 1")
+    return counts
+
+
+def _sizes(given: str) -> list[float]:
+    try:
+        return [float(word) for word in given.replace(",", " ").split()]
+    except ValueError:
+        raise typer.BadParameter(f"{given!r} is no list like 0.25,2,8,32") from None
+
+
+CountsOption = Annotated[str | None, typer.Option(help="Of ours, a list like 1,2,4.")]
+
+
 @app.command(name="data-plane")
 def data_plane(
-    rounds: RoundsOption = 5,
+    rounds: Annotated[int | None, typer.Option(min=1, max=1000, help="Default 5.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Less than a minute, rougher.")] = False,
     url: Annotated[str | None, typer.Option(help="A server to use; it is flushed.")] = None,
+    chunk_mib: Annotated[str, typer.Option(help="Sizes, a list.")] = "0.25,2,8,32",
+    moved_mib: Annotated[
+        int | None,
+        typer.Option(min=1, help="Moved in one go, eight values at least. Default 128."),
+    ] = None,
+    gets: CountsOption = None,
+    sets: CountsOption = None,
+    outstanding: CountsOption = None,
+    slot_kib: CountsOption = None,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Ours alone.")] = False,
+    no_scans: Annotated[bool, typer.Option("--no-scans", help="Moves alone.")] = False,
+    plot: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path(
+        "bench-output/data-plane.png"
+    ),
     json: JsonOption = None,
 ) -> None:
-    """Chunks between slots and Redis, and prefix scans, beside redis-py. About two minutes."""
-    from lmcache_redis.bench import data_plane as benchmark
+    """Chunks to and from Redis, and prefix scans, beside LMCache's client and others.
 
-    _report("data plane", [asdict(row) for row in benchmark.run(url, rounds=rounds)], json)
+    About six minutes. Our client is run at its defaults and with one to eight connections,
+    or at every combination of --gets, --sets, --outstanding and --slot-kib where one of them
+    is given: the first of these is then compared with the peers.
+    """
+    from lmcache_redis.bench.plane import run as benchmark
+    from lmcache_redis.bench.plane.peers import PEERS
+
+    connections = benchmark.QUICK_CONNECTIONS if quick else benchmark.DEFAULT_CONNECTIONS
+    scans = benchmark.QUICK_SCANS if quick else benchmark.DEFAULT_SCANS
+    chosen = benchmark.Options(
+        ours=benchmark.settings_of_ours(
+            _counts(gets),
+            _counts(sets),
+            _counts(outstanding),
+            [kib << 10 for kib in _counts(slot_kib)],
+            connections,
+        ),
+        sizes_mib=_sizes(chunk_mib),
+        rounds=rounds or (2 if quick else 5),
+        moved_bytes=(moved_mib or (64 if quick else 128)) << 20,
+        least_items=2 if quick else 8,
+        connections=connections,
+        peers=() if no_peers else PEERS,
+        scans=() if no_scans else scans,
+    )
+    benchmark.run(chosen, url, plot, json)
 
 
 @app.command()
@@ -45,6 +105,14 @@ def lookup(rounds: RoundsOption = 200, json: JsonOption = None) -> None:
     from lmcache_redis.bench import lookups as benchmark
 
     _report("agent", benchmark.run(rounds), json)
+
+
+@app.command()
+def recovery(rounds: RoundsOption = 5, json: JsonOption = None) -> None:
+    """How soon requests go on when Redis or the agent stops, and hit when it is back. Seconds."""
+    from lmcache_redis.bench import recovery as benchmark
+
+    _report("recovery", benchmark.run(rounds), json)
 
 
 @app.command(name="main-job")
@@ -69,6 +137,8 @@ def _report(title: str, rows: Sequence[Mapping[str, Any]], json: Path | None) ->
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a benchmark; returns the exit status."""
+    # An end from outside must end the servers and workers too: an exception does.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app(args=list(arguments) if arguments is not None else None, standalone_mode=True)
     except SystemExit as end:
@@ -76,6 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LMCacheRedisError as error:
         print(f"lmcache-redis bench: {error}", file=sys.stderr)
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

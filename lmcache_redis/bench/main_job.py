@@ -27,10 +27,11 @@ from typing import Any
 
 import redis
 
-from lmcache_redis.bench import data_plane
 from lmcache_redis.bench.agent import AgentServer
 from lmcache_redis.bench.engine import EngineProcess
 from lmcache_redis.bench.model import CPU_SHAPE, make_model, make_prompts
+from lmcache_redis.bench.plane.alone import load_gb_per_s
+from lmcache_redis.bench.plane.messages import DEFAULT_SLOT_BYTES
 from lmcache_redis.embedded import EmbeddedRedis
 
 REDIS_BYTES = 6 << 30
@@ -69,13 +70,13 @@ def run(
         say("loading the same bytes with the data plane alone")
         chunk_bytes = 256 * CPU_SHAPE.kv_bytes_per_token
         loaded_bytes = prompt_tokens // 256 * chunk_bytes
-        rate = data_plane.load_gb_per_s(server.url, chunk_bytes, loaded_bytes, rounds)
+        rate = load_gb_per_s(server.url, chunk_bytes, loaded_bytes, rounds)
     return _rows(times, loaded_bytes / rate / 1e9)
 
 
 def _fill(url: str) -> None:
     """Values that the stores will evict, each as large as a stripe."""
-    value = bytes(data_plane.DEFAULT_SLOT_BYTES)
+    value = bytes(DEFAULT_SLOT_BYTES)
     with redis.Redis.from_url(url) as client:
         for number in range(REDIS_BYTES // len(value)):
             client.set(f"filler:{number}", value)

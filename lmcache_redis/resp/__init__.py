@@ -1,12 +1,16 @@
 """The Redis data plane. `RedisPlane` is the door; docs/data-plane.md has the whole story.
 
 options, endpoint   what the user decided, and the server that a URL names
+deployment          the Sentinels or cluster nodes that a URL names
 connect, stream     sockets that redis-py made, and deadlines on them
 wire, bulk          RESP2 as bytes, and stripes straight between sockets and slots
 scan                which keys exist, in groups
 breaker, health     whether the server is worth asking
-jobs, queues        work that is answered exactly once, and how it reaches threads
+jobs, parts, queues work that is answered exactly once, and how it reaches threads
 worker              a thread with a connection: reader, writer, control
+node                one server: its queues and workers, its health
+topology, routes    which servers there are, and which has a key
+nodes, fanout       all of them, and one call over many
 plane               all of it, started and closed together
 """
 

@@ -11,9 +11,8 @@ from lmcache_redis.resp.control import EachJob
 from lmcache_redis.resp.jobs import JobRegistry
 from lmcache_redis.resp.node import Node
 from lmcache_redis.resp.outcomes import CallOutcome
-from lmcache_redis.resp.routes import Routes
+from lmcache_redis.resp.routes import MAX_HOPS, Routes
 
-MAX_HOPS = 5
 # A failure of a part counts for the whole only where no part was done, the gravest first.
 _FAILURES = (CallOutcome.CANCELLED, CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT)
 

@@ -10,10 +10,11 @@ from lmcache_redis.resp.control import CallJob, Controller
 from lmcache_redis.resp.endpoint import Endpoint
 from lmcache_redis.resp.health import Health
 from lmcache_redis.resp.options import RedisOptions
+from lmcache_redis.resp.parts import Losses, WriteTask
 from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.reader import Reader, ReadTask
 from lmcache_redis.resp.worker import Worker
-from lmcache_redis.resp.writer import Losses, Writer, WriteTask
+from lmcache_redis.resp.writer import Writer
 
 
 class Node:

@@ -14,10 +14,10 @@ from lmcache_redis.resp.jobs import JobRegistry, Stop
 from lmcache_redis.resp.node import Node
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.outcomes import PlaneState
+from lmcache_redis.resp.parts import WriteTask
 from lmcache_redis.resp.reader import ReadTask
 from lmcache_redis.resp.routes import Routes, ServerMap
 from lmcache_redis.resp.topology import Watcher, find_servers
-from lmcache_redis.resp.writer import WriteTask
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,8 @@ class Nodes:
         self._said_at = 0.0
         self._watcher: Watcher | None = None
         if deployment.topology is Topology.STANDALONE:
-            node = self._nodes[deployment.server] = self._make(deployment.server)
+            self._nodes[deployment.server] = self._make(deployment.server)
             self.routes: Routes[Node] = Routes(ServerMap((deployment.server,)), self._nodes)
-            del node
         else:
             self.routes = Routes(ServerMap(()), {})
             self._watcher = Watcher(

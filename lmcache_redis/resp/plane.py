@@ -14,6 +14,7 @@ so is whatever comes until a probe finds it up again. docs/data-plane.md has wha
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -37,19 +38,18 @@ from lmcache_redis.resp.outcomes import (
     ScanResult,
     WriteOutcome,
 )
+from lmcache_redis.resp.parts import WriteJob, WriteTask
 from lmcache_redis.resp.queues import Timekeeper
 from lmcache_redis.resp.reader import ReadJob, ReadTask, read_tasks
-from lmcache_redis.resp.routes import Hop
+from lmcache_redis.resp.routes import MAX_HOPS, Hop
 from lmcache_redis.resp.scan import count_prefix, find_present
 from lmcache_redis.resp.stats import Counts
-from lmcache_redis.resp.writer import WriteJob, WriteTask
 
 logger = logging.getLogger(__name__)
 
 # Remains are removed soon or not at all: later, somebody may have stored the chunk again.
 _REMOVE_WITHIN_S = 10.0
 _MAX_PENDING_REMOVALS = 1024
-_MAX_HOPS = 5
 
 AnyJob = Job[ReadOutcome] | Job[WriteOutcome] | Job[CallOutcome]
 
@@ -272,16 +272,21 @@ class RedisPlane:
         self._check_usable()
         routes = self._nodes.routes
         nodes = routes.nodes or (None,)
-        answers: list[tuple[CallOutcome, int]] = []
+        lock = threading.Lock()
+        outcomes: list[CallOutcome] = []
+        total = 0
 
         def answer(outcome: CallOutcome, removed: int) -> None:
+            nonlocal total
             self._counts.removed(removed)
-            answers.append((outcome, removed))  # the last to come finds all of them
-            if len(answers) == len(nodes):
-                outcomes = {each for each, _ in answers}
-                total = next(iter(outcomes - {CallOutcome.DONE}), CallOutcome.DONE)
-                self._counts.called(total)
-                done(ClearResult(total, sum(count for _, count in answers)))
+            with lock:
+                outcomes.append(outcome)
+                total += removed
+                if len(outcomes) < len(nodes):
+                    return
+            failed = next((each for each in outcomes if each is not CallOutcome.DONE), None)
+            self._counts.called(failed or CallOutcome.DONE)
+            done(ClearResult(failed or CallOutcome.DONE, total))
 
         more = {"batch_keys": 1} if routes.is_cluster else {}
         for node in nodes:
@@ -355,7 +360,7 @@ class RedisPlane:
         self, node: Node, job: AnyJob, hop: Hop | None, redirect: RedisRedirect
     ) -> Node | None:
         """The node that a task is to go to; None: nowhere."""
-        if not self._nodes.routes.is_cluster or (hop is not None and hop.number >= _MAX_HOPS):
+        if not self._nodes.routes.is_cluster or (hop is not None and hop.number >= MAX_HOPS):
             return None
         target = self._nodes.follow(node, redirect)
         if target not in job.nodes:

@@ -15,6 +15,8 @@ from typing import Generic, NamedTuple, TypeVar
 from lmcache_redis.resp.endpoint import Endpoint
 
 SLOTS = 16384
+# Redirections that a task follows: one is usual, two while a slot moves on.
+MAX_HOPS = 5
 NodeT = TypeVar("NodeT")
 ItemT = TypeVar("ItemT")
 
