@@ -23,7 +23,14 @@ from lmcache_redis.resp.bulk import BulkConnection, Found
 from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.options import DEFAULT_GET_CONNECTIONS
 from lmcache_redis.resp.stream import Stream
-from lmcache_redis.resp.wire import ErrorReply, ReplyBuffer, error_of, get_command
+from lmcache_redis.resp.wire import (
+    ErrorReply,
+    ReplyBuffer,
+    end_of_command,
+    error_of,
+    get_command,
+    set_prefix,
+)
 from lmcache_redis.stripe import HEADER_BYTES
 
 PINGS = 51
@@ -93,11 +100,8 @@ class _Writing:
     def __init__(self, connector: Connector, keys: list[bytes], deadline: float) -> None:
         self._connector = connector
         self._deadline = deadline
-        self._heads = [
-            b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, VALUE_BYTES)
-            for key in keys
-        ]
-        self._tail = b"\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(EXPIRES_S)), EXPIRES_S)
+        self._heads = [set_prefix(key, VALUE_BYTES, EXPIRES_S) for key in keys]
+        self._tail = end_of_command(EXPIRES_S)
         # Not zeros: some networks compress.
         self._value = memoryview(secrets.token_bytes(VALUE_BYTES))
 

@@ -289,21 +289,20 @@ class BulkConnection:
                 stream.send((request,), len(request))
         except (RedisTimeout, RedisUnavailable) as error:
             self._fail(error)
-        if reply_count > 1:
-            self._receive_least(stream, reply_count)
-        replies: list[Reply] = self._replies.take()
+        replies = self._receive_least(stream, reply_count) if reply_count > 1 else []
         while len(replies) < reply_count:
             replies += self.receive_replies(deadline)
         if len(replies) > reply_count or self._replies.pending_bytes:
             self._fail(RedisProtocolError("more replies came than were asked for"))
         return replies
 
-    def _receive_least(self, stream: Stream, reply_count: int) -> None:
+    def _receive_least(self, stream: Stream, reply_count: int) -> list[Reply]:
         """All that so many replies must have, in one call: they come in pieces otherwise."""
         least = self._receive_view[: LEAST_REPLY_BYTES * reply_count]
         try:
             stream.receive_exactly((least,), least.nbytes)
             self._replies.feed(least)
+            return self._replies.take()
         except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
             self._fail(error)
 

@@ -72,13 +72,12 @@ class QueryJob(CallJob, Generic[ResultT]):
         deadline: float,
         done: Callable[[CallOutcome, ResultT | None], None],
         registry: JobRegistry,
-        urgent: bool = True,
     ) -> None:
         self._question = question
         self._keys = keys
         self._done = done
         self._result: ResultT | None = None
-        super().__init__(deadline, registry, urgent)
+        super().__init__(deadline, registry, urgent=True)
 
     def work(self, exchange: Exchange) -> bool:
         self._result = self._question(raising(exchange), self._keys)

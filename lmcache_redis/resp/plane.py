@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from lmcache_redis.errors import RedisRedirect
 from lmcache_redis.keys import KEY_MAGIC, stripe_key
-from lmcache_redis.resp.control import CallJob, ClearJob, QueryJob, RemoveJob
+from lmcache_redis.resp.control import CallJob, ClearJob, EachJob, QueryJob, RemoveJob
 from lmcache_redis.resp.deployment import parse_deployment
 from lmcache_redis.resp.fanout import EachKey
 from lmcache_redis.resp.jobs import Job, JobRegistry, Stop
@@ -175,9 +175,8 @@ class RedisPlane:
         self._check_usable()
         self._check_idle(chunk)
         job = WriteJob(chunk, done, self._write_settled, self._registry)
-        routes = self._nodes.routes
         stripes = range(job.stripe_count)
-        nodes = [routes.node_of(stripe_key(chunk.key, index)) for index in stripes]
+        nodes = self._nodes.routes.nodes_of(stripes, lambda index: stripe_key(chunk.key, index))
         job.nodes = tuple(dict.fromkeys(nodes))
         self._by_chunk[chunk] = job
         if self._enter(job):
@@ -198,10 +197,11 @@ class RedisPlane:
         """UNLINK the stripes of a chunk, within seconds or not at all; nobody is told."""
         if not self._started or self._closing or not self.state.up:
             return
-        if self._registry.count(RemoveJob) >= _MAX_PENDING_REMOVALS:
+        routes = self._nodes.routes
+        kind = EachJob if routes.is_cluster else RemoveJob
+        if self._registry.count(kind) >= _MAX_PENDING_REMOVALS:
             return
         deadline = time.monotonic() + _REMOVE_WITHIN_S
-        routes = self._nodes.routes
         if routes.is_cluster:
             keys = [stripe_key(chunk_key, index) for index in range(stripe_count)]
             self._each_key(
@@ -295,7 +295,7 @@ class RedisPlane:
     # ---------------------------------------------------------------- inside
 
     def _cancel_all_but_writes(self) -> None:
-        for kind in (ReadJob, QueryJob, ClearJob):
+        for kind in (ReadJob, QueryJob, EachJob, ClearJob):
             self._registry.stop_all(Stop.CANCELLED, kind)
 
     def _cancel_all(self) -> None:

@@ -63,6 +63,14 @@ class Routes(Generic[NodeT]):
             return self._single
         return self._by_slot[slot_of(key)]
 
+    def nodes_of(
+        self, items: Sequence[ItemT], key_of: Callable[[ItemT], bytes]
+    ) -> list[NodeT | None]:
+        """For each item the node of its key; with one server no key is made."""
+        if self._by_slot is None:
+            return [self._single] * len(items)
+        return [self._by_slot[slot_of(key_of(item))] for item in items]
+
     def split(
         self, items: Sequence[ItemT], key_of: Callable[[ItemT], bytes]
     ) -> dict[NodeT | None, list[ItemT]]:
@@ -70,8 +78,8 @@ class Routes(Generic[NodeT]):
         if self._by_slot is None:
             return {self._single: list(items)} if items else {}
         by_node: dict[NodeT | None, list[ItemT]] = {}
-        for item in items:
-            by_node.setdefault(self._by_slot[slot_of(key_of(item))], []).append(item)
+        for item, node in zip(items, self.nodes_of(items, key_of), strict=True):
+            by_node.setdefault(node, []).append(item)
         return by_node
 
 

@@ -27,15 +27,23 @@ logger = logging.getLogger(__name__)
 _LEAST_PAUSE_S = 0.1
 
 
-def find_servers(deployment: Deployment, known: Iterable[Endpoint], timeout_s: float) -> ServerMap:
+def find_servers(
+    deployment: Deployment,
+    known: Iterable[Endpoint],
+    timeout_s: float,
+    wanted: Callable[[], bool] = lambda: True,
+) -> ServerMap:
     """Ask once. Raises RedisError or ConfigError with a sentence that says what to change.
 
     known: servers of the last map, which know more than the seeds once a cluster has grown.
+    wanted: asked before each server, of which any may take its time to fail.
     """
     if deployment.topology is Topology.SENTINEL:
-        return _master(deployment, timeout_s)
+        return _master(deployment, timeout_s, wanted)
     failure: RedisError | ConfigError = RedisUnavailable("the cluster has no nodes")
     for endpoint in dict.fromkeys((*known, *deployment.seeds)):
+        if not wanted():
+            break
         found = _shards(deployment, endpoint, timeout_s)
         if isinstance(found, ServerMap):
             return found
@@ -43,9 +51,11 @@ def find_servers(deployment: Deployment, known: Iterable[Endpoint], timeout_s: f
     raise failure
 
 
-def _master(deployment: Deployment, timeout_s: float) -> ServerMap:
+def _master(deployment: Deployment, timeout_s: float, wanted: Callable[[], bool]) -> ServerMap:
     failure: RedisError | ConfigError = RedisUnavailable("there is no Sentinel")
     for sentinel in deployment.seeds:
+        if not wanted():
+            break
         try:
             with redis_client(sentinel, timeout_s, timeout_s) as client:
                 found = client.execute_command(

@@ -299,6 +299,12 @@ def test_calls_take_exactly_their_replies() -> None:
     ):
         with Peer([replies]) as peer, pytest.raises(kind):
             peer.connection.call(b"PING\r\n", 2, time.monotonic() + 10)
+    for garbage in (b"what is this\r\n", b"_1\r\n:1\r\n", b":1\r\n?\r\n"):
+        with Peer([garbage], stay=True) as peer:
+            with pytest.raises(RedisProtocolError):
+                peer.connection.call(b"x", 2, time.monotonic() + 10)
+            # What comes next on it would be taken for the next call's.
+            assert not peer.connection.is_open
     with Peer([b":1\r\n", b"$1\r\na\r\n"], stay=True) as peer:
         assert peer.connection.call(b"x", 2, time.monotonic() + 10) == [1, b"a"]
     with Peer([b"+PANG\r\n"], stay=True) as peer, pytest.raises(RedisProtocolError):

@@ -30,6 +30,7 @@ def test_items_are_split_by_the_node_of_their_keys(asked: list[bytes]) -> None:
     assert routes.is_cluster
     parts = routes.split(asked, lambda key: key)
     assert sorted(key for part in parts.values() for key in part) == sorted(asked)
+    assert routes.nodes_of(asked, lambda key: key) == [routes.node_of(key) for key in asked]
     for node, part in parts.items():
         for key in part:
             slot = slot_of(key)
@@ -44,6 +45,7 @@ def test_one_server_has_every_key() -> None:
     assert routes.node_of(b"any") == "node-1"
     assert routes.split([b"a", b"b"], lambda key: key) == {"node-1": [b"a", b"b"]}
     assert routes.split([], lambda key: key) == {}
+    assert routes.nodes_of([b"a", b"b"], lambda key: key) == ["node-1", "node-1"]
 
 
 def test_nobody_has_a_key_before_there_is_a_map() -> None:

@@ -26,7 +26,7 @@ from lmcache_redis.bench.plane.messages import (
     Store,
 )
 from lmcache_redis.bench.plane.peers import OURS, make_client
-from lmcache_redis.bench.plane.peers.base import Client
+from lmcache_redis.bench.plane.peers.base import Client, ScanningClient
 from lmcache_redis.bench.plane.values import Arena, Values
 from lmcache_redis.errors import RedisUnavailable
 
@@ -59,6 +59,8 @@ class Worker:
             else:
                 values.stamp()
             return measured
+        if not isinstance(client, ScanningClient):
+            raise RedisUnavailable(f"{self._name} does not scan")
         if isinstance(request, PrepareScan):
             put_values(self._url, client.prepare_scan(request.keys)[: request.present])
             return Measured()
@@ -87,7 +89,7 @@ class Worker:
         return self._arena.values(*self._shape, slot_bytes)
 
     @staticmethod
-    def _scan(client: Client, request: Scan) -> Measured:
+    def _scan(client: ScanningClient, request: Scan) -> Measured:
         found: list[int] = []
         measured = measure(lambda: found.append(client.scan()))
         if found != [request.present]:

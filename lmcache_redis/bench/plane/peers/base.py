@@ -29,17 +29,21 @@ class Client(ABC):
     def load(self) -> None:
         """Loads all prepared values into their memory."""
 
-    def prepare_scan(self, count: int) -> Sequence[bytes]:
-        """Makes the keys for the scans that follow; gives them as the server knows them."""
-        raise NotImplementedError(f"{type(self).__name__} does not scan")
-
-    def scan(self) -> int:
-        """How many of the keys exist, from the first on without a gap."""
-        raise NotImplementedError(f"{type(self).__name__} does not scan")
-
     @abstractmethod
     def close(self) -> None:
         """Ends its connections and threads."""
+
+
+class ScanningClient(Client):
+    """A client that can tell which keys exist."""
+
+    @abstractmethod
+    def prepare_scan(self, count: int) -> Sequence[bytes]:
+        """Makes the keys for the scans that follow; gives them as the server knows them."""
+
+    @abstractmethod
+    def scan(self) -> int:
+        """How many of the keys exist, from the first on without a gap."""
 
 
 def whole_values(name: str, values: Values) -> list[tuple[str, memoryview]]:

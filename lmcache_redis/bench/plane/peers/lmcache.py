@@ -15,12 +15,17 @@ from redis.connection import parse_url
 
 from lmcache_redis.bench.plane.fetch import find_client
 from lmcache_redis.bench.plane.messages import Setting
-from lmcache_redis.bench.plane.peers.base import Client, prefix_length, text_keys, whole_values
+from lmcache_redis.bench.plane.peers.base import (
+    ScanningClient,
+    prefix_length,
+    text_keys,
+    whole_values,
+)
 from lmcache_redis.bench.plane.values import Values
 from lmcache_redis.errors import ConfigError, RedisUnavailable
 
 
-class LMCacheClient(Client):
+class LMCacheClient(ScanningClient):
     """The client with so many workers, each a thread with a connection."""
 
     def __init__(self, url: str, setting: Setting) -> None:

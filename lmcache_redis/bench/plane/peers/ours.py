@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from lmcache_redis.bench.plane.messages import Setting
-from lmcache_redis.bench.plane.peers.base import Client
+from lmcache_redis.bench.plane.peers.base import ScanningClient
 from lmcache_redis.bench.plane.values import Values
 from lmcache_redis.errors import RedisUnavailable
 from lmcache_redis.keys import key_stem, stripe_key
@@ -22,7 +22,7 @@ _OP_TIMEOUT_S = 10.0
 _START_S = 10.0
 
 
-class OurClient(Client):
+class OurClient(ScanningClient):
     """The plane. Raises RedisUnavailable where the server or a single chunk fails."""
 
     def __init__(self, url: str, setting: Setting) -> None:

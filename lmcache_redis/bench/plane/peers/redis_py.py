@@ -7,13 +7,18 @@ from collections.abc import Sequence
 import redis
 
 from lmcache_redis.bench.plane.messages import Setting
-from lmcache_redis.bench.plane.peers.base import Client, prefix_length, text_keys, whole_values
+from lmcache_redis.bench.plane.peers.base import (
+    ScanningClient,
+    prefix_length,
+    text_keys,
+    whole_values,
+)
 from lmcache_redis.bench.plane.values import Values
 
 _TIMEOUT_S = 30.0
 
 
-class RedisPyClient(Client):
+class RedisPyClient(ScanningClient):
     """`pipelined`: all commands go out before the first reply is read; or one by one."""
 
     def __init__(self, url: str, setting: Setting) -> None:
