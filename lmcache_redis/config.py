@@ -163,8 +163,11 @@ class AgentConfig:
     session_timeout_s: float = _setting("after that, what a request pinned is given up", 60.0)
     heartbeat_timeout_s: float = _setting("after that, a silent engine is forgotten", 10.0)
     shutdown_deadline_s: float = _setting("how long writes may go on once the agent stops", 5.0)
-    get_connections: int = _setting("connections that load", 3)
-    set_connections: int = _setting("connections that store", 1)
+    get_connections: int = _setting("connections that load", 4)
+    set_connections: int = _setting("connections that store", 8)
+    network_threads: int = _setting(
+        "threads that share the connections that load, and as many for those that store", 1
+    )
     ttl_s: int = _setting("seconds after which a stored chunk expires; 0: never", 0)
     ttl_refresh: bool = _setting("a chunk's time begins anew when it is loaded", False)
     copy_threads: int = _setting("threads that copy into blocks, and as many out of them", 2)
@@ -186,7 +189,7 @@ class AgentConfig:
         _between("ttl_s", self.ttl_s, 0, 10 * 366 * 86_400)
         if self.ttl_refresh and not self.ttl_s:
             raise ConfigError("--ttl-refresh needs a --ttl-s: set that as well")
-        for name in ("get_connections", "set_connections", "copy_threads"):
+        for name in ("get_connections", "set_connections", "network_threads", "copy_threads"):
             _between(name, getattr(self, name), 1, 64)
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))

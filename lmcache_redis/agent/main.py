@@ -80,6 +80,7 @@ def _redis_options(config: AgentConfig, url: str) -> RedisOptions:
         password=config.redis_password,
         get_connections=config.get_connections,
         set_connections=config.set_connections,
+        network_threads=config.network_threads,
         op_timeout_s=config.op_timeout_s,
         ttl_s=config.ttl_s,
         ttl_refresh=config.ttl_refresh,

@@ -60,7 +60,7 @@ def data_plane(
     ] = None,
     gets: CountsOption = None,
     sets: CountsOption = None,
-    outstanding: CountsOption = None,
+    threads: CountsOption = None,
     slot_kib: CountsOption = None,
     no_peers: Annotated[bool, typer.Option("--no-peers", help="Ours alone.")] = False,
     no_scans: Annotated[bool, typer.Option("--no-scans", help="Moves alone.")] = False,
@@ -72,7 +72,7 @@ def data_plane(
     """Chunks to and from Redis, and prefix scans, beside LMCache's client and others.
 
     About six minutes. Our client is run at its defaults and with one to eight connections,
-    or at every combination of --gets, --sets, --outstanding and --slot-kib where one of them
+    or at every combination of --gets, --sets, --threads and --slot-kib where one of them
     is given: the first of these is then compared with the peers.
     """
     from lmcache_redis.bench.plane import run as benchmark
@@ -84,7 +84,7 @@ def data_plane(
         ours=benchmark.settings_of_ours(
             _counts(gets),
             _counts(sets),
-            _counts(outstanding),
+            _counts(threads),
             [kib << 10 for kib in _counts(slot_kib)],
             connections,
         ),

@@ -6,7 +6,7 @@ connect, stream     sockets that redis-py made, and deadlines on them
 wire, bulk          RESP2 as bytes, and stripes straight between sockets and slots
 scan                which keys exist, in groups
 breaker, health     whether the server is worth asking
-jobs, parts, queues work that is answered exactly once, and how it reaches threads
+jobs, queues        work that is answered exactly once, and how it reaches threads
 worker              a thread with a connection: reader, writer, control
 node                one server: its queues and workers, its health
 topology, routes    which servers there are, and which has a key

@@ -127,21 +127,28 @@ class BulkConnection:
 
     # ----------------------------------------------------------------- GET
 
-    def get_stripe(self, command: bytes, payload: memoryview, deadline: float) -> Found:
-        """Send a packed GET; receive 512 bytes into `header`, the rest into `payload`.
+    def ask_stripe(self, command: bytes, deadline: float) -> None:
+        """Send a packed GET. Its reply comes with `receive_stripe`."""
+        stream = self._usable()
+        # Outside: a deadline that has passed before anything was sent costs no connection.
+        stream.arm(deadline)
+        try:
+            stream.send((command,), len(command))
+        except (RedisTimeout, RedisUnavailable) as error:
+            self._fail(error)
+
+    def receive_stripe(self, payload: memoryview, deadline: float) -> Found:
+        """Receive the reply to a GET: 512 bytes into `header`, the rest into `payload`.
 
         `header` is valid until the next call. After anything but VALUE the payload's bytes
         are undefined, and only OTHER_LENGTH says something in `header`.
         """
-        stream = self._stream
-        if stream is None:
-            raise RedisUnavailable("the connection is closed")
+        stream = self._usable()
         if payload.nbytes != self._payload_bytes:
             self._expect(payload.nbytes)
-        # Outside: a deadline that has passed before anything was sent costs no connection.
-        stream.arm(deadline)
         try:
-            received = stream.ask(command, self._first)
+            stream.arm(deadline)
+            received = stream.receive_some(self._first)
             if received == self._first_bytes and self._buffer.startswith(self._head):
                 found: Found | ErrorReply = Found.VALUE
             else:
@@ -158,6 +165,11 @@ class BulkConnection:
                 return Found.OTHER_TYPE
             raise error_of(found)
         return found
+
+    def get_stripe(self, command: bytes, payload: memoryview, deadline: float) -> Found:
+        """`ask_stripe`, then `receive_stripe`."""
+        self.ask_stripe(command, deadline)
+        return self.receive_stripe(payload, deadline)
 
     def _expect(self, payload_bytes: int) -> None:
         """Prepare buffers for values of this size; stripes of one size follow each other."""
@@ -236,14 +248,12 @@ class BulkConnection:
         deadline: float,
         ttl_s: int = 0,
     ) -> None:
-        """Send a SET of header and payload. Its reply comes with `receive_replies`.
+        """Send a SET of header and payload. Its reply comes with `receive_reply`.
 
         Both buffers may be reused on return: the kernel has their bytes. ttl_s: in how many
         seconds the value expires; 0: never.
         """
-        stream = self._stream
-        if stream is None:
-            raise RedisUnavailable("the connection is closed")
+        stream = self._usable()
         value_bytes = HEADER_BYTES + payload.nbytes
         prefix, end = set_prefix(key, value_bytes, ttl_s), end_of_command(ttl_s)
         stream.arm(deadline)
@@ -268,6 +278,10 @@ class BulkConnection:
         except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
             self._fail(error)
         return replies
+
+    def receive_reply(self, deadline: float) -> Reply:
+        """The one reply that is outstanding."""
+        return self.exchange((), 1, deadline)[0]
 
     def call(self, request: bytes, reply_count: int, deadline: float) -> list[Reply]:
         """`exchange`, but the first error reply is raised (`wire.error_of`)."""

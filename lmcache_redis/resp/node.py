@@ -10,10 +10,10 @@ from lmcache_redis.resp.control import CallJob, Controller
 from lmcache_redis.resp.endpoint import Endpoint
 from lmcache_redis.resp.health import Health
 from lmcache_redis.resp.options import RedisOptions
-from lmcache_redis.resp.parts import Losses, WriteTask
 from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.reader import Reader, ReadTask
 from lmcache_redis.resp.worker import Worker
+from lmcache_redis.resp.writejob import WriteTask
 from lmcache_redis.resp.writer import Writer
 
 
@@ -30,6 +30,7 @@ class Node:
         endpoint: Endpoint,
         options: RedisOptions,
         get_connections: int,
+        set_connections: int,
         *,
         on_down: Callable[[Node], None],
         remove: Callable[[bytes, int], None],
@@ -47,41 +48,47 @@ class Node:
             on_down=lambda: on_down(self),
         )
         self.reads: TaskQueue[ReadTask] = TaskQueue()
-        self.writes: TaskQueue[WriteTask] = TaskQueue()
         self.calls: TaskQueue[CallJob] = TaskQueue()
         self._patience_s = options.connect_timeout_s + options.op_timeout_s
         connector, health = self.connector, self.health
         self._workers: list[Worker] = [
             Controller("control", connector, health, self.calls, options.op_timeout_s)
         ]
+        threads = options.network_threads
         self._workers += [
             Reader(
                 f"get-{number}",
                 connector,
                 health,
                 self.reads,
+                connections,
+                options.op_timeout_s,
                 lambda task, redirect: follow_read(self, task, redirect),
                 options.verify_checksums,
             )
-            for number in range(get_connections)
+            for number, connections in enumerate(_shares(get_connections, threads))
         ]
-        losses = Losses()
+        shares = _shares(set_connections, threads)
+        self._writes: list[TaskQueue[WriteTask]] = [TaskQueue() for _ in shares]
         self._workers += [
             Writer(
                 f"set-{number}",
                 connector,
                 health,
-                self.writes,
-                options.max_outstanding_sets,
+                self._writes[number],
+                connections,
                 options.op_timeout_s,
                 remove,
                 lambda task, redirect: follow_write(self, task, redirect),
                 stale,
-                losses,
                 options.ttl_s,
             )
-            for number in range(options.set_connections)
+            for number, connections in enumerate(shares)
         ]
+
+    def writes(self, chunk_key: bytes) -> TaskQueue[WriteTask]:
+        """The queue for all stripes of a chunk that this server gets."""
+        return self._writes[hash(chunk_key) % len(self._writes)]
 
     @property
     def is_up(self) -> bool:
@@ -99,7 +106,9 @@ class Node:
 
     def stop(self) -> None:
         """Drop what is queued, and wake every thread that waits: all of them end."""
-        for queue in (self.reads, self.writes, self.calls):
+        self.reads.close()
+        self.calls.close()
+        for queue in self._writes:
             queue.close()
         self.health.close()
         # A name look-up alone cannot be woken.
@@ -110,3 +119,9 @@ class Node:
         ended = [worker.join(self._patience_s) for worker in self._workers]
         ended.append(self.health.join(self._patience_s))
         return ended.count(False)
+
+
+def _shares(connections: int, threads: int) -> list[int]:
+    """How many of the connections each thread gets: at least one."""
+    threads = min(threads, connections)
+    return [(connections + number) // threads for number in range(threads)]

@@ -14,10 +14,10 @@ from lmcache_redis.resp.jobs import JobRegistry, Stop
 from lmcache_redis.resp.node import Node
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.outcomes import PlaneState
-from lmcache_redis.resp.parts import WriteTask
 from lmcache_redis.resp.reader import ReadTask
 from lmcache_redis.resp.routes import Routes, ServerMap
 from lmcache_redis.resp.topology import Watcher, find_servers
+from lmcache_redis.resp.writejob import WriteTask
 
 logger = logging.getLogger(__name__)
 
@@ -159,11 +159,11 @@ class Nodes:
             return [*self._nodes.values(), *self._retiring]
 
     def _make(self, endpoint: Endpoint) -> Node:
-        connections = -(-self._options.get_connections // self._shards)
         return Node(
             endpoint,
             self._options,
-            connections,
+            -(-self._options.get_connections // self._shards),
+            -(-self._options.set_connections // self._shards),
             on_down=self._down,
             remove=self._remove,
             follow_read=self._follow_read,

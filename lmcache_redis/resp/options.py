@@ -8,11 +8,10 @@ from urllib.parse import urlsplit
 from lmcache_redis.errors import ConfigError
 
 # Why these values: docs/data-plane.md.
-DEFAULT_GET_CONNECTIONS = 3
-DEFAULT_SET_CONNECTIONS = 1
-DEFAULT_OUTSTANDING_SETS = 8
+DEFAULT_GET_CONNECTIONS = 4
+DEFAULT_SET_CONNECTIONS = 8
+DEFAULT_NETWORK_THREADS = 1
 MAX_CONNECTIONS = 64
-MAX_OUTSTANDING_SETS = 256
 MAX_TTL_S = 10 * 366 * 86_400
 
 
@@ -23,10 +22,11 @@ class RedisOptions:
     url: redis://, rediss://, unix:// (`endpoint`), or one of a Sentinel's or a cluster's
     (`deployment`). key_prefix: put
     before every key by whoever makes keys. username, password: override those of the URL.
-    get_connections, set_connections: bulk connections, one thread each. connect_timeout_s:
-    for a TCP or TLS connection to stand. op_timeout_s: the longest wait of any one step on
-    a connection; deadlines of operations shorten it. max_outstanding_sets: stripes sent on
-    one connection and not yet acknowledged. probe_interval_s: between two attempts to reach
+    get_connections, set_connections: bulk connections of a server or, divided, of a cluster's
+    shards. network_threads: that many share the former, and as many the latter; more than one is
+    for servers that are faster than a thread. connect_timeout_s: for a TCP or TLS connection to
+    stand. op_timeout_s: the longest wait of any one step on a connection; deadlines of
+    operations shorten it. probe_interval_s: between two attempts to reach
     a server that is down. heartbeat_s: between two PINGs to a server that is up. ttl_s: in how
     many seconds a stored chunk expires (0: never), with ttl_refresh counted from its last load.
     verify_checksums: False loads what was damaged as good; only to measure what they cost.
@@ -39,7 +39,7 @@ class RedisOptions:
     password: str | None = None
     get_connections: int = DEFAULT_GET_CONNECTIONS
     set_connections: int = DEFAULT_SET_CONNECTIONS
-    max_outstanding_sets: int = DEFAULT_OUTSTANDING_SETS
+    network_threads: int = DEFAULT_NETWORK_THREADS
     connect_timeout_s: float = 1.0
     op_timeout_s: float = 1.0
     probe_interval_s: float = 0.2
@@ -49,14 +49,12 @@ class RedisOptions:
     verify_checksums: bool = True
 
     def __post_init__(self) -> None:
-        for name, most in (
-            ("get_connections", MAX_CONNECTIONS),
-            ("set_connections", MAX_CONNECTIONS),
-            ("max_outstanding_sets", MAX_OUTSTANDING_SETS),
-        ):
+        for name in ("get_connections", "set_connections", "network_threads"):
             count = getattr(self, name)
-            if type(count) is not int or not 1 <= count <= most:
-                raise ConfigError(f"{name} is {count!r}: set it to a number from 1 to {most}")
+            if type(count) is not int or not 1 <= count <= MAX_CONNECTIONS:
+                raise ConfigError(
+                    f"{name} is {count!r}: set it to a number from 1 to {MAX_CONNECTIONS}"
+                )
         if type(self.ttl_s) is not int or not 0 <= self.ttl_s <= MAX_TTL_S:
             raise ConfigError(
                 f"ttl_s is {self.ttl_s!r}: set it to 0 (never) to {MAX_TTL_S} seconds"
@@ -72,7 +70,7 @@ class RedisOptions:
         return (
             f"RedisOptions(url={redacted_url(self.url)!r}, key_prefix={self.key_prefix!r}, "
             f"get_connections={self.get_connections}, set_connections={self.set_connections}, "
-            f"max_outstanding_sets={self.max_outstanding_sets}, "
+            f"network_threads={self.network_threads}, "
             f"connect_timeout_s={self.connect_timeout_s}, op_timeout_s={self.op_timeout_s})"
         )
 

@@ -38,12 +38,12 @@ from lmcache_redis.resp.outcomes import (
     ScanResult,
     WriteOutcome,
 )
-from lmcache_redis.resp.parts import WriteJob, WriteTask
 from lmcache_redis.resp.queues import Timekeeper
 from lmcache_redis.resp.reader import ReadJob, ReadTask, read_tasks
 from lmcache_redis.resp.routes import MAX_HOPS, Hop
 from lmcache_redis.resp.scan import count_prefix, find_present
 from lmcache_redis.resp.stats import Counts
+from lmcache_redis.resp.writejob import WriteJob, WriteTask
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class RedisPlane:
         job.nodes = tuple(dict.fromkeys(nodes))
         self._by_chunk[chunk] = job
         if self._enter(job):
-            job.submit([node.writes for node in nodes if node is not None])
+            job.submit([node.writes(chunk.key) for node in nodes if node is not None])
             # The server may have gone, or the plane been closed, while it was queued.
             self._refuse(job)
 
@@ -349,11 +349,10 @@ class RedisPlane:
         return target is not None
 
     def _follow_write(self, node: Node, task: WriteTask, redirect: RedisRedirect) -> bool:
-        part, index, hop = task
-        target = self._follow(node, part.job, hop, redirect)
+        job, index, hop = task
+        target = self._follow(node, job, hop, redirect)
         if target is not None:
-            moved = (part.job.part(target.writes), index, _next_hop(hop, redirect))
-            target.writes.put((moved,), urgent=True)
+            target.writes(job.key).put(((job, index, _next_hop(hop, redirect)),), urgent=True)
         return target is not None
 
     def _follow(

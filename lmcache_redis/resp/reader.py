@@ -1,28 +1,29 @@
-"""Chunks from Redis into slots: threads with a connection each, one stripe at a time.
+"""Chunks from Redis into slots: a stripe on each connection (`lanes`).
 
-All readers take stripes from one queue, in chunk order, so that a chunk's stripes arrive
-over all connections at once. One GET is outstanding on each connection: a server that has
-to queue copies of values is slower. `verify` judges each stripe; a chunk is LOADED when all
-are good and of one store. What remains of one that is not is removed where it is ours.
+Stripes are taken from one queue, in chunk order, so that a chunk's arrive over all connections at
+once. One GET is outstanding on each: a server that has to queue copies of values is slower.
+`verify` judges each stripe; a chunk is LOADED when all are good and of one store. What remains of
+one that is not is removed where it is ours.
 """
 
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable
 
 from lmcache_redis.errors import RedisError, RedisRedirect, RedisTimeout, RedisUnavailable
 from lmcache_redis.keys import stripe_key
-from lmcache_redis.resp.bulk import BulkConnection, ConnectionState
+from lmcache_redis.resp.bulk import BulkConnection
 from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.health import Health
-from lmcache_redis.resp.jobs import Job, JobRegistry
+from lmcache_redis.resp.jobs import Job, JobRegistry, Stop
+from lmcache_redis.resp.lanes import Lane, LaneWorker
 from lmcache_redis.resp.outcomes import ChunkIO, ReadOutcome
 from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.routes import Hop
 from lmcache_redis.resp.verify import Verified, verify
 from lmcache_redis.resp.wire import ASKING_COMMAND, end_of_command, get_command_without_end
-from lmcache_redis.resp.worker import Worker
 
 ReadDone = Callable[[ChunkIO, ReadOutcome], None]
 # Called with a finished read's chunk, its outcome and how many stripes are to be removed.
@@ -42,6 +43,7 @@ class ReadJob(Job[ReadOutcome]):
         "_store_id",
         "command_end",
         "command_head",
+        "frame",
     )
 
     def __init__(
@@ -55,6 +57,7 @@ class ReadJob(Job[ReadOutcome]):
         self._chunk: ChunkIO | None = chunk
         self._done: ReadDone | None = done
         self._settled: ReadSettled | None = settled
+        self.frame = chunk.frame
         # All GETs of the chunk but for the index of the stripe, with which the key ends.
         key = stripe_key(chunk.key, 0)
         self.command_head = get_command_without_end(key, _INDEX_BYTES, refresh_ttl_s)
@@ -113,7 +116,8 @@ class ReadJob(Job[ReadOutcome]):
 
 _INDEX_BYTES = 2
 _INDEX = struct.Struct(">H")
-_LATE = Verified(ReadOutcome.TIMED_OUT)
+# The rest of a stripe that is under way comes within this time, or is not worth the wait.
+_SKIP_WITHIN_S = 0.1
 _UNAVAILABLE = Verified(ReadOutcome.UNAVAILABLE)
 
 # A stripe to get: the job of its chunk, its index, and the redirection it has followed, if any.
@@ -127,8 +131,8 @@ def read_tasks(job: ReadJob) -> list[ReadTask]:
     return [(job, index, None) for index in range(job.chunk.frame.stripe_count)]
 
 
-class Reader(Worker):
-    """One GET connection and its thread."""
+class Reader(LaneWorker[ReadTask]):
+    """A thread with GET connections."""
 
     def __init__(
         self,
@@ -136,50 +140,84 @@ class Reader(Worker):
         connector: Connector,
         health: Health,
         queue: TaskQueue[ReadTask],
+        connections: int,
+        op_timeout_s: float,
         follow: FollowRead,
         checksums: bool,
     ) -> None:
-        super().__init__(name, connector, health)
-        self._queue = queue
+        super().__init__(name, connector, health, queue, connections, op_timeout_s)
         self._follow = follow
         self._checksums = checksums
+        # Where replies go that nobody waits for any more.
+        self._scratch = memoryview(b"")
 
-    def serve(self, connection: BulkConnection) -> bool:
-        take = self._queue.take
-        while connection.state is ConnectionState.OPEN:
-            task = take()
-            if task is None:
-                return False
-            if task[0].begin():
-                self._load(connection, task)
+    def ask(self, lane: Lane[ReadTask], task: ReadTask) -> bool:
+        job, index, hop = task
+        if job.ended:
+            return False
+        connection = lane.connection
+        try:
+            if hop is not None and hop.asking:
+                connection.call(ASKING_COMMAND, 1, job.deadline)
+            command = job.command_head + _INDEX.pack(index) + job.command_end
+            connection.ask_stripe(command, job.deadline)
+        except RedisError as error:
+            self._failed(connection, task, error)
+            return False
         return True
 
-    def _load(self, connection: BulkConnection, task: ReadTask) -> None:
-        """Get one stripe into its slot and end the step that was begun for it."""
-        job, index, hop = task
+    def receive(self, lane: Lane[ReadTask], task: ReadTask) -> None:
+        """Receive one stripe into its slot."""
+        job, index, _ = task
+        connection = lane.connection
+        # Only now: until its reply is received, a job that is late is answered without it.
+        if not job.begin():
+            self._skip(connection, task)
+            return
         chunk = job.chunk
         slot = chunk.slots[index]
         try:
-            if hop is not None and hop.asking:
-                connection.call(ASKING_COMMAND, 1, chunk.deadline)
-            command = job.command_head + _INDEX.pack(index) + job.command_end
-            found = connection.get_stripe(command, slot, chunk.deadline)
+            found = connection.receive_stripe(slot, min(job.deadline, self.patience(lane)))
             verified = verify(chunk.frame, index, found, connection.header, slot, self._checksums)
-        except RedisRedirect as redirect:
-            job.release()
-            if not self._follow(task, redirect):
-                self._health.note(redirect)
-                job.advance(ReadOutcome.UNAVAILABLE)
         except RedisError as error:
-            self._judge(error, connection)
-            if isinstance(error, RedisUnavailable) and self._may_retry(job, connection):
-                job.release()
-                self._queue.put((task,), urgent=True)
-                return
-            late = isinstance(error, RedisTimeout)
-            job.end_stripe(index, _LATE if late else _UNAVAILABLE)
+            job.release()
+            self._failed(connection, task, error)
         except BaseException:
             job.end_stripe(index, _UNAVAILABLE)
             raise
         else:
             job.end_stripe(index, verified)
+
+    def give_up(self, task: ReadTask) -> None:
+        task[0].stop(Stop.UNAVAILABLE)
+
+    def _failed(self, connection: BulkConnection, task: ReadTask, error: RedisError) -> None:
+        """See to a task, whose job holds no slot for it, after what its connection raised."""
+        job = task[0]
+        if isinstance(error, RedisRedirect):
+            if not self._follow(task, error):
+                self._health.note(error)
+                job.stop(Stop.UNAVAILABLE)
+            return
+        self._judge(error, connection)
+        if isinstance(error, RedisUnavailable) and self._may_retry(job, connection):
+            self._queue.put((task,), urgent=True)
+            return
+        job.stop(Stop.TIMED_OUT if isinstance(error, RedisTimeout) else Stop.UNAVAILABLE)
+
+    def _skip(self, connection: BulkConnection, task: ReadTask) -> None:
+        """Receive what nobody waits for, if it comes at once: that saves the connection."""
+        job, index, _ = task
+        if not self._health.is_up:
+            connection.close()
+            return
+        nbytes = job.frame.payload_bytes(index)
+        if self._scratch.nbytes < nbytes:
+            self._scratch = memoryview(bytearray(nbytes))
+        try:
+            connection.receive_stripe(self._scratch[:nbytes], time.monotonic() + _SKIP_WITHIN_S)
+        except RedisTimeout:
+            # Nobody was kept waiting: the server is not suspected.
+            pass
+        except RedisError as error:
+            self._judge(error, connection)

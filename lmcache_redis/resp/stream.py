@@ -40,9 +40,6 @@ class Stream(Protocol):
     def send(self, parts: Sequence[Buffer], nbytes: int) -> None:
         """Send all parts, `nbytes` together."""
 
-    def ask(self, command: bytes, view: memoryview) -> int:
-        """Send a small command and receive what comes first: `send`, then `receive_some`."""
-
     def receive_some(self, view: memoryview) -> int:
         """Receive at least one byte, at most the view; says how many."""
 
@@ -99,7 +96,6 @@ class PlainStream(_SocketOwner):
         "_op_timeout_s",
         "_recv_into",
         "_recvmsg_into",
-        "_send",
         "_sendmsg",
         "_timeout_s",
     )
@@ -112,7 +108,6 @@ class PlainStream(_SocketOwner):
         self._deadline = 0.0
         self._recv_into = sock.recv_into
         self._recvmsg_into = sock.recvmsg_into
-        self._send = sock.send
         self._sendmsg = sock.sendmsg
 
     def arm(self, deadline: float) -> None:
@@ -132,18 +127,6 @@ class PlainStream(_SocketOwner):
             raise self._lost(error) from None
         if sent != nbytes:
             self._send_rest(parts, sent)
-
-    def ask(self, command: bytes, view: memoryview) -> int:
-        try:
-            sent = self._send(command)
-            if sent != len(command):
-                self._send_rest((command,), sent)
-            received = self._recv_into(view)
-        except OSError as error:
-            raise self._lost(error) from None
-        if received == 0:
-            raise self._lost()
-        return received
 
     def receive_some(self, view: memoryview) -> int:
         try:
@@ -232,10 +215,6 @@ class TlsStream(_SocketOwner):
             self._send_view(view)
             small = b""
         self._send_view(memoryview(small))
-
-    def ask(self, command: bytes, view: memoryview) -> int:
-        self._send_view(memoryview(command))
-        return self.receive_some(view)
 
     def receive_some(self, view: memoryview) -> int:
         self._limit()

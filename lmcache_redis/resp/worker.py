@@ -1,4 +1,4 @@
-"""What the plane's network threads have in common: one connection each, kept or replaced."""
+"""What the plane's network threads have in common: connections, kept or replaced."""
 
 from __future__ import annotations
 
@@ -52,10 +52,14 @@ class Worker:
     def serve(self, connection: BulkConnection) -> bool:
         raise AssertionError("a worker without work")
 
+    def make_connection(self) -> BulkConnection:
+        """A connection of this thread, not open yet."""
+        return BulkConnection(self._connector, f"lmcache-redis:{self.name}")
+
     def _run(self) -> None:
         failures = 0
         while self._health.wait_up():
-            connection = BulkConnection(self._connector, f"lmcache-redis:{self.name}")
+            connection = self.make_connection()
             try:
                 failures = self._connect(connection, failures)
                 if connection.is_open and not self._serve_safely(connection):

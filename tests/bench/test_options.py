@@ -20,8 +20,8 @@ def test_without_anything_defaults_come_first_and_then_one_to_eight_connections(
 
 
 def test_what_is_given_is_combined() -> None:
-    found = settings_of_ours(gets=[1, 2], outstanding=[4, 8])
-    assert found == [Setting(g, outstanding=o) for g in (1, 2) for o in (4, 8)]
+    found = settings_of_ours(gets=[1, 2], threads=[1, 2])
+    assert found == [Setting(g, threads=t) for g in (1, 2) for t in (1, 2)]
     assert settings_of_ours(slot_bytes=[64 << 10]) == [Setting(slot_bytes=64 << 10)]
 
 

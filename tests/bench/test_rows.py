@@ -12,7 +12,7 @@ from lmcache_redis.bench.plane.rows import Case, Row, Samples, size_text
 FIELDS = {
     *("client", "op", "value_bytes", "items", "connections", "checksum"),
     *("gb_per_s", "ms", "cpu_s_per_gb", "rounds"),
-    *("cached", "how", "default", "stripe_bytes", "outstanding"),
+    *("cached", "how", "default", "stripe_bytes", "threads"),
 }
 
 
@@ -44,12 +44,12 @@ def test_ours_stripes_and_checks() -> None:
     assert row.checksum
     assert row.default
     assert row.connections == Setting().set_connections
-    assert row.outstanding == Setting().outstanding
+    assert row.threads == Setting().threads
     assert row.stripe_bytes is not None
     assert row.stripe_bytes <= DEFAULT_SLOT_BYTES
     load = row_of(Case("ours", Setting(), "load", 8 * MIB, 16), (1.0, 1.0))
     assert load.connections == Setting().get_connections
-    assert load.outstanding is None
+    assert load.threads == Setting().threads
 
 
 def test_ours_without_checksums_says_so() -> None:
@@ -64,7 +64,7 @@ def test_ours_set_otherwise_is_not_the_default() -> None:
 def test_a_peer_stores_whole_chunks_without_checksum() -> None:
     row = row_of(Case("lmcache", Setting(4, 4), "steady", 8 * MIB, 16), (1.0, 1.0))
     assert (row.connections, row.checksum, row.default) == (4, False, False)
-    assert (row.stripe_bytes, row.outstanding, row.how) == (8 * MIB, None, None)
+    assert (row.stripe_bytes, row.threads, row.how) == (8 * MIB, None, None)
 
 
 def test_a_scan_has_ms_alone() -> None:

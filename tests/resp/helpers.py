@@ -12,6 +12,7 @@ from typing import Any
 from lmcache_redis.keys import key_stem, stripe_key
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
+from lmcache_redis.resp.options import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
 from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
 from tests.servers import RedisServer
 
@@ -121,6 +122,10 @@ class Answers:
     def __len__(self) -> int:
         with self._changed:
             return len(self._by_asked)
+
+
+# What a plane opens to one server with default options: its bulk connections, control and probe.
+CONNECTIONS = DEFAULT_GET_CONNECTIONS + DEFAULT_SET_CONNECTIONS + 2
 
 
 def wait_until(condition: Callable[[], object], what: str = "") -> None:

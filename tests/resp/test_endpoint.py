@@ -122,7 +122,7 @@ def test_tls_files_are_looked_for(tmp_path: Path) -> None:
     [
         {"get_connections": 0},
         {"set_connections": 65},
-        {"max_outstanding_sets": 0},
+        {"network_threads": 0},
         {"get_connections": True},
         {"op_timeout_s": 0},
         {"connect_timeout_s": -1},

@@ -11,6 +11,7 @@ import pytest
 
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisPlane, WriteOutcome
 from tests.resp.helpers import (
+    CONNECTIONS,
     Answers,
     Chunk,
     chunk_key,
@@ -48,7 +49,7 @@ def test_killed_while_idle_and_restarted_empty(own_server: RedisServer) -> None:
     with running(own_server.url, heartbeat_s=3600.0) as plane:
         check_works(plane)
         # One that connects while the server is away would notice.
-        wait_until(lambda: plane.stats().connects >= 6)
+        wait_until(lambda: plane.stats().connects >= CONNECTIONS)
         own_server.restart()
         # Nobody has noticed: old connections are replaced, calls are not lost.
         chunk = Chunk(1, SIZE, SLOT, seed=1)
@@ -101,7 +102,7 @@ def test_killed_in_the_middle_of_stores(own_server: RedisServer) -> None:
 
 def test_a_restart_in_the_middle_of_a_store_makes_no_half_chunk(own_server: RedisServer) -> None:
     """Stripes acknowledged before the restart are gone, so stripe 0 must not follow."""
-    with Proxy(own_server.port) as proxy, running(proxy.url, max_outstanding_sets=2) as plane:
+    with Proxy(own_server.port) as proxy, running(proxy.url, set_connections=2) as plane:
         check_works(plane)
         acknowledged = proxy.acknowledged
         proxy.hold_after = acknowledged + 8
@@ -230,8 +231,8 @@ def test_full_without_eviction(own_server: RedisServer) -> None:
     with running(own_server.url) as plane:
         own_server.config_set("maxmemory-policy", "noeviction")
         used = own_server.command("INFO", "memory")["used_memory"]
-        own_server.config_set("maxmemory", str(used + (12 << 20)))
-        chunks = [Chunk(n, 4 << 20, 1 << 19, seed=n) for n in range(6)]
+        own_server.config_set("maxmemory", str(used + (32 << 20)))
+        chunks = [Chunk(n, 4 << 20, 1 << 19, seed=n) for n in range(12)]
         outcomes = write(plane, *chunks)
         assert set(outcomes) == {WriteOutcome.STORED, WriteOutcome.FULL}
         assert "maxmemory" in plane.state.reason

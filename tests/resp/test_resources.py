@@ -7,7 +7,7 @@ import tracemalloc
 from pathlib import Path
 
 from lmcache_redis.resp import ReadOutcome, WriteOutcome
-from tests.resp.helpers import Chunk, plane_threads, read, running, wait_until, write
+from tests.resp.helpers import CONNECTIONS, Chunk, plane_threads, read, running, wait_until, write
 from tests.resp.proxy import Proxy
 from tests.servers import RedisServer
 
@@ -42,12 +42,12 @@ def test_nothing_piles_up_while_a_server_comes_and_goes(own_server: RedisServer)
     chunk = Chunk(1, 50_000, 4096, seed=1)
     with Proxy(own_server.port) as proxy, running(proxy.url) as plane:
         assert write(plane, chunk) == [WriteOutcome.STORED]
-        wait_until(lambda: plane.stats().connects == 6)
+        wait_until(lambda: plane.stats().connects == CONNECTIONS)
         threads = sorted(plane_threads())
         for _ in range(5):
             proxy.cut_all()
             wait_until(lambda: read(plane, chunk) == [ReadOutcome.LOADED])
-        wait_until(lambda: plane.open_streams <= 6)
+        wait_until(lambda: plane.open_streams <= CONNECTIONS)
         assert sorted(plane_threads()) == threads
         assert not plane._by_chunk
         wait_until(lambda: plane._registry.wait_empty(0.0))

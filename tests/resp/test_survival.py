@@ -11,6 +11,7 @@ import pytest
 
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisPlane, WriteOutcome
 from tests.resp.helpers import (
+    CONNECTIONS,
     Chunk,
     first_key,
     our_connections,
@@ -176,7 +177,7 @@ def test_full_speed_again_after_its_return(
     with running(own_server.url) as plane:
         move(plane)
         before_s = move(plane)
-        wait_until(lambda: len(our_connections(own_server)) == 6)
+        wait_until(lambda: len(our_connections(own_server)) == CONNECTIONS)
         connections = our_connections(own_server)
         bring_back = fault(own_server)
         outcomes = read(plane, Chunk(0, 100, 64), Chunk(1, 100, 64), within_s=0.3)

@@ -15,7 +15,7 @@ import msgspec
 
 from lmcache_redis.resp.options import (
     DEFAULT_GET_CONNECTIONS,
-    DEFAULT_OUTSTANDING_SETS,
+    DEFAULT_NETWORK_THREADS,
     DEFAULT_SET_CONNECTIONS,
 )
 
@@ -28,13 +28,13 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way to run a client; without arguments, our client's defaults.
 
     get_connections, set_connections: for a peer, its connections or threads. slot_bytes,
-    outstanding, checksums: of our client alone; without checksums it does not verify what it
+    threads, checksums: of our client alone; without checksums it does not verify what it
     loads, and stores as ever. how: a peer's way of doing it, where it has several.
     """
 
     get_connections: int = DEFAULT_GET_CONNECTIONS
     set_connections: int = DEFAULT_SET_CONNECTIONS
-    outstanding: int = DEFAULT_OUTSTANDING_SETS
+    threads: int = DEFAULT_NETWORK_THREADS
     slot_bytes: int = DEFAULT_SLOT_BYTES
     checksums: bool = True
     how: str = ""

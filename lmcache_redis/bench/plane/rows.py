@@ -37,8 +37,8 @@ class Row:
     whether it is made of what is stored, or compared with what is loaded.
     gb_per_s: payload, 1e9 bytes. ms: of a scan. cpu_s_per_gb: user and system time of the
     client's process. how: which way, where the client has several. default: our client as it
-    is unless set otherwise. stripe_bytes: payload of one Redis value. outstanding: SETs sent
-    and not acknowledged, on each connection.
+    is unless set otherwise. stripe_bytes: payload of one Redis value. threads: of ours, that
+    share the connections.
     """
 
     client: str
@@ -55,7 +55,7 @@ class Row:
     how: str | None
     default: bool
     stripe_bytes: int | None
-    outstanding: int | None
+    threads: int | None
 
 
 class Samples:
@@ -96,7 +96,7 @@ def _row(case: Case, samples: list[Measured]) -> Row:
         how=setting.how or None,
         default=ours and setting == Setting(),
         stripe_bytes=stripe_bytes if moved else None,
-        outstanding=setting.outstanding if ours and moved and case.op != "load" else None,
+        threads=setting.threads if ours and moved else None,
     )
 
 

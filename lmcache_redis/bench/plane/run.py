@@ -69,7 +69,7 @@ class Options:
 def settings_of_ours(
     gets: Sequence[int] = (),
     sets: Sequence[int] = (),
-    outstanding: Sequence[int] = (),
+    threads: Sequence[int] = (),
     slot_bytes: Sequence[int] = (),
     connections: Sequence[int] = DEFAULT_CONNECTIONS,
 ) -> list[Setting]:
@@ -78,7 +78,7 @@ def settings_of_ours(
     The latter with checksums, then without.
     """
     default = Setting()
-    if not (gets or sets or outstanding or slot_bytes):
+    if not (gets or sets or threads or slot_bytes):
         with_checksums = [default, *(Setting(n, n) for n in connections)]
         return [*with_checksums, *(replace(s, checksums=False) for s in with_checksums)]
     return [
@@ -86,7 +86,7 @@ def settings_of_ours(
         for values in product(
             gets or (default.get_connections,),
             sets or (default.set_connections,),
-            outstanding or (default.outstanding,),
+            threads or (default.threads,),
             slot_bytes or (DEFAULT_SLOT_BYTES,),
         )
     ]
@@ -131,7 +131,7 @@ def report(options: Options, rows: Sequence[Row], server: str, plot: Path) -> No
     show(f"medians of {options.rounds} rounds, (connections); {server}", median_table(rows))
     if any(row.ms is not None for row in rows):
         show("prefix scans", scan_table(rows))
-    if len(options.ours) > 1 and len({(s.outstanding, s.slot_bytes) for s in options.ours}) == 1:
+    if len(options.ours) > 1 and len({(s.threads, s.slot_bytes) for s in options.ours}) == 1:
         show("ours by connections", connection_table(rows))
     elif len(options.ours) > 1:
         show("ours", [asdict(row) for row in rows if row.client == OURS])

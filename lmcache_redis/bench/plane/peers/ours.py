@@ -34,7 +34,7 @@ class OurClient(ScanningClient):
                 url,
                 get_connections=setting.get_connections,
                 set_connections=setting.set_connections,
-                max_outstanding_sets=setting.outstanding,
+                network_threads=setting.threads,
                 op_timeout_s=_OP_TIMEOUT_S,
                 verify_checksums=setting.checksums,
             )

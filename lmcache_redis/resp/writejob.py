@@ -1,18 +1,11 @@
-"""A chunk on its way out: which of its stripes each server has been sent, and has.
+"""A chunk on its way out: which of its stripes were sent, and which are there.
 
 A chunk can be seen once its stripe 0 is there, so that one is sent only after every other
 stripe was acknowledged.
-
-All stripes of a chunk that go to one server are a part. A server that is restarted loses what it
-had acknowledged, and with it all its connections: so a chunk fails with a connection on which
-anything of it was acknowledged, and once a connection was lost, what remains of a part goes only
-over those that are older than its first stripe. If nothing of a part was acknowledged on any
-connection, it is sent again.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -27,32 +20,6 @@ WriteDone = Callable[[ChunkIO, WriteOutcome], None]
 WriteSettled = Callable[[ChunkIO, WriteOutcome], None]
 
 
-class Losses:
-    """When a SET connection of a server was lost last; shared by the server's writers."""
-
-    __slots__ = ("last_at",)
-
-    def __init__(self) -> None:
-        self.last_at = -math.inf
-
-
-class WritePart:
-    """What one server gets of a chunk. Its fields are guarded by the job's lock."""
-
-    __slots__ = ("acknowledged", "first_sent_at", "job", "outstanding", "queue")
-
-    def __init__(self, job: WriteJob, queue: TaskQueue[WriteTask]) -> None:
-        self.job = job
-        self.queue = queue
-        self.first_sent_at: float | None = None
-        self.acknowledged = 0
-        self.outstanding = 0
-
-
-# A stripe to set: its part, its index, and the redirection it has followed, if any.
-WriteTask = tuple[WritePart, int, Hop | None]
-
-
 class WriteJob(Job[WriteOutcome]):
     """One chunk on its way out; a step is a stripe."""
 
@@ -61,7 +28,7 @@ class WriteJob(Job[WriteOutcome]):
         "_chunk",
         "_done",
         "_first",
-        "_parts",
+        "_outstanding",
         "_remains",
         "_settled",
         "created_unix_ms",
@@ -80,8 +47,8 @@ class WriteJob(Job[WriteOutcome]):
         self.stripe_count = chunk.frame.stripe_count
         self.store_id = os.urandom(STORE_ID_BYTES)
         self.created_unix_ms = max(0, int(time.time() * 1000))
-        self._parts: dict[TaskQueue[WriteTask], WritePart] = {}
         self._first: TaskQueue[WriteTask] | None = None
+        self._outstanding = 0
         self._acknowledged = 0
         self._remains = False
         super().__init__(self.stripe_count, WriteOutcome.STORED, chunk.deadline, registry)
@@ -94,47 +61,32 @@ class WriteJob(Job[WriteOutcome]):
         return self._chunk
 
     def submit(self, queues: Sequence[TaskQueue[WriteTask]]) -> None:
-        """Begin. queues: for each stripe the queue of the server that gets it."""
+        """Begin. queues: for each stripe the queue that it goes to."""
         self._first = queues[0]
         if self.stripe_count == 1:
             self._submit_first()
             return
         tasks: dict[TaskQueue[WriteTask], list[WriteTask]] = {}
         for index in range(1, self.stripe_count):
-            queue = queues[index]
-            tasks.setdefault(queue, []).append((self.part(queue), index, None))
+            tasks.setdefault(queues[index], []).append((self, index, None))
         for queue, of_queue in tasks.items():
             queue.put(of_queue)
 
-    def part(self, queue: TaskQueue[WriteTask]) -> WritePart:
-        """The part of the server with that queue."""
+    def note_sent(self) -> None:
+        """A stripe is about to be sent: whatever comes of it may be in Redis."""
         with self._lock:
-            return self._parts.setdefault(queue, WritePart(self, queue))
-
-    def admit(self, part: WritePart, connected_at: float, lost_at: float) -> bool:
-        """Whether a stripe may go over a connection of that age; it counts as sent then.
-
-        lost_at: when a SET connection of that server was lost last.
-        """
-        with self._lock:
-            if part.first_sent_at is None:
-                part.first_sent_at = time.monotonic()
-            if connected_at > part.first_sent_at and lost_at >= part.first_sent_at:
-                return False
-            part.outstanding += 1
+            self._outstanding += 1
             self._remains = True
-            return True
 
-    def withdraw(self, part: WritePart) -> None:
-        """A stripe that counted as sent was not, or was refused."""
+    def withdraw(self) -> None:
+        """A stripe that counted as sent was not, was refused, or will not be answered."""
         with self._lock:
-            part.outstanding -= 1
+            self._outstanding -= 1
 
-    def acknowledge(self, part: WritePart) -> None:
+    def acknowledge(self) -> None:
         """A stripe is stored. The last but stripe 0 brings that on its way."""
         with self._lock:
-            part.outstanding -= 1
-            part.acknowledged += 1
+            self._outstanding -= 1
             self._acknowledged += 1
             if self._acknowledged == self.stripe_count:
                 self._remains = False
@@ -142,29 +94,17 @@ class WriteJob(Job[WriteOutcome]):
         if first_is_due:
             self._submit_first()
 
-    def may_restart(self, part: WritePart, lost: int) -> bool:
-        """`lost` stripes will not be answered: whether sending them again makes a whole chunk."""
-        with self._lock:
-            part.outstanding -= lost
-            # What was acknowledged may be gone with the server's memory.
-            if part.acknowledged or part.outstanding:
-                return False
-            part.first_sent_at = None
-            return True
-
     def take_remains(self) -> bool:
         """True once: the job failed, something of it may be in Redis, and no more will come."""
         with self._lock:
-            if self._outcome is None or not self._remains:
-                return False
-            if any(part.outstanding for part in self._parts.values()):
+            if self._outcome is None or not self._remains or self._outstanding:
                 return False
             self._remains = False
             return True
 
     def _submit_first(self) -> None:
         if self._first is not None:
-            self._first.put(((self.part(self._first), 0, None),), urgent=True)
+            self._first.put(((self, 0, None),), urgent=True)
 
     def _answer(self, outcome: WriteOutcome) -> None:
         chunk, done, settled = self._chunk, self._done, self._settled
@@ -173,3 +113,7 @@ class WriteJob(Job[WriteOutcome]):
             raise RuntimeError("a write is answered twice")
         settled(chunk, outcome)
         done(chunk, outcome)
+
+
+# A stripe to set: the job of its chunk, its index, and the redirection it has followed, if any.
+WriteTask = tuple[WriteJob, int, Hop | None]

@@ -1,0 +1,177 @@
+"""A thread with several connections, one task under way on each.
+
+While the server works on what one connection asked, the thread moves the bytes of another: the
+server is never idle, reads every value straight to where it stays, and queues no copies of
+replies. One thread does that faster than several, which would wait for each other's GIL
+(docs/data-plane.md has the measurement).
+
+Servers answer in the order in which they were asked, so the thread waits for the connection that
+it asked first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Generic, TypeVar
+
+from lmcache_redis.errors import ConfigError, RedisError
+from lmcache_redis.resp.bulk import BulkConnection
+from lmcache_redis.resp.connect import Connector
+from lmcache_redis.resp.health import Health
+from lmcache_redis.resp.queues import TaskQueue
+from lmcache_redis.resp.worker import Worker
+
+TaskT = TypeVar("TaskT")
+
+# A server without room for one more connection is asked for it again after that long.
+_WIDEN_AGAIN_S = 1.0
+# What was asked together may be late together: each is waited for at least that long.
+_LEAST_PATIENCE_S = 0.05
+
+
+class Lane(Generic[TaskT]):
+    """A connection, the task that it works on, and since when (`time.monotonic()`)."""
+
+    __slots__ = ("asked_at", "connection", "task")
+
+    def __init__(self, connection: BulkConnection) -> None:
+        self.connection = connection
+        self.task: TaskT | None = None
+        self.asked_at = 0.0
+
+
+class LaneWorker(Worker, Generic[TaskT]):
+    """Takes tasks from a queue as long as it has a lane for them.
+
+    Subclasses say how to `ask`, to `receive` and to `give_up`. Lanes that are lost are opened
+    again: one by one where `may_widen`, or, where one `must_renew`, all together once the replies
+    that are under way have come.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        connector: Connector,
+        health: Health,
+        queue: TaskQueue[TaskT],
+        connections: int,
+        op_timeout_s: float,
+    ) -> None:
+        super().__init__(name, connector, health)
+        self._queue = queue
+        self._connections = connections
+        self._op_timeout_s = op_timeout_s
+        self._idle: list[Lane[TaskT]] = []
+        self._busy: deque[Lane[TaskT]] = deque()
+        self._widen_at = 0.0
+
+    # -------------------------------------------------- what subclasses say
+
+    def ask(self, lane: Lane[TaskT], task: TaskT) -> bool:
+        """Send what the task needs. False: no reply will come, the task has been seen to."""
+        raise AssertionError("a lane that asks for nothing")
+
+    def receive(self, lane: Lane[TaskT], task: TaskT) -> None:
+        """Receive the reply to what was asked, and see to the task."""
+        raise AssertionError("a lane that receives nothing")
+
+    def give_up(self, task: TaskT) -> None:
+        """The reply to the task will not be received: its connection was closed."""
+        raise AssertionError("a lane that never gives up")
+
+    @property
+    def must_renew(self) -> bool:
+        return False
+
+    @property
+    def may_widen(self) -> bool:
+        return True
+
+    def closed(self) -> None:
+        """All connections were closed, and no task is under way."""
+
+    # --------------------------------------------------------------- inside
+
+    def patience(self, lane: Lane[TaskT]) -> float:
+        """Until when to wait for the reply: the op time-out counts from when it was asked."""
+        return max(lane.asked_at + self._op_timeout_s, time.monotonic() + _LEAST_PATIENCE_S)
+
+    def serve(self, connection: BulkConnection) -> bool:
+        self._idle.append(Lane(connection))
+        self._widen_at = 0.0
+        try:
+            while self._idle or self._busy:
+                if len(self._idle) + len(self._busy) < self._connections:
+                    self._widen()
+                if not self._ask_for_all():
+                    return False
+                if self._busy:
+                    self._receive_first()
+                if self.must_renew:
+                    self._renew()
+            return True
+        finally:
+            self._close_all()
+
+    def _ask_for_all(self) -> bool:
+        """Fill the lanes; wait for a task only with no reply to wait for. False: no more work."""
+        while self._idle and not self.must_renew:
+            task = self._queue.take(wait=not self._busy)
+            if task is None:
+                return bool(self._busy) or not self._queue.closed
+            lane = self._idle.pop()
+            # Busy first: whatever happens, somebody answers for the task.
+            lane.task = task
+            self._busy.append(lane)
+            if self.ask(lane, task):
+                lane.asked_at = time.monotonic()
+            else:
+                self._busy.pop()
+                self._put_back(lane)
+        return True
+
+    def _receive_first(self) -> None:
+        lane = self._busy[0]
+        if lane.task is not None:
+            self.receive(lane, lane.task)
+        self._busy.popleft()
+        self._put_back(lane)
+
+    def _put_back(self, lane: Lane[TaskT]) -> None:
+        lane.task = None
+        if lane.connection.is_open:
+            self._idle.append(lane)
+
+    def _widen(self) -> None:
+        """Open the connections that are missing, as far as the server has room."""
+        if not self.may_widen or not self._health.is_up or time.monotonic() < self._widen_at:
+            return
+        while len(self._idle) + len(self._busy) < self._connections:
+            connection = self.make_connection()
+            try:
+                connection.open()
+            except (RedisError, ConfigError) as error:
+                # Those that are open tell whether the server is there at all.
+                connection.close()
+                if isinstance(error, RedisError):
+                    self._health.note(error)
+                self._widen_at = time.monotonic() + _WIDEN_AGAIN_S
+                return
+            self._idle.append(Lane(connection))
+
+    def _renew(self) -> None:
+        """Receive what is under way and close all connections."""
+        while self._busy:
+            self._receive_first()
+        self._close_all()
+
+    def _close_all(self) -> None:
+        busy, self._busy = self._busy, deque()
+        idle, self._idle = self._idle, []
+        for lane in (*busy, *idle):
+            lane.connection.close()
+        for lane in busy:
+            if lane.task is not None:
+                self.give_up(lane.task)
+        self.closed()
