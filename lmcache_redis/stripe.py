@@ -43,6 +43,7 @@ _PLACE = struct.Struct("<HHIQQQ")
 # preamble | store id | place | payload checksum | layout and chunk | created | own | metadata
 _PARTS = struct.Struct("<8s16s32sQ96sQQ336s")
 _OWN_CHECKSUM_AT, _OWN_CHECKSUM_END = 168, 176
+_OWN_CHECKSUM = struct.Struct("<Q")
 _NO_CHECKSUM = bytes(8)
 _EXPECTED_PREAMBLE = _PREAMBLE.pack(_MAGIC, VERSION, HEADER_BYTES)
 
@@ -145,8 +146,9 @@ class ChunkFrame:
             created_unix_ms,
         )
         try:
-            own = xxh3_64_intdigest(_PARTS.pack(*parts, 0, self._padded_metadata))
-            _PARTS.pack_into(buf, 0, *parts, own, self._padded_metadata)
+            _PARTS.pack_into(buf, 0, *parts, 0, self._padded_metadata)
+            header = memoryview(buf)[:HEADER_BYTES]
+            _OWN_CHECKSUM.pack_into(buf, _OWN_CHECKSUM_AT, xxh3_64_intdigest(header))
         except struct.error as error:
             raise FormatError(f"a header that cannot be written: {error}") from None
 

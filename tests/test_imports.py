@@ -17,8 +17,9 @@ LAYERS = (
     {"cli", "demo", "bench"},
     {"integrations"},
     {"client"},
-    {"agent", "admin"},
+    {"agent", "admin", "gateway"},
     {"messages", "transport", "codec"},
+    {"storage"},
     {"device", "hostpool", "resp"},
     {"stripe"},
     {"keys", "hashing", "protocol"},
@@ -31,6 +32,9 @@ STRANGERS = {
     "device": {"hostpool", "resp"},
     "hostpool": {"device", "resp"},
     "resp": {"device", "hostpool"},
+    # Tiers are used by whoever has chunks: they know no engine and no agent.
+    "storage": {"device"},
+    "gateway": {"agent", "admin", "device", "messages", "transport", "codec"},
     # Tools that look at servers from outside: no agent, no engine, no memory.
     "admin": {"agent", "device", "hostpool", "messages", "transport", "codec"},
     # An engine's process has no pool and no Redis: it talks to the agent and exports memory.
@@ -167,7 +171,7 @@ def test_only_integrations_import_vllm(path: Path) -> None:
 def test_torch_is_imported_late(path: Path) -> None:
     """The agent starts without torch: a second of start and 200 MB."""
     name = ids(path)
-    if name.startswith(("device/cuda", "integrations/")):
+    if name.startswith(("device/cuda", "integrations/", "storage/tensors")):
         return
     heavy = ("torch", "transformers", "safetensors", "triton", "matplotlib")
     assert not [i for i in imports_of(path) if i.eager and is_under(i.module, *heavy)]

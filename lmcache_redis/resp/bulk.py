@@ -281,7 +281,21 @@ class BulkConnection:
 
     def receive_reply(self, deadline: float) -> Reply:
         """The one reply that is outstanding."""
-        return self.exchange((), 1, deadline)[0]
+        stream = self._usable()
+        view = self._receive_view
+        try:
+            stream.arm(deadline)
+            received = stream.receive_some(view)
+        except (RedisTimeout, RedisUnavailable) as error:
+            self._fail(error)
+        if view[:received] == _OK_LINE and not self._replies.pending_bytes:
+            return b"OK"
+        try:
+            self._replies.feed(view[:received])
+            replies = self._replies.take()
+        except RedisProtocolError as error:
+            self._fail(error)
+        return self._exactly(1, replies, deadline)[0]
 
     def call(self, request: bytes, reply_count: int, deadline: float) -> list[Reply]:
         """`exchange`, but the first error reply is raised (`wire.error_of`)."""
@@ -304,6 +318,10 @@ class BulkConnection:
         except (RedisTimeout, RedisUnavailable) as error:
             self._fail(error)
         replies = self._receive_least(stream, reply_count) if reply_count > 1 else []
+        return self._exactly(reply_count, replies, deadline)
+
+    def _exactly(self, reply_count: int, replies: list[Reply], deadline: float) -> list[Reply]:
+        """So many replies and not a byte more, of which `replies` have come."""
         while len(replies) < reply_count:
             replies += self.receive_replies(deadline)
         if len(replies) > reply_count or self._replies.pending_bytes:

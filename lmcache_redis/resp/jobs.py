@@ -13,6 +13,7 @@ import enum
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -152,9 +153,9 @@ class JobRegistry:
         self._jobs: set[Job[Any]] = set()
         self._changed = threading.Condition()
 
-    def add(self, job: Job[Any]) -> None:
+    def add(self, jobs: Iterable[Job[Any]]) -> None:
         with self._changed:
-            self._jobs.add(job)
+            self._jobs.update(jobs)
 
     def discard(self, job: Job[Any]) -> None:
         with self._changed:

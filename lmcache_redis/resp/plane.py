@@ -14,9 +14,12 @@ so is whatever comes until a probe finds it up again. docs/data-plane.md has wha
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import TypeVar
 
 from lmcache_redis.errors import RedisRedirect
 from lmcache_redis.keys import KEY_MAGIC, stripe_key
@@ -38,12 +41,13 @@ from lmcache_redis.resp.outcomes import (
     ScanResult,
     WriteOutcome,
 )
-from lmcache_redis.resp.queues import Timekeeper
-from lmcache_redis.resp.reader import ReadJob, ReadTask, read_tasks
+from lmcache_redis.resp.queues import TaskQueue, Timekeeper
+from lmcache_redis.resp.reader import ReadJob, ReadTask
 from lmcache_redis.resp.routes import MAX_HOPS, Hop
 from lmcache_redis.resp.scan import count_prefix, find_present
 from lmcache_redis.resp.stats import Counts
 from lmcache_redis.resp.writejob import WriteJob, WriteTask
+from lmcache_redis.stripe import STORE_ID_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,7 @@ _REMOVE_WITHIN_S = 10.0
 _MAX_PENDING_REMOVALS = 1024
 
 AnyJob = Job[ReadOutcome] | Job[WriteOutcome] | Job[CallOutcome]
+JobT = TypeVar("JobT", bound=AnyJob)
 
 
 class RedisPlane:
@@ -75,6 +80,8 @@ class RedisPlane:
         self._closing = False
         self._closed = False
         self._by_chunk: dict[ChunkIO, AnyJob] = {}
+        # Seeded by the operating system: no two planes give a store the same id.
+        self._random = random.Random()
 
     # ------------------------------------------------------------- life cycle
 
@@ -154,35 +161,58 @@ class RedisPlane:
 
     def read(self, chunk: ChunkIO, done: Callable[[ChunkIO, ReadOutcome], None]) -> None:
         """Load a chunk into its slots, which are the plane's until `done`."""
-        chunk.check(writable=True)
-        self._check_usable()
-        self._check_idle(chunk)
+        self.read_all((chunk,), done)
+
+    def read_all(
+        self, chunks: Sequence[ChunkIO], done: Callable[[ChunkIO, ReadOutcome], None]
+    ) -> None:
+        """Load chunks, in this order; `done` is called for each. Cheaper than one by one."""
+        self._check_chunks(chunks, writable=True)
         refresh_ttl_s = self.options.ttl_s if self.options.ttl_refresh else 0
-        job = ReadJob(chunk, done, self._read_settled, self._registry, refresh_ttl_s)
-        parts = self._nodes.routes.split(read_tasks(job), lambda t: stripe_key(chunk.key, t[1]))
-        job.nodes = tuple(parts)
-        self._by_chunk[chunk] = job
-        if self._enter(job):
-            for node, tasks in parts.items():
-                if node is not None:
-                    node.reads.put(tasks)
-            # The server may have gone, or the plane been closed, while it was queued.
-            self._refuse(job)
+        routes, registry = self._nodes.routes, self._registry
+        jobs: dict[ReadJob, dict[Node | None, list[ReadTask]]] = {}
+        for chunk in chunks:
+            job = ReadJob(chunk, done, self._read_settled, registry, refresh_ttl_s)
+            jobs[job] = routes.split(job.tasks(), lambda task: stripe_key(task[0].key, task[1]))
+            job.nodes = tuple(jobs[job])
+            self._by_chunk[chunk] = job
+        accepted = self._enter(jobs)
+        by_node: dict[Node | None, list[ReadTask]] = {}
+        for job in accepted:
+            for node, tasks in jobs[job].items():
+                by_node.setdefault(node, []).extend(tasks)
+        for node, tasks in by_node.items():
+            if node is not None:
+                node.reads.put(tasks)
+        # A server may have gone, or the plane been closed, while they were queued.
+        self._refuse(accepted)
 
     def write(self, chunk: ChunkIO, done: Callable[[ChunkIO, WriteOutcome], None]) -> None:
         """Store a chunk from its slots, which must not change until `done`."""
-        chunk.check(writable=False)
-        self._check_usable()
-        self._check_idle(chunk)
-        job = WriteJob(chunk, done, self._write_settled, self._registry)
-        stripes = range(job.stripe_count)
-        nodes = self._nodes.routes.nodes_of(stripes, lambda index: stripe_key(chunk.key, index))
-        job.nodes = tuple(dict.fromkeys(nodes))
-        self._by_chunk[chunk] = job
-        if self._enter(job):
-            job.submit([node.writes(chunk.key) for node in nodes if node is not None])
-            # The server may have gone, or the plane been closed, while it was queued.
-            self._refuse(job)
+        self.write_all((chunk,), done)
+
+    def write_all(
+        self, chunks: Sequence[ChunkIO], done: Callable[[ChunkIO, WriteOutcome], None]
+    ) -> None:
+        """Store chunks, in this order; `done` is called for each. Cheaper than one by one."""
+        self._check_chunks(chunks, writable=False)
+        routes, registry = self._nodes.routes, self._registry
+        jobs: dict[WriteJob, Sequence[Node | None]] = {}
+        for chunk in chunks:
+            job = WriteJob(chunk, done, self._write_settled, registry, self._new_store_id())
+            jobs[job] = routes.nodes_of(range(job.stripe_count), partial(stripe_key, chunk.key))
+            job.nodes = tuple(dict.fromkeys(jobs[job]))
+            self._by_chunk[chunk] = job
+        accepted = self._enter(jobs)
+        by_queue: dict[TaskQueue[WriteTask], list[WriteTask]] = {}
+        for job in accepted:
+            queues = [node.writes(job.key) for node in jobs[job] if node is not None]
+            for index in job.begin_at(queues[0]):
+                by_queue.setdefault(queues[index], []).append((job, index, None))
+        for queue, tasks in by_queue.items():
+            queue.put(tasks)
+        # A server may have gone, or the plane been closed, while they were queued.
+        self._refuse(accepted)
 
     def cancel(self, chunk: ChunkIO) -> None:
         """End a read or write early: CANCELLED as soon as no socket uses its slots.
@@ -305,16 +335,23 @@ class RedisPlane:
         if not self._started or self._closed:
             raise RuntimeError("the Redis plane is not running")
 
-    def _check_idle(self, chunk: ChunkIO) -> None:
-        if chunk in self._by_chunk:
+    def _check_chunks(self, chunks: Sequence[ChunkIO], writable: bool) -> None:
+        """All of them, before any is begun."""
+        for chunk in chunks:
+            chunk.check(writable)
+        self._check_usable()
+        if len(set(chunks)) < len(chunks) or not self._by_chunk.keys().isdisjoint(chunks):
             raise RuntimeError("the chunk is being read or written already")
+
+    def _new_store_id(self) -> bytes:
+        return self._random.getrandbits(8 * STORE_ID_BYTES).to_bytes(STORE_ID_BYTES, "little")
 
     def _submit_call(self, job: CallJob, node: Node | None) -> None:
         job.nodes = (node,)
-        if self._enter(job) and node is not None:
+        if self._enter((job,)) and node is not None:
             node.calls.put((job,), urgent=job.urgent)
             # The server may have gone, or the plane been closed, while it was queued.
-            self._refuse(job)
+            self._refuse((job,))
 
     def _each_key(
         self,
@@ -366,23 +403,29 @@ class RedisPlane:
             job.nodes = (*job.nodes, target)
         return target
 
-    def _enter(self, job: AnyJob) -> bool:
-        """From here on the job will be answered. False: without being tried."""
-        self._registry.add(job)
-        if self._refuse(job):
-            return False
-        self._timekeeper.watch(job.deadline)
-        return True
+    def _enter(self, jobs: Collection[JobT]) -> Sequence[JobT]:
+        """From here on the jobs will be answered. Those that can be tried."""
+        self._registry.add(jobs)
+        refused = self._refuse(jobs)
+        accepted = [job for job in jobs if job not in refused] if refused else list(jobs)
+        if accepted:
+            self._timekeeper.watch(min(job.deadline for job in accepted))
+        return accepted
 
-    def _refuse(self, job: AnyJob) -> bool:
-        """Whether the job cannot be tried; then it is answered on the timekeeper's thread."""
+    def _refuse(self, jobs: Collection[AnyJob]) -> Collection[AnyJob]:
+        """The jobs that cannot be tried: they are answered, on the timekeeper's thread."""
         if self._closing:
-            self._timekeeper.post(lambda: job.stop(Stop.CANCELLED))
-            return True
-        if not all(isinstance(node, Node) and node.is_up for node in job.nodes):
-            self._timekeeper.post(lambda: job.stop(Stop.UNAVAILABLE))
-            return True
-        return False
+            reason, refused = Stop.CANCELLED, jobs
+        else:
+            nodes = {node for job in jobs for node in job.nodes}
+            down = {node for node in nodes if not isinstance(node, Node) or not node.is_up}
+            if not down:
+                return ()
+            reason = Stop.UNAVAILABLE
+            refused = [job for job in jobs if not down.isdisjoint(job.nodes)]
+        if refused:
+            self._timekeeper.post(partial(_stop, refused, reason))
+        return refused
 
     def _read_settled(self, chunk: ChunkIO, outcome: ReadOutcome, remove_stripes: int) -> None:
         self._by_chunk.pop(chunk, None)
@@ -393,6 +436,11 @@ class RedisPlane:
     def _write_settled(self, chunk: ChunkIO, outcome: WriteOutcome) -> None:
         self._by_chunk.pop(chunk, None)
         self._counts.written(outcome, chunk.frame.chunk_bytes)
+
+
+def _stop(jobs: Iterable[AnyJob], reason: Stop) -> None:
+    for job in jobs:
+        job.stop(reason)
 
 
 def _next_hop(hop: Hop | None, redirect: RedisRedirect) -> Hop:

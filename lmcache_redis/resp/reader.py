@@ -44,6 +44,7 @@ class ReadJob(Job[ReadOutcome]):
         "command_end",
         "command_head",
         "frame",
+        "key",
     )
 
     def __init__(
@@ -57,6 +58,7 @@ class ReadJob(Job[ReadOutcome]):
         self._chunk: ChunkIO | None = chunk
         self._done: ReadDone | None = done
         self._settled: ReadSettled | None = settled
+        self.key = chunk.key
         self.frame = chunk.frame
         # All GETs of the chunk but for the index of the stripe, with which the key ends.
         key = stripe_key(chunk.key, 0)
@@ -74,6 +76,10 @@ class ReadJob(Job[ReadOutcome]):
         if self._chunk is None:
             raise RuntimeError("the chunk of a read was given back while a step used it")
         return self._chunk
+
+    def tasks(self) -> list[ReadTask]:
+        """The stripes in order."""
+        return [(self, index, None) for index in range(self.frame.stripe_count)]
 
     def end_stripe(self, index: int, verified: Verified) -> None:
         """Stripe `index` is in its slot, or is not: see `verified`."""
@@ -124,11 +130,6 @@ _UNAVAILABLE = Verified(ReadOutcome.UNAVAILABLE)
 ReadTask = tuple[ReadJob, int, Hop | None]
 # Hands a task that was redirected to another node; False if there is none.
 FollowRead = Callable[[ReadTask, RedisRedirect], bool]
-
-
-def read_tasks(job: ReadJob) -> list[ReadTask]:
-    """The stripes of a job in order."""
-    return [(job, index, None) for index in range(job.chunk.frame.stripe_count)]
 
 
 class Reader(LaneWorker[ReadTask]):

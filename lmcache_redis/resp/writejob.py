@@ -6,15 +6,13 @@ stripe was acknowledged.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from lmcache_redis.resp.jobs import Job, JobRegistry
 from lmcache_redis.resp.outcomes import ChunkIO, WriteOutcome
 from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.routes import Hop
-from lmcache_redis.stripe import STORE_ID_BYTES
 
 WriteDone = Callable[[ChunkIO, WriteOutcome], None]
 WriteSettled = Callable[[ChunkIO, WriteOutcome], None]
@@ -38,14 +36,19 @@ class WriteJob(Job[WriteOutcome]):
     )
 
     def __init__(
-        self, chunk: ChunkIO, done: WriteDone, settled: WriteSettled, registry: JobRegistry
+        self,
+        chunk: ChunkIO,
+        done: WriteDone,
+        settled: WriteSettled,
+        registry: JobRegistry,
+        store_id: bytes,
     ) -> None:
         self._chunk: ChunkIO | None = chunk
         self._done: WriteDone | None = done
         self._settled: WriteSettled | None = settled
         self.key = chunk.key
         self.stripe_count = chunk.frame.stripe_count
-        self.store_id = os.urandom(STORE_ID_BYTES)
+        self.store_id = store_id
         self.created_unix_ms = max(0, int(time.time() * 1000))
         self._first: TaskQueue[WriteTask] | None = None
         self._outstanding = 0
@@ -60,23 +63,19 @@ class WriteJob(Job[WriteOutcome]):
             raise RuntimeError("the chunk of a write was given back while a step used it")
         return self._chunk
 
-    def submit(self, queues: Sequence[TaskQueue[WriteTask]]) -> None:
-        """Begin. queues: for each stripe the queue that it goes to."""
-        self._first = queues[0]
-        if self.stripe_count == 1:
-            self._submit_first()
-            return
-        tasks: dict[TaskQueue[WriteTask], list[WriteTask]] = {}
-        for index in range(1, self.stripe_count):
-            tasks.setdefault(queues[index], []).append((self, index, None))
-        for queue, of_queue in tasks.items():
-            queue.put(of_queue)
+    def begin_at(self, first: TaskQueue[WriteTask]) -> range:
+        """The stripes to be queued now. first: the queue for stripe 0, once its time has come."""
+        self._first = first
+        return range(1, self.stripe_count) if self.stripe_count > 1 else range(1)
 
-    def note_sent(self) -> None:
-        """A stripe is about to be sent: whatever comes of it may be in Redis."""
+    def begin_sending(self) -> bool:
+        """`begin` a stripe that is about to be sent: whatever comes of it may be in Redis."""
+        if not self.begin():
+            return False
         with self._lock:
             self._outstanding += 1
             self._remains = True
+        return True
 
     def withdraw(self) -> None:
         """A stripe that counted as sent was not, was refused, or will not be answered."""
@@ -91,8 +90,8 @@ class WriteJob(Job[WriteOutcome]):
             if self._acknowledged == self.stripe_count:
                 self._remains = False
             first_is_due = self._acknowledged == self.stripe_count - 1
-        if first_is_due:
-            self._submit_first()
+        if first_is_due and self._first is not None:
+            self._first.put(((self, 0, None),), urgent=True)
 
     def take_remains(self) -> bool:
         """True once: the job failed, something of it may be in Redis, and no more will come."""
@@ -101,10 +100,6 @@ class WriteJob(Job[WriteOutcome]):
                 return False
             self._remains = False
             return True
-
-    def _submit_first(self) -> None:
-        if self._first is not None:
-            self._first.put(((self, 0, None),), urgent=True)
 
     def _answer(self, outcome: WriteOutcome) -> None:
         chunk, done, settled = self._chunk, self._done, self._settled

@@ -84,10 +84,9 @@ class Writer(LaneWorker[WriteTask]):
     def ask(self, lane: Lane[WriteTask], task: WriteTask) -> bool:
         """Send a stripe."""
         job = task[0]
-        if not job.begin():
+        if not job.begin_sending():
             self._retire(job)
             return False
-        job.note_sent()
         failed: RedisError | None = None
         try:
             self._send(lane.connection, task)

@@ -26,7 +26,7 @@ class Sample(Job[Outcome]):
     def __init__(self, registry: JobRegistry, steps: int = 2, within_s: float = 60.0) -> None:
         self.answers: list[Outcome] = []
         super().__init__(steps, Outcome.GOOD, time.monotonic() + within_s, registry)
-        registry.add(self)
+        registry.add((self,))
 
     def _answer(self, outcome: Outcome) -> None:
         self.answers.append(outcome)

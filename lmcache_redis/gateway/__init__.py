@@ -1,0 +1,1 @@
+"""The `lm://` server: LMCache's TCP protocol on top of the tiers."""
