@@ -42,6 +42,8 @@ _PREAMBLE = struct.Struct("<4sHH")
 _PLACE = struct.Struct("<HHIQQQ")
 # preamble | store id | place | payload checksum | layout and chunk | created | own | metadata
 _PARTS = struct.Struct("<8s16s32sQ96sQQ336s")
+# The same with the fields of the place apart.
+_FIELDS = struct.Struct("<8s16sHHIQQQQ96sQQ336s")
 _OWN_CHECKSUM_AT, _OWN_CHECKSUM_END = 168, 176
 _OWN_CHECKSUM = struct.Struct("<Q")
 _NO_CHECKSUM = bytes(8)
@@ -137,16 +139,29 @@ class ChunkFrame:
         """
         if len(store_id) != STORE_ID_BYTES:
             raise FormatError(f"a store id has {STORE_ID_BYTES} bytes, not {len(store_id)}")
-        parts = (
-            _EXPECTED_PREAMBLE,
-            store_id,
-            self._place(index),
-            checksum,
-            self._layout_and_chunk,
-            created_unix_ms,
-        )
+        if not 0 <= checksum < 1 << 64 or not 0 <= created_unix_ms < 1 << 64:
+            raise FormatError("a header that cannot be written: a checksum or time out of range")
+        offset = self.payload_offset(index)
+        chunk_bytes = self.chunk_bytes
+        payload = min(self.stripe_payload_bytes, chunk_bytes - offset)
         try:
-            _PARTS.pack_into(buf, 0, *parts, 0, self._padded_metadata)
+            _FIELDS.pack_into(
+                buf,
+                0,
+                _EXPECTED_PREAMBLE,
+                store_id,
+                index,
+                self.stripe_count,
+                0,
+                payload,
+                offset,
+                chunk_bytes,
+                checksum,
+                self._layout_and_chunk,
+                created_unix_ms,
+                0,
+                self._padded_metadata,
+            )
             header = memoryview(buf)[:HEADER_BYTES]
             _OWN_CHECKSUM.pack_into(buf, _OWN_CHECKSUM_AT, xxh3_64_intdigest(header))
         except struct.error as error:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 import secrets
 import statistics
-import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmcache_redis.admin.server import CLIENT_NAME, CONNECT_TIMEOUT_S, OP_TIMEOUT_S, Node, Server
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
-from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
+from lmcache_redis.errors import RedisProtocolError, RedisUnavailable
 from lmcache_redis.keys import KEY_MAGIC
 from lmcache_redis.resp.bulk import BulkConnection, Found
 from lmcache_redis.resp.connect import Connector
@@ -137,52 +137,39 @@ class _Writing:
 
 
 class _Reading:
-    """Three connections, each its own thread, one GET outstanding on each, as an agent's."""
+    """One thread with connections, one GET outstanding on each, as an agent's."""
 
     def __init__(self, connector: Connector, keys: list[bytes], deadline: float) -> None:
         self._deadline = deadline
-        self._commands = [get_command(key) for key in keys]
+        self._commands = itertools.cycle([get_command(key) for key in keys])
         self._connections = [
             BulkConnection(connector, CLIENT_NAME) for _ in range(DEFAULT_GET_CONNECTIONS)
         ]
-        self._until = 0.0
-        self._received = [0] * len(self._connections)
-        self._failed: list[RedisError] = []
+        self._buffer = memoryview(bytearray(DEFAULT_SLOT_BYTES))
 
     def bytes_per_s(self) -> float:
+        received_bytes = 0
         try:
             for connection in self._connections:
                 connection.open()
-            threads = [
-                threading.Thread(target=self._read, args=(number,), name=f"lmcr-doctor-{number}")
-                for number in range(len(self._connections))
-            ]
             started = time.perf_counter()
-            self._until = started + _MEASURE_S
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            elapsed = time.perf_counter() - started
+            asked = deque(self._connections)
+            for connection in self._connections:
+                connection.ask_stripe(next(self._commands), self._deadline)
+            while asked:
+                connection = asked.popleft()
+                self._receive(connection)
+                received_bytes += VALUE_BYTES
+                if time.perf_counter() < started + _MEASURE_S:
+                    connection.ask_stripe(next(self._commands), self._deadline)
+                    asked.append(connection)
+            return received_bytes / (time.perf_counter() - started)
         finally:
             for connection in self._connections:
                 connection.close()
-        if self._failed:
-            raise self._failed[0]
-        return sum(self._received) / elapsed
 
-    def _read(self, number: int) -> None:
-        connection = self._connections[number]
-        buffer = memoryview(bytearray(DEFAULT_SLOT_BYTES))
-        at = number
-        try:
-            while not self._received[number] or time.perf_counter() < self._until:
-                command = self._commands[at % STRIPES]
-                if connection.get_stripe(command, buffer, self._deadline) is not Found.VALUE:
-                    raise RedisProtocolError(
-                        "a value written a moment ago is gone: the server's memory is too small"
-                    )
-                self._received[number] += VALUE_BYTES
-                at += len(self._connections)
-        except RedisError as error:
-            self._failed.append(error)
+    def _receive(self, connection: BulkConnection) -> None:
+        if connection.receive_stripe(self._buffer, self._deadline) is not Found.VALUE:
+            raise RedisProtocolError(
+                "a value written a moment ago is gone: the server's memory is too small"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -128,6 +129,8 @@ def _stop_on_signals(service: Service) -> None:
 
 
 def _say_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None:
+    # What was made so far stays: the collector need not look through all of it again and again.
+    gc.freeze()
     where = plane.where if config.redis_url else "an embedded Redis"
     plane.wait_probed(_FIRST_PROBE_S)
     state = plane.state

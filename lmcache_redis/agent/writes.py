@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 # How long a chunk may wait in the queue and be written, in total.
 _WRITE_DEADLINE_S = 30.0
 _FIRST_TOKEN_FIRST_S = 0.1
+# What a prefill stored within this time goes to Redis together.
+_TOGETHER_S = 0.005
 
 _DROPS = {
     WriteOutcome.FULL: "drop_redis_full",
@@ -38,7 +40,8 @@ class Writes:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._writing: dict[Entry, ChunkIO] = {}
-        self._waiting: dict[Entry, ChunkIO] = {}  # of those, the ones not given to Redis yet
+        # Of those, the ones not given to Redis yet, and when they may be.
+        self._waiting: dict[Entry, tuple[ChunkIO, float]] = {}
         self._complained_of: WriteOutcome | None = None
         self.queued_bytes = 0
 
@@ -56,27 +59,31 @@ class Writes:
             self._core.metrics.count("drop_queue_full")
             return
         self._core.pool.pin(entry)
-        io = self._core.chunk_io(form, chunk_hash, entry, time.monotonic() + _WRITE_DEADLINE_S)
-        self._writing[entry] = self._waiting[entry] = io
+        now_s = time.monotonic()
+        io = self._core.chunk_io(form, chunk_hash, entry, now_s + _WRITE_DEADLINE_S)
+        self._writing[entry] = io
+        self._waiting[entry] = (io, now_s + _FIRST_TOKEN_FIRST_S)
         self.queued_bytes += form.chunk_bytes
-        self._core.timers.after(_FIRST_TOKEN_FIRST_S, partial(self._begin, entry, io))
+        self._core.timers.after(_FIRST_TOKEN_FIRST_S, self._begin_due)
 
     def begin_all(self) -> None:
         """Lets nothing wait any longer: the agent stops."""
-        for entry, io in list(self._waiting.items()):
-            self._begin(entry, io)
+        self._begin(list(self._waiting))
 
-    def _begin(self, entry: Entry, io: ChunkIO) -> None:
-        if self._waiting.get(entry) is not io:
-            return  # begun already
-        del self._waiting[entry]
+    def _begin_due(self) -> None:
+        by_s = time.monotonic() + _TOGETHER_S
+        self._begin([entry for entry, (_, due_s) in self._waiting.items() if due_s <= by_s])
+
+    def _begin(self, entries: list[Entry]) -> None:
+        ios = [self._waiting.pop(entry)[0] for entry in entries]
         try:
-            self._core.plane.write(
-                io, lambda io, outcome: self._core.post(partial(self._written, io, outcome))
+            self._core.plane.write_all(
+                ios, lambda io, outcome: self._core.post(partial(self._written, io, outcome))
             )
         except Exception:
             # Our own bug, logged above: the pin and the room in the queue come back all the same.
-            self._written(io, WriteOutcome.UNAVAILABLE)
+            for io in ios:
+                self._written(io, WriteOutcome.UNAVAILABLE)
             raise
 
     def _written(self, io: ChunkIO, outcome: WriteOutcome) -> None:

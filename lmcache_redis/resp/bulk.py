@@ -125,6 +125,11 @@ class BulkConnection:
             self._connector.discard(self._stream)
             self._stream = None
 
+    def check_idle(self) -> None:
+        """Close if the server has closed, or said something unasked."""
+        if self._stream is not None and not self._stream.is_quiet():
+            self.close()
+
     # ----------------------------------------------------------------- GET
 
     def ask_stripe(self, command: bytes, deadline: float) -> None:

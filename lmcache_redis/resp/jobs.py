@@ -147,20 +147,21 @@ class Job(Generic[OutcomeT]):
 class JobRegistry:
     """Every job that is not answered yet. Thread-safe."""
 
-    __slots__ = ("_changed", "_jobs")
+    __slots__ = ("_changed", "_jobs", "_waiting")
 
     def __init__(self) -> None:
+        # Changed without a lock: each change is one operation of a set, in C.
         self._jobs: set[Job[Any]] = set()
         self._changed = threading.Condition()
+        self._waiting = 0
 
     def add(self, jobs: Iterable[Job[Any]]) -> None:
-        with self._changed:
-            self._jobs.update(jobs)
+        self._jobs.update(jobs)
 
     def discard(self, job: Job[Any]) -> None:
-        with self._changed:
-            self._jobs.discard(job)
-            if not self._jobs:
+        self._jobs.discard(job)
+        if self._waiting and not self._jobs:
+            with self._changed:
                 self._changed.notify_all()
 
     def stop_all(
@@ -188,13 +189,15 @@ class JobRegistry:
     def wait_empty(self, deadline: float) -> bool:
         """Wait until every job is answered; False if that takes past the deadline."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: not self._jobs, timeout=max(0.0, deadline - time.monotonic())
-            )
+            self._waiting += 1
+            try:
+                left_s = max(0.0, deadline - time.monotonic())
+                return self._changed.wait_for(lambda: not self._jobs, timeout=left_s)
+            finally:
+                self._waiting -= 1
 
     def count(self, kind: type[Job[Any]]) -> int:
         return sum(isinstance(job, kind) for job in self._snapshot())
 
     def _snapshot(self) -> list[Job[Any]]:
-        with self._changed:
-            return list(self._jobs)
+        return list(self._jobs)

@@ -44,9 +44,9 @@ class Lane(Generic[TaskT]):
 class LaneWorker(Worker, Generic[TaskT]):
     """Takes tasks from a queue as long as it has a lane for them.
 
-    Subclasses say how to `ask`, to `receive` and to `give_up`. Lanes that are lost are opened
-    again: one by one where `may_widen`, or, where one `must_renew`, all together once the replies
-    that are under way have come.
+    Subclasses say how to `ask`, to `receive` and to `give_up`. It begins with one lane and opens
+    others when more tasks wait than it has lanes, where it `may_widen`. Where it `must_renew` it
+    closes all, once the replies that are under way have come, and begins anew.
     """
 
     def __init__(
@@ -102,10 +102,11 @@ class LaneWorker(Worker, Generic[TaskT]):
         self._widen_at = 0.0
         try:
             while self._idle or self._busy:
-                if len(self._idle) + len(self._busy) < self._connections:
-                    self._widen()
-                if not self._ask_for_all():
+                if not self._busy and not self._queue.wait():
                     return False
+                if self._lanes < self._connections and len(self._queue) > len(self._idle):
+                    self._widen()
+                self._ask_for_all()
                 if self._busy:
                     self._receive_first()
                 if self.must_renew:
@@ -114,12 +115,12 @@ class LaneWorker(Worker, Generic[TaskT]):
         finally:
             self._close_all()
 
-    def _ask_for_all(self) -> bool:
-        """Fill the lanes; wait for a task only with no reply to wait for. False: no more work."""
+    def _ask_for_all(self) -> None:
+        """Give every idle lane a task, as far as there are any."""
         while self._idle and not self.must_renew:
-            task = self._queue.take(wait=not self._busy)
+            task = self._queue.take(wait=False)
             if task is None:
-                return bool(self._busy) or not self._queue.closed
+                return
             lane = self._idle.pop()
             # Busy first: whatever happens, somebody answers for the task.
             lane.task = task
@@ -129,7 +130,6 @@ class LaneWorker(Worker, Generic[TaskT]):
             else:
                 self._busy.pop()
                 self._put_back(lane)
-        return True
 
     def _receive_first(self) -> None:
         lane = self._busy[0]
@@ -143,11 +143,19 @@ class LaneWorker(Worker, Generic[TaskT]):
         if lane.connection.is_open:
             self._idle.append(lane)
 
+    @property
+    def _lanes(self) -> int:
+        return len(self._idle) + len(self._busy)
+
     def _widen(self) -> None:
-        """Open the connections that are missing, as far as the server has room."""
+        """Open a lane for each task that waits, as far as the server has room."""
         if not self.may_widen or not self._health.is_up or time.monotonic() < self._widen_at:
             return
-        while len(self._idle) + len(self._busy) < self._connections:
+        # Those that died unnoticed go first: no task shall begin on a new one and end there.
+        for lane in self._idle:
+            lane.connection.check_idle()
+        self._idle = [lane for lane in self._idle if lane.connection.is_open]
+        while self._lanes < self._connections and len(self._queue) > len(self._idle):
             connection = self.make_connection()
             try:
                 connection.open()

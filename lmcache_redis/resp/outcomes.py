@@ -10,7 +10,13 @@ from typing import NamedTuple
 from lmcache_redis.stripe import ChunkFrame
 
 
-class ReadOutcome(enum.Enum):
+class _Outcome(enum.Enum):
+    """Counted by the thousand: an enum's own hash is a call in Python."""
+
+    __hash__ = object.__hash__
+
+
+class ReadOutcome(_Outcome):
     """How the read of a chunk ended. The slots hold the chunk only if LOADED."""
 
     LOADED = "loaded"
@@ -24,7 +30,7 @@ class ReadOutcome(enum.Enum):
     CANCELLED = "cancelled"
 
 
-class WriteOutcome(enum.Enum):
+class WriteOutcome(_Outcome):
     """How the write of a chunk ended. Readers can see the chunk only if STORED."""
 
     STORED = "stored"
@@ -35,7 +41,7 @@ class WriteOutcome(enum.Enum):
     CANCELLED = "cancelled"
 
 
-class CallOutcome(enum.Enum):
+class CallOutcome(_Outcome):
     """How a scan, an exists or a clear ended. Its result means something only if DONE."""
 
     DONE = "done"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -38,24 +37,31 @@ class TaskQueue(Generic[TaskT]):
 
     def take(self, wait: bool = True) -> TaskT | None:
         """The next task. None: closed, or nothing there and not to be waited for."""
-        try:
-            # Atomic, and without the lock: this runs for every stripe.
-            return (self._urgent or self._ordinary).popleft()
-        except IndexError:
-            return self._wait_for_one() if wait else None
+        while True:
+            try:
+                # Atomic, and without the lock: this runs for every stripe.
+                return (self._urgent or self._ordinary).popleft()
+            except IndexError:
+                # Somebody else may take what was waited for.
+                if not wait or not self.wait():
+                    return None
 
-    def _wait_for_one(self) -> TaskT | None:
+    def wait(self) -> bool:
+        """Wait until there is a task, which another thread may take first; False if closed."""
         with self._changed:
             while not self._closed:
-                # Nothing is put meanwhile; somebody may take, though, what is seen here.
-                with contextlib.suppress(IndexError):
-                    return (self._urgent or self._ordinary).popleft()
+                if self._urgent or self._ordinary:
+                    return True
                 self._waiting += 1
                 try:
                     self._changed.wait()
                 finally:
                     self._waiting -= 1
-            return None
+            return False
+
+    def __len__(self) -> int:
+        """Tasks that wait; without the lock."""
+        return len(self._urgent) + len(self._ordinary)
 
     @property
     def closed(self) -> bool:

@@ -12,6 +12,7 @@ stream; `abort` may come from any thread and makes whatever is under way fail at
 from __future__ import annotations
 
 import errno
+import select
 import socket
 import ssl
 import struct
@@ -46,6 +47,9 @@ class Stream(Protocol):
     def receive_exactly(self, parts: Sequence[memoryview], nbytes: int) -> None:
         """Fill all parts, `nbytes` together."""
 
+    def is_quiet(self) -> bool:
+        """Whether nothing has come unasked: neither bytes nor the end of the connection."""
+
     def abort(self) -> None:
         """Wake whoever waits on this stream. From any thread, at any time, any number of times."""
 
@@ -62,6 +66,11 @@ class _SocketOwner:
         self._sock = sock
         self._where = where
         self._lock = threading.Lock()
+
+    def is_quiet(self) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return not poll.poll(0)
 
     def abort(self) -> None:
         with self._lock:

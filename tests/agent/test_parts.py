@@ -223,7 +223,7 @@ def test_a_write_that_cannot_begin_gives_back_what_it_held() -> None:
     assert entry is not None
     pool.publish(entry)
 
-    def write(io: object, done: object) -> None:
+    def write_all(ios: object, done: object) -> None:
         raise RuntimeError("a bug")
 
     core = SimpleNamespace(
@@ -231,7 +231,7 @@ def test_a_write_that_cannot_begin_gives_back_what_it_held() -> None:
         timers=timers,
         metrics=metrics,
         config=SimpleNamespace(write_queue_limit_bytes=100),
-        plane=SimpleNamespace(state=SimpleNamespace(up=True), write=write),
+        plane=SimpleNamespace(state=SimpleNamespace(up=True), write_all=write_all),
         chunk_io=lambda form, chunk_hash, entry, deadline_s: SimpleNamespace(
             tag=entry, frame=SimpleNamespace(chunk_bytes=form.chunk_bytes)
         ),

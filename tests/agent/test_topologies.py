@@ -30,7 +30,7 @@ def test_chunks_come_back_from_a_cluster(tmp_path: Path) -> None:
         assert_blocks_equal(engine, before, {n: 16 + n for n in range(32)})
         redis = agent.status()["redis"]
         assert redis["server"] == cluster.url.replace("redis+cluster://", "cluster at ")
-        assert cluster.nodes[0].command("CLIENT", "LIST").count(b"lmcache-redis:get") == 1
+        assert cluster.nodes[0].command("CLIENT", "LIST").count(b"lmcache-redis:get") <= 2
 
 
 def test_an_agent_follows_a_failover(tmp_path: Path) -> None:

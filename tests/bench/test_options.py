@@ -15,7 +15,7 @@ def test_without_anything_defaults_come_first_and_then_one_to_eight_connections(
     first, *others = settings_of_ours()
     assert first == Setting()
     expected = [(n, n, True) for n in (1, 2, 4, 8)]
-    expected += [(3, 1, False), *((n, n, False) for n in (1, 2, 4, 8))]
+    expected += [(4, 8, False), *((n, n, False) for n in (1, 2, 4, 8))]
     assert [(s.get_connections, s.set_connections, s.checksums) for s in others] == expected
 
 

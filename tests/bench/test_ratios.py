@@ -112,7 +112,7 @@ def test_tables_have_a_line_for_each_operation_and_size() -> None:
     assert len(medians) == len(MOVES) * len(SIZES)
     assert {"ours", "lmcache", "redis-py", "valkey-glide", "socket", "memcpy"} <= set(medians[0])
     assert {"ours CPU s/GB", "lmcache CPU s/GB", "redis-py CPU s/GB"} <= set(medians[0])
-    assert "(3)" in next(line for line in medians if line["GB/s"] == "load")["ours"]
+    assert "(4)" in next(line for line in medians if line["GB/s"] == "load")["ours"]
     assert len(scan_table(ROWS)) == 6
     connections = connection_table(ROWS)
     assert len(connections) == len(MOVES) * len(SIZES)

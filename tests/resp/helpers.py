@@ -124,8 +124,22 @@ class Answers:
             return len(self._by_asked)
 
 
-# What a plane opens to one server with default options: its bulk connections, control and probe.
+# What a plane opens to one server with default options when there is much to do: its bulk
+# connections, control and probe. With little to do it has one of each.
 CONNECTIONS = DEFAULT_GET_CONNECTIONS + DEFAULT_SET_CONNECTIONS + 2
+LEAST_CONNECTIONS = 4
+
+
+def open_all(plane: RedisPlane) -> None:
+    """Give the plane so much to do that it opens all its connections."""
+    chunk = Chunk(9_999, 64 * 64, 64, seed=9)
+    wait_until(
+        lambda: (
+            write(plane, chunk) == [WriteOutcome.STORED]
+            and read(plane, chunk) == [ReadOutcome.LOADED]
+            and plane.open_streams == CONNECTIONS
+        )
+    )
 
 
 def wait_until(condition: Callable[[], object], what: str = "") -> None:
@@ -151,16 +165,14 @@ def running(url: str, **settings: Any) -> Iterator[RedisPlane]:
 def write(plane: RedisPlane, *chunks: Chunk, within_s: float = PATIENCE_S) -> list[WriteOutcome]:
     answers = Answers()
     transfers = [chunk.io(within_s) for chunk in chunks]
-    for transfer in transfers:
-        plane.write(transfer, answers)
+    plane.write_all(transfers, answers)
     return answers.of(transfers)
 
 
 def read(plane: RedisPlane, *chunks: Chunk, within_s: float = PATIENCE_S) -> list[ReadOutcome]:
     answers = Answers()
     transfers = [chunk.io(within_s) for chunk in chunks]
-    for transfer in transfers:
-        plane.read(transfer, answers)
+    plane.read_all(transfers, answers)
     outcomes = answers.of(transfers)
     for chunk in chunks:
         chunk.check_guards()

@@ -7,7 +7,16 @@ import tracemalloc
 from pathlib import Path
 
 from lmcache_redis.resp import ReadOutcome, WriteOutcome
-from tests.resp.helpers import CONNECTIONS, Chunk, plane_threads, read, running, wait_until, write
+from tests.resp.helpers import (
+    CONNECTIONS,
+    Chunk,
+    open_all,
+    plane_threads,
+    read,
+    running,
+    wait_until,
+    write,
+)
 from tests.resp.proxy import Proxy
 from tests.servers import RedisServer
 
@@ -42,7 +51,7 @@ def test_nothing_piles_up_while_a_server_comes_and_goes(own_server: RedisServer)
     chunk = Chunk(1, 50_000, 4096, seed=1)
     with Proxy(own_server.port) as proxy, running(proxy.url) as plane:
         assert write(plane, chunk) == [WriteOutcome.STORED]
-        wait_until(lambda: plane.stats().connects == CONNECTIONS)
+        open_all(plane)
         threads = sorted(plane_threads())
         for _ in range(5):
             proxy.cut_all()

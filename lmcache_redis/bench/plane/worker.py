@@ -6,6 +6,7 @@ that come over the inherited socket FD, one after the other, until that is close
 
 from __future__ import annotations
 
+import gc
 import resource
 import socket
 import sys
@@ -122,6 +123,8 @@ def main(arguments: Sequence[str]) -> None:
     name, url, descriptor = arguments
     decoder = msgspec.json.Decoder(Request)
     worker = Worker(name, url)
+    # As agents do: imports stay, and need not be looked through again.
+    gc.freeze()
     with socket.socket(fileno=int(descriptor)) as channel, channel.makefile("rwb") as stream:
         for line in stream:
             stream.write(msgspec.json.encode(worker.answer(decoder.decode(line))) + b"\n")

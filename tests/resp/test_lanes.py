@@ -1,0 +1,145 @@
+"""One thread, several connections: what happens to the others when one is slow, lost or missing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from lmcache_redis.resp import ReadOutcome, WriteOutcome
+from tests.resp.helpers import (
+    CONNECTIONS,
+    LEAST_CONNECTIONS,
+    Answers,
+    Chunk,
+    first_key,
+    open_all,
+    our_connections,
+    plane_threads,
+    read,
+    running,
+    wait_until,
+    write,
+)
+from tests.resp.proxy import Proxy, Stall
+from tests.servers import RedisServer
+
+SLOT = 4096
+NOT_STORED = {WriteOutcome.UNAVAILABLE, WriteOutcome.TIMED_OUT}
+
+
+def test_what_waits_on_other_connections_is_answered_in_time(
+    proxy: Proxy, server: RedisServer
+) -> None:
+    """One connection hangs; what was asked on others has deadlines of its own."""
+    with running(proxy.url, op_timeout_s=30.0) as plane:
+        chunks = [Chunk(n, SLOT, SLOT, seed=n) for n in range(3)]
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        proxy.for_gets.append(Stall(100))
+        slow, late = Answers(), Answers()
+        stuck = Chunk(0, SLOT, SLOT).io(within_s=1.5)
+        plane.read(stuck, slow)
+        wait_until(lambda: proxy.gets == 1)
+        started = time.monotonic()
+        plane.read_all([Chunk(n, SLOT, SLOT).io(within_s=0.2) for n in (1, 2)], late)
+        assert set(late.wait(2)) == {ReadOutcome.TIMED_OUT}
+        assert time.monotonic() < stuck.deadline, "they waited for the one that hangs"
+        assert time.monotonic() - started >= 0.2
+        assert slow.wait(1) == [ReadOutcome.TIMED_OUT]
+        assert read(plane, Chunk(1, SLOT, SLOT)) == [ReadOutcome.LOADED]
+
+
+def test_stripes_that_nobody_waits_for_cost_no_connection(server: RedisServer) -> None:
+    """Stripe 0 is gone: its chunk is answered while the others are on their way."""
+    with running(server.url) as plane:
+        chunk = Chunk(1, 32 * SLOT, SLOT, seed=1)
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        open_all(plane)
+        before = plane.stats()
+        for _ in range(20):
+            server.command("UNLINK", first_key(1))
+            assert read(plane, Chunk(1, 32 * SLOT, SLOT)) == [ReadOutcome.MISSING]
+        after = plane.stats()
+        assert (after.connects, after.connections_lost) == (
+            before.connects,
+            before.connections_lost,
+        )
+
+
+def test_fewer_connections_than_wanted_then_all(own_server: RedisServer) -> None:
+    with own_server.client() as client, running(own_server.url) as plane:
+        chunk = Chunk(1, 40 * SLOT, SLOT, seed=1)
+        wait_until(lambda: plane.stats().connects >= LEAST_CONNECTIONS)
+        client.config_set("maxclients", "6")
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        assert read(plane, chunk) == [ReadOutcome.LOADED]
+        assert plane.open_streams < CONNECTIONS
+        client.config_set("maxclients", "100")
+        wait_until(lambda: write(plane, chunk) == [WriteOutcome.STORED])
+        # Each thread asks for the rest once a second, when it comes by.
+        wait_until(
+            lambda: (
+                read(plane, chunk) == [ReadOutcome.LOADED]
+                and write(plane, chunk) == [WriteOutcome.STORED]
+                and len(our_connections(own_server)) == CONNECTIONS
+            )
+        )
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_one_set_connection_lost_makes_no_half_chunk(own_server: RedisServer, which: int) -> None:
+    """Each of them in turn, in the middle of a store: what is visible is whole."""
+    chunks = [Chunk(n, 64 * SLOT, SLOT, seed=n) for n in range(8)]
+    with running(own_server.url, set_connections=4) as plane:
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        with own_server.client() as client:
+            ids = [
+                each["id"]
+                for each in client.client_list()
+                if each["name"].startswith("lmcache-redis:set")
+            ]
+            answers = Answers()
+            plane.write_all([chunk.io() for chunk in chunks], answers)
+            wait_until(lambda: len(answers) > which)
+            client.client_kill_filter(_id=ids[which])
+        outcomes = answers.wait(len(chunks))
+        assert set(outcomes) <= {WriteOutcome.STORED} | NOT_STORED
+        for chunk, outcome in zip(chunks, outcomes, strict=True):
+            found = own_server.command("EXISTS", *chunk.stripe_keys())
+            if outcome is WriteOutcome.STORED:
+                assert found == chunk.stripe_count
+            else:
+                assert not own_server.command("EXISTS", chunk.stripe_keys()[0])
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        assert sum("set" in name for name in our_connections(own_server)) == 4
+
+
+def test_more_threads_share_the_connections(server: RedisServer) -> None:
+    chunks = [Chunk(n, 9 * SLOT, SLOT, seed=n) for n in range(20)]
+    wanted = [chunk.content for chunk in chunks]
+    with running(server.url, network_threads=3) as plane:
+        names = plane_threads()
+        assert sum(name.startswith("lmcr-get-") for name in names) == 3
+        assert sum(name.startswith("lmcr-set-") for name in names) == 3
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        assert set(read(plane, *chunks)) == {ReadOutcome.LOADED}
+        assert [chunk.content for chunk in chunks] == wanted
+        open_all(plane)
+
+
+def test_many_at_once_are_all_or_nothing_to_begin_with(server: RedisServer) -> None:
+    """One that cannot be begun: none is."""
+    with running(server.url) as plane:
+        good, bad = Chunk(1, SLOT, SLOT, seed=1), Chunk(2, SLOT, SLOT, seed=2)
+        wrong = bad.io()
+        wrong.slots = [memoryview(bytes(SLOT - 1))]
+        answers = Answers()
+        with pytest.raises(ValueError, match="contiguous bytes"):
+            plane.write_all([good.io(), wrong], answers)
+        twice = good.io()
+        with pytest.raises(RuntimeError, match="already"):
+            plane.write_all([twice, twice], answers)
+        assert len(answers) == 0
+        assert plane.stats().queued_writes == 0
+        plane.write_all([], answers)
+        assert write(plane, good) == [WriteOutcome.STORED]
