@@ -260,7 +260,7 @@ class BulkConnection:
         """
         stream = self._usable()
         value_bytes = HEADER_BYTES + payload.nbytes
-        prefix, end = set_prefix(key, value_bytes, ttl_s), end_of_command(ttl_s)
+        prefix, end = set_prefix(key, value_bytes, ttl_s), end_of_command(ttl_s) if ttl_s else CRLF
         stream.arm(deadline)
         try:
             stream.send((prefix, header, payload, end), len(prefix) + value_bytes + len(end))

@@ -121,8 +121,10 @@ class PlainStream(_SocketOwner):
 
     def arm(self, deadline: float) -> None:
         now = time.monotonic()
-        wanted = min(self._op_timeout_s, deadline - now)
-        if wanted <= 0:
+        wanted = deadline - now
+        if wanted > self._op_timeout_s:
+            wanted = self._op_timeout_s
+        elif wanted <= 0:
             raise self._late()
         self._deadline = now + wanted
         # Longer than wanted by the slack, or much shorter, is not good enough.

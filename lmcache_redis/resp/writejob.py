@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from lmcache_redis.resp.jobs import Job, JobRegistry
+from lmcache_redis.resp.jobs import Job, JobRegistry, Stop
 from lmcache_redis.resp.outcomes import ChunkIO, WriteOutcome
 from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.routes import Hop
@@ -22,7 +22,6 @@ class WriteJob(Job[WriteOutcome]):
     """One chunk on its way out; a step is a stripe."""
 
     __slots__ = (
-        "_acknowledged",
         "_chunk",
         "_done",
         "_first",
@@ -52,7 +51,6 @@ class WriteJob(Job[WriteOutcome]):
         self.created_unix_ms = max(0, int(time.time() * 1000))
         self._first: TaskQueue[WriteTask] | None = None
         self._outstanding = 0
-        self._acknowledged = 0
         self._remains = False
         super().__init__(self.stripe_count, WriteOutcome.STORED, chunk.deadline, registry)
 
@@ -70,12 +68,16 @@ class WriteJob(Job[WriteOutcome]):
 
     def begin_sending(self) -> bool:
         """`begin` a stripe that is about to be sent: whatever comes of it may be in Redis."""
-        if not self.begin():
+        if self.deadline <= time.monotonic():
+            self.stop(Stop.TIMED_OUT)
             return False
         with self._lock:
+            if self._outcome is not None:
+                return False
+            self._in_flight += 1
             self._outstanding += 1
             self._remains = True
-        return True
+            return True
 
     def withdraw(self) -> None:
         """A stripe that counted as sent was not, was refused, or will not be answered."""
@@ -83,15 +85,19 @@ class WriteJob(Job[WriteOutcome]):
             self._outstanding -= 1
 
     def acknowledge(self) -> None:
-        """A stripe is stored. The last but stripe 0 brings that on its way."""
+        """A stripe is stored: `advance`. The last but stripe 0 brings that on its way."""
         with self._lock:
             self._outstanding -= 1
-            self._acknowledged += 1
-            if self._acknowledged == self.stripe_count:
+            self._steps_left -= 1
+            left = self._steps_left
+            if left == 0:
                 self._remains = False
-            first_is_due = self._acknowledged == self.stripe_count - 1
-        if first_is_due and self._first is not None:
+                final = self._decide(self._good)
+            else:
+                final = None if self._outcome is None else self._decide(None)
+        if left == 1 and self._first is not None:
             self._first.put(((self, 0, None),), urgent=True)
+        self._conclude(final)
 
     def take_remains(self) -> bool:
         """True once: the job failed, something of it may be in Redis, and no more will come."""

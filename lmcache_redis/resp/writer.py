@@ -115,9 +115,10 @@ class Writer(LaneWorker[WriteTask]):
             self._lose(lane, error, task)
             return
         if reply == _OK:
-            self._note_acknowledged(job)
             job.acknowledge()
-            job.advance()
+            if not job.ended:
+                self._note_acknowledged(job)
+                return
         else:
             job.withdraw()
             self._refused(lane, task, reply)
