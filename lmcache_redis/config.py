@@ -50,7 +50,7 @@ def format_size(size_bytes: int) -> str:
     return str(size_bytes)
 
 
-def _machine_share(most_bytes: int) -> int:
+def machine_share(most_bytes: int) -> int:
     """A quarter of the machine's memory in whole MiB, ``most_bytes`` at most."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(most_bytes, memory // 4 >> 20 << 20)
@@ -139,7 +139,7 @@ class AgentConfig:
     chunk_size_tokens: int = _setting("tokens of a chunk, a multiple of vLLM's block size", 256)
     pool_bytes: int = _size(
         "memory of the host pool, a hard limit",
-        lambda: _machine_share(4 << 30),
+        lambda: machine_share(4 << 30),
         "4GiB, at most a quarter of the machine's memory",
     )
     slot_bytes: int = _size(
@@ -151,9 +151,15 @@ class AgentConfig:
         None,
         "half of the host pool",
     )
+    disk_path: str | None = _setting(
+        "a directory of this node that keeps chunks as well, and across restarts",
+        None,
+        shown="none",
+    )
+    disk_size: int = _size("most that files in --disk-path may take", 64 << 30)
     embedded_memory_bytes: int = _size(
         "memory limit of the embedded Redis",
-        lambda: _machine_share(8 << 30),
+        lambda: machine_share(8 << 30),
         "8GiB, at most a quarter of the machine's memory",
     )
     lookup_deadline_s: float = _setting("how long a request may wait for a lookup", 1.0)
@@ -180,6 +186,7 @@ class AgentConfig:
         _between("slot_bytes", self.slot_bytes, MIN_SLOT_BYTES, 512 << 20)
         _between("pool_bytes", self.pool_bytes, self.slot_bytes + 4096, 1 << 50)
         _between("embedded_memory_bytes", self.embedded_memory_bytes, 16 << 20, 1 << 50)
+        _between("disk_size", self.disk_size, 1 << 20, 1 << 60)
         _between("write_queue_bytes", self.write_queue_limit_bytes, 0, 1 << 50)
         for name in ("lookup_deadline_s", "op_timeout_s"):
             _between(name, getattr(self, name), 0.01, 600)

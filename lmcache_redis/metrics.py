@@ -26,6 +26,7 @@ COUNTERS: Final = MappingProxyType(
         "lookup_chunks": "chunks asked for by lookups",
         "hit_chunks_pool": "chunks found in the host pool",
         "hit_chunks_redis": "chunks found in Redis and loaded into the host pool",
+        "hit_chunks_disk": "chunks found on disk and loaded into the host pool",
         "lookups_timed_out": "lookups answered with less than was found: the deadline had passed",
         # why chunks that were asked for were not hits
         "miss_absent": "chunks neither in the host pool nor in Redis",
@@ -39,6 +40,13 @@ COUNTERS: Final = MappingProxyType(
         # Redis to host pool
         "loaded_chunks": "chunks read from Redis into the host pool",
         "loaded_bytes": "payload bytes of the chunks read from Redis",
+        # disk to host pool, and back
+        "disk_loaded_chunks": "chunks read from disk into the host pool",
+        "disk_loaded_bytes": "payload bytes of the chunks read from disk",
+        "disk_stored_chunks": "chunks written to disk",
+        "disk_stored_bytes": "payload bytes of the chunks written to disk",
+        "miss_disk": "chunks whose file could not be loaded; Redis was asked instead",
+        "drop_disk": "chunks not written to disk: its queue was full, or the disk failed",
         # host pool to engine
         "retrieves": "retrieve jobs finished",
         "retrieves_failed": "retrieve jobs of which at least one chunk was not delivered",

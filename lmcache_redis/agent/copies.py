@@ -42,8 +42,8 @@ class CopyThreads:
     """
 
     def __init__(self, threads: int) -> None:
-        self._scatters = _Lane("scatter", threads, nice=0)
-        self._gathers = _Lane("gather", threads, nice=_GATHER_NICE)
+        self._scatters = ThreadLane("scatter", threads, nice=0)
+        self._gathers = ThreadLane("gather", threads, nice=_GATHER_NICE)
 
     def scatter(self, copy: Copy, report: Report) -> None:
         """Queues a copy into an engine's blocks, or other work that an engine waits for."""
@@ -67,7 +67,7 @@ class CopyThreads:
             lane.join(timeout_s)
 
 
-class _Lane:
+class ThreadLane:
     """A queue and the threads that serve it."""
 
     def __init__(self, name: str, threads: int, nice: int) -> None:

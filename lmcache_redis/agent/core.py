@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CopyThreads
@@ -21,6 +22,9 @@ from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.outcomes import ChunkIO
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.transport import Wakeup
+
+if TYPE_CHECKING:
+    from lmcache_redis.agent.disk import Disk
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,7 @@ class Core:
         self.timers = Timers()
         self.plane = plane
         self.copies = CopyThreads(config.copy_threads)
+        self.disk: Disk | None = None
         self.wakeup = Wakeup()
         self._pinning = threading.Lock()
         self._pinned: PinnedArena | None = None

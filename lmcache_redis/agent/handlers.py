@@ -129,12 +129,21 @@ class Handlers:
         reply(m.Done(0, released))
 
     def _clear(self, peer: Peer, reply: Reply) -> None:
-        prefixes = {r.form.namespace_prefix for r in self._peers.registrations(peer.engine_id)}
+        forms = [r.form for r in self._peers.registrations(peer.engine_id)]
+        prefixes = {form.namespace_prefix for form in forms}
         doomed = [e for e in self._core.pool if any(e.key.startswith(p) for p in prefixes)]
         for entry in doomed:
             self._core.pool.discard(entry)
         self._core.metrics.count("clears")
-        self._clear_redis(sorted(prefixes), len(doomed), time.monotonic() + _CLEAR_S, reply)
+        deadline_s = time.monotonic() + _CLEAR_S
+
+        def go_on(on_disk: int) -> None:
+            self._clear_redis(sorted(prefixes), len(doomed) + on_disk, deadline_s, reply)
+
+        if self._core.disk is None:
+            go_on(0)
+        else:
+            self._core.disk.clear(forms, go_on)
 
     def _clear_redis(
         self, prefixes: list[bytes], removed: int, deadline_s: float, reply: Reply

@@ -1,6 +1,7 @@
 """Lookups: find the leading chunks that can be had, hold them, and only then answer.
 
-    find     every chunk in the host pool is pinned; the others are scanned for in Redis
+    find     every chunk in the host pool is pinned; of the others, those on disk are loaded
+             from there, and the rest is scanned for in Redis
     load     those found are read into slots, in the order of the prompt
     answer   as soon as every chunk of the prefix is READY, or at the deadline with the
              prefix that is; what lies behind it is let go
@@ -17,8 +18,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from lmcache_redis import messages as m
+from lmcache_redis.agent.copies import CopyOutcome
 from lmcache_redis.agent.core import Core, Reply
-from lmcache_redis.agent.registration import Registration
+from lmcache_redis.agent.registration import ChunkForm, Registration
 from lmcache_redis.agent.sessions import Session
 from lmcache_redis.hostpool import Entry
 from lmcache_redis.keys import stripe_key
@@ -67,6 +69,7 @@ class LookupJob:
         self._waiting: dict[Place, Entry] = {}
         self._watchers: dict[Place, partial[None]] = {}
         self._from_redis: set[int] = set()
+        self._from_disk: set[int] = set()
         self._scanning = False
         self._done = False
         self._started_s = time.monotonic()
@@ -76,16 +79,20 @@ class LookupJob:
     def start(self) -> None:
         """Pins what the host pool has and asks Redis for the rest."""
         missing: list[tuple[Place, bytes]] = []
+        on_disk: list[tuple[Place, bytes]] = []
         get = self._core.pool.get
         stems = [registration.form.stem(len(self._hashes[0])) for registration in self._ranks]
         for chunk, chunk_hash in enumerate(self._hashes):
             for rank, stem in enumerate(stems):
                 key = stem + chunk_hash
                 entry = get(key)
-                if entry is None:
-                    missing.append(((chunk, rank), key))
-                else:
+                if entry is not None:
                     self._hold((chunk, rank), entry)
+                elif self._on_disk(chunk, rank):
+                    on_disk.append(((chunk, rank), key))
+                else:
+                    missing.append(((chunk, rank), key))
+        self._bring(on_disk)
         if missing:
             self._scanning = True
             self._core.plane.scan(
@@ -122,6 +129,11 @@ class LookupJob:
             else:
                 self._miss("miss_redis_error", "Redis is not available", self._bound - first)
             self._shrink(first)
+        self._bring(found)
+        self._check()
+
+    def _bring(self, found: Sequence[tuple[Place, bytes]]) -> None:
+        """Begins to load what is there, as far as the prefix goes."""
         for place, key in found:
             if place[0] >= self._bound:
                 break
@@ -131,7 +143,10 @@ class LookupJob:
             if entry is None:
                 break
             self._hold(place, entry)
-        self._check()
+
+    def _on_disk(self, chunk: int, rank: int) -> bool:
+        disk = self._core.disk
+        return disk is not None and disk.has(self._ranks[rank].form, self._hashes[chunk])
 
     def _load_making_room(self, place: Place, key: bytes) -> Entry | None:
         """Begins a load, at the cost of chunks at the prefix's end if there is no other room."""
@@ -148,13 +163,37 @@ class LookupJob:
         entry = self._core.fills.begin(key, form.stripe_count)
         if entry is None:
             return None
-        self._from_redis.add(place[0])
-        io = self._core.chunk_io(form, self._hashes[place[0]], entry, self._deadline_s)
-        self._core.fills.on_abandoned(entry, partial(self._core.plane.cancel, io))
-        self._core.plane.read(
-            io, lambda io, outcome: self._core.post(partial(_loaded, self._core, io, outcome))
-        )
+        if self._on_disk(*place) and self._core.disk is not None:
+            self._from_disk.add(place[0])
+            self._core.disk.load(
+                form, self._hashes[place[0]], entry, partial(self._from_file, place, entry)
+            )
+        else:
+            self._from_redis.add(place[0])
+            self._read(place, entry)
         return entry
+
+    def _from_file(self, place: Place, entry: Entry, outcome: CopyOutcome) -> None:
+        """A file was read, or could not be: then Redis may have the chunk."""
+        metrics, form = self._core.metrics, self._ranks[place[1]].form
+        if outcome is CopyOutcome.DONE:
+            metrics.count("disk_loaded_chunks")
+            metrics.count("disk_loaded_bytes", form.chunk_bytes)
+        if outcome is not CopyOutcome.FAILED:
+            self._core.fills.end(entry, filled=outcome is CopyOutcome.DONE)
+            return
+        metrics.count("miss_disk")
+        self._from_disk.discard(place[0])
+        self._from_redis.add(place[0])
+        self._read(place, entry)
+
+    def _read(self, place: Place, entry: Entry) -> None:
+        core, form = self._core, self._ranks[place[1]].form
+        io = core.chunk_io(form, self._hashes[place[0]], entry, self._deadline_s)
+        core.fills.on_abandoned(entry, partial(core.plane.cancel, io))
+        core.plane.read(
+            io, lambda io, outcome: core.post(partial(_loaded, core, form, io, outcome))
+        )
 
     def _filled(self, place: Place, ready: bool) -> None:
         self._waiting.pop(place, None)
@@ -197,11 +236,14 @@ class LookupJob:
         loaded = sum(1 for chunk in self._from_redis if chunk < self._bound)
         metrics.count("lookups")
         metrics.count("lookup_chunks", len(self._hashes))
+        from_disk = sum(1 for chunk in self._from_disk - self._from_redis if chunk < self._bound)
         metrics.count("hit_chunks_redis", loaded)
-        metrics.count("hit_chunks_pool", self._bound - loaded)
+        metrics.count("hit_chunks_disk", from_disk)
+        metrics.count("hit_chunks_pool", self._bound - loaded - from_disk)
         tally.asked += len(self._hashes)
         tally.hit += self._bound
         tally.from_redis += loaded
+        tally.from_disk += from_disk
         tally.lookup_ms += (time.monotonic() - self._started_s) * 1e3
         for (chunk, rank), entry in self._held.items():
             self._session.hold((self._ranks[rank].worker_id, self._hashes[chunk]), entry)
@@ -219,7 +261,7 @@ class LookupJob:
         self._session.tally.reasons.add(reason)
 
 
-def _loaded(core: Core, io: ChunkIO, outcome: ReadOutcome) -> None:
+def _loaded(core: Core, form: ChunkForm, io: ChunkIO, outcome: ReadOutcome) -> None:
     """A read has ended: its entry becomes READY or leaves the pool, and watchers are told."""
     entry = io.tag
     assert isinstance(entry, Entry)
@@ -232,4 +274,5 @@ def _loaded(core: Core, io: ChunkIO, outcome: ReadOutcome) -> None:
         core.metrics.count(counter)
         log = logger.warning if outcome in _SUSPICIOUS else logger.debug
         log("chunk %s was not loaded: %s", io.frame.chunk_hash.hex()[:16], reason)
-    core.fills.end(entry, filled=outcome is ReadOutcome.LOADED)
+    if core.fills.end(entry, filled=outcome is ReadOutcome.LOADED) and core.disk is not None:
+        core.disk.offer(form, io.frame.chunk_hash, entry)

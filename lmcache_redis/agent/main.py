@@ -15,6 +15,7 @@ from pathlib import Path
 import zmq
 
 from lmcache_redis.agent.core import Core
+from lmcache_redis.agent.disk import Disk
 from lmcache_redis.agent.service import Service
 from lmcache_redis.config import AgentConfig, ensure_private
 from lmcache_redis.embedded import EmbeddedRedis
@@ -50,6 +51,9 @@ def run_agent(config: AgentConfig) -> int:
         plane = RedisPlane(_redis_options(config, url))
         plane.start()
         core = Core(config, arena, plane)
+        if config.disk_path is not None:
+            core.disk = Disk(core, config.disk_path, config.disk_size)
+            stack.callback(core.disk.close)
         service = Service(core, router)
         _stop_on_signals(service)
         _say_ready(config, plane, started_s)
@@ -147,6 +151,8 @@ def _stop(service: Service, core: Core, config: AgentConfig) -> None:
     deadline_s = time.monotonic() + config.shutdown_deadline_s
     logger.info("stopping: writes have %.1f s to finish", config.shutdown_deadline_s)
     service.drain(deadline_s)
+    if core.disk is not None:
+        core.disk.close()
     core.copies.close(max(0.1, deadline_s - time.monotonic()))
     core.plane.close(max(0.1, deadline_s - time.monotonic()))
     core.run_posted()

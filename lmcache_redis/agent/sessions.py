@@ -22,6 +22,7 @@ class Tally:
     asked: int = 0
     hit: int = 0
     from_redis: int = 0
+    from_disk: int = 0
     stored: int = 0
     dropped: int = 0
     lookup_ms: float = 0.0
@@ -31,9 +32,10 @@ class Tally:
         """The line, or None where nothing happened that anybody wants to read."""
         parts = []
         if self.asked:
+            from_disk = f", {self.from_disk} from disk" if self.from_disk else ""
             parts.append(
                 f"{self.hit} of {self.asked} chunks hit "
-                f"({self.from_redis} loaded from Redis) in {self.lookup_ms:.1f} ms"
+                f"({self.from_redis} loaded from Redis{from_disk}) in {self.lookup_ms:.1f} ms"
             )
         if self.stored:
             parts.append(f"{self.stored} stored")

@@ -34,7 +34,9 @@ def status_report(core: Core, peers: Peers, writes: Writes) -> dict[str, Any]:
             "write_bytes": writes.queued_bytes,
             "copies": core.copies.backlog,
             "jobs": sum(session.busy for session in core.sessions),
+            "disk_writes": core.disk.backlog if core.disk is not None else 0,
         },
+        "disk": _disk(core),
         "sessions": len(core.sessions),
         "engines": [
             {
@@ -52,6 +54,18 @@ def status_report(core: Core, peers: Peers, writes: Writes) -> dict[str, Any]:
             if peer.registration is not None
         ],
         "counters": core.metrics.snapshot(),
+    }
+
+
+def _disk(core: Core) -> dict[str, Any] | None:
+    """None without a disk tier."""
+    disk = core.disk
+    if disk is None:
+        return None
+    return {
+        "directory": disk.directory,
+        "limit_bytes": disk.limit_bytes,
+        "used_bytes": disk.used_bytes,
     }
 
 

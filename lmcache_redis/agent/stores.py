@@ -131,6 +131,8 @@ class StoreJob:
         if self._core.fills.end(entry, filled=outcome is CopyOutcome.DONE):
             self._stored += 1
             self._writes.offer(form, self._hashes[chunk], entry)
+            if self._core.disk is not None:
+                self._core.disk.offer(form, self._hashes[chunk], entry)
         self._core.pool.unpin(entry)
         self._one_less()
 

@@ -1,0 +1,179 @@
+"""The files of the disk tier: written whole or not at all, read into the caller's buffers.
+
+A file is written under a temporary name beside its own and renamed. How far that survives more
+than the end of the process is the policy `sync`:
+
+    none        nothing is forced to the disk. After a power failure files may be missing or
+                hold anything; the checksums tell, when they are read.
+    file        a file is on the disk before it has its name.
+    directory   and its name is on the disk before the put is answered.
+
+I/O is buffered, by preadv and pwritev on the buffers of the caller: there is no copy in
+between, and a chunk that is read again comes from the page cache. Direct I/O was measured
+(chunks of 1 to 32 MiB, ext4 on a virtual disk): reads at 1.0 to 1.3 GB/s against 1.0 to 1.5
+buffered and 6 to 7 from the page cache; writes at 1.0 to 1.8 GB/s against 3 buffered and not
+forced, 0.8 to 1.4 with fsync. It would also want aligned buffers, thus a copy.
+
+Every function raises OSError as the system does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.keys import ObjectKey
+from lmcache_redis.protocol import RemoteMetadata
+from lmcache_redis.storage.disk_format import (
+    PREAMBLE_BYTES,
+    TEMPORARY_SUFFIX,
+    check_preamble,
+    file_path,
+    pack_preamble,
+    payload_checksum,
+)
+
+Sync: TypeAlias = Literal["none", "file", "directory"]
+SYNC_POLICIES: tuple[Sync, ...] = ("none", "file", "directory")
+
+LOCK_NAME = "lmcr.lock"
+
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_Buffer: TypeAlias = "bytearray | memoryview"
+
+
+def lock_directory(directory: Path) -> int:
+    """Makes the directory and takes it; it is held until the descriptor is closed.
+
+    Raises ConfigError where it cannot be used, or another tier uses it.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"the directory {directory} cannot be used for chunks ({error.strerror}): make it "
+            "writable or choose another"
+        ) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        why = (
+            "is in use by another disk tier, of this or another process"
+            if isinstance(error, BlockingIOError)
+            else f"cannot be locked ({error.strerror})"
+        )
+        raise ConfigError(f"the directory {directory} {why}: choose one of its own") from error
+    return fd
+
+
+class ChunkFiles:
+    """Files by key and sequence, in one directory. No index, no state: thread-safe."""
+
+    def __init__(self, directory: Path, sync: Sync) -> None:
+        self._directory = os.fspath(directory)
+        self._sync = sync
+
+    def path(self, key: ObjectKey, sequence: int) -> str:
+        return f"{self._directory}/{file_path(key, sequence)}"
+
+    def write(
+        self, key: ObjectKey, sequence: int, metadata: RemoteMetadata, views: Sequence[memoryview]
+    ) -> None:
+        """On return the file is there; after an OSError nothing is."""
+        path = self.path(key, sequence)
+        temporary = path + TEMPORARY_SUFFIX
+        preamble = pack_preamble(key, metadata, payload_checksum(views))
+        fd = self._create(temporary)
+        try:
+            try:
+                _move(os.pwritev, fd, [preamble, *views])
+                touch(fd)
+                if self._sync != "none":
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(temporary, path)
+            if self._sync == "directory":
+                _sync_directory(os.path.dirname(path))
+        except OSError:
+            for left_over in (temporary, path):
+                with contextlib.suppress(OSError):
+                    os.unlink(left_over)
+            raise
+
+    def open(self, key: ObjectKey, sequence: int) -> int:
+        return os.open(self.path(key, sequence), os.O_RDONLY | os.O_CLOEXEC)
+
+    def remove(self, key: ObjectKey, sequence: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path(key, sequence))
+
+    def _create(self, path: str) -> int:
+        try:
+            return os.open(path, _CREATE, 0o600)
+        except FileNotFoundError:
+            # The first chunk whose digest begins so. Somebody else may make it at once.
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(os.path.dirname(path), 0o700)
+            if self._sync == "directory":
+                _sync_directory(self._directory)
+            return os.open(path, _CREATE, 0o600)
+
+
+def read_chunk(
+    fd: int, key: ObjectKey, metadata: RemoteMetadata, views: Sequence[memoryview]
+) -> None:
+    """Fill the views. Raises FormatError unless it is this chunk, whole and undamaged."""
+    expected_bytes = PREAMBLE_BYTES + metadata.length
+    if os.fstat(fd).st_size != expected_bytes:
+        raise FormatError(f"its size is not {expected_bytes} bytes")
+    preamble = bytearray(PREAMBLE_BYTES)
+    if not _move(os.preadv, fd, [preamble, *views]):
+        raise FormatError("it ends early")
+    if check_preamble(preamble, key, metadata) != payload_checksum(views):
+        raise FormatError("its payload is damaged")
+
+
+def touch(fd: int) -> None:
+    """Set the time of last use, which is the file's mtime.
+
+    Said explicitly: the kernel's own stamps are as coarse as its clock tick.
+    """
+    now_unix_ns = time.time_ns()
+    os.utime(fd, ns=(now_unix_ns, now_unix_ns))
+
+
+def _move(
+    call: Callable[[int, Sequence[_Buffer], int], int], fd: int, buffers: Sequence[_Buffer]
+) -> bool:
+    """preadv or pwritev until all is done; False: the file ended. From the file's start."""
+    left = [memoryview(buffer) for buffer in buffers]
+    offset = at = 0
+    while at < len(left):
+        moved = call(fd, left[at : at + _IOV_MAX], offset)
+        if moved == 0:
+            return False
+        offset += moved
+        while at < len(left) and moved >= left[at].nbytes:
+            moved -= left[at].nbytes
+            at += 1
+        if moved:
+            left[at] = left[at][moved:]
+    return True
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,125 @@
+"""The disk tier of an agent: chunks come back from files, whatever became of Redis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.agent.test_path_of_a_chunk import assert_blocks_equal
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.servers import RedisServer
+
+HASHES = block_hashes("prompt", 32)
+TOKENS = 512
+CHUNKS = 8
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*.lmcr") if path.is_file())
+
+
+def agent_with_disk(tmp_path: Path, redis: RedisServer, **options: object) -> AgentServer:
+    return AgentServer(
+        tmp_path / "agent",
+        redis.unix_url,
+        disk_path=tmp_path / "disk",
+        **{"disk_size": "64MiB"} | options,
+    )
+
+
+def store_and_wait(agent: AgentServer, engine: Engine) -> None:
+    engine.randomize(range(32))
+    engine.store("r1", HASHES, range(32))
+    agent.wait_idle()
+    assert agent.counter("disk_stored_chunks") == CHUNKS
+
+
+def check_hit(engine: Engine) -> None:
+    before = engine.snapshot()
+    assert engine.lookup("r2", HASHES) == TOKENS
+    assert engine.retrieve("r2", HASHES, range(16, 48)) == set()
+    assert_blocks_equal(engine, before, {n: 16 + n for n in range(32)})
+
+
+def test_chunks_come_back_from_disk_without_redis(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
+        store_and_wait(agent, engine)
+        assert len(files(tmp_path / "disk")) == CHUNKS
+        agent.terminate()
+        redis_server.kill()
+        agent.start()
+        engine.wait_ready()
+        check_hit(engine)
+        assert agent.counter("hit_chunks_disk") == CHUNKS
+        assert agent.counter("hit_chunks_redis") == 0
+        status = agent.status()["disk"]
+        assert status["directory"] == str(tmp_path / "disk")
+        assert 0 < status["used_bytes"] <= status["limit_bytes"] == 64 << 20
+        engine.scheduler.end_session("r2")
+        wait_until(lambda: f"{CHUNKS} from disk" in agent.log)
+
+
+def test_a_damaged_file_costs_a_read_from_redis(tmp_path: Path, redis_server: RedisServer) -> None:
+    with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
+        store_and_wait(agent, engine)
+        agent.terminate()
+        for path in files(tmp_path / "disk")[:3]:
+            damaged = bytearray(path.read_bytes())
+            damaged[-1] ^= 1
+            path.write_bytes(damaged)
+        agent.start()
+        engine.wait_ready()
+        check_hit(engine)
+        assert agent.counter("miss_disk") == agent.counter("hit_chunks_redis") == 3
+        assert agent.counter("hit_chunks_disk") == CHUNKS - 3
+        # What came from Redis is written to disk again.
+        wait_until(lambda: len(files(tmp_path / "disk")) == CHUNKS)
+
+
+def test_what_redis_has_is_kept_on_disk_as_well(tmp_path: Path, redis_server: RedisServer) -> None:
+    with (
+        AgentServer(tmp_path / "other", redis_server.unix_url) as other,
+        Engine(other.endpoint) as engine,
+    ):
+        engine.randomize(range(32))
+        engine.store("r1", HASHES, range(32))
+        other.wait_idle()
+    with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
+        assert engine.lookup("r2", HASHES) == TOKENS
+        assert agent.counter("hit_chunks_redis") == CHUNKS
+        wait_until(lambda: agent.counter("disk_stored_chunks") == CHUNKS)
+        agent.restart()
+        engine.wait_ready()
+        assert engine.lookup("r3", HASHES) == TOKENS
+        assert agent.counter("hit_chunks_disk") == CHUNKS
+
+
+def test_clear_takes_the_files_as_well(tmp_path: Path, redis_server: RedisServer) -> None:
+    with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
+        store_and_wait(agent, engine)
+        assert engine.scheduler.clear(timeout_s=5.0)
+        wait_until(lambda: not files(tmp_path / "disk"))
+        assert engine.lookup("r2", HASHES) == 0
+
+
+def test_the_limit_of_the_disk_is_kept(tmp_path: Path, redis_server: RedisServer) -> None:
+    with (
+        agent_with_disk(tmp_path, redis_server, disk_size="1MiB") as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        engine.randomize(range(32))
+        for number in range(6):
+            engine.store(f"r{number}", block_hashes(f"prompt {number}", 32), range(32))
+        agent.wait_idle()
+        assert sum(path.stat().st_size for path in files(tmp_path / "disk")) <= 1 << 20
+
+
+def test_a_directory_that_another_agent_uses(tmp_path: Path, redis_server: RedisServer) -> None:
+    with agent_with_disk(tmp_path, redis_server):
+        second = AgentServer(
+            tmp_path / "second", redis_server.unix_url, disk_path=tmp_path / "disk"
+        ).spawn()
+        assert second.process.wait(20) != 0
+        assert str(tmp_path / "disk") in second.log
+        assert "Traceback" not in second.log
