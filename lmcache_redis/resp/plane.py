@@ -433,9 +433,11 @@ class RedisPlane:
         if remove_stripes:
             self.remove(chunk.key, remove_stripes)
 
-    def _write_settled(self, chunk: ChunkIO, outcome: WriteOutcome) -> None:
+    def _write_settled(self, chunk: ChunkIO, outcome: WriteOutcome, remains: bool) -> None:
         self._by_chunk.pop(chunk, None)
         self._counts.written(outcome, chunk.frame.chunk_bytes)
+        if remains:
+            self.remove(chunk.key, chunk.frame.stripe_count)
 
 
 def _stop(jobs: Iterable[AnyJob], reason: Stop) -> None:

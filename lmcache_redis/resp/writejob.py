@@ -15,7 +15,8 @@ from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.routes import Hop
 
 WriteDone = Callable[[ChunkIO, WriteOutcome], None]
-WriteSettled = Callable[[ChunkIO, WriteOutcome], None]
+# Called with a finished write's chunk, its outcome and whether remains of it are to be removed.
+WriteSettled = Callable[[ChunkIO, WriteOutcome, bool], None]
 
 
 class WriteJob(Job[WriteOutcome]):
@@ -112,7 +113,7 @@ class WriteJob(Job[WriteOutcome]):
         self._chunk = self._done = self._settled = None
         if chunk is None or done is None or settled is None:
             raise RuntimeError("a write is answered twice")
-        settled(chunk, outcome)
+        settled(chunk, outcome, self.take_remains())
         done(chunk, outcome)
 
 

@@ -11,7 +11,8 @@ the thread has a chunk half stored: it could be one to a server that was restart
 
 A chunk that fails after something of it was sent leaves remains: stripes nobody can see, or,
 where it was to replace an older store, a mixture that readers refuse. They are handed to
-`remove` once the last of them was answered, so that none comes after its removal.
+`remove` once the chunk has failed and the last of them was answered, so that none comes after its
+removal; never later, when the chunk may have been stored anew.
 """
 
 from __future__ import annotations
@@ -85,7 +86,6 @@ class Writer(LaneWorker[WriteTask]):
         """Send a stripe."""
         job = task[0]
         if not job.begin_sending():
-            self._retire(job)
             return False
         failed: RedisError | None = None
         try:

@@ -413,3 +413,20 @@ def test_removal_of_remains_spares_other_chunks(plane: RedisPlane, server: Redis
     wait_until(lambda: server.command("DBSIZE") == 8)
     with server.client() as client:
         assert not list(client.scan_iter(chunk_key(1) + b"*"))
+
+
+def test_what_is_stored_again_after_an_outage_stays(own_server: RedisServer) -> None:
+    """Stripes of a store that failed wait in the queue; they must not cost the next one."""
+    with running(own_server.url) as plane:
+        for round_ in range(5):
+            chunk = Chunk(round_, 200 * SLOT, SLOT, seed=round_)
+            answers = Answers()
+            plane.write(chunk.io(), answers)
+            own_server.kill()
+            assert answers.wait(1)[0] in {*NOT_STORED, WriteOutcome.STORED}
+            own_server.start()
+            wait_until(lambda: plane.state.up)
+            again = Chunk(round_, 200 * SLOT, SLOT, seed=round_)
+            wait_until(lambda again=again: write(plane, again) == [WriteOutcome.STORED])
+            time.sleep(0.05)
+            assert own_server.command("EXISTS", *again.stripe_keys()) == again.stripe_count
