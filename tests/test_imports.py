@@ -22,8 +22,8 @@ LAYERS = (
     {"storage"},
     {"device", "hostpool", "resp"},
     {"stripe"},
-    {"keys", "hashing", "protocol"},
-    {"dtypes", "config", "embedded", "errors", "metrics", "madvise", "version"},
+    {"keys", "hashing", "protocol", "lm_wire"},
+    {"dtypes", "formats", "config", "embedded", "errors", "metrics", "madvise", "version"},
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 
