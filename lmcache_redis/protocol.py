@@ -5,12 +5,12 @@
     u64 length | u32 memory format | u32 groups
     per group: u32 dtype code | u32 dimensions | 4 x u64 sizes, zero where unused
 
-At most 8 groups, thus at most 336 bytes.
+At most 8 groups, thus at most 336 bytes. The messages of LMCache's TCP protocol, which have one
+group and a layout of their own, are in `lmcache_redis.lm_wire` and can be imported from here too.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 import struct
 from collections.abc import Sequence
@@ -19,9 +19,42 @@ from typing import TYPE_CHECKING
 
 from lmcache_redis.dtypes import dtype_code, dtype_from_code, dtype_name, itemsize, torch_dtype
 from lmcache_redis.errors import FormatError
+from lmcache_redis.formats import MemoryFormat
+from lmcache_redis.lm_wire import (
+    DTYPE_TO_INT,
+    INT_TO_DTYPE,
+    INT_TO_LOCATION,
+    LOCATION_TO_INT,
+    MAX_KEY_LENGTH,
+    ClientCommand,
+    ClientMetaMessage,
+    ServerMetaMessage,
+    ServerReturnCode,
+)
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = [
+    "DTYPE_TO_INT",
+    "INT_TO_DTYPE",
+    "INT_TO_LOCATION",
+    "LOCATION_TO_INT",
+    "MAX_DIMS",
+    "MAX_GROUPS",
+    "MAX_KEY_LENGTH",
+    "MAX_METADATA_BYTES",
+    "MAX_SIZE",
+    "ClientCommand",
+    "ClientMetaMessage",
+    "MemoryFormat",
+    "MemoryLayoutDesc",
+    "RemoteMetadata",
+    "ServerMetaMessage",
+    "ServerReturnCode",
+    "get_remote_metadata_bytes",
+    "init_remote_metadata_info",
+]
 
 MAX_GROUPS = 8
 MAX_DIMS = 4
@@ -30,22 +63,6 @@ MAX_SIZE = (1 << 63) - 1
 _FIXED = struct.Struct("<QII")
 _GROUP = struct.Struct("<II4Q")
 MAX_METADATA_BYTES = _FIXED.size + MAX_GROUPS * _GROUP.size
-
-
-class MemoryFormat(enum.Enum):
-    """How a chunk's elements are arranged. Values below 16 are those of LMCache."""
-
-    UNDEFINED = 0
-    KV_2LTD = 1  # [2, layers, tokens, hidden]
-    KV_BLOB = 1
-    KV_T2D = 2  # [tokens, 2, hidden]
-    KV_2TD = 3  # [2, tokens, hidden]
-    BINARY = 4  # encoded bytes; the shape is that of what they decode to
-    BINARY_BUFFER = 5  # as BINARY
-    KV_MLA_FMT = 6  # [1, layers, tokens, head size]
-    EC_TD = 7  # [tokens, hidden] of an encoder cache
-    HS_TD = 8  # [tokens, hidden] of hidden states
-    PAGES = 0x4C52  # opaque pages, segment-major: each segment's pages in token order
 
 
 # The length of encoded bytes does not follow from the shape they decode to.
@@ -192,6 +209,24 @@ class RemoteMetadata:
             names.append(dtype_from_code(code))
             shapes.append(tuple(sizes[:dims]))
         return RemoteMetadata(length, shapes, names, fmt)
+
+
+_group_count: int | None = None
+
+
+def init_remote_metadata_info(num_groups: int) -> None:
+    """Say once for the process of how many groups its chunks are, 0 to 8."""
+    global _group_count
+    if type(num_groups) is not int or not 0 <= num_groups <= MAX_GROUPS:
+        raise FormatError(f"{num_groups!r:.80} groups; metadata has 0 to {MAX_GROUPS}")
+    _group_count = num_groups
+
+
+def get_remote_metadata_bytes() -> int:
+    """Bytes of the metadata of such a chunk. Raises RuntimeError before it was said."""
+    if _group_count is None:
+        raise RuntimeError("init_remote_metadata_info was not called yet")
+    return _FIXED.size + _group_count * _GROUP.size
 
 
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from lmcache_redis.cli import admin
+from lmcache_redis.cli.gateway import gateway
 from lmcache_redis.cli.options import agent_config, takes_agent_options
 from lmcache_redis.cli.starting import start_again_if_needed
 from lmcache_redis.config import AgentConfig, default_endpoint
@@ -86,6 +87,7 @@ def ping(endpoint: EndpointOption = None, timeout_s: TimeoutOption = 2.0) -> Non
     )
 
 
+app.command()(gateway)
 app.command()(admin.inspect)
 app.command()(admin.purge)
 app.command()(admin.doctor)

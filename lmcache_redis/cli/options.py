@@ -1,4 +1,4 @@
-"""Options of `lmcache-redis agent`, made from the fields of ``AgentConfig``."""
+"""Options of `lmcache-redis agent` and `gateway`, made from the fields of their configs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -16,12 +16,22 @@ from lmcache_redis.config import AgentConfig, option_name, parse_size, shown_def
 from lmcache_redis.errors import ConfigError
 
 _ENVIRONMENT = {"redis_url": URL_VARIABLE}
+_Config = TypeVar("_Config")
 
 
 def takes_agent_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`takes_options_of` the agent."""
+    return takes_options_of(AgentConfig)(command)
+
+
+def takes_options_of(config: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command one option for each setting; None stands for the setting's default."""
+    return lambda command: _with_options(command, config)
+
+
+def _with_options(command: Callable[..., None], config: type[Any]) -> Callable[..., None]:
     parameters = []
-    for setting in _settings():
+    for setting in _settings(config):
         option = typer.Option(
             option_name(setting.name),
             help=_sentence(setting.metadata["help"]),
@@ -43,9 +53,14 @@ def takes_agent_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def agent_config(options: Mapping[str, Any]) -> AgentConfig:
+    """`config_from` for the agent."""
+    return config_from(AgentConfig, options)
+
+
+def config_from(config: type[_Config], options: Mapping[str, Any]) -> _Config:
     """The config that the options and the environment say. Raises ``ConfigError``."""
     given = {name: value for name, value in options.items() if value is not None}
-    for setting in dataclasses.fields(AgentConfig):
+    for setting in _fields(config):
         variable = setting.metadata.get("environment_only")
         if variable and (secret := _secret(variable)):
             given[setting.name] = secret
@@ -53,7 +68,7 @@ def agent_config(options: Mapping[str, Any]) -> AgentConfig:
             given[setting.name] = _size(setting.name, given[setting.name])
     if "key_prefix" in given:
         given["key_prefix"] = str(given["key_prefix"]).encode()
-    return AgentConfig(**given)
+    return config(**given)
 
 
 def _secret(variable: str) -> str | None:
@@ -77,9 +92,12 @@ def _size(name: str, text: str) -> int:
         raise ConfigError(f"{option_name(name)}: {error}") from error
 
 
-def _settings() -> list[dataclasses.Field[Any]]:
-    fields = dataclasses.fields(AgentConfig)
-    return [f for f in fields if not f.metadata.get("environment_only")]
+def _fields(config: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(config)
+
+
+def _settings(config: type[Any]) -> list[dataclasses.Field[Any]]:
+    return [f for f in _fields(config) if not f.metadata.get("environment_only")]
 
 
 def _type_of(setting: dataclasses.Field[Any]) -> type:

@@ -1,0 +1,254 @@
+"""The server: who may connect, what all connections share, and how it ends.
+
+One loop, one task for each client. The server accepts by itself instead of through asyncio's
+server, so that a client that may not connect is turned away before TLS spends anything on it,
+and counts against the limit from its first moment.
+
+`stop` lets every request that has begun finish, within a deadline; then it cuts off what is left.
+What the tiers still write is theirs: whoever made the backend flushes and closes it afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+import ssl
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.gateway.config import GatewayConfig, parse_listen, parse_networks
+from lmcache_redis.gateway.connection import HEADER_BYTES, Connection, Shared
+from lmcache_redis.gateway.counting import Counters, QuietLog
+from lmcache_redis.gateway.slots import SlotPool
+from lmcache_redis.gateway.stream import Stream
+from lmcache_redis.gateway.tls import FeedingProtocol, tls_context
+from lmcache_redis.storage.interface import LMCBackendInterface
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 1024
+_DROPPED_BYTES = 256 << 10
+_LEAST_CHECK_S, _MOST_CHECK_S = 0.02, 1.0
+_PAUSE_AFTER_ACCEPT_ERROR_S = 0.2
+# A client that vanished without a word is noticed after two minutes.
+_KEEPALIVE = (
+    (socket.TCP_KEEPIDLE, 60),
+    (socket.TCP_KEEPINTVL, 15),
+    (socket.TCP_KEEPCNT, 4),
+)
+
+
+class Gateway:
+    """Serves a backend. Start and stop it on one running loop; it is used up then.
+
+    The backend is the caller's: it has to be open until `stop` is over. Raises ConfigError for
+    files and sizes that cannot be used.
+    """
+
+    def __init__(self, backend: LMCBackendInterface, config: GatewayConfig) -> None:
+        self.config = config
+        self.counters = Counters()
+        self._networks = parse_networks(config.allowed_peers)
+        self._tls: ssl.SSLContext | None = tls_context(config)
+        try:
+            slots = SlotPool(config.buffer_bytes, config.slot_bytes)
+        except (ValueError, OSError) as error:
+            raise ConfigError(
+                f"buffers of {config.buffer_bytes} bytes cannot be had ({error}): "
+                "set another --buffer-bytes"
+            ) from error
+        self._shared = Shared(
+            backend=backend,
+            slots=slots,
+            threads=ThreadPoolExecutor(config.threads, thread_name_prefix="gateway"),
+            counters=self.counters,
+            log=QuietLog(logger),
+            max_payload_bytes=config.payload_limit_bytes,
+            one_list=asyncio.Lock(),
+            dropped=memoryview(bytearray(_DROPPED_BYTES)),
+        )
+        self._listener: socket.socket | None = None
+        self._connections: set[Connection] = set()
+        self._clients: set[asyncio.Task[None]] = set()
+        self._background: list[asyncio.Task[None]] = []  # accepting first
+        self._stopping = False
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens, with the port that was found for port 0."""
+        if self._listener is None:
+            raise RuntimeError("the gateway does not listen")
+        name: tuple[Any, ...] = self._listener.getsockname()
+        return str(name[0]), int(name[1])
+
+    @property
+    def url(self) -> str:
+        """`address` as a client writes it."""
+        host, port = self.address
+        return f"lm://[{host}]:{port}" if ":" in host else f"lm://{host}:{port}"
+
+    def stats(self) -> dict[str, int]:
+        """Counters, and what is held now. From any thread."""
+        return {
+            **self.counters.snapshot(),
+            "open_connections": len(self._clients),
+            "slots": self._shared.slots.slot_count,
+            "slots_in_use": self._shared.slots.used_slots,
+        }
+
+    async def start(self) -> None:
+        """Listens and serves from now on. Raises ConfigError where the address cannot be had."""
+        self._listener = _listen(*parse_listen(self.config.listen))
+        self._warn_if_open()
+        self._background = [
+            asyncio.ensure_future(self._accept(self._listener)),
+            asyncio.ensure_future(self._cut_off_stalled()),
+        ]
+        for task in self._background:
+            task.add_done_callback(_say_if_failed)
+
+    async def stop(self) -> None:
+        """Ends within the deadline of the config, or little later. Idempotent."""
+        self._stopping = True
+        for task in self._background[:1]:
+            task.cancel()
+        await asyncio.gather(*self._background[:1], return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        for connection in self._connections:
+            connection.stop()
+        if self._clients:
+            await asyncio.wait(self._clients, timeout=self.config.shutdown_deadline_s)
+        for connection in self._connections:
+            connection.stream.abort()
+        for task in [*self._clients, *self._background]:
+            task.cancel()
+        await asyncio.gather(*self._clients, *self._background, return_exceptions=True)
+        # A call into a tier that still runs keeps its slots in its views.
+        self._shared.threads.shutdown(wait=False, cancel_futures=True)
+        self._shared.slots.close()
+
+    # ------------------------------------------------------------ accepting
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, peer = await loop.sock_accept(listener)
+            except OSError as error:
+                # Out of descriptors, or a client that was gone already: neither is for ever.
+                self._shared.log.warning("accept", "a client cannot be accepted: %s", error)
+                await asyncio.sleep(_PAUSE_AFTER_ACCEPT_ERROR_S)
+                continue
+            self.counters.connections += 1
+            if (problem := self._refuses(peer[0])) is not None:
+                self.counters.refused_connections += 1
+                self._shared.log.warning("refused", "%s is turned away: %s", peer[0], problem)
+                accepted.close()
+                continue
+            task = asyncio.ensure_future(self._serve(accepted, f"{peer[0]} port {peer[1]}"))
+            self._clients.add(task)
+            task.add_done_callback(self._served)
+
+    def _refuses(self, host: str) -> str | None:
+        if len(self._clients) >= self.config.max_connections:
+            return f"there are {len(self._clients)} clients already (--max-connections)"
+        if self._networks is None:
+            return None
+        address = ipaddress.ip_address(host.partition("%")[0])
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        if any(address in network for network in self._networks):
+            return None
+        return "it is in none of --allowed-peers"
+
+    async def _serve(self, accepted: socket.socket, peer: str) -> None:
+        loop = asyncio.get_running_loop()
+        accepted.setblocking(False)
+        stream = Stream(loop, HEADER_BYTES)
+        try:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                accepted.setsockopt(socket.IPPROTO_TCP, option, value)
+            await loop.connect_accepted_socket(
+                lambda: stream if self._tls is None else FeedingProtocol(stream),
+                accepted,
+                ssl=self._tls,
+                ssl_handshake_timeout=self.config.stall_timeout_s if self._tls else None,
+            )
+        except OSError as error:  # of TLS too
+            accepted.close()
+            self.counters.failed_handshakes += 1
+            self._shared.log.warning("handshake", "%s did not get connected: %s", peer, error)
+            return
+        connection = Connection(stream, peer, self._shared)
+        self._connections.add(connection)
+        if self._stopping:
+            connection.stop()
+        try:
+            await connection.serve()
+        finally:
+            stream.close()
+            with contextlib.suppress(asyncio.CancelledError):
+                await stream.lost
+            self._connections.discard(connection)
+
+    def _served(self, task: asyncio.Task[None]) -> None:
+        self._clients.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.counters.errors += 1
+            logger.error("a connection is closed because of a fault", exc_info=error)
+
+    # ------------------------------------------------------------ inside
+
+    async def _cut_off_stalled(self) -> None:
+        loop = asyncio.get_running_loop()
+        timeout_s = self.config.stall_timeout_s
+        while True:
+            await asyncio.sleep(min(max(timeout_s / 8, _LEAST_CHECK_S), _MOST_CHECK_S))
+            now_s = loop.time()
+            for connection in self._connections:
+                if connection.stream.stalled(now_s, timeout_s):
+                    self.counters.stalled += 1
+                    self._shared.log.warning(
+                        "stalled", "%s is disconnected: nothing moved for %g s",
+                        connection.peer, timeout_s,
+                    )  # fmt: skip
+                    connection.stream.abort()
+
+    def _warn_if_open(self) -> None:
+        if ipaddress.ip_address(self.address[0]).is_loopback or self._networks is not None:
+            return
+        if self.config.tls_client_ca is None:
+            logger.warning(
+                "everyone who reaches %s can read and replace chunks: restrict it with "
+                "--allowed-peers or --tls-client-ca",
+                self.url,
+            )
+
+
+def _say_if_failed(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.critical("the gateway no longer works, start it again", exc_info=error)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(
+        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC
+    )
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"--listen: {host} port {port} cannot be had ({error.strerror}): choose another one"
+        ) from error
+    listener.setblocking(False)
+    return listener

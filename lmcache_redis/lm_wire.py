@@ -1,0 +1,302 @@
+"""The messages of LMCache's TCP protocol (`lm://`) as bytes. Free of torch.
+
+All integers have 32 bits, signed, in the byte order of the machine; client and server share it.
+
+    request, 186 bytes: command | length | format | dtype | location | 4 sizes | key, 150 bytes
+    reply, 36 bytes:    code | length | format | dtype | 4 sizes | location
+
+The key is UTF-8 text followed by spaces. A shape of fewer than four dimensions is followed by
+zeros; those are taken off again, down to one dimension, unless the format is BINARY or
+BINARY_BUFFER, whose shape is `length, 0, 0, 0`. A payload of `length` bytes follows a PUT and
+the successful reply to a GET. Whatever does not fit this raises FormatError.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from lmcache_redis.dtypes import dtype_name, torch_dtype
+from lmcache_redis.errors import FormatError
+from lmcache_redis.formats import MemoryFormat
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_KEY_LENGTH = 150
+MAX_WIRE_LENGTH = (1 << 31) - 1
+WIRE_DIMS = 4
+
+_Enum = TypeVar("_Enum", bound=enum.Enum)
+
+_REQUEST = struct.Struct(f"=9i{MAX_KEY_LENGTH}s")
+_REPLY = struct.Struct("=9i")
+_COMMAND_AND_LENGTH = struct.Struct("=2i")
+
+
+class ClientCommand(enum.IntEnum):
+    """What a request asks for."""
+
+    PUT = 1
+    GET = 2
+    EXIST = 3
+    LIST = 4
+    HEALTH = 5
+
+
+class ServerReturnCode(enum.IntEnum):
+    """What a reply says, in numbers borrowed from HTTP."""
+
+    SUCCESS = 200
+    FAIL = 400
+
+
+# Code 1 is read and never written: torch.half and torch.float16 are one dtype.
+_NAME_OF_CODE: dict[int, str | None] = {
+    0: None,
+    1: "float16",
+    2: "float16",
+    3: "bfloat16",
+    4: "float32",
+    5: "float64",
+    6: "uint8",
+    7: "float8_e4m3fn",
+    8: "float8_e5m2",
+}
+_CODE_OF_NAME = {name: code for code, name in _NAME_OF_CODE.items()}
+
+
+class _DtypeToInt(Mapping["torch.dtype | str | None", int]):
+    """Codes by torch.dtype or its name; None has one too. Iterating imports torch."""
+
+    def __getitem__(self, dtype: torch.dtype | str | None) -> int:
+        if dtype == "half":
+            return 1
+        try:
+            return _CODE_OF_NAME[None if dtype is None else dtype_name(dtype)]
+        except FormatError:
+            raise KeyError(dtype) from None
+
+    def __iter__(self) -> Iterator[torch.dtype | None]:
+        return (None if name is None else torch_dtype(name) for name in _CODE_OF_NAME)
+
+    def __len__(self) -> int:
+        return len(_CODE_OF_NAME)
+
+
+class _IntToDtype(Mapping[int, "torch.dtype | None"]):
+    """What a code stands for as torch has it; imports torch when asked."""
+
+    def __getitem__(self, code: int) -> torch.dtype | None:
+        name = _NAME_OF_CODE[code]
+        return None if name is None else torch_dtype(name)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(_NAME_OF_CODE)
+
+    def __len__(self) -> int:
+        return len(_NAME_OF_CODE)
+
+
+DTYPE_TO_INT: Mapping[torch.dtype | str | None, int] = _DtypeToInt()
+INT_TO_DTYPE: Mapping[int, torch.dtype | None] = _IntToDtype()
+LOCATION_TO_INT: dict[str | None, int] = {None: 0, "LocalCPUBackend": 1, "LocalDiskBackend": 2}
+INT_TO_LOCATION: dict[int, str | None] = {code: name for name, code in LOCATION_TO_INT.items()}
+
+_ENCODED_FORMATS = frozenset({MemoryFormat.BINARY, MemoryFormat.BINARY_BUFFER})
+
+
+class HasKeyText(Protocol):
+    """A key of LMCache's own making."""
+
+    def to_string(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class _Payload:
+    """What both messages say about a payload."""
+
+    length: int
+    fmt: MemoryFormat
+    dtype_name: str | None
+    shape: tuple[int, ...]
+    location: str | None
+
+    def __init__(
+        self,
+        length: int,
+        fmt: MemoryFormat,
+        dtype: torch.dtype | str | None,
+        shape: Sequence[int],
+        location: str | None = None,
+    ) -> None:
+        _check_int("a length", length)
+        for size in shape:
+            _check_int("a size in a shape", size)
+        if len(shape) > WIRE_DIMS:
+            raise FormatError(f"a shape of {len(shape)} dimensions; a message has {WIRE_DIMS}")
+        if not isinstance(fmt, MemoryFormat):
+            raise FormatError(f"a memory format is a MemoryFormat, not {fmt!r:.80}")
+        name = None if dtype is None else dtype_name(dtype)
+        if name not in _CODE_OF_NAME:
+            raise FormatError(f"dtype {name} has no code in LMCache's protocol")
+        if location not in LOCATION_TO_INT:
+            raise FormatError(f"unknown location {location!r:.80}")
+        object.__setattr__(self, "length", length)
+        object.__setattr__(self, "fmt", fmt)
+        object.__setattr__(self, "dtype_name", name)
+        object.__setattr__(self, "shape", tuple(shape))
+        object.__setattr__(self, "location", location)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype as torch has it; imports torch."""
+        return None if self.dtype_name is None else torch_dtype(self.dtype_name)
+
+    def _described(self) -> tuple[int, int, int]:
+        return self.length, self.fmt.value, _CODE_OF_NAME[self.dtype_name]
+
+    def _padded_shape(self) -> tuple[int, ...]:
+        return self.shape + (0,) * (WIRE_DIMS - len(self.shape))
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class ClientMetaMessage(_Payload):
+    """A request.
+
+    key: text, or an object whose `to_string` gives it; the message holds the text, which is
+    empty where a request names no chunk. dtype: torch.dtype, its name or None; the message
+    holds the name.
+    """
+
+    command: ClientCommand
+    key: str
+
+    def __init__(
+        self,
+        command: ClientCommand,
+        key: str | HasKeyText,
+        length: int,
+        fmt: MemoryFormat,
+        dtype: torch.dtype | str | None,
+        shape: Sequence[int],
+        location: str | None = None,
+    ) -> None:
+        # Not super(): a dataclass with slots is another class than the one written here.
+        _Payload.__init__(self, length, fmt, dtype, shape, location)
+        text = key if isinstance(key, str) else key.to_string()
+        _key_bytes(text)
+        object.__setattr__(self, "command", _member(ClientCommand, command, "command"))
+        object.__setattr__(self, "key", text)
+
+    def serialize(self) -> bytes:
+        """The request, `packlength` bytes."""
+        numbers = (*self._described(), LOCATION_TO_INT[self.location], *self._padded_shape())
+        return _REQUEST.pack(self.command, *numbers, _key_bytes(self.key).ljust(MAX_KEY_LENGTH))
+
+    @staticmethod
+    def deserialize(data: bytes | bytearray | memoryview) -> ClientMetaMessage:
+        """The request that bytes encode."""
+        command, length, fmt, dtype, location, *sizes, key = _unpack(_REQUEST, data)
+        try:
+            text = key.rstrip(b" ").decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise FormatError(f"a key that is not UTF-8: {error}") from None
+        return ClientMetaMessage(
+            command, text, *_payload_fields(length, fmt, dtype, sizes, location)
+        )
+
+    @staticmethod
+    def packlength() -> int:
+        """Bytes of a request."""
+        return _REQUEST.size
+
+    @staticmethod
+    def command_and_length(data: bytes | bytearray | memoryview) -> tuple[int, int]:
+        """The two numbers that say what follows a request, unchecked: all else may be wrong."""
+        command, length = _COMMAND_AND_LENGTH.unpack_from(data)
+        return command, length
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class ServerMetaMessage(_Payload):
+    """A reply; dtype is as in `ClientMetaMessage`."""
+
+    code: ServerReturnCode
+
+    def __init__(
+        self,
+        code: ServerReturnCode,
+        length: int,
+        fmt: MemoryFormat,
+        dtype: torch.dtype | str | None,
+        shape: Sequence[int],
+        location: str | None = None,
+    ) -> None:
+        _Payload.__init__(self, length, fmt, dtype, shape, location)
+        object.__setattr__(self, "code", _member(ServerReturnCode, code, "return code"))
+
+    def serialize(self) -> bytes:
+        """The reply, `packlength` bytes."""
+        numbers = (*self._described(), *self._padded_shape(), LOCATION_TO_INT[self.location])
+        return _REPLY.pack(self.code, *numbers)
+
+    @staticmethod
+    def deserialize(data: bytes | bytearray | memoryview) -> ServerMetaMessage:
+        """The reply that bytes encode."""
+        code, length, fmt, dtype, *sizes, location = _unpack(_REPLY, data)
+        return ServerMetaMessage(code, *_payload_fields(length, fmt, dtype, sizes, location))
+
+    @staticmethod
+    def packlength() -> int:
+        """Bytes of a reply."""
+        return _REPLY.size
+
+
+def _unpack(layout: struct.Struct, data: bytes | bytearray | memoryview) -> tuple[Any, ...]:
+    if memoryview(data).nbytes != layout.size:
+        raise FormatError(f"a message has {layout.size} bytes, not {memoryview(data).nbytes}")
+    return layout.unpack(data)
+
+
+def _payload_fields(
+    length: int, fmt: int, dtype: int, sizes: Sequence[int], location: int
+) -> tuple[int, MemoryFormat, str | None, tuple[int, ...], str | None]:
+    if dtype not in _NAME_OF_CODE:
+        raise FormatError(f"unknown dtype code {dtype}")
+    if location not in INT_TO_LOCATION:
+        raise FormatError(f"unknown location code {location}")
+    known = _member(MemoryFormat, fmt, "memory format")
+    shape = tuple(sizes)
+    while known not in _ENCODED_FORMATS and len(shape) > 1 and not shape[-1]:
+        shape = shape[:-1]
+    return length, known, _NAME_OF_CODE[dtype], shape, INT_TO_LOCATION[location]
+
+
+def _key_bytes(text: str) -> bytes:
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise FormatError("a key that has no UTF-8") from None
+    if len(data) > MAX_KEY_LENGTH:
+        raise FormatError(f"a key of {len(data)} bytes; a message holds {MAX_KEY_LENGTH}")
+    if data.endswith(b" "):
+        raise FormatError("a key that ends in a space, which would be lost in the padding")
+    return data
+
+
+def _member(kind: type[_Enum], value: object, what: str) -> _Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        raise FormatError(f"unknown {what} {value!r:.80}") from None
+
+
+def _check_int(what: str, value: int) -> None:
+    if type(value) is not int:
+        raise FormatError(f"{what} is an int, not {type(value).__name__}")
+    if not 0 <= value <= MAX_WIRE_LENGTH:
+        raise FormatError(f"{what} is {value}, outside 0 to 2**31 - 1")

@@ -1,0 +1,110 @@
+"""`lmcache-redis gateway` as a real process on the real tiers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.gateway.wire import KEY, Client
+from tests.servers import RedisServer
+
+TIMEOUT_S = 30.0
+
+
+class Process:
+    """A gateway that serves. `end` sends a signal and gives its status and all it said."""
+
+    def __init__(self, *words: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lmcache_redis.cli", "gateway", "--listen", "lm://127.0.0.1:0",
+             "--buffer-bytes", "8MiB", *words],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "COLUMNS": "150"},
+        )  # fmt: skip
+        self._said: list[str] = []
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._said.append(line)
+            if found := re.search(r" serves lm://127\.0\.0\.1:(\d+)", line):
+                self.port = int(found.group(1))
+                return
+        raise AssertionError("".join(self._said))
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        self._process.send_signal(number)
+        assert self._process.stderr is not None
+        rest = self._process.stderr.read()
+        return self._process.wait(TIMEOUT_S), "".join([*self._said, rest])
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+
+@contextmanager
+def gateway(*words: str) -> Iterator[Process]:
+    process = Process(*words)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_it_is_told_to_end(number: int) -> None:
+    with gateway("--memory-bytes", "16MiB") as process:
+        with Client(process.port) as client:
+            client.put(KEY, b"x" * 300_000)
+            assert client.get(KEY) == b"x" * 300_000
+            assert client.list() == {KEY}
+            status, said = process.end(number)
+            assert client.ended()
+        assert status == 0
+        assert "stopped: connections 1, puts 1, gets 1, lists 1, stored 1, hits 1" in said
+        assert "Traceback" not in said
+
+
+def test_chunks_outlive_the_process_in_redis_and_on_disk(tmp_path: Path) -> None:
+    payload = os.urandom(1_000_000)
+    redis_directory = tmp_path / "redis"
+    redis_directory.mkdir()
+    keys = [KEY, "m@1@0@-abc@half@7@who%me", "m@2@1@abc@half"]
+    with RedisServer(redis_directory) as redis:
+        ways = (
+            ("--redis-url", redis.url, "--memory-bytes", "16MiB"),
+            ("--disk-path", str(tmp_path / "disk"), "--disk-size", "64MiB", "--memory-bytes", "0"),
+        )
+        for words in ways:
+            with gateway(*words) as process, Client(process.port) as client:
+                for key in keys:
+                    client.put(key, key.encode() + payload)
+                assert client.exists(keys[-1])
+                assert process.end()[0] == 0
+            with gateway(*words) as process, Client(process.port) as client:
+                assert client.list() == set(keys)
+                for key in keys:
+                    assert client.get(key) == key.encode() + payload
+                assert client.get("m@2@1@abd@half") is None
+                assert process.end()[0] == 0
+
+
+def test_a_wrong_setting_is_one_sentence() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lmcache_redis.cli", "gateway", "--redis-url", "http://x"],
+        capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("lmcache-redis: ")

@@ -1,0 +1,40 @@
+"""docs/compatibility.md is true: every name is where it says, and takes what it says."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
+ROW = re.compile(r"^\| `([\w.]+)` \| `([\w.]+)` \|([^|]*)\|[^|]*\|$", re.MULTILINE)
+ROWS = ROW.findall(PAGE.read_text())
+
+
+def parameters(found: Any) -> list[str]:
+    """As the page has them: `name`, or `name=` for what is given by name only."""
+    if not callable(found) or (isinstance(found, type) and issubclass(found, Enum)):
+        return []
+    return [
+        f"{name}=" if each.kind is each.KEYWORD_ONLY else name
+        for name, each in inspect.signature(found).parameters.items()
+        if name != "self"
+    ]
+
+
+@pytest.mark.parametrize(("name", "module", "listed"), ROWS, ids=[row[0] for row in ROWS])
+def test_name_and_parameters(name: str, module: str, listed: str) -> None:
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert parameters(found) == re.findall(r"`([\w=]+)`", listed)
+
+
+def test_every_line_of_the_tables_is_read() -> None:
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert len(lines) == len(ROWS) >= 50
