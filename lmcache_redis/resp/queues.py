@@ -37,14 +37,18 @@ class TaskQueue(Generic[TaskT]):
 
     def take(self, wait: bool = True) -> TaskT | None:
         """The next task. None: closed, or nothing there and not to be waited for."""
-        while True:
-            try:
-                # Atomic, and without the lock: this runs for every stripe.
-                return (self._urgent or self._ordinary).popleft()
-            except IndexError:
-                # Somebody else may take what was waited for.
-                if not wait or not self.wait():
-                    return None
+        task = self._pop()
+        # Somebody else may take what was waited for.
+        while task is None and wait and self.wait():
+            task = self._pop()
+        return task
+
+    def _pop(self) -> TaskT | None:
+        try:
+            # Atomic, and without the lock: this runs for every stripe.
+            return (self._urgent or self._ordinary).popleft()
+        except IndexError:
+            return None
 
     def wait(self) -> bool:
         """Wait until there is a task, which another thread may take first; False if closed."""

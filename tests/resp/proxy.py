@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import socket
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -75,6 +77,8 @@ class Proxy:
         self.stripes_set: list[tuple[bytes, int]] = []
         self.acknowledged = 0
         self.hold_after: int | None = None
+        self._tickets = itertools.count()
+        self._turn = 0
         self.gets = 0
         self._links: list[_Link] = []
         self._threads: list[threading.Thread] = []
@@ -156,11 +160,12 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := link.server.recv(1 << 16):
                 if link.name.startswith("set"):
-                    self.acknowledge.wait()
+                    self._wait_for_turn()
                     self.acknowledged += data.count(b"+OK\r\n")
                     if self.hold_after is not None and self.acknowledged >= self.hold_after:
                         self.acknowledge.clear()
                         self.hold_after = None
+                    self._turn += 1
                 if link.action is not None:
                     data = data[: link.left]
                     link.left -= len(data)
@@ -168,6 +173,12 @@ class Proxy:
                 if isinstance(link.action, Cut) and link.left == 0:
                     break
         link.close()
+
+    def _wait_for_turn(self) -> None:
+        """Replies go on in the order in which they came, and no more of them than allowed."""
+        ticket = next(self._tickets)
+        while self._turn != ticket or not self.acknowledge.is_set():
+            time.sleep(0.0005)
 
     def _note_sets(self, link: _Link, data: bytes) -> None:
         link.sent += data
