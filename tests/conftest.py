@@ -6,6 +6,12 @@ import os
 import sys
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
+# The first text that hypothesis makes in a fresh checkout takes seconds: it builds its tables.
+settings.register_profile("tests", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
+
 
 def pytest_configure() -> None:
     """Servers are looked for beside the interpreter too.

@@ -115,6 +115,19 @@ def recovery(rounds: RoundsOption = 5, json: JsonOption = None) -> None:
     _report("recovery", benchmark.run(rounds), json)
 
 
+@app.command()
+def gateway(
+    rounds: RoundsOption = 5,
+    clients: Annotated[int, typer.Option(min=1, max=1000, help="At once, in the last case.")] = 64,
+    json: JsonOption = None,
+) -> None:
+    """The lm:// gateway beside LMCache's own server, with the same client. About two minutes."""
+    from lmcache_redis.bench.lm import run as benchmark
+
+    rows = benchmark.run(benchmark.Plan(rounds=rounds, clients=clients))
+    _report("lm:// servers, chunks in memory; ours keeps them in Redis as well", rows, json)
+
+
 @app.command(name="main-job")
 def main_job(
     rounds: RoundsOption = 5,

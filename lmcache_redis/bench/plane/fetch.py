@@ -1,7 +1,7 @@
-"""Where LMCache's C++ client lies, and how it comes there.
+"""Where LMCache's C++ client and its package lie, and how they come there.
 
 `python -m lmcache_redis.bench.plane.fetch` downloads LMCache's wheel with pip, without its
-dependencies, and keeps the one file of it that is the client, under the virtual environment.
+dependencies, and unpacks it under the virtual environment; the client's file is put beside it.
 Nothing is installed.
 """
 
@@ -34,6 +34,23 @@ def find_client() -> Path | None:
     return next((p / file_name() for p in places if (p / file_name()).is_file()), None)
 
 
+def find_package() -> Path | None:
+    """The folder that has the package `lmcache`: unpacked, else where it is installed."""
+    places = [DIRECTORY / "wheel"]
+    spec = importlib.util.find_spec("lmcache")
+    if spec is not None and spec.origin is not None:
+        places.append(Path(spec.origin).parent.parent)
+    return next((p for p in places if (p / "lmcache" / "v1" / "server").is_dir()), None)
+
+
+def take_package(wheel: Path, directory: Path) -> Path:
+    """Unpacks a wheel; the folder that has the package. Raises KeyError where it has none."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.getinfo("lmcache/v1/server/__main__.py")
+        archive.extractall(directory / "wheel")
+    return directory / "wheel"
+
+
 def take_client(wheel: Path, directory: Path) -> Path:
     """Takes the client out of a wheel. Raises KeyError where there is none in it."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -44,8 +61,8 @@ def take_client(wheel: Path, directory: Path) -> Path:
 
 
 def main() -> int:
-    """Fetches the client unless it is there; returns the exit status."""
-    if find_client() is not None:
+    """Fetches what is not there; returns the exit status."""
+    if find_client() is not None and find_package() is not None:
         return 0
     with tempfile.TemporaryDirectory() as directory:
         words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
@@ -59,6 +76,7 @@ def main() -> int:
             return 1
         (wheel,) = Path(directory).glob("*.whl")
         print(f"LMCache {LMCACHE_VERSION}: {take_client(wheel, DIRECTORY)}")
+        print(f"LMCache {LMCACHE_VERSION}: {take_package(wheel, DIRECTORY)}")
     return 0
 
 
