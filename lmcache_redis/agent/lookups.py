@@ -124,10 +124,12 @@ class LookupJob:
         found = missing[: result.prefix_length]
         if len(found) < len(missing):
             (first, _), _ = missing[len(found)]
+            # The prefix may have ended before, where the host pool had no room.
+            missed = max(0, self._bound - first)
             if result.outcome is CallOutcome.DONE:
-                self._core.metrics.count("miss_absent", self._bound - first)
+                self._core.metrics.count("miss_absent", missed)
             else:
-                self._miss("miss_redis_error", "Redis is not available", self._bound - first)
+                self._miss("miss_redis_error", "Redis is not available", missed)
             self._shrink(first)
         self._bring(found)
         self._check()

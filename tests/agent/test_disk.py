@@ -123,3 +123,20 @@ def test_a_directory_that_another_agent_uses(tmp_path: Path, redis_server: Redis
         assert second.process.wait(20) != 0
         assert str(tmp_path / "disk") in second.log
         assert "Traceback" not in second.log
+
+
+def test_more_on_disk_than_the_host_pool_holds(tmp_path: Path, redis_server: RedisServer) -> None:
+    """The prefix ends where the pool is full, before the chunks that nobody has."""
+    with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
+        store_and_wait(agent, engine)
+        chunk_bytes = agent.status()["engines"][0]["chunk_bytes"]
+    redis_server.command("FLUSHALL")
+    room = 3 * chunk_bytes + (64 << 10)
+    with (
+        agent_with_disk(tmp_path, redis_server, pool_bytes=room) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        longer = [*HASHES, *block_hashes("another", 8)]
+        assert 0 < engine.lookup("r2", longer) < TOKENS
+        assert agent.counter("lookups_timed_out") == 0
+        assert "Traceback" not in agent.log
