@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.servers import RedisServer
 
 # The first text that hypothesis makes in a fresh checkout takes seconds: it builds its tables.
 settings.register_profile("tests", suppress_health_check=[HealthCheck.too_slow])
@@ -22,3 +26,23 @@ def pytest_configure() -> None:
     beside = str(Path(sys.executable).parent)
     if beside not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), beside])
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: RedisServer) -> RedisServer:
+    """A server with nothing in it, shared by tests that do not stop or configure it."""
+    shared_server.command("FLUSHALL")
+    return shared_server
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that the test may stop, kill and configure."""
+    with RedisServer(tmp_path) as server:
+        yield server

@@ -92,7 +92,7 @@ class LookupJob:
                     on_disk.append(((chunk, rank), key))
                 else:
                     missing.append(((chunk, rank), key))
-        self._bring(on_disk)
+        self._bring(on_disk, from_disk=True)
         if missing:
             self._scanning = True
             self._core.plane.scan(
@@ -131,17 +131,17 @@ class LookupJob:
             else:
                 self._miss("miss_redis_error", "Redis is not available", missed)
             self._shrink(first)
-        self._bring(found)
+        self._bring(found, from_disk=False)
         self._check()
 
-    def _bring(self, found: Sequence[tuple[Place, bytes]]) -> None:
+    def _bring(self, found: Sequence[tuple[Place, bytes]], from_disk: bool) -> None:
         """Begins to load what is there, as far as the prefix goes."""
         for place, key in found:
             if place[0] >= self._bound:
                 break
             entry = self._core.pool.get(key)  # somebody else may have begun meanwhile
             if entry is None:
-                entry = self._load_making_room(place, key)
+                entry = self._load_making_room(place, key, from_disk)
             if entry is None:
                 break
             self._hold(place, entry)
@@ -150,22 +150,22 @@ class LookupJob:
         disk = self._core.disk
         return disk is not None and disk.has(self._ranks[rank].form, self._hashes[chunk])
 
-    def _load_making_room(self, place: Place, key: bytes) -> Entry | None:
+    def _load_making_room(self, place: Place, key: bytes, from_disk: bool) -> Entry | None:
         """Begins a load, at the cost of chunks at the prefix's end if there is no other room."""
-        entry = self._load(place, key)
+        entry = self._load(place, key, from_disk)
         while entry is None and self._bound > place[0]:
             self._miss("miss_pool_full", "the host pool was full", 1)
             self._shrink(self._bound - 1)
             if self._bound > place[0]:
-                entry = self._load(place, key)
+                entry = self._load(place, key, from_disk)
         return entry
 
-    def _load(self, place: Place, key: bytes) -> Entry | None:
+    def _load(self, place: Place, key: bytes, from_disk: bool) -> Entry | None:
         form = self._ranks[place[1]].form
         entry = self._core.fills.begin(key, form.stripe_count)
         if entry is None:
             return None
-        if self._on_disk(*place) and self._core.disk is not None:
+        if from_disk and self._core.disk is not None:
             self._from_disk.add(place[0])
             self._core.disk.load(
                 form, self._hashes[place[0]], entry, partial(self._from_file, place, entry)

@@ -67,7 +67,10 @@ class Service:
             self._handlers.forget(peer, "the agent stops")
         for session in self.core.sessions:
             self.core.log_line(self.core.sessions.end(session))
-        while len(self.writes) and time.monotonic() < deadline_s:
+        disk = self.core.disk
+        while time.monotonic() < deadline_s and (
+            len(self.writes) or (disk is not None and disk.backlog)
+        ):
             self.core.run_posted()
             self.writes.begin_all()  # also what was gathered meanwhile
             time.sleep(0.005)

@@ -175,7 +175,7 @@ class RedisPlane:
             job = ReadJob(chunk, done, self._read_settled, registry, refresh_ttl_s)
             jobs[job] = routes.split(job.tasks(), lambda task: stripe_key(task[0].key, task[1]))
             job.nodes = tuple(jobs[job])
-            self._by_chunk[chunk] = job
+        self._by_chunk.update(zip(chunks, jobs, strict=True))
         accepted = self._enter(jobs)
         by_node: dict[Node | None, list[ReadTask]] = {}
         for job in accepted:
@@ -202,7 +202,7 @@ class RedisPlane:
             job = WriteJob(chunk, done, self._write_settled, registry, self._new_store_id())
             jobs[job] = routes.nodes_of(range(job.stripe_count), partial(stripe_key, chunk.key))
             job.nodes = tuple(dict.fromkeys(jobs[job]))
-            self._by_chunk[chunk] = job
+        self._by_chunk.update(zip(chunks, jobs, strict=True))
         accepted = self._enter(jobs)
         by_queue: dict[TaskQueue[WriteTask], list[WriteTask]] = {}
         for job in accepted:

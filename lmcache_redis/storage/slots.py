@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
+from lmcache_redis.storage import copying
 from lmcache_redis.stripe import ChunkFrame
 
 
 def gathered(views: Sequence[memoryview], frame: ChunkFrame) -> list[memoryview]:
     """A slot for each stripe, holding its payload. The views are bytes, none of them empty."""
     return [
-        pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+        pieces[0] if len(pieces) == 1 else copying.gathered(pieces).data
         for pieces in _pieces(views, frame)
     ]
 
@@ -25,22 +28,19 @@ class Scatter:
 
     def __init__(self, views: Sequence[memoryview], frame: ChunkFrame) -> None:
         self.slots: list[memoryview] = []
-        self._across: list[tuple[memoryview, list[memoryview]]] = []
+        self._across: list[tuple[copying.Block, list[memoryview]]] = []
         for pieces in _pieces(views, frame):
             if len(pieces) == 1:
                 self.slots.append(pieces[0])
                 continue
-            slot = memoryview(bytearray(sum(len(piece) for piece in pieces)))
-            self.slots.append(slot)
-            self._across.append((slot, pieces))
+            block: copying.Block = np.empty(sum(map(len, pieces)), np.uint8)
+            self.slots.append(block.data)
+            self._across.append((block, pieces))
 
     def finish(self) -> None:
         """The slots are filled: bring what lies across buffers to them."""
-        for slot, pieces in self._across:
-            start = 0
-            for piece in pieces:
-                piece[:] = slot[start : start + len(piece)]
-                start += len(piece)
+        for block, pieces in self._across:
+            copying.scatter(block, pieces)
 
 
 def _pieces(views: Sequence[memoryview], frame: ChunkFrame) -> Iterator[list[memoryview]]:

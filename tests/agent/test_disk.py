@@ -140,3 +140,13 @@ def test_more_on_disk_than_the_host_pool_holds(tmp_path: Path, redis_server: Red
         assert 0 < engine.lookup("r2", longer) < TOKENS
         assert agent.counter("lookups_timed_out") == 0
         assert "Traceback" not in agent.log
+
+
+def test_what_waits_for_the_disk_is_written_before_the_agent_ends(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
+        engine.randomize(range(32))
+        engine.store("r1", HASHES, range(32))
+        agent.terminate()
+        assert len(files(tmp_path / "disk")) == CHUNKS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,26 +11,6 @@ from lmcache_redis.resp import RedisPlane
 from tests.resp.helpers import our_connections, plane_threads, running, wait_until
 from tests.resp.proxy import Proxy
 from tests.servers import RedisServer
-
-
-@pytest.fixture(scope="session")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared_server: RedisServer) -> RedisServer:
-    """A server with nothing in it, shared by tests that do not stop or configure it."""
-    shared_server.command("FLUSHALL")
-    return shared_server
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server that the test may stop, kill and configure."""
-    with RedisServer(tmp_path) as server:
-        yield server
 
 
 @pytest.fixture

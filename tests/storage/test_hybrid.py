@@ -36,18 +36,6 @@ from tests.storage.redis_tiers import SLOT, wait_until
 ROOM = 128 << 20
 
 
-@pytest.fixture(scope="module")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared_server: RedisServer) -> RedisServer:
-    shared_server.command("FLUSHALL")
-    return shared_server
-
-
 class TestHybridContract(TierContract):
     """Memory with room for everything, over Redis."""
 

@@ -22,18 +22,6 @@ from tests.storage.contract import MakeBackend, TierContract, key_of, same, tens
 from tests.storage.redis_tiers import SLOT, tier, wait_until
 
 
-@pytest.fixture(scope="module")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared_server: RedisServer) -> RedisServer:
-    shared_server.command("FLUSHALL")
-    return shared_server
-
-
 class TestPipelinedContract(TierContract):
     @pytest.fixture
     def make_backend(self, server: RedisServer) -> Iterator[MakeBackend]:

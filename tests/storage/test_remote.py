@@ -36,26 +36,6 @@ from tests.topologies import running_cluster, running_sentinel
 BIG = 10 * SLOT
 
 
-@pytest.fixture(scope="module")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared_server: RedisServer) -> RedisServer:
-    """An empty one, shared by tests that do not stop or configure it."""
-    shared_server.command("FLUSHALL")
-    return shared_server
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server that the test may stop, kill and configure."""
-    with RedisServer(tmp_path) as server:
-        yield server
-
-
 class TestRemoteContract(TierContract):
     @pytest.fixture
     def make_backend(self, server: RedisServer) -> Iterator[MakeBackend]:

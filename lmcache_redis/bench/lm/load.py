@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from lmcache_redis.bench.lm.client import LmClient, key_text
 
 LOAD_NAME = "many"
+_CONNECT_S = 60.0
 
 
 def main(arguments: Sequence[str]) -> int:
     port, clients, gets, nbytes, keys = map(int, arguments)
     seconds: list[list[float]] = [[] for _ in range(clients)]
-    begin = threading.Barrier(clients + 1)
+    begin = threading.Barrier(clients + 1, timeout=_CONNECT_S)
 
     def work(number: int) -> None:
         buffer = memoryview(bytearray(nbytes))

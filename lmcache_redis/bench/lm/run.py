@@ -133,7 +133,10 @@ def _many_clients(server: LmServer, plan: Plan) -> tuple[float, list[float]]:
     """GB/s, and the seconds of every GET."""
     numbers = (server.port, plan.clients, plan.many_gets, plan.many_bytes, plan.many_chunks)
     words = [sys.executable, "-m", "lmcache_redis.bench.lm.load", *map(str, numbers)]
-    done = subprocess.run(words, stdout=subprocess.PIPE, timeout=_LOAD_TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(words, stdout=subprocess.PIPE, timeout=_LOAD_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise ServerFailed(f"{server.name} did not serve within {_LOAD_TIMEOUT_S:g} s") from None
     if done.returncode:
         raise ServerFailed(f"{server.name}: not all of {plan.clients} clients were served")
     found = json.loads(done.stdout)
