@@ -117,5 +117,7 @@ class RetrieveJob:
         )
         if self._failed:
             self._session.tally.reasons.add(f"{len(self._failed)} chunks could not be copied")
-        self._reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
-        self._core.finish_part(self._session)
+        try:
+            self._reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
+        finally:
+            self._core.finish_part(self._session)

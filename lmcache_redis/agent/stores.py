@@ -53,7 +53,6 @@ class StoreJob:
 
     def start(self) -> None:
         """Sorts out what the host pool has, and asks Redis about the rest."""
-        self._session.busy += 1
         unknown: list[int] = []
         for chunk, chunk_hash in enumerate(self._hashes):
             entry = self._core.pool.get(self._registration.form.key(chunk_hash))
@@ -63,9 +62,14 @@ class StoreJob:
             self._already += 1
             if not entry.persisted and not self._core.fills.filling(entry):
                 self._writes.offer(self._registration.form, chunk_hash, entry)
+        if unknown:
+            self._ask_redis(unknown)
+        # Only now: where a bug of ours ended this before, nothing would end it later.
+        self._session.busy += 1
         if not unknown:
             self._answer()
-            return
+
+    def _ask_redis(self, unknown: list[int]) -> None:
         keys = [stripe_key(self._key(chunk), 0) for chunk in unknown]
         deadline_s = min(
             self._question.lease_ns / 1e9,
@@ -86,8 +90,15 @@ class StoreJob:
         wanted = [chunk for chunk, present in zip(unknown, in_redis, strict=True) if not present]
         self._already += len(unknown) - len(wanted)
         self._left = len(wanted)
-        for chunk in wanted:
-            self._gather(chunk)
+        begun = 0
+        try:
+            for chunk in wanted:
+                self._gather(chunk)
+                begun += 1
+        finally:
+            # After a bug of ours those that were begun are waited for, and no others.
+            for _ in wanted[begun:]:
+                self._one_less()
         if not wanted:
             self._answer()
 
@@ -121,20 +132,28 @@ class StoreJob:
         self._core.post(partial(self._gathered, chunk, entry, outcome))
 
     def _gathered(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
+        self._core.pool.pin(entry)
+        try:
+            self._keep(chunk, entry, outcome)
+        finally:
+            # Whatever a bug of ours broke above: nobody waits for this chunk for ever.
+            if self._core.fills.filling(entry):
+                self._core.fills.end(entry, filled=False)
+            self._core.pool.unpin(entry)
+            self._one_less()
+
+    def _keep(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
         form = self._registration.form
         if outcome is CopyOutcome.DONE:
             self._core.metrics.count("gathered_chunks")
             self._core.metrics.count("gathered_bytes", form.chunk_bytes)
         else:
             self._dropped(*_DROPS[outcome])
-        self._core.pool.pin(entry)
         if self._core.fills.end(entry, filled=outcome is CopyOutcome.DONE):
             self._stored += 1
             self._writes.offer(form, self._hashes[chunk], entry)
             if self._core.disk is not None:
                 self._core.disk.offer(form, self._hashes[chunk], entry)
-        self._core.pool.unpin(entry)
-        self._one_less()
 
     def _dropped(self, counter: str, reason: str) -> None:
         self._core.metrics.count(counter)
@@ -152,5 +171,7 @@ class StoreJob:
         metrics.count("skipped_chunks", self._already)
         tally.stored += self._stored
         tally.dropped += dropped
-        self._reply(m.StoreResult(0, self._stored, self._already, dropped))
-        self._core.finish_part(self._session)
+        try:
+            self._reply(m.StoreResult(0, self._stored, self._already, dropped))
+        finally:
+            self._core.finish_part(self._session)

@@ -9,13 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CopyOutcome, CopyThreads
 from lmcache_redis.agent.fills import Fills
-from lmcache_redis.agent.sessions import Sessions
+from lmcache_redis.agent.sessions import Sessions, Tally
+from lmcache_redis.agent.stores import StoreJob
 from lmcache_redis.agent.timers import Timers
 from lmcache_redis.agent.writes import Writes
 from lmcache_redis.errors import DeviceError
-from lmcache_redis.hostpool import HostPool
+from lmcache_redis.hostpool import EntryState, HostPool
 from lmcache_redis.metrics import Metrics
 
 
@@ -243,3 +245,49 @@ def test_a_write_that_cannot_begin_gives_back_what_it_held() -> None:
         writes.begin_all()
     assert (len(writes), writes.queued_bytes, entry.pins) == (0, 0, 1)
     assert metrics.snapshot()["drop_redis_error"] == 1
+
+
+@pytest.mark.parametrize("breaks", ["before the chunk is kept", "after it"])
+def test_a_store_of_which_a_step_breaks_is_answered(breaks: str) -> None:
+    """What the broken step held comes back, and the session is no longer busy."""
+    pool = HostPool(2)
+    fills = Fills(pool)
+    broken, good = fills.begin(b"broken", 1), fills.begin(b"good", 1)
+    assert broken is not None
+    assert good is not None
+    session = SimpleNamespace(busy=1, tally=Tally())
+    answers: list[object] = []
+
+    def bug(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    def finish_part(of: SimpleNamespace) -> None:
+        of.busy -= 1
+
+    metrics = SimpleNamespace(count=bug)
+    core = SimpleNamespace(
+        pool=pool, fills=fills, metrics=metrics, disk=None, finish_part=finish_part
+    )
+    job = StoreJob(
+        core,  # type: ignore[arg-type]
+        SimpleNamespace(offer=bug),  # type: ignore[arg-type]
+        session,  # type: ignore[arg-type]
+        SimpleNamespace(form=SimpleNamespace(chunk_bytes=60)),  # type: ignore[arg-type]
+        [b"broken", b"good"],
+        SimpleNamespace(),  # type: ignore[arg-type]
+        answers.append,
+    )
+    job._left = 2
+    if breaks == "after it":
+        metrics.count = Metrics().count
+    with pytest.raises(RuntimeError, match="a bug"):
+        job._gathered(0, broken, CopyOutcome.DONE)
+    metrics.count = Metrics().count
+    assert (session.busy, answers) == (1, [])
+    job._gathered(1, good, CopyOutcome.FAILED)
+    kept = breaks == "after it"
+    assert answers == [m.StoreResult(0, int(kept), 0, 2 - kept)]
+    assert session.busy == 0
+    assert pool.pinned_slots == 0
+    assert (broken.state is EntryState.READY) == kept
+    pool.audit()
