@@ -134,6 +134,8 @@ def test_two_requests_share_one_load(agent: AgentServer) -> None:
         engine.store("r1", hashes, range(16))
         agent.wait_idle()
         agent.restart()
+        # Said by the new agent: the engine may not have noticed yet that the old one has gone.
+        wait_until(lambda: any(each["ready"] for each in agent.status()["engines"]))
         engine.wait_ready()
         for request_id in ("a", "b", "c"):
             engine.scheduler.maybe_submit_lookup_request(request_id, block_hashes=hashes)
