@@ -9,8 +9,12 @@ ARG PYTHON_TAG=3.12-slim
 ARG VLLM_TAG=latest
 
 FROM python:${PYTHON_TAG} AS wheel
+# For the compiled part; the wheel serves every Python from 3.11 on.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-COPY pyproject.toml LICENSE *.md ./
+COPY pyproject.toml setup.py LICENSE *.md ./
 COPY lmcache_redis lmcache_redis
 RUN pip wheel --no-deps --no-cache-dir --wheel-dir /dist .
 

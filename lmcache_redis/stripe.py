@@ -137,35 +137,56 @@ class ChunkFrame:
         store_id: 16 bytes, the same for all stripes of one store. checksum: xxh3-64 of the
         payload. Raises FormatError for values out of range and for a buffer too short.
         """
-        if len(store_id) != STORE_ID_BYTES:
-            raise FormatError(f"a store id has {STORE_ID_BYTES} bytes, not {len(store_id)}")
-        if not 0 <= checksum < 1 << 64 or not 0 <= created_unix_ms < 1 << 64:
-            raise FormatError("a header that cannot be written: a checksum or time out of range")
-        offset = self.payload_offset(index)
-        chunk_bytes = self.chunk_bytes
-        payload = min(self.stripe_payload_bytes, chunk_bytes - offset)
+        if not 0 <= checksum < 1 << 64:
+            raise FormatError("a header that cannot be written: a checksum out of range")
         try:
-            _FIELDS.pack_into(
-                buf,
-                0,
-                _EXPECTED_PREAMBLE,
-                store_id,
-                index,
-                self.stripe_count,
-                0,
-                payload,
-                offset,
-                chunk_bytes,
-                checksum,
-                self._layout_and_chunk,
-                created_unix_ms,
-                0,
-                self._padded_metadata,
-            )
+            self._pack_into(buf, index, store_id, checksum, created_unix_ms)
             header = memoryview(buf)[:HEADER_BYTES]
             _OWN_CHECKSUM.pack_into(buf, _OWN_CHECKSUM_AT, xxh3_64_intdigest(header))
         except struct.error as error:
             raise FormatError(f"a header that cannot be written: {error}") from None
+
+    def unsealed_header(
+        self, index: int, store_id: bytes = bytes(STORE_ID_BYTES), created_unix_ms: int = 0
+    ) -> bytearray:
+        """The header of stripe `index` with both checksums zero, for `lmcache_redis.native`."""
+        header = bytearray(HEADER_BYTES)
+        self._pack_into(header, index, store_id, 0, created_unix_ms)
+        return header
+
+    def _pack_into(
+        self,
+        buf: bytearray | memoryview,
+        index: int,
+        store_id: bytes,
+        checksum: int,
+        created_unix_ms: int,
+    ) -> None:
+        """Everything but the header's own checksum, which is zero."""
+        if len(store_id) != STORE_ID_BYTES:
+            raise FormatError(f"a store id has {STORE_ID_BYTES} bytes, not {len(store_id)}")
+        if not 0 <= created_unix_ms < 1 << 64:
+            raise FormatError("a header that cannot be written: a time out of range")
+        offset = self.payload_offset(index)
+        chunk_bytes = self.chunk_bytes
+        payload = min(self.stripe_payload_bytes, chunk_bytes - offset)
+        _FIELDS.pack_into(
+            buf,
+            0,
+            _EXPECTED_PREAMBLE,
+            store_id,
+            index,
+            self.stripe_count,
+            0,
+            payload,
+            offset,
+            chunk_bytes,
+            checksum,
+            self._layout_and_chunk,
+            created_unix_ms,
+            0,
+            self._padded_metadata,
+        )
 
     def check_header(self, buf: bytes | bytearray | memoryview, index: int) -> HeaderCheck:
         """Whether the first 512 bytes of `buf` are the header of stripe `index` of this chunk.

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import entry_points, version
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lmcache_redis import native
 from lmcache_redis.config import AgentConfig, ClientConfig, option_name, settings_table
 from lmcache_redis.version import __version__
 
@@ -64,6 +66,13 @@ def test_one_version() -> None:
 
 def test_the_licence_is_apache() -> None:
     assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_the_compiled_part_is_there() -> None:
+    """Where it can be built it is: nothing falls back to Python unseen."""
+    if not shutil.which("gcc"):
+        pytest.skip("no C compiler")
+    assert native.moves is not None, native.why_not
 
 
 def test_the_agent_starts_without_torch() -> None:

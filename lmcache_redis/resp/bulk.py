@@ -4,6 +4,8 @@ States: NEW (not connected), OPEN, CLOSED (for good: after a time-out, a lost co
 a reply that makes no sense, what comes next on the socket cannot be known). An error reply
 leaves the connection in step and OPEN.
 
+What the compiled part has begun, a connection goes on with (`moving.Moved`).
+
 A GET takes three system calls: the command; `$length` and header together; payload and the
 last CRLF straight into slot and tail. The first receive takes what there is, so that `$-1`,
 an error or another length is recognised before more is waited for. A SET is one sendmsg of
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from lmcache_redis.errors import (
@@ -25,7 +27,8 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.stream import Stream
+from lmcache_redis.resp.moving import Moved, Why
+from lmcache_redis.resp.stream import Buffer, Stream
 from lmcache_redis.resp.wire import (
     CRLF,
     LEAST_REPLY_BYTES,
@@ -112,6 +115,11 @@ class BulkConnection:
     def is_open(self) -> bool:
         return self.state is ConnectionState.OPEN
 
+    @property
+    def fileno(self) -> int:
+        """The socket's, for the compiled part; -1 where that cannot use it (TLS)."""
+        return -1 if self._stream is None else self._stream.plain_fileno()
+
     def open(self) -> None:
         """Connect. Raises what `Connector.open` raises."""
         self._stream = self._connector.open(self._name)
@@ -140,20 +148,28 @@ class BulkConnection:
         try:
             stream.send((command,), len(command))
         except (RedisTimeout, RedisUnavailable) as error:
-            self._fail(error)
+            self.fail(error)
 
-    def receive_stripe(self, payload: memoryview, deadline: float) -> Found:
+    def receive_stripe(
+        self, payload: memoryview, deadline: float, begun: Moved | None = None
+    ) -> Found:
         """Receive the reply to a GET: 512 bytes into `header`, the rest into `payload`.
 
         `header` is valid until the next call. After anything but VALUE the payload's bytes
-        are undefined, and only OTHER_LENGTH says something in `header`.
+        are undefined, and only OTHER_LENGTH says something in `header`. begun: what has come.
         """
         stream = self._usable()
         if payload.nbytes != self._payload_bytes:
             self._expect(payload.nbytes)
         try:
             stream.arm(deadline)
-            received = stream.receive_some(self._first)
+            if begun is None:
+                received = stream.receive_some(self._first)
+            else:
+                received = len(begun.first)
+                self._first[:received] = begun.first
+                if begun.why is not Why.REPLY:
+                    return self._receive_rest(stream, payload, begun)
             if received == self._first_bytes and self._buffer.startswith(self._head):
                 found: Found | ErrorReply = Found.VALUE
             else:
@@ -164,12 +180,25 @@ class BulkConnection:
                     raise RedisProtocolError("a value is longer than its reply says")
                 return found
         except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
-            self._fail(error)
+            self.fail(error)
         if isinstance(found, ErrorReply):
             if found.code == "WRONGTYPE":
                 return Found.OTHER_TYPE
             raise error_of(found)
         return found
+
+    def _receive_rest(self, stream: Stream, payload: memoryview, begun: Moved) -> Found:
+        """What is left of a value whose header has come, if the connection is still there."""
+        if begun.why is Why.LOST:
+            raise stream.lost(begun.error)
+        self._tail[:] = begun.tail
+        if begun.why is Why.PART:
+            left = payload.nbytes + 2 - begun.moved
+            parts = [payload[begun.moved :]] if left > 2 else []
+            stream.receive_exactly((*parts, self._tail_view[-left:]), left)
+        if self._tail != CRLF:
+            raise RedisProtocolError("a value is longer than its reply says")
+        return Found.VALUE
 
     def get_stripe(self, command: bytes, payload: memoryview, deadline: float) -> Found:
         """`ask_stripe`, then `receive_stripe`."""
@@ -260,46 +289,76 @@ class BulkConnection:
         """
         stream = self._usable()
         value_bytes = HEADER_BYTES + payload.nbytes
-        prefix, end = set_prefix(key, value_bytes, ttl_s), end_of_command(ttl_s) if ttl_s else CRLF
+        prefix, end = set_prefix(key, value_bytes, ttl_s), end_of_command(ttl_s)
         stream.arm(deadline)
         try:
             stream.send((prefix, header, payload, end), len(prefix) + value_bytes + len(end))
         except (RedisTimeout, RedisUnavailable) as error:
-            self._fail(error)
+            self.fail(error)
+
+    def send_rest(self, parts: Sequence[Buffer], begun: Moved, deadline: float) -> None:
+        """Send the rest of a command, of which `begun.moved` bytes were sent."""
+        stream = self._usable()
+        if not begun.moved and begun.why is Why.SENT_PART:
+            # As in `ask_stripe`: nothing was sent, so that being late costs no connection.
+            stream.arm(deadline)
+        try:
+            if begun.why is Why.SEND_LOST:
+                raise stream.lost(begun.error)
+            stream.arm(deadline)
+            stream.send_rest(parts, begun.moved)
+        except (RedisTimeout, RedisUnavailable) as error:
+            self.fail(error)
 
     # ------------------------------------------------------------- replies
 
-    def receive_replies(self, deadline: float) -> list[Reply]:
-        """The next replies that are whole, at least one."""
+    def receive_replies(self, deadline: float, least: int = 1) -> list[Reply]:
+        """The next replies that are whole, at least so many."""
         stream = self._usable()
+        view = self._receive_view
+        replies: list[Reply] = []
         try:
             stream.arm(deadline)
-            while not (replies := self._replies.take()):
-                received = stream.receive_some(self._receive_view)
-                data = bytes(self._receive_view[:received])
+            # All that so many replies must have, in one call: they come in pieces otherwise.
+            wanted = LEAST_REPLY_BYTES * least - self._replies.pending_bytes
+            if least > 1 and 0 < wanted <= view.nbytes:
+                stream.receive_exactly((view[:wanted],), wanted)
+                self._replies.feed(view[:wanted])
+                replies = self._replies.take()
+            while len(replies) < least:
+                received = stream.receive_some(view)
+                data = bytes(view[:received])
                 if data == _OK_LINE and not self._replies.pending_bytes:
-                    return [b"OK"]
-                self._replies.feed(data)
+                    replies.append(b"OK")
+                else:
+                    self._replies.feed(data)
+                    replies += self._replies.take()
         except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
-            self._fail(error)
+            self.fail(error)
         return replies
 
-    def receive_reply(self, deadline: float) -> Reply:
-        """The one reply that is outstanding."""
+    def receive_reply(self, deadline: float, begun: Moved | None = None) -> Reply:
+        """The one reply that is outstanding. begun: what of it has come."""
         stream = self._usable()
         view = self._receive_view
         try:
+            if begun is not None and begun.why is Why.LOST:
+                raise stream.lost(begun.error)
             stream.arm(deadline)
-            received = stream.receive_some(view)
+            if begun is None:
+                received = stream.receive_some(view)
+            else:
+                received = len(begun.first)
+                view[:received] = begun.first
         except (RedisTimeout, RedisUnavailable) as error:
-            self._fail(error)
+            self.fail(error)
         if view[:received] == _OK_LINE and not self._replies.pending_bytes:
             return b"OK"
         try:
             self._replies.feed(view[:received])
             replies = self._replies.take()
         except RedisProtocolError as error:
-            self._fail(error)
+            self.fail(error)
         return self._exactly(1, replies, deadline)[0]
 
     def call(self, request: bytes, reply_count: int, deadline: float) -> list[Reply]:
@@ -311,42 +370,38 @@ class BulkConnection:
         return replies
 
     def exchange(self, requests: Iterable[bytes], reply_count: int, deadline: float) -> list[Reply]:
-        """Send packed commands and receive exactly their replies, errors among them.
+        """Send packed commands and receive exactly their replies, errors among them."""
+        self.send(requests, deadline)
+        return self._exactly(reply_count, [], deadline)
 
-        The server works on what was sent while more of `requests` is made.
-        """
+    def send(self, requests: Iterable[bytes], deadline: float) -> None:
+        """Send packed commands. The server works on some while more of `requests` is made."""
         stream = self._usable()
         stream.arm(deadline)
         try:
             for request in requests:
                 stream.send((request,), len(request))
         except (RedisTimeout, RedisUnavailable) as error:
-            self._fail(error)
-        replies = self._receive_least(stream, reply_count) if reply_count > 1 else []
-        return self._exactly(reply_count, replies, deadline)
+            self.fail(error)
+
+    def check_in_step(self) -> None:
+        """Close, and raise RedisProtocolError, if more has come than replies to what was asked."""
+        if self._replies.pending_bytes:
+            self.fail(RedisProtocolError("more replies came than were asked for"))
 
     def _exactly(self, reply_count: int, replies: list[Reply], deadline: float) -> list[Reply]:
         """So many replies and not a byte more, of which `replies` have come."""
-        while len(replies) < reply_count:
-            replies += self.receive_replies(deadline)
-        if len(replies) > reply_count or self._replies.pending_bytes:
-            self._fail(RedisProtocolError("more replies came than were asked for"))
+        if len(replies) < reply_count:
+            replies += self.receive_replies(deadline, reply_count - len(replies))
+        if len(replies) > reply_count:
+            self.fail(RedisProtocolError("more replies came than were asked for"))
+        self.check_in_step()
         return replies
-
-    def _receive_least(self, stream: Stream, reply_count: int) -> list[Reply]:
-        """All that so many replies must have, in one call: they come in pieces otherwise."""
-        least = self._receive_view[: LEAST_REPLY_BYTES * reply_count]
-        try:
-            stream.receive_exactly((least,), least.nbytes)
-            self._replies.feed(least)
-            return self._replies.take()
-        except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
-            self._fail(error)
 
     def ping(self, deadline: float) -> None:
         """Raises what `call` raises unless the server answers PONG."""
         if self.call(PING_COMMAND, 1, deadline) != [PONG]:
-            self._fail(RedisProtocolError("the reply to a PING is no PONG"))
+            self.fail(RedisProtocolError("the reply to a PING is no PONG"))
 
     # -------------------------------------------------------------- inside
 
@@ -355,7 +410,7 @@ class BulkConnection:
             raise RedisUnavailable("the connection is closed")
         return self._stream
 
-    def _fail(self, error: RedisError) -> NoReturn:
-        # What comes next on the socket is unknown. (Error replies are no failures, see `call`.)
+    def fail(self, error: RedisError) -> NoReturn:
+        """Close, because nobody knows what comes next, and raise the error."""
         self.close()
         raise error

@@ -7,7 +7,7 @@ a scan never waits long behind one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from lmcache_redis.errors import (
@@ -24,7 +24,8 @@ from lmcache_redis.resp.health import Health
 from lmcache_redis.resp.jobs import Job, JobRegistry
 from lmcache_redis.resp.outcomes import CallOutcome
 from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.scan import Call
+from lmcache_redis.resp.scan import Asking
+from lmcache_redis.resp.talk import Talk
 from lmcache_redis.resp.wire import (
     ASKING_COMMAND,
     ErrorReply,
@@ -39,9 +40,6 @@ from lmcache_redis.resp.worker import Worker
 
 ResultT = TypeVar("ResultT")
 
-# Sends packed commands and gives exactly their replies, errors among them.
-Exchange = Callable[[Iterable[bytes], int], Sequence[Reply]]
-
 # Keys for one UNLINK, and what one SCAN looks at: well under a millisecond of the server's.
 _BATCH_KEYS = 512
 
@@ -55,7 +53,7 @@ class CallJob(Job[CallOutcome]):
         self.urgent = urgent
         super().__init__(1, CallOutcome.DONE, deadline, registry)
 
-    def work(self, exchange: Exchange) -> bool:
+    def work(self, talk: Talk) -> bool:
         """Do a step; True if it was the last. Raises RedisError."""
         raise AssertionError("a call that does nothing")
 
@@ -67,7 +65,7 @@ class QueryJob(CallJob, Generic[ResultT]):
 
     def __init__(
         self,
-        question: Callable[[Call, Sequence[bytes]], ResultT],
+        question: Callable[[Asking, Sequence[bytes]], ResultT],
         keys: Sequence[bytes],
         deadline: float,
         done: Callable[[CallOutcome, ResultT | None], None],
@@ -79,8 +77,8 @@ class QueryJob(CallJob, Generic[ResultT]):
         self._result: ResultT | None = None
         super().__init__(deadline, registry, urgent=True)
 
-    def work(self, exchange: Exchange) -> bool:
-        self._result = self._question(raising(exchange), self._keys)
+    def work(self, talk: Talk) -> bool:
+        self._result = self._question(talk, self._keys)
         return True
 
     def _answer(self, outcome: CallOutcome) -> None:
@@ -106,9 +104,9 @@ class RemoveJob(CallJob):
         self._removed = 0
         super().__init__(deadline, registry, urgent=False)
 
-    def work(self, exchange: Exchange) -> bool:
+    def work(self, talk: Talk) -> bool:
         keys = [stripe_key(self._chunk_key, index) for index in range(self._stripe_count)]
-        self._removed = unlink(raising(exchange), keys)
+        self._removed = unlink(talk, keys)
         return True
 
     def _answer(self, outcome: CallOutcome) -> None:
@@ -139,9 +137,8 @@ class ClearJob(CallJob):
         self._done = done
         super().__init__(deadline, registry, urgent=False)
 
-    def work(self, exchange: Exchange) -> bool:
-        call = raising(exchange)
-        (reply,) = call((scan_command(self._cursor, self._pattern, _BATCH_KEYS),), 1)
+    def work(self, talk: Talk) -> bool:
+        (reply,) = talk.call((scan_command(self._cursor, self._pattern, _BATCH_KEYS),), 1)
         match reply:
             case [bytes() as cursor, list() as found] if cursor.isdigit():
                 self._cursor = cursor
@@ -149,7 +146,7 @@ class ClearJob(CallJob):
                 raise RedisProtocolError("the reply to a SCAN is no cursor and keys")
         # Whatever the server matched: only what begins with the prefix is ours to delete.
         keys = [key for key in found if isinstance(key, bytes) and key.startswith(self._prefix)]
-        self._removed += unlink(call, keys, self._batch_keys)
+        self._removed += unlink(talk, keys, self._batch_keys)
         return self._cursor == b"0"
 
     def _answer(self, outcome: CallOutcome) -> None:
@@ -182,14 +179,14 @@ class EachJob(CallJob):
         self._results: Sequence[int | RedisRedirect] = ()
         super().__init__(deadline, registry, urgent)
 
-    def work(self, exchange: Exchange) -> bool:
+    def work(self, talk: Talk) -> bool:
         step = 1
         request = keys_commands(self._name, self._keys, 1)
         if self._asking:
             step = 2
             commands = [ASKING_COMMAND + keys_command(self._name, (key,)) for key in self._keys]
             request = b"".join(commands)
-        replies = exchange((request,), step * len(self._keys))
+        replies = talk.exchange((request,), step * len(self._keys))
         self._results = [_count_or_redirect(reply) for reply in replies[step - 1 :: step]]
         return True
 
@@ -208,26 +205,13 @@ def _count_or_redirect(reply: Reply) -> int | RedisRedirect:
     raise RedisProtocolError("the reply to a command with one key is no count of it")
 
 
-def raising(exchange: Exchange) -> Call:
-    """The same, but the first error reply is raised."""
-
-    def call(requests: Iterable[bytes], reply_count: int) -> Sequence[Reply]:
-        replies = exchange(requests, reply_count)
-        for reply in replies:
-            if isinstance(reply, ErrorReply):
-                raise error_of(reply)
-        return replies
-
-    return call
-
-
-def unlink(call: Call, keys: Sequence[bytes], batch_keys: int = _BATCH_KEYS) -> int:
+def unlink(talk: Talk, keys: Sequence[bytes], batch_keys: int = _BATCH_KEYS) -> int:
     """Delete keys without blocking the server; how many there were."""
     if not keys:
         return 0
     request = keys_commands(b"UNLINK", keys, batch_keys)
     removed = 0
-    for reply in call((request,), -(-len(keys) // batch_keys)):
+    for reply in talk.call((request,), -(-len(keys) // batch_keys)):
         if not isinstance(reply, int) or reply < 0:
             raise RedisProtocolError("the reply to an UNLINK is no count")
         removed += reply
@@ -260,13 +244,9 @@ class Controller(Worker):
 
     def _work(self, connection: BulkConnection, job: CallJob) -> None:
         # One budget for all round trips of the step.
-        deadline = min(job.deadline, time.monotonic() + self._op_timeout_s)
-
-        def exchange(requests: Iterable[bytes], reply_count: int) -> Sequence[Reply]:
-            return connection.exchange(requests, reply_count, deadline)
-
+        talk = Talk(connection, min(job.deadline, time.monotonic() + self._op_timeout_s))
         try:
-            finished = job.work(exchange)
+            finished = job.work(talk)
         except RedisError as error:
             self._judge(error, connection)
             if isinstance(error, RedisUnavailable) and self._may_retry(job, connection):
@@ -282,6 +262,15 @@ class Controller(Worker):
                 job.end()
             else:
                 self._again(job)
+        self._finish(connection, talk)
+
+    def _finish(self, connection: BulkConnection, talk: Talk) -> None:
+        """Receive what the job did not wait for: it has been answered."""
+        if talk.outstanding and connection.is_open:
+            try:
+                talk.finish(time.monotonic() + self._op_timeout_s)
+            except RedisError as error:
+                self._judge(error, connection)
 
     def _again(self, job: CallJob) -> None:
         job.release()

@@ -19,11 +19,13 @@ from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.health import Health
 from lmcache_redis.resp.jobs import Job, JobRegistry, Stop
 from lmcache_redis.resp.lanes import Lane, LaneWorker
+from lmcache_redis.resp.moving import LEAST_PAYLOAD_BYTES, Moved, Packed, load
 from lmcache_redis.resp.outcomes import ChunkIO, ReadOutcome
 from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.routes import Hop
 from lmcache_redis.resp.verify import Verified, verify
 from lmcache_redis.resp.wire import ASKING_COMMAND, end_of_command, get_command_without_end
+from lmcache_redis.stripe import HEADER_BYTES
 
 ReadDone = Callable[[ChunkIO, ReadOutcome], None]
 # Called with a finished read's chunk, its outcome and how many stripes are to be removed.
@@ -169,16 +171,67 @@ class Reader(LaneWorker[ReadTask]):
 
     def receive(self, lane: Lane[ReadTask], task: ReadTask) -> None:
         """Receive one stripe into its slot."""
-        job, index, _ = task
-        connection = lane.connection
         # Only now: until its reply is received, a job that is late is answered without it.
-        if not job.begin():
-            self._skip(connection, task)
-            return
-        chunk = job.chunk
+        if task[0].begin():
+            self._receive(lane, task)
+        else:
+            self._skip(lane.connection, task)
+
+    def give_up(self, task: ReadTask) -> None:
+        task[0].stop(Stop.UNAVAILABLE)
+
+    # Many at once: jobs are begun for as long as a call takes, which is milliseconds.
+
+    def pack(self, task: ReadTask) -> Packed | None:
+        job, index, hop = task
+        payload = job.chunk.slots[index]
+        if payload.nbytes < LEAST_PAYLOAD_BYTES or (hop is not None and hop.asking):
+            return None
+        command = job.command_head + _INDEX.pack(index) + job.command_end
+        header = job.frame.unsealed_header(index)
+        return command, b"$%d\r\n" % (HEADER_BYTES + payload.nbytes) + header, payload, b""
+
+    def move(
+        self, fds: list[int], tasks: list[Packed], under_way: int, drain: bool, until: float
+    ) -> Moved:
+        return load(fds, tasks, under_way, drain, until, self._checksums)
+
+    def resume(self, task: ReadTask) -> bool:
+        return task[0].begin()
+
+    def suspend(self, task: ReadTask) -> None:
+        task[0].release()
+
+    def asked(self, task: ReadTask) -> None:
+        """It stays begun until it was received or is to be suspended."""
+
+    def moved(self, task: ReadTask, result: bytes) -> None:
+        job, index, _ = task
+        job.end_stripe(index, Verified(None, result))
+
+    def go_on_asking(
+        self, lane: Lane[ReadTask], task: ReadTask, packed: Packed, begun: Moved
+    ) -> bool:
+        job = task[0]
+        job.release()
+        try:
+            lane.connection.send_rest(packed[:1], begun, job.deadline)
+        except RedisError as error:
+            self._failed(lane.connection, task, error)
+            return False
+        return True
+
+    def go_on_receiving(self, lane: Lane[ReadTask], task: ReadTask, begun: Moved) -> None:
+        self._receive(lane, task, begun)
+
+    def _receive(self, lane: Lane[ReadTask], task: ReadTask, begun: Moved | None = None) -> None:
+        """Receive a stripe, whose job has begun it; `begun`: what of it came already."""
+        job, index, _ = task
+        chunk, connection = job.chunk, lane.connection
         slot = chunk.slots[index]
         try:
-            found = connection.receive_stripe(slot, min(job.deadline, self.patience(lane)))
+            deadline = min(job.deadline, self.patience(lane))
+            found = connection.receive_stripe(slot, deadline, begun)
             verified = verify(chunk.frame, index, found, connection.header, slot, self._checksums)
         except RedisError as error:
             job.release()
@@ -188,9 +241,6 @@ class Reader(LaneWorker[ReadTask]):
             raise
         else:
             job.end_stripe(index, verified)
-
-    def give_up(self, task: ReadTask) -> None:
-        task[0].stop(Stop.UNAVAILABLE)
 
     def _failed(self, connection: BulkConnection, task: ReadTask, error: RedisError) -> None:
         """See to a task, whose job holds no slot for it, after what its connection raised."""

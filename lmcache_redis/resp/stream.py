@@ -12,6 +12,7 @@ stream; `abort` may come from any thread and makes whatever is under way fail at
 from __future__ import annotations
 
 import errno
+import os
 import select
 import socket
 import ssl
@@ -50,6 +51,15 @@ class Stream(Protocol):
     def is_quiet(self) -> bool:
         """Whether nothing has come unasked: neither bytes nor the end of the connection."""
 
+    def plain_fileno(self) -> int:
+        """A descriptor on which payloads are as they are; -1 where something lies between."""
+
+    def send_rest(self, parts: Sequence[Buffer], sent: int) -> None:
+        """Send what is left of parts of which `sent` bytes were."""
+
+    def lost(self, error_number: int) -> RedisError:
+        """What to raise for an errno that somebody else met on the socket (0: it was closed)."""
+
     def abort(self) -> None:
         """Wake whoever waits on this stream. From any thread, at any time, any number of times."""
 
@@ -86,6 +96,11 @@ class _SocketOwner:
         # Under the lock: a descriptor closed here must not be shut down as somebody else's.
         with self._lock:
             self._sock.close()
+
+    def lost(self, error_number: int) -> RedisError:
+        return self._lost(
+            OSError(error_number, os.strerror(error_number)) if error_number else None
+        )
 
     def _lost(self, error: OSError | None = None) -> RedisError:
         if isinstance(error, (BlockingIOError, TimeoutError)):
@@ -137,7 +152,10 @@ class PlainStream(_SocketOwner):
         except OSError as error:
             raise self._lost(error) from None
         if sent != nbytes:
-            self._send_rest(parts, sent)
+            self.send_rest(parts, sent)
+
+    def plain_fileno(self) -> int:
+        return self._sock.fileno()
 
     def receive_some(self, view: memoryview) -> int:
         try:
@@ -158,7 +176,7 @@ class PlainStream(_SocketOwner):
 
     # A call that moved less than all met a signal, the end of its time or of the connection.
 
-    def _send_rest(self, parts: Sequence[Buffer], sent: int) -> None:
+    def send_rest(self, parts: Sequence[Buffer], sent: int) -> None:
         views = _after(parts, sent)
         while views:
             self._check_time()
@@ -226,6 +244,13 @@ class TlsStream(_SocketOwner):
             self._send_view(view)
             small = b""
         self._send_view(memoryview(small))
+
+    def plain_fileno(self) -> int:
+        return -1
+
+    def send_rest(self, parts: Sequence[Buffer], sent: int) -> None:
+        for view in _after(parts, sent):
+            self._send_view(view)
 
     def receive_some(self, view: memoryview) -> int:
         self._limit()

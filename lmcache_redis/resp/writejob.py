@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from lmcache_redis.resp.jobs import Job, JobRegistry, Stop
+from lmcache_redis.resp.jobs import Job, JobRegistry
 from lmcache_redis.resp.outcomes import ChunkIO, WriteOutcome
 from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.routes import Hop
@@ -67,18 +67,14 @@ class WriteJob(Job[WriteOutcome]):
         self._first = first
         return range(1, self.stripe_count) if self.stripe_count > 1 else range(1)
 
-    def begin_sending(self) -> bool:
-        """`begin` a stripe that is about to be sent: whatever comes of it may be in Redis."""
-        if self.deadline <= time.monotonic():
-            self.stop(Stop.TIMED_OUT)
-            return False
+    def sent(self) -> None:
+        """A begun stripe was sent, or some of it: its slot is free, it may be in Redis."""
         with self._lock:
-            if self._outcome is not None:
-                return False
-            self._in_flight += 1
+            self._in_flight -= 1
             self._outstanding += 1
             self._remains = True
-            return True
+            final = None if self._outcome is None else self._decide(None)
+        self._conclude(final)
 
     def withdraw(self) -> None:
         """A stripe that counted as sent was not, was refused, or will not be answered."""

@@ -36,9 +36,17 @@ from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.health import Health
 from lmcache_redis.resp.jobs import Stop
 from lmcache_redis.resp.lanes import Lane, LaneWorker
+from lmcache_redis.resp.moving import LEAST_PAYLOAD_BYTES, SENT, Moved, Packed, store
 from lmcache_redis.resp.outcomes import WriteOutcome
 from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.wire import ASKING_COMMAND, ErrorReply, Reply, error_of
+from lmcache_redis.resp.wire import (
+    ASKING_COMMAND,
+    ErrorReply,
+    Reply,
+    end_of_command,
+    error_of,
+    set_prefix,
+)
 from lmcache_redis.resp.writejob import WriteJob, WriteTask
 from lmcache_redis.stripe import HEADER_BYTES
 
@@ -70,6 +78,7 @@ class Writer(LaneWorker[WriteTask]):
     ) -> None:
         super().__init__(name, connector, health, queue, connections, op_timeout_s)
         self._ttl_s = ttl_s
+        self._end = end_of_command(ttl_s)
         self._remove = remove
         self._follow = follow
         self._stale = stale
@@ -85,45 +94,21 @@ class Writer(LaneWorker[WriteTask]):
     def ask(self, lane: Lane[WriteTask], task: WriteTask) -> bool:
         """Send a stripe."""
         job = task[0]
-        if not job.begin_sending():
+        if not job.begin():
             return False
         failed: RedisError | None = None
         try:
             self._send(lane.connection, task)
         except RedisError as error:
             failed = error
-        finally:
-            # The kernel has the bytes, or never will: the slots are free either way.
-            job.release()
-        if failed is None:
-            return True
-        if isinstance(failed, RedisTimeout) and lane.connection.is_open:
-            # Its time was up before a byte of it was sent: the connection is as it was.
-            job.withdraw()
-            job.stop(Stop.TIMED_OUT)
-            self._retire(job)
-        else:
-            self._lose(lane, failed, task)
-        return False
+        except BaseException:
+            job.sent()
+            raise
+        return self._sent(lane, task, failed)
 
     def receive(self, lane: Lane[WriteTask], task: WriteTask) -> None:
         """Receive what the server says to a stripe."""
-        job = task[0]
-        try:
-            reply = lane.connection.receive_reply(self.patience(lane))
-        except RedisError as error:
-            self._lose(lane, error, task)
-            return
-        if reply == _OK:
-            job.acknowledge()
-            if not job.ended:
-                self._note_acknowledged(job)
-                return
-        else:
-            job.withdraw()
-            self._refused(lane, task, reply)
-        if job.ended:
-            self._retire(job)
+        self._receive(lane, task)
 
     def give_up(self, task: WriteTask) -> None:
         task[0].withdraw()
@@ -146,6 +131,54 @@ class Writer(LaneWorker[WriteTask]):
             self._fail(job, outcome or WriteOutcome.UNAVAILABLE)
         self._queue.put([task for task in lost if not task[0].ended], urgent=True)
 
+    # Many at once: jobs are begun for as long as a call takes.
+
+    def pack(self, task: WriteTask) -> Packed | None:
+        job, index, hop = task
+        chunk = job.chunk
+        payload = chunk.slots[index]
+        if payload.nbytes < LEAST_PAYLOAD_BYTES or (hop is not None and hop.asking):
+            return None
+        command = set_prefix(
+            stripe_key(chunk.key, index), HEADER_BYTES + payload.nbytes, self._ttl_s
+        )
+        header = chunk.frame.unsealed_header(index, job.store_id, job.created_unix_ms)
+        return command, header, payload, self._end
+
+    def move(
+        self, fds: list[int], tasks: list[Packed], under_way: int, drain: bool, until: float
+    ) -> Moved:
+        return store(fds, [SENT] * under_way + tasks[under_way:], under_way, drain, until)
+
+    def resume(self, task: WriteTask) -> bool:
+        """Its slot is not needed for the reply."""
+        return True
+
+    def suspend(self, task: WriteTask) -> None:
+        """So nothing was begun."""
+
+    def asked(self, task: WriteTask) -> None:
+        task[0].sent()
+
+    def moved(self, task: WriteTask, result: bytes) -> None:
+        self._acknowledge(task[0])
+
+    def go_on_asking(
+        self, lane: Lane[WriteTask], task: WriteTask, packed: Packed, begun: Moved
+    ) -> bool:
+        failed: RedisError | None = None
+        try:
+            lane.connection.send_rest(packed, begun, task[0].deadline)
+        except RedisError as error:
+            failed = error
+        except BaseException:
+            task[0].sent()
+            raise
+        return self._sent(lane, task, failed)
+
+    def go_on_receiving(self, lane: Lane[WriteTask], task: WriteTask, begun: Moved) -> None:
+        self._receive(lane, task, begun)
+
     # -------------------------------------------------------------- inside
 
     def _send(self, connection: BulkConnection, task: WriteTask) -> None:
@@ -159,6 +192,43 @@ class Writer(LaneWorker[WriteTask]):
         )
         key = stripe_key(chunk.key, index)
         connection.send_stripe(key, self._header, slot, job.deadline, self._ttl_s)
+
+    def _sent(self, lane: Lane[WriteTask], task: WriteTask, failed: RedisError | None) -> bool:
+        """The kernel has the bytes of a begun stripe, or never will: its slot is free."""
+        job = task[0]
+        if isinstance(failed, RedisTimeout) and lane.connection.is_open:
+            # Its time was up before a byte of it was sent: the connection is as it was.
+            job.release()
+            job.stop(Stop.TIMED_OUT)
+            self._retire(job)
+            return False
+        job.sent()
+        if failed is not None:
+            self._lose(lane, failed, task)
+            return False
+        return True
+
+    def _receive(self, lane: Lane[WriteTask], task: WriteTask, begun: Moved | None = None) -> None:
+        job = task[0]
+        try:
+            reply = lane.connection.receive_reply(self.patience(lane), begun)
+        except RedisError as error:
+            self._lose(lane, error, task)
+            return
+        if reply == _OK:
+            self._acknowledge(job)
+            return
+        job.withdraw()
+        self._refused(lane, task, reply)
+        if job.ended:
+            self._retire(job)
+
+    def _acknowledge(self, job: WriteJob) -> None:
+        job.acknowledge()
+        if job.ended:
+            self._retire(job)
+        else:
+            self._note_acknowledged(job)
 
     def _note_acknowledged(self, job: WriteJob) -> None:
         if len(self._acknowledged) >= _PRUNE_AT:

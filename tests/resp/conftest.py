@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lmcache_redis import native
 from lmcache_redis.resp import RedisPlane
 from tests.resp.helpers import our_connections, plane_threads, running, wait_until
 from tests.resp.proxy import Proxy
@@ -23,6 +24,15 @@ def plane(server: RedisServer) -> Iterator[RedisPlane]:
 def proxy(server: RedisServer) -> Iterator[Proxy]:
     with Proxy(server.port) as proxy:
         yield proxy
+
+
+@pytest.fixture(params=["compiled", "python"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stripes are moved by the compiled part, and without it."""
+    if request.param == "python":
+        monkeypatch.setattr(native, "moves", None)
+    elif native.moves is None:
+        pytest.skip(native.why_not)
 
 
 @pytest.fixture(autouse=True)

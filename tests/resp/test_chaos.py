@@ -14,6 +14,8 @@ from tests.resp.helpers import PATIENCE_S, Chunk, first_key, read, running, wait
 from tests.resp.proxy import Action, Cut, Forge, Proxy, Stall
 from tests.servers import RedisServer
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 CHUNKS = 20
 SIZE = 30_000
 SLOT = 4096

@@ -12,6 +12,8 @@ from lmcache_redis.stripe import HEADER_BYTES
 from tests.resp.helpers import Chunk, read, wait_until, write
 from tests.servers import RedisServer
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 SLOT = 4096
 SIZE = 5 * SLOT - 100
 

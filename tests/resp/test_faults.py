@@ -25,6 +25,8 @@ from tests.resp.helpers import (
 from tests.resp.proxy import Action, Cut, Forge, Proxy, Stall
 from tests.servers import RedisServer, free_port
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 SLOT = 4096
 SIZE = 4 * SLOT
 GONE = {ReadOutcome.UNAVAILABLE, ReadOutcome.TIMED_OUT}

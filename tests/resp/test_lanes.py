@@ -24,6 +24,8 @@ from tests.resp.helpers import (
 from tests.resp.proxy import Proxy, Stall
 from tests.servers import RedisServer
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 SLOT = 4096
 NOT_STORED = {WriteOutcome.UNAVAILABLE, WriteOutcome.TIMED_OUT}
 

@@ -14,22 +14,39 @@ from tests.servers import RedisServer
 
 
 class FakeServer:
-    """Answers packed EXISTS commands and counts round trips."""
+    """Answers packed EXISTS commands as a `Talk` does, and counts round trips.
 
-    def __init__(self, present: set[bytes]) -> None:
+    most: so many replies come at a time, where no more have to.
+    """
+
+    def __init__(self, present: set[bytes], most: int = 1000) -> None:
         self.present = present
         self.round_trips = 0
+        self._most = most
+        self._replies: list[Reply] = []
+        self._received = True
 
-    def __call__(self, requests: Iterable[bytes], reply_count: int) -> Sequence[Reply]:
-        self.round_trips += 1
-        replies: list[Reply] = []
+    @property
+    def outstanding(self) -> int:
+        return len(self._replies)
+
+    def send(self, requests: Iterable[bytes], replies: int) -> None:
+        self.round_trips += self._received
+        self._received = False
+        before = len(self._replies)
         words = b"".join(requests).split(b"\r\n")[:-1]
         while words:
             count = int(words[0][1:])
             command, words = words[1 : 1 + 2 * count], words[1 + 2 * count :]
             assert command[1] == b"EXISTS"
-            replies.append(sum(key in self.present for key in command[3::2]))
-        assert len(replies) == reply_count
+            self._replies.append(sum(key in self.present for key in command[3::2]))
+        assert len(self._replies) == before + replies
+
+    def receive(self, least: int) -> Sequence[Reply]:
+        assert 0 < least <= len(self._replies), "would wait for ever"
+        self._received = True
+        now = min(max(least, self._most), len(self._replies))
+        replies, self._replies = self._replies[:now], self._replies[now:]
         return replies
 
 
@@ -59,28 +76,43 @@ def test_gaps_end_the_prefix_whatever_comes_after() -> None:
     source = random.Random(7)
     for _ in range(200):
         present = {key for key in asked if source.random() < source.choice([0.5, 0.97, 1.0])}
-        server = FakeServer(present)
+        server = FakeServer(present, most=source.randint(1, 9))
         truth = next((i for i, key in enumerate(asked) if key not in present), len(asked))
         assert count_prefix(server, asked) == truth
+        server = FakeServer(present)
         assert find_present(server, asked) == [key in present for key in asked]
 
 
 def test_a_key_that_comes_in_between_is_no_error() -> None:
     asked = keys(40)
-    server = FakeServer(set(asked) - {asked[3]})
 
-    def call(requests: Iterable[bytes], reply_count: int) -> Sequence[Reply]:
-        replies = server(requests, reply_count)
-        server.present.add(asked[3])
-        return replies
+    class Changing(FakeServer):
+        def receive(self, least: int) -> Sequence[Reply]:
+            self.present.add(asked[3])
+            return super().receive(least)
 
-    assert count_prefix(call, asked) == GROUP_KEYS
+    assert count_prefix(Changing(set(asked) - {asked[3]}), asked) == GROUP_KEYS
 
 
 @pytest.mark.parametrize("reply", [b"OK", None, -1, 33, [1]])
 def test_a_reply_that_is_no_count(reply: Reply) -> None:
+    class Odd(FakeServer):
+        def receive(self, least: int) -> Sequence[Reply]:
+            return [reply] * len(super().receive(least))
+
     with pytest.raises(RedisProtocolError):
-        count_prefix(lambda _, count: [reply] * count, keys(32))
+        count_prefix(Odd(set()), keys(32))
+    with pytest.raises(RedisProtocolError):
+        find_present(Odd(set()), keys(32))
+
+
+@pytest.mark.parametrize("length", [0, 40, 500, 999])
+def test_the_prefix_is_known_before_all_replies_are_there(length: int) -> None:
+    asked = keys(1000)
+    server = FakeServer(set(asked[:length]), most=2)
+    assert count_prefix(server, asked) == length
+    if length == 0:
+        assert server.outstanding == 30
 
 
 def test_against_a_server(plane: RedisPlane, server: RedisServer) -> None:

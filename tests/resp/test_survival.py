@@ -25,10 +25,12 @@ from tests.resp.proxy import Forge, Proxy
 from tests.resp.scissors import Scissors
 from tests.servers import RedisServer
 
-SLOT = 64
+pytestmark = pytest.mark.usefixtures("both_ways")
+
+SLOT = 256
 SIZE = 2 * SLOT
-# `$576\r\n`, 512 bytes of header, 64 of payload, CRLF.
-GET_REPLY_BYTES = 584
+# `$768\r\n`, 512 bytes of header, 256 of payload, CRLF: long enough for the compiled part.
+GET_REPLY_BYTES = 776
 ROLES = {"get": GET_REPLY_BYTES, "set": len(b"+OK\r\n"), "control": len(b":1\r\n")}
 
 

@@ -1,0 +1,30 @@
+"""The compiled part: what is done for every stripe, without the GIL. Optional.
+
+`moves` is the module that `moves.c` makes, or None where it was not built (no C compiler when the
+package was installed) or is not wanted (LMCACHE_REDIS_NATIVE=0); `why_not` says which. Without it
+everything works the same, moved by Python: slower for small stripes, and with more CPU time.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import Final
+
+SWITCH: Final = "LMCACHE_REDIS_NATIVE"
+
+
+def _load() -> tuple[ModuleType | None, str]:
+    if os.environ.get(SWITCH, "") == "0":
+        return None, f"{SWITCH}=0 is set"
+    try:
+        from lmcache_redis.native import _moves
+    except ImportError as error:
+        return None, (
+            f"the compiled part of lmcache_redis is missing ({error}): install a C compiler "
+            "(gcc) and reinstall the package"
+        )
+    return _moves, ""
+
+
+moves, why_not = _load()

@@ -1,0 +1,185 @@
+#include "xxh3.h"
+
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the value format is little-endian, and so is this hash"
+#endif
+
+#define STRIPE_BYTES 64 /* what the specification calls a stripe: one step of all lanes */
+#define SECRET_BYTES 192
+#define SECRET_STEP 8
+#define STRIPES_A_BLOCK ((SECRET_BYTES - STRIPE_BYTES) / SECRET_STEP)
+
+static const uint64_t PRIME32_1 = 0x9E3779B1u;
+static const uint64_t PRIME32_2 = 0x85EBCA77u;
+static const uint64_t PRIME32_3 = 0xC2B2AE3Du;
+static const uint64_t PRIME64_1 = 0x9E3779B185EBCA87u;
+static const uint64_t PRIME64_2 = 0xC2B2AE3D27D4EB4Fu;
+static const uint64_t PRIME64_3 = 0x165667B19E3779F9u;
+static const uint64_t PRIME64_4 = 0x85EBCA77C2B2AE63u;
+static const uint64_t PRIME64_5 = 0x27D4EB2F165667C5u;
+static const uint64_t PRIME_MX1 = 0x165667919E3779F9u;
+
+/* The specification's default secret. */
+static const uint8_t SECRET[SECRET_BYTES] __attribute__((aligned(64))) = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+static inline uint64_t read64(const uint8_t *at)
+{
+    uint64_t value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+
+/* ---- stripes into lanes: `count` of them, from one place of the secret on ---- */
+
+typedef void Accumulate(uint64_t *lanes, const uint8_t *data, const uint8_t *secret, size_t count);
+typedef void Scramble(uint64_t *lanes);
+
+static void accumulate_plain(uint64_t *lanes, const uint8_t *data, const uint8_t *secret,
+                             size_t count)
+{
+    for (; count; count--, data += STRIPE_BYTES, secret += SECRET_STEP) {
+        for (int lane = 0; lane < 8; lane++) {
+            const uint64_t value = read64(data + 8 * lane);
+            const uint64_t key = value ^ read64(secret + 8 * lane);
+            lanes[lane ^ 1] += value;
+            lanes[lane] += (key & 0xFFFFFFFFu) * (key >> 32);
+        }
+    }
+}
+
+static void scramble(uint64_t *lanes)
+{
+    const uint8_t *secret = SECRET + SECRET_BYTES - STRIPE_BYTES;
+    for (int lane = 0; lane < 8; lane++) {
+        uint64_t value = lanes[lane];
+        value = (value ^ (value >> 47) ^ read64(secret + 8 * lane)) * PRIME32_1;
+        lanes[lane] = value;
+    }
+}
+
+static Accumulate *accumulate = accumulate_plain;
+
+#if defined(__x86_64__)
+
+/* Swaps neighbouring 64-bit lanes, seen as pairs of 32 bits. */
+#define SWAP_PAIRS 0x4E
+/* Brings the upper half of each 64-bit lane to its lower half. */
+#define UPPER_HALVES 0x31
+
+__attribute__((target("avx2"))) static void accumulate_avx2(uint64_t *lanes, const uint8_t *data,
+                                                            const uint8_t *secret, size_t count)
+{
+    __m256i *stored = (__m256i *)lanes;
+    __m256i low = _mm256_load_si256(stored), high = _mm256_load_si256(stored + 1);
+    for (; count; count--, data += STRIPE_BYTES, secret += SECRET_STEP) {
+        const __m256i a = _mm256_loadu_si256((const __m256i *)data);
+        const __m256i b = _mm256_loadu_si256((const __m256i *)(data + 32));
+        const __m256i x = _mm256_xor_si256(a, _mm256_loadu_si256((const __m256i *)secret));
+        const __m256i y = _mm256_xor_si256(b, _mm256_loadu_si256((const __m256i *)(secret + 32)));
+        low = _mm256_add_epi64(low, _mm256_shuffle_epi32(a, SWAP_PAIRS));
+        high = _mm256_add_epi64(high, _mm256_shuffle_epi32(b, SWAP_PAIRS));
+        low = _mm256_add_epi64(low, _mm256_mul_epu32(x, _mm256_shuffle_epi32(x, UPPER_HALVES)));
+        high = _mm256_add_epi64(high, _mm256_mul_epu32(y, _mm256_shuffle_epi32(y, UPPER_HALVES)));
+    }
+    _mm256_store_si256(stored, low);
+    _mm256_store_si256(stored + 1, high);
+}
+
+__attribute__((target("avx512f"))) static void
+accumulate_avx512(uint64_t *lanes, const uint8_t *data, const uint8_t *secret, size_t count)
+{
+    __m512i all = _mm512_load_si512(lanes);
+    for (; count; count--, data += STRIPE_BYTES, secret += SECRET_STEP) {
+        const __m512i a = _mm512_loadu_si512(data);
+        const __m512i x = _mm512_xor_si512(a, _mm512_loadu_si512(secret));
+        const __m512i upper = _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)UPPER_HALVES);
+        all = _mm512_add_epi64(all, _mm512_shuffle_epi32(a, (_MM_PERM_ENUM)SWAP_PAIRS));
+        all = _mm512_add_epi64(all, _mm512_mul_epu32(x, upper));
+    }
+    _mm512_store_si512(lanes, all);
+}
+
+#endif
+
+const char *xxh3_init(void)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f")) {
+        accumulate = accumulate_avx512;
+        return "avx512";
+    }
+    if (__builtin_cpu_supports("avx2")) {
+        accumulate = accumulate_avx2;
+        return "avx2";
+    }
+#endif
+    return "plain";
+}
+
+void xxh3_begin(Xxh3 *hash)
+{
+    const uint64_t lanes[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
+                               PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+    memcpy(hash->lanes, lanes, sizeof lanes);
+    hash->blocks = 0;
+}
+
+void xxh3_update(Xxh3 *hash, const uint8_t *data, size_t there, size_t nbytes)
+{
+    /* The last block is another, even where it is whole: it is not scrambled. */
+    const size_t most = (nbytes - 1) / XXH3_BLOCK_BYTES;
+    size_t blocks = there / XXH3_BLOCK_BYTES;
+    if (blocks > most) {
+        blocks = most;
+    }
+    data += hash->blocks * XXH3_BLOCK_BYTES;
+    for (; hash->blocks < blocks; hash->blocks++, data += XXH3_BLOCK_BYTES) {
+        accumulate(hash->lanes, data, SECRET, STRIPES_A_BLOCK);
+        scramble(hash->lanes);
+    }
+}
+
+static inline uint64_t fold(uint64_t a, uint64_t b)
+{
+    const unsigned __int128 product = (unsigned __int128)a * b;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+uint64_t xxh3_end(Xxh3 *hash, const uint8_t *data, size_t nbytes)
+{
+    xxh3_update(hash, data, nbytes, nbytes);
+    const size_t before = hash->blocks * XXH3_BLOCK_BYTES;
+    accumulate(hash->lanes, data + before, SECRET, (nbytes - 1 - before) / STRIPE_BYTES);
+    /* The last 64 bytes, which may overlap what has been consumed. */
+    accumulate(hash->lanes, data + nbytes - STRIPE_BYTES, SECRET + SECRET_BYTES - STRIPE_BYTES - 7,
+               1);
+    uint64_t result = nbytes * PRIME64_1;
+    for (int pair = 0; pair < 4; pair++) {
+        const uint8_t *secret = SECRET + 11 + 16 * pair;
+        result += fold(hash->lanes[2 * pair] ^ read64(secret),
+                       hash->lanes[2 * pair + 1] ^ read64(secret + 8));
+    }
+    result ^= result >> 37;
+    result *= PRIME_MX1;
+    return result ^ (result >> 32);
+}

@@ -1,0 +1,27 @@
+"""The compiled part, `lmcache_redis.native`. Everything else is in pyproject.toml.
+
+It is optional: where there is no C compiler, or not for Linux, the package is installed without,
+moves stripes in Python, slower, and says so when it starts.
+"""
+
+import sys
+
+from setuptools import Extension, setup
+
+# One file for every Python from 3.11 on; an older one gets a file of its own.
+STABLE_ABI = sys.version_info >= (3, 11)
+
+setup(
+    ext_modules=[
+        Extension(
+            "lmcache_redis.native._moves",
+            ["lmcache_redis/native/moves.c", "lmcache_redis/native/xxh3.c"],
+            depends=["lmcache_redis/native/xxh3.h"],
+            define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE_ABI else [],
+            extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
+            py_limited_api=STABLE_ABI,
+            optional=True,
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE_ABI else {},
+)
