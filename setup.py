@@ -15,8 +15,8 @@ setup(
     ext_modules=[
         Extension(
             "lmcache_redis.native._moves",
-            ["lmcache_redis/native/moves.c", "lmcache_redis/native/xxh3.c"],
-            depends=["lmcache_redis/native/xxh3.h"],
+            [f"lmcache_redis/native/{name}.c" for name in ("module", "moves", "xxh3")],
+            depends=[f"lmcache_redis/native/{name}.h" for name in ("moves", "xxh3")],
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE_ABI else [],
             extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
             py_limited_api=STABLE_ABI,

@@ -47,6 +47,7 @@ _FIELDS = struct.Struct("<8s16sHHIQQQQ96sQQ336s")
 _OWN_CHECKSUM_AT, _OWN_CHECKSUM_END = 168, 176
 _OWN_CHECKSUM = struct.Struct("<Q")
 _NO_CHECKSUM = bytes(8)
+_NO_STORE_ID = bytes(STORE_ID_BYTES)
 _EXPECTED_PREAMBLE = _PREAMBLE.pack(_MAGIC, VERSION, HEADER_BYTES)
 
 
@@ -137,56 +138,43 @@ class ChunkFrame:
         store_id: 16 bytes, the same for all stripes of one store. checksum: xxh3-64 of the
         payload. Raises FormatError for values out of range and for a buffer too short.
         """
-        if not 0 <= checksum < 1 << 64:
-            raise FormatError("a header that cannot be written: a checksum out of range")
-        try:
-            self._pack_into(buf, index, store_id, checksum, created_unix_ms)
-            header = memoryview(buf)[:HEADER_BYTES]
-            _OWN_CHECKSUM.pack_into(buf, _OWN_CHECKSUM_AT, xxh3_64_intdigest(header))
-        except struct.error as error:
-            raise FormatError(f"a header that cannot be written: {error}") from None
+        header = bytearray(self._pack(index, store_id, checksum, created_unix_ms))
+        _OWN_CHECKSUM.pack_into(header, _OWN_CHECKSUM_AT, xxh3_64_intdigest(header))
+        room = memoryview(buf)[:HEADER_BYTES]
+        if room.nbytes < HEADER_BYTES:
+            raise FormatError(f"a header that cannot be written: {room.nbytes} bytes of room")
+        room[:] = header
 
     def unsealed_header(
-        self, index: int, store_id: bytes = bytes(STORE_ID_BYTES), created_unix_ms: int = 0
-    ) -> bytearray:
+        self, index: int, store_id: bytes = _NO_STORE_ID, created_unix_ms: int = 0
+    ) -> bytes:
         """The header of stripe `index` with both checksums zero, for `lmcache_redis.native`."""
-        header = bytearray(HEADER_BYTES)
-        self._pack_into(header, index, store_id, 0, created_unix_ms)
-        return header
+        return self._pack(index, store_id, 0, created_unix_ms)
 
-    def _pack_into(
-        self,
-        buf: bytearray | memoryview,
-        index: int,
-        store_id: bytes,
-        checksum: int,
-        created_unix_ms: int,
-    ) -> None:
-        """Everything but the header's own checksum, which is zero."""
+    def _pack(self, index: int, store_id: bytes, checksum: int, created_unix_ms: int) -> bytes:
+        """A header, its own checksum zero."""
         if len(store_id) != STORE_ID_BYTES:
             raise FormatError(f"a store id has {STORE_ID_BYTES} bytes, not {len(store_id)}")
-        if not 0 <= created_unix_ms < 1 << 64:
-            raise FormatError("a header that cannot be written: a time out of range")
         offset = self.payload_offset(index)
         chunk_bytes = self.chunk_bytes
-        payload = min(self.stripe_payload_bytes, chunk_bytes - offset)
-        _FIELDS.pack_into(
-            buf,
-            0,
-            _EXPECTED_PREAMBLE,
-            store_id,
-            index,
-            self.stripe_count,
-            0,
-            payload,
-            offset,
-            chunk_bytes,
-            checksum,
-            self._layout_and_chunk,
-            created_unix_ms,
-            0,
-            self._padded_metadata,
-        )
+        try:
+            return _FIELDS.pack(
+                _EXPECTED_PREAMBLE,
+                store_id,
+                index,
+                self.stripe_count,
+                0,
+                min(self.stripe_payload_bytes, chunk_bytes - offset),
+                offset,
+                chunk_bytes,
+                checksum,
+                self._layout_and_chunk,
+                created_unix_ms,
+                0,
+                self._padded_metadata,
+            )
+        except struct.error as error:
+            raise FormatError(f"a header that cannot be written: {error}") from None
 
     def check_header(self, buf: bytes | bytearray | memoryview, index: int) -> HeaderCheck:
         """Whether the first 512 bytes of `buf` are the header of stripe `index` of this chunk.

@@ -293,7 +293,7 @@ def test_a_large_payload_comes_in_pieces(lanes: Lanes) -> None:
 
 
 def to_store(index: int, payload: bytes) -> Packed:
-    header = FRAME.unsealed_header(index, STORE_ID, 99)
+    header = bytearray(FRAME.unsealed_header(index, STORE_ID, 99))
     return b"prefix %d " % index, header, memoryview(payload), b"\r\n"
 
 

@@ -1,6 +1,6 @@
 """The compiled part: what is done for every stripe, without the GIL. Optional.
 
-`moves` is the module that `moves.c` makes, or None where it was not built (no C compiler when the
+`moves` is the module that `module.c` makes, or None where it was not built (no C compiler when the
 package was installed) or is not wanted (LMCACHE_REDIS_NATIVE=0); `why_not` says which. Without it
 everything works the same, moved by Python: slower for small stripes, and with more CPU time.
 """

@@ -1,21 +1,15 @@
-/* Stripes between slots and sockets, many in one call and without the GIL.
- *
- * A call works on several connections ("lanes") that each have one command under way. It sends
- * what waits on lanes that are free, and receives replies in the order in which they were asked
- * for. It does only what goes well: whatever else happens on a lane (another reply, a wait of more
- * than some milliseconds, the end of the connection) ends the call, which says how far it came,
- * and Python goes on from there. lmcache_redis/native/__init__.pyi says what goes in and out.
+/* A call works on several connections ("lanes") that each have one command under way. It sends what
+ * waits on lanes that are free, and receives replies in the order in which they were asked for. It
+ * does only what goes well: whatever else happens on a lane (another reply, a wait of more than some
+ * milliseconds, the end of the connection) ends the call, which says how far it came, and Python
+ * goes on from there.
  *
  * Sockets may block or not: every call here is MSG_DONTWAIT, and waits are in poll().
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h> /* setup.py limits it to the stable ABI */
+#include "moves.h"
 
 #include <errno.h>
-#include <limits.h>
 #include <poll.h>
-#include <stdbool.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -23,53 +17,11 @@
 
 #include "xxh3.h"
 
-/* The header of a stripe: stripe.py has all of it. A reader does not know these fields before. */
-#define HEADER_BYTES 512
-#define STORE_ID_AT 8
-#define STORE_ID_BYTES 16
-#define PAYLOAD_CHECKSUM_AT 56
-#define CREATED_AT 160
-#define OWN_CHECKSUM_AT 168
-#define CHECKSUM_BYTES 8
-
-#define MOST_LANES 64
-#define MOST_TASKS 256
-#define MOST_HEAD_BYTES 32 /* "$", a length and CRLF */
-
 /* A payload is hashed in pieces of that size, while they are warm from the socket. */
 #define PIECE_BYTES (128 << 10)
 
 #define OK_LINE "+OK\r\n"
 #define OK_BYTES 5
-
-/* How a call ended; see the .pyi. */
-enum { DONE, QUIET, REPLY, PART, VALUE, LOST, SENT_PART, SEND_LOST };
-
-typedef struct {
-    Py_buffer command; /* of a SET: what comes before the header */
-    Py_buffer header;  /* of a GET: what is expected, beginning with $length CRLF */
-    Py_buffer payload;
-    Py_buffer end;     /* of a SET: what follows the payload */
-    int lane;
-} Task;
-
-typedef struct {
-    int fds[MOST_LANES];
-    Task tasks[MOST_TASKS];
-    int idle[MOST_LANES]; /* lanes; used from the last on */
-    int lanes, idle_count;
-    int count, asked, done, held;
-    int quiet_ms;
-    double until; /* CLOCK_MONOTONIC, seconds */
-    bool is_load, verify, drain;
-
-    int why, error;
-    size_t moved; /* of a PART: bytes of the payload; of a SENT_PART: of the whole command */
-    size_t first_bytes;
-    uint8_t first[MOST_HEAD_BYTES + HEADER_BYTES]; /* what came first of the reply */
-    uint8_t tail[2]; /* what followed the payload */
-    uint8_t store_ids[MOST_TASKS][STORE_ID_BYTES];
-} Call;
 
 static double now(void)
 {
@@ -183,12 +135,12 @@ static void seal(uint8_t *header, const uint8_t *payload, size_t nbytes)
 
 static bool send_set(Call *call, const Task *task)
 {
-    seal(task->header.buf, task->payload.buf, (size_t)task->payload.len);
+    seal(task->header.data, task->payload.data, task->payload.nbytes);
     struct iovec parts[4] = {
-        {task->command.buf, (size_t)task->command.len},
-        {task->header.buf, (size_t)task->header.len},
-        {task->payload.buf, (size_t)task->payload.len},
-        {task->end.buf, (size_t)task->end.len},
+        {task->command.data, task->command.nbytes},
+        {task->header.data, task->header.nbytes},
+        {task->payload.data, task->payload.nbytes},
+        {task->end.data, task->end.nbytes},
     };
     return send_all(call, call->fds[task->lane], parts, 4);
 }
@@ -219,7 +171,7 @@ static int receive_ok(Call *call, const Task *task)
 
 static bool send_get(Call *call, const Task *task)
 {
-    struct iovec part = {task->command.buf, (size_t)task->command.len};
+    struct iovec part = {task->command.data, task->command.nbytes};
     return send_all(call, call->fds[task->lane], &part, 1);
 }
 
@@ -243,11 +195,11 @@ static bool is_expected(const uint8_t *header, const uint8_t *expected)
 static int receive_value(Call *call, const Task *task)
 {
     const int fd = call->fds[task->lane];
-    const uint8_t *expected = task->header.buf;
-    const size_t wanted = (size_t)task->header.len, head = wanted - HEADER_BYTES;
+    const uint8_t *expected = task->header.data;
+    const size_t wanted = task->header.nbytes, head = wanted - HEADER_BYTES;
     const uint8_t *header = call->first + head;
-    uint8_t *payload = task->payload.buf;
-    const size_t nbytes = (size_t)task->payload.len;
+    uint8_t *payload = task->payload.data;
+    const size_t nbytes = task->payload.nbytes;
 
     call->first_bytes = call->moved = 0;
     while (call->first_bytes < wanted) {
@@ -320,8 +272,8 @@ static int receive_value(Call *call, const Task *task)
 
 /* ---- the call ---- */
 
-/* Tasks are asked for in order, and done in order: [0, done) [done, asked) under way [asked, count). */
-static void move(Call *call)
+/* Tasks are asked for in order, and done in that order. */
+void move(Call *call)
 {
     call->why = DONE;
     for (;;) {
@@ -348,235 +300,4 @@ static void move(Call *call)
             return;
         }
     }
-}
-
-/* ---- Python ---- */
-
-static void release_tasks(Call *call)
-{
-    for (int i = 0; i < call->held; i++) {
-        PyBuffer_Release(&call->tasks[i].command);
-        PyBuffer_Release(&call->tasks[i].header);
-        PyBuffer_Release(&call->tasks[i].payload);
-        PyBuffer_Release(&call->tasks[i].end);
-    }
-    call->held = 0;
-}
-
-static bool take_lanes(Call *call, PyObject *fds)
-{
-    const Py_ssize_t count = PyList_Size(fds);
-    if (count < 0) {
-        return false;
-    }
-    if (count < 1 || count > MOST_LANES) {
-        PyErr_Format(PyExc_ValueError, "%zd lanes: 1 to %d are possible", count, MOST_LANES);
-        return false;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        const long fd = PyLong_AsLong(PyList_GetItem(fds, i));
-        if (fd < 0 || fd > INT_MAX) {
-            if (!PyErr_Occurred()) {
-                PyErr_Format(PyExc_ValueError, "%ld is no file descriptor", fd);
-            }
-            return false;
-        }
-        call->fds[i] = (int)fd;
-    }
-    call->lanes = (int)count;
-    return true;
-}
-
-static bool check_task(const Call *call, const Task *task)
-{
-    if (task->payload.len <= XXH3_SHORT_BYTES) {
-        PyErr_Format(PyExc_ValueError, "a payload of %zd bytes: more than %d are needed",
-                     task->payload.len, XXH3_SHORT_BYTES);
-        return false;
-    }
-    const Py_ssize_t most = call->is_load ? HEADER_BYTES + MOST_HEAD_BYTES : HEADER_BYTES;
-    const Py_ssize_t least = call->is_load ? HEADER_BYTES + 1 : HEADER_BYTES;
-    if (task->header.len < least || task->header.len > most) {
-        PyErr_Format(PyExc_ValueError, "a header of %zd bytes", task->header.len);
-        return false;
-    }
-    return true;
-}
-
-/* One task: (command, header, payload, end), and where it is under way its lane. */
-static bool take_task(Call *call, PyObject *given, int lane)
-{
-    Task *task = &call->tasks[call->held];
-    PyObject *command, *header, *payload, *end;
-    memset(task, 0, sizeof *task);
-    if (!PyTuple_Check(given)) {
-        PyErr_SetString(PyExc_TypeError, "a task is a tuple (command, header, payload, end)");
-        return false;
-    }
-    if (!PyArg_ParseTuple(given, "OOOO:task", &command, &header, &payload, &end)) {
-        return false;
-    }
-    /* From here on release_tasks has it: releasing a buffer that was not had does nothing. */
-    call->held++;
-    task->lane = lane;
-    const int to_header = call->is_load ? PyBUF_SIMPLE : PyBUF_WRITABLE;
-    const int to_payload = call->is_load ? PyBUF_WRITABLE : PyBUF_SIMPLE;
-    return PyObject_GetBuffer(command, &task->command, PyBUF_SIMPLE) == 0 &&
-           PyObject_GetBuffer(header, &task->header, to_header) == 0 &&
-           PyObject_GetBuffer(payload, &task->payload, to_payload) == 0 &&
-           PyObject_GetBuffer(end, &task->end, PyBUF_SIMPLE) == 0 && check_task(call, task);
-}
-
-/* The first tasks are under way, on the first lanes; the other lanes are idle. */
-static bool take_tasks(Call *call, PyObject *tasks, int under_way)
-{
-    const Py_ssize_t count = PyList_Size(tasks);
-    if (count < 0) {
-        return false;
-    }
-    if (count > MOST_TASKS || under_way < 0 || under_way > count || under_way > call->lanes) {
-        PyErr_Format(PyExc_ValueError, "%zd tasks, %d of them under way on %d lanes", count,
-                     under_way, call->lanes);
-        return false;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        const int lane = i < under_way ? (int)i : -1;
-        if (!take_task(call, PyList_GetItem(tasks, i), lane)) {
-            return false;
-        }
-    }
-    call->count = (int)count;
-    call->asked = under_way;
-    for (int lane = call->lanes - 1; lane >= under_way; lane--) {
-        call->idle[call->idle_count++] = lane;
-    }
-    return true;
-}
-
-static PyObject *result_of(const Call *call, int under_way)
-{
-    PyObject *lanes = PyList_New(call->asked - under_way);
-    PyObject *done = PyList_New(call->done);
-    PyObject *first = NULL, *tail = NULL;
-    if (lanes == NULL || done == NULL) {
-        goto failed;
-    }
-    for (int i = under_way; i < call->asked; i++) {
-        PyObject *lane = PyLong_FromLong(call->tasks[i].lane);
-        if (lane == NULL) {
-            goto failed;
-        }
-        PyList_SetItem(lanes, i - under_way, lane);
-    }
-    for (int i = 0; i < call->done; i++) {
-        PyObject *store_id =
-            PyBytes_FromStringAndSize((const char *)call->store_ids[i],
-                                      call->is_load ? STORE_ID_BYTES : 0);
-        if (store_id == NULL) {
-            goto failed;
-        }
-        PyList_SetItem(done, i, store_id);
-    }
-    const bool replied = call->why == REPLY || call->why == PART || call->why == VALUE;
-    first = PyBytes_FromStringAndSize((const char *)call->first,
-                                      replied ? (Py_ssize_t)call->first_bytes : 0);
-    tail = PyBytes_FromStringAndSize((const char *)call->tail, sizeof call->tail);
-    if (first == NULL || tail == NULL) {
-        goto failed;
-    }
-    const bool sending = call->why == SENT_PART || call->why == SEND_LOST;
-    const int lane = sending ? call->tasks[call->asked].lane : -1;
-    return Py_BuildValue("NNiiniNN", lanes, done, call->why, lane, (Py_ssize_t)call->moved,
-                         call->error, first, tail);
-failed:
-    Py_XDECREF(lanes);
-    Py_XDECREF(done);
-    Py_XDECREF(first);
-    Py_XDECREF(tail);
-    return NULL;
-}
-
-static PyObject *run(PyObject *args, bool is_load)
-{
-    PyObject *fds, *tasks;
-    int under_way, drain, quiet_ms, verify = 1;
-    double until;
-    if (!PyArg_ParseTuple(args, is_load ? "OOipidp" : "OOipid", &fds, &tasks, &under_way, &drain,
-                          &quiet_ms, &until, &verify)) {
-        return NULL;
-    }
-    Call *call = calloc(1, sizeof *call);
-    if (call == NULL) {
-        return PyErr_NoMemory();
-    }
-    call->is_load = is_load;
-    call->drain = drain;
-    call->verify = verify;
-    call->quiet_ms = quiet_ms;
-    call->until = until;
-    PyObject *result = NULL;
-    if (take_lanes(call, fds) && take_tasks(call, tasks, under_way)) {
-        Py_BEGIN_ALLOW_THREADS
-        move(call);
-        Py_END_ALLOW_THREADS
-        result = result_of(call, under_way);
-    }
-    release_tasks(call);
-    free(call);
-    return result;
-}
-
-static PyObject *load(PyObject *Py_UNUSED(self), PyObject *args)
-{
-    return run(args, true);
-}
-
-static PyObject *store(PyObject *Py_UNUSED(self), PyObject *args)
-{
-    return run(args, false);
-}
-
-static PyObject *xxh3_64(PyObject *Py_UNUSED(self), PyObject *args)
-{
-    Py_buffer data;
-    Py_ssize_t step = 0;
-    if (!PyArg_ParseTuple(args, "y*|n", &data, &step)) {
-        return NULL;
-    }
-    if (data.len <= XXH3_SHORT_BYTES) {
-        PyErr_Format(PyExc_ValueError, "%zd bytes: more than %d are needed", data.len,
-                     XXH3_SHORT_BYTES);
-        PyBuffer_Release(&data);
-        return NULL;
-    }
-    Xxh3 hash;
-    xxh3_begin(&hash);
-    for (Py_ssize_t there = step; step > 0 && there < data.len; there += step) {
-        xxh3_update(&hash, data.buf, (size_t)there, (size_t)data.len);
-    }
-    const uint64_t result = xxh3_end(&hash, data.buf, (size_t)data.len);
-    PyBuffer_Release(&data);
-    return PyLong_FromUnsignedLongLong(result);
-}
-
-static PyMethodDef methods[] = {
-    {"load", load, METH_VARARGS, "GET stripes into slots; see _moves.pyi."},
-    {"store", store, METH_VARARGS, "SET stripes from slots; see _moves.pyi."},
-    {"xxh3_64", xxh3_64, METH_VARARGS, "The checksum of a payload, in steps; for tests."},
-    {NULL, NULL, 0, NULL},
-};
-
-static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "_moves", "Stripes between slots and sockets, without the GIL.",
-    -1, methods, NULL, NULL, NULL, NULL,
-};
-
-PyMODINIT_FUNC PyInit__moves(void)
-{
-    PyObject *made = PyModule_Create(&module);
-    if (made != NULL && PyModule_AddStringConstant(made, "vectors", xxh3_init()) != 0) {
-        Py_DECREF(made);
-        return NULL;
-    }
-    return made;
 }

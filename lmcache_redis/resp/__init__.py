@@ -4,13 +4,15 @@ options, endpoint   what the user decided, and the server that a URL names
 deployment          the Sentinels or cluster nodes that a URL names
 connect, stream     sockets that redis-py made, and deadlines on them
 wire, bulk          RESP2 as bytes, and stripes straight between sockets and slots
-scan                which keys exist, in groups
+moving              the same by the compiled part, many at once, where all goes well
+talk, scan          commands sent ahead of their replies; which keys exist, in groups
 breaker, health     whether the server is worth asking
 jobs, queues        work that is answered exactly once, and how it reaches threads
-worker              a thread with a connection: reader, writer, control
+worker              a thread with a connection: lanes (several), reader, writer, control
 node                one server: its queues and workers, its health
 topology, routes    which servers there are, and which has a key
 nodes, fanout       all of them, and one call over many
+admission, calls    what is worth queueing; questions about keys and removals
 plane               all of it, started and closed together
 """
 

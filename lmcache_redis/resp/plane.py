@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
 
+from lmcache_redis import native
 from lmcache_redis.errors import RedisRedirect
-from lmcache_redis.keys import KEY_MAGIC, stripe_key
-from lmcache_redis.resp.control import CallJob, ClearJob, EachJob, QueryJob, RemoveJob
+from lmcache_redis.keys import stripe_key
+from lmcache_redis.resp.admission import Admission
+from lmcache_redis.resp.calls import Calls
+from lmcache_redis.resp.control import ClearJob, EachJob, QueryJob
 from lmcache_redis.resp.deployment import parse_deployment
-from lmcache_redis.resp.fanout import EachKey
 from lmcache_redis.resp.jobs import Job, JobRegistry, Stop
 from lmcache_redis.resp.node import Node
 from lmcache_redis.resp.nodes import Nodes
@@ -44,19 +44,16 @@ from lmcache_redis.resp.outcomes import (
 from lmcache_redis.resp.queues import TaskQueue, Timekeeper
 from lmcache_redis.resp.reader import ReadJob, ReadTask
 from lmcache_redis.resp.routes import MAX_HOPS, Hop
-from lmcache_redis.resp.scan import count_prefix, find_present
 from lmcache_redis.resp.stats import Counts
 from lmcache_redis.resp.writejob import WriteJob, WriteTask
 from lmcache_redis.stripe import STORE_ID_BYTES
 
 logger = logging.getLogger(__name__)
 
-# Remains are removed soon or not at all: later, somebody may have stored the chunk again.
-_REMOVE_WITHIN_S = 10.0
-_MAX_PENDING_REMOVALS = 1024
+# As many as a thread with lanes takes at a time.
+_BATCH_STRIPES = 32
 
 AnyJob = Job[ReadOutcome] | Job[WriteOutcome] | Job[CallOutcome]
-JobT = TypeVar("JobT", bound=AnyJob)
 
 
 class RedisPlane:
@@ -76,9 +73,10 @@ class RedisPlane:
             follow_read=self._follow_read,
             follow_write=self._follow_write,
         )
-        self._started = False
-        self._closing = False
-        self._closed = False
+        self._admission = Admission(self._registry, self._timekeeper)
+        self._calls = Calls(
+            self._nodes, self._registry, self._admission, self._timekeeper, self._counts
+        )
         self._by_chunk: dict[ChunkIO, AnyJob] = {}
         # Seeded by the operating system: no two planes give a store the same id.
         self._random = random.Random()
@@ -87,9 +85,11 @@ class RedisPlane:
 
     def start(self) -> None:
         """Start the threads; returns at once, whether the server is there or not."""
-        if self._started:
+        if self._admission.started:
             raise RuntimeError("a Redis plane is started once")
-        self._started = True
+        self._admission.started = True
+        if native.moves is None:
+            logger.warning("Stripes are moved by Python, which is slower: %s", native.why_not)
         self._timekeeper.start()
         self._nodes.start()
 
@@ -103,9 +103,9 @@ class RedisPlane:
         Every callback has been called on return. Takes a little longer than `deadline_s`
         when Redis does not answer; False if a thread could not be ended (it is a daemon).
         """
-        if not self._started or self._closing:
+        if not self._admission.started or self._admission.closing:
             return True
-        self._closing = True
+        self._admission.closing = True
         deadline = time.monotonic() + deadline_s
         # Callbacks come on threads of the plane to the last: the timekeeper stops the jobs.
         self._timekeeper.post(self._cancel_all_but_writes)
@@ -115,7 +115,7 @@ class RedisPlane:
         left = self._nodes.close(patience_s)
         # Whatever was submitted meanwhile.
         self._timekeeper.post(self._cancel_all)
-        self._closed = True
+        self._admission.closed = True
         left += not self._timekeeper.close(patience_s)
         if left:
             logger.warning("%d threads of the Redis plane did not end", left)
@@ -168,6 +168,12 @@ class RedisPlane:
     ) -> None:
         """Load chunks, in this order; `done` is called for each. Cheaper than one by one."""
         self._check_chunks(chunks, writable=True)
+        for some in _batches(chunks):
+            self._read_some(some, done)
+
+    def _read_some(
+        self, chunks: Sequence[ChunkIO], done: Callable[[ChunkIO, ReadOutcome], None]
+    ) -> None:
         refresh_ttl_s = self.options.ttl_s if self.options.ttl_refresh else 0
         routes, registry = self._nodes.routes, self._registry
         jobs: dict[ReadJob, dict[Node | None, list[ReadTask]]] = {}
@@ -176,7 +182,7 @@ class RedisPlane:
             jobs[job] = routes.split(job.tasks(), lambda task: stripe_key(task[0].key, task[1]))
             job.nodes = tuple(jobs[job])
         self._by_chunk.update(zip(chunks, jobs, strict=True))
-        accepted = self._enter(jobs)
+        accepted = self._admission.enter(jobs)
         by_node: dict[Node | None, list[ReadTask]] = {}
         for job in accepted:
             for node, tasks in jobs[job].items():
@@ -185,7 +191,7 @@ class RedisPlane:
             if node is not None:
                 node.reads.put(tasks)
         # A server may have gone, or the plane been closed, while they were queued.
-        self._refuse(accepted)
+        self._admission.refuse(accepted)
 
     def write(self, chunk: ChunkIO, done: Callable[[ChunkIO, WriteOutcome], None]) -> None:
         """Store a chunk from its slots, which must not change until `done`."""
@@ -196,6 +202,12 @@ class RedisPlane:
     ) -> None:
         """Store chunks, in this order; `done` is called for each. Cheaper than one by one."""
         self._check_chunks(chunks, writable=False)
+        for some in _batches(chunks):
+            self._write_some(some, done)
+
+    def _write_some(
+        self, chunks: Sequence[ChunkIO], done: Callable[[ChunkIO, WriteOutcome], None]
+    ) -> None:
         routes, registry = self._nodes.routes, self._registry
         jobs: dict[WriteJob, Sequence[Node | None]] = {}
         for chunk in chunks:
@@ -203,7 +215,7 @@ class RedisPlane:
             jobs[job] = routes.nodes_of(range(job.stripe_count), partial(stripe_key, chunk.key))
             job.nodes = tuple(dict.fromkeys(jobs[job]))
         self._by_chunk.update(zip(chunks, jobs, strict=True))
-        accepted = self._enter(jobs)
+        accepted = self._admission.enter(jobs)
         by_queue: dict[TaskQueue[WriteTask], list[WriteTask]] = {}
         for job in accepted:
             queues = [node.writes(job.key) for node in jobs[job] if node is not None]
@@ -212,7 +224,7 @@ class RedisPlane:
         for queue, tasks in by_queue.items():
             queue.put(tasks)
         # A server may have gone, or the plane been closed, while they were queued.
-        self._refuse(accepted)
+        self._admission.refuse(accepted)
 
     def cancel(self, chunk: ChunkIO) -> None:
         """End a read or write early: CANCELLED as soon as no socket uses its slots.
@@ -223,71 +235,23 @@ class RedisPlane:
         if job is not None:
             self._timekeeper.post(lambda: job.stop(Stop.CANCELLED))
 
-    def remove(self, chunk_key: bytes, stripe_count: int) -> None:
-        """UNLINK the stripes of a chunk, within seconds or not at all; nobody is told."""
-        if not self._started or self._closing or not self.state.up:
-            return
-        routes = self._nodes.routes
-        kind = EachJob if routes.is_cluster else RemoveJob
-        if self._registry.count(kind) >= _MAX_PENDING_REMOVALS:
-            return
-        deadline = time.monotonic() + _REMOVE_WITHIN_S
-        if routes.is_cluster:
-            keys = [stripe_key(chunk_key, index) for index in range(stripe_count)]
-            self._each_key(
-                b"UNLINK", keys, deadline, lambda _, n: self._counts.removed(sum(n)), urgent=False
-            )
-            return
-        job = RemoveJob(chunk_key, stripe_count, deadline, self._counts.removed, self._registry)
-        self._submit_call(job, routes.node_of(chunk_key))
-
     # ------------------------------------------------------------------ keys
 
     def scan(
         self, keys: Sequence[bytes], deadline: float, done: Callable[[ScanResult], None]
     ) -> None:
         """How many of the (stripe 0) keys exist from the first on; deadline is monotonic."""
-
-        def answer(outcome: CallOutcome, length: int | None) -> None:
-            self._counts.called(outcome, len(keys))
-            done(ScanResult(outcome, length or 0))
-
-        self._check_usable()
-        routes = self._nodes.routes
-        if routes.is_cluster:
-            self._each_key(
-                b"EXISTS",
-                keys,
-                deadline,
-                lambda outcome, counts: answer(outcome, [*counts, 0].index(0)),
-                urgent=True,
-            )
-            return
-        job = QueryJob(count_prefix, keys, deadline, answer, self._registry)
-        self._submit_call(job, routes.node_of(b""))
+        self._calls.scan(keys, deadline, done)
 
     def exists(
         self, keys: Sequence[bytes], deadline: float, done: Callable[[ExistsResult], None]
     ) -> None:
         """Which of the (stripe 0) keys exist."""
+        self._calls.exists(keys, deadline, done)
 
-        def answer(outcome: CallOutcome, present: list[bool] | None) -> None:
-            self._counts.called(outcome, len(keys))
-            done(ExistsResult(outcome, present or ()))
-
-        self._check_usable()
-        routes = self._nodes.routes
-        if routes.is_cluster:
-            self._each_key(
-                b"EXISTS",
-                keys,
-                deadline,
-                lambda outcome, counts: answer(outcome, [count > 0 for count in counts]),
-                urgent=True,
-            )
-            return
-        job = QueryJob(find_present, keys, deadline, answer, self._registry)
-        self._submit_call(job, routes.node_of(b""))
+    def remove(self, chunk_key: bytes, stripe_count: int) -> None:
+        """UNLINK the stripes of a chunk, within seconds or not at all; nobody is told."""
+        self._calls.remove(chunk_key, stripe_count)
 
     def clear(
         self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
@@ -296,31 +260,7 @@ class RedisPlane:
 
         Raises ValueError for a prefix that is not of our keys (user prefix + b"lmcr1:" ...).
         """
-        if KEY_MAGIC not in key_prefix:
-            raise ValueError(f"{key_prefix!r} is not the beginning of keys of this package")
-
-        self._check_usable()
-        routes = self._nodes.routes
-        nodes = routes.nodes or (None,)
-        lock = threading.Lock()
-        outcomes: list[CallOutcome] = []
-        total = 0
-
-        def answer(outcome: CallOutcome, removed: int) -> None:
-            nonlocal total
-            self._counts.removed(removed)
-            with lock:
-                outcomes.append(outcome)
-                total += removed
-                if len(outcomes) < len(nodes):
-                    return
-            failed = next((each for each in outcomes if each is not CallOutcome.DONE), None)
-            self._counts.called(failed or CallOutcome.DONE)
-            done(ClearResult(failed or CallOutcome.DONE, total))
-
-        more = {"batch_keys": 1} if routes.is_cluster else {}
-        for node in nodes:
-            self._submit_call(ClearJob(key_prefix, deadline, answer, self._registry, **more), node)
+        self._calls.clear(key_prefix, deadline, done)
 
     # ---------------------------------------------------------------- inside
 
@@ -331,52 +271,16 @@ class RedisPlane:
     def _cancel_all(self) -> None:
         self._registry.stop_all(Stop.CANCELLED)
 
-    def _check_usable(self) -> None:
-        if not self._started or self._closed:
-            raise RuntimeError("the Redis plane is not running")
-
     def _check_chunks(self, chunks: Sequence[ChunkIO], writable: bool) -> None:
         """All of them, before any is begun."""
         for chunk in chunks:
             chunk.check(writable)
-        self._check_usable()
+        self._admission.check_usable()
         if len(set(chunks)) < len(chunks) or not self._by_chunk.keys().isdisjoint(chunks):
             raise RuntimeError("the chunk is being read or written already")
 
     def _new_store_id(self) -> bytes:
         return self._random.getrandbits(8 * STORE_ID_BYTES).to_bytes(STORE_ID_BYTES, "little")
-
-    def _submit_call(self, job: CallJob, node: Node | None) -> None:
-        job.nodes = (node,)
-        if self._enter((job,)) and node is not None:
-            node.calls.put((job,), urgent=job.urgent)
-            # The server may have gone, or the plane been closed, while it was queued.
-            self._refuse((job,))
-
-    def _each_key(
-        self,
-        name: bytes,
-        keys: Sequence[bytes],
-        deadline: float,
-        done: Callable[[CallOutcome, Sequence[int]], None],
-        *,
-        urgent: bool,
-    ) -> None:
-        """A command for each key, in a cluster."""
-        call = EachKey(
-            name,
-            keys,
-            deadline,
-            done,
-            self._registry,
-            self._submit_call,
-            self._nodes.follow,
-            urgent=urgent,
-        )
-        if not call.start(self._nodes.routes):
-            # Nothing to ask, or nobody to be asked.
-            outcome = CallOutcome.UNAVAILABLE if keys else CallOutcome.DONE
-            self._timekeeper.post(lambda: done(outcome, [0] * len(keys)))
 
     def _follow_read(self, node: Node, task: ReadTask, redirect: RedisRedirect) -> bool:
         job, index, hop = task
@@ -403,30 +307,6 @@ class RedisPlane:
             job.nodes = (*job.nodes, target)
         return target
 
-    def _enter(self, jobs: Collection[JobT]) -> Sequence[JobT]:
-        """From here on the jobs will be answered. Those that can be tried."""
-        self._registry.add(jobs)
-        refused = self._refuse(jobs)
-        accepted = [job for job in jobs if job not in refused] if refused else list(jobs)
-        if accepted:
-            self._timekeeper.watch(min(job.deadline for job in accepted))
-        return accepted
-
-    def _refuse(self, jobs: Collection[AnyJob]) -> Collection[AnyJob]:
-        """The jobs that cannot be tried: they are answered, on the timekeeper's thread."""
-        if self._closing:
-            reason, refused = Stop.CANCELLED, jobs
-        else:
-            nodes = {node for job in jobs for node in job.nodes}
-            down = {node for node in nodes if not isinstance(node, Node) or not node.is_up}
-            if not down:
-                return ()
-            reason = Stop.UNAVAILABLE
-            refused = [job for job in jobs if not down.isdisjoint(job.nodes)]
-        if refused:
-            self._timekeeper.post(partial(_stop, refused, reason))
-        return refused
-
     def _read_settled(self, chunk: ChunkIO, outcome: ReadOutcome, remove_stripes: int) -> None:
         self._by_chunk.pop(chunk, None)
         self._counts.read(outcome, chunk.frame.chunk_bytes)
@@ -440,9 +320,18 @@ class RedisPlane:
             self.remove(chunk.key, chunk.frame.stripe_count)
 
 
-def _stop(jobs: Iterable[AnyJob], reason: Stop) -> None:
-    for job in jobs:
-        job.stop(reason)
+def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
+    """Of many chunks the first are on their way while the others are being prepared."""
+    batch: list[ChunkIO] = []
+    stripes = 0
+    for chunk in chunks:
+        batch.append(chunk)
+        stripes += chunk.frame.stripe_count
+        if stripes >= _BATCH_STRIPES:
+            yield batch
+            batch, stripes = [], 0
+    if batch:
+        yield batch
 
 
 def _next_hop(hop: Hop | None, redirect: RedisRedirect) -> Hop:

@@ -143,7 +143,7 @@ class Writer(LaneWorker[WriteTask]):
             stripe_key(chunk.key, index), HEADER_BYTES + payload.nbytes, self._ttl_s
         )
         header = chunk.frame.unsealed_header(index, job.store_id, job.created_unix_ms)
-        return command, header, payload, self._end
+        return command, bytearray(header), payload, self._end
 
     def move(
         self, fds: list[int], tasks: list[Packed], under_way: int, drain: bool, until: float

@@ -8,37 +8,27 @@ a finding.
 from __future__ import annotations
 
 import contextlib
-import socket
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.errors import FormatError, RedisError, RedisProtocolError
 from lmcache_redis.keys import IPCCacheEngineKey, ObjectKey, key_stem, parse_stripe_key, stripe_key
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.resp.bulk import BulkConnection, Found
-from lmcache_redis.resp.stream import PlainStream
+from lmcache_redis.resp.bulk import Found
 from lmcache_redis.resp.verify import verify
-from lmcache_redis.resp.wire import ErrorReply, ReplyBuffer, error_of, get_command
+from lmcache_redis.resp.wire import ErrorReply, ReplyBuffer, error_of
 from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, describe_header
 from tests.fuzz.mutation import Mutator
-
-ACCEPTED = "accepted"
-_FAR_S = 60.0
-
-
-@dataclass(frozen=True)
-class Target:
-    """make: an input from a mutator. run: decodes it, and checks what came out."""
-
-    name: str
-    good: tuple[bytes, ...]
-    tokens: tuple[bytes, ...]
-    make: Callable[[Mutator], bytes]
-    run: Callable[[bytes, Mutator], str]
-
+from tests.fuzz.sockets import (
+    GETS,
+    REPLY_TOKENS,
+    STRIPES,
+    make_stripe,
+    run_call,
+    run_compiled,
+    run_get,
+)
+from tests.fuzz.target import ACCEPTED, Target
 
 # ------------------------------------------------------------------ replies
 
@@ -53,11 +43,6 @@ _REPLIES = (
     b"-LOADING Redis is loading the dataset in memory\r\n",
     b"*-1\r\n*0\r\n",
     b"*3\r\n:1\r\n$5\r\nhello\r\n*1\r\n+x\r\n",
-)
-_REPLY_TOKENS = (
-    *(b"+", b"-", b":", b"$", b"*", b"\r\n", b"\r", b"\n", b"0", b"-1", b"1048577"),
-    *(b"$5\r\n", b"*65537\r\n", b"_\r\n", b"%1\r\n", b"\x00", b"\xff\xfe", b" ", b"HTTP/1.1 400"),
-    *(b"x" * 70_000, b"*1\r\n" * 100, b"9" * 5000),
 )
 
 
@@ -80,110 +65,6 @@ def _run_replies(data: bytes, mutator: Mutator) -> str:
     assert in_pieces == replies
     assert again.pending_bytes == buffer.pending_bytes
     return "incomplete" if buffer.pending_bytes else ACCEPTED
-
-
-# --------------------------------------------------- the reader, on a socket
-
-_PAYLOAD = bytes(range(200, 256)) * 5
-_HEADER = bytes(range(256)) * 2
-_VALUE = _HEADER + _PAYLOAD
-_GET = get_command(b"key")
-_GUARD = b"\xa5" * 64
-_GETS = (
-    b"$%d\r\n%b\r\n" % (len(_VALUE), _VALUE),
-    b"$-1\r\n",
-    b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n",
-    b"-LOADING Redis is loading\r\n",
-    b"$0\r\n\r\n",
-    b"$%d\r\n%b\r\n" % (len(_VALUE) - 1, _VALUE[:-1]),
-    b"$%d\r\n%bmore\r\n" % (len(_VALUE) + 4, _VALUE),
-    b"$3000\r\n" + b"y" * 3000 + b"\r\n",
-)
-
-
-class _ShortReads(PlainStream):
-    """A socket that brings what there is in pieces: no read gets more than `most` bytes."""
-
-    __slots__ = ("most",)
-
-    def ask(self, command: bytes, view: memoryview) -> int:
-        return super().ask(command, view[: self.most])
-
-    def receive_some(self, view: memoryview) -> int:
-        return super().receive_some(view[: self.most])
-
-
-class _OneSocket:
-    """In the place of a Connector."""
-
-    def __init__(self, sock: socket.socket, most: int) -> None:
-        self._stream = _ShortReads(sock, "fuzz", _FAR_S)
-        self._stream.most = most
-
-    def open(self, name: str) -> PlainStream:
-        return self._stream
-
-    def discard(self, stream: PlainStream) -> None:
-        stream.close()
-
-
-@contextlib.contextmanager
-def _connected(data: bytes, mutator: Mutator):  # type: ignore[no-untyped-def]
-    """A connection whose peer has said `data` and will say nothing more."""
-    ours, peer = socket.socketpair()
-    # Whatever does not fit is cut off: then the reply ends there.
-    peer.setblocking(False)
-    with contextlib.suppress(BlockingIOError):
-        peer.send(data)
-    peer.shutdown(socket.SHUT_WR)
-    most = (1, 7, 300, 100_000)[mutator.below(4)] if len(data) < 4096 else 100_000
-    connection = BulkConnection(_OneSocket(ours, most), "fuzz")  # type: ignore[arg-type]
-    connection.open()
-    try:
-        yield connection
-    finally:
-        connection.close()
-        peer.close()
-
-
-def _run_get(data: bytes, mutator: Mutator) -> str:
-    guarded = bytearray(_GUARD + bytes(len(_PAYLOAD)) + _GUARD)
-    payload = memoryview(guarded)[len(_GUARD) : -len(_GUARD)]
-    try:
-        with _connected(data, mutator) as connection:
-            found = connection.get_stripe(_GET, payload, time.monotonic() + _FAR_S)
-            header = bytes(connection.header)
-    except RedisError as error:
-        return type(error).__name__
-    finally:
-        assert guarded[: len(_GUARD)] == guarded[-len(_GUARD) :] == _GUARD
-    line, _, rest = data.partition(b"\r\n")
-    if found is Found.VALUE:
-        # Exactly what was sent, and nothing that was not.
-        assert line == b"$%d" % len(_VALUE)
-        assert rest.startswith(header + bytes(payload) + b"\r\n")
-    elif found is Found.OTHER_LENGTH:
-        length = int(line[1:])
-        assert line == b"$%d" % length, "not as a server writes it"
-        assert length not in (-1, len(_VALUE))
-        assert rest.startswith(header)
-    elif found is Found.NOTHING:
-        assert line in (b"$-1", b"_")
-    else:
-        assert data.startswith(b"-WRONGTYPE")
-    return ACCEPTED if found is Found.VALUE else found.name.lower()
-
-
-def _run_call(data: bytes, mutator: Mutator) -> str:
-    """EXISTS, UNLINK, SCAN, PING: whole replies, as many as were asked for."""
-    count = 1 + mutator.below(3)
-    try:
-        with _connected(data, mutator) as connection:
-            replies = connection.call(b"PING\r\n", count, time.monotonic() + _FAR_S)
-    except RedisError as error:
-        return type(error).__name__
-    assert len(replies) == count
-    return ACCEPTED
 
 
 # ------------------------------------------------------------------ headers
@@ -331,9 +212,10 @@ def _run_engine_key(data: bytes, mutator: Mutator) -> str:
 
 
 TARGETS = (
-    Target("replies", _REPLIES, _REPLY_TOKENS, Mutator.next, _run_replies),
-    Target("get", _GETS, _REPLY_TOKENS, Mutator.next, _run_get),
-    Target("call", _REPLIES, _REPLY_TOKENS, Mutator.next, _run_call),
+    Target("replies", _REPLIES, REPLY_TOKENS, Mutator.next, _run_replies),
+    Target("get", GETS, REPLY_TOKENS, Mutator.next, run_get),
+    Target("compiled", STRIPES, REPLY_TOKENS, make_stripe, run_compiled),
+    Target("call", _REPLIES, REPLY_TOKENS, Mutator.next, run_call),
     Target("header", _HEADERS, _BINARY_TOKENS, _make_header, _run_header),
     Target("metadata", _METADATA, _BINARY_TOKENS, _make_metadata, _run_metadata),
     Target("key", _KEYS, _BINARY_TOKENS, Mutator.next, _run_key),

@@ -1,4 +1,4 @@
-"""Our client: the plane, used as the agent uses it. One submission a chunk, callbacks."""
+"""Our client: the plane, used as the agent uses it. Chunks together, a callback for each."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class OurClient(ScanningClient):
             self._chunks.append((stem + chunk_hash, frame, slots))
 
     def store(self, fresh: bool) -> None:
-        self._move(self._plane.write, WriteOutcome.STORED)
+        self._move(self._plane.write_all, WriteOutcome.STORED)
 
     def load(self) -> None:
-        self._move(self._plane.read, ReadOutcome.LOADED)
+        self._move(self._plane.read_all, ReadOutcome.LOADED)
 
     def prepare_scan(self, count: int) -> Sequence[bytes]:
         stem = key_stem(bytes(16), "bench-scan", 0, 32)
@@ -97,8 +97,7 @@ class OurClient(ScanningClient):
                 finished.set()
 
         deadline = time.monotonic() + _DEADLINE_S
-        for key, frame, slots in self._chunks:
-            submit(ChunkIO(key, frame, slots, deadline), done)
+        submit([ChunkIO(key, frame, slots, deadline) for key, frame, slots in self._chunks], done)
         finished.wait()
         bad = [outcome for outcome in outcomes if outcome is not good]
         if bad:

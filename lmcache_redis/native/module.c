@@ -1,0 +1,254 @@
+/* The Python side of moves.c: buffers in, a tuple out, the GIL free in between. _moves.pyi says which.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h> /* setup.py limits it to the stable ABI */
+
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "moves.h"
+#include "xxh3.h"
+
+/* A call, and the buffers that its tasks point into. */
+typedef struct {
+    Call call;
+    Py_buffer buffers[4 * MOST_TASKS];
+    int count;
+} Held;
+
+static void release_all(Held *held)
+{
+    while (held->count > 0) {
+        PyBuffer_Release(&held->buffers[--held->count]);
+    }
+}
+
+static bool take_lanes(Call *call, PyObject *fds)
+{
+    const Py_ssize_t count = PyList_Size(fds);
+    if (count < 0) {
+        return false;
+    }
+    if (count < 1 || count > MOST_LANES) {
+        PyErr_Format(PyExc_ValueError, "%zd lanes: 1 to %d are possible", count, MOST_LANES);
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const long fd = PyLong_AsLong(PyList_GetItem(fds, i));
+        if (fd < 0 || fd > INT_MAX) {
+            if (!PyErr_Occurred()) {
+                PyErr_Format(PyExc_ValueError, "%ld is no file descriptor", fd);
+            }
+            return false;
+        }
+        call->fds[i] = (int)fd;
+    }
+    call->lanes = (int)count;
+    return true;
+}
+
+static bool check_task(const Call *call, const Task *task)
+{
+    if (task->payload.nbytes <= XXH3_SHORT_BYTES) {
+        PyErr_Format(PyExc_ValueError, "a payload of %zu bytes: more than %d are needed",
+                     task->payload.nbytes, XXH3_SHORT_BYTES);
+        return false;
+    }
+    const size_t least = call->is_load ? HEADER_BYTES + 1 : HEADER_BYTES;
+    const size_t most = call->is_load ? HEADER_BYTES + MOST_HEAD_BYTES : HEADER_BYTES;
+    if (task->header.nbytes < least || task->header.nbytes > most) {
+        PyErr_Format(PyExc_ValueError, "a header of %zu bytes", task->header.nbytes);
+        return false;
+    }
+    return true;
+}
+
+static bool take_buffer(Held *held, PyObject *given, int flags, Bytes *bytes)
+{
+    Py_buffer *buffer = &held->buffers[held->count];
+    if (PyObject_GetBuffer(given, buffer, flags) != 0) {
+        return false;
+    }
+    held->count++;
+    bytes->data = buffer->buf;
+    bytes->nbytes = (size_t)buffer->len;
+    return true;
+}
+
+/* One task: (command, header, payload, end). */
+static bool take_task(Held *held, PyObject *given, Task *task)
+{
+    const bool is_load = held->call.is_load;
+    PyObject *command, *header, *payload, *end;
+    if (!PyTuple_Check(given)) {
+        PyErr_SetString(PyExc_TypeError, "a task is a tuple (command, header, payload, end)");
+        return false;
+    }
+    return PyArg_ParseTuple(given, "OOOO:task", &command, &header, &payload, &end) &&
+           take_buffer(held, command, PyBUF_SIMPLE, &task->command) &&
+           take_buffer(held, header, is_load ? PyBUF_SIMPLE : PyBUF_WRITABLE, &task->header) &&
+           take_buffer(held, payload, is_load ? PyBUF_WRITABLE : PyBUF_SIMPLE, &task->payload) &&
+           take_buffer(held, end, PyBUF_SIMPLE, &task->end) && check_task(&held->call, task);
+}
+
+/* The first tasks are under way, on the first lanes; the other lanes are idle. */
+static bool take_tasks(Held *held, PyObject *tasks, int under_way)
+{
+    Call *call = &held->call;
+    const Py_ssize_t count = PyList_Size(tasks);
+    if (count < 0) {
+        return false;
+    }
+    if (count > MOST_TASKS || under_way < 0 || under_way > count || under_way > call->lanes) {
+        PyErr_Format(PyExc_ValueError, "%zd tasks, %d of them under way on %d lanes", count,
+                     under_way, call->lanes);
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        call->tasks[i].lane = (int)i;
+        if (!take_task(held, PyList_GetItem(tasks, i), &call->tasks[i])) {
+            return false;
+        }
+    }
+    call->count = (int)count;
+    call->asked = under_way;
+    for (int lane = call->lanes - 1; lane >= under_way; lane--) {
+        call->idle[call->idle_count++] = lane;
+    }
+    return true;
+}
+
+static PyObject *result_of(const Call *call, int under_way)
+{
+    PyObject *lanes = PyList_New(call->asked - under_way);
+    PyObject *done = PyList_New(call->done);
+    PyObject *first = NULL, *tail = NULL;
+    if (lanes == NULL || done == NULL) {
+        goto failed;
+    }
+    for (int i = under_way; i < call->asked; i++) {
+        PyObject *lane = PyLong_FromLong(call->tasks[i].lane);
+        if (lane == NULL) {
+            goto failed;
+        }
+        PyList_SetItem(lanes, i - under_way, lane);
+    }
+    for (int i = 0; i < call->done; i++) {
+        PyObject *store_id =
+            PyBytes_FromStringAndSize((const char *)call->store_ids[i],
+                                      call->is_load ? STORE_ID_BYTES : 0);
+        if (store_id == NULL) {
+            goto failed;
+        }
+        PyList_SetItem(done, i, store_id);
+    }
+    const bool replied = call->why == REPLY || call->why == PART || call->why == VALUE;
+    first = PyBytes_FromStringAndSize((const char *)call->first,
+                                      replied ? (Py_ssize_t)call->first_bytes : 0);
+    tail = PyBytes_FromStringAndSize((const char *)call->tail, sizeof call->tail);
+    if (first == NULL || tail == NULL) {
+        goto failed;
+    }
+    const bool sending = call->why == SENT_PART || call->why == SEND_LOST;
+    const int lane = sending ? call->tasks[call->asked].lane : -1;
+    return Py_BuildValue("NNiiniNN", lanes, done, call->why, lane, (Py_ssize_t)call->moved,
+                         call->error, first, tail);
+failed:
+    Py_XDECREF(lanes);
+    Py_XDECREF(done);
+    Py_XDECREF(first);
+    Py_XDECREF(tail);
+    return NULL;
+}
+
+static PyObject *run(PyObject *args, bool is_load)
+{
+    PyObject *fds, *tasks;
+    int under_way, drain, quiet_ms, verify = 1;
+    double until;
+    if (!PyArg_ParseTuple(args, is_load ? "OOipidp" : "OOipid", &fds, &tasks, &under_way, &drain,
+                          &quiet_ms, &until, &verify)) {
+        return NULL;
+    }
+    Held *held = malloc(sizeof *held);
+    if (held == NULL) {
+        return PyErr_NoMemory();
+    }
+    Call *call = &held->call;
+    held->count = 0;
+    call->is_load = is_load;
+    call->drain = drain;
+    call->verify = verify;
+    call->quiet_ms = quiet_ms;
+    call->until = until;
+    call->lanes = call->idle_count = call->count = call->asked = call->done = 0;
+    call->error = 0;
+    call->moved = call->first_bytes = 0;
+    memset(call->tail, 0, sizeof call->tail);
+    PyObject *result = NULL;
+    if (take_lanes(call, fds) && take_tasks(held, tasks, under_way)) {
+        Py_BEGIN_ALLOW_THREADS
+        move(call);
+        Py_END_ALLOW_THREADS
+        result = result_of(call, under_way);
+    }
+    release_all(held);
+    free(held);
+    return result;
+}
+
+static PyObject *load(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    return run(args, true);
+}
+
+static PyObject *store(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    return run(args, false);
+}
+
+static PyObject *xxh3_64(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    Py_buffer data;
+    Py_ssize_t step = 0;
+    if (!PyArg_ParseTuple(args, "y*|n", &data, &step)) {
+        return NULL;
+    }
+    if (data.len <= XXH3_SHORT_BYTES) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes: more than %d are needed", data.len,
+                     XXH3_SHORT_BYTES);
+        PyBuffer_Release(&data);
+        return NULL;
+    }
+    Xxh3 hash;
+    xxh3_begin(&hash);
+    for (Py_ssize_t there = step; step > 0 && there < data.len; there += step) {
+        xxh3_update(&hash, data.buf, (size_t)there, (size_t)data.len);
+    }
+    const uint64_t result = xxh3_end(&hash, data.buf, (size_t)data.len);
+    PyBuffer_Release(&data);
+    return PyLong_FromUnsignedLongLong(result);
+}
+
+static PyMethodDef methods[] = {
+    {"load", load, METH_VARARGS, "Stripes by GET into slots; see _moves.pyi."},
+    {"store", store, METH_VARARGS, "Stripes by SET from slots; see _moves.pyi."},
+    {"xxh3_64", xxh3_64, METH_VARARGS, "The checksum of a payload, in steps; for tests."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_moves", "Stripes between slots and sockets, without the GIL.",
+    -1, methods, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__moves(void)
+{
+    PyObject *made = PyModule_Create(&module);
+    if (made != NULL && PyModule_AddStringConstant(made, "vectors", xxh3_init()) != 0) {
+        Py_DECREF(made);
+        return NULL;
+    }
+    return made;
+}

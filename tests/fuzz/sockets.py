@@ -1,0 +1,202 @@
+"""Targets that read from a socket: a connection whose peer says something and goes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+from xxhash import xxh3_64_intdigest
+
+from lmcache_redis.errors import RedisError
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.resp import moving
+from lmcache_redis.resp.bulk import BulkConnection, Found
+from lmcache_redis.resp.stream import PlainStream
+from lmcache_redis.resp.verify import Verified, verify
+from lmcache_redis.resp.wire import get_command
+from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame
+from tests.fuzz.mutation import Mutator
+from tests.fuzz.target import ACCEPTED
+
+_FAR_S = 60.0
+REPLY_TOKENS = (
+    *(b"+", b"-", b":", b"$", b"*", b"\r\n", b"\r", b"\n", b"0", b"-1", b"1048577"),
+    *(b"$5\r\n", b"*65537\r\n", b"_\r\n", b"%1\r\n", b"\x00", b"\xff\xfe", b" ", b"HTTP/1.1 400"),
+    *(b"x" * 70_000, b"*1\r\n" * 100, b"9" * 5000),
+)
+
+_PAYLOAD = bytes(range(200, 256)) * 5
+_HEADER = bytes(range(256)) * 2
+_VALUE = _HEADER + _PAYLOAD
+_GET = get_command(b"key")
+_GUARD = b"\xa5" * 64
+GETS = (
+    b"$%d\r\n%b\r\n" % (len(_VALUE), _VALUE),
+    b"$-1\r\n",
+    b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n",
+    b"-LOADING Redis is loading\r\n",
+    b"$0\r\n\r\n",
+    b"$%d\r\n%b\r\n" % (len(_VALUE) - 1, _VALUE[:-1]),
+    b"$%d\r\n%bmore\r\n" % (len(_VALUE) + 4, _VALUE),
+    b"$3000\r\n" + b"y" * 3000 + b"\r\n",
+)
+
+
+class _ShortReads(PlainStream):
+    """A socket that brings what there is in pieces: no read gets more than `most` bytes."""
+
+    __slots__ = ("most",)
+
+    def receive_some(self, view: memoryview) -> int:
+        return super().receive_some(view[: self.most])
+
+
+class _OneSocket:
+    """In the place of a Connector."""
+
+    def __init__(self, sock: socket.socket, most: int) -> None:
+        self._stream = _ShortReads(sock, "fuzz", _FAR_S)
+        self._stream.most = most
+
+    def open(self, name: str) -> PlainStream:
+        return self._stream
+
+    def discard(self, stream: PlainStream) -> None:
+        stream.close()
+
+
+@contextlib.contextmanager
+def _connected(data: bytes, most: int = 100_000) -> Iterator[BulkConnection]:
+    """A connection whose peer has said `data` and will say nothing more."""
+    ours, peer = socket.socketpair()
+    # Whatever does not fit is cut off: then the reply ends there.
+    peer.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        peer.send(data)
+    peer.shutdown(socket.SHUT_WR)
+    connection = BulkConnection(_OneSocket(ours, most), "fuzz")  # type: ignore[arg-type]
+    connection.open()
+    try:
+        yield connection
+    finally:
+        connection.close()
+        peer.close()
+
+
+def _most(data: bytes, mutator: Mutator) -> int:
+    return (1, 7, 300, 100_000)[mutator.below(4)] if len(data) < 4096 else 100_000
+
+
+def run_get(data: bytes, mutator: Mutator) -> str:
+    guarded = bytearray(_GUARD + bytes(len(_PAYLOAD)) + _GUARD)
+    payload = memoryview(guarded)[len(_GUARD) : -len(_GUARD)]
+    try:
+        with _connected(data, _most(data, mutator)) as connection:
+            found = connection.get_stripe(_GET, payload, time.monotonic() + _FAR_S)
+            header = bytes(connection.header)
+    except RedisError as error:
+        return type(error).__name__
+    finally:
+        assert guarded[: len(_GUARD)] == guarded[-len(_GUARD) :] == _GUARD
+    line, _, rest = data.partition(b"\r\n")
+    if found is Found.VALUE:
+        # Exactly what was sent, and nothing that was not.
+        assert line == b"$%d" % len(_VALUE)
+        assert rest.startswith(header + bytes(payload) + b"\r\n")
+    elif found is Found.OTHER_LENGTH:
+        length = int(line[1:])
+        assert line == b"$%d" % length, "not as a server writes it"
+        assert length not in (-1, len(_VALUE))
+        assert rest.startswith(header)
+    elif found is Found.NOTHING:
+        assert line in (b"$-1", b"_")
+    else:
+        assert data.startswith(b"-WRONGTYPE")
+    return ACCEPTED if found is Found.VALUE else found.name.lower()
+
+
+def run_call(data: bytes, mutator: Mutator) -> str:
+    """EXISTS, UNLINK, SCAN, PING: whole replies, as many as were asked for."""
+    count = 1 + mutator.below(3)
+    try:
+        with _connected(data, _most(data, mutator)) as connection:
+            replies = connection.call(b"PING\r\n", count, time.monotonic() + _FAR_S)
+    except RedisError as error:
+        return type(error).__name__
+    assert len(replies) == count
+    return ACCEPTED
+
+
+# ------------------------------------- the compiled part, against the same in Python
+
+_FRAME = ChunkFrame(
+    bytes(range(32)),
+    b"hash",
+    2 * len(_PAYLOAD),
+    len(_PAYLOAD),
+    RemoteMetadata(
+        2 * len(_PAYLOAD), [(2 * len(_PAYLOAD),)], ["uint8"], MemoryFormat.PAGES
+    ).serialize(),
+)
+_CHECKED_FIELDS = ((0, 4), (4, 2), (8, 16), (24, 2), (32, 8), (48, 8), (56, 8), (64, 32), (160, 8))
+
+
+def _stripe(index: int, change: tuple[int, bytes] | None = None) -> bytes:
+    """A reply with stripe `index`, its checksum right whatever was changed in the header."""
+    header = bytearray(HEADER_BYTES)
+    _FRAME.pack_header_into(header, index, b"s" * 16, xxh3_64_intdigest(_PAYLOAD), 1)
+    if change is not None:
+        at, data = change
+        header[at : at + len(data)] = data
+        header[168:176] = bytes(8)
+        header[168:176] = xxh3_64_intdigest(header).to_bytes(8, "little")
+    return b"$%d\r\n%b%b\r\n" % (HEADER_BYTES + len(_PAYLOAD), header, _PAYLOAD)
+
+
+STRIPES = (_stripe(1), *GETS[1:6])
+
+
+def make_stripe(mutator: Mutator) -> bytes:
+    """Some as they should be but for one field of the header."""
+    if mutator.below(3):
+        return mutator.next()
+    at, nbytes = _CHECKED_FIELDS[mutator.below(len(_CHECKED_FIELDS))]
+    return _stripe(mutator.below(2), (at, mutator.number(nbytes)))
+
+
+def run_compiled(data: bytes, mutator: Mutator) -> str:
+    """Whatever comes, it ends as it would in Python."""
+    ends: list[tuple[str, Verified | None, bool]] = []
+    for load in (_load_compiled, _load_in_python) if moving.is_compiled() else (_load_in_python,):
+        guarded = bytearray(_GUARD + bytes(len(_PAYLOAD)) + _GUARD)
+        slot = memoryview(guarded)[len(_GUARD) : -len(_GUARD)]
+        try:
+            with _connected(data) as connection:
+                verified = load(connection, slot)
+                end = verified.outcome.name.lower() if verified.outcome else ACCEPTED
+                ends.append((end, verified, connection.is_open))
+        except RedisError as error:
+            ends.append((type(error).__name__, None, False))
+        assert guarded[: len(_GUARD)] == guarded[-len(_GUARD) :] == _GUARD
+        assert ends[-1][0] != ACCEPTED or slot == _PAYLOAD
+    assert ends[0] == ends[-1]
+    return ends[0][0]
+
+
+def _load_in_python(connection: BulkConnection, slot: memoryview) -> Verified:
+    found = connection.get_stripe(_GET, slot, time.monotonic() + _FAR_S)
+    return verify(_FRAME, 1, found, connection.header, slot)
+
+
+def _load_compiled(connection: BulkConnection, slot: memoryview) -> Verified:
+    head = b"$%d\r\n" % (HEADER_BYTES + len(_PAYLOAD))
+    task = (_GET, head + _FRAME.unsealed_header(1), slot, b"")
+    deadline = time.monotonic() + _FAR_S
+    begun = moving.load([connection.fileno], [task], 1, True, deadline, True)
+    if begun.why is moving.Why.DONE:
+        return Verified(None, begun.done[0])
+    assert begun.why in moving.OF_REPLY
+    found = connection.receive_stripe(slot, deadline, begun)
+    return verify(_FRAME, 1, found, connection.header, slot)
