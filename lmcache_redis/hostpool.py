@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
+from lmcache_redis import numa
 from lmcache_redis.madvise import (
     HUGE_PAGE_BYTES,
     PAGE_SIZE_BYTES,
@@ -37,6 +38,9 @@ _PREFAULT_STEP_BYTES = HUGE_PAGE_BYTES
 
 class Arena:
     """Anonymous private memory cut into page-aligned slots of one size.
+
+    On a machine of several NUMA nodes it lies on all of them (`numa_nodes`), unless numactl or a
+    cpuset says otherwise.
 
     Args:
         size_bytes: memory to hold; the part that fills no whole slot is not used.
@@ -69,6 +73,7 @@ class Arena:
         start = -address % HUGE_PAGE_BYTES
         self.base_address = address + start
         self.huge_pages = ask_for_huge_pages(self.base_address, self.size_bytes)
+        self.numa_nodes = numa.spread(self.base_address, self.size_bytes)
         self._view = memoryview(mapped)[start : start + self.size_bytes]
 
     def prefault(self, stop: threading.Event | None = None, threads: int = 2) -> bool:

@@ -23,7 +23,7 @@ LAYERS = (
     {"device", "hostpool", "resp"},
     {"stripe"},
     {"keys", "hashing", "protocol", "lm_wire"},
-    {"native", "dtypes", "formats", "config", "embedded", "errors", "metrics", "madvise", "version"},
+    {"native", "dtypes", "formats", "config", "embedded", "errors", "metrics", "madvise", "numa", "version"},
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 

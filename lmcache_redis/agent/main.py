@@ -94,12 +94,17 @@ def _redis_options(config: AgentConfig, url: str) -> RedisOptions:
 
 def _arena(config: AgentConfig) -> Arena:
     try:
-        return Arena(config.pool_bytes, config.slot_bytes)
+        arena = Arena(config.pool_bytes, config.slot_bytes)
     except (ValueError, OSError) as error:
         raise ConfigError(
             f"a host pool of {config.pool_bytes} bytes cannot be had ({error}): "
             "set another --pool-bytes"
         ) from error
+    if arena.numa_nodes:
+        logger.info(
+            "the host pool lies on the NUMA nodes %s", ", ".join(map(str, arena.numa_nodes))
+        )
+    return arena
 
 
 def _prefault(stack: contextlib.ExitStack, arena: Arena) -> None:

@@ -1,0 +1,91 @@
+"""Spreading memory over the NUMA nodes of a machine, so that no node's bandwidth is the limit.
+
+On a machine with two sockets each has GPUs and network cards of its own. Memory that all of them
+use, faulted in by one thread, would lie on that thread's node, and half of all copies would cross
+to it. Who has decided already (numactl, a policy of the process) is not overruled, and a node that
+the process may not use (cpuset) is left out.
+
+Source: mbind(2), get_mempolicy(2); Documentation/admin-guide/mm/numa_memory_policy.rst of Linux.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+_SYSCALLS = {"x86_64": (237, 239), "aarch64": (235, 236)}  # mbind, get_mempolicy
+_MPOL_DEFAULT = 0
+_MPOL_INTERLEAVE = 3
+_MOST_NODES = 1024
+_WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+_WITH_MEMORY = Path("/sys/devices/system/node/has_memory")
+_STATUS = Path("/proc/self/status")
+_ALLOWED = re.compile(r"^Mems_allowed_list:\s*(\S+)$", re.MULTILINE)
+_RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def spread(address: int, nbytes: int) -> tuple[int, ...]:
+    """Have a page-aligned range, of which nothing is faulted in yet, lie on all usable nodes.
+
+    The nodes that its pages will take in turns; empty where nothing was done: there is one node
+    only, the process has a policy of its own, or the kernel knows none.
+    """
+    nodes = usable_nodes()
+    if len(nodes) < 2 or not _has_default_policy() or not interleave(address, nbytes, nodes):
+        return ()
+    return nodes
+
+
+def usable_nodes() -> tuple[int, ...]:
+    """The nodes that have memory which this process may use."""
+    try:
+        with_memory = parse_nodes(_WITH_MEMORY.read_text())
+        allowed = _ALLOWED.search(_STATUS.read_text())
+    except (OSError, ValueError):
+        return ()
+    if allowed is None:
+        return with_memory
+    return tuple(sorted({*with_memory} & {*parse_nodes(allowed.group(1))}))
+
+
+def parse_nodes(text: str) -> tuple[int, ...]:
+    """A list of the kernel's, as ``0-3,8``. Raises ValueError for anything else."""
+    nodes: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ValueError(f"nodes {text!r}")
+        nodes.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if max(nodes, default=0) >= _MOST_NODES:
+        raise ValueError(f"nodes {text!r}")
+    return tuple(sorted(nodes))
+
+
+def interleave(address: int, nbytes: int, nodes: Sequence[int]) -> bool:
+    """MPOL_INTERLEAVE for a page-aligned range; False where the kernel refuses."""
+    numbers = _SYSCALLS.get(os.uname().machine)
+    if numbers is None:
+        return False
+    words = (ctypes.c_ulong * (_MOST_NODES // _WORD_BITS))()
+    for node in nodes:
+        words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
+    # The kernel takes one from the number of bits.
+    arguments = (address, nbytes, _MPOL_INTERLEAVE, ctypes.addressof(words), _MOST_NODES + 1, 0)
+    return _syscall(numbers[0], *arguments) == 0
+
+
+def _has_default_policy() -> bool:
+    numbers = _SYSCALLS.get(os.uname().machine)
+    mode = ctypes.c_int(-1)
+    if numbers is None or _syscall(numbers[1], ctypes.addressof(mode), 0, 0, 0, 0) != 0:
+        return False
+    return mode.value == _MPOL_DEFAULT
+
+
+def _syscall(number: int, *arguments: int) -> int:
+    return int(_libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments)))
