@@ -176,7 +176,9 @@ class AgentConfig:
     )
     ttl_s: int = _setting("seconds after which a stored chunk expires; 0: never", 0)
     ttl_refresh: bool = _setting("a chunk's time begins anew when it is loaded", False)
-    copy_threads: int = _setting("threads that copy into blocks, and as many out of them", 2)
+    copy_threads: int = _setting(
+        "threads that copy into blocks of a GPU (or of CPU engines), and as many out of them", 2
+    )
     device: str = _setting("memory that engines may register: auto, cpu or cuda", "auto")
     log_level: str = _setting("debug, info, warning or error", "info")
 

@@ -1,5 +1,8 @@
 """The threads that copy between an engine's blocks and slots, one chunk at a time.
 
+Each place (a GPU, or the CPU's memory) has threads of its own: work of different GPUs runs in
+parallel, and what is queued for one keeps nobody waiting for another.
+
 A request waits for a scatter and nobody for a gather, so each has threads of its own, and those
 that gather give way: at nice 10 they get a tenth of a core that an engine wants, and all of one
 that it does not. Beside the engine step that ends a prefill (where the stores begin) that is the
@@ -35,36 +38,55 @@ Copy = Callable[[], CopyOutcome]
 Report = Callable[[CopyOutcome], None]
 
 
-class CopyThreads:
-    """``threads`` threads that scatter and as many that gather; each outcome is reported once.
+# Where engines' memory is mapped, which may take seconds: no place of copies.
+REGISTERING = "registering"
 
-    Reports are called on the copying thread and only hand the outcome on.
+
+class CopyThreads:
+    """For each place ``threads`` threads that scatter and as many that gather.
+
+    They are started when a place has its first copy, by the loop thread, which alone calls
+    these methods. Each outcome is reported once, on the copying thread, to be handed on.
     """
 
     def __init__(self, threads: int) -> None:
-        self._scatters = ThreadLane("scatter", threads, nice=0)
-        self._gathers = ThreadLane("gather", threads, nice=_GATHER_NICE)
+        self._threads = threads
+        self._scatters: dict[str, ThreadLane] = {}
+        self._gathers: dict[str, ThreadLane] = {}
+        self._closed = False
 
-    def scatter(self, copy: Copy, report: Report) -> None:
+    def scatter(self, place: str, copy: Copy, report: Report) -> None:
         """Queues a copy into an engine's blocks, or other work that an engine waits for."""
-        self._scatters.put(copy, report)
+        self._lane(self._scatters, f"scatter-{place}", place, 0).put(copy, report)
 
-    def gather(self, copy: Copy, report: Report) -> None:
+    def gather(self, place: str, copy: Copy, report: Report) -> None:
         """Queues a copy out of an engine's blocks, or other work that nobody waits for."""
-        self._gathers.put(copy, report)
+        self._lane(self._gathers, f"gather-{place}", place, _GATHER_NICE).put(copy, report)
 
     @property
     def backlog(self) -> int:
         """Copies that wait for a thread."""
-        return len(self._scatters) + len(self._gathers)
+        return sum(map(len, self._lanes))
 
     def close(self, timeout_s: float) -> None:
         """Finishes the copies in progress, cancels the others, ends the threads."""
-        lanes = (self._scatters, self._gathers)
-        for lane in lanes:
+        self._closed = True
+        for lane in self._lanes:
             lane.stop()
-        for lane in lanes:
+        for lane in self._lanes:
             lane.join(timeout_s)
+
+    @property
+    def _lanes(self) -> list[ThreadLane]:
+        return [*self._scatters.values(), *self._gathers.values()]
+
+    def _lane(self, lanes: dict[str, ThreadLane], name: str, place: str, nice: int) -> ThreadLane:
+        lane = lanes.get(place)
+        if lane is None:
+            lane = lanes[place] = ThreadLane(name, 0 if self._closed else self._threads, nice)
+            if self._closed:
+                lane.stop()
+        return lane
 
 
 class ThreadLane:

@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent.copies import CopyOutcome
+from lmcache_redis.agent.copies import REGISTERING, CopyOutcome
 from lmcache_redis.agent.core import Core, Reply
 from lmcache_redis.agent.lookups import LookupJob
 from lmcache_redis.agent.peers import Peer, Peers
@@ -208,6 +208,7 @@ class Handlers:
         peer.mapping = True
         opened: list[DeviceContext | DeviceError] = []
         self._core.copies.scatter(
+            REGISTERING,
             partial(self._open, question, opened, config.device),
             lambda outcome: self._core.post(
                 partial(self._mapped, peer, form, question, opened, reply)
@@ -274,7 +275,7 @@ class Handlers:
             registration.device.close()
             return CopyOutcome.DONE
 
-        self._core.copies.gather(close, lambda outcome: None)
+        self._core.copies.gather(registration.place, close, lambda outcome: None)
 
     # Bounds
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from lmcache_redis import messages as m
 from lmcache_redis.device.base import DeviceContext
+from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.keys import KEY_MAGIC, NAMESPACE_BYTES, key_stem
@@ -114,3 +115,9 @@ class Registration:
     device: DeviceContext
     storages: tuple[m.StorageHandle, ...]
     closed: bool = False
+
+    @property
+    def place(self) -> str:
+        """Where its memory is: copies of different places do not wait for each other."""
+        storage = self.storages[0]
+        return storage.device_uuid if isinstance(storage, CudaIPCHandle) else "cpu"

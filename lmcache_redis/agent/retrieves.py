@@ -59,7 +59,7 @@ class RetrieveJob:
                 min(max(0, skip - first), per_chunk),
             )
             report = partial(self._report, chunk, entry)
-            self._core.copies.scatter(copy, report)
+            self._core.copies.scatter(self._registration.place, copy, report)
         if not self._hashes:
             self._answer()
 

@@ -116,7 +116,8 @@ class StoreJob:
         first = chunk * form.blocks_per_chunk
         block_ids = self._question.block_ids[first : first + form.blocks_per_chunk]
         copy = partial(self._copy, block_ids, self._core.slots_of(form, entry))
-        self._core.copies.gather(copy, partial(self._report, chunk, entry))
+        report = partial(self._report, chunk, entry)
+        self._core.copies.gather(self._registration.place, copy, report)
 
     def _copy(self, block_ids: Sequence[int], slots: list[memoryview]) -> CopyOutcome:
         # On a copy thread. What is read past the lease may be another request's.

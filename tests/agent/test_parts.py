@@ -56,12 +56,12 @@ def test_every_copy_is_reported_once_whatever_it_does() -> None:
     def breaks() -> CopyOutcome:
         raise ZeroDivisionError
 
-    copies.scatter(fails, report("fails"))  # type: ignore[arg-type]
-    copies.scatter(breaks, report("breaks"))  # type: ignore[arg-type]
-    copies.scatter(lambda: CopyOutcome.DONE, report("done", last=True))  # type: ignore[arg-type]
+    copies.scatter("cpu", fails, report("fails"))  # type: ignore[arg-type]
+    copies.scatter("cpu", breaks, report("breaks"))  # type: ignore[arg-type]
+    copies.scatter("cpu", lambda: CopyOutcome.DONE, report("done", last=True))  # type: ignore[arg-type]
     assert reported.wait(10)
     copies.close(10)
-    copies.scatter(lambda: CopyOutcome.DONE, report("late"))  # type: ignore[arg-type]
+    copies.scatter("cpu", lambda: CopyOutcome.DONE, report("late"))  # type: ignore[arg-type]
     assert outcomes == {
         "fails": CopyOutcome.FAILED,
         "breaks": CopyOutcome.FAILED,
@@ -84,11 +84,11 @@ def test_a_scatter_never_waits_for_gathers_and_the_rest_is_cancelled() -> None:
         order.append(name)
         return CopyOutcome.DONE
 
-    copies.gather(wait, lambda outcome: None)
+    copies.gather("cpu", wait, lambda outcome: None)
     assert running.wait(10)
-    copies.gather(lambda: named("gather"), lambda outcome: ended.set())
+    copies.gather("cpu", lambda: named("gather"), lambda outcome: ended.set())
     scattered = threading.Event()
-    copies.scatter(lambda: named("scatter"), lambda outcome: scattered.set())
+    copies.scatter("cpu", lambda: named("scatter"), lambda outcome: scattered.set())
     assert scattered.wait(10)
     assert copies.backlog == 1
     go_on.set()
@@ -96,14 +96,37 @@ def test_a_scatter_never_waits_for_gathers_and_the_rest_is_cancelled() -> None:
     assert order == ["scatter", "gather"]
     running.clear()
     go_on.clear()
-    copies.gather(wait, lambda outcome: None)
+    copies.gather("cpu", wait, lambda outcome: None)
     assert running.wait(10)
     cancelled: list[CopyOutcome] = []
-    copies.gather(lambda: named("never"), cancelled.append)
+    copies.gather("cpu", lambda: named("never"), cancelled.append)
     go_on.set()
     copies.close(10)
     assert cancelled in ([CopyOutcome.CANCELLED], [CopyOutcome.DONE])
     assert ("never" in order) == (cancelled == [CopyOutcome.DONE])
+
+
+def test_places_do_not_wait_for_each_other() -> None:
+    copies = CopyThreads(1)
+    running, go_on, there = threading.Event(), threading.Event(), threading.Event()
+
+    def wait() -> CopyOutcome:
+        running.set()
+        go_on.wait(10)
+        return CopyOutcome.DONE
+
+    outcomes: list[CopyOutcome] = []
+    copies.scatter("GPU-1", wait, outcomes.append)
+    assert running.wait(10)
+    copies.scatter("GPU-1", lambda: CopyOutcome.DONE, outcomes.append)
+    copies.scatter("GPU-2", lambda: CopyOutcome.DONE, lambda outcome: there.set())
+    assert there.wait(10), "one GPU waited for the other"
+    assert outcomes == []
+    go_on.set()
+    copies.close(10)
+    assert len(outcomes) == 2
+    copies.gather("GPU-3", lambda: CopyOutcome.DONE, outcomes.append)
+    assert outcomes[-1] is CopyOutcome.CANCELLED
 
 
 def test_only_gathers_give_way_to_the_engine() -> None:
@@ -115,8 +138,8 @@ def test_only_gathers_give_way_to_the_engine() -> None:
         return CopyOutcome.DONE
 
     done = [threading.Event(), threading.Event()]
-    copies.scatter(lambda: look("scatter"), lambda outcome: done[0].set())
-    copies.gather(lambda: look("gather"), lambda outcome: done[1].set())
+    copies.scatter("cpu", lambda: look("scatter"), lambda outcome: done[0].set())
+    copies.gather("cpu", lambda: look("gather"), lambda outcome: done[1].set())
     assert all(event.wait(10) for event in done)
     copies.close(10)
     here = os.getpriority(os.PRIO_PROCESS, 0)
