@@ -23,6 +23,12 @@ FROM python:${PYTHON_TAG} AS agent
 # torch opens and copies the KV of GPU engines. An agent for CPU engines never imports it and
 # makes a far smaller image without: --build-arg EXTRAS=
 ARG EXTRAS=[torch]
+# Triton builds the copy kernels of GPU engines with a C compiler when the first engine registers.
+RUN if [ -n "${EXTRAS}" ]; then \
+        apt-get update \
+        && apt-get install --yes --no-install-recommends gcc libc6-dev \
+        && rm -rf /var/lib/apt/lists/*; \
+    fi
 RUN --mount=from=wheel,source=/dist,target=/dist \
     for wheel in /dist/*.whl; do pip install --no-cache-dir "${wheel}${EXTRAS}"; done
 # One uid in both images: the endpoint's directory admits its owner alone, and the memory of an

@@ -1,8 +1,9 @@
 """Stores: an engine's blocks are gathered into slots; Redis gets them later (`writes`).
 
 ask      which of the chunks are held already, in the host pool or in Redis?
-gather   the others are copied into slots; past the lease what was read is thrown away
-answer   the engine may reuse its blocks; the chunks are READY, and offered for writing
+gather   the others are copied into slots; what is read past the lease is thrown away
+answer   the engine may reuse its blocks: all have been read, by a GPU before they are in slots
+keep     each chunk, once it is in its slots, is READY and offered for writing
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class StoreJob:
         self._hashes = hashes
         self._question = question
         self._reply = reply
-        self._left = 0
+        self._left = 0  # chunks that are to be gathered and have not ended
+        self._unread: set[int] = set()  # those whose blocks are still needed
         self._stored = 0
         self._already = 0
 
@@ -67,7 +69,7 @@ class StoreJob:
         # Only now: where a bug of ours ended this before, nothing would end it later.
         self._session.busy += 1
         if not unknown:
-            self._answer()
+            self._answer_and_end()
 
     def _ask_redis(self, unknown: list[int]) -> None:
         keys = [stripe_key(self._key(chunk), 0) for chunk in unknown]
@@ -90,6 +92,7 @@ class StoreJob:
         wanted = [chunk for chunk, present in zip(unknown, in_redis, strict=True) if not present]
         self._already += len(unknown) - len(wanted)
         self._left = len(wanted)
+        self._unread.update(wanted)
         begun = 0
         try:
             for chunk in wanted:
@@ -97,37 +100,45 @@ class StoreJob:
                 begun += 1
         finally:
             # After a bug of ours those that were begun are waited for, and no others.
-            for _ in wanted[begun:]:
-                self._one_less()
+            for chunk in wanted[begun:]:
+                self._one_less(chunk)
         if not wanted:
-            self._answer()
+            self._answer_and_end()
 
     def _gather(self, chunk: int) -> None:
         form = self._registration.form
         if self._core.pool.get(self._key(chunk)) is not None:  # brought by another meanwhile
             self._already += 1
-            self._one_less()
+            self._one_less(chunk)
             return
         entry = self._core.fills.begin(self._key(chunk), form.stripe_count)
         if entry is None:
             self._dropped("drop_pool_full", "the host pool was full")
-            self._one_less()
+            self._one_less(chunk)
             return
         first = chunk * form.blocks_per_chunk
         block_ids = self._question.block_ids[first : first + form.blocks_per_chunk]
-        copy = partial(self._copy, block_ids, self._core.slots_of(form, entry))
+        copy = partial(self._copy, chunk, block_ids, self._core.slots_of(form, entry))
         report = partial(self._report, chunk, entry)
         self._core.copies.gather(self._registration.place, copy, report)
 
-    def _copy(self, block_ids: Sequence[int], slots: list[memoryview]) -> CopyOutcome:
+    def _copy(self, chunk: int, block_ids: Sequence[int], slots: list[memoryview]) -> CopyOutcome:
         # On a copy thread. What is read past the lease may be another request's.
         lease_ns = self._question.lease_ns
+        read_in_time = False
+
+        def read() -> None:
+            nonlocal read_in_time
+            read_in_time = time.monotonic_ns() <= lease_ns
+            if read_in_time:
+                self._core.post(partial(self._blocks_read, chunk))
+
         if time.monotonic_ns() > lease_ns:
             return CopyOutcome.CANCELLED
-        self._registration.device.gather(
-            block_ids, slots, self._registration.form.stripe_payload_bytes, self._question.event
-        )
-        return CopyOutcome.CANCELLED if time.monotonic_ns() > lease_ns else CopyOutcome.DONE
+        stripe_bytes = self._registration.form.stripe_payload_bytes
+        self._registration.device.gather(block_ids, slots, stripe_bytes, self._question.event, read)
+        in_time = read_in_time or time.monotonic_ns() <= lease_ns
+        return CopyOutcome.DONE if in_time else CopyOutcome.CANCELLED
 
     def _report(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
         self._core.post(partial(self._gathered, chunk, entry, outcome))
@@ -141,7 +152,7 @@ class StoreJob:
             if self._core.fills.filling(entry):
                 self._core.fills.end(entry, filled=False)
             self._core.pool.unpin(entry)
-            self._one_less()
+            self._one_less(chunk)
 
     def _keep(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
         form = self._registration.form
@@ -160,19 +171,38 @@ class StoreJob:
         self._core.metrics.count(counter)
         self._session.tally.reasons.add(reason)
 
-    def _one_less(self) -> None:
+    def _one_less(self, chunk: int) -> None:
         self._left -= 1
-        if self._left == 0:
+        try:
+            self._blocks_read(chunk)
+        finally:
+            if self._left == 0:
+                self._end()
+
+    def _blocks_read(self, chunk: int) -> None:
+        """The chunk's blocks are no longer needed. When none is, the engine is told."""
+        if chunk in self._unread:
+            self._unread.remove(chunk)
+            if not self._unread:
+                self._answer()
+
+    def _answer_and_end(self) -> None:
+        try:
             self._answer()
+        finally:
+            self._end()
 
     def _answer(self) -> None:
+        # What is still on its way to its slots counts as stored: its blocks were read in time.
+        stored = self._stored + self._left
+        dropped = len(self._hashes) - stored - self._already
+        self._reply(m.StoreResult(0, stored, self._already, dropped))
+
+    def _end(self) -> None:
+        """Every chunk has come to its end, and the engine has been told."""
         metrics, tally = self._core.metrics, self._session.tally
-        dropped = len(self._hashes) - self._stored - self._already
         metrics.count("stores")
         metrics.count("skipped_chunks", self._already)
         tally.stored += self._stored
-        tally.dropped += dropped
-        try:
-            self._reply(m.StoreResult(0, self._stored, self._already, dropped))
-        finally:
-            self._core.finish_part(self._session)
+        tally.dropped += len(self._hashes) - self._stored - self._already
+        self._core.finish_part(self._session)

@@ -112,7 +112,10 @@ def demo(
     raise typer.Exit(run_demo(output_dir, prompts, prompt_tokens, max_tokens))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,  # the benchmarks' own help is the one that teaches
+)
 def bench(context: typer.Context) -> None:
     """Measure this machine, beside peers. `lmcache-redis bench --help` lists what there is."""
     from lmcache_redis.bench.__main__ import main as run_bench

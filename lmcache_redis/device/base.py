@@ -9,7 +9,7 @@ CPU memory (the mapping keeps it) and fails with DeviceError on CUDA memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lmcache_redis.device.layout import KVLayout
@@ -32,8 +32,13 @@ class DeviceContext(Protocol):
         slots: Sequence[memoryview],
         stripe_payload_bytes: int,
         event: bytes | None = None,
+        read: Callable[[], None] | None = None,
     ) -> None:
         """Copy the chunk in ``block_ids`` (token order) out of the device into ``slots``.
+
+        Returns when the slots hold it. ``read`` is called, once, on the same thread, when the
+        blocks have been read, where that is well before: on a GPU. From then on they may be
+        anything; the slots belong to the call until it returns.
 
         ``event`` is the engine's interprocess event after which the blocks may be read;
         None where the engine's memory is coherent already, as on the CPU.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -133,6 +133,7 @@ class CpuDevice:
         slots: Sequence[memoryview],
         stripe_payload_bytes: int,
         event: bytes | None = None,
+        read: Callable[[], None] | None = None,
     ) -> None:
         """Copy a chunk out of its blocks. ``event`` has no meaning here and must be None."""
         _refuse_event(event)

@@ -1,10 +1,26 @@
 """KV caches in GPU memory: gathered into contiguous staging there, copied to pinned slots.
 
-Every call works on a lane of its own: a stream and a staging buffer of one chunk. A gather
-selects the chunk's pages into staging (one kernel a batch of layers) and copies staging to the
-slots; a scatter does the reverse. The engine's interprocess event orders the lane's stream
-after the engine's work. A call returns when its last copy is done: until then the slots and
-blocks belong to it, also when it fails.
+Every call works on a lane of its own: a stream, and staging for one chunk. A gather is one kernel
+that reads the chunk's pages into staging, and then a copy to each slot; a scatter is the reverse.
+While one lane's copies are on the bus, which takes tens of times as long as the kernel, the kernel
+of the next chunk runs on another lane: the bus does not wait, as long as two threads call. Gathers
+and scatters have lanes of their own, for a gather that waits for the engine must not keep a lane
+from a request that waits for its scatter.
+
+What waits for what:
+
+    event of the engine ──▶ kernel         on the stream, and seen by the host before it is queued
+    kernel ──▶ copies to slots             on the stream (gather)
+    kernel ──▶ the blocks are the engine's on the host (gather), beside those copies
+    copies to staging ──▶ kernel           on the stream (scatter); they do not wait for the event
+    the last of these ──▶ return           the host sleeps meanwhile: it burns no core
+
+The kernel is queued only after the host has seen the event happen, because what is queued cannot be
+taken back: a scatter behind an event that comes after the deadline would write to blocks that the
+engine has given to somebody else by then.
+
+A gather has read its blocks long before it returns. It says so (``read``) as soon as its kernel has
+ended: staging owns the bytes from then on, and the engine its blocks.
 
 The agent pins its arena once with `pin`; unpinned slots work, at the speed of pageable memory.
 No context is made on a GPU that no worker registered.
@@ -14,17 +30,20 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lmcache_redis.device.calls import Calls
+from lmcache_redis.device.cuda_copies import BlockIds, PageCopies, page_copies
 from lmcache_redis.device.cuda_ipc import CudaIPCWrapper
 from lmcache_redis.device.handles import CudaIPCHandle, is_running
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.plan import Planner, check_slots
-from lmcache_redis.device.staging import Batch, plan_batches
+from lmcache_redis.device.plan import check_slots
+from lmcache_redis.device.table import pack_ids
 from lmcache_redis.errors import DeviceError
 
 EVENT_HANDLE_BYTES = 64  # sizeof(cudaIpcEventHandle_t)
@@ -33,7 +52,9 @@ _EVENT_POLL_S = 100e-6
 _LANE_DEADLINE_S = 60.0
 _LANES = 2
 _HOST_REGISTER_PORTABLE = 1
-_ELEMENT_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+_Int64s = npt.NDArray[np.int64]
+_Lanes = queue.LifoQueue["_Lane"]
 
 
 class CudaDevice:
@@ -42,7 +63,8 @@ class CudaDevice:
     Args:
         layout: as received; it is checked against the memory that was really opened.
         handles: flat uint8 storages, one for each storage that the layout's segments name.
-        lanes: calls that may be in progress on the GPU at once; others wait.
+        lanes: gathers that may be in progress on the GPU at once, and as many scatters; others
+            wait.
 
     Raises:
         DeviceError: a handle cannot be opened (the sentence says what to change), or the
@@ -56,19 +78,18 @@ class CudaDevice:
         if len({handle.device_uuid for handle in handles}) != 1:
             raise DeviceError("the storages of one worker's KV cache are on different GPUs")
         self.layout = layout
+        self._block_bytes = layout.block_bytes
         self._exporter = (handles[0].pid, handles[0].pid_start_time)
-        self._planner = Planner(layout)
         self._calls = Calls()
         self._storages = [open_flat(handle) for handle in handles]
         self.device = self._storages[0].device
-        batches = plan_batches(layout, [storage.data_ptr() for storage in self._storages])
-        self._pages = [
-            (batch, view_pages(self._storages[batch.storage], batch, layout.num_blocks))
-            for batch in batches
-        ]
-        self._lanes: queue.LifoQueue[_Lane] = queue.LifoQueue()
+        with torch.cuda.device(self.device):
+            self._copies: PageCopies | None = page_copies(layout, self._storages)
+        self._gathers: _Lanes = queue.LifoQueue()
+        self._scatters: _Lanes = queue.LifoQueue()
         for _ in range(lanes):
-            self._lanes.put(_Lane(self.device))
+            self._gathers.put(_Lane(self.device))
+            self._scatters.put(_Lane(self.device))
 
     def gather(
         self,
@@ -76,13 +97,20 @@ class CudaDevice:
         slots: Sequence[memoryview],
         stripe_payload_bytes: int,
         event: bytes | None = None,
+        read: Callable[[], None] | None = None,
     ) -> None:
         """Copy a chunk out of its blocks, once the engine's event has happened."""
-        with self._lane(block_ids, slots, stripe_payload_bytes, event) as lane:
-            staging, ids = lane.prepare(block_ids, self._planner.block_bytes)
-            gather_pages(self._pages, ids, staging)
+        ids = self._checked(block_ids, slots, stripe_payload_bytes, 0, event)
+        with self._lane(self._gathers, ids) as (lane, copies, staging):
+            sent = lane.send(ids)
+            lane.after(event)
+            copies.gather(sent, staging)
+            lane.mark()
             for part, slot in _stripes(staging, slots, stripe_payload_bytes):
                 slot.copy_(part, non_blocking=True)
+            if read is not None:
+                lane.wait_for_mark()
+                read()
 
     def scatter(
         self,
@@ -93,94 +121,130 @@ class CudaDevice:
         event: bytes | None = None,
     ) -> None:
         """Copy a chunk into its blocks, but for the first ``skip_blocks``, after the event."""
-        if not 0 <= skip_blocks <= len(block_ids):
-            raise DeviceError(f"{skip_blocks} of {len(block_ids)} blocks to skip")
-        with self._lane(block_ids, slots, stripe_payload_bytes, event) as lane:
-            staging, ids = lane.prepare(block_ids, self._planner.block_bytes)
+        ids = self._checked(block_ids, slots, stripe_payload_bytes, skip_blocks, event)
+        with self._lane(self._scatters, ids) as (lane, copies, staging):
+            sent = lane.send(ids)
             for part, slot in _stripes(staging, slots, stripe_payload_bytes):
                 part.copy_(slot, non_blocking=True)
-            scatter_pages(self._pages, ids, staging, skip_blocks)
+            lane.after(event)
+            copies.scatter(sent, staging)
 
     def close(self) -> None:
         """Wait for calls in progress, then unmap and give the staging memory back. Idempotent."""
         if not self._calls.close():
             return
-        self._pages.clear()
-        while not self._lanes.empty():
-            self._lanes.get_nowait()
+        self._copies = None
+        for lanes in (self._gathers, self._scatters):
+            while not lanes.empty():
+                lanes.get_nowait()
         with torch.cuda.device(self.device):
             # Dropping the storages closes their IPC handles: the engine's memory is not held.
             self._storages.clear()
             torch.cuda.empty_cache()
 
-    @contextmanager
-    def _lane(
+    def _checked(
         self,
         block_ids: Sequence[int],
         slots: Sequence[memoryview],
         stripe_payload_bytes: int,
+        skip_blocks: int,
         event: bytes | None,
-    ) -> Iterator[_Lane]:
-        """A lane whose stream is current and comes after ``event``; drained on the way out."""
-        self._planner.checked_ids(block_ids)
-        check_slots(slots, len(block_ids) * self._planner.block_bytes, stripe_payload_bytes)
+    ) -> _Int64s:
+        """The ids as a kernel takes them. Raises DeviceError for anything out of bounds."""
+        ids = pack_ids([block_ids], self.layout.num_blocks, [skip_blocks])
+        check_slots(slots, len(block_ids) * self._block_bytes, stripe_payload_bytes)
         check_event(event)
         if not is_running(*self._exporter):
             raise DeviceError(f"process {self._exporter[0]}, whose KV cache this is, has ended")
+        return ids
+
+    @contextmanager
+    def _lane(
+        self, lanes: _Lanes, ids: _Int64s
+    ) -> Iterator[tuple[_Lane, PageCopies, torch.Tensor]]:
+        """A lane whose stream is current, with staging for the chunk; drained on the way out."""
         with self._calls.inside():
+            copies = self._copies
+            assert copies is not None
             try:
-                lane = self._lanes.get(timeout=_LANE_DEADLINE_S)
+                lane = lanes.get(timeout=_LANE_DEADLINE_S)
             except queue.Empty:
                 raise DeviceError(f"no lane to {self.device} within {_LANE_DEADLINE_S} s") from None
             try:
-                with lane.running(event):
-                    yield lane
+                with lane.running():
+                    yield lane, copies, lane.staging(ids.size * self._block_bytes)
             except RuntimeError as error:
                 raise DeviceError(f"a copy on {self.device} failed: {error}") from error
             finally:
-                self._lanes.put(lane)
+                lanes.put(lane)
 
 
 class _Lane:
-    """One stream and the staging buffer of the call that has it."""
+    """One stream, and the buffers of the call that has it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        # Blocking: whoever waits for them sleeps. By default CUDA's waits spin.
+        self._drained = torch.cuda.Event(blocking=True)
+        self._marked = torch.cuda.Event(blocking=True)
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
+        self._ids_host = torch.empty(0, dtype=torch.int64)
+        self._ids = torch.empty(0, dtype=torch.int64, device=device)
+        self._awaited: torch.cuda.Event | None = None
 
     @contextmanager
-    def running(self, event: bytes | None) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """Make the stream current. Returns only when nothing of it is in flight any more."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            waited = None if event is None else self._after(event)
             try:
                 yield
             finally:
-                self._stream.synchronize()
-                del waited
+                self._drained.record(self._stream)
+                self._drained.synchronize()
+                self._awaited = None
 
-    def prepare(
-        self, block_ids: Sequence[int], block_bytes: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The chunk's staging bytes and its block ids, both on the GPU."""
-        nbytes = len(block_ids) * block_bytes
+    def mark(self) -> None:
+        """What was queued up to here can be waited for, alone."""
+        self._marked.record(self._stream)
+
+    def wait_for_mark(self) -> None:
+        """Wait for what was queued before `mark`."""
+        self._marked.synchronize()
+
+    def staging(self, nbytes: int) -> torch.Tensor:
+        """That many bytes on the GPU, aligned to 256."""
         if self._staging.numel() < nbytes:
             self._staging = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        ids = torch.tensor(block_ids, dtype=torch.int64).to(self._device)
-        return self._staging[:nbytes], ids
+        return self._staging[:nbytes]
 
-    def _after(self, event: bytes) -> torch.cuda.Event:
+    def send(self, ids: _Int64s) -> BlockIds:
+        """The block ids on the GPU: through pinned memory, so that the host does not wait."""
+        if self._ids.numel() < ids.size:
+            self._ids_host = torch.empty(ids.size, dtype=torch.int64, pin_memory=True)
+            self._ids = torch.empty(ids.size, dtype=torch.int64, device=self._device)
+        host = self._ids_host[: ids.size]
+        host.numpy()[:] = ids.ravel()
+        sent = self._ids[: ids.size]
+        sent.copy_(host, non_blocking=True)
+        return BlockIds(ids, sent.view(ids.shape))
+
+    def after(self, event: bytes | None) -> None:
+        """Order what is queued from here on after the engine's event, once that has happened.
+
+        Raises:
+            DeviceError: it did not within the deadline. Nothing waits for it on the stream.
+        """
+        if event is None:
+            return
         opened = torch.cuda.Event.from_ipc_handle(self._device, event)
-        # Polled with a deadline before anything is queued behind it: an engine that hangs
-        # would otherwise hold this thread, and slots that the GPU may still write to, for good.
         deadline_s = time.monotonic() + _EVENT_DEADLINE_S
         while not opened.query():
             if time.monotonic() > deadline_s:
                 raise DeviceError(f"the engine's event did not happen within {_EVENT_DEADLINE_S} s")
             time.sleep(_EVENT_POLL_S)
         opened.wait(self._stream)
-        return opened
+        self._awaited = opened  # kept until the stream has passed it
 
 
 class PinnedMemory:
@@ -236,47 +300,6 @@ def check_event(event: bytes | None) -> None:
     """Raise DeviceError unless it may be a CUDA IPC event handle."""
     if event is not None and len(event) != EVENT_HANDLE_BYTES:
         raise DeviceError(f"a CUDA event handle of {len(event)} bytes")
-
-
-def view_pages(storage: torch.Tensor, batch: Batch, num_blocks: int) -> torch.Tensor:
-    """The batch's pages as ``[segments, num_blocks, page elements]`` over a flat uint8 storage."""
-    size = batch.element_bytes
-    whole = storage[: storage.numel() // size * size].view(_ELEMENT_TYPES[size])
-    return whole.as_strided(
-        (batch.segment_count, num_blocks, batch.page_bytes // size),
-        (batch.segment_step // size, batch.block_stride // size, 1),
-        batch.offset // size,
-    )
-
-
-def gather_pages(
-    pages: Sequence[tuple[Batch, torch.Tensor]], block_ids: torch.Tensor, staging: torch.Tensor
-) -> None:
-    """Select the blocks of every batch into flat uint8 staging, which becomes the chunk."""
-    for batch, view in pages:
-        torch.index_select(view, 1, block_ids, out=_part(staging, batch, len(block_ids)))
-
-
-def scatter_pages(
-    pages: Sequence[tuple[Batch, torch.Tensor]],
-    block_ids: torch.Tensor,
-    staging: torch.Tensor,
-    skip_blocks: int,
-) -> None:
-    """The reverse of `gather_pages`, but for the first ``skip_blocks``.
-
-    Where a block is named twice, either of its pages may win.
-    """
-    for batch, view in pages:
-        part = _part(staging, batch, len(block_ids))
-        view.index_copy_(1, block_ids[skip_blocks:], part[:, skip_blocks:])
-
-
-def _part(staging: torch.Tensor, batch: Batch, n_blocks: int) -> torch.Tensor:
-    begin = batch.bytes_before * n_blocks
-    nbytes = batch.segment_count * batch.page_bytes * n_blocks
-    part = staging[begin : begin + nbytes].view(_ELEMENT_TYPES[batch.element_bytes])
-    return part.view(batch.segment_count, n_blocks, -1)
 
 
 def _stripes(

@@ -100,19 +100,7 @@ class Planner:
 
     def checked_ids(self, block_ids: Sequence[int]) -> _Int64s:
         """The ids as an array. Raises DeviceError for one that is no block of the layout."""
-        try:
-            ids = np.asarray(block_ids, dtype=np.int64)
-        except (OverflowError, TypeError, ValueError) as error:
-            raise DeviceError(f"block ids that are no integers: {error}") from error
-        if ids.ndim != 1:
-            raise DeviceError(f"block ids of shape {ids.shape}; they are one row")
-        # One comparison for both ends: a negative id is a huge unsigned one.
-        if ids.size and int(ids.view(np.uint64).max()) >= self.layout.num_blocks:
-            raise DeviceError(
-                f"block ids from {ids.min()} to {ids.max()}; "
-                f"the KV cache has {self.layout.num_blocks} blocks"
-            )
-        return ids
+        return checked_ids(block_ids, self.layout.num_blocks)
 
     def _make_shape(
         self, n_blocks: int, follows: bytes, stripe_payload_bytes: int, skip_blocks: int
@@ -159,6 +147,22 @@ class Planner:
             block=block,
             stride=block_stride[segment],
         )
+
+
+def checked_ids(block_ids: Sequence[int], num_blocks: int) -> _Int64s:
+    """The ids as an array. Raises DeviceError for one that is no block of ``num_blocks``."""
+    try:
+        ids = np.asarray(block_ids, dtype=np.int64)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise DeviceError(f"block ids that are no integers: {error}") from error
+    if ids.ndim != 1:
+        raise DeviceError(f"block ids of shape {ids.shape}; they are one row")
+    # One comparison for both ends: a negative id is a huge unsigned one.
+    if ids.size and int(ids.view(np.uint64).max()) >= num_blocks:
+        raise DeviceError(
+            f"block ids from {ids.min()} to {ids.max()}; the KV cache has {num_blocks} blocks"
+        )
+    return ids
 
 
 def plan_chunk(

@@ -301,6 +301,7 @@ def test_a_store_of_which_a_step_breaks_is_answered(breaks: str) -> None:
         answers.append,
     )
     job._left = 2
+    job._unread = {0, 1}
     if breaks == "after it":
         metrics.count = Metrics().count
     with pytest.raises(RuntimeError, match="a bug"):
@@ -313,4 +314,92 @@ def test_a_store_of_which_a_step_breaks_is_answered(breaks: str) -> None:
     assert session.busy == 0
     assert pool.pinned_slots == 0
     assert (broken.state is EntryState.READY) == kept
+    pool.audit()
+
+
+class StagedDevice:
+    """A device that has read the blocks before it has filled the slots."""
+
+    def __init__(self) -> None:
+        self.is_read, self.go_on = threading.Event(), threading.Event()
+
+    def gather(
+        self, block_ids: object, slots: object, stripe_bytes: int, event: object, read: object
+    ) -> None:
+        self.is_read.wait(10)
+        read()  # type: ignore[operator]
+        self.go_on.wait(10)
+
+
+@pytest.mark.parametrize("lease_s", [10.0, 0.05])
+def test_the_engine_has_its_blocks_back_when_they_were_read(lease_s: float) -> None:
+    """And not when the slots are full; what was read past the lease is thrown away."""
+    pool, metrics, posted = HostPool(1), Metrics(), []
+    device, copies, session = StagedDevice(), CopyThreads(1), SimpleNamespace(busy=0, tally=Tally())
+    answers: list[object] = []
+
+    def finish_part(of: SimpleNamespace) -> None:
+        of.busy -= 1
+
+    def run_posted(until: object) -> None:
+        deadline = time.monotonic() + 10
+        while not until():  # type: ignore[operator]
+            assert time.monotonic() < deadline
+            while posted:
+                posted.pop(0)()
+            time.sleep(0.001)
+
+    form = SimpleNamespace(
+        key=lambda chunk_hash: chunk_hash,
+        stripe_count=1,
+        stripe_payload_bytes=64,
+        chunk_bytes=64,
+        blocks_per_chunk=1,
+    )
+    core = SimpleNamespace(
+        pool=pool,
+        fills=Fills(pool),
+        metrics=metrics,
+        copies=copies,
+        disk=None,
+        config=SimpleNamespace(op_timeout_s=1.0),
+        plane=SimpleNamespace(
+            exists=lambda keys, deadline_s, done: done(SimpleNamespace(present=[False]))
+        ),
+        post=posted.append,
+        slots_of=lambda form, entry: [],
+        finish_part=finish_part,
+    )
+    job = StoreJob(
+        core,  # type: ignore[arg-type]
+        SimpleNamespace(offer=lambda *_: None),  # type: ignore[arg-type]
+        session,  # type: ignore[arg-type]
+        SimpleNamespace(form=form, device=device, place="GPU-0"),  # type: ignore[arg-type]
+        [b"chunk"],
+        SimpleNamespace(  # type: ignore[arg-type]
+            lease_ns=time.monotonic_ns() + int(lease_s * 1e9), block_ids=(0,), event=None
+        ),
+        answers.append,
+    )
+    job.start()
+    run_posted(lambda: pool.get(b"chunk") is not None)
+    in_time = lease_s > 1
+    if not in_time:
+        time.sleep(lease_s)
+    assert answers == []
+    device.is_read.set()
+    if in_time:
+        run_posted(lambda: answers)
+        assert answers == [m.StoreResult(0, 1, 0, 0)]
+        assert session.busy == 1
+        entry = pool.get(b"chunk")
+        assert entry is not None
+        assert entry.state is EntryState.FILLING
+    device.go_on.set()
+    run_posted(lambda: session.busy == 0)
+    assert answers == [m.StoreResult(0, int(in_time), 0, int(not in_time))]
+    assert (session.tally.stored, session.tally.dropped) == (int(in_time), int(not in_time))
+    assert (pool.get(b"chunk") is not None) == in_time
+    assert pool.pinned_slots == 0
+    copies.close(10)
     pool.audit()

@@ -6,7 +6,7 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import msgspec
@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from lmcache_redis.device import cuda
 from lmcache_redis.device.base import DeviceContext
 from lmcache_redis.device.cuda import CudaDevice, check_event, open_flat, pin
+from lmcache_redis.device.cuda_fallback import IndexedCopies
 from lmcache_redis.device.cuda_ipc import CudaIPCWrapper, device_uuid
-from lmcache_redis.device.handles import CudaIPCHandle, process_start_time
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.hostpool import Arena
+from tests.device.cpu_lanes import CpuLane, flat_handle, gpu_is_cpu, open_over_cpu
 from tests.device.cuda_exporter import BLOCKS, CudaExporter
 from tests.device.layouts import Paged, blocks_of, empty_slots, filled_slots, paged
 
@@ -36,73 +37,19 @@ needs_gpu = [
 STRIPE = 5000
 
 
-def flat_handle(size_bytes: int, **changes: Any) -> CudaIPCHandle:
-    pid = os.getpid()
-    fields: dict[str, Any] = {
-        "pid": pid,
-        "pid_start_time": process_start_time(pid),
-        "device_uuid": "GPU-0",
-        "memory_handle": bytes(64),
-        "storage_size_bytes": size_bytes,
-        "storage_offset_bytes": 0,
-        "ref_counter_handle": b"/torch_1_2_3",
-        "ref_counter_offset": 0,
-        "dtype": "uint8",
-        "shape": (size_bytes,),
-        "stride": (1,),
-    }
-    return CudaIPCHandle(**(fields | changes))
-
-
-class CpuLane:
-    """A lane whose "GPU" is the CPU, which runs everything at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.events: list[bytes | None] = []
-
-    @contextlib.contextmanager
-    def running(self, event: bytes | None) -> Iterator[None]:
-        self.events.append(event)
-        yield
-
-    def prepare(
-        self, block_ids: Sequence[int], block_bytes: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        staging = torch.full((len(block_ids) * block_bytes,), 0x5A, dtype=torch.uint8)
-        return staging, torch.tensor(block_ids)
-
-
-STORAGES: dict[int, torch.Tensor] = {}  # by size, which tells them apart here
-
-
 @pytest.fixture(scope="class")
-def gpu_is_cpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "_Lane", CpuLane)
-        patch.setattr(cuda, "open_flat", lambda handle: STORAGES[handle.storage_size_bytes])
-        patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-        patch.setattr(torch.cuda, "empty_cache", lambda: None)
+def without_gpu() -> Iterator[None]:
+    with gpu_is_cpu(IndexedCopies):
         yield
 
 
-@pytest.mark.usefixtures("gpu_is_cpu")
+@pytest.mark.usefixtures("without_gpu")
 class TestOverCpuTensors:
     """What a GPU does not decide: bounds, stripes, skipping, lanes, errors, closing."""
 
-    def open(self, case: Paged, **changes: Any) -> CudaDevice:
-        longest = max(case.sizes)
-        case.storages = [
-            np.concatenate([storage, np.zeros(longest + index - storage.size, np.uint8)])
-            for index, storage in enumerate(case.storages)
-        ]
-        STORAGES.clear()
-        STORAGES.update((each.size, torch.from_numpy(each)) for each in case.storages)
-        return CudaDevice(case.layout, [flat_handle(size, **changes) for size in case.sizes])
-
     @given(paged(granule=8, device="cuda"), st.data(), st.integers(1, 700))
     def test_both_directions(self, case: Paged, data: st.DataObject, stripe: int) -> None:
-        device: DeviceContext = self.open(case)
+        device: DeviceContext = open_over_cpu(case)
         ids = data.draw(blocks_of(case.layout.num_blocks, unique=True))
         skip = data.draw(st.integers(0, len(ids)))
         slots = empty_slots(len(ids) * case.layout.block_bytes, stripe, spare=2)
@@ -135,7 +82,7 @@ class TestOverCpuTensors:
         self, ids: list[int], stripe: int, skip: int, event: bytes | None
     ) -> None:
         case = self.case()
-        device = self.open(case)
+        device = open_over_cpu(case)
         slots = empty_slots(8, 8)
         with pytest.raises(DeviceError):
             device.scatter(ids, slots, stripe, skip, event)
@@ -147,14 +94,64 @@ class TestOverCpuTensors:
         device.close()
 
     def test_the_event_goes_to_the_lane(self) -> None:
-        device = self.open(self.case())
+        device = open_over_cpu(self.case())
         device.gather([0], empty_slots(8, 8), 8, event=b"g" * 64)
         device.scatter([0], empty_slots(8, 8), 8, event=b"s" * 64)
-        lane: Any = device._lanes.get_nowait()
-        assert lane.events == [b"g" * 64, b"s" * 64]
+        gathers: Any = device._gathers.get_nowait()
+        scatters: Any = device._scatters.get_nowait()
+        assert (gathers.events, scatters.events) == ([b"g" * 64], [b"s" * 64])
+
+    def test_what_needs_no_event_does_not_wait_for_it(self) -> None:
+        """A scatter stages its chunk before; a gather reads nothing before."""
+        device = open_over_cpu(self.case())
+        device.scatter([0], filled_slots(b"12345678", 8), 8, event=b"s" * 64)
+        device.gather([0], empty_slots(8, 8), 8, event=b"g" * 64)
+        scatters: Any = device._scatters.get_nowait()
+        gathers: Any = device._gathers.get_nowait()
+        assert scatters.staged_at_event == b"12345678"
+        assert gathers.staged_at_event == b"\x5a" * 8
+
+    def test_it_says_when_the_blocks_were_read(self) -> None:
+        """When the kernel has run; and only where somebody wants to know."""
+        case = self.case()
+        device = open_over_cpu(case)
+        slot = empty_slots(8, 8)
+        calls: list[bytes] = []
+        device.gather([0], slot, 8, None, lambda: calls.append(bytes(slot[0])))
+        lane: Any = device._gathers.get_nowait()
+        assert len(calls) == 1
+        assert lane.staged_at_mark == lane.staged_at_read == case.storages[0][:8].tobytes()
+        device._gathers.put(lane)
+        lane.staged_at_read = None
+        device.gather([0], slot, 8)
+        assert lane.staged_at_read is None
+
+    def test_an_event_that_does_not_happen_leaves_the_blocks_alone(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def never(lane: CpuLane, event: bytes | None) -> None:
+            raise DeviceError("the engine's event did not happen")
+
+        monkeypatch.setattr(CpuLane, "after", never)
+        case = self.case()
+        device = open_over_cpu(case)
+        slots = empty_slots(8, 8)
+        with pytest.raises(DeviceError, match="did not happen"):
+            device.scatter([0], slots, 8, event=b"s" * 64)
+        with pytest.raises(DeviceError, match="did not happen"):
+            device.gather([0], slots, 8, event=b"g" * 64)
+        assert case.storages[0].tobytes() == bytes(range(32))
+        assert bytes(slots[0]) == b"\xa5" * 8
+        assert (device._gathers.qsize(), device._scatters.qsize()) == (2, 2)
+
+    def test_gathers_that_wait_keep_no_lane_from_a_scatter(self) -> None:
+        device = open_over_cpu(self.case())
+        held = [device._gathers.get_nowait() for _ in range(2)]
+        device.scatter([0], filled_slots(b"\1" * 8, 8), 8)
+        assert len(held) == 2
 
     def test_a_dead_exporter_is_refused(self) -> None:
-        device = self.open(self.case(), pid_start_time=1)
+        device = open_over_cpu(self.case(), pid_start_time=1)
         with pytest.raises(DeviceError, match="has ended"):
             device.gather([0], empty_slots(8, 8), 8)
         device.close()
@@ -162,30 +159,30 @@ class TestOverCpuTensors:
     def test_a_fault_of_cuda_is_a_device_error_and_gives_the_lane_back(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        device = self.open(self.case())
+        device = open_over_cpu(self.case())
 
         def fail(*args: Any) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-        monkeypatch.setattr(cuda, "gather_pages", fail)
+        monkeypatch.setattr(IndexedCopies, "gather", fail)
         for _ in range(5):
             with pytest.raises(DeviceError, match="illegal memory access"):
                 device.gather([0], empty_slots(8, 8), 8)
-        assert device._lanes.qsize() == 2
+        assert device._gathers.qsize() == 2
         device.close()
 
     def test_no_lane_within_the_deadline(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda, "_LANE_DEADLINE_S", 0.01)
-        device = self.open(self.case())
-        held = [device._lanes.get_nowait() for _ in range(2)]
+        device = open_over_cpu(self.case())
+        held = [device._gathers.get_nowait() for _ in range(2)]
         with pytest.raises(DeviceError, match="no lane"):
             device.gather([0], empty_slots(8, 8), 8)
         assert len(held) == 2
         with pytest.raises(queue.Empty):
-            device._lanes.get_nowait()
+            device._gathers.get_nowait()
 
     def test_close_waits_for_a_copy_in_progress(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        device = self.open(self.case())
+        device = open_over_cpu(self.case())
         copying, go_on, closed = threading.Event(), threading.Event(), threading.Event()
 
         def pause(*args: Any) -> None:
@@ -193,7 +190,7 @@ class TestOverCpuTensors:
             assert go_on.wait(30)
             assert device._storages
 
-        monkeypatch.setattr(cuda, "gather_pages", pause)
+        monkeypatch.setattr(IndexedCopies, "gather", pause)
         copy = threading.Thread(target=device.gather, args=([0], empty_slots(8, 8), 8))
         copy.start()
         assert copying.wait(30)
@@ -214,6 +211,62 @@ class TestOverCpuTensors:
             CudaDevice(layout, [flat_handle(32), flat_handle(32, device_uuid="GPU-1")])
         with pytest.raises(DeviceError, match="storage"):
             CudaDevice(layout, [])
+
+
+class TestLane:
+    """The lane itself, its streams and events played: what was done to them is written down."""
+
+    @pytest.fixture
+    def played(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        done: list[str] = []
+
+        class Event:
+            def __init__(self, *, blocking: bool) -> None:
+                assert blocking, "whoever waits sleeps"
+
+            def record(self, stream: Any) -> None:
+                assert stream == "stream"
+                done.append("record")
+
+            def synchronize(self) -> None:
+                done.append("synchronize")
+
+        def empty(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            done.append("pinned" if pin_memory else "plain")
+            return real_empty(*size, **options)
+
+        real_empty = torch.empty
+        monkeypatch.setattr(torch, "empty", empty)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "stream")
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        return done
+
+    def test_buffers_are_made_once_and_grow(self, played: list[str]) -> None:
+        lane = cuda._Lane(torch.device("cpu"))
+        played.clear()
+        staging = lane.staging(100)
+        assert staging.numel() == 100
+        assert lane.staging(60).data_ptr() == staging.data_ptr()
+        assert lane.staging(60).numel() == 60
+        sent = lane.send(np.array([[4, 5, 6]]))
+        assert (sent.device.tolist(), sent.host.tolist()) == ([[4, 5, 6]], [[4, 5, 6]])
+        assert lane.send(np.array([[9], [8]])).device.tolist() == [[9], [8]]
+        assert played == ["plain", "pinned", "plain"]
+        assert lane.staging(101).numel() == 101
+        assert lane.send(np.array([[1, 2, 3, 4]])).device.tolist() == [[1, 2, 3, 4]]
+        assert played == ["plain", "pinned", "plain"] * 2
+
+    def test_it_is_drained_on_every_way_out(self, played: list[str]) -> None:
+        lane = cuda._Lane(torch.device("cpu"))
+        played.clear()
+        with lane.running():
+            assert played == []
+        assert played == ["record", "synchronize"]
+        with pytest.raises(ValueError, match="on the way"), lane.running():
+            raise ValueError("on the way")
+        assert played == ["record", "synchronize"] * 2
 
 
 class TestChecks:
@@ -253,11 +306,13 @@ class TestChecks:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         lane = cuda._Lane.__new__(cuda._Lane)
         lane._device, lane._stream = torch.device("cuda:0"), "its stream"
-        lane._after(b"e" * 64)
+        lane.after(None)
+        assert Event.polls == 0
+        lane.after(b"e" * 64)
         assert (Event.polls, Event.waited_on) == (3, ["its stream"])
         monkeypatch.setattr(cuda, "_EVENT_DEADLINE_S", 0.0)
         with pytest.raises(DeviceError, match="did not happen"):
-            lane._after(b"e" * 64)
+            lane.after(b"e" * 64)
         assert Event.waited_on == ["its stream"]
 
     def test_pinning_that_fails_names_the_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,49 +1,15 @@
-"""Batches for the GPU, and the torch operations on them, on CPU tensors against the reference."""
+"""Batches of segments that lie alike; what torch does with them is in `test_cuda_copies`."""
 
 from __future__ import annotations
 
-import numpy as np
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.device.cuda import gather_pages, scatter_pages, view_pages
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.device.staging import Batch, plan_batches
-from tests.device.layouts import Paged, blocks_of, paged
+from tests.device.layouts import Paged, paged
 
 GRANULES = st.sampled_from([1, 2, 8])
-
-
-def views(case: Paged) -> list[tuple[Batch, torch.Tensor]]:
-    storages = [torch.from_numpy(storage) for storage in case.storages]
-    batches = plan_batches(case.layout, [storage.data_ptr() for storage in storages])
-    return [
-        (batch, view_pages(storages[batch.storage], batch, case.layout.num_blocks))
-        for batch in batches
-    ]
-
-
-@given(GRANULES.flatmap(paged), st.data())
-def test_gather_equals_the_reference(case: Paged, data: st.DataObject) -> None:
-    ids = data.draw(blocks_of(case.layout.num_blocks))
-    expected = case.chunk(ids)
-    before = [storage.copy() for storage in case.storages]
-    staging = torch.full((len(expected) + 8,), 0xA5, dtype=torch.uint8)
-    gather_pages(views(case), torch.tensor(ids), staging[: len(expected)])
-    assert staging.numpy().tobytes() == expected + b"\xa5" * 8
-    assert all(np.array_equal(*pair) for pair in zip(before, case.storages, strict=True))
-
-
-@given(GRANULES.flatmap(paged), st.data())
-def test_scatter_equals_the_reference(case: Paged, data: st.DataObject) -> None:
-    ids = data.draw(blocks_of(case.layout.num_blocks, unique=True))
-    skip = data.draw(st.integers(0, len(ids)))
-    chunk = np.random.default_rng(skip).bytes(len(case.chunk(ids)))
-    expected = case.with_chunk(ids, chunk, skip)
-    scatter_pages(views(case), torch.tensor(ids), torch.frombuffer(bytearray(chunk),
-                  dtype=torch.uint8), skip)  # fmt: skip
-    assert all(np.array_equal(*pair) for pair in zip(expected, case.storages, strict=True))
 
 
 @given(GRANULES.flatmap(paged))

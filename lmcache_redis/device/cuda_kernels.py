@@ -1,0 +1,175 @@
+"""Gather and scatter as Triton kernels: one launch for all pages of one chunk, or of several.
+
+A program moves one tile of one chunk (`lmcache_redis.device.table`). Nothing is compiled in but
+the widths of its accesses: addresses, strides and page sizes come out of the table, which stays on
+the GPU, so any layout runs through the same code and only block ids travel to a launch.
+
+What makes it fast: a thread has four 16-byte loads in flight before its first store, its
+neighbours read the next 16 bytes, and a program's 32 registers a thread leave room for as many
+programs as a multiprocessor takes. What makes it safe: ids were checked by `pack_ids`,
+and a unit is moved exactly where the table says that one is.
+
+Under ``TRITON_INTERPRET=1``, set before Triton is imported, the same code runs on CPU tensors.
+"""
+
+# Kernels are a language of their own: what is typed here is what surrounds them.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="no-redef"
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from lmcache_redis.device.cuda_copies import BlockIds
+from lmcache_redis.device.table import COLUMNS, SKIPPED, SegmentTable, Tiles
+from lmcache_redis.errors import DeviceError
+
+_WARPS = 4
+# Threads that find a kernel not compiled yet take turns: Triton keeps no lock of its own.
+_launching = threading.Lock()
+
+_COLUMN_COUNT = tl.constexpr(len(COLUMNS))
+
+
+@triton.jit
+def _move_tile(
+    row,
+    block_ids,
+    staging,
+    UNITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCATTER: tl.constexpr,
+):
+    # As few elements a unit as there are types for: 16 bytes are four of four.
+    if WIDTH >= 4:
+        element: tl.constexpr = tl.int32
+        per_unit: tl.constexpr = WIDTH // 4
+    elif WIDTH == 2:
+        element: tl.constexpr = tl.int16
+        per_unit: tl.constexpr = 1
+    else:
+        element: tl.constexpr = tl.int8
+        per_unit: tl.constexpr = 1
+    address = tl.load(row)
+    block_stride = tl.load(row + 1)
+    staged = tl.load(row + 2)
+    first_block = tl.load(row + 3)
+    period = tl.load(row + 4).to(tl.int32)
+    units = tl.load(row + 5).to(tl.int32)
+
+    unit = tl.arange(0, UNITS)
+    block = tl.load(block_ids + first_block + unit // period, mask=unit < units, other=-1)
+    moved = (block >= 0)[:, None]
+    page = address + block * block_stride + (unit % period).to(tl.int64) * WIDTH
+    stage = staging + staged + unit.to(tl.int64) * WIDTH
+    part = tl.arange(0, per_unit)[None, :]
+    page_parts = page.to(tl.pointer_type(element))[:, None] + part
+    stage_parts = stage.to(tl.pointer_type(element))[:, None] + part
+    # Read out of a table, an address tells the compiler nothing: this is what makes one access
+    # of a unit.
+    page_parts = tl.max_contiguous(tl.multiple_of(page_parts, (1, WIDTH)), (1, per_unit))
+    stage_parts = tl.max_contiguous(tl.multiple_of(stage_parts, (1, WIDTH)), (1, per_unit))
+    if SCATTER:
+        tl.store(page_parts, tl.load(stage_parts, mask=moved), mask=moved)
+    else:
+        tl.store(stage_parts, tl.load(page_parts, mask=moved), mask=moved)
+
+
+# Unspecialised: a count that happens to be 1 or a multiple of 16 compiles nothing anew.
+@triton.jit(do_not_specialize=["n_blocks", "staging_stride_bytes"])
+def _move_chunks(
+    rows,
+    block_ids,
+    staging,
+    n_blocks,
+    staging_stride_bytes,
+    UNITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NARROW: tl.constexpr,
+    SCATTER: tl.constexpr,
+):
+    row = rows + tl.program_id(0).to(tl.int64) * _COLUMN_COUNT
+    chunk = tl.program_id(1).to(tl.int64)
+    ids = block_ids + chunk * n_blocks
+    here = staging.to(tl.int64) + chunk * staging_stride_bytes
+    if NARROW == 0:
+        _move_tile(row, ids, here, UNITS, WIDTH, SCATTER)
+    else:
+        if tl.load(row + 6) == WIDTH:
+            _move_tile(row, ids, here, UNITS, WIDTH, SCATTER)
+        else:
+            _move_tile(row, ids, here, UNITS, NARROW, SCATTER)
+
+
+class TritonCopies:
+    """A layout's gathers and scatters; a `PageCopies`. Its tables stay on the device.
+
+    Thread-safe. Launches go to the current stream of the current device, and return at once.
+    """
+
+    name = "Triton"
+
+    def __init__(self, table: SegmentTable, device: torch.device) -> None:
+        self._table = table
+        self._device = device
+        self._rows: dict[int, tuple[Tiles, torch.Tensor]] = {}
+
+    def gather(self, block_ids: BlockIds, staging: torch.Tensor) -> None:
+        self._launch(block_ids, staging, scatter=False)
+
+    def scatter(self, block_ids: BlockIds, staging: torch.Tensor) -> None:
+        self._launch(block_ids, staging, scatter=True)
+
+    def warm_up(self) -> None:
+        """Compile and launch both kernels, on a block that is skipped; waits for them.
+
+        A chunk of more blocks may allow wider accesses: those kernels are compiled when the first
+        such chunk comes.
+        """
+        host = np.full((1, 1), SKIPPED, dtype=np.int64)
+        block_ids = BlockIds(host, torch.from_numpy(host).to(self._device))
+        staging = torch.empty(self._table.block_bytes, dtype=torch.uint8, device=self._device)
+        self.gather(block_ids, staging)
+        self.scatter(block_ids, staging)
+        block_ids.device.cpu()  # raises what the launches have done
+
+    def _launch(self, block_ids: BlockIds, staging: torch.Tensor, *, scatter: bool) -> None:
+        chunks, n_blocks = block_ids.device.shape
+        tiles, rows = self._rows_of(n_blocks)
+        _check_staging(staging, chunks, tiles)
+        width, *narrow = tiles.widths
+        with _launching:
+            _move_chunks[(len(tiles.rows), chunks)](
+                rows,
+                block_ids.device,
+                staging,
+                n_blocks,
+                tiles.staging_stride_bytes,
+                UNITS=self._table.units_per_tile,
+                WIDTH=width,
+                NARROW=narrow[0] if narrow else 0,
+                SCATTER=scatter,
+                num_warps=_WARPS,
+            )
+
+    def _rows_of(self, n_blocks: int) -> tuple[Tiles, torch.Tensor]:
+        found = self._rows.get(n_blocks)
+        if found is None:
+            tiles = self._table.tiles(n_blocks)
+            # Of pageable memory: the copy is over when this returns, for every stream.
+            found = self._rows[n_blocks] = (tiles, torch.from_numpy(tiles.rows).to(self._device))
+        return found
+
+
+def _check_staging(staging: torch.Tensor, chunks: int, tiles: Tiles) -> None:
+    """Raise DeviceError unless a kernel may use that much of it, in accesses that wide."""
+    needed = (chunks - 1) * tiles.staging_stride_bytes + tiles.chunk_bytes
+    if staging.numel() < needed or not staging.is_contiguous():
+        raise DeviceError(f"{staging.numel()} bytes of staging, of which {needed} are needed")
+    if staging.data_ptr() % tiles.widths[0]:
+        raise DeviceError(f"staging that is not aligned to {tiles.widths[0]} bytes")

@@ -1,0 +1,192 @@
+"""What a copy kernel is driven by: where each piece of each page lies, as one table of numbers.
+
+A launch moves whole chunks between pages and *staging*, contiguous memory in which a chunk lies
+as `lmcache_redis.device.plan` defines it: all pages of segment 0 in token order, then all of
+segment 1, and so on. Its work is cut into *tiles*, one for each program of the kernel:
+
+    a page of more than a tile   is cut into equal parts, a tile each
+    smaller pages                share a tile: those of neighbouring places in the chunk
+
+A tile is a row of `COLUMNS` numbers, and moves `units` times `width_bytes`: unit ``u`` belongs to
+the chunk's block ``b = first_block + u // period`` and lies
+
+    at address + ids[b] * block_stride + (u % period) * width    in the paged cache
+    at staged + u * width                                        in the chunk's staging
+
+The width is the widest of 16, 8, 4, 2 and 1 bytes that divides all of it: the segment's address,
+its stride, its page and the place of its pages in the chunk. So every access is aligned, and no
+unit is cut. The rows depend on the layout and on the number of blocks in a chunk, which is the
+same for all chunks of a worker: they are made once. Pure arithmetic; no memory is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_redis.device.layout import KVLayout
+from lmcache_redis.device.plan import checked_ids
+from lmcache_redis.errors import DeviceError
+
+COLUMNS = ("address", "block_stride", "staged", "first_block", "period", "units", "width", "spare")
+SKIPPED = -1  # in place of a block id: that page is neither read nor written
+WIDEST_BYTES = 16
+# 8 KiB a tile at the widest: four 16-byte loads for each of 128 threads. Sixteen such programs
+# fit a multiprocessor, which is several times the bytes that must be in flight at full speed.
+UNITS_PER_TILE = 512
+_MAX_CHUNKS = 65_535  # the second dimension of a CUDA grid
+_MAX_TILES = 2**31 - 1
+_MAX_BYTES = 2**62
+_KEPT_TABLES = 8
+
+_Int64s = npt.NDArray[np.int64]
+
+
+class Storage(NamedTuple):
+    """Mapped memory: where it begins, and its size."""
+
+    address: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tiles of one chunk of ``n_blocks``.
+
+    Attributes:
+        rows: ``[tiles, len(COLUMNS)]``, one tile a row.
+        chunk_bytes: what is moved for a chunk.
+        staging_stride_bytes: from chunk to chunk in staging, so that each begins aligned.
+        widths: the widths that occur, widest first; at most two.
+    """
+
+    n_blocks: int
+    rows: _Int64s
+    chunk_bytes: int
+    staging_stride_bytes: int
+    widths: tuple[int, ...]
+
+
+class SegmentTable:
+    """The tiles of one layout in memory that is mapped. Thread-safe.
+
+    Args:
+        layout: checked here against the storages.
+        storages: one for each storage that the segments name.
+        units_per_tile: most units that a program of the kernel moves.
+
+    Raises:
+        DeviceError: the layout leaves its storages.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        storages: Sequence[Storage],
+        units_per_tile: int = UNITS_PER_TILE,
+    ) -> None:
+        layout.check([storage.size_bytes for storage in storages])
+        self.layout = layout
+        self.block_bytes = layout.block_bytes
+        self.units_per_tile = units_per_tile
+        segments = layout.segments
+        self._address = np.array(
+            [storages[s.storage].address + s.offset for s in segments], dtype=np.int64
+        )
+        self._page_bytes = np.array([s.page_bytes for s in segments], dtype=np.int64)
+        self._block_stride = np.array([s.block_stride for s in segments], dtype=np.int64)
+        self._before = np.cumsum(self._page_bytes) - self._page_bytes
+        self.tiles = functools.lru_cache(_KEPT_TABLES)(self._make_tiles)
+
+    def _make_tiles(self, n_blocks: int) -> Tiles:
+        chunk_bytes = n_blocks * self.block_bytes
+        if not 0 < chunk_bytes <= _MAX_BYTES:
+            raise DeviceError(f"a chunk of {n_blocks} blocks, {chunk_bytes} bytes")
+        staged = self._before * n_blocks
+        width = _widths(self._address, self._block_stride, self._page_bytes, staged)
+        widest = int(width.max())
+        narrower = width[width < widest]
+        if narrower.size:
+            width = np.where(width < widest, narrower.min(), width)
+        tile_bytes = self.units_per_tile * width
+
+        # Pages are cut into parts of whole units, or several of them make one tile.
+        parts = -(-self._page_bytes // tile_bytes)
+        page_units = self._page_bytes // width
+        part_units = -(-page_units // parts)
+        parts = -(-page_units // part_units)
+        together = np.where(parts > 1, 1, self.units_per_tile // page_units)
+        groups = -(-n_blocks // together)
+        tiles = groups * parts
+        total = int(tiles.sum())
+        if total > _MAX_TILES:
+            raise DeviceError(f"a chunk of {total} tiles")
+
+        of = np.arange(len(tiles)).repeat(tiles)
+        number = np.arange(total) - (np.cumsum(tiles) - tiles).repeat(tiles)
+        group, part = number // parts[of], number % parts[of]
+        first_block = group * together[of]
+        blocks = np.minimum(together[of], n_blocks - first_block)
+        first_unit = part * part_units[of]
+        units = blocks * np.minimum(part_units[of], page_units[of] - first_unit)
+        into_page = first_unit * width[of]
+        rows = np.zeros((total, len(COLUMNS)), dtype=np.int64)
+        rows[:, 0] = self._address[of] + into_page
+        rows[:, 1] = self._block_stride[of]
+        rows[:, 2] = staged[of] + first_block * self._page_bytes[of] + into_page
+        rows[:, 3] = first_block
+        rows[:, 4] = part_units[of]
+        rows[:, 5] = units
+        rows[:, 6] = width[of]
+        return Tiles(
+            n_blocks=n_blocks,
+            rows=rows,
+            chunk_bytes=chunk_bytes,
+            staging_stride_bytes=staging_stride_bytes(chunk_bytes),
+            widths=tuple(sorted({int(each) for each in width}, reverse=True)),
+        )
+
+
+def pack_ids(
+    chunks: Sequence[Sequence[int]], num_blocks: int, skip_blocks: Sequence[int] | None = None
+) -> _Int64s:
+    """The block ids of equally long chunks as ``[chunks, n_blocks]``, ready for a kernel.
+
+    Args:
+        chunks: block ids in token order.
+        num_blocks: blocks of the layout.
+        skip_blocks: for each chunk how many of its first blocks are left alone.
+
+    Raises:
+        DeviceError: an id is no block, the chunks differ in length, or a count is out of
+            bounds. A kernel checks nothing: what is not refused here is touched.
+    """
+    if not 0 < len(chunks) <= _MAX_CHUNKS:
+        raise DeviceError(f"{len(chunks)} chunks for one launch")
+    rows = [checked_ids(ids, num_blocks) for ids in chunks]
+    lengths = {len(row) for row in rows}
+    if len(lengths) != 1 or 0 in lengths:
+        raise DeviceError(f"chunks of {sorted(lengths)} blocks for one launch")
+    packed = np.stack(rows)
+    for row, skip in zip(packed, skip_blocks or [0] * len(rows), strict=True):
+        if not 0 <= skip <= len(row):
+            raise DeviceError(f"{skip} of {len(row)} blocks to skip")
+        row[:skip] = SKIPPED
+    return packed
+
+
+def staging_stride_bytes(chunk_bytes: int) -> int:
+    """From chunk to chunk in staging: each begins aligned to the widest access."""
+    return -(-chunk_bytes // WIDEST_BYTES) * WIDEST_BYTES
+
+
+def _widths(*parts: _Int64s) -> _Int64s:
+    """For each segment the largest power of two, at most 16, that divides all of its numbers."""
+    joined = np.bitwise_or.reduce(parts) | WIDEST_BYTES
+    lowest: _Int64s = joined & -joined
+    return lowest
