@@ -12,6 +12,7 @@ from lmcache_redis.agent.copies import CopyOutcome
 from lmcache_redis.agent.core import Core, Reply
 from lmcache_redis.agent.registration import Registration
 from lmcache_redis.agent.sessions import Session
+from lmcache_redis.errors import DeviceError
 from lmcache_redis.hostpool import Entry, EntryState
 
 logger = logging.getLogger(__name__)
@@ -78,15 +79,20 @@ class RetrieveJob:
         self, block_ids: Sequence[int], slots: list[memoryview], skip_blocks: int
     ) -> CopyOutcome:
         # On a copy thread. Past the lease the blocks are somebody else's.
-        if time.monotonic_ns() > self._question.lease_ns:
+        lease_ns = self._question.lease_ns
+        try:
+            self._registration.device.scatter(
+                block_ids,
+                slots,
+                self._registration.form.stripe_payload_bytes,
+                skip_blocks,
+                self._question.event,
+                lease_ns,
+            )
+        except DeviceError:
+            if time.monotonic_ns() <= lease_ns:
+                raise
             return CopyOutcome.CANCELLED
-        self._registration.device.scatter(
-            block_ids,
-            slots,
-            self._registration.form.stripe_payload_bytes,
-            skip_blocks,
-            self._question.event,
-        )
         return CopyOutcome.DONE
 
     def _report(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:

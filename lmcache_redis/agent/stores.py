@@ -18,6 +18,7 @@ from lmcache_redis.agent.core import Core, Reply
 from lmcache_redis.agent.registration import Registration
 from lmcache_redis.agent.sessions import Session
 from lmcache_redis.agent.writes import Writes
+from lmcache_redis.errors import DeviceError
 from lmcache_redis.hostpool import Entry
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.outcomes import ExistsResult
@@ -133,10 +134,15 @@ class StoreJob:
             if read_in_time:
                 self._core.post(partial(self._blocks_read, chunk))
 
-        if time.monotonic_ns() > lease_ns:
-            return CopyOutcome.CANCELLED
         stripe_bytes = self._registration.form.stripe_payload_bytes
-        self._registration.device.gather(block_ids, slots, stripe_bytes, self._question.event, read)
+        try:
+            self._registration.device.gather(
+                block_ids, slots, stripe_bytes, self._question.event, read, lease_ns
+            )
+        except DeviceError:
+            if time.monotonic_ns() <= lease_ns:
+                raise
+            return CopyOutcome.CANCELLED
         in_time = read_in_time or time.monotonic_ns() <= lease_ns
         return CopyOutcome.DONE if in_time else CopyOutcome.CANCELLED
 

@@ -16,6 +16,8 @@ from lmcache_redis.client.link import CallState
 from lmcache_redis.client.liveness import ProcessState
 
 STORE_LEASE_S = 1.5
+# A store from a GPU waits for what is queued there: the step that computes the blocks.
+STEP_S = 5.0
 RETRIEVE_LEASE_S = 5.0
 LAST_COPY_S = 0.5
 

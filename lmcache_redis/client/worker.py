@@ -18,6 +18,7 @@ from lmcache_redis.client.liveness import AgentProcess, ProcessState
 from lmcache_redis.client.operations import LoadStoreOp, chunk_names
 from lmcache_redis.client.ownership import (
     RETRIEVE_LEASE_S,
+    STEP_S,
     STORE_LEASE_S,
     Blocks,
     retrieve_blocks,
@@ -181,7 +182,7 @@ class LMCacheMPWorkerAdapter:
         self, request_id: str, op: LoadStoreOp, event: InterprocessEvent | None = None
     ) -> None:
         """Starts a store of ``op``'s chunks; ``event`` tells when its blocks may be read (CUDA)."""
-        lease_ns = _lease(STORE_LEASE_S)
+        lease_ns = _lease(STORE_LEASE_S if event is None else STEP_S + STORE_LEASE_S)
         call = self.link.submit(
             m.Store,
             request_id=request_id,

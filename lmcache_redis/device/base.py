@@ -21,6 +21,10 @@ class DeviceContext(Protocol):
     ``slots`` are writable memoryviews of bytes, one a stripe, at least as long as their
     stripe's payload; they and the blocks belong to the call until it returns. Arguments are
     checked before the first byte moves: a call that raises for a bound has changed nothing.
+
+    ``until_ns`` (``time.monotonic_ns()``) is when the engine may give the blocks to somebody else.
+    A call that cannot begin with them before, because it waits for its turn or for the engine's
+    event, raises and has not touched them.
     """
 
     @property
@@ -33,6 +37,7 @@ class DeviceContext(Protocol):
         stripe_payload_bytes: int,
         event: bytes | None = None,
         read: Callable[[], None] | None = None,
+        until_ns: int | None = None,
     ) -> None:
         """Copy the chunk in ``block_ids`` (token order) out of the device into ``slots``.
 
@@ -52,6 +57,7 @@ class DeviceContext(Protocol):
         stripe_payload_bytes: int,
         skip_blocks: int = 0,
         event: bytes | None = None,
+        until_ns: int | None = None,
     ) -> None:
         """Copy the chunk in ``slots`` into ``block_ids``, but for the first ``skip_blocks``.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -134,10 +135,12 @@ class CpuDevice:
         stripe_payload_bytes: int,
         event: bytes | None = None,
         read: Callable[[], None] | None = None,
+        until_ns: int | None = None,
     ) -> None:
         """Copy a chunk out of its blocks. ``event`` has no meaning here and must be None."""
         _refuse_event(event)
         copies = self._plan(block_ids, slots, stripe_payload_bytes, 0)
+        _refuse_late(until_ns)
         with self._memory() as storages:
             targets = [np.frombuffer(slot, np.uint8) for slot in slots]
             for storage, offset, slot, at, nbytes in copies:
@@ -150,10 +153,12 @@ class CpuDevice:
         stripe_payload_bytes: int,
         skip_blocks: int = 0,
         event: bytes | None = None,
+        until_ns: int | None = None,
     ) -> None:
         """Copy a chunk into its blocks. ``event`` has no meaning here and must be None."""
         _refuse_event(event)
         copies = self._plan(block_ids, slots, stripe_payload_bytes, skip_blocks)
+        _refuse_late(until_ns)
         with self._memory() as storages:
             sources = [np.frombuffer(slot, np.uint8) for slot in slots]
             for storage, offset, slot, at, nbytes in copies:
@@ -184,6 +189,11 @@ class CpuDevice:
                 yield storages
             finally:
                 storages.clear()
+
+
+def _refuse_late(until_ns: int | None) -> None:
+    if until_ns is not None and time.monotonic_ns() > until_ns:
+        raise DeviceError("the engine has its blocks back: it was too late to touch them")
 
 
 def _refuse_event(event: bytes | None) -> None:

@@ -98,12 +98,13 @@ class CudaDevice:
         stripe_payload_bytes: int,
         event: bytes | None = None,
         read: Callable[[], None] | None = None,
+        until_ns: int | None = None,
     ) -> None:
         """Copy a chunk out of its blocks, once the engine's event has happened."""
         ids = self._checked(block_ids, slots, stripe_payload_bytes, 0, event)
-        with self._lane(self._gathers, ids) as (lane, copies, staging):
+        with self._lane(self._gathers, ids, until_ns) as (lane, copies, staging):
             sent = lane.send(ids)
-            lane.after(event)
+            lane.after(event, until_ns)
             copies.gather(sent, staging)
             lane.mark()
             for part, slot in _stripes(staging, slots, stripe_payload_bytes):
@@ -119,14 +120,15 @@ class CudaDevice:
         stripe_payload_bytes: int,
         skip_blocks: int = 0,
         event: bytes | None = None,
+        until_ns: int | None = None,
     ) -> None:
         """Copy a chunk into its blocks, but for the first ``skip_blocks``, after the event."""
         ids = self._checked(block_ids, slots, stripe_payload_bytes, skip_blocks, event)
-        with self._lane(self._scatters, ids) as (lane, copies, staging):
+        with self._lane(self._scatters, ids, until_ns) as (lane, copies, staging):
             sent = lane.send(ids)
             for part, slot in _stripes(staging, slots, stripe_payload_bytes):
                 part.copy_(slot, non_blocking=True)
-            lane.after(event)
+            lane.after(event, until_ns)
             copies.scatter(sent, staging)
 
     def close(self) -> None:
@@ -160,16 +162,17 @@ class CudaDevice:
 
     @contextmanager
     def _lane(
-        self, lanes: _Lanes, ids: _Int64s
+        self, lanes: _Lanes, ids: _Int64s, until_ns: int | None
     ) -> Iterator[tuple[_Lane, PageCopies, torch.Tensor]]:
         """A lane whose stream is current, with staging for the chunk; drained on the way out."""
         with self._calls.inside():
             copies = self._copies
             assert copies is not None
+            patience_s = _left_s(_LANE_DEADLINE_S, until_ns)
             try:
-                lane = lanes.get(timeout=_LANE_DEADLINE_S)
+                lane = lanes.get(timeout=max(0.0, patience_s))
             except queue.Empty:
-                raise DeviceError(f"no lane to {self.device} within {_LANE_DEADLINE_S} s") from None
+                raise DeviceError(f"no lane to {self.device} within {patience_s:.1f} s") from None
             try:
                 with lane.running():
                     yield lane, copies, lane.staging(ids.size * self._block_bytes)
@@ -229,22 +232,24 @@ class _Lane:
         sent.copy_(host, non_blocking=True)
         return BlockIds(ids, sent.view(ids.shape))
 
-    def after(self, event: bytes | None) -> None:
+    def after(self, event: bytes | None, until_ns: int | None) -> None:
         """Order what is queued from here on after the engine's event, once that has happened.
 
         Raises:
-            DeviceError: it did not within the deadline. Nothing waits for it on the stream.
+            DeviceError: it did not within the deadline, or the blocks are the engine's again.
+                Nothing waits for it on the stream.
         """
-        if event is None:
-            return
-        opened = torch.cuda.Event.from_ipc_handle(self._device, event)
-        deadline_s = time.monotonic() + _EVENT_DEADLINE_S
-        while not opened.query():
-            if time.monotonic() > deadline_s:
-                raise DeviceError(f"the engine's event did not happen within {_EVENT_DEADLINE_S} s")
-            time.sleep(_EVENT_POLL_S)
-        opened.wait(self._stream)
-        self._awaited = opened  # kept until the stream has passed it
+        if event is not None:
+            opened = torch.cuda.Event.from_ipc_handle(self._device, event)
+            deadline_s = time.monotonic() + _left_s(_EVENT_DEADLINE_S, until_ns)
+            while not opened.query():
+                if time.monotonic() > deadline_s:
+                    raise DeviceError("the engine's event did not happen in time")
+                time.sleep(_EVENT_POLL_S)
+            opened.wait(self._stream)
+            self._awaited = opened  # kept until the stream has passed it
+        if _left_s(1.0, until_ns) <= 0:
+            raise DeviceError("the engine has its blocks back: it was too late to touch them")
 
 
 class PinnedMemory:
@@ -284,6 +289,13 @@ def pin(address: int, size_bytes: int, device: torch.device) -> PinnedMemory:
             "a smaller host pool; copies work without, at a fraction of the speed"
         )
     return PinnedMemory(address, device)
+
+
+def _left_s(most_s: float, until_ns: int | None) -> float:
+    """How long to wait: ``most_s``, or until ``until_ns`` if that is sooner."""
+    if until_ns is None:
+        return most_s
+    return min(most_s, (until_ns - time.monotonic_ns()) / 1e9)
 
 
 def open_flat(handle: CudaIPCHandle) -> torch.Tensor:

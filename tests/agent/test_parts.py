@@ -324,7 +324,13 @@ class StagedDevice:
         self.is_read, self.go_on = threading.Event(), threading.Event()
 
     def gather(
-        self, block_ids: object, slots: object, stripe_bytes: int, event: object, read: object
+        self,
+        block_ids: object,
+        slots: object,
+        stripe_bytes: int,
+        event: object,
+        read: object,
+        until_ns: int,
     ) -> None:
         self.is_read.wait(10)
         read()  # type: ignore[operator]

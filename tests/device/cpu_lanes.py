@@ -42,7 +42,7 @@ class CpuLane:
     def send(self, ids: np.ndarray) -> BlockIds:
         return BlockIds(ids, torch.from_numpy(ids))
 
-    def after(self, event: bytes | None) -> None:
+    def after(self, event: bytes | None, until_ns: int | None) -> None:
         self.events.append(event)
         self.staged_at_event = self._staging.numpy().tobytes()
 

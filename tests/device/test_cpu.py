@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -345,6 +346,19 @@ class TestRefused:
         for copy in (device.gather, device.scatter):
             with pytest.raises(DeviceError, match="CUDA event"):
                 copy([0], slots, STRIPE, event=bytes(64))
+        device.close()
+
+    def test_blocks_that_the_engine_has_back(self, own: Own) -> None:
+        caches, layout, handles = own
+        device = CpuDevice(layout, handles)
+        before = bytes_of(caches)
+        slots = empty_slots(layout.block_bytes, STRIPE)
+        for copy in (device.gather, device.scatter):
+            with pytest.raises(DeviceError, match="has its blocks back"):
+                copy([0], slots, STRIPE, until_ns=time.monotonic_ns() - 1)
+        assert bytes_of(caches) == before
+        assert set(slots[0]) == {0xA5}
+        device.gather([0], slots, STRIPE, until_ns=time.monotonic_ns() + 10**10)
         device.close()
 
 

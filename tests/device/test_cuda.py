@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -129,7 +130,7 @@ class TestOverCpuTensors:
     def test_an_event_that_does_not_happen_leaves_the_blocks_alone(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def never(lane: CpuLane, event: bytes | None) -> None:
+        def never(lane: CpuLane, event: bytes | None, until_ns: int | None) -> None:
             raise DeviceError("the engine's event did not happen")
 
         monkeypatch.setattr(CpuLane, "after", never)
@@ -180,6 +181,17 @@ class TestOverCpuTensors:
         assert len(held) == 2
         with pytest.raises(queue.Empty):
             device._gathers.get_nowait()
+
+    def test_no_lane_before_the_engine_has_its_blocks_back(self) -> None:
+        case = self.case()
+        device = open_over_cpu(case)
+        held = [device._scatters.get_nowait() for _ in range(2)]
+        began = time.monotonic()
+        with pytest.raises(DeviceError, match="no lane"):
+            device.scatter([0], filled_slots(b"\1" * 8, 8), 8, until_ns=time.monotonic_ns() + 10**7)
+        assert time.monotonic() - began < cuda._LANE_DEADLINE_S / 2
+        assert case.storages[0].tobytes() == bytes(range(32))
+        assert len(held) == 2
 
     def test_close_waits_for_a_copy_in_progress(self, monkeypatch: pytest.MonkeyPatch) -> None:
         device = open_over_cpu(self.case())
@@ -306,14 +318,23 @@ class TestChecks:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         lane = cuda._Lane.__new__(cuda._Lane)
         lane._device, lane._stream = torch.device("cuda:0"), "its stream"
-        lane.after(None)
+        lane.after(None, None)
         assert Event.polls == 0
-        lane.after(b"e" * 64)
+        lane.after(b"e" * 64, time.monotonic_ns() + 10**10)
         assert (Event.polls, Event.waited_on) == (3, ["its stream"])
+        # The engine has its blocks back before that, or the event is far too late for anybody.
+        with pytest.raises(DeviceError, match="did not happen"):
+            lane.after(b"e" * 64, time.monotonic_ns() + 10**6)
         monkeypatch.setattr(cuda, "_EVENT_DEADLINE_S", 0.0)
         with pytest.raises(DeviceError, match="did not happen"):
-            lane.after(b"e" * 64)
+            lane.after(b"e" * 64, None)
         assert Event.waited_on == ["its stream"]
+        # It happened, but too late; and the same without any.
+        Event.polls = 2
+        with pytest.raises(DeviceError, match="has its blocks back"):
+            lane.after(b"e" * 64, time.monotonic_ns() - 1)
+        with pytest.raises(DeviceError, match="has its blocks back"):
+            lane.after(None, time.monotonic_ns() - 1)
 
     def test_pinning_that_fails_names_the_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Runtime:
