@@ -4,11 +4,11 @@ options, endpoint   what the user decided, and the server that a URL names
 deployment          the Sentinels or cluster nodes that a URL names
 connect, stream     sockets that redis-py made, and deadlines on them
 wire, bulk          RESP2 as bytes, and stripes straight between sockets and slots
-moving              the same by the compiled part, many at once, where all goes well
 talk, scan          commands sent ahead of their replies; which keys exist, in groups
 breaker, health     whether the server is worth asking
 jobs, queues        work that is answered exactly once, and how it reaches threads
-worker              a thread with a connection: lanes (several), reader, writer, control
+worker, lanes       a thread with a connection; with several: reader, writer, control
+moving, batches     the compiled part, and how a thread has it move many stripes at once
 node                one server: its queues and workers, its health
 topology, routes    which servers there are, and which has a key
 nodes, fanout       all of them, and one call over many

@@ -14,11 +14,12 @@ from collections.abc import Callable
 
 from lmcache_redis.errors import RedisError, RedisRedirect, RedisTimeout, RedisUnavailable
 from lmcache_redis.keys import stripe_key
+from lmcache_redis.resp.batches import BatchWorker
 from lmcache_redis.resp.bulk import BulkConnection
 from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.health import Health
 from lmcache_redis.resp.jobs import Job, JobRegistry, Stop
-from lmcache_redis.resp.lanes import Lane, LaneWorker
+from lmcache_redis.resp.lanes import Lane
 from lmcache_redis.resp.moving import LEAST_PAYLOAD_BYTES, Moved, Packed, load
 from lmcache_redis.resp.outcomes import ChunkIO, ReadOutcome
 from lmcache_redis.resp.queues import TaskQueue
@@ -134,7 +135,7 @@ ReadTask = tuple[ReadJob, int, Hop | None]
 FollowRead = Callable[[ReadTask, RedisRedirect], bool]
 
 
-class Reader(LaneWorker[ReadTask]):
+class Reader(BatchWorker[ReadTask]):
     """A thread with GET connections."""
 
     def __init__(
@@ -154,12 +155,17 @@ class Reader(LaneWorker[ReadTask]):
         # Where replies go that nobody waits for any more.
         self._scratch = memoryview(b"")
 
-    def ask(self, lane: Lane[ReadTask], task: ReadTask) -> bool:
+    def ask(self, lane: Lane[ReadTask], task: ReadTask, begun: Moved | None = None) -> bool:
         job, index, hop = task
-        if job.ended:
-            return False
         connection = lane.connection
+        if begun is not None:
+            job.release()
+        elif job.ended:
+            return False
         try:
+            if begun is not None and lane.packed is not None:
+                connection.send_rest(lane.packed[:1], begun, job.deadline)
+                return True
             if hop is not None and hop.asking:
                 connection.call(ASKING_COMMAND, 1, job.deadline)
             command = job.command_head + _INDEX.pack(index) + job.command_end
@@ -169,18 +175,33 @@ class Reader(LaneWorker[ReadTask]):
             return False
         return True
 
-    def receive(self, lane: Lane[ReadTask], task: ReadTask) -> None:
+    def receive(self, lane: Lane[ReadTask], task: ReadTask, begun: Moved | None = None) -> None:
         """Receive one stripe into its slot."""
+        job, index, _ = task
+        connection = lane.connection
         # Only now: until its reply is received, a job that is late is answered without it.
-        if task[0].begin():
-            self._receive(lane, task)
+        if begun is None and not job.begin():
+            self._skip(connection, task)
+            return
+        chunk = job.chunk
+        slot = chunk.slots[index]
+        try:
+            deadline = min(job.deadline, self.patience(lane))
+            found = connection.receive_stripe(slot, deadline, begun)
+            verified = verify(chunk.frame, index, found, connection.header, slot, self._checksums)
+        except RedisError as error:
+            job.release()
+            self._failed(connection, task, error)
+        except BaseException:
+            job.end_stripe(index, _UNAVAILABLE)
+            raise
         else:
-            self._skip(lane.connection, task)
+            job.end_stripe(index, verified)
 
     def give_up(self, task: ReadTask) -> None:
         task[0].stop(Stop.UNAVAILABLE)
 
-    # Many at once: jobs are begun for as long as a call takes, which is milliseconds.
+    # Many at once.
 
     def pack(self, task: ReadTask) -> Packed | None:
         job, index, hop = task
@@ -208,39 +229,6 @@ class Reader(LaneWorker[ReadTask]):
     def moved(self, task: ReadTask, result: bytes) -> None:
         job, index, _ = task
         job.end_stripe(index, Verified(None, result))
-
-    def go_on_asking(
-        self, lane: Lane[ReadTask], task: ReadTask, packed: Packed, begun: Moved
-    ) -> bool:
-        job = task[0]
-        job.release()
-        try:
-            lane.connection.send_rest(packed[:1], begun, job.deadline)
-        except RedisError as error:
-            self._failed(lane.connection, task, error)
-            return False
-        return True
-
-    def go_on_receiving(self, lane: Lane[ReadTask], task: ReadTask, begun: Moved) -> None:
-        self._receive(lane, task, begun)
-
-    def _receive(self, lane: Lane[ReadTask], task: ReadTask, begun: Moved | None = None) -> None:
-        """Receive a stripe, whose job has begun it; `begun`: what of it came already."""
-        job, index, _ = task
-        chunk, connection = job.chunk, lane.connection
-        slot = chunk.slots[index]
-        try:
-            deadline = min(job.deadline, self.patience(lane))
-            found = connection.receive_stripe(slot, deadline, begun)
-            verified = verify(chunk.frame, index, found, connection.header, slot, self._checksums)
-        except RedisError as error:
-            job.release()
-            self._failed(connection, task, error)
-        except BaseException:
-            job.end_stripe(index, _UNAVAILABLE)
-            raise
-        else:
-            job.end_stripe(index, verified)
 
     def _failed(self, connection: BulkConnection, task: ReadTask, error: RedisError) -> None:
         """See to a task, whose job holds no slot for it, after what its connection raised."""

@@ -31,11 +31,12 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.keys import stripe_key
+from lmcache_redis.resp.batches import BatchWorker
 from lmcache_redis.resp.bulk import BulkConnection
 from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.health import Health
 from lmcache_redis.resp.jobs import Stop
-from lmcache_redis.resp.lanes import Lane, LaneWorker
+from lmcache_redis.resp.lanes import Lane
 from lmcache_redis.resp.moving import LEAST_PAYLOAD_BYTES, SENT, Moved, Packed, store
 from lmcache_redis.resp.outcomes import WriteOutcome
 from lmcache_redis.resp.queues import TaskQueue
@@ -60,7 +61,7 @@ _OK = b"OK"
 _PRUNE_AT = 64
 
 
-class Writer(LaneWorker[WriteTask]):
+class Writer(BatchWorker[WriteTask]):
     """A thread with SET connections."""
 
     def __init__(
@@ -91,24 +92,50 @@ class Writer(LaneWorker[WriteTask]):
 
     # --------------------------------------------------------------- lanes
 
-    def ask(self, lane: Lane[WriteTask], task: WriteTask) -> bool:
+    def ask(self, lane: Lane[WriteTask], task: WriteTask, begun: Moved | None = None) -> bool:
         """Send a stripe."""
         job = task[0]
-        if not job.begin():
+        if begun is None and not job.begin():
             return False
         failed: RedisError | None = None
         try:
-            self._send(lane.connection, task)
+            if begun is not None and lane.packed is not None:
+                lane.connection.send_rest(lane.packed, begun, job.deadline)
+            else:
+                self._send(lane.connection, task)
         except RedisError as error:
             failed = error
         except BaseException:
             job.sent()
             raise
-        return self._sent(lane, task, failed)
+        if isinstance(failed, RedisTimeout) and lane.connection.is_open:
+            # Its time was up before a byte of it was sent: the connection is as it was.
+            job.release()
+            job.stop(Stop.TIMED_OUT)
+            self._retire(job)
+            return False
+        # The kernel has the bytes, or never will: the slot is free either way.
+        job.sent()
+        if failed is not None:
+            self._lose(lane, failed, task)
+            return False
+        return True
 
-    def receive(self, lane: Lane[WriteTask], task: WriteTask) -> None:
+    def receive(self, lane: Lane[WriteTask], task: WriteTask, begun: Moved | None = None) -> None:
         """Receive what the server says to a stripe."""
-        self._receive(lane, task)
+        job = task[0]
+        try:
+            reply = lane.connection.receive_reply(self.patience(lane), begun)
+        except RedisError as error:
+            self._lose(lane, error, task)
+            return
+        if reply == _OK:
+            self._acknowledge(job)
+            return
+        job.withdraw()
+        self._refused(lane, task, reply)
+        if job.ended:
+            self._retire(job)
 
     def give_up(self, task: WriteTask) -> None:
         task[0].withdraw()
@@ -131,7 +158,7 @@ class Writer(LaneWorker[WriteTask]):
             self._fail(job, outcome or WriteOutcome.UNAVAILABLE)
         self._queue.put([task for task in lost if not task[0].ended], urgent=True)
 
-    # Many at once: jobs are begun for as long as a call takes.
+    # Many at once.
 
     def pack(self, task: WriteTask) -> Packed | None:
         job, index, hop = task
@@ -163,22 +190,6 @@ class Writer(LaneWorker[WriteTask]):
     def moved(self, task: WriteTask, result: bytes) -> None:
         self._acknowledge(task[0])
 
-    def go_on_asking(
-        self, lane: Lane[WriteTask], task: WriteTask, packed: Packed, begun: Moved
-    ) -> bool:
-        failed: RedisError | None = None
-        try:
-            lane.connection.send_rest(packed, begun, task[0].deadline)
-        except RedisError as error:
-            failed = error
-        except BaseException:
-            task[0].sent()
-            raise
-        return self._sent(lane, task, failed)
-
-    def go_on_receiving(self, lane: Lane[WriteTask], task: WriteTask, begun: Moved) -> None:
-        self._receive(lane, task, begun)
-
     # -------------------------------------------------------------- inside
 
     def _send(self, connection: BulkConnection, task: WriteTask) -> None:
@@ -192,36 +203,6 @@ class Writer(LaneWorker[WriteTask]):
         )
         key = stripe_key(chunk.key, index)
         connection.send_stripe(key, self._header, slot, job.deadline, self._ttl_s)
-
-    def _sent(self, lane: Lane[WriteTask], task: WriteTask, failed: RedisError | None) -> bool:
-        """The kernel has the bytes of a begun stripe, or never will: its slot is free."""
-        job = task[0]
-        if isinstance(failed, RedisTimeout) and lane.connection.is_open:
-            # Its time was up before a byte of it was sent: the connection is as it was.
-            job.release()
-            job.stop(Stop.TIMED_OUT)
-            self._retire(job)
-            return False
-        job.sent()
-        if failed is not None:
-            self._lose(lane, failed, task)
-            return False
-        return True
-
-    def _receive(self, lane: Lane[WriteTask], task: WriteTask, begun: Moved | None = None) -> None:
-        job = task[0]
-        try:
-            reply = lane.connection.receive_reply(self.patience(lane), begun)
-        except RedisError as error:
-            self._lose(lane, error, task)
-            return
-        if reply == _OK:
-            self._acknowledge(job)
-            return
-        job.withdraw()
-        self._refused(lane, task, reply)
-        if job.ended:
-            self._retire(job)
 
     def _acknowledge(self, job: WriteJob) -> None:
         job.acknowledge()

@@ -1,28 +1,24 @@
-"""LMCache's own client, where there is one: installed, or unpacked in $LMCACHE_WHEEL."""
+"""LMCache's own client, where there is one: installed, or as scripts/setup unpacks it."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lmcache_redis.bench.plane.fetch import find_package
 from tests.gateway.serving import DictBackend, Serving
 
 ROOT = Path(__file__).parents[2]
-FOLDER = os.environ.get("LMCACHE_WHEEL")
+FOLDER = find_package()
 
 
-@pytest.mark.skipif(
-    FOLDER is None and importlib.util.find_spec("lmcache") is None,
-    reason="needs lmcache, installed or as an unpacked wheel that $LMCACHE_WHEEL names",
-)
+@pytest.mark.skipif(FOLDER is None, reason="needs LMCache's wheel, which scripts/setup fetches")
 def test_it_finds_what_it_expects(backend: DictBackend) -> None:
     with Serving(backend, buffer_bytes=64 << 20, max_payload_bytes=32 << 20) as serving:
-        words = [str(serving.port), *([FOLDER] if FOLDER else [])]
+        words = [str(serving.port), str(FOLDER)]
         done = subprocess.run(
             [sys.executable, "-m", "tests.gateway.lmcache_client", *words],
             cwd=ROOT, capture_output=True, text=True, timeout=120,

@@ -1,0 +1,154 @@
+"""Many tasks of a thread with lanes in one call of the compiled part, without the GIL.
+
+A batch is what the lanes at the head are busy with, and what waits. Its jobs have begun a step for
+as long as the call takes, which is milliseconds: then each was done, or is under way on its lane,
+or was not asked for. Where a lane met something else, the thread goes on with it in Python.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from lmcache_redis.resp import moving
+from lmcache_redis.resp.bulk import BulkConnection
+from lmcache_redis.resp.jobs import Stop
+from lmcache_redis.resp.lanes import Lane, LaneWorker, TaskT
+from lmcache_redis.resp.moving import Moved, Packed
+
+
+class BatchWorker(LaneWorker[TaskT]):
+    """A `LaneWorker` that leaves to the compiled part what goes well.
+
+    Subclasses say what that needs, and what follows from what it did.
+    """
+
+    _compiled = False
+
+    def serve(self, connection: BulkConnection) -> bool:
+        self._compiled = moving.is_compiled() and connection.fileno >= 0
+        return super().serve(connection)
+
+    # -------------------------------------------------- what subclasses say
+
+    def pack(self, task: TaskT) -> Packed | None:
+        """What the compiled part needs of it; None: this one is not for that."""
+        raise NotImplementedError
+
+    def move(
+        self, fds: list[int], tasks: list[Packed], under_way: int, drain: bool, until: float
+    ) -> Moved:
+        """Have the compiled part ask and receive."""
+        raise NotImplementedError
+
+    def resume(self, task: TaskT) -> bool:
+        """It was asked for. False: nobody waits for its reply any more."""
+        raise NotImplementedError
+
+    def suspend(self, task: TaskT) -> None:
+        """It was asked for or resumed, and its reply has not come yet."""
+        raise NotImplementedError
+
+    def asked(self, task: TaskT) -> None:
+        """It was asked for."""
+        raise NotImplementedError
+
+    def moved(self, task: TaskT, result: bytes) -> None:
+        """It was asked for, or resumed, and its reply is the best there is."""
+        raise NotImplementedError
+
+    # --------------------------------------------------------------- inside
+
+    def move_many(self) -> bool:
+        """Have the compiled part do what it can. False: nothing, it is Python's turn."""
+        if not self._compiled:
+            return False
+        resumed = self._resume_first()
+        begun: list[tuple[TaskT, Packed]] = []
+        if len(resumed) == len(self._busy):
+            begun = self._begin_next()
+        if not resumed and not begun:
+            return False
+        lanes = [lane for lane, _, _ in resumed] + (self._idle if begun else [])
+        tasks = [packed for _, _, packed in resumed] + [packed for _, packed in begun]
+        jobs = [task[0] for _, task, _ in resumed] + [task[0] for task, _ in begun]
+        until = min([job.deadline for job in jobs] + [time.monotonic() + moving.SLICE_S])
+        fds = [lane.fileno for lane in lanes]
+        try:
+            result = self.move(fds, tasks, len(resumed), not self._waiting, until)
+        except BaseException:
+            # A bug: whoever waits is told, here and in `_close_all`.
+            for _, task, _ in resumed:
+                self.suspend(task)
+            for task, _ in begun:
+                task[0].release()
+                task[0].stop(Stop.UNAVAILABLE)
+            raise
+        self._account(resumed, begun, lanes, result)
+        return bool(result.done or result.lanes or result.why > moving.Why.QUIET)
+
+    def _resume_first(self) -> list[tuple[Lane[TaskT], TaskT, Packed]]:
+        """The lanes at the head that the compiled part asked on, resumed."""
+        resumed: list[tuple[Lane[TaskT], TaskT, Packed]] = []
+        for lane in self._busy:
+            if lane.packed is None or lane.task is None or not self.resume(lane.task):
+                break
+            resumed.append((lane, lane.task, lane.packed))
+        return resumed
+
+    def _begin_next(self) -> list[tuple[TaskT, Packed]]:
+        """Tasks that wait, begun, as far as they are for the compiled part."""
+        begun: list[tuple[TaskT, Packed]] = []
+        while len(begun) < moving.MOST_TASKS and (task := self._take()) is not None:
+            if not task[0].begin():
+                continue
+            packed = self.pack(task)
+            if packed is None:
+                task[0].release()
+                self._next.appendleft(task)
+                break
+            begun.append((task, packed))
+        return begun
+
+    def _account(
+        self,
+        resumed: Sequence[tuple[Lane[TaskT], TaskT, Packed]],
+        begun: Sequence[tuple[TaskT, Packed]],
+        lanes: Sequence[Lane[TaskT]],
+        result: Moved,
+    ) -> None:
+        """See to what was done, what is under way, and what was not asked for."""
+        now = time.monotonic()
+        # In the order of asking; a lane may have had several tasks, one after the other.
+        order = list(resumed)
+        for number, (task, packed) in zip(result.lanes, begun, strict=False):
+            self.asked(task)
+            lanes[number].asked_at = now
+            order.append((lanes[number], task, packed))
+        for (_, task, _), each in zip(order, result.done, strict=False):
+            self.moved(task, each)
+        under_way = order[len(result.done) :]
+        for lane, task, packed in under_way:
+            lane.task, lane.packed = task, packed
+        others = list(self._busy)[len(resumed) :]
+        self._busy = deque([lane for lane, _, _ in under_way] + others)
+        free = dict.fromkeys((*lanes, *self._idle))
+        self._idle = [lane for lane in free if lane not in self._busy]
+        for lane in self._idle:
+            lane.task = lane.packed = None
+
+        left = list(begun[len(result.lanes) :])
+        stopped = left.pop(0) if result.why in moving.OF_SENDING else None
+        for task, _ in left:
+            task[0].release()
+        self._next.extendleft(task for task, _ in reversed(left))
+        first_is_stopped = result.why in moving.OF_REPLY
+        for _, task, _ in under_way[first_is_stopped:]:
+            self.suspend(task)
+        if first_is_stopped:
+            self._receive_first(result)
+        if stopped is not None:
+            self._idle.remove(lanes[result.lane])
+            task, lanes[result.lane].packed = stopped
+            self._ask(lanes[result.lane], task, result)
