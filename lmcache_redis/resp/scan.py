@@ -1,7 +1,7 @@
 """Which keys exist, asked in groups: one round trip, two where the answer is not plain.
 
 EXISTS counts. The keys go in groups of 32, one EXISTS each, packed by hand, many in one
-write; only a group whose count is neither nothing nor all is looked into, key by key.
+write; only a group whose count is neither nothing nor all is looked into.
 1,000 keys take 0.3 ms so, against 7.5 ms with one EXISTS a key (docs/data-plane.md).
 
 A prefix ends where the first key is missing. It is known then, and answered, while the server is
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from lmcache_redis.errors import RedisProtocolError
-from lmcache_redis.resp.wire import Reply, keys_commands
+from lmcache_redis.resp.wire import Reply, keys_command, keys_commands
 
 GROUP_KEYS = 32
 
@@ -49,20 +49,30 @@ def count_prefix(talk: Asking, keys: Sequence[bytes]) -> int:
             if found == 0:
                 return before
             if found < len(group):
-                return before + _count_one_by_one(talk, group)
+                return before + _first_gap(talk, group, found)
             before += GROUP_KEYS
         # Every time it is woken for replies costs the server too.
         least = -(-talk.outstanding // 2)
     return len(keys)
 
 
-def _count_one_by_one(talk: Asking, group: Sequence[bytes]) -> int:
-    """Where in a group the first gap is, asked behind what is outstanding."""
+def _first_gap(talk: Asking, group: Sequence[bytes], found: int) -> int:
+    """Where the first gap is in a group of which `found` exist, asked behind what is outstanding.
+
+    Almost always those are the first, and one EXISTS of them says so; who knows it does not wait
+    for what was asked together with it, each key by itself.
+    """
     uninteresting = talk.outstanding
-    _send(talk, group, 1)
-    replies = talk.receive(talk.outstanding)
-    for number, found in enumerate(_counts(replies[uninteresting:], group, 0, 1)):
-        if not found:
+    requests = (keys_command(b"EXISTS", group[:found]), keys_commands(b"EXISTS", group, 1))
+    talk.send((b"".join(requests),), 1 + len(group))
+    replies = [*talk.receive(uninteresting + 1)]
+    (of_first,) = _counts(replies[uninteresting : uninteresting + 1], group[:found], 0, found)
+    if of_first == found:
+        return found
+    if talk.outstanding:
+        replies += talk.receive(talk.outstanding)
+    for number, there in enumerate(_counts(replies[uninteresting + 1 :], group, 0, 1)):
+        if not there:
             return number
     # Without a gap now: the missing one came in since. The later groups are not asked again.
     return len(group)
