@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,6 +85,11 @@ class GatewayConfig:
     )
     max_connections: int = _setting("clients at a time; more are turned away", 1024)
     threads: int = _setting("calls to memory, disk and Redis at a time", 16)
+    payload_threads: int = _setting(
+        "threads that move payloads of 256 KiB and more between sockets and memory",
+        default_factory=lambda: min(max(2, (os.cpu_count() or 1) // 2), 8),
+        shown="half as many as CPUs, 2 to 8",
+    )
     stall_timeout_s: float = _setting(
         "within it a message under way must be done or 256 KiB further, or the client is "
         "disconnected; between messages it may wait for ever",
@@ -119,6 +125,7 @@ class GatewayConfig:
             )
         _between("max_connections", self.max_connections, 1, 1 << 16)
         _between("threads", self.threads, 1, 256)
+        _between("payload_threads", self.payload_threads, 1, 64)
         _between("stall_timeout_s", self.stall_timeout_s, 0.1, 3600)
         _between("shutdown_deadline_s", self.shutdown_deadline_s, 0, 600)
         if not (self.memory_bytes or self.disk_path or self.redis_url):

@@ -1,4 +1,4 @@
-"""One client: its requests, each finished before the next is read.
+"""One client: its requests, one after the other.
 
 A PUT has no reply, so one that cannot be stored (a malformed key, an unknown dtype, no room in
 the tiers) is received, dropped and counted, and the stream stays in step. GET and EXIST answer
@@ -6,55 +6,41 @@ FAIL for what they cannot understand; LIST and HEALTH look at nothing but the co
 end of a request cannot be known, or is not worth waiting for, the connection is closed: an
 unknown command, after a FAIL, and a PUT whose length is negative or over the limit.
 
-Tiers block, so they are called on the threads of `Shared.threads`. The slots of a payload are
-taken before it is received, and for a GET while the tier waits; a GET that finds no slots free
-gives its thread back, waits for its turn and asks the tier again.
+A request is finished before the next is read, but for one thing: of a PUT that can be had from
+memory, the way through the tiers below goes on (`storing`) until the connection has another PUT
+to store, or a question that these tiers answer.
+
+Tiers block, so they are called on the threads of `Shared`; only what one has in memory is sent
+from there at once. The slots of a payload are taken before it is received, and for a GET while
+the tier waits; a GET that finds no slots free gives its thread back, waits for its turn and asks
+the tier again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import TypeVar
+import functools
 
 from lmcache_redis.errors import FormatError
-from lmcache_redis.gateway.counting import Counters, QuietLog
-from lmcache_redis.gateway.keytext import key_text_of, object_key_of
-from lmcache_redis.gateway.payloads import (
-    FAILED,
-    SUCCEEDED,
-    list_reply_of,
-    metadata_of,
-    reply_of,
-)
-from lmcache_redis.gateway.slots import Lease, SlotPool
+from lmcache_redis.gateway.keytext import object_key_of
+from lmcache_redis.gateway.payloads import FAILED, SUCCEEDED, list_reply_of, metadata_of
+from lmcache_redis.gateway.shared import Shared
+from lmcache_redis.gateway.slots import Lease
+from lmcache_redis.gateway.storing import Storing
 from lmcache_redis.gateway.stream import Gone, Stream
+from lmcache_redis.gateway.tiers import Loading, borrowed, listed, load, room_for
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.lm_wire import ClientCommand, ClientMetaMessage
-from lmcache_redis.protocol import RemoteMetadata
-from lmcache_redis.storage.interface import LMCBackendInterface
 
 HEADER_BYTES = ClientMetaMessage.packlength()
 # A chunk may be replaced by a larger one between two tries of a GET.
 _TRIES = 4
-_Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What the connections of a server have in common."""
-
-    backend: LMCBackendInterface
-    slots: SlotPool
-    threads: Executor
-    counters: Counters
-    log: QuietLog
-    max_payload_bytes: int
-    one_list: asyncio.Lock  # a LIST may take long and much memory: one at a time
-    dropped: memoryview  # where bytes go that nobody wants; anything may be in it
+@functools.lru_cache(maxsize=4096)
+def _key_of(header: bytes) -> ObjectKey:
+    """The key of a request; reading it takes longer than all else about a small GET."""
+    return object_key_of(ClientMetaMessage.deserialize(header).key)
 
 
 class OutOfStep(Exception):
@@ -71,6 +57,7 @@ class Connection:
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._busy = False
         self._stopping = False
+        self._storing: Storing | None = None
 
     async def serve(self) -> None:
         """Until the client ends, breaks the protocol, or `stop` was called."""
@@ -86,6 +73,12 @@ class Connection:
                 counters.abandoned += 1
         except OutOfStep as problem:
             self._complain("closed", "%s; the connection is closed", problem)
+        except asyncio.CancelledError:
+            if self._storing is not None:
+                self._storing.abandon()
+            raise
+        finally:
+            await self._written_through()
 
     def stop(self) -> None:
         """No request after the one that is under way."""
@@ -107,10 +100,13 @@ class Connection:
         elif command == ClientCommand.EXIST:
             counters.exists += 1
             key = self._key()
-            there = key is not None and await self._on_thread(self._shared.backend.contains, key)
+            await self._written_through()
+            shared = self._shared
+            there = key is not None and await shared.on_thread(shared.backend.contains, key)
             await send([SUCCEEDED if there else FAILED])
         elif command == ClientCommand.LIST:
             counters.lists += 1
+            await self._written_through()
             await self._list()
         elif command == ClientCommand.HEALTH:
             counters.healths += 1
@@ -133,16 +129,17 @@ class Connection:
             self._complain("put", "a PUT is dropped: %s", problem)
             await self._drop(length)
             return
-        with await shared.slots.take(length) as lease:
-            await self.stream.receive(lease.views)
+        lease = await shared.slots.take(length)
+        try:
+            room = room_for(shared.backend, metadata)
+            await self.stream.receive(lease.views if room is None else [room])
             shared.counters.payload_bytes_in += length
-            if await self._on_thread(_store, shared.backend, key, metadata, lease.views):
-                shared.counters.stored += 1
-            else:
-                shared.counters.not_stored += 1
-                shared.log.warning(
-                    "not stored", "a chunk of %d bytes is not stored: no tier took it", length
-                )
+            await self._written_through()
+        except BaseException:
+            lease.release()
+            raise
+        self._storing = Storing(shared, key, metadata, lease, room)
+        await self._storing.visible()
 
     async def _drop(self, length: int) -> None:
         while length:
@@ -152,23 +149,34 @@ class Connection:
 
     async def _get(self) -> None:
         shared, key = self._shared, self._key()
+        found = key and borrowed(shared.backend, key, shared.max_payload_bytes)
+        if found:
+            shared.counters.hits += 1
+            await self._send_payload(*found)
+        elif key is None or not await self._get_through_slots(key):
+            shared.counters.misses += 1
+            await self.stream.send([FAILED])
+
+    async def _get_through_slots(self, key: ObjectKey) -> bool:
+        shared = self._shared
+        await self._written_through()
         needed: int | None = None
-        for _ in range(_TRIES if key is not None else 0):
-            loading = _Loading(shared, None if needed is None else await shared.slots.take(needed))
+        for _ in range(_TRIES):
+            lease = None if needed is None else await shared.slots.take(needed)
+            loading = Loading(shared.slots, lease, shared.max_payload_bytes)
             try:
-                found = await self._on_thread(_load, shared.backend, key, loading)
+                found = await shared.on_thread(load, shared.backend, key, loading)
                 if found and loading.lease is not None:
                     shared.counters.hits += 1
-                    await self._send_payload(loading.reply, loading.lease)
-                    return
+                    await self._send_payload(loading.reply, *loading.lease.views)
+                    return True
             finally:
                 if loading.lease is not None:
                     loading.lease.release()
             needed = loading.needed
             if needed is None:
                 break
-        shared.counters.misses += 1
-        await self.stream.send([FAILED])
+        return False
 
     async def _list(self) -> None:
         async with self._shared.one_list:
@@ -178,10 +186,10 @@ class Connection:
             await self.stream.send([FAILED])
             return
         with lease:
-            await self._send_payload(list_reply_of(lease.nbytes), lease)
+            await self._send_payload(list_reply_of(lease.nbytes), *lease.views)
 
     async def _list_into_slots(self) -> Lease | None:
-        text = await self._on_thread(_listed, self._shared.backend)
+        text = await self._shared.on_thread(listed, self._shared.backend)
         if len(text) > self._shared.max_payload_bytes:
             self._complain("list", "a LIST of %d bytes is over --max-payload-bytes", len(text))
             return None
@@ -192,16 +200,22 @@ class Connection:
             at += len(view)
         return lease
 
-    async def _send_payload(self, header: bytes, lease: Lease) -> None:
-        await self.stream.send([header, *lease.views])
-        self._shared.counters.payload_bytes_out += lease.nbytes
+    async def _send_payload(self, header: bytes, *views: memoryview) -> None:
+        await self.stream.send([header, *views])
+        self._shared.counters.payload_bytes_out += sum(map(len, views))
 
     # ------------------------------------------------------------ inside
+
+    async def _written_through(self) -> None:
+        """Returns when the PUT before, if it is under way, is in all tiers."""
+        storing, self._storing = self._storing, None
+        if storing is not None:
+            await storing.done()
 
     def _key(self) -> ObjectKey | None:
         """The key of a request without payload; None where it is malformed."""
         try:
-            return object_key_of(ClientMetaMessage.deserialize(self._header).key)
+            return _key_of(bytes(self._header))
         except FormatError as problem:
             self._complain("request", "a request fails: %s", problem)
             return None
@@ -209,60 +223,3 @@ class Connection:
     def _complain(self, kind: str, message: str, *args: object) -> None:
         self._shared.counters.malformed += 1
         self._shared.log.warning(kind, f"%s: {message}", self.peer, *args)
-
-    async def _on_thread(self, call: Callable[..., _Result], *args: object) -> _Result:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._shared.threads, call, *args)
-
-
-class _Loading:
-    """An `Allocate` that takes slots, or notes how many bytes it would have needed.
-
-    lease: slots that were waited for, if any. Afterwards the one to send from and to release.
-    """
-
-    def __init__(self, shared: Shared, lease: Lease | None) -> None:
-        self._shared = shared
-        self.lease = lease
-        self.needed: int | None = None
-        self.reply = b""
-
-    def __call__(self, metadata: RemoteMetadata) -> Sequence[memoryview] | None:
-        length = metadata.length
-        try:
-            self.reply = reply_of(metadata)
-        except FormatError:
-            return None  # somebody else's chunk: for this client it is not there
-        if length > self._shared.max_payload_bytes:
-            return None
-        if self.lease is None:
-            self.lease = self._shared.slots.try_take(length)
-        if self.lease is None or self.lease.nbytes != length:
-            self.needed = length
-            return None
-        return self.lease.views
-
-
-def _store(
-    backend: LMCBackendInterface,
-    key: ObjectKey,
-    metadata: RemoteMetadata,
-    views: Sequence[memoryview],
-) -> bool:
-    try:
-        return backend.put_bytes(key, metadata, views)
-    except FormatError:
-        return False  # no encoding in that tier
-
-
-def _load(backend: LMCBackendInterface, key: ObjectKey, loading: _Loading) -> bool:
-    return backend.get_bytes(key, loading) is not None
-
-
-def _listed(backend: LMCBackendInterface) -> bytes:
-    """The key texts of all chunks that a GET could name."""
-    texts = []
-    for key in backend.list():
-        with contextlib.suppress(FormatError):
-            texts.append(key_text_of(key))
-    return "\n".join(texts).encode("utf-8")

@@ -13,6 +13,8 @@ is not kept: it says where the client had the chunk.
 
 from __future__ import annotations
 
+import functools
+
 from lmcache_redis.errors import FormatError
 from lmcache_redis.lm_wire import ClientMetaMessage, ServerMetaMessage, ServerReturnCode
 from lmcache_redis.protocol import MAX_DIMS, MemoryFormat, MemoryLayoutDesc, RemoteMetadata
@@ -43,6 +45,7 @@ def metadata_of(message: ClientMetaMessage) -> RemoteMetadata:
     return RemoteMetadata(message.length, shapes, names, message.fmt)
 
 
+@functools.lru_cache(maxsize=1024)
 def reply_of(metadata: RemoteMetadata) -> bytes:
     """The header before the payload. Raises FormatError for a chunk that no request stored."""
     shapes, names = metadata.shapes, metadata.dtype_names

@@ -16,18 +16,21 @@ from lmcache_redis.hostpool import Arena
 
 
 class Lease:
-    """The slots of one payload. views: writable, in order, together exactly `nbytes`."""
+    """The slots of one payload of `nbytes`. Memory that nobody looks at is not touched."""
 
     def __init__(self, pool: SlotPool, slots: list[int], nbytes: int) -> None:
         self.nbytes = nbytes
-        self.views = pool.views(slots, nbytes)
         self._pool = pool
         self._slots = slots
+
+    @property
+    def views(self) -> list[memoryview]:
+        """Writable, in order, together exactly `nbytes`; none after the release."""
+        return self._pool.views(self._slots, self.nbytes)
 
     def release(self) -> None:
         """Give the slots back; nothing may use the views any more. Idempotent."""
         slots, self._slots = self._slots, []
-        self.views = []
         self._pool.give_back(slots)
 
     def __enter__(self) -> Lease:

@@ -8,6 +8,10 @@ takes more: a small piece is then left to the transport, whose notice that it is
 With TLS everything goes through the transport, piece by piece. Either way no more than one piece
 is copied, and when `send` returns the buffers are the caller's again.
 
+What is large moves on a thread of the `Movers`, in both directions, and the loop only waits for
+the end of it. Reading is paused meanwhile: the transport does nothing with its socket and cannot
+close it under the hands of the thread. With TLS nothing moves there.
+
 With TLS what is received comes through `feed` and is copied, for at the end of a stream both
 asyncio and uvloop lose what does not fit into one `get_buffer`. One such portion, as large as
 they decrypt at once (256 KiB), is what may be waiting then.
@@ -19,11 +23,16 @@ requests may do so for ever.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import deque
 from collections.abc import Sequence
 from typing import cast
 
+from lmcache_redis.gateway.movers import Movers, Transfer
+
+# From this size on a thread is worth the way to it and back.
+MOVED_BYTES = 256 << 10
 PIECE_BYTES = 64 << 10
 # Of a message under way, so much (or what is left) has to move within each stall time-out.
 LEAST_PROGRESS_BYTES = 256 << 10
@@ -37,8 +46,11 @@ class Gone(ConnectionError):
 class Stream(asyncio.BufferedProtocol):
     """See above. At most one `receive` or `send` at a time; the loop's thread only."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, ahead_bytes: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, ahead_bytes: int, movers: Movers) -> None:
         self._loop = loop
+        self._movers = movers
+        self._moving: Transfer | None = None
+        self._moved: asyncio.Future[Exception | None] | None = None  # the end of that
         self._ahead = memoryview(bytearray(ahead_bytes))
         self._ahead_filled = 0
         self._fed: deque[memoryview] = deque()
@@ -63,7 +75,10 @@ class Stream(asyncio.BufferedProtocol):
         self._use_fed()
         if not idle or self._started:
             self._watch()
-        if self._left:
+        if self._left >= MOVED_BYTES and self._direct:
+            left, self._wanted = self._wanted[::-1], []
+            await self._move(left, sending=False)
+        elif self._left:
             self._raise_if_gone(reading=True)
             self._resume_reading()
             await self._wait()
@@ -82,6 +97,9 @@ class Stream(asyncio.BufferedProtocol):
         while left:
             self._raise_if_gone()
             if self._direct and not self._transport.get_write_buffer_size():
+                if self._left >= MOVED_BYTES:
+                    await self._move(left[::-1], sending=True)
+                    break
                 self._advance(left, self._write_now(left))
                 if not left:
                     break
@@ -101,6 +119,10 @@ class Stream(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """Closes at once."""
+        if self._moving is not None and self._moved is not None:
+            # The socket may not be closed, and its number used again, while a thread has it.
+            self._movers.cancel(self._moving)
+            _tell(self._moved, Gone("the connection was aborted"))
         self._transport.abort()
 
     def stalled(self, now_s: float, timeout_s: float) -> bool:
@@ -108,8 +130,9 @@ class Stream(asyncio.BufferedProtocol):
         if self._watched_from is None:
             return False
         from_s, left = self._watched_from
-        if left - self._left >= LEAST_PROGRESS_BYTES:
-            self._watched_from = now_s, self._left
+        left_now = self._left if self._moving is None else self._moving.left
+        if left - left_now >= LEAST_PROGRESS_BYTES:
+            self._watched_from = now_s, left_now
             return False
         return now_s - from_s > timeout_s
 
@@ -171,6 +194,37 @@ class Stream(asyncio.BufferedProtocol):
             self._wake()
 
     # ------------------------------------------------------------ inside
+
+    async def _move(self, buffers: Sequence[memoryview], *, sending: bool) -> None:
+        """Has all buffers moved by a thread. However it ends, they are the caller's again."""
+        self._raise_if_gone(reading=not sending)
+        self._pause_reading()
+        moved: asyncio.Future[Exception | None] = self._loop.create_future()
+
+        def ended(error: Exception | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(_tell, moved, error)
+
+        transfer = Transfer(self._fd, buffers, sending=sending, ended=ended)
+        self._moving, self._moved = transfer, moved
+        try:
+            self._movers.begin(transfer)
+            # A result, also where it is an error: raised by the future it would refer to itself
+            # through this frame, and the buffers of the frames above would wait for the collector.
+            error = await moved
+        except BaseException:
+            self._movers.cancel(transfer)
+            raise
+        finally:
+            self._moving = self._moved = None
+        if error is None:
+            return
+        try:
+            if isinstance(error, OSError):
+                raise Gone(f"the connection was lost: {error.strerror or error}")
+            raise error
+        finally:
+            del error
 
     def _use_ahead(self) -> None:
         """Moves what was read ahead to where it is wanted now."""
@@ -249,3 +303,8 @@ class Stream(asyncio.BufferedProtocol):
         if not self._reading:
             self._reading = True
             self._transport.resume_reading()
+
+
+def _tell(moved: asyncio.Future[Exception | None], error: Exception | None) -> None:
+    if not moved.done():
+        moved.set_result(error)

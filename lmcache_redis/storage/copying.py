@@ -18,12 +18,17 @@ Block: TypeAlias = npt.NDArray[np.uint8]
 def gathered(views: Sequence[memoryview]) -> Block:
     """The bytes of the views in order, in new memory. Raises MemoryError where there is none."""
     block: Block = np.empty(sum(view.nbytes for view in views), np.uint8)
+    gather(views, block)
+    return block
+
+
+def gather(views: Sequence[memoryview], block: Block) -> None:
+    """Fill the block with the bytes of the views, none of them empty and together as long."""
     start = 0
     for view in views:
         end = start + view.nbytes
         np.copyto(block[start:end], np.frombuffer(view, np.uint8))
         start = end
-    return block
 
 
 def scatter(block: Block, views: Sequence[memoryview]) -> None:

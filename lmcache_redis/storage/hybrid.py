@@ -23,9 +23,10 @@ import builtins
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lmcache_redis.errors import ConfigError
@@ -35,6 +36,8 @@ from lmcache_redis.storage.checks import allocated_views, payload_views
 from lmcache_redis.storage.copying import gathered, scatter
 from lmcache_redis.storage.flights import End, Flight, Flights
 from lmcache_redis.storage.interface import Allocate, LMCBackendInterface
+from lmcache_redis.storage.lending import Lender, Lent
+from lmcache_redis.storage.once import Once
 from lmcache_redis.storage.turns import Turns
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ DEFAULT_WAIT_S = 10.0
 DEFAULT_READ_AHEAD = 4
 
 
-class LMCHybridBackend(LMCBackendInterface):
+class LMCHybridBackend(LMCBackendInterface, Lender):
     """See the module. Thread-safe.
 
     tiers: the fastest first; they are closed with this one. wait_s: how long a get waits for
@@ -69,6 +72,7 @@ class LMCHybridBackend(LMCBackendInterface):
                 "a hybrid has at least one tier, wait_s is at least 0, read_ahead at least 1"
             )
         self._tiers = tuple(tiers)
+        self._lender = tiers[0] if isinstance(tiers[0], Lender) else None
         self._wait_s = wait_s
         self._read_ahead = read_ahead
         self._flights = Flights()
@@ -87,24 +91,18 @@ class LMCHybridBackend(LMCBackendInterface):
         """See the interface."""
         views = payload_views(metadata, payload)
         self._check_open()
-        self._turns.enter(key, None, exclusive=True)
-        try:
-            stored = [
-                tier.put_bytes(key, metadata, views, blocking or number == 0)
+        return self._put_through(
+            key,
+            [
+                partial(tier.put_bytes, key, metadata, views, blocking or number == 0)
                 for number, tier in enumerate(self._tiers)
-            ]
-            if any(stored):
-                for tier, took_it in zip(self._tiers, stored, strict=True):
-                    if not took_it:
-                        tier.remove(key)
-            return any(stored)
-        finally:
-            self._end_change(key)
+            ],
+        )
 
     def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
         """See the interface."""
         self._check_open()
-        once = _Once(allocate)
+        once = Once(allocate)
         metadata = self._tiers[0].get_bytes(key, once)
         if metadata is not None or once.is_refused or len(self._tiers) == 1:
             return metadata
@@ -147,6 +145,33 @@ class LMCHybridBackend(LMCBackendInterface):
             for tier in reversed(self._tiers):
                 stack.callback(tier.close)
 
+    # -------------------------------------------------------------- lending
+
+    def borrow(self, key: ObjectKey) -> Lent | None:
+        """See the lender. What the first tier has, if that lends."""
+        self._check_open()
+        return None if self._lender is None else self._lender.borrow(key)
+
+    def room(self, metadata: RemoteMetadata) -> memoryview | None:
+        """See the lender. In the first tier."""
+        self._check_open()
+        return None if self._lender is None else self._lender.room(metadata)
+
+    def keep(
+        self,
+        key: ObjectKey,
+        metadata: RemoteMetadata,
+        room: memoryview,
+        visible: Callable[[], None],
+    ) -> bool:
+        """See the lender. Visible once the first tier has it; the others come after that."""
+        self._check_open()
+        if self._lender is None:
+            raise RuntimeError("the first tier has no room to give")
+        puts = [partial(tier.put_bytes, key, metadata, (room,)) for tier in self._tiers[1:]]
+        keep = partial(self._lender.keep, key, metadata, room, visible)
+        return self._put_through(key, [keep, *puts])
+
     # -------------------------------------------------------------- tensors
 
     def batched_get(self, keys: Iterable[ObjectKey]) -> Iterator[torch.Tensor | None]:
@@ -177,12 +202,25 @@ class LMCHybridBackend(LMCBackendInterface):
         if self._closed:
             raise RuntimeError("the tier is closed")
 
+    def _put_through(self, key: ObjectKey, puts: Sequence[Callable[[], bool]]) -> bool:
+        """A put into each tier, in the turn of the key; whether any of them took it."""
+        self._turns.enter(key, None, exclusive=True)
+        try:
+            stored = [put() for put in puts]
+            if any(stored):
+                for tier, took_it in zip(self._tiers, stored, strict=True):
+                    if not took_it:
+                        tier.remove(key)
+            return any(stored)
+        finally:
+            self._end_change(key)
+
     def _end_change(self, key: ObjectKey) -> None:
         """The end of a put or a removal: see the module."""
         self._flights.outdate(key)
         self._turns.leave(key)
 
-    def _lead(self, flight: Flight, key: ObjectKey, once: _Once) -> RemoteMetadata | None:
+    def _lead(self, flight: Flight, key: ObjectKey, once: Once) -> RemoteMetadata | None:
         """Load for all who wait."""
         end = End.UNKNOWN
         metadata: RemoteMetadata | None = None
@@ -202,7 +240,7 @@ class LMCHybridBackend(LMCBackendInterface):
             flight.end = end
             flight.has_ended.set()
 
-    def _follow(self, flight: Flight, key: ObjectKey, once: _Once) -> RemoteMetadata | None:
+    def _follow(self, flight: Flight, key: ObjectKey, once: Once) -> RemoteMetadata | None:
         """Take what the leader brings."""
         if flight.has_ended.wait(self._wait_s):
             if flight.end is End.ABSENT:
@@ -218,7 +256,7 @@ class LMCHybridBackend(LMCBackendInterface):
         return self._load(key, once, self._tiers)[1]
 
     def _load(
-        self, key: ObjectKey, once: _Once, tiers: Sequence[LMCBackendInterface]
+        self, key: ObjectKey, once: Once, tiers: Sequence[LMCBackendInterface]
     ) -> tuple[int, RemoteMetadata | None]:
         """From the first of the tiers that has the chunk, and the number of that."""
         for number, tier in enumerate(tiers):
@@ -234,7 +272,7 @@ class LMCHybridBackend(LMCBackendInterface):
         flight: Flight,
         key: ObjectKey,
         metadata: RemoteMetadata,
-        once: _Once,
+        once: Once,
         found_in: int,
     ) -> bool:
         """Put what was found into the tiers above; whether the first one has it."""
@@ -250,27 +288,3 @@ class LMCHybridBackend(LMCBackendInterface):
             return took_it[0]
         finally:
             self._turns.leave(key)
-
-
-class _Once:
-    """An `Allocate` that asks the caller's once, whatever tiers begin and do not finish.
-
-    views: what it gave. is_refused: it had no room.
-    """
-
-    def __init__(self, allocate: Allocate) -> None:
-        self._allocate = allocate
-        self._metadata: RemoteMetadata | None = None
-        self.views: Sequence[memoryview] = ()
-        self.is_refused = False
-
-    def __call__(self, metadata: RemoteMetadata) -> Sequence[memoryview] | None:
-        if self._metadata is None:
-            self._metadata = metadata
-            views = allocated_views(metadata, self._allocate)
-            self.is_refused = views is None
-            self.views = views or ()
-        elif metadata != self._metadata:
-            # A tier below has another chunk than the one that could not be finished.
-            return None
-        return None if self.is_refused else self.views

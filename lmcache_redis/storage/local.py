@@ -1,12 +1,17 @@
 """A tier in host memory: copies of chunks, up to a byte limit, least recently used first out.
 
-An entry is a private copy of the payload that nobody writes to again. The lock is held only to
-change the index: copies, in both directions, run outside it and without the GIL, on a
-reference that keeps the entry's memory whole while others evict or replace it.
+An entry is a private block that nobody writes to again. The lock is held only to change the
+index: copies, in both directions, run outside it and without the GIL, on a reference that keeps
+the entry's memory whole while others evict or replace it. With such a reference chunks are lent
+without a copy (`lending`); with the last one the memory is free for the next (`recycling`).
 
 `put` and a successful `get` make a chunk the most recently used; `contains` does not. The limit
-counts payload. Beside it there may be, for a moment, one copy for each thread that is in a put,
-and entries that left the index while a get still reads them.
+counts payload. Beside it there may be
+
+    one block for each put that is under way, and the room that was given to somebody
+    entries that left the index while somebody still reads them; nothing more is lent while
+        these and the blocks above are over a quarter of the limit, or 128 MiB if that is more
+    memory kept for the next puts, an eighth of the limit, at most 128 MiB
 
 There is no worker. The caller's buffers are the caller's again on return, so a put that does
 not block has to copy at once all the same, and the copy is all the work: the insertion after it
@@ -18,15 +23,22 @@ from __future__ import annotations
 
 import builtins
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.storage.checks import allocated_views, payload_views
-from lmcache_redis.storage.copying import Block, gathered, scatter
+from lmcache_redis.storage.copying import Block, gather, scatter
 from lmcache_redis.storage.interface import Allocate, LMCBackendInterface
+from lmcache_redis.storage.lending import Lender, Lent
 from lmcache_redis.storage.lru import LruIndex
+from lmcache_redis.storage.recycling import Blocks
+
+_MOST_SPARE_BYTES = 128 << 20
+_LEAST_UNLISTED_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +51,7 @@ class _Entry:
         return self.metadata.length
 
 
-class LMCLocalBackend(LMCBackendInterface):
+class LMCLocalBackend(LMCBackendInterface, Lender):
     """Chunks in the memory of this process.
 
     limit_bytes: payload to hold at most; a chunk larger than that is not stored. Raises
@@ -54,6 +66,8 @@ class LMCLocalBackend(LMCBackendInterface):
     ) -> None:
         super().__init__(dst_device, fmt)
         self._index: LruIndex[_Entry] = LruIndex(limit_bytes)
+        self._most_unlisted_bytes = max(limit_bytes // 4, _LEAST_UNLISTED_BYTES)
+        self._blocks = Blocks(min(limit_bytes // 8, _MOST_SPARE_BYTES))
         self._lock = threading.Lock()
         self._closed = False
 
@@ -75,19 +89,11 @@ class LMCLocalBackend(LMCBackendInterface):
     ) -> bool:
         self._check_open()
         views = payload_views(metadata, payload)
-        if metadata.length > self.limit_bytes:
+        block = self._block(metadata.length)
+        if block is None:
             return False
-        try:
-            entry = _Entry(metadata, gathered(views))
-        except MemoryError:
-            return False
-        with self._lock:
-            self._check_open()
-            # What goes is let go of, thus freed, after the lock.
-            replaced = self._index.pop(key)
-            evicted = self._index.reserve(entry.nbytes)
-            self._index.fill(key, entry)
-        del replaced, evicted
+        gather(views, block)
+        self._insert(key, _Entry(metadata, block))
         return True
 
     def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
@@ -103,6 +109,36 @@ class LMCLocalBackend(LMCBackendInterface):
         with self._lock:
             self._index.touch(key, entry)
         return entry.metadata
+
+    def borrow(self, key: ObjectKey) -> Lent | None:
+        """See the lender."""
+        with self._lock:
+            self._check_open()
+            entry = self._index.get(key)
+            unlisted_bytes = self._blocks.taken_bytes - self._index.used_bytes
+            if entry is None or unlisted_bytes > self._most_unlisted_bytes:
+                return None
+            self._index.touch(key, entry)
+        return Lent(entry.metadata, entry.block.data.toreadonly())
+
+    def room(self, metadata: RemoteMetadata) -> memoryview | None:
+        """See the lender."""
+        self._check_open()
+        block = self._block(metadata.length)
+        return None if block is None else block.data
+
+    def keep(
+        self,
+        key: ObjectKey,
+        metadata: RemoteMetadata,
+        room: memoryview,
+        visible: Callable[[], None],
+    ) -> bool:
+        """See the lender."""
+        (view,) = payload_views(metadata, (room,))
+        self._insert(key, _Entry(metadata, np.frombuffer(view, np.uint8)))
+        visible()
+        return True
 
     def contains(self, key: ObjectKey) -> bool:
         with self._lock:
@@ -128,6 +164,24 @@ class LMCLocalBackend(LMCBackendInterface):
         with self._lock:
             self._closed = True
             self._index.clear()
+        self._blocks.close()
+
+    def _block(self, nbytes: int) -> Block | None:
+        if not 0 < nbytes <= self.limit_bytes:
+            return None
+        try:
+            return self._blocks.take(nbytes)
+        except MemoryError:
+            return None
+
+    def _insert(self, key: ObjectKey, entry: _Entry) -> None:
+        with self._lock:
+            self._check_open()
+            # What goes is let go of, thus free, after the lock.
+            replaced = self._index.pop(key)
+            evicted = self._index.reserve(entry.nbytes)
+            self._index.fill(key, entry)
+        del replaced, evicted
 
     def _check_open(self) -> None:
         if self._closed:

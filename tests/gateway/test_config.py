@@ -99,7 +99,7 @@ def test_every_setting_has_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
         "listen": "lm://[::1]:7", "redis_url": "redis://cache:6379/2", "redis_username": "someone",
         "key_prefix": "ours:", "memory_bytes": "2GiB", "disk_path": "/data", "disk_size": "1TB",
         "buffer_bytes": "64MiB", "slot_bytes": "1MiB", "max_payload_bytes": "32MiB",
-        "max_connections": "7", "threads": "3", "stall_timeout_s": "2.5",
+        "max_connections": "7", "threads": "3", "payload_threads": "4", "stall_timeout_s": "2.5",
         "shutdown_deadline_s": "1", "tls_cert": "a.pem", "tls_key": "b.pem",
         "tls_client_ca": "c.pem", "allowed_peers": "10.0.0.0/8", "log_level": "warning",
     }  # fmt: skip

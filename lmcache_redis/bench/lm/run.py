@@ -4,7 +4,8 @@
     get         the same chunks, which both servers have in memory
     get, many   many clients at once, each with GETs of its own: throughput, median and p99
 
-The servers take turns, who begins changes with the round. Ours keeps every chunk in Redis as well.
+The servers take turns, who begins changes with the round. Ours keeps every chunk in Redis as well,
+and answers the EXIST when the last one is there too.
 """
 
 from __future__ import annotations
