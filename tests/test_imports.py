@@ -23,7 +23,8 @@ LAYERS = (
     {"device", "hostpool", "resp"},
     {"stripe"},
     {"keys", "hashing", "protocol", "lm_wire"},
-    {"native", "dtypes", "formats", "config", "embedded", "errors", "metrics", "madvise", "numa", "version"},
+    {"dtypes", "formats", "config", "embedded", "errors", "metrics", "version"}
+    | {"madvise", "native", "numa"},
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 
