@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
@@ -84,19 +84,37 @@ def lanes() -> Iterator[Lanes]:
 # ------------------------------------------------------------------ checksum
 
 
+@pytest.fixture(params=["plain", "avx2", "avx512"])
+def vectors(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Checksums are computed with these, where the processor has them."""
+    assert native.moves is not None
+    if not native.moves.use_vectors(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    yield
+    assert any(native.moves.use_vectors(each) for each in ("avx512", "avx2", "plain"))
+
+
+@pytest.mark.usefixtures("vectors")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(min_size=241, max_size=5000), st.integers(0, 1500))
 def test_the_checksum_is_xxh3(data: bytes, step: int) -> None:
-    """Whatever the processor's vectors, and in whatever pieces it comes."""
+    """In whatever pieces the data come."""
     assert native.moves is not None
     assert native.moves.xxh3_64(data, step) == xxh3_64_intdigest(data)
 
 
+@pytest.mark.usefixtures("vectors")
 @pytest.mark.parametrize("nbytes", [241, 1023, 1024, 1025, 2048, 2049, 65_536, 1_048_577])
 def test_the_checksum_at_the_ends_of_blocks(nbytes: int) -> None:
     assert native.moves is not None
     data = os.urandom(nbytes)
     for step in (0, 1000, 1024, 4096):
         assert native.moves.xxh3_64(data, step) == xxh3_64_intdigest(data)
+
+
+def test_no_other_vectors() -> None:
+    assert native.moves is not None
+    assert not native.moves.use_vectors("avx1024")
 
 
 def test_short_data_have_another_checksum() -> None:

@@ -24,8 +24,6 @@ Task = tuple[Buffer, Buffer, Buffer, Buffer]
 # tail: the two bytes after the payload (PART, VALUE).
 Result = tuple[list[int], list[bytes], int, int, int, int, bytes, bytes]
 
-vectors: str
-
 def load(
     lanes: list[int],
     tasks: list[Task],
@@ -46,3 +44,4 @@ def store(
     /,
 ) -> Result: ...
 def xxh3_64(data: Buffer, step: int = 0, /) -> int: ...
+def use_vectors(name: str, /) -> bool: ...

@@ -231,12 +231,25 @@ static PyObject *xxh3_64(PyObject *Py_UNUSED(self), PyObject *args)
     return PyLong_FromUnsignedLongLong(result);
 }
 
+static PyObject *use_vectors(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    const char *vectors;
+    if (!PyArg_ParseTuple(args, "s", &vectors)) {
+        return NULL;
+    }
+    return PyBool_FromLong(xxh3_use(vectors));
+}
+
 static PyMethodDef methods[] = {
     {"load", load, METH_VARARGS, "Stripes by GET into slots; see _moves.pyi."},
     {"store", store, METH_VARARGS, "Stripes by SET from slots; see _moves.pyi."},
     {"xxh3_64", xxh3_64, METH_VARARGS, "The checksum of a payload, in steps; for tests."},
+    {"use_vectors", use_vectors, METH_VARARGS, "Compute checksums otherwise; for tests."},
     {NULL, NULL, 0, NULL},
 };
+
+/* The widest first; the last is there on any processor. */
+static const char *const VECTORS[] = {"avx512", "avx2", "plain"};
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "_moves", "Stripes between slots and sockets, without the GIL.",
@@ -245,10 +258,7 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__moves(void)
 {
-    PyObject *made = PyModule_Create(&module);
-    if (made != NULL && PyModule_AddStringConstant(made, "vectors", xxh3_init()) != 0) {
-        Py_DECREF(made);
-        return NULL;
+    for (const char *const *widest = VECTORS; !xxh3_use(*widest); widest++) {
     }
-    return made;
+    return PyModule_Create(&module);
 }

@@ -53,10 +53,17 @@ static inline uint64_t read64(const uint8_t *at)
 typedef void Accumulate(uint64_t *lanes, const uint8_t *data, const uint8_t *secret, size_t count);
 typedef void Scramble(uint64_t *lanes);
 
+/* Where an input comes from memory, the processor is asked for it that far ahead. */
+#define PREFETCH_BYTES 512
+#define prefetch(data) __builtin_prefetch((data) + PREFETCH_BYTES)
+
+#define SCRAMBLE_SECRET (SECRET + SECRET_BYTES - STRIPE_BYTES)
+
 static void accumulate_plain(uint64_t *lanes, const uint8_t *data, const uint8_t *secret,
                              size_t count)
 {
     for (; count; count--, data += STRIPE_BYTES, secret += SECRET_STEP) {
+        prefetch(data);
         for (int lane = 0; lane < 8; lane++) {
             const uint64_t value = read64(data + 8 * lane);
             const uint64_t key = value ^ read64(secret + 8 * lane);
@@ -66,17 +73,16 @@ static void accumulate_plain(uint64_t *lanes, const uint8_t *data, const uint8_t
     }
 }
 
-static void scramble(uint64_t *lanes)
+static void scramble_plain(uint64_t *lanes)
 {
-    const uint8_t *secret = SECRET + SECRET_BYTES - STRIPE_BYTES;
     for (int lane = 0; lane < 8; lane++) {
-        uint64_t value = lanes[lane];
-        value = (value ^ (value >> 47) ^ read64(secret + 8 * lane)) * PRIME32_1;
-        lanes[lane] = value;
+        const uint64_t value = lanes[lane];
+        lanes[lane] = (value ^ (value >> 47) ^ read64(SCRAMBLE_SECRET + 8 * lane)) * PRIME32_1;
     }
 }
 
 static Accumulate *accumulate = accumulate_plain;
+static Scramble *scramble = scramble_plain;
 
 #if defined(__x86_64__)
 
@@ -91,6 +97,7 @@ __attribute__((target("avx2"))) static void accumulate_avx2(uint64_t *lanes, con
     __m256i *stored = (__m256i *)lanes;
     __m256i low = _mm256_load_si256(stored), high = _mm256_load_si256(stored + 1);
     for (; count; count--, data += STRIPE_BYTES, secret += SECRET_STEP) {
+        prefetch(data);
         const __m256i a = _mm256_loadu_si256((const __m256i *)data);
         const __m256i b = _mm256_loadu_si256((const __m256i *)(data + 32));
         const __m256i x = _mm256_xor_si256(a, _mm256_loadu_si256((const __m256i *)secret));
@@ -104,11 +111,27 @@ __attribute__((target("avx2"))) static void accumulate_avx2(uint64_t *lanes, con
     _mm256_store_si256(stored + 1, high);
 }
 
+__attribute__((target("avx2"))) static void scramble_avx2(uint64_t *lanes)
+{
+    __m256i *stored = (__m256i *)lanes;
+    const __m256i *secret = (const __m256i *)SCRAMBLE_SECRET;
+    const __m256i prime = _mm256_set1_epi64x((long long)PRIME32_1);
+    for (int half = 0; half < 2; half++) {
+        __m256i value = _mm256_load_si256(stored + half);
+        value = _mm256_xor_si256(value, _mm256_srli_epi64(value, 47));
+        value = _mm256_xor_si256(value, _mm256_loadu_si256(secret + half));
+        const __m256i upper = _mm256_mul_epu32(_mm256_srli_epi64(value, 32), prime);
+        value = _mm256_add_epi64(_mm256_mul_epu32(value, prime), _mm256_slli_epi64(upper, 32));
+        _mm256_store_si256(stored + half, value);
+    }
+}
+
 __attribute__((target("avx512f"))) static void
 accumulate_avx512(uint64_t *lanes, const uint8_t *data, const uint8_t *secret, size_t count)
 {
     __m512i all = _mm512_load_si512(lanes);
     for (; count; count--, data += STRIPE_BYTES, secret += SECRET_STEP) {
+        prefetch(data);
         const __m512i a = _mm512_loadu_si512(data);
         const __m512i x = _mm512_xor_si512(a, _mm512_loadu_si512(secret));
         const __m512i upper = _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)UPPER_HALVES);
@@ -118,22 +141,40 @@ accumulate_avx512(uint64_t *lanes, const uint8_t *data, const uint8_t *secret, s
     _mm512_store_si512(lanes, all);
 }
 
+__attribute__((target("avx512f"))) static void scramble_avx512(uint64_t *lanes)
+{
+    const __m512i prime = _mm512_set1_epi64((long long)PRIME32_1);
+    __m512i value = _mm512_load_si512(lanes);
+    value = _mm512_xor_si512(value, _mm512_srli_epi64(value, 47));
+    value = _mm512_xor_si512(value, _mm512_loadu_si512(SCRAMBLE_SECRET));
+    const __m512i upper = _mm512_mul_epu32(_mm512_srli_epi64(value, 32), prime);
+    value = _mm512_add_epi64(_mm512_mul_epu32(value, prime), _mm512_slli_epi64(upper, 32));
+    _mm512_store_si512(lanes, value);
+}
+
 #endif
 
-const char *xxh3_init(void)
+bool xxh3_use(const char *vectors)
 {
+    if (strcmp(vectors, "plain") == 0) {
+        accumulate = accumulate_plain;
+        scramble = scramble_plain;
+        return true;
+    }
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f")) {
-        accumulate = accumulate_avx512;
-        return "avx512";
-    }
-    if (__builtin_cpu_supports("avx2")) {
+    if (strcmp(vectors, "avx2") == 0 && __builtin_cpu_supports("avx2")) {
         accumulate = accumulate_avx2;
-        return "avx2";
+        scramble = scramble_avx2;
+        return true;
+    }
+    if (strcmp(vectors, "avx512") == 0 && __builtin_cpu_supports("avx512f")) {
+        accumulate = accumulate_avx512;
+        scramble = scramble_avx512;
+        return true;
     }
 #endif
-    return "plain";
+    return false;
 }
 
 void xxh3_begin(Xxh3 *hash)

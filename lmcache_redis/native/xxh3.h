@@ -7,6 +7,7 @@
 #ifndef LMCR_XXH3_H
 #define LMCR_XXH3_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -18,8 +19,8 @@ typedef struct {
     size_t blocks; /* consumed so far */
 } __attribute__((aligned(64))) Xxh3;
 
-/* Choose the widest vectors. Once, before anything else. Their name. */
-const char *xxh3_init(void);
+/* Compute with "plain", "avx2" or "avx512" from now on; false where the processor has no such. */
+bool xxh3_use(const char *vectors);
 
 void xxh3_begin(Xxh3 *hash);
 
