@@ -3,7 +3,8 @@
 options, endpoint   what the user decided, and the server that a URL names
 deployment          the Sentinels or cluster nodes that a URL names
 connect, stream     sockets that redis-py made, and deadlines on them
-wire, bulk          RESP2 as bytes, and stripes straight between sockets and slots
+wire, connection    RESP2 as bytes; commands out and replies in
+bulk                stripes straight between sockets and slots
 talk, scan          commands sent ahead of their replies; which keys exist, in groups
 breaker, health     whether the server is worth asking
 jobs, queues        work that is answered exactly once, and how it reaches threads

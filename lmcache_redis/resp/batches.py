@@ -8,6 +8,7 @@ or was not asked for. Where a lane met something else, the thread goes on with i
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
@@ -32,31 +33,31 @@ class BatchWorker(LaneWorker[TaskT]):
 
     # -------------------------------------------------- what subclasses say
 
+    @abstractmethod
     def pack(self, task: TaskT) -> Packed | None:
         """What the compiled part needs of it; None: this one is not for that."""
-        raise NotImplementedError
 
+    @abstractmethod
     def move(
         self, fds: list[int], tasks: list[Packed], under_way: int, drain: bool, until: float
     ) -> Moved:
         """Have the compiled part ask and receive."""
-        raise NotImplementedError
 
+    @abstractmethod
     def resume(self, task: TaskT) -> bool:
         """It was asked for. False: nobody waits for its reply any more."""
-        raise NotImplementedError
 
+    @abstractmethod
     def suspend(self, task: TaskT) -> None:
         """It was asked for or resumed, and its reply has not come yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def asked(self, task: TaskT) -> None:
         """It was asked for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def moved(self, task: TaskT, result: bytes) -> None:
         """It was asked for, or resumed, and its reply is the best there is."""
-        raise NotImplementedError
 
     # --------------------------------------------------------------- inside
 
@@ -66,16 +67,16 @@ class BatchWorker(LaneWorker[TaskT]):
             return False
         resumed = self._resume_first()
         begun: list[tuple[TaskT, Packed]] = []
-        if len(resumed) == len(self._busy):
-            begun = self._begin_next()
-        if not resumed and not begun:
-            return False
-        lanes = [lane for lane, _, _ in resumed] + (self._idle if begun else [])
-        tasks = [packed for _, _, packed in resumed] + [packed for _, packed in begun]
-        jobs = [task[0] for _, task, _ in resumed] + [task[0] for task, _ in begun]
-        until = min([job.deadline for job in jobs] + [time.monotonic() + moving.SLICE_S])
-        fds = [lane.fileno for lane in lanes]
         try:
+            if len(resumed) == len(self._busy):
+                self._begin_next(begun)
+            if not resumed and not begun:
+                return False
+            lanes = [lane for lane, _, _ in resumed] + (self._idle if begun else [])
+            tasks = [packed for _, _, packed in resumed] + [packed for _, packed in begun]
+            jobs = [task[0] for _, task, _ in resumed] + [task[0] for task, _ in begun]
+            until = min([job.deadline for job in jobs] + [time.monotonic() + moving.SLICE_S])
+            fds = [lane.fileno for lane in lanes]
             result = self.move(fds, tasks, len(resumed), not self._waiting, until)
         except BaseException:
             # A bug: whoever waits is told, here and in `_close_all`.
@@ -97,19 +98,22 @@ class BatchWorker(LaneWorker[TaskT]):
             resumed.append((lane, lane.task, lane.packed))
         return resumed
 
-    def _begin_next(self) -> list[tuple[TaskT, Packed]]:
-        """Tasks that wait, begun, as far as they are for the compiled part."""
-        begun: list[tuple[TaskT, Packed]] = []
+    def _begin_next(self, begun: list[tuple[TaskT, Packed]]) -> None:
+        """Begin tasks that wait and add them, as far as they are for the compiled part."""
         while len(begun) < moving.MOST_TASKS and (task := self._take()) is not None:
             if not task[0].begin():
                 continue
-            packed = self.pack(task)
+            try:
+                packed = self.pack(task)
+            except BaseException:
+                task[0].release()
+                task[0].stop(Stop.UNAVAILABLE)
+                raise
             if packed is None:
                 task[0].release()
                 self._next.appendleft(task)
-                break
+                return
             begun.append((task, packed))
-        return begun
 
     def _account(
         self,

@@ -23,8 +23,8 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp.breaker import Breaker
-from lmcache_redis.resp.bulk import BulkConnection
 from lmcache_redis.resp.connect import Connector
+from lmcache_redis.resp.connection import Connection
 from lmcache_redis.resp.outcomes import PlaneState
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Health:
     # ---------------------------------------------------------- prober thread
 
     def _run(self) -> None:
-        connection: BulkConnection | None = None
+        connection: Connection | None = None
         try:
             while self._wait_for_turn():
                 kept = self._probe(connection)
@@ -146,7 +146,7 @@ class Health:
                 self._changed.wait(left)
             return False
 
-    def _probe(self, connection: BulkConnection | None) -> BulkConnection | None:
+    def _probe(self, connection: Connection | None) -> Connection | None:
         """Ask once and act on the answer; the connection to keep for the next time."""
         if connection is not None and connection.is_open and self.is_up:
             try:
@@ -160,7 +160,7 @@ class Health:
                     self._failed(error)
                     return None
         # A server without room for more connections is down for whoever comes new.
-        connection = BulkConnection(self._connector, "lmcache-redis:health")
+        connection = Connection(self._connector, "lmcache-redis:health")
         try:
             connection.open()
             self._ping(connection, self._op_timeout_s)
@@ -170,7 +170,7 @@ class Health:
             return None
         return connection
 
-    def _ping(self, connection: BulkConnection, timeout_s: float) -> None:
+    def _ping(self, connection: Connection, timeout_s: float) -> None:
         try:
             connection.ping(time.monotonic() + timeout_s)
         except RedisReplyError as error:

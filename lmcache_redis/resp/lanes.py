@@ -15,6 +15,7 @@ goes well, and leaves to this what does not, and TLS.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any, Generic, TypeVar
 
@@ -53,7 +54,7 @@ class Lane(Generic[TaskT]):
         self.asked_at = 0.0
 
 
-class LaneWorker(Worker, Generic[TaskT]):
+class LaneWorker(Worker, ABC, Generic[TaskT]):
     """Takes tasks from a queue as long as it has a lane for them.
 
     Subclasses say how to `ask`, to `receive` and to `give_up`. It begins with one lane and opens
@@ -82,20 +83,20 @@ class LaneWorker(Worker, Generic[TaskT]):
 
     # -------------------------------------------------- what subclasses say
 
+    @abstractmethod
     def ask(self, lane: Lane[TaskT], task: TaskT, begun: Moved | None = None) -> bool:
         """Send what the task needs. False: no reply will come, the task has been seen to.
 
         begun: a part of it was sent by `move_many`, and the task is `begun` already.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def receive(self, lane: Lane[TaskT], task: TaskT, begun: Moved | None = None) -> None:
         """Receive the reply to what was asked, and see to the task. begun: as in `ask`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def give_up(self, task: TaskT) -> None:
         """The reply to the task will not be received: its connection was closed."""
-        raise NotImplementedError
 
     @property
     def must_renew(self) -> bool:

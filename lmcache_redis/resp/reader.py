@@ -38,14 +38,14 @@ class ReadJob(Job[ReadOutcome]):
 
     __slots__ = (
         "_chunk",
+        "_command_end",
+        "_command_head",
         "_done",
         "_first_is_there",
         "_hole",
         "_remove_stripes",
         "_settled",
         "_store_id",
-        "command_end",
-        "command_head",
         "frame",
         "key",
     )
@@ -65,8 +65,8 @@ class ReadJob(Job[ReadOutcome]):
         self.frame = chunk.frame
         # All GETs of the chunk but for the index of the stripe, with which the key ends.
         key = stripe_key(chunk.key, 0)
-        self.command_head = get_command_without_end(key, _INDEX_BYTES, refresh_ttl_s)
-        self.command_end = end_of_command(refresh_ttl_s)
+        self._command_head = get_command_without_end(key, _INDEX_BYTES, refresh_ttl_s)
+        self._command_end = end_of_command(refresh_ttl_s)
         self._store_id = b""
         self._first_is_there = False
         self._hole = 0  # stripes to remove if there is a stripe 0 beside a missing one
@@ -79,6 +79,10 @@ class ReadJob(Job[ReadOutcome]):
         if self._chunk is None:
             raise RuntimeError("the chunk of a read was given back while a step used it")
         return self._chunk
+
+    def command(self, index: int) -> bytes:
+        """The packed GET of a stripe."""
+        return self._command_head + _INDEX.pack(index) + self._command_end
 
     def tasks(self) -> list[ReadTask]:
         """The stripes in order."""
@@ -168,8 +172,7 @@ class Reader(BatchWorker[ReadTask]):
                 return True
             if hop is not None and hop.asking:
                 connection.call(ASKING_COMMAND, 1, job.deadline)
-            command = job.command_head + _INDEX.pack(index) + job.command_end
-            connection.ask_stripe(command, job.deadline)
+            connection.ask_stripe(job.command(index), job.deadline)
         except RedisError as error:
             self._failed(connection, task, error)
             return False
@@ -208,9 +211,8 @@ class Reader(BatchWorker[ReadTask]):
         payload = job.chunk.slots[index]
         if payload.nbytes < LEAST_PAYLOAD_BYTES or (hop is not None and hop.asking):
             return None
-        command = job.command_head + _INDEX.pack(index) + job.command_end
-        header = job.frame.unsealed_header(index)
-        return command, b"$%d\r\n" % (HEADER_BYTES + payload.nbytes) + header, payload, b""
+        head = b"$%d\r\n" % (HEADER_BYTES + payload.nbytes)
+        return job.command(index), head + job.frame.unsealed_header(index), payload, b""
 
     def move(
         self, fds: list[int], tasks: list[Packed], under_way: int, drain: bool, until: float

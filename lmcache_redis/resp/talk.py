@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lmcache_redis.errors import RedisProtocolError
-from lmcache_redis.resp.bulk import BulkConnection
-from lmcache_redis.resp.wire import ErrorReply, Reply, error_of
+from lmcache_redis.resp.connection import Connection
+from lmcache_redis.resp.wire import Reply, without_errors
 
 
 class Talk:
     """On a connection that is open; everything ends by `deadline` (`time.monotonic()`).
 
-    Every method raises what `BulkConnection.exchange` does.
+    Every method raises what `Connection.exchange` does.
     """
 
-    def __init__(self, connection: BulkConnection, deadline: float) -> None:
+    def __init__(self, connection: Connection, deadline: float) -> None:
         self.outstanding = 0
         self._connection = connection
         self._deadline = deadline
@@ -34,7 +34,7 @@ class Talk:
 
     def receive(self, least: int) -> Sequence[Reply]:
         """The next replies, at least so many; raises the first error among them."""
-        return _without_errors(self._receive(least))
+        return without_errors(self._receive(least))
 
     def exchange(self, requests: Iterable[bytes], replies: int) -> Sequence[Reply]:
         """`send`, and all replies, errors among them. Only where none is outstanding."""
@@ -43,7 +43,7 @@ class Talk:
 
     def call(self, requests: Iterable[bytes], replies: int) -> Sequence[Reply]:
         """`exchange`, but the first error is raised."""
-        return _without_errors(self.exchange(requests, replies))
+        return without_errors(self.exchange(requests, replies))
 
     def finish(self, deadline: float) -> None:
         """Receive what is still outstanding, and forget it."""
@@ -59,10 +59,3 @@ class Talk:
         if not self.outstanding:
             self._connection.check_in_step()
         return replies
-
-
-def _without_errors(replies: Sequence[Reply]) -> Sequence[Reply]:
-    for reply in replies:
-        if isinstance(reply, ErrorReply):
-            raise error_of(reply)
-    return replies

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from lmcache_redis.errors import (
     RedisAuthError,
@@ -56,6 +56,7 @@ class ErrorReply(NamedTuple):
 
 
 Reply = bytes | int | None | ErrorReply | list["Reply"]
+RepliesT = TypeVar("RepliesT", bound=Sequence[Reply])
 
 
 # ------------------------------------------------------------------ commands
@@ -157,6 +158,14 @@ def error_of(reply: ErrorReply) -> RedisError:
             "and GETEX where a TTL is refreshed)"
         )
     return RedisReplyError(said)
+
+
+def without_errors(replies: RepliesT) -> RepliesT:
+    """The same replies; raises what stands for the first error among them."""
+    for reply in replies:
+        if isinstance(reply, ErrorReply):
+            raise error_of(reply)
+    return replies
 
 
 def _redirect(reply: ErrorReply, said: str) -> RedisReplyError:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 
 from lmcache_redis.errors import RedisError, RedisTimeout, RedisUnavailable
-from lmcache_redis.resp.bulk import BulkConnection
 from lmcache_redis.resp.connect import Connector
+from lmcache_redis.resp.connection import Connection
 from lmcache_redis.resp.endpoint import Endpoint
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.wire import Reply
@@ -26,7 +26,7 @@ class ServerConnections:
     def __init__(self, endpoint: Endpoint, options: RedisOptions) -> None:
         self._connector = Connector(endpoint, options.connect_timeout_s, options.op_timeout_s)
         self._lock = threading.Lock()
-        self._idle: list[BulkConnection] = []
+        self._idle: list[Connection] = []
         self._closed = False
 
     def exchange(self, commands: Sequence[bytes], deadline: float) -> list[Reply]:
@@ -39,7 +39,7 @@ class ServerConnections:
                 # It may have been lost long ago; the server may be another by now. None of
                 # our commands does harm when it is carried out twice.
                 pass
-        connection = BulkConnection(self._connector, _CONNECTION_NAME)
+        connection = Connection(self._connector, _CONNECTION_NAME)
         if time.monotonic() >= deadline:
             raise RedisTimeout(f"Redis at {self._connector.endpoint.where}: no time is left")
         connection.open()
@@ -53,12 +53,12 @@ class ServerConnections:
         for connection in idle:
             connection.close()
 
-    def _kept(self) -> BulkConnection | None:
+    def _kept(self) -> Connection | None:
         with self._lock:
             return self._idle.pop() if self._idle else None
 
     def _exchange(
-        self, connection: BulkConnection, commands: Sequence[bytes], deadline: float
+        self, connection: Connection, commands: Sequence[bytes], deadline: float
     ) -> list[Reply]:
         try:
             replies = connection.exchange((b"".join(commands),), len(commands), deadline)
@@ -73,7 +73,7 @@ class ServerConnections:
         self._give_back(connection)
         return replies
 
-    def _give_back(self, connection: BulkConnection) -> None:
+    def _give_back(self, connection: Connection) -> None:
         with self._lock:
             if connection.is_open and not self._closed:
                 self._idle.append(connection)

@@ -20,7 +20,8 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.bulk import MAX_DRAIN_BYTES, BulkConnection, ConnectionState, Found
+from lmcache_redis.resp.bulk import MAX_DRAIN_BYTES, BulkConnection, Found
+from lmcache_redis.resp.connection import ConnectionState
 from lmcache_redis.resp.stream import PlainStream, Stream
 from lmcache_redis.resp.wire import get_command
 
