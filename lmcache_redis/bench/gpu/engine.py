@@ -146,12 +146,18 @@ class Engine:
         return True
 
     def store(self) -> tuple[float, list[bytes]]:
-        """Seconds of a store of all chunks, from submitting to the answer; and their names."""
+        """Seconds of a store of all chunks, until the host pool has them; and their names.
+
+        The answer comes before that, when the blocks have been read: a lookup waits for the rest.
+        """
         transfer = self.begin_store()
         self.worker.wait_for_stores([transfer.request_id])
-        seconds = time.perf_counter() - transfer.started_s
         if not self.store_over(transfer):
             raise EngineFailed("a store was not answered")
+        request_id = f"{transfer.request_id}-there"
+        self._look_up(request_id, transfer.hashes)
+        seconds = time.perf_counter() - transfer.started_s
+        self.scheduler.end_session(request_id)
         return seconds, transfer.hashes
 
     def retrieve(self, hashes: list[bytes]) -> float:

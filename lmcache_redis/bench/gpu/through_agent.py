@@ -1,7 +1,8 @@
 """STORE and RETRIEVE through a real agent, beside plain copies between GPU and pinned memory.
 
-A store's time runs from the question to the answer: the agent's, the copies', and the way there
-and back. A plain copy is one ``cudaMemcpyAsync`` of the same bytes and the wait for it.
+A store's time runs until a lookup finds all of it in the host pool, a retrieve's from the question
+to the answer: the agent's, the copies', and the way there and back. A plain copy is one
+``cudaMemcpyAsync`` of the same bytes and the wait for it.
 """
 
 from __future__ import annotations
