@@ -8,12 +8,14 @@ bulk                stripes straight between sockets and slots
 talk, scan          commands sent ahead of their replies; which keys exist, in groups
 breaker, health     whether the server is worth asking
 jobs, queues        work that is answered exactly once, and how it reaches threads
+readjob, writejob   the work of one chunk; bundles: of many small ones together
 worker, lanes       a thread with a connection; with several: reader, writer, control
 moving, batches     the compiled part, and how a thread has it move many stripes at once
 node                one server: its queues and workers, its health
 topology, routes    which servers there are, and which has a key
 nodes, fanout       all of them, and one call over many
-admission, calls    what is worth queueing; questions about keys and removals
+admission           what is worth queueing
+chunks, calls       chunks in and out; questions about keys, and removals
 plane               all of it, started and closed together
 """
 

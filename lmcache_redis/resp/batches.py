@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from lmcache_redis.resp import moving
 from lmcache_redis.resp.bulk import BulkConnection
 from lmcache_redis.resp.jobs import Stop
-from lmcache_redis.resp.lanes import Lane, LaneWorker, TaskT
+from lmcache_redis.resp.lanes import Lane, LaneWorker, OneT, TaskT
 from lmcache_redis.resp.moving import Moved, Packed
 
 
-class BatchWorker(LaneWorker[TaskT]):
+class BatchWorker(LaneWorker[TaskT, OneT]):
     """A `LaneWorker` that leaves to the compiled part what goes well.
 
     Subclasses say what that needs, and what follows from what it did.
@@ -101,7 +101,7 @@ class BatchWorker(LaneWorker[TaskT]):
     def _begin_next(self, begun: list[tuple[TaskT, Packed]]) -> None:
         """Begin tasks that wait and add them, as far as they are for the compiled part."""
         while len(begun) < moving.MOST_TASKS and (task := self._take()) is not None:
-            if not task[0].begin():
+            if not task[0].begin(task[1]):
                 continue
             try:
                 packed = self.pack(task)

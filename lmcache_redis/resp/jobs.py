@@ -13,7 +13,7 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Job(Generic[OutcomeT]):
         self._outcome: OutcomeT | None = None
         self._answered = False
 
-    def begin(self) -> bool:
+    def begin(self, step: int = 0) -> bool:
         """False: the job has ended or is past its deadline; leave this step alone."""
         if self.deadline <= time.monotonic():
             self.stop(Stop.TIMED_OUT)
@@ -132,12 +132,16 @@ class Job(Generic[OutcomeT]):
     def _conclude(self, final: OutcomeT | None) -> None:
         if final is None:
             return
-        try:
-            self._answer(final)
-        except Exception:
-            # A caller's callback failed: its bug must not end a thread that serves others.
-            logger.exception("the callback of a Redis job failed")
+        self._tell(self._answer, final)
         self._registry.discard(self)
+
+    @staticmethod
+    def _tell(answer: Callable[..., None], *what: object) -> None:
+        """Call a caller's callback: its bug must not end a thread that serves others."""
+        try:
+            answer(*what)
+        except Exception:
+            logger.exception("the callback of a Redis job failed")
 
     def _answer(self, outcome: OutcomeT) -> None:
         """Tell whoever waits. Called once, outside the lock, on the thread that ended the job."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from lmcache_redis.errors import ConfigError, RedisError
 from lmcache_redis.resp.bulk import BulkConnection
@@ -31,6 +31,8 @@ from lmcache_redis.resp.worker import Worker
 
 # A job, the index of the stripe, and the redirection that it has followed, if any.
 TaskT = TypeVar("TaskT", bound=tuple[Job[Any], int, Hop | None])
+# Of these, the ones that are not parts of a bundle.
+OneT = TypeVar("OneT", bound=tuple[Job[Any], int, Hop | None])
 
 # A server without room for one more connection is asked for it again after that long.
 _WIDEN_AGAIN_S = 1.0
@@ -54,7 +56,7 @@ class Lane(Generic[TaskT]):
         self.asked_at = 0.0
 
 
-class LaneWorker(Worker, ABC, Generic[TaskT]):
+class LaneWorker(Worker, ABC, Generic[TaskT, OneT]):
     """Takes tasks from a queue as long as it has a lane for them.
 
     Subclasses say how to `ask`, to `receive` and to `give_up`. It begins with one lane and opens
@@ -84,19 +86,23 @@ class LaneWorker(Worker, ABC, Generic[TaskT]):
     # -------------------------------------------------- what subclasses say
 
     @abstractmethod
-    def ask(self, lane: Lane[TaskT], task: TaskT, begun: Moved | None = None) -> bool:
+    def ask(self, lane: Lane[TaskT], task: OneT, begun: Moved | None = None) -> bool:
         """Send what the task needs. False: no reply will come, the task has been seen to.
 
         begun: a part of it was sent by `move_many`, and the task is `begun` already.
         """
 
     @abstractmethod
-    def receive(self, lane: Lane[TaskT], task: TaskT, begun: Moved | None = None) -> None:
+    def receive(self, lane: Lane[TaskT], task: OneT, begun: Moved | None = None) -> None:
         """Receive the reply to what was asked, and see to the task. begun: as in `ask`."""
 
     @abstractmethod
-    def give_up(self, task: TaskT) -> None:
+    def give_up(self, task: OneT) -> None:
         """The reply to the task will not be received: its connection was closed."""
+
+    @abstractmethod
+    def apart(self, task: TaskT, begun: bool) -> OneT:
+        """The task, taken out of its bundle if it is part of one. begun: its step is."""
 
     @property
     def must_renew(self) -> bool:
@@ -157,9 +163,9 @@ class LaneWorker(Worker, ABC, Generic[TaskT]):
 
     def _ask(self, lane: Lane[TaskT], task: TaskT, begun: Moved | None = None) -> None:
         # Busy first: whatever happens, somebody answers for the task.
-        lane.task = task
+        one = self._single_out(lane, task, begun)
         self._busy.append(lane)
-        if self.ask(lane, task, begun):
+        if self.ask(lane, one, begun):
             lane.asked_at = time.monotonic()
         else:
             self._busy.pop()
@@ -168,9 +174,14 @@ class LaneWorker(Worker, ABC, Generic[TaskT]):
     def _receive_first(self, begun: Moved | None = None) -> None:
         lane = self._busy[0]
         if lane.task is not None:
-            self.receive(lane, lane.task, begun)
+            self.receive(lane, self._single_out(lane, lane.task, begun), begun)
         self._busy.popleft()
         self._put_back(lane)
+
+    def _single_out(self, lane: Lane[TaskT], task: TaskT, begun: Moved | None) -> OneT:
+        one = self.apart(task, begun is not None)
+        lane.task = cast(TaskT, one)
+        return one
 
     def _put_back(self, lane: Lane[TaskT]) -> None:
         lane.task = lane.packed = None
@@ -215,5 +226,5 @@ class LaneWorker(Worker, ABC, Generic[TaskT]):
             lane.connection.close()
         for lane in busy:
             if lane.task is not None:
-                self.give_up(lane.task)
+                self.give_up(self.apart(lane.task, begun=False))
         self.closed()

@@ -11,9 +11,10 @@ from lmcache_redis.resp.endpoint import Endpoint
 from lmcache_redis.resp.health import Health
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.reader import Reader, ReadTask
+from lmcache_redis.resp.reader import Reader
+from lmcache_redis.resp.readjob import AnyRead, ReadTask
 from lmcache_redis.resp.worker import Worker
-from lmcache_redis.resp.writejob import WriteTask
+from lmcache_redis.resp.writejob import AnyWrite, WriteTask
 from lmcache_redis.resp.writer import Writer
 
 
@@ -47,7 +48,7 @@ class Node:
             options.op_timeout_s,
             on_down=lambda: on_down(self),
         )
-        self.reads: TaskQueue[ReadTask] = TaskQueue()
+        self.reads: TaskQueue[AnyRead] = TaskQueue()
         self.calls: TaskQueue[CallJob] = TaskQueue()
         self._patience_s = options.connect_timeout_s + options.op_timeout_s
         connector, health = self.connector, self.health
@@ -69,7 +70,7 @@ class Node:
             for number, connections in enumerate(_shares(get_connections, threads))
         ]
         shares = _shares(set_connections, threads)
-        self._writes: list[TaskQueue[WriteTask]] = [TaskQueue() for _ in shares]
+        self._writes: list[TaskQueue[AnyWrite]] = [TaskQueue() for _ in shares]
         self._workers += [
             Writer(
                 f"set-{number}",
@@ -86,7 +87,7 @@ class Node:
             for number, connections in enumerate(shares)
         ]
 
-    def writes(self, chunk_key: bytes) -> TaskQueue[WriteTask]:
+    def writes(self, chunk_key: bytes) -> TaskQueue[AnyWrite]:
         """The queue for all stripes of a chunk that this server gets."""
         return self._writes[hash(chunk_key) % len(self._writes)]
 

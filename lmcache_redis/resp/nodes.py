@@ -14,7 +14,7 @@ from lmcache_redis.resp.jobs import JobRegistry, Stop
 from lmcache_redis.resp.node import Node
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.outcomes import PlaneState
-from lmcache_redis.resp.reader import ReadTask
+from lmcache_redis.resp.readjob import ReadTask
 from lmcache_redis.resp.routes import Routes, ServerMap
 from lmcache_redis.resp.topology import Watcher, find_servers
 from lmcache_redis.resp.writejob import WriteTask

@@ -14,24 +14,21 @@ so is whatever comes until a probe finds it up again. docs/data-plane.md has wha
 from __future__ import annotations
 
 import logging
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from lmcache_redis import native
 from lmcache_redis.errors import RedisRedirect
-from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.admission import Admission
 from lmcache_redis.resp.calls import Calls
+from lmcache_redis.resp.chunks import Chunks
 from lmcache_redis.resp.control import ClearJob, EachJob, QueryJob
 from lmcache_redis.resp.deployment import parse_deployment
-from lmcache_redis.resp.jobs import Job, JobRegistry, Stop
+from lmcache_redis.resp.jobs import JobRegistry, Stop
 from lmcache_redis.resp.node import Node
 from lmcache_redis.resp.nodes import Nodes
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.outcomes import (
-    CallOutcome,
     ChunkIO,
     ClearResult,
     ExistsResult,
@@ -41,19 +38,13 @@ from lmcache_redis.resp.outcomes import (
     ScanResult,
     WriteOutcome,
 )
-from lmcache_redis.resp.queues import TaskQueue, Timekeeper
-from lmcache_redis.resp.reader import ReadJob, ReadTask
+from lmcache_redis.resp.queues import Timekeeper
+from lmcache_redis.resp.readjob import ReadBundle, ReadJob, ReadTask
 from lmcache_redis.resp.routes import MAX_HOPS, Hop
 from lmcache_redis.resp.stats import Counts
 from lmcache_redis.resp.writejob import WriteJob, WriteTask
-from lmcache_redis.stripe import STORE_ID_BYTES
 
 logger = logging.getLogger(__name__)
-
-# As many as a thread with lanes takes at a time.
-_BATCH_STRIPES = 32
-
-AnyJob = Job[ReadOutcome] | Job[WriteOutcome] | Job[CallOutcome]
 
 
 class RedisPlane:
@@ -77,9 +68,15 @@ class RedisPlane:
         self._calls = Calls(
             self._nodes, self._registry, self._admission, self._timekeeper, self._counts
         )
-        self._by_chunk: dict[ChunkIO, AnyJob] = {}
-        # Seeded by the operating system: no two planes give a store the same id.
-        self._random = random.Random()
+        self._chunks = Chunks(
+            options,
+            self._nodes,
+            self._registry,
+            self._admission,
+            self._timekeeper,
+            self._counts,
+            self.remove,
+        )
 
     # ------------------------------------------------------------- life cycle
 
@@ -153,8 +150,8 @@ class RedisPlane:
                 connects=self._nodes.connects,
                 connections_lost=self._nodes.connections_lost,
                 errors=self._nodes.errors,
-                queued_reads=self._registry.count(ReadJob),
-                queued_writes=self._registry.count(WriteJob),
+                queued_reads=self._chunks.reads,
+                queued_writes=self._chunks.writes,
             )
 
     # ---------------------------------------------------------------- chunks
@@ -167,31 +164,7 @@ class RedisPlane:
         self, chunks: Sequence[ChunkIO], done: Callable[[ChunkIO, ReadOutcome], None]
     ) -> None:
         """Load chunks, in this order; `done` is called for each. Cheaper than one by one."""
-        self._check_chunks(chunks, writable=True)
-        for some in _batches(chunks):
-            self._read_some(some, done)
-
-    def _read_some(
-        self, chunks: Sequence[ChunkIO], done: Callable[[ChunkIO, ReadOutcome], None]
-    ) -> None:
-        refresh_ttl_s = self.options.ttl_s if self.options.ttl_refresh else 0
-        routes, registry = self._nodes.routes, self._registry
-        jobs: dict[ReadJob, dict[Node | None, list[ReadTask]]] = {}
-        for chunk in chunks:
-            job = ReadJob(chunk, done, self._read_settled, registry, refresh_ttl_s)
-            jobs[job] = routes.split(job.tasks(), lambda task: stripe_key(task[0].key, task[1]))
-            job.nodes = tuple(jobs[job])
-        self._by_chunk.update(zip(chunks, jobs, strict=True))
-        accepted = self._admission.enter(jobs)
-        by_node: dict[Node | None, list[ReadTask]] = {}
-        for job in accepted:
-            for node, tasks in jobs[job].items():
-                by_node.setdefault(node, []).extend(tasks)
-        for node, tasks in by_node.items():
-            if node is not None:
-                node.reads.put(tasks)
-        # A server may have gone, or the plane been closed, while they were queued.
-        self._admission.refuse(accepted)
+        self._chunks.read_all(chunks, done)
 
     def write(self, chunk: ChunkIO, done: Callable[[ChunkIO, WriteOutcome], None]) -> None:
         """Store a chunk from its slots, which must not change until `done`."""
@@ -201,39 +174,14 @@ class RedisPlane:
         self, chunks: Sequence[ChunkIO], done: Callable[[ChunkIO, WriteOutcome], None]
     ) -> None:
         """Store chunks, in this order; `done` is called for each. Cheaper than one by one."""
-        self._check_chunks(chunks, writable=False)
-        for some in _batches(chunks):
-            self._write_some(some, done)
-
-    def _write_some(
-        self, chunks: Sequence[ChunkIO], done: Callable[[ChunkIO, WriteOutcome], None]
-    ) -> None:
-        routes, registry = self._nodes.routes, self._registry
-        jobs: dict[WriteJob, Sequence[Node | None]] = {}
-        for chunk in chunks:
-            job = WriteJob(chunk, done, self._write_settled, registry, self._new_store_id())
-            jobs[job] = routes.nodes_of(range(job.stripe_count), partial(stripe_key, chunk.key))
-            job.nodes = tuple(dict.fromkeys(jobs[job]))
-        self._by_chunk.update(zip(chunks, jobs, strict=True))
-        accepted = self._admission.enter(jobs)
-        by_queue: dict[TaskQueue[WriteTask], list[WriteTask]] = {}
-        for job in accepted:
-            queues = [node.writes(job.key) for node in jobs[job] if node is not None]
-            for index in job.begin_at(queues[0]):
-                by_queue.setdefault(queues[index], []).append((job, index, None))
-        for queue, tasks in by_queue.items():
-            queue.put(tasks)
-        # A server may have gone, or the plane been closed, while they were queued.
-        self._admission.refuse(accepted)
+        self._chunks.write_all(chunks, done)
 
     def cancel(self, chunk: ChunkIO) -> None:
         """End a read or write early: CANCELLED as soon as no socket uses its slots.
 
         Does nothing to a chunk that was answered, or whose outcome is decided already.
         """
-        job = self._by_chunk.get(chunk)
-        if job is not None:
-            self._timekeeper.post(lambda: job.stop(Stop.CANCELLED))
+        self._chunks.cancel(chunk)
 
     # ------------------------------------------------------------------ keys
 
@@ -265,22 +213,11 @@ class RedisPlane:
     # ---------------------------------------------------------------- inside
 
     def _cancel_all_but_writes(self) -> None:
-        for kind in (ReadJob, QueryJob, EachJob, ClearJob):
+        for kind in (ReadJob, ReadBundle, QueryJob, EachJob, ClearJob):
             self._registry.stop_all(Stop.CANCELLED, kind)
 
     def _cancel_all(self) -> None:
         self._registry.stop_all(Stop.CANCELLED)
-
-    def _check_chunks(self, chunks: Sequence[ChunkIO], writable: bool) -> None:
-        """All of them, before any is begun."""
-        for chunk in chunks:
-            chunk.check(writable)
-        self._admission.check_usable()
-        if len(set(chunks)) < len(chunks) or not self._by_chunk.keys().isdisjoint(chunks):
-            raise RuntimeError("the chunk is being read or written already")
-
-    def _new_store_id(self) -> bytes:
-        return self._random.getrandbits(8 * STORE_ID_BYTES).to_bytes(STORE_ID_BYTES, "little")
 
     def _follow_read(self, node: Node, task: ReadTask, redirect: RedisRedirect) -> bool:
         job, index, hop = task
@@ -297,7 +234,7 @@ class RedisPlane:
         return target is not None
 
     def _follow(
-        self, node: Node, job: AnyJob, hop: Hop | None, redirect: RedisRedirect
+        self, node: Node, job: ReadJob | WriteJob, hop: Hop | None, redirect: RedisRedirect
     ) -> Node | None:
         """The node that a task is to go to; None: nowhere."""
         if not self._nodes.routes.is_cluster or (hop is not None and hop.number >= MAX_HOPS):
@@ -306,32 +243,6 @@ class RedisPlane:
         if target not in job.nodes:
             job.nodes = (*job.nodes, target)
         return target
-
-    def _read_settled(self, chunk: ChunkIO, outcome: ReadOutcome, remove_stripes: int) -> None:
-        self._by_chunk.pop(chunk, None)
-        self._counts.read(outcome, chunk.frame.chunk_bytes)
-        if remove_stripes:
-            self.remove(chunk.key, remove_stripes)
-
-    def _write_settled(self, chunk: ChunkIO, outcome: WriteOutcome, remains: bool) -> None:
-        self._by_chunk.pop(chunk, None)
-        self._counts.written(outcome, chunk.frame.chunk_bytes)
-        if remains:
-            self.remove(chunk.key, chunk.frame.stripe_count)
-
-
-def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
-    """Of many chunks the first are on their way while the others are being prepared."""
-    batch: list[ChunkIO] = []
-    stripes = 0
-    for chunk in chunks:
-        batch.append(chunk)
-        stripes += chunk.frame.stripe_count
-        if stripes >= _BATCH_STRIPES:
-            yield batch
-            batch, stripes = [], 0
-    if batch:
-        yield batch
 
 
 def _next_hop(hop: Hop | None, redirect: RedisRedirect) -> Hop:

@@ -9,10 +9,12 @@ raises RedisProtocolError; nothing else is ever raised for what the bytes are.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeVar
 
+from lmcache_redis import native
 from lmcache_redis.errors import (
     RedisAuthError,
     RedisError,
@@ -62,25 +64,42 @@ RepliesT = TypeVar("RepliesT", bound=Sequence[Reply])
 # ------------------------------------------------------------------ commands
 
 
-def get_command(key: bytes) -> bytes:
-    return b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key)
+# Keys of one layout have one length, and values as well: what depends on these is kept.
+
+
+def get_command(key: bytes, ttl_s: int = 0) -> bytes:
+    """With a ttl_s it is a GETEX (Redis 6.2), which begins the value's time anew."""
+    return b"".join((_get_head(len(key), ttl_s), key, end_of_command(ttl_s)))
 
 
 def get_command_without_end(key: bytes, end_bytes: int, ttl_s: int = 0) -> bytes:
-    """A GET up to the last `end_bytes` of its key; they follow, and `end_of_command` after them.
-
-    With a ttl_s it is a GETEX (Redis 6.2), which begins the value's time anew.
-    """
-    words = b"*4\r\n$5\r\nGETEX" if ttl_s else b"*2\r\n$3\r\nGET"
-    return b"%b\r\n$%d\r\n%b" % (words, len(key), key[: len(key) - end_bytes])
+    """A `get_command` up to the last `end_bytes` of its key; `end_of_command` is its end."""
+    return _get_head(len(key), ttl_s) + key[: len(key) - end_bytes]
 
 
 def set_prefix(key: bytes, value_bytes: int, ttl_s: int = 0) -> bytes:
     """A SET up to its value, which follows, and `end_of_command` after it."""
-    words = 5 if ttl_s else 3
-    return b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(key), key, value_bytes)
+    return b"".join((_set_head(len(key), ttl_s), key, CRLF, value_head(value_bytes)))
 
 
+@functools.lru_cache(maxsize=64)
+def value_head(value_bytes: int) -> bytes:
+    """What a value of this length begins with, in a reply as in a command."""
+    return b"$%d\r\n" % value_bytes
+
+
+@functools.lru_cache(maxsize=64)
+def _get_head(key_bytes: int, ttl_s: int) -> bytes:
+    words = b"*4\r\n$5\r\nGETEX" if ttl_s else b"*2\r\n$3\r\nGET"
+    return b"%b\r\n$%d\r\n" % (words, key_bytes)
+
+
+@functools.lru_cache(maxsize=64)
+def _set_head(key_bytes: int, ttl_s: int) -> bytes:
+    return b"*%d\r\n$3\r\nSET\r\n$%d\r\n" % (5 if ttl_s else 3, key_bytes)
+
+
+@functools.lru_cache(maxsize=64)
 def end_of_command(ttl_s: int) -> bytes:
     """What follows the last word of a GET or SET: with a ttl_s when the value expires."""
     if not ttl_s:
@@ -96,6 +115,9 @@ def keys_command(name: bytes, keys: Sequence[bytes]) -> bytes:
 
 def keys_commands(name: bytes, keys: Sequence[bytes], group_keys: int) -> bytes:
     """Such commands one after the other, each with the next `group_keys` keys."""
+    if native.moves is not None:
+        packed: bytes = native.moves.keys_commands(name, list(keys), group_keys)
+        return packed
     # Keys of one layout and model have one length: then the packing is a join in C.
     lengths = set(map(len, keys))
     before = b"$%d\r\n" % len(keys[0]) if len(lengths) == 1 else b""

@@ -1,4 +1,4 @@
-"""A chunk on its way out: which of its stripes were sent, and which are there.
+"""A chunk on its way out, and small ones together: which stripes were sent, and which are there.
 
 A chunk can be seen once its stripe 0 is there, so that one is sent only after every other
 stripe was acknowledged.
@@ -7,19 +7,24 @@ stripe was acknowledged.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from lmcache_redis.resp.jobs import Job, JobRegistry
+from lmcache_redis.keys import stripe_key
+from lmcache_redis.resp.bundles import Bundle, Single
+from lmcache_redis.resp.jobs import JobRegistry, Stop
+from lmcache_redis.resp.moving import LEAST_PAYLOAD_BYTES, Packed
 from lmcache_redis.resp.outcomes import ChunkIO, WriteOutcome
 from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.routes import Hop
+from lmcache_redis.resp.wire import end_of_command, set_prefix
+from lmcache_redis.stripe import HEADER_BYTES
 
 WriteDone = Callable[[ChunkIO, WriteOutcome], None]
 # Called with a finished write's chunk, its outcome and whether remains of it are to be removed.
 WriteSettled = Callable[[ChunkIO, WriteOutcome, bool], None]
 
 
-class WriteJob(Job[WriteOutcome]):
+class WriteJob(Single[WriteOutcome]):
     """One chunk on its way out; a step is a stripe."""
 
     __slots__ = (
@@ -49,8 +54,8 @@ class WriteJob(Job[WriteOutcome]):
         self.key = chunk.key
         self.stripe_count = chunk.frame.stripe_count
         self.store_id = store_id
-        self.created_unix_ms = max(0, int(time.time() * 1000))
-        self._first: TaskQueue[WriteTask] | None = None
+        self.created_unix_ms = _unix_ms()
+        self._first: TaskQueue[AnyWrite] | None = None
         self._outstanding = 0
         self._remains = False
         super().__init__(self.stripe_count, WriteOutcome.STORED, chunk.deadline, registry)
@@ -62,12 +67,20 @@ class WriteJob(Job[WriteOutcome]):
             raise RuntimeError("the chunk of a write was given back while a step used it")
         return self._chunk
 
-    def begin_at(self, first: TaskQueue[WriteTask]) -> range:
+    def has(self, chunk: ChunkIO) -> bool:
+        """See `Single.has`."""
+        return self._chunk is chunk
+
+    def begin_at(self, first: TaskQueue[AnyWrite]) -> range:
         """The stripes to be queued now. first: the queue for stripe 0, once its time has come."""
         self._first = first
         return range(1, self.stripe_count) if self.stripe_count > 1 else range(1)
 
-    def sent(self) -> None:
+    def pack(self, index: int, ttl_s: int) -> Packed | None:
+        """A stripe for the compiled part, if it is for that; where `chunk` may be asked for."""
+        return _packed(self.chunk, index, self.store_id, self.created_unix_ms, ttl_s)
+
+    def sent(self, index: int = 0) -> None:
         """A begun stripe was sent, or some of it: its slot is free, it may be in Redis."""
         with self._lock:
             self._in_flight -= 1
@@ -75,6 +88,11 @@ class WriteJob(Job[WriteOutcome]):
             self._remains = True
             final = None if self._outcome is None else self._decide(None)
         self._conclude(final)
+
+    def goes_on(self) -> None:
+        """A stripe had been sent before this job was: it is to be answered."""
+        self._outstanding += 1
+        self._remains = True
 
     def withdraw(self) -> None:
         """A stripe that counted as sent was not, was refused, or will not be answered."""
@@ -113,5 +131,91 @@ class WriteJob(Job[WriteOutcome]):
         done(chunk, outcome)
 
 
+class WriteBundle(Bundle[WriteOutcome, WriteJob]):
+    """Chunks of one stripe each on their way out, of one store id: they are different chunks."""
+
+    __slots__ = ("_created_unix_ms", "_done", "_outstanding", "_settled", "_store_id")
+
+    def __init__(
+        self,
+        chunks: Sequence[ChunkIO],
+        done: WriteDone,
+        settled: WriteSettled,
+        registry: JobRegistry,
+        store_id: bytes,
+    ) -> None:
+        super().__init__(chunks, WriteOutcome.STORED, registry)
+        self._done = done
+        self._settled = settled
+        self._store_id = store_id
+        self._created_unix_ms = _unix_ms()
+        # Steps that were sent and not answered.
+        self._outstanding: set[int] = set()
+
+    def tasks(self) -> list[AnyWrite]:
+        """The chunks in order."""
+        return [(self, step, None) for step in range(len(self._all))]
+
+    def pack(self, step: int, ttl_s: int) -> Packed | None:
+        """A chunk for the compiled part, if it is for that; its step has begun."""
+        return _packed(self.chunk(step), 0, self._store_id, self._created_unix_ms, ttl_s)
+
+    def sent(self, step: int) -> None:
+        """A begun step was sent: its slot is free, it may be in Redis."""
+        self._outstanding.add(step)
+        self.release()
+
+    def acknowledge(self, step: int) -> None:
+        """A chunk is stored, whole: also where nobody waits for it any more it may stay."""
+        self._outstanding.discard(step)
+        self.end_well(step, begun=False)
+
+    def single(self, step: int, begun: bool) -> WriteJob:
+        """See `Bundle.single`. What was sent is not under way, as far as its slot goes."""
+        return super().single(step, begun and step not in self._outstanding)
+
+    def _make_single(self, chunk: ChunkIO, step: int) -> WriteJob:
+        job = WriteJob(chunk, self._done, self._settled, self._registry, self._store_id)
+        job.created_unix_ms = self._created_unix_ms
+        return self._as_sent(job, step)
+
+    def _make_ended(self, step: int) -> WriteJob:
+        job = WriteJob(self.answered(step), _nobody, _nobody, self._registry, self._store_id)
+        job = self._as_sent(job, step)
+        job.stop(Stop.CANCELLED)
+        return job
+
+    def _as_sent(self, job: WriteJob, step: int) -> WriteJob:
+        if step in self._outstanding:
+            job.goes_on()
+        return job
+
+    def _settle(self, chunk: ChunkIO, outcome: WriteOutcome) -> None:
+        self._settled(chunk, outcome, False)
+        self._done(chunk, outcome)
+
+
+def _packed(
+    chunk: ChunkIO, index: int, store_id: bytes, created_unix_ms: int, ttl_s: int
+) -> Packed | None:
+    payload = chunk.slots[index]
+    if payload.nbytes < LEAST_PAYLOAD_BYTES:
+        return None
+    prefix = set_prefix(stripe_key(chunk.key, index), HEADER_BYTES + payload.nbytes, ttl_s)
+    header = chunk.frame.unsealed_header(index, store_id, created_unix_ms)
+    return prefix, bytearray(header), payload, end_of_command(ttl_s)
+
+
+def _unix_ms() -> int:
+    unix_ms = max(0, int(time.time() * 1000))
+    return unix_ms
+
+
+def _nobody(*_: object) -> None:
+    """Told what nobody waits for."""
+
+
 # A stripe to set: the job of its chunk, its index, and the redirection it has followed, if any.
 WriteTask = tuple[WriteJob, int, Hop | None]
+# Or a chunk of a bundle, and its step.
+AnyWrite = WriteTask | tuple[WriteBundle, int, None]

@@ -37,18 +37,16 @@ from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.health import Health
 from lmcache_redis.resp.jobs import Stop
 from lmcache_redis.resp.lanes import Lane
-from lmcache_redis.resp.moving import LEAST_PAYLOAD_BYTES, SENT, Moved, Packed, store
+from lmcache_redis.resp.moving import SENT, Moved, Packed, store
 from lmcache_redis.resp.outcomes import WriteOutcome
 from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.wire import (
     ASKING_COMMAND,
     ErrorReply,
     Reply,
-    end_of_command,
     error_of,
-    set_prefix,
 )
-from lmcache_redis.resp.writejob import WriteJob, WriteTask
+from lmcache_redis.resp.writejob import AnyWrite, WriteJob, WriteTask
 from lmcache_redis.stripe import HEADER_BYTES
 
 # Called with a chunk key and a stripe count.
@@ -61,7 +59,7 @@ _OK = b"OK"
 _PRUNE_AT = 64
 
 
-class Writer(BatchWorker[WriteTask]):
+class Writer(BatchWorker[AnyWrite, WriteTask]):
     """A thread with SET connections."""
 
     def __init__(
@@ -69,7 +67,7 @@ class Writer(BatchWorker[WriteTask]):
         name: str,
         connector: Connector,
         health: Health,
-        queue: TaskQueue[WriteTask],
+        queue: TaskQueue[AnyWrite],
         connections: int,
         op_timeout_s: float,
         remove: Remove,
@@ -79,7 +77,6 @@ class Writer(BatchWorker[WriteTask]):
     ) -> None:
         super().__init__(name, connector, health, queue, connections, op_timeout_s)
         self._ttl_s = ttl_s
-        self._end = end_of_command(ttl_s)
         self._remove = remove
         self._follow = follow
         self._stale = stale
@@ -92,7 +89,7 @@ class Writer(BatchWorker[WriteTask]):
 
     # --------------------------------------------------------------- lanes
 
-    def ask(self, lane: Lane[WriteTask], task: WriteTask, begun: Moved | None = None) -> bool:
+    def ask(self, lane: Lane[AnyWrite], task: WriteTask, begun: Moved | None = None) -> bool:
         """Send a stripe."""
         job = task[0]
         if begun is None and not job.begin():
@@ -121,7 +118,7 @@ class Writer(BatchWorker[WriteTask]):
             return False
         return True
 
-    def receive(self, lane: Lane[WriteTask], task: WriteTask, begun: Moved | None = None) -> None:
+    def receive(self, lane: Lane[AnyWrite], task: WriteTask, begun: Moved | None = None) -> None:
         """Receive what the server says to a stripe."""
         job = task[0]
         try:
@@ -160,35 +157,37 @@ class Writer(BatchWorker[WriteTask]):
 
     # Many at once.
 
-    def pack(self, task: WriteTask) -> Packed | None:
+    def pack(self, task: AnyWrite) -> Packed | None:
         job, index, hop = task
-        chunk = job.chunk
-        payload = chunk.slots[index]
-        if payload.nbytes < LEAST_PAYLOAD_BYTES or (hop is not None and hop.asking):
-            return None
-        command = set_prefix(
-            stripe_key(chunk.key, index), HEADER_BYTES + payload.nbytes, self._ttl_s
-        )
-        header = chunk.frame.unsealed_header(index, job.store_id, job.created_unix_ms)
-        return command, bytearray(header), payload, self._end
+        return None if hop is not None and hop.asking else job.pack(index, self._ttl_s)
 
     def move(
         self, fds: list[int], tasks: list[Packed], under_way: int, drain: bool, until: float
     ) -> Moved:
         return store(fds, [SENT] * under_way + tasks[under_way:], under_way, drain, until)
 
-    def resume(self, task: WriteTask) -> bool:
+    def resume(self, task: AnyWrite) -> bool:
         """Its slot is not needed for the reply."""
         return True
 
-    def suspend(self, task: WriteTask) -> None:
+    def suspend(self, task: AnyWrite) -> None:
         """So nothing was begun."""
 
-    def asked(self, task: WriteTask) -> None:
-        task[0].sent()
+    def asked(self, task: AnyWrite) -> None:
+        task[0].sent(task[1])
 
-    def moved(self, task: WriteTask, result: bytes) -> None:
-        self._acknowledge(task[0])
+    def moved(self, task: AnyWrite, result: bytes) -> None:
+        job, index, _ = task
+        if isinstance(job, WriteJob):
+            self._acknowledge(job)
+        else:
+            job.acknowledge(index)
+
+    def apart(self, task: AnyWrite, begun: bool) -> WriteTask:
+        job, index, hop = task
+        if isinstance(job, WriteJob):
+            return job, index, hop
+        return job.single(index, begun), 0, hop
 
     # -------------------------------------------------------------- inside
 
@@ -216,7 +215,7 @@ class Writer(BatchWorker[WriteTask]):
             self._acknowledged = {each for each in self._acknowledged if not each.ended}
         self._acknowledged.add(job)
 
-    def _refused(self, lane: Lane[WriteTask], task: WriteTask, reply: Reply) -> None:
+    def _refused(self, lane: Lane[AnyWrite], task: WriteTask, reply: Reply) -> None:
         job = task[0]
         if not isinstance(reply, ErrorReply):
             job.advance(WriteOutcome.UNAVAILABLE)
@@ -237,9 +236,7 @@ class Writer(BatchWorker[WriteTask]):
         if isinstance(error, RedisReadOnly):
             self._stale(error)
 
-    def _lose(
-        self, lane: Lane[WriteTask], error: RedisError, task: WriteTask | None = None
-    ) -> None:
+    def _lose(self, lane: Lane[AnyWrite], error: RedisError, task: WriteTask | None = None) -> None:
         """The connection is of no more use. task: what was sent on it and not answered."""
         self._judge(error, lane.connection)
         late = isinstance(error, RedisTimeout)

@@ -58,7 +58,8 @@ def test_nothing_piles_up_while_a_server_comes_and_goes(own_server: RedisServer)
             wait_until(lambda: read(plane, chunk) == [ReadOutcome.LOADED])
         wait_until(lambda: plane.open_streams <= CONNECTIONS)
         assert sorted(plane_threads()) == threads
-        assert not plane._by_chunk
+        stats = plane.stats()
+        assert (stats.queued_reads, stats.queued_writes) == (0, 0)
         wait_until(lambda: plane._registry.wait_empty(0.0))
 
 
@@ -78,6 +79,26 @@ def test_answered_jobs_hold_no_slots(tmp_path: Path) -> None:
         for slot in chunk.slots:
             slot.release()
         chunk.slots = []
+        view.release()
+        # Raises BufferError where a view is still held.
+        backing.clear()
+
+
+def test_answered_bundles_hold_no_slots(own_server: RedisServer) -> None:
+    with running(own_server.url) as plane:
+        backing = bytearray(40 * 4096)
+        chunks = [Chunk(number, 4096, 4096, seed=number) for number in range(40)]
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        view = memoryview(backing)
+        for number, chunk in enumerate(chunks):
+            chunk.slots = [view[number * 4096 :][:4096]]
+        own_server.stop()
+        assert set(read(plane, *chunks, within_s=0.05)) == {ReadOutcome.TIMED_OUT}
+        own_server.cont()
+        wait_until(lambda: plane.state.up)
+        assert set(read(plane, *chunks)) == {ReadOutcome.LOADED}
+        for chunk in chunks:
+            chunk.slots[0].release()
         view.release()
         # Raises BufferError where a view is still held.
         backing.clear()

@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_redis.errors import (
@@ -26,6 +26,7 @@ from lmcache_redis.resp.wire import (
     get_command,
     get_command_without_end,
     keys_command,
+    keys_commands,
     parse_length,
     scan_command,
     set_prefix,
@@ -56,10 +57,24 @@ def test_commands() -> None:
     assert scan_command(b"0", b"p*", 10).startswith(b"*6\r\n$4\r\nSCAN\r\n$1\r\n0\r\n$5\r\nMATCH")
 
 
-@given(st.lists(st.binary(max_size=20), min_size=1, max_size=40))
-def test_keys_of_any_lengths_are_packed_alike(keys: list[bytes]) -> None:
-    packed = b"".join(b"$%d\r\n%b\r\n" % (len(key), key) for key in [b"EXISTS", *keys])
-    assert keys_command(b"EXISTS", keys) == b"*%d\r\n" % (len(keys) + 1) + packed
+@pytest.mark.usefixtures("both_ways")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.one_of(
+        st.lists(st.binary(max_size=120), min_size=1, max_size=40),
+        st.lists(st.binary(min_size=73, max_size=73), min_size=1, max_size=40),
+    ),
+    st.integers(1, 50),
+)
+def test_keys_of_any_lengths_are_packed_alike(keys: list[bytes], group_keys: int) -> None:
+    expected = b""
+    for start in range(0, len(keys), group_keys):
+        words = [b"EXISTS", *keys[start : start + group_keys]]
+        expected += b"*%d\r\n" % len(words)
+        expected += b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+    assert keys_commands(b"EXISTS", keys, group_keys) == expected
+    if len(keys) <= group_keys:
+        assert keys_command(b"EXISTS", keys) == expected
 
 
 @given(st.lists(st.integers(1, len(SOME_REPLIES) - 1), max_size=12))
