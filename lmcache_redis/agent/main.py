@@ -19,7 +19,7 @@ from lmcache_redis.agent.disk import Disk
 from lmcache_redis.agent.service import Service
 from lmcache_redis.config import AgentConfig, ensure_private
 from lmcache_redis.embedded import EmbeddedRedis
-from lmcache_redis.errors import ConfigError
+from lmcache_redis.errors import ConfigError, DeviceError
 from lmcache_redis.hostpool import Arena
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
@@ -158,9 +158,20 @@ def _stop(service: Service, core: Core, config: AgentConfig) -> None:
     service.drain(deadline_s)
     if core.disk is not None:
         core.disk.close()
-    core.copies.close(max(0.1, deadline_s - time.monotonic()))
+    copied = core.copies.close(max(0.1, deadline_s - time.monotonic()))
     core.plane.close(max(0.1, deadline_s - time.monotonic()))
     core.run_posted()
-    core.unpin_pool()
+    _unpin(core, copied)
     core.wakeup.close()
     logger.info("stopped")
+
+
+def _unpin(core: Core, copied: bool) -> None:
+    """Give the pool's pages back to the system, unless a device may still be at work on them."""
+    if not copied:
+        logger.error("a device does not answer: what it works on is left to its driver")
+        return
+    try:
+        core.unpin_pool()
+    except DeviceError as error:
+        logger.error("the host pool stays pinned to the end of this process: %s", error)

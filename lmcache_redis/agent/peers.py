@@ -38,10 +38,11 @@ class Peer:
 
     def process_gone(self) -> bool:
         """Whether the process whose memory is registered has ended."""
-        registration = self.registration
-        return registration is not None and not all(
-            is_running(storage.pid, storage.pid_start_time) for storage in registration.storages
-        )
+        if self.registration is None:
+            return False
+        storages = self.registration.storages  # often one a layer, all of one process
+        owners = {(storage.pid, storage.pid_start_time) for storage in storages}
+        return not all(is_running(*owner) for owner in owners)
 
 
 class Peers:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from lmcache_redis import messages as m
+from lmcache_redis.agent.copies import CPU
 from lmcache_redis.device.base import DeviceContext
 from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.device.layout import KVLayout
@@ -120,4 +121,9 @@ class Registration:
     def place(self) -> str:
         """Where its memory is: copies of different places do not wait for each other."""
         storage = self.storages[0]
-        return storage.device_uuid if isinstance(storage, CudaIPCHandle) else "cpu"
+        return storage.device_uuid if isinstance(storage, CudaIPCHandle) else CPU
+
+    @property
+    def chunks_a_call(self) -> int:
+        """How many chunks its device moves in one call."""
+        return max(1, self.device.call_bytes // self.form.chunk_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from lmcache_redis import messages as m
@@ -37,32 +37,67 @@ class RetrieveJob:
         self._question = question
         self._reply = reply
         self._started_s = time.monotonic()
-        self._left = 0
+        self._pending = set(range(len(hashes)))  # chunks that have not come to their end
         self._failed: list[int] = []
 
     def start(self) -> None:
-        """Queues one copy a chunk; answers when the last has ended."""
+        """Queues the copies; answers when the last has ended.
+
+        After a bug of ours too: an answer before that would give blocks back which are written to.
+        """
+        self._session.busy += 1
+        if not self._hashes:
+            self._answer()
+            return
+        # Where a device hangs nobody takes what is queued for it, nor gives it up.
+        self._core.timers.at(self._question.lease_ns / 1e9, self._core.copies.drop_late)
+        chunks = range(len(self._hashes))
+        a_call = self._registration.chunks_a_call
+        begun = 0
+        try:
+            for first in range(0, len(chunks), a_call):
+                self._scatter(chunks[first : first + a_call])
+                begun = first + a_call
+        except Exception:
+            logger.exception("a retrieve failed")  # our own bug: that of it which was not begun
+            for chunk in chunks[begun:]:
+                self._ended(chunk, CopyOutcome.FAILED)
+
+    def _scatter(self, chunks: Sequence[int]) -> None:
+        """Queues one call for those of the chunks that are there."""
+        entries: dict[int, Entry] = {}
+        try:
+            for chunk in chunks:
+                entry = self._pinned(self._hashes[chunk])
+                if entry is None:
+                    self._ended(chunk, CopyOutcome.FAILED)
+                else:
+                    entries[chunk] = entry
+            if entries:
+                self._queue(entries)
+        except BaseException:
+            for entry in entries.values():
+                self._core.pool.unpin(entry)
+            raise
+
+    def _queue(self, entries: Mapping[int, Entry]) -> None:
         form = self._registration.form
         skip = self._question.skip_first_n_tokens // form.block_size_tokens
         per_chunk = form.blocks_per_chunk
-        self._session.busy += 1
-        self._left = len(self._hashes)
-        for chunk, chunk_hash in enumerate(self._hashes):
-            entry = self._pinned(chunk_hash)
-            if entry is None:
-                self._copied(chunk, None, CopyOutcome.FAILED)
-                continue
+        block_ids: list[int] = []
+        slots: list[memoryview] = []
+        skip_blocks = 0
+        for chunk, entry in entries.items():
             first = chunk * per_chunk
-            copy = partial(
-                self._copy,
-                self._question.block_ids[first : first + per_chunk],
-                self._core.slots_of(form, entry),
-                min(max(0, skip - first), per_chunk),
-            )
-            report = partial(self._report, chunk, entry)
-            self._core.copies.scatter(self._registration.place, copy, report)
-        if not self._hashes:
-            self._answer()
+            block_ids += self._question.block_ids[first : first + per_chunk]
+            slots += self._core.slots_of(form, entry)
+            skip_blocks += min(max(0, skip - first), per_chunk)
+        self._core.copies.scatter(
+            self._registration.place,
+            partial(self._copy, len(entries), block_ids, slots, skip_blocks),
+            lambda outcome: self._core.post(partial(self._copied, entries, outcome)),
+            self._question.lease_ns,
+        )
 
     def _pinned(self, chunk_hash: bytes) -> Entry | None:
         """The chunk's entry with a pin that is ours: the session's, or a new one."""
@@ -76,7 +111,7 @@ class RetrieveJob:
         return entry
 
     def _copy(
-        self, block_ids: Sequence[int], slots: list[memoryview], skip_blocks: int
+        self, chunks: int, block_ids: Sequence[int], slots: list[memoryview], skip_blocks: int
     ) -> CopyOutcome:
         # On a copy thread. Past the lease the blocks are somebody else's.
         lease_ns = self._question.lease_ns
@@ -88,6 +123,7 @@ class RetrieveJob:
                 skip_blocks,
                 self._question.event,
                 lease_ns,
+                chunks,
             )
         except DeviceError:
             if time.monotonic_ns() <= lease_ns:
@@ -95,16 +131,19 @@ class RetrieveJob:
             return CopyOutcome.CANCELLED
         return CopyOutcome.DONE
 
-    def _report(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
-        self._core.post(partial(self._copied, chunk, entry, outcome))
-
-    def _copied(self, chunk: int, entry: Entry | None, outcome: CopyOutcome) -> None:
-        if entry is not None:
+    def _copied(self, entries: Mapping[int, Entry], outcome: CopyOutcome) -> None:
+        for chunk, entry in entries.items():
             self._core.pool.unpin(entry)
+            self._ended(chunk, outcome)
+
+    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
+        """The chunk has come to its end; said twice it counts once."""
+        if chunk not in self._pending:
+            return
+        self._pending.remove(chunk)
         if outcome is not CopyOutcome.DONE:
             self._failed.append(chunk)
-        self._left -= 1
-        if self._left == 0:
+        if not self._pending:
             self._answer()
 
     def _answer(self) -> None:

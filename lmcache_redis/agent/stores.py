@@ -9,7 +9,7 @@ keep     each chunk, once it is in its slots, is READY and offered for writing
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from lmcache_redis import messages as m
@@ -49,7 +49,7 @@ class StoreJob:
         self._hashes = hashes
         self._question = question
         self._reply = reply
-        self._left = 0  # chunks that are to be gathered and have not ended
+        self._pending: set[int] = set()  # chunks that are to be gathered and have not ended
         self._unread: set[int] = set()  # those whose blocks are still needed
         self._stored = 0
         self._already = 0
@@ -64,7 +64,7 @@ class StoreJob:
                 continue
             self._already += 1
             if not entry.persisted and not self._core.fills.filling(entry):
-                self._writes.offer(self._registration.form, chunk_hash, entry)
+                self._writes.offer(self._registration, chunk_hash, entry)
         if unknown:
             self._ask_redis(unknown)
         # Only now: where a bug of ours ended this before, nothing would end it later.
@@ -92,38 +92,70 @@ class StoreJob:
         in_redis = result.present or [False] * len(unknown)
         wanted = [chunk for chunk, present in zip(unknown, in_redis, strict=True) if not present]
         self._already += len(unknown) - len(wanted)
-        self._left = len(wanted)
+        self._pending.update(wanted)
         self._unread.update(wanted)
+        if not wanted:
+            self._answer_and_end()
+            return
+        # Where a device hangs nobody takes what is queued for it, nor gives it up.
+        self._core.timers.at(self._question.lease_ns / 1e9, self._core.copies.drop_late)
+        a_call = self._registration.chunks_a_call
         begun = 0
         try:
-            for chunk in wanted:
-                self._gather(chunk)
-                begun += 1
+            for first in range(0, len(wanted), a_call):
+                self._gather(wanted[first : first + a_call])
+                begun = first + a_call
         finally:
             # After a bug of ours those that were begun are waited for, and no others.
             for chunk in wanted[begun:]:
                 self._one_less(chunk)
-        if not wanted:
-            self._answer_and_end()
 
-    def _gather(self, chunk: int) -> None:
-        form = self._registration.form
+    def _gather(self, chunks: Sequence[int]) -> None:
+        """Queues one call for as many of the chunks as there is room for."""
+        entries: dict[int, Entry] = {}
+        try:
+            for chunk in chunks:
+                entry = self._room_for(chunk)
+                if entry is None:
+                    self._one_less(chunk)
+                else:
+                    entries[chunk] = entry
+            if entries:
+                self._queue(entries)
+        except BaseException:
+            # Our own bug: slots that nobody fills would never be free again.
+            for entry in entries.values():
+                self._core.fills.end(entry, filled=False)
+            raise
+
+    def _room_for(self, chunk: int) -> Entry | None:
+        """Slots for the chunk. None where it is there already, or there is no room."""
         if self._core.pool.get(self._key(chunk)) is not None:  # brought by another meanwhile
             self._already += 1
-            self._one_less(chunk)
-            return
-        entry = self._core.fills.begin(self._key(chunk), form.stripe_count)
+            return None
+        entry = self._core.fills.begin(self._key(chunk), self._registration.form.stripe_count)
         if entry is None:
             self._dropped("drop_pool_full", "the host pool was full")
-            self._one_less(chunk)
-            return
-        first = chunk * form.blocks_per_chunk
-        block_ids = self._question.block_ids[first : first + form.blocks_per_chunk]
-        copy = partial(self._copy, chunk, block_ids, self._core.slots_of(form, entry))
-        report = partial(self._report, chunk, entry)
-        self._core.copies.gather(self._registration.place, copy, report)
+        return entry
 
-    def _copy(self, chunk: int, block_ids: Sequence[int], slots: list[memoryview]) -> CopyOutcome:
+    def _queue(self, entries: Mapping[int, Entry]) -> None:
+        form = self._registration.form
+        block_ids: list[int] = []
+        slots: list[memoryview] = []
+        for chunk, entry in entries.items():
+            first = chunk * form.blocks_per_chunk
+            block_ids += self._question.block_ids[first : first + form.blocks_per_chunk]
+            slots += self._core.slots_of(form, entry)
+        self._core.copies.gather(
+            self._registration.place,
+            partial(self._copy, tuple(entries), block_ids, slots),
+            partial(self._report, entries),
+            self._question.lease_ns,
+        )
+
+    def _copy(
+        self, chunks: Sequence[int], block_ids: Sequence[int], slots: list[memoryview]
+    ) -> CopyOutcome:
         # On a copy thread. What is read past the lease may be another request's.
         lease_ns = self._question.lease_ns
         read_in_time = False
@@ -132,12 +164,17 @@ class StoreJob:
             nonlocal read_in_time
             read_in_time = time.monotonic_ns() <= lease_ns
             if read_in_time:
-                self._core.post(partial(self._blocks_read, chunk))
+                self._core.post(partial(self._blocks_read, chunks))
 
-        stripe_bytes = self._registration.form.stripe_payload_bytes
         try:
             self._registration.device.gather(
-                block_ids, slots, stripe_bytes, self._question.event, read, lease_ns
+                block_ids,
+                slots,
+                self._registration.form.stripe_payload_bytes,
+                self._question.event,
+                read,
+                lease_ns,
+                len(chunks),
             )
         except DeviceError:
             if time.monotonic_ns() <= lease_ns:
@@ -146,8 +183,9 @@ class StoreJob:
         in_time = read_in_time or time.monotonic_ns() <= lease_ns
         return CopyOutcome.DONE if in_time else CopyOutcome.CANCELLED
 
-    def _report(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
-        self._core.post(partial(self._gathered, chunk, entry, outcome))
+    def _report(self, entries: Mapping[int, Entry], outcome: CopyOutcome) -> None:
+        for chunk, entry in entries.items():
+            self._core.post(partial(self._gathered, chunk, entry, outcome))
 
     def _gathered(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
         self._core.pool.pin(entry)
@@ -169,7 +207,7 @@ class StoreJob:
             self._dropped(*_DROPS[outcome])
         if self._core.fills.end(entry, filled=outcome is CopyOutcome.DONE):
             self._stored += 1
-            self._writes.offer(form, self._hashes[chunk], entry)
+            self._writes.offer(self._registration, self._hashes[chunk], entry)
             if self._core.disk is not None:
                 self._core.disk.offer(form, self._hashes[chunk], entry)
 
@@ -178,19 +216,23 @@ class StoreJob:
         self._session.tally.reasons.add(reason)
 
     def _one_less(self, chunk: int) -> None:
-        self._left -= 1
+        """The chunk has come to its end, whatever that is; said twice it counts once."""
+        if chunk not in self._pending:
+            return
+        self._pending.remove(chunk)
         try:
-            self._blocks_read(chunk)
+            self._blocks_read((chunk,))
         finally:
-            if self._left == 0:
+            if not self._pending:
                 self._end()
 
-    def _blocks_read(self, chunk: int) -> None:
-        """The chunk's blocks are no longer needed. When none is, the engine is told."""
-        if chunk in self._unread:
-            self._unread.remove(chunk)
-            if not self._unread:
-                self._answer()
+    def _blocks_read(self, chunks: Sequence[int]) -> None:
+        """The chunks' blocks are no longer needed. When none is, the engine is told."""
+        if self._unread.isdisjoint(chunks):
+            return
+        self._unread.difference_update(chunks)
+        if not self._unread:
+            self._answer()
 
     def _answer_and_end(self) -> None:
         try:
@@ -200,7 +242,7 @@ class StoreJob:
 
     def _answer(self) -> None:
         # What is still on its way to its slots counts as stored: its blocks were read in time.
-        stored = self._stored + self._left
+        stored = self._stored + len(self._pending)
         dropped = len(self._hashes) - stored - self._already
         self._reply(m.StoreResult(0, stored, self._already, dropped))
 

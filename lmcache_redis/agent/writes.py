@@ -1,9 +1,10 @@
 """Writing behind: chunks of the host pool go to Redis when the engine has long gone on.
 
-A chunk waits a moment in the queue first: the engine step that follows a prefill gives the
-request its first token, and should not share its cores with the way to Redis. The queue is
-bounded in bytes. What does not fit, or what Redis does not take, stays in the host pool
-unpersisted and is counted; the next store of the chunk offers it again.
+Where the engine computes on the agent's cores, a chunk waits a moment in the queue first: the
+engine step that follows a prefill gives the request its first token, and should not share its
+cores with the way to Redis. Where a GPU computes, it goes at once. The queue is bounded in bytes.
+What does not fit, or what Redis does not take, stays in the host pool unpersisted and is counted;
+the next store of the chunk offers it again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from functools import partial
 
 from lmcache_redis.agent.core import Core
-from lmcache_redis.agent.registration import ChunkForm
+from lmcache_redis.agent.registration import Registration
 from lmcache_redis.hostpool import Entry
 from lmcache_redis.resp.outcomes import ChunkIO, WriteOutcome
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 # How long a chunk may wait in the queue and be written, in total.
 _WRITE_DEADLINE_S = 30.0
-_FIRST_TOKEN_FIRST_S = 0.1
+_FIRST_TOKEN_FIRST_S = 0.1  # on the cores of an engine
 # What a prefill stored within this time goes to Redis together.
 _TOGETHER_S = 0.005
 
@@ -48,8 +49,9 @@ class Writes:
     def __len__(self) -> int:
         return len(self._writing)
 
-    def offer(self, form: ChunkForm, chunk_hash: bytes, entry: Entry) -> None:
+    def offer(self, registration: Registration, chunk_hash: bytes, entry: Entry) -> None:
         """Queues a READY entry, unless it is queued, the queue is full or Redis is down."""
+        form = registration.form
         if entry in self._writing:
             return
         if not self._core.plane.state.up:
@@ -62,9 +64,10 @@ class Writes:
         now_s = time.monotonic()
         io = self._core.chunk_io(form, chunk_hash, entry, now_s + _WRITE_DEADLINE_S)
         self._writing[entry] = io
-        self._waiting[entry] = (io, now_s + _FIRST_TOKEN_FIRST_S)
+        wait_s = _FIRST_TOKEN_FIRST_S if registration.device.on_host_cores else 0.0
+        self._waiting[entry] = (io, now_s + wait_s)
         self.queued_bytes += form.chunk_bytes
-        self._core.timers.after(_FIRST_TOKEN_FIRST_S, self._begin_due)
+        self._core.timers.after(wait_s, self._begin_due)
 
     def begin_all(self) -> None:
         """Lets nothing wait any longer: the agent stops."""

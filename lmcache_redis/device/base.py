@@ -1,10 +1,10 @@
 """What the agent needs of a worker's device memory, whatever the device is.
 
 Life cycle: a worker registers handles and a layout; the agent opens a `DeviceContext`, which
-maps the memory once and checks the layout against what it really mapped; gathers and
-scatters run on the agent's copy threads, one chunk a call, several at a time; `close` waits
-for the calls in progress and unmaps. After the engine has died a context still works on
-CPU memory (the mapping keeps it) and fails with DeviceError on CUDA memory.
+maps the memory once and checks the layout against its size; gathers and scatters run on the
+agent's copy threads, several at a time, one chunk a call or, where chunks are small and a call
+is dear, several; `close` waits for the calls in progress and unmaps. After the engine has died a
+context still works on CPU memory (the mapping keeps it) and fails with DeviceError on CUDA memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from lmcache_redis.device.layout import KVLayout
 class DeviceContext(Protocol):
     """One worker's paged KV cache, mapped. Every method may raise DeviceError.
 
-    ``slots`` are writable memoryviews of bytes, one a stripe, at least as long as their
-    stripe's payload; they and the blocks belong to the call until it returns. Arguments are
-    checked before the first byte moves: a call that raises for a bound has changed nothing.
+    A call moves ``chunks`` chunks of equally many blocks: ``block_ids`` has those of the first in
+    token order, then those of the second; ``slots`` likewise. Slots are writable memoryviews of
+    bytes, one a stripe, at least as long as their stripe's payload; they and the blocks belong to
+    the call until it returns. Arguments are checked before the first byte moves: a call that
+    raises for a bound has changed nothing.
 
     ``until_ns`` (``time.monotonic_ns()``) is when the engine may give the blocks to somebody else.
     A call that cannot begin with them before, because it waits for its turn or for the engine's
@@ -30,6 +32,16 @@ class DeviceContext(Protocol):
     @property
     def layout(self) -> KVLayout: ...
 
+    @property
+    def call_bytes(self) -> int:
+        """What a call should move at least, as many whole chunks as that takes; 0: one chunk."""
+        ...
+
+    @property
+    def on_host_cores(self) -> bool:
+        """Whether the engine computes on the cores that the agent copies and sends with."""
+        ...
+
     def gather(
         self,
         block_ids: Sequence[int],
@@ -38,10 +50,11 @@ class DeviceContext(Protocol):
         event: bytes | None = None,
         read: Callable[[], None] | None = None,
         until_ns: int | None = None,
+        chunks: int = 1,
     ) -> None:
-        """Copy the chunk in ``block_ids`` (token order) out of the device into ``slots``.
+        """Copy the chunks in ``block_ids`` out of the device into ``slots``.
 
-        Returns when the slots hold it. ``read`` is called, once, on the same thread, when the
+        Returns when the slots hold them. ``read`` is called, once, on the same thread, when the
         blocks have been read, where that is well before: on a GPU. From then on they may be
         anything; the slots belong to the call until it returns.
 
@@ -58,8 +71,11 @@ class DeviceContext(Protocol):
         skip_blocks: int = 0,
         event: bytes | None = None,
         until_ns: int | None = None,
+        chunks: int = 1,
     ) -> None:
-        """Copy the chunk in ``slots`` into ``block_ids``, but for the first ``skip_blocks``.
+        """Copy the chunks in ``slots`` into ``block_ids``, but for the first ``skip_blocks``.
+
+        ``skip_blocks`` counts from the first block of the first chunk.
 
         ``event`` as for `gather`: after it the blocks may be written (an engine on a GPU may
         still have the zeroing of fresh blocks in flight). On return the engine may read them.

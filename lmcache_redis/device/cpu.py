@@ -24,7 +24,7 @@ from lmcache_redis.device.blocks import find_segments
 from lmcache_redis.device.calls import Calls
 from lmcache_redis.device.handles import SharedMemoryHandle, process_start_time
 from lmcache_redis.device.layout import KVLayout, Segment
-from lmcache_redis.device.plan import Copy, Planner, check_slots
+from lmcache_redis.device.plan import Chunk, Copy, Planner, check_slots, chunks_of_call
 from lmcache_redis.device.tensors import view_tensors
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.madvise import address_of, fault_in
@@ -116,6 +116,9 @@ class CpuDevice:
             change), or the layout leaves it. Nothing stays mapped then.
     """
 
+    call_bytes = 0
+    on_host_cores = True
+
     def __init__(self, layout: KVLayout, handles: Sequence[SharedMemoryHandle]) -> None:
         layout.check([handle.size_bytes for handle in handles])
         self.layout = layout
@@ -136,15 +139,18 @@ class CpuDevice:
         event: bytes | None = None,
         read: Callable[[], None] | None = None,
         until_ns: int | None = None,
+        chunks: int = 1,
     ) -> None:
-        """Copy a chunk out of its blocks. ``event`` has no meaning here and must be None."""
+        """Copy chunks out of their blocks. ``event`` has no meaning here and must be None."""
         _refuse_event(event)
-        copies = self._plan(block_ids, slots, stripe_payload_bytes, 0)
+        cut = chunks_of_call(block_ids, slots, 0, chunks)
+        plans = [self._plan(chunk, stripe_payload_bytes) for chunk in cut]
         _refuse_late(until_ns)
         with self._memory() as storages:
-            targets = [np.frombuffer(slot, np.uint8) for slot in slots]
-            for storage, offset, slot, at, nbytes in copies:
-                targets[slot][at : at + nbytes] = storages[storage][offset : offset + nbytes]
+            for chunk, copies in zip(cut, plans, strict=True):
+                targets = [np.frombuffer(slot, np.uint8) for slot in chunk.slots]
+                for storage, offset, slot, at, nbytes in copies:
+                    targets[slot][at : at + nbytes] = storages[storage][offset : offset + nbytes]
 
     def scatter(
         self,
@@ -154,15 +160,18 @@ class CpuDevice:
         skip_blocks: int = 0,
         event: bytes | None = None,
         until_ns: int | None = None,
+        chunks: int = 1,
     ) -> None:
-        """Copy a chunk into its blocks. ``event`` has no meaning here and must be None."""
+        """Copy chunks into their blocks. ``event`` has no meaning here and must be None."""
         _refuse_event(event)
-        copies = self._plan(block_ids, slots, stripe_payload_bytes, skip_blocks)
+        cut = chunks_of_call(block_ids, slots, skip_blocks, chunks)
+        plans = [self._plan(chunk, stripe_payload_bytes) for chunk in cut]
         _refuse_late(until_ns)
         with self._memory() as storages:
-            sources = [np.frombuffer(slot, np.uint8) for slot in slots]
-            for storage, offset, slot, at, nbytes in copies:
-                storages[storage][offset : offset + nbytes] = sources[slot][at : at + nbytes]
+            for chunk, copies in zip(cut, plans, strict=True):
+                sources = [np.frombuffer(slot, np.uint8) for slot in chunk.slots]
+                for storage, offset, slot, at, nbytes in copies:
+                    storages[storage][offset : offset + nbytes] = sources[slot][at : at + nbytes]
 
     def close(self) -> None:
         """Wait for calls in progress, then unmap. Idempotent."""
@@ -170,15 +179,10 @@ class CpuDevice:
             while self._maps:
                 self._maps.pop().close()
 
-    def _plan(
-        self,
-        block_ids: Sequence[int],
-        slots: Sequence[memoryview],
-        stripe_payload_bytes: int,
-        skip_blocks: int,
-    ) -> list[Copy]:
-        check_slots(slots, len(block_ids) * self._planner.block_bytes, stripe_payload_bytes)
-        return self._planner.copies(block_ids, stripe_payload_bytes, skip_blocks)
+    def _plan(self, chunk: Chunk, stripe_payload_bytes: int) -> list[Copy]:
+        chunk_bytes = len(chunk.block_ids) * self._planner.block_bytes
+        check_slots(chunk.slots, chunk_bytes, stripe_payload_bytes)
+        return self._planner.copies(chunk.block_ids, stripe_payload_bytes, chunk.skip_blocks)
 
     @contextmanager
     def _memory(self) -> Iterator[list[np.ndarray]]:

@@ -22,6 +22,9 @@ engine has given to somebody else by then.
 A gather has read its blocks long before it returns. It says so (``read``) as soon as its kernel has
 ended: staging owns the bytes from then on, and the engine its blocks.
 
+A call costs the host a fraction of a millisecond whatever it moves: so small chunks go several a
+call (`call_bytes`), in one launch. They fail or are late together.
+
 The agent pins its arena once with `pin`; unpinned slots work, at the speed of pageable memory.
 No context is made on a GPU that no worker registered.
 """
@@ -29,6 +32,7 @@ No context is made on a GPU that no worker registered.
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,15 +46,17 @@ from lmcache_redis.device.cuda_copies import BlockIds, PageCopies, page_copies
 from lmcache_redis.device.cuda_ipc import CudaIPCWrapper
 from lmcache_redis.device.handles import CudaIPCHandle, is_running
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.plan import check_slots
-from lmcache_redis.device.table import pack_ids
+from lmcache_redis.device.plan import Chunk, check_slots, chunks_of_call
+from lmcache_redis.device.table import pack_ids, staging_stride_bytes
 from lmcache_redis.errors import DeviceError
 
 EVENT_HANDLE_BYTES = 64  # sizeof(cudaIpcEventHandle_t)
 _EVENT_DEADLINE_S = 30.0
 _EVENT_POLL_S = 100e-6
 _LANE_DEADLINE_S = 60.0
+_UNPIN_DEADLINE_S = 5.0
 _LANES = 2
+_CALL_BYTES = 32 << 20
 _HOST_REGISTER_PORTABLE = 1
 
 _Int64s = npt.NDArray[np.int64]
@@ -70,6 +76,9 @@ class CudaDevice:
         DeviceError: a handle cannot be opened (the sentence says what to change), or the
             layout leaves its storages.
     """
+
+    call_bytes = _CALL_BYTES
+    on_host_cores = False
 
     def __init__(
         self, layout: KVLayout, handles: Sequence[CudaIPCHandle], lanes: int = _LANES
@@ -99,15 +108,17 @@ class CudaDevice:
         event: bytes | None = None,
         read: Callable[[], None] | None = None,
         until_ns: int | None = None,
+        chunks: int = 1,
     ) -> None:
-        """Copy a chunk out of its blocks, once the engine's event has happened."""
-        ids = self._checked(block_ids, slots, stripe_payload_bytes, 0, event)
+        """Copy chunks out of their blocks, once the engine's event has happened."""
+        cut = chunks_of_call(block_ids, slots, 0, chunks)
+        ids = self._checked(cut, stripe_payload_bytes, event)
         with self._lane(self._gathers, ids, until_ns) as (lane, copies, staging):
             sent = lane.send(ids)
             lane.after(event, until_ns)
             copies.gather(sent, staging)
             lane.mark()
-            for part, slot in _stripes(staging, slots, stripe_payload_bytes):
+            for part, slot in self._stripes(staging, cut, stripe_payload_bytes):
                 slot.copy_(part, non_blocking=True)
             if read is not None:
                 lane.wait_for_mark()
@@ -121,12 +132,14 @@ class CudaDevice:
         skip_blocks: int = 0,
         event: bytes | None = None,
         until_ns: int | None = None,
+        chunks: int = 1,
     ) -> None:
-        """Copy a chunk into its blocks, but for the first ``skip_blocks``, after the event."""
-        ids = self._checked(block_ids, slots, stripe_payload_bytes, skip_blocks, event)
+        """Copy chunks into their blocks, but for the first ``skip_blocks``, after the event."""
+        cut = chunks_of_call(block_ids, slots, skip_blocks, chunks)
+        ids = self._checked(cut, stripe_payload_bytes, event)
         with self._lane(self._scatters, ids, until_ns) as (lane, copies, staging):
             sent = lane.send(ids)
-            for part, slot in _stripes(staging, slots, stripe_payload_bytes):
+            for part, slot in self._stripes(staging, cut, stripe_payload_bytes):
                 part.copy_(slot, non_blocking=True)
             lane.after(event, until_ns)
             copies.scatter(sent, staging)
@@ -145,16 +158,16 @@ class CudaDevice:
             torch.cuda.empty_cache()
 
     def _checked(
-        self,
-        block_ids: Sequence[int],
-        slots: Sequence[memoryview],
-        stripe_payload_bytes: int,
-        skip_blocks: int,
-        event: bytes | None,
+        self, cut: Sequence[Chunk], stripe_payload_bytes: int, event: bytes | None
     ) -> _Int64s:
         """The ids as a kernel takes them. Raises DeviceError for anything out of bounds."""
-        ids = pack_ids([block_ids], self.layout.num_blocks, [skip_blocks])
-        check_slots(slots, len(block_ids) * self._block_bytes, stripe_payload_bytes)
+        ids = pack_ids(
+            [chunk.block_ids for chunk in cut],
+            self.layout.num_blocks,
+            [chunk.skip_blocks for chunk in cut],
+        )
+        for chunk in cut:
+            check_slots(chunk.slots, ids.shape[1] * self._block_bytes, stripe_payload_bytes)
         check_event(event)
         if not is_running(*self._exporter):
             raise DeviceError(f"process {self._exporter[0]}, whose KV cache this is, has ended")
@@ -175,11 +188,26 @@ class CudaDevice:
                 raise DeviceError(f"no lane to {self.device} within {patience_s:.1f} s") from None
             try:
                 with lane.running():
-                    yield lane, copies, lane.staging(ids.size * self._block_bytes)
+                    yield lane, copies, lane.staging(self._staged_bytes(*ids.shape))
             except RuntimeError as error:
                 raise DeviceError(f"a copy on {self.device} failed: {error}") from error
             finally:
                 lanes.put(lane)
+
+    def _staged_bytes(self, chunks: int, blocks: int) -> int:
+        chunk_bytes = blocks * self._block_bytes
+        return (chunks - 1) * staging_stride_bytes(chunk_bytes) + chunk_bytes
+
+    def _stripes(
+        self, staging: torch.Tensor, cut: Sequence[Chunk], stripe_payload_bytes: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each stripe of the staged chunks with its slot, as tensors of one length."""
+        chunk_bytes = len(cut[0].block_ids) * self._block_bytes
+        staged = staging.split(staging_stride_bytes(chunk_bytes))
+        for chunk, whole in zip(cut, staged, strict=True):
+            parts = whole[:chunk_bytes].split(stripe_payload_bytes)
+            for part, slot in zip(parts, chunk.slots, strict=True):
+                yield part, torch.frombuffer(slot, dtype=torch.uint8, count=part.numel())
 
 
 class _Lane:
@@ -260,13 +288,27 @@ class PinnedMemory:
         self._device = device
 
     def close(self) -> None:
-        """Unpin. Idempotent. The memory must still be mapped, and no copy in progress on it."""
-        if self._address is not None:
+        """Unpin. Idempotent. The memory must still be mapped, and no copy in progress on it.
+
+        Raises:
+            DeviceError: CUDA would not, or did not in time: it waits for a GPU that hangs. The end
+                of the process unpins too.
+        """
+        address, self._address = self._address, None
+        if address is None:
+            return
+        codes: list[int] = []
+
+        def unpin() -> None:
             with torch.cuda.device(self._device):
-                code = int(torch.cuda.cudart().cudaHostUnregister(self._address))
-            self._address = None
-            if code:
-                raise DeviceError(f"host memory could not be unpinned: CUDA error {code}")
+                codes.append(int(torch.cuda.cudart().cudaHostUnregister(address)))
+
+        thread = threading.Thread(target=unpin, name="lmcache-redis-unpin", daemon=True)
+        thread.start()
+        thread.join(_UNPIN_DEADLINE_S)
+        if codes != [0]:
+            reason = f"CUDA error {codes[0]}" if codes else "CUDA did not answer in time"
+            raise DeviceError(f"host memory could not be unpinned: {reason}")
 
 
 def pin(address: int, size_bytes: int, device: torch.device) -> PinnedMemory:
@@ -312,11 +354,3 @@ def check_event(event: bytes | None) -> None:
     """Raise DeviceError unless it may be a CUDA IPC event handle."""
     if event is not None and len(event) != EVENT_HANDLE_BYTES:
         raise DeviceError(f"a CUDA event handle of {len(event)} bytes")
-
-
-def _stripes(
-    staging: torch.Tensor, slots: Sequence[memoryview], stripe_payload_bytes: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each stripe of the staged chunk with its slot, as tensors of one length."""
-    for part, slot in zip(staging.split(stripe_payload_bytes), slots, strict=True):
-        yield part, torch.frombuffer(slot, dtype=torch.uint8, count=part.numel())

@@ -5,6 +5,10 @@ is `lmcache_redis.device.handles.CudaIPCHandle`. Torch's own handle is reduced t
 bytes, which every torch opens, so engine and agent may run different versions of it. The GPU
 travels as its UUID, so they may see different CUDA_VISIBLE_DEVICES.
 
+What engine and agent must share: the GPU, the PID namespace (process ids tell whether the engine is
+there), and ``/dev/shm``, which in containers comes with the IPC namespace: CUDA's events between
+processes and torch's counters lie there. Each is checked here, with a sentence of its own.
+
 Only memory from ``cudaMalloc`` can be exported. Expandable segments, cudaMallocAsync and
 vLLM's cumem allocator (sleep mode) map memory in other ways: they are recognised here, and
 the error names the setting to change.
@@ -36,6 +40,7 @@ _EXPANDABLE = ord("e")
 _REF_COUNTERS_PER_FILE = 10_000
 _REF_COUNTER_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+(_[0-9]+)?")
 _MAX_BYTES = 2**63 - 1
+_SHM_DIRECTORY = "/dev/shm"
 
 _EXPANDABLE_SENTENCE = (
     "the KV cache lies in expandable segments, which CUDA cannot share between processes: start "
@@ -130,13 +135,14 @@ class CudaIPCWrapper:
         """Map the memory and return the tensor; dropping its storage unmaps.
 
         Raises:
-            DeviceError: the handle is malformed, its process has ended, its GPU is not visible
-                here, or CUDA will not open it.
+            DeviceError: the handle is malformed, its process has ended or shares no memory with
+                this one, its GPU is not visible here, or CUDA will not open it.
         """
         handle = self.handle
         check_handle(handle)
         _check_exporter(handle)
         index = device_index(handle.device_uuid)
+        _check_shared_memory(handle)
         try:
             storage = torch.UntypedStorage._new_shared_cuda(
                 index,
@@ -154,7 +160,8 @@ class CudaIPCWrapper:
             raise DeviceError(
                 f"the KV cache of process {handle.pid} on GPU {handle.device_uuid} cannot be "
                 f"opened ({error}): engine and agent must share GPU, IPC and PID namespace "
-                "(docker run --ipc=host --pid=host, or one pod with shareProcessNamespace)"
+                "(docker run --ipc=container:NAME --pid=container:NAME, or one pod with "
+                "shareProcessNamespace)"
             ) from error
 
 
@@ -263,6 +270,21 @@ def _check_exporter(handle: CudaIPCHandle) -> None:
         raise DeviceError(f"process {handle.pid}, which exported the KV cache, has ended")
     if handle.pid == os.getpid():
         raise DeviceError("a CUDA IPC handle cannot be opened by the process that made it")
+
+
+def _check_shared_memory(handle: CudaIPCHandle) -> None:
+    """Raise DeviceError unless this process has the exporter's ``/dev/shm``.
+
+    Without it memory is opened all the same, and no event is: CUDA keeps those that processes share
+    in shared memory. Every copy would fail then. Torch's counter, which the exporter holds as long
+    as the storage, tells.
+    """
+    if not os.path.exists(_SHM_DIRECTORY + handle.ref_counter_handle.decode("ascii")):
+        raise DeviceError(
+            f"{_SHM_DIRECTORY} of the engine's process {handle.pid} is another than the agent's, "
+            "and CUDA's events need it: containers must share one IPC namespace "
+            "(docker run --ipc=container:NAME, or one pod)"
+        )
 
 
 def _flat(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -19,6 +19,7 @@ Under ``TRITON_INTERPRET=1``, set before Triton is imported, the same code runs 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +31,9 @@ from lmcache_redis.device.table import COLUMNS, SKIPPED, SegmentTable, Tiles
 from lmcache_redis.errors import DeviceError
 
 _WARPS = 4
-# Threads that find a kernel not compiled yet take turns: Triton keeps no lock of its own.
-_launching = threading.Lock()
+# Threads that find a kernel not compiled yet take turns: Triton keeps no lock of its own. What is
+# held here waits for no GPU: one that hangs in a launch must not keep others from theirs.
+_compiling = threading.Lock()
 
 _COLUMN_COUNT = tl.constexpr(len(COLUMNS))
 
@@ -118,6 +120,7 @@ class TritonCopies:
         self._table = table
         self._device = device
         self._rows: dict[int, tuple[Tiles, torch.Tensor]] = {}
+        self._compiled: set[tuple[tuple[int, ...], bool]] = set()
 
     def gather(self, block_ids: BlockIds, staging: torch.Tensor) -> None:
         self._launch(block_ids, staging, scatter=False)
@@ -143,19 +146,21 @@ class TritonCopies:
         tiles, rows = self._rows_of(n_blocks)
         _check_staging(staging, chunks, tiles)
         width, *narrow = tiles.widths
-        with _launching:
-            _move_chunks[(len(tiles.rows), chunks)](
-                rows,
-                block_ids.device,
-                staging,
-                n_blocks,
-                tiles.staging_stride_bytes,
-                UNITS=self._table.units_per_tile,
-                WIDTH=width,
-                NARROW=narrow[0] if narrow else 0,
-                SCATTER=scatter,
-                num_warps=_WARPS,
-            )
+        grid = (len(tiles.rows), chunks)
+        arguments = (rows, block_ids.device, staging, n_blocks, tiles.staging_stride_bytes)
+        options: dict[str, Any] = {
+            "UNITS": self._table.units_per_tile,
+            "WIDTH": width,
+            "NARROW": narrow[0] if narrow else 0,
+            "SCATTER": scatter,
+            "num_warps": _WARPS,
+        }
+        kind = (tiles.widths, scatter)
+        if kind not in self._compiled:
+            with _compiling:
+                _move_chunks.warmup(*arguments, grid=grid, **options)
+            self._compiled.add(kind)
+        _move_chunks[grid](*arguments, **options)
 
     def _rows_of(self, n_blocks: int) -> tuple[Tiles, torch.Tensor]:
         found = self._rows.get(n_blocks)

@@ -36,6 +36,14 @@ class Copy(NamedTuple):
     nbytes: int
 
 
+class Chunk(NamedTuple):
+    """One chunk of a call: its blocks in token order, its slots, and its blocks to leave alone."""
+
+    block_ids: Sequence[int]
+    slots: Sequence[memoryview]
+    skip_blocks: int
+
+
 # Copy(*row), several times as fast: this is most of what planning a chunk costs.
 _copy = functools.partial(tuple.__new__, Copy)
 
@@ -170,6 +178,29 @@ def plan_chunk(
 ) -> list[Copy]:
     """One chunk's copies, for those who plan once; see `Planner.copies`."""
     return Planner(layout).copies(block_ids, stripe_payload_bytes, skip_blocks)
+
+
+def chunks_of_call(
+    block_ids: Sequence[int], slots: Sequence[memoryview], skip_blocks: int, chunks: int
+) -> list[Chunk]:
+    """Cut a call's blocks and slots into those of its chunks, which are equally long.
+
+    Raises:
+        DeviceError: they do not divide so, or more blocks are to be skipped than there are.
+    """
+    if chunks <= 0 or len(block_ids) % chunks or len(slots) % chunks:
+        raise DeviceError(f"{len(block_ids)} blocks and {len(slots)} slots for {chunks} chunks")
+    if not 0 <= skip_blocks <= len(block_ids):
+        raise DeviceError(f"{skip_blocks} of {len(block_ids)} blocks to skip")
+    blocks, stripes = len(block_ids) // chunks, len(slots) // chunks
+    return [
+        Chunk(
+            block_ids[n * blocks : (n + 1) * blocks],
+            slots[n * stripes : (n + 1) * stripes],
+            min(max(0, skip_blocks - n * blocks), blocks),
+        )
+        for n in range(chunks)
+    ]
 
 
 def check_slots(slots: Sequence[memoryview], chunk_bytes: int, stripe_payload_bytes: int) -> None:

@@ -22,6 +22,7 @@ same for all chunks of a worker: they are made once. Pure arithmetic; no memory 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -168,12 +169,12 @@ def pack_ids(
     """
     if not 0 < len(chunks) <= _MAX_CHUNKS:
         raise DeviceError(f"{len(chunks)} chunks for one launch")
-    rows = [checked_ids(ids, num_blocks) for ids in chunks]
-    lengths = {len(row) for row in rows}
+    lengths = {len(ids) for ids in chunks}
     if len(lengths) != 1 or 0 in lengths:
         raise DeviceError(f"chunks of {sorted(lengths)} blocks for one launch")
-    packed = np.stack(rows)
-    for row, skip in zip(packed, skip_blocks or [0] * len(rows), strict=True):
+    joined = list(itertools.chain.from_iterable(chunks))
+    packed = checked_ids(joined, num_blocks).reshape(len(chunks), -1)
+    for row, skip in zip(packed, skip_blocks or [0] * len(chunks), strict=True):
         if not 0 <= skip <= len(row):
             raise DeviceError(f"{skip} of {len(row)} blocks to skip")
         row[:skip] = SKIPPED

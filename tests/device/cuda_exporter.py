@@ -1,7 +1,7 @@
 """A stand-in for an engine on a GPU; like `tests.device.exporter`, but its own process always.
 
 Commands: ``share``, ``read`` (block ids), ``fill late`` (a value, written by the GPU after a
-pause that it is still in when the answer goes out).
+pause that it is still in when the answer goes out). EXTRA_MIB in its environment makes it larger.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import DeviceError
 
 BLOCKS, HEADS, TOKENS, WIDTH, LAYERS = 12, 2, 16, 64, 3
-PAUSE_CYCLES = 200_000_000  # about a tenth of a second
+PAUSE_CYCLES = 1_000_000_000  # about half a second
 
 
 class CudaExporter:
@@ -78,6 +78,16 @@ def main() -> None:
     pair = torch.rand((2, BLOCKS, HEADS, TOKENS, WIDTH), device="cuda").to(torch.float16)
     last = torch.rand((2, BLOCKS, TOKENS, HEADS, WIDTH // 2), device="cuda").to(torch.float16)
     caches = {"layer.0": pair[0], "layer.1": pair[1], "layer.2": last}
+    extra_bytes = int(os.environ.get("EXTRA_MIB", 0)) << 20
+    if extra_bytes:  # one more layer, of whole pages
+        page_bytes = extra_bytes // BLOCKS // 4096 * 4096
+        caches["layer.3"] = torch.zeros((BLOCKS, page_bytes), dtype=torch.uint8, device="cuda")
+    # Kernels are loaded when they are first used, and that may wait for what runs before them: a
+    # first ``fill_`` behind the pause would come back after it.
+    torch.cuda._sleep(1)
+    for tensor in (pair, last):
+        torch.empty_like(tensor).fill_(1.0)
+    torch.cuda.synchronize()
     events = []
     for line in sys.stdin:
         command, *arguments = json.loads(line)

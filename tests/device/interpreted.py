@@ -7,6 +7,7 @@ small here: pages of a few bytes are cut and share tiles as pages of kibibytes d
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmcache_redis.device import cuda_kernels
 from lmcache_redis.device.blocks import find_segments
 from lmcache_redis.device.cuda_copies import PageCopies, page_copies
 from lmcache_redis.device.cuda_kernels import TritonCopies
@@ -24,7 +26,7 @@ from lmcache_redis.device.table import SegmentTable, Storage
 from lmcache_redis.device.tensors import view_tensors
 from lmcache_redis.errors import DeviceError
 from tests.device.cpu_lanes import gpu_is_cpu, open_over_cpu
-from tests.device.layouts import Paged, blocks_of, empty_slots, filled_slots, paged
+from tests.device.layouts import Call, Paged, calls, check_call
 from tests.device.moves import BLANK, Make, Move, check_gather, check_scatter, ids_of, moves
 
 CPU = torch.device("cpu")
@@ -72,24 +74,56 @@ def without_gpu() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("without_gpu")
-@settings(max_examples=15)
-@given(paged(granule=8, device="cuda"), st.data(), st.integers(1, 700))
-def test_a_device_in_both_directions(case: Paged, data: st.DataObject, stripe: int) -> None:
+@settings(max_examples=25)
+@given(calls(granule=8, device="cuda"))
+def test_a_device_in_both_directions(call: Call) -> None:
     """As the agent calls it, from block ids to slots: with the kernels that were chosen."""
-    device = open_over_cpu(case)
+    device = open_over_cpu(call.case)
     assert device._copies is not None
     assert device._copies.name == "Triton"
-    ids = data.draw(blocks_of(case.layout.num_blocks, unique=True))
-    skip = data.draw(st.integers(0, len(ids)))
-    slots = empty_slots(len(ids) * case.layout.block_bytes, stripe, spare=2)
-    device.gather(ids, slots, stripe)
-    want = filled_slots(case.chunk(ids), stripe, spare=2)
-    assert [bytes(slot) for slot in slots] == [bytes(slot) for slot in want]
-    chunk = np.random.default_rng(stripe).bytes(len(ids) * case.layout.block_bytes)
-    after = case.with_chunk(ids, chunk, skip)
-    device.scatter(ids, filled_slots(chunk, stripe), stripe, skip)
-    assert all(np.array_equal(*pair) for pair in zip(after, case.storages, strict=True))
+    check_call(device, call)
     device.close()
+
+
+def test_a_launch_that_hangs_keeps_no_other_gpu_from_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is compiled is compiled in turns; what is launched waits for its own GPU alone."""
+    launched, go_on = threading.Event(), threading.Event()
+    compiling: list[bool] = []
+
+    class Kernel:
+        def warmup(self, *arguments: Any, **options: Any) -> None:
+            compiling.append(cuda_kernels._compiling.locked())
+
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            def launch(rows: Any, ids: torch.Tensor, *arguments: Any, **options: Any) -> None:
+                if ids[0, 0] == 7:
+                    launched.set()
+                    assert go_on.wait(30)
+
+            return launch
+
+    monkeypatch.setattr(cuda_kernels, "_move_chunks", Kernel())
+    storage = torch.zeros(8 * 64, dtype=torch.uint8)
+    case = Paged(layout_of(Segment(0, 0, 64, 64)), [storage.numpy()])
+    staging = torch.zeros(64, dtype=torch.uint8)
+
+    def gather(copies: PageCopies, block: int) -> None:
+        copies.gather(ids_of(Move(case, [[block]], [0], 0), "cpu"), staging)
+
+    hanging, other = (interpreted(16)(case.layout, [storage]) for _ in range(2))
+    thread = threading.Thread(target=gather, args=(hanging, 7))
+    thread.start()
+    assert launched.wait(30)
+    done = threading.Event()
+    beside = threading.Thread(target=lambda: (gather(other, 1), gather(hanging, 2), done.set()))
+    beside.start()
+    assert done.wait(30), "a launch waited for the one that hangs"
+    go_on.set()
+    thread.join()
+    beside.join()
+    assert compiling == [True, True]
 
 
 BLOCKS, HEADS, TOKENS, WIDTH, LAYERS = 6, 2, 4, 8, 3

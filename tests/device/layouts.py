@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
 
+from lmcache_redis.device.base import DeviceContext
 from lmcache_redis.device.layout import KVLayout, Segment, coalesce
 
 
@@ -97,6 +98,78 @@ def blocks_of(draw: st.DrawFn, num_blocks: int, *, unique: bool = False) -> list
             st.lists(st.integers(0, num_blocks - 1), min_size=1, max_size=10, unique=unique)
         )
     return run if kind == "run" else run[::-1]
+
+
+@dataclass
+class Call:
+    """Chunks of a call, as a `DeviceContext` gets them; ``skip_blocks`` counts from the first."""
+
+    case: Paged
+    chunks: list[list[int]]
+    stripe_payload_bytes: int
+    skip_blocks: int
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [block for chunk in self.chunks for block in chunk]
+
+    @property
+    def chunk_bytes(self) -> int:
+        return len(self.chunks[0]) * self.case.layout.block_bytes
+
+    def empty_slots(self, spare: int = 0) -> list[memoryview]:
+        """As `empty_slots`, of all chunks."""
+        stripe = self.stripe_payload_bytes
+        return [slot for _ in self.chunks for slot in empty_slots(self.chunk_bytes, stripe, spare)]
+
+    def filled_slots(self, chunks: Sequence[bytes], spare: int = 0) -> list[memoryview]:
+        """As `filled_slots`, of all chunks."""
+        stripe = self.stripe_payload_bytes
+        return [slot for chunk in chunks for slot in filled_slots(chunk, stripe, spare)]
+
+    def gathered(self) -> list[bytes]:
+        return [self.case.chunk(chunk) for chunk in self.chunks]
+
+    def scattered(self, chunks: Sequence[bytes]) -> list[np.ndarray]:
+        """The storages once those chunks are in their blocks."""
+        after = self.case.storages
+        for number, (ids, chunk) in enumerate(zip(self.chunks, chunks, strict=True)):
+            skip = min(max(0, self.skip_blocks - number * len(ids)), len(ids))
+            after = Paged(self.case.layout, after).with_chunk(ids, chunk, skip)
+        return after
+
+
+@st.composite
+def calls(draw: st.DrawFn, granule: int = 1, device: str = "cpu") -> Call:
+    """One to three chunks of a random layout, in blocks that differ."""
+    case = draw(paged(granule, device))
+    num_blocks = case.layout.num_blocks
+    count = draw(st.integers(1, min(3, num_blocks)))
+    length = draw(st.integers(1, num_blocks // count))
+    order = draw(st.permutations(range(num_blocks)))
+    chunks = [list(order[n * length : (n + 1) * length]) for n in range(count)]
+    return Call(case, chunks, draw(st.integers(1, 700)), draw(st.integers(0, count * length)))
+
+
+def check_call(
+    device: DeviceContext, call: Call, memory: Callable[[], list[np.ndarray]] | None = None
+) -> None:
+    """Both directions, against the plainest gather and scatter; every byte is compared.
+
+    memory: the device's storages as they are, where they are not the case's own.
+    """
+    case, stripe, count = call.case, call.stripe_payload_bytes, len(call.chunks)
+    slots = call.empty_slots(spare=2)
+    device.gather(call.block_ids, slots, stripe, chunks=count)
+    want = call.filled_slots(call.gathered(), spare=2)
+    assert [bytes(slot) for slot in slots] == [bytes(slot) for slot in want]
+    random = np.random.default_rng(stripe)
+    chunks = [random.bytes(call.chunk_bytes) for _ in call.chunks]
+    expected = call.scattered(chunks)
+    slots = call.filled_slots(chunks)
+    device.scatter(call.block_ids, slots, stripe, call.skip_blocks, chunks=count)
+    storages = case.storages if memory is None else memory()
+    assert all(np.array_equal(*pair) for pair in zip(expected, storages, strict=True))
 
 
 def empty_slots(chunk_bytes: int, stripe_payload_bytes: int, spare: int = 0) -> list[memoryview]:

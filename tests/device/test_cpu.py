@@ -23,7 +23,14 @@ from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
 from tests.device.exporter import BLOCKS, LAYERS, TOKENS, Exporter, bytes_of, make_caches
-from tests.device.layouts import Paged, blocks_of, empty_slots, filled_slots
+from tests.device.layouts import (
+    Call,
+    Paged,
+    blocks_of,
+    check_call,
+    empty_slots,
+    filled_slots,
+)
 
 KINDS = ["one storage", "k and v apart"]
 STRIPE = 1000
@@ -250,6 +257,21 @@ class TestRoundTrip:
         again = empty_slots(len(ids) * layout.block_bytes, stripe)
         device.gather(others, again, stripe)
         assert again == slots
+        device.close()
+
+    @settings(max_examples=40)
+    @given(data=st.data(), count=st.integers(1, 3), stripe=st.integers(64, 4096))
+    def test_several_chunks_in_a_call(
+        self, own: Own, data: st.DataObject, count: int, stripe: int
+    ) -> None:
+        caches, layout, handles = own
+        order = data.draw(st.permutations(range(BLOCKS)))
+        length = data.draw(st.integers(1, BLOCKS // count))
+        chunks = [list(order[n * length : (n + 1) * length]) for n in range(count)]
+        skip = data.draw(st.integers(0, count * length))
+        device = CpuDevice(layout, handles)
+        call = Call(as_paged(layout, bytes_of(caches)), chunks, stripe, skip)
+        check_call(device, call, lambda: [np.frombuffer(e, np.uint8) for e in bytes_of(caches)])
         device.close()
 
 

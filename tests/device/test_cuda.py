@@ -1,41 +1,29 @@
-"""`CudaDevice`: its logic over CPU tensors anywhere, and on a real GPU where there is one."""
+"""`CudaDevice`: its logic, over CPU tensors in place of a GPU's."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import gc
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from lmcache_redis.device import cuda
-from lmcache_redis.device.base import DeviceContext
 from lmcache_redis.device.cuda import CudaDevice, check_event, open_flat, pin
 from lmcache_redis.device.cuda_fallback import IndexedCopies
-from lmcache_redis.device.cuda_ipc import CudaIPCWrapper, device_uuid
+from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import DeviceError
-from lmcache_redis.hostpool import Arena
 from tests.device.cpu_lanes import CpuLane, flat_handle, gpu_is_cpu, open_over_cpu
-from tests.device.cuda_exporter import BLOCKS, CudaExporter
-from tests.device.layouts import Paged, blocks_of, empty_slots, filled_slots, paged
-
-needs_gpu = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no NVIDIA GPU: torch.cuda.is_available() is False"
-    ),
-]
-STRIPE = 5000
+from tests.device.layouts import Call, Paged, calls, check_call, empty_slots, filled_slots
 
 
 @pytest.fixture(scope="class")
@@ -48,19 +36,10 @@ def without_gpu() -> Iterator[None]:
 class TestOverCpuTensors:
     """What a GPU does not decide: bounds, stripes, skipping, lanes, errors, closing."""
 
-    @given(paged(granule=8, device="cuda"), st.data(), st.integers(1, 700))
-    def test_both_directions(self, case: Paged, data: st.DataObject, stripe: int) -> None:
-        device: DeviceContext = open_over_cpu(case)
-        ids = data.draw(blocks_of(case.layout.num_blocks, unique=True))
-        skip = data.draw(st.integers(0, len(ids)))
-        slots = empty_slots(len(ids) * case.layout.block_bytes, stripe, spare=2)
-        device.gather(ids, slots, stripe, event=None)
-        want = filled_slots(case.chunk(ids), stripe, spare=2)
-        assert [bytes(slot) for slot in slots] == [bytes(slot) for slot in want]
-        chunk = np.random.default_rng(stripe).bytes(len(ids) * case.layout.block_bytes)
-        expected = case.with_chunk(ids, chunk, skip)
-        device.scatter(ids, filled_slots(chunk, stripe), stripe, skip)
-        assert all(np.array_equal(*pair) for pair in zip(expected, case.storages, strict=True))
+    @given(calls(granule=8, device="cuda"))
+    def test_both_directions(self, call: Call) -> None:
+        device = open_over_cpu(call.case)
+        check_call(device, call)
         device.close()
 
     def case(self) -> Paged:
@@ -217,6 +196,30 @@ class TestOverCpuTensors:
         with pytest.raises(DeviceError, match="no longer mapped"):
             device.gather([0], empty_slots(8, 8), 8)
 
+    def test_closing_leaves_no_reference_to_the_engines_memory(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Torch closes an IPC handle with the last reference, and no sooner."""
+        opened: list[weakref.ref[np.ndarray]] = []
+
+        def fresh(handle: CudaIPCHandle) -> torch.Tensor:
+            memory = np.zeros(handle.storage_size_bytes, np.uint8)
+            opened.append(weakref.ref(memory))
+            return torch.from_numpy(memory)
+
+        monkeypatch.setattr(cuda, "open_flat", fresh)
+        device = CudaDevice(self.case().layout, [flat_handle(32)])
+        device.gather([0, 1], empty_slots(16, 8), 8)
+        with pytest.raises(DeviceError):
+            device.gather([4], empty_slots(8, 8), 8)
+        gc.disable()  # it is not a collector that lets go
+        try:
+            assert [reference() is None for reference in opened] == [False]
+            device.close()
+            assert [reference() is None for reference in opened] == [True]
+        finally:
+            gc.enable()
+
     def test_handles_of_two_gpus_or_none_are_refused(self) -> None:
         layout = KVLayout((), "uint8", "cuda", 16, 4, (Segment(0, 0, 8, 8), Segment(1, 0, 8, 8)))
         with pytest.raises(DeviceError, match="different GPUs"):
@@ -356,181 +359,24 @@ class TestChecks:
         pinned.close()
         assert calls == [4096]
 
-
-@pytest.fixture
-def engine() -> Iterator[CudaExporter]:
-    exporter = CudaExporter()
-    yield exporter
-    exporter.kill()
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    pool = Arena(1 << 20, STRIPE)
-    pinned = pin(pool.base_address, pool.size_bytes, torch.device("cuda:0"))
-    yield pool
-    pinned.close()
-    pool.close()
-
-
-def slots_of(arena: Arena, chunk_bytes: int) -> list[memoryview]:
-    lengths = [min(STRIPE, chunk_bytes - at) for at in range(0, chunk_bytes, STRIPE)]
-    return [arena.slot_view(slot, length) for slot, length in enumerate(lengths)]
-
-
-class TestOnAGpu:
-    pytestmark = needs_gpu
-
-    def test_gather_reads_what_the_engine_has(self, engine: CudaExporter, arena: Arena) -> None:
-        layout, handles = engine.share()
-        device = CudaDevice(layout, handles)
-        for ids in ([3, 4, 5, 0, 11], [7], list(range(BLOCKS))):
-            slots = slots_of(arena, len(ids) * layout.block_bytes)
-            device.gather(ids, slots, STRIPE)
-            assert b"".join(slots) == engine.chunk(ids)
-        device.close()
-
-    def test_scatter_writes_what_the_engine_sees(self, engine: CudaExporter, arena: Arena) -> None:
-        layout, handles = engine.share()
-        device = CudaDevice(layout, handles)
-        ids, others = [7, 6, 1, 2], [0, 3, 4, 5, 8, 9, 10, 11, 7]
-        before = engine.chunk(others)
-        chunk = os.urandom(len(ids) * layout.block_bytes)
-        slots = slots_of(arena, len(chunk))
-        for index, slot in enumerate(slots):
-            slot[:] = chunk[index * STRIPE : index * STRIPE + slot.nbytes]
-        device.scatter(ids, slots, STRIPE, skip_blocks=1)
-        device.close()
-        assert engine.chunk(others) == before
-        at = 0
-        written = engine.chunk(ids)
-        for segment in layout.segments:
-            end = at + len(ids) * segment.page_bytes
-            assert written[at + segment.page_bytes : end] == chunk[at + segment.page_bytes : end]
-            at = end
-
-    def test_unpinned_slots_work(self, engine: CudaExporter) -> None:
-        layout, handles = engine.share()
-        device = CudaDevice(layout, handles)
-        slots = empty_slots(2 * layout.block_bytes, STRIPE)
-        device.gather([1, 2], slots, STRIPE)
-        assert b"".join(slots) == engine.chunk([1, 2])
-        device.close()
-
-    def test_a_gather_comes_after_the_engines_event(
-        self, engine: CudaExporter, arena: Arena
+    @pytest.mark.parametrize(("code", "reason"), [(1, "CUDA error 1"), (None, "did not answer")])
+    def test_unpinning_that_fails_or_hangs(
+        self, code: int | None, reason: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        layout, handles = engine.share()
-        device = CudaDevice(layout, handles)
-        event, happened = engine.ask("fill late", 3.0)
-        assert not happened
-        slots = slots_of(arena, 2 * layout.block_bytes)
-        device.gather([0, 5], slots, STRIPE, event=bytes.fromhex(event))
-        assert b"".join(slots) == engine.chunk([0, 5])
-        assert set(np.frombuffer(b"".join(slots), np.float16)) == {3.0}
-        device.close()
+        """The agent's end waits for no GPU."""
+        go_on = threading.Event()
 
-    def test_a_scatter_comes_after_the_engines_event(
-        self, engine: CudaExporter, arena: Arena
-    ) -> None:
-        layout, handles = engine.share()
-        device = CudaDevice(layout, handles)
-        event, _ = engine.ask("fill late", 0.0)
-        slots = slots_of(arena, layout.block_bytes)
-        for slot in slots:
-            slot[:] = b"\x01" * slot.nbytes
-        device.scatter([5], slots, STRIPE, event=bytes.fromhex(event))
-        assert engine.chunk([5]) == b"\x01" * layout.block_bytes
-        assert set(engine.chunk([4])) == {0}
-        device.close()
+        class Runtime:
+            def cudaHostUnregister(self, address: int) -> int:
+                if code is None:
+                    assert go_on.wait(30)
+                return code or 0
 
-    def test_several_threads(self, engine: CudaExporter, arena: Arena) -> None:
-        layout, handles = engine.share()
-        device = CudaDevice(layout, handles)
-        want = {block: engine.chunk([block]) for block in range(BLOCKS)}
-        failed: list[BaseException] = []
-
-        def copy(block: int) -> None:
-            try:
-                for _ in range(20):
-                    slots = empty_slots(layout.block_bytes, STRIPE)
-                    device.gather([block], slots, STRIPE)
-                    assert b"".join(slots) == want[block]
-            except BaseException as error:
-                failed.append(error)
-
-        threads = [threading.Thread(target=copy, args=(block,)) for block in range(BLOCKS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        device.close()
-        assert not failed
-
-    def test_pinned_memory_is_known_as_such(self, arena: Arena) -> None:
-        assert torch.frombuffer(arena.slot_view(0, STRIPE), dtype=torch.uint8).is_pinned()
-
-    def test_an_engine_that_sees_its_gpu_by_uuid(self, arena: Arena) -> None:
-        engine = CudaExporter(CUDA_VISIBLE_DEVICES=f"GPU-{device_uuid(0)}")
-        try:
-            layout, handles = engine.share()
-            device = CudaDevice(layout, handles)
-            slots = slots_of(arena, layout.block_bytes)
-            device.gather([2], slots, STRIPE)
-            assert b"".join(slots) == engine.chunk([2])
-            device.close()
-        finally:
-            engine.kill()
-
-    def test_registering_again_with_the_same_handles(
-        self, engine: CudaExporter, arena: Arena
-    ) -> None:
-        """As after a restart of the agent: the engine sends what it exported once."""
-        layout, handles = engine.share()
-        for _ in range(3):
-            device = CudaDevice(layout, handles)
-            slots = slots_of(arena, layout.block_bytes)
-            device.gather([2], slots, STRIPE)
-            assert b"".join(slots) == engine.chunk([2])
-            device.close()
-
-    def test_an_engine_that_is_killed(self, engine: CudaExporter) -> None:
-        layout, handles = engine.share()
-        device = CudaDevice(layout, handles)
-        engine.kill()
-        with pytest.raises(DeviceError, match="has ended"):
-            device.gather([0], empty_slots(layout.block_bytes, STRIPE), STRIPE)
-        device.close()
-        with pytest.raises(DeviceError):
-            CudaDevice(layout, handles)
-
-    def test_expandable_segments_name_the_setting(self) -> None:
-        engine = CudaExporter(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
-        try:
-            with pytest.raises(DeviceError, match="expandable_segments:True"):
-                engine.share()
-        finally:
-            engine.kill()
-
-    def test_cuda_malloc_async_names_the_setting(self) -> None:
-        engine = CudaExporter(PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
-        try:
-            with pytest.raises(DeviceError, match="cudaMallocAsync"):
-                engine.share()
-        finally:
-            engine.kill()
-
-    def test_a_forged_handle(self, engine: CudaExporter) -> None:
-        layout, handles = engine.share()
-        forged = msgspec.structs.replace(handles[0], memory_handle=os.urandom(64))
-        with pytest.raises(DeviceError):
-            CudaDevice(layout, [forged, *handles[1:]])
-        CudaDevice(layout, handles).close()
-
-    def test_wrappers_of_parts_are_refused(self) -> None:
-        tensor = torch.zeros(8, 8, device="cuda")
-        for part in (tensor.t(), tensor[1:]):
-            with pytest.raises(DeviceError, match="only contiguous tensors at the start"):
-                CudaIPCWrapper(part)
-        with pytest.raises(DeviceError, match="process that made it"):
-            CudaIPCWrapper(tensor).to_tensor()
+        monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(cuda, "_UNPIN_DEADLINE_S", 0.05 if code is None else 30)
+        pinned = cuda.PinnedMemory(4096, torch.device("cuda:0"))
+        with pytest.raises(DeviceError, match=reason):
+            pinned.close()
+        go_on.set()
+        pinned.close()

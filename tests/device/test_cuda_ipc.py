@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,11 +215,36 @@ class TestOpening:
             CudaIPCWrapper.from_handle(handle()).to_tensor()
         assert cuda_ipc.device_index("GPU-2") == 1
 
-    def test_what_cuda_will_not_open(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_shared_memory_of_another_container(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """CUDA would open the memory all the same, and then no event that comes with a question."""
+
+        def opened(*args: Any) -> None:
+            raise AssertionError("it was opened")
+
+        monkeypatch.setattr(cuda_ipc, "device_index", lambda uuid: 0)
+        monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", opened)
+        with pytest.raises(DeviceError, match=r"/dev/shm of .* is another.*one IPC namespace"):
+            CudaIPCWrapper.from_handle(handle()).to_tensor()
+
+    def test_torch_names_shared_memory_as_is_expected_here(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its names have one maker: what a CPU storage gets is what a counter gets."""
+        storage = torch.zeros(4).untyped_storage()
+        _, name, _ = storage._share_filename_cpu_()
+        check_handle(handle(ref_counter_handle=name))
+        cuda_ipc._check_shared_memory(handle(ref_counter_handle=name))
+        del storage
+        with pytest.raises(DeviceError, match="one IPC namespace"):
+            cuda_ipc._check_shared_memory(handle(ref_counter_handle=name))
+
+    def test_what_cuda_will_not_open(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         def refuse(*args: Any) -> None:
             assert args == (1, RAW, 96, 512, b"/torch_12_345_0", 7, bytes(64), False)
             raise RuntimeError("CUDA error: invalid device context")
 
+        (tmp_path / "torch_12_345_0").touch()
+        monkeypatch.setattr(cuda_ipc, "_SHM_DIRECTORY", str(tmp_path))
         monkeypatch.setattr(cuda_ipc, "device_index", lambda uuid: 1)
         monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", refuse)
         with pytest.raises(DeviceError, match=r"invalid device context.*IPC and PID namespace"):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.device.layout import KVLayout, Segment
-from lmcache_redis.device.plan import Copy, Planner, check_slots, plan_chunk
+from lmcache_redis.device.plan import Chunk, Copy, Planner, check_slots, chunks_of_call, plan_chunk
 from lmcache_redis.errors import DeviceError
 from tests.device.layouts import Paged, blocks_of, empty_slots, filled_slots, paged
 
@@ -149,6 +149,27 @@ class TestBounds:
 
     def test_a_stripe_may_be_as_large_as_an_address(self) -> None:
         assert sum(copy.nbytes for copy in plan_chunk(LAYOUT, [1, 2], 2**63 - 1)) == 384
+
+    def test_what_does_not_divide_into_chunks(self) -> None:
+        slots = empty_slots(4, 1)
+        for ids, chunks, skip in (
+            ([1, 2, 3], 2, 0),
+            ([1, 2], 4, 0),
+            ([1, 2, 3], 3, 0),
+            ([1, 2], 0, 0),
+            ([1, 2], -1, 0),
+            ([1, 2], 2, 3),
+            ([1, 2], 2, -1),
+        ):
+            with pytest.raises(DeviceError):
+                chunks_of_call(ids, slots, skip, chunks)
+
+    def test_the_chunks_of_a_call(self) -> None:
+        slots = empty_slots(4, 1)
+        assert chunks_of_call([1, 2, 3, 4], slots, 3, 2) == [
+            Chunk([1, 2], slots[:2], 2),
+            Chunk([3, 4], slots[2:], 1),
+        ]
 
     def test_slots(self) -> None:
         check_slots([], 0, 8)

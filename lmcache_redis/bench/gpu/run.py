@@ -21,6 +21,7 @@ from lmcache_redis.bench.gpu.shapes import (
     MIB,
     QUICK_CHUNK_COUNTS,
     SHAPES,
+    TP4_30B,
     TP8_70B,
     Shape,
 )
@@ -52,7 +53,7 @@ class Options:
     parts: Sequence[str] = PARTS
     rounds: int = DEFAULT_ROUNDS
     shapes: Sequence[Shape] = SHAPES
-    agent_shapes: Sequence[Shape] = (LLAMA_8B, TP8_70B)
+    agent_shapes: Sequence[Shape] = (LLAMA_8B, TP8_70B, TP4_30B)
     chunk_counts: Sequence[int] = CHUNK_COUNTS
     chunks: int = 64
     retrieves: int = 100

@@ -1,0 +1,200 @@
+"""The copy threads: who waits for whom, and what a device that hangs can keep."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from lmcache_redis.agent.copies import REGISTERING, CopyOutcome, CopyThreads
+from lmcache_redis.errors import DeviceError
+
+
+def test_every_copy_is_reported_once_whatever_it_does() -> None:
+    copies = CopyThreads(1)
+    outcomes: dict[str, CopyOutcome] = {}
+    reported = threading.Event()
+
+    def report(name: str, last: bool = False) -> object:
+        def told(outcome: CopyOutcome) -> None:
+            assert name not in outcomes
+            outcomes[name] = outcome
+            if last:
+                reported.set()
+
+        return told
+
+    def fails() -> CopyOutcome:
+        raise DeviceError("bounds")
+
+    def breaks() -> CopyOutcome:
+        raise ZeroDivisionError
+
+    copies.scatter("cpu", fails, report("fails"))  # type: ignore[arg-type]
+    copies.scatter("cpu", breaks, report("breaks"))  # type: ignore[arg-type]
+    copies.scatter("cpu", lambda: CopyOutcome.DONE, report("done", last=True))  # type: ignore[arg-type]
+    assert reported.wait(10)
+    copies.close(10)
+    copies.scatter("cpu", lambda: CopyOutcome.DONE, report("late"))  # type: ignore[arg-type]
+    assert outcomes == {
+        "fails": CopyOutcome.FAILED,
+        "breaks": CopyOutcome.FAILED,
+        "done": CopyOutcome.DONE,
+        "late": CopyOutcome.CANCELLED,
+    }
+
+
+def test_a_scatter_never_waits_for_gathers_and_the_rest_is_cancelled() -> None:
+    copies = CopyThreads(1)
+    running, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def wait() -> CopyOutcome:
+        running.set()
+        go_on.wait(10)
+        return CopyOutcome.DONE
+
+    def named(name: str) -> CopyOutcome:
+        order.append(name)
+        return CopyOutcome.DONE
+
+    copies.gather("cpu", wait, lambda outcome: None)
+    assert running.wait(10)
+    copies.gather("cpu", lambda: named("gather"), lambda outcome: ended.set())
+    scattered = threading.Event()
+    copies.scatter("cpu", lambda: named("scatter"), lambda outcome: scattered.set())
+    assert scattered.wait(10)
+    assert copies.backlog == 1
+    go_on.set()
+    assert ended.wait(10)
+    assert order == ["scatter", "gather"]
+    running.clear()
+    go_on.clear()
+    copies.gather("cpu", wait, lambda outcome: None)
+    assert running.wait(10)
+    cancelled: list[CopyOutcome] = []
+    copies.gather("cpu", lambda: named("never"), cancelled.append)
+    go_on.set()
+    copies.close(10)
+    assert cancelled in ([CopyOutcome.CANCELLED], [CopyOutcome.DONE])
+    assert ("never" in order) == (cancelled == [CopyOutcome.DONE])
+
+
+def test_places_do_not_wait_for_each_other() -> None:
+    copies = CopyThreads(1)
+    running, go_on, there = threading.Event(), threading.Event(), threading.Event()
+
+    def wait() -> CopyOutcome:
+        running.set()
+        go_on.wait(10)
+        return CopyOutcome.DONE
+
+    outcomes: list[CopyOutcome] = []
+    copies.scatter("GPU-1", wait, outcomes.append)
+    assert running.wait(10)
+    copies.scatter("GPU-1", lambda: CopyOutcome.DONE, outcomes.append)
+    copies.scatter("GPU-2", lambda: CopyOutcome.DONE, lambda outcome: there.set())
+    assert there.wait(10), "one GPU waited for the other"
+    assert outcomes == []
+    go_on.set()
+    copies.close(10)
+    assert len(outcomes) == 2
+    copies.gather("GPU-3", lambda: CopyOutcome.DONE, outcomes.append)
+    assert outcomes[-1] is CopyOutcome.CANCELLED
+
+
+def test_only_gathers_give_way_to_the_engine() -> None:
+    copies = CopyThreads(1)
+    nice: dict[str, int] = {}
+
+    def look(name: str) -> CopyOutcome:
+        nice[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        return CopyOutcome.DONE
+
+    done = [threading.Event(), threading.Event()]
+    copies.scatter("cpu", lambda: look("scatter"), lambda outcome: done[0].set())
+    copies.gather("cpu", lambda: look("gather"), lambda outcome: done[1].set())
+    assert all(event.wait(10) for event in done)
+    copies.close(10)
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    assert nice == {"scatter": here, "gather": min(here + 10, 19)}
+
+
+class Hanging:
+    """A device that does not come back until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered, self.let_go = threading.Semaphore(0), threading.Event()
+
+    def __call__(self) -> CopyOutcome:
+        self.entered.release()
+        self.let_go.wait(60)
+        return CopyOutcome.DONE
+
+    def hold(self, copies: CopyThreads, place: str, threads: int) -> list[CopyOutcome]:
+        outcomes: list[CopyOutcome] = []
+        for _ in range(threads):
+            copies.scatter(place, self, outcomes.append)
+            assert self.entered.acquire(timeout=10)
+        return outcomes
+
+
+def test_what_is_queued_behind_a_device_that_hangs_is_given_up_when_its_lease_ends() -> None:
+    copies, gpu = CopyThreads(2), Hanging()
+    held = gpu.hold(copies, "GPU-1", 2)
+    told: dict[str, CopyOutcome] = {}
+    now_ns = time.monotonic_ns()
+    for name, until_ns in (("late", now_ns - 1), ("in time", now_ns + 10**12), ("any", None)):
+        copies.scatter(
+            "GPU-1",
+            lambda: CopyOutcome.DONE,
+            lambda outcome, name=name: told.update({name: outcome}),  # type: ignore[misc]
+            until_ns,
+        )
+    assert told == {}
+    copies.drop_late()
+    assert told == {"late": CopyOutcome.CANCELLED}
+    assert copies.backlog == 2
+    assert held == [], "what a device has begun is its own until it comes back"
+    gpu.let_go.set()
+    assert copies.close(10)
+    assert len(told) == 3
+
+
+def test_a_device_that_hangs_keeps_neither_others_nor_the_end_of_the_agent() -> None:
+    copies, gpu = CopyThreads(2), Hanging()
+    gpu.hold(copies, "GPU-1", 2)
+    there = threading.Event()
+    copies.gather("GPU-1", lambda: CopyOutcome.DONE, lambda outcome: there.set())
+    assert there.wait(10), "a gather waited for scatters"
+    queued: list[CopyOutcome] = []
+    copies.scatter("GPU-1", lambda: CopyOutcome.DONE, queued.append)
+    assert not copies.close(0.05)
+    assert queued == [CopyOutcome.CANCELLED]
+    gpu.let_go.set()
+    assert copies.close(10)
+
+
+def test_a_gpu_that_hangs_while_it_is_mapped_keeps_no_other_from_it() -> None:
+    copies, gpu = CopyThreads(1), Hanging()
+    gpu.hold(copies, REGISTERING, 2)
+    there = threading.Event()
+    copies.scatter(REGISTERING, lambda: CopyOutcome.DONE, lambda outcome: there.set())
+    assert there.wait(10)
+    gpu.let_go.set()
+    assert copies.close(10)
+
+
+def test_threads_of_a_gpu_give_way_to_nobody() -> None:
+    copies = CopyThreads(1)
+    nice: list[int] = []
+
+    def look() -> CopyOutcome:
+        nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return CopyOutcome.DONE
+
+    done = threading.Event()
+    copies.gather("GPU-1", look, lambda outcome: done.set())
+    assert done.wait(10)
+    copies.close(10)
+    assert nice == [os.getpriority(os.PRIO_PROCESS, 0)]

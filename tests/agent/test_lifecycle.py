@@ -1,0 +1,120 @@
+"""Engines that fall silent, leave or come back: what the agent holds of their memory, and when not.
+
+Over CPU memory, which an agent maps as it opens a GPU's; whose memory it is makes no difference to
+who is forgotten and when.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pytest
+
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.servers import RedisServer
+
+HASHES = block_hashes("prompt", 8)
+
+
+@pytest.fixture
+def agent(tmp_path: Path, redis_server: RedisServer) -> Iterator[AgentServer]:
+    """One that loses patience after two seconds."""
+    url = redis_server.unix_url
+    with AgentServer(tmp_path / "agent", url, heartbeat_timeout_s=2) as server:
+        yield server
+
+
+def _run_engine(endpoint: str, ready: Event, go_on: Event, again: Event, stay: Event) -> None:
+    with Engine(endpoint) as engine:
+        engine.randomize(range(8))
+        engine.store("r1", HASHES, range(8))
+        ready.set()
+        go_on.wait()
+        engine.wait_ready()
+        if engine.lookup("r2", HASHES) == 128 and not engine.retrieve("r2", HASHES, range(20, 28)):
+            again.set()
+        stay.wait()
+
+
+class OtherEngine:
+    """An engine in a process of its own, which signals can reach."""
+
+    def __init__(self, endpoint: str) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.ready, self.go_on, self.again, self.stay = (spawn.Event() for _ in range(4))
+        events = (self.ready, self.go_on, self.again, self.stay)
+        self.process = spawn.Process(target=_run_engine, args=(endpoint, *events))
+
+    def send(self, signum: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signum)
+
+
+@contextmanager
+def other_engine(agent: AgentServer) -> Iterator[OtherEngine]:
+    engine = OtherEngine(agent.endpoint)
+    engine.process.start()
+    try:
+        assert engine.ready.wait(60)
+        yield engine
+    finally:
+        engine.send(signal.SIGKILL)
+        engine.process.join()
+
+
+def mapped(agent: AgentServer) -> bool:
+    """Whether the agent holds any engine's memory."""
+    return "/dev/shm/torch" in Path(f"/proc/{agent.pid}/maps").read_text()
+
+
+def test_a_silent_engine_is_forgotten_and_registers_again_when_it_goes_on(
+    agent: AgentServer,
+) -> None:
+    with other_engine(agent) as engine:
+        assert len(agent.status()["engines"]) == 1
+        assert mapped(agent)
+        engine.send(signal.SIGSTOP)
+        wait_until(lambda: not agent.status()["engines"], what="a forgotten engine")
+        wait_until(lambda: not mapped(agent), what="unmapped memory")
+        assert "it has been silent for" in agent.log
+        assert agent.counter("heartbeat_losses") > 0
+        engine.send(signal.SIGCONT)
+        engine.go_on.set()
+        assert engine.again.wait(60), "it does not hit again"
+        assert mapped(agent)
+
+
+def test_an_engine_that_only_waits_is_not_silent(agent: AgentServer) -> None:
+    with other_engine(agent):
+        lost = agent.counter("heartbeat_losses")
+        time.sleep(3)  # longer than the agent's patience: its housekeeping has looked several times
+        assert agent.counter("heartbeat_losses") == lost
+        assert len(agent.status()["engines"]) == 1
+
+
+def test_a_running_engine_registers_with_the_next_agent_by_itself(agent: AgentServer) -> None:
+    with other_engine(agent) as engine:
+        agent.wait_idle()
+        agent.restart()
+        wait_until(
+            lambda: [each["ready"] for each in agent.status()["engines"]] == [True],
+            what="an engine that has registered again",
+        )
+        assert mapped(agent)
+        engine.go_on.set()
+        assert engine.again.wait(60), "it does not hit again"
+
+
+def test_what_an_engine_that_leaves_had_is_given_back(agent: AgentServer) -> None:
+    with Engine(agent.endpoint) as engine:
+        engine.store("r1", HASHES, range(8))
+        assert mapped(agent)
+    wait_until(lambda: not agent.status()["engines"], what="a forgotten engine")
+    wait_until(lambda: not mapped(agent), what="unmapped memory")

@@ -1,0 +1,197 @@
+"""Stores over a device that plays: what is answered, held, kept and given back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lmcache_redis import messages as m
+from lmcache_redis.agent.copies import CopyOutcome
+from lmcache_redis.agent.fills import Fills
+from lmcache_redis.agent.sessions import Tally
+from lmcache_redis.agent.stores import StoreJob
+from lmcache_redis.errors import DeviceError
+from lmcache_redis.hostpool import EntryState, HostPool
+from lmcache_redis.metrics import Metrics
+from tests.agent.played import HASHES, STRIPES_A_CHUNK, Device, Played
+
+
+def test_small_chunks_go_several_a_call_and_are_kept_one_by_one() -> None:
+    device = Device(chunks_a_call=2)
+    played = Played(device)
+    played.hold(b"b")
+    played.store().start()
+    played.run(lambda: played.answers and played.session.busy == 0)
+    assert [call[:3] for call in device.calls] == [
+        (2, [0, 1, 4, 5], ["slot of a", "slot of c"]),
+        (2, [6, 7, 8, 9], ["slot of d", "slot of e"]),
+    ]
+    assert played.answers == [m.StoreResult(0, 4, 1, 0)]
+    assert played.offered == [b"b", b"a", b"c", b"d", b"e"]
+    assert played.session.tally.stored == 4
+    assert all(played.pool.get(name) is not None for name in HASHES)
+    played.close()
+
+
+def test_what_finds_no_room_is_dropped_and_the_rest_of_its_call_is_not() -> None:
+    device = Device(chunks_a_call=8)
+    played = Played(device, slots=3)
+    played.store().start()
+    played.run(lambda: played.answers and played.session.busy == 0)
+    assert [(chunks, ids) for chunks, ids, _, _ in device.calls] == [(3, [0, 1, 2, 3, 4, 5])]
+    assert played.answers == [m.StoreResult(0, 3, 0, 2)]
+    assert played.metrics.snapshot()["drop_pool_full"] == 2
+    played.close()
+
+
+@pytest.mark.parametrize("chunks_a_call", [1, 5])
+def test_a_chunk_whose_copy_fails_after_the_answer_is_nobodys(chunks_a_call: int) -> None:
+    """The blocks were read and the engine has them back; the bytes never came to the host."""
+    answered = threading.Event()
+
+    def fail() -> None:
+        assert answered.wait(10)
+        raise DeviceError("a copy on cuda:0 failed")
+
+    device = Device(chunks_a_call=chunks_a_call, during=fail)
+    played = Played(device)
+    if chunks_a_call == 1:
+        device.during = lambda: None
+        played.hold(*HASHES[1:])
+        device.during = fail
+    told: list[bool] = []
+    job = played.store()
+    job.start()
+    played.run(lambda: played.answers)
+    wanted = 5 if chunks_a_call == 5 else 1
+    assert played.answers == [m.StoreResult(0, wanted, 5 - wanted, 0)]
+    entry = played.pool.get(b"a")
+    assert entry is not None
+    assert entry.state is EntryState.FILLING
+    played.pool.pin(entry)  # a lookup that waits for it
+    played.core.fills.watch(entry, told.append)
+    answered.set()
+    played.run(lambda: played.session.busy == 0)
+    assert told == [False]
+    assert entry.state is EntryState.DISCARDED
+    played.pool.unpin(entry)
+    assert b"a" not in played.pool
+    assert b"a" not in played.offered
+    assert played.metrics.snapshot()["drop_device_error"] == wanted
+    assert (played.session.tally.stored, played.session.tally.dropped) == (0, wanted)
+    played.close()
+
+
+def test_a_device_that_hangs_keeps_what_it_has_begun_and_no_more_slots() -> None:
+    let_go = threading.Event()
+    played = Played(Device(during=lambda: let_go.wait(30)))  # type: ignore[arg-type]
+    played.store(lease_s=0.3).start()
+    # Of five chunks the one thread has begun one; the others end with the lease.
+    played.run(lambda: len(played.pool) == 1)
+    assert played.pool.pinned_slots == STRIPES_A_CHUNK
+    assert played.answers == [m.StoreResult(0, 1, 0, 4)]
+    assert played.metrics.snapshot()["drop_lease"] == 4
+    let_go.set()
+    played.run(lambda: played.session.busy == 0)
+    played.close()
+
+
+def test_slots_that_a_bug_leaves_unfilled_come_back() -> None:
+    played = Played(Device(chunks_a_call=2))
+
+    def bug(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    played.core.slots_of = bug
+    played.store().start()
+    with pytest.raises(RuntimeError, match="a bug"):
+        played.run(lambda: False)
+    assert played.answers == [m.StoreResult(0, 0, 0, 5)]
+    assert played.pool.free_slots == played.pool.slot_count
+
+
+@pytest.mark.parametrize("breaks", ["before the chunk is kept", "after it"])
+def test_a_store_of_which_a_step_breaks_is_answered(breaks: str) -> None:
+    """What the broken step held comes back, and the session is no longer busy."""
+    pool = HostPool(2)
+    fills = Fills(pool)
+    broken, good = fills.begin(b"broken", 1), fills.begin(b"good", 1)
+    assert broken is not None
+    assert good is not None
+    session = SimpleNamespace(busy=1, tally=Tally())
+    answers: list[object] = []
+
+    def bug(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    def finish_part(of: SimpleNamespace) -> None:
+        of.busy -= 1
+
+    metrics = SimpleNamespace(count=bug)
+    core = SimpleNamespace(
+        pool=pool, fills=fills, metrics=metrics, disk=None, finish_part=finish_part
+    )
+    job = StoreJob(
+        core,  # type: ignore[arg-type]
+        SimpleNamespace(offer=bug),  # type: ignore[arg-type]
+        session,  # type: ignore[arg-type]
+        SimpleNamespace(form=SimpleNamespace(chunk_bytes=60)),  # type: ignore[arg-type]
+        [b"broken", b"good"],
+        SimpleNamespace(),  # type: ignore[arg-type]
+        answers.append,
+    )
+    job._pending = {0, 1}
+    job._unread = {0, 1}
+    if breaks == "after it":
+        metrics.count = Metrics().count
+    with pytest.raises(RuntimeError, match="a bug"):
+        job._gathered(0, broken, CopyOutcome.DONE)
+    metrics.count = Metrics().count
+    assert (session.busy, answers) == (1, [])
+    job._gathered(1, good, CopyOutcome.FAILED)
+    kept = breaks == "after it"
+    assert answers == [m.StoreResult(0, int(kept), 0, 2 - kept)]
+    assert session.busy == 0
+    assert pool.pinned_slots == 0
+    assert (broken.state is EntryState.READY) == kept
+    pool.audit()
+
+
+@pytest.mark.parametrize("lease_s", [10.0, 0.05])
+def test_the_engine_has_its_blocks_back_when_they_were_read(lease_s: float) -> None:
+    """And not when the slots are full; what was read past the lease is thrown away."""
+    is_read, go_on = threading.Event(), threading.Event()
+    device = Device(during=lambda: go_on.wait(10))  # type: ignore[arg-type]
+    gather = device.gather
+
+    def late(*arguments: Any) -> None:
+        is_read.wait(10)
+        gather(*arguments)
+
+    device.gather = late  # type: ignore[method-assign]
+    played = Played(device)
+    played.store([b"chunk"], lease_s).start()
+    played.run(lambda: played.pool.get(b"chunk") is not None)
+    in_time = lease_s > 1
+    if not in_time:
+        time.sleep(lease_s)
+    assert played.answers == []
+    is_read.set()
+    if in_time:
+        played.run(lambda: played.answers)
+        assert played.answers == [m.StoreResult(0, 1, 0, 0)]
+        assert played.session.busy == 1
+        entry = played.pool.get(b"chunk")
+        assert entry is not None
+        assert entry.state is EntryState.FILLING
+    go_on.set()
+    played.run(lambda: played.session.busy == 0)
+    assert played.answers == [m.StoreResult(0, int(in_time), 0, int(not in_time))]
+    tally = played.session.tally
+    assert (tally.stored, tally.dropped) == (int(in_time), int(not in_time))
+    assert (played.pool.get(b"chunk") is not None) == in_time
+    played.close()
