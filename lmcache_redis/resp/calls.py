@@ -131,7 +131,7 @@ class Calls:
     def _submit(self, job: CallJob, node: Node | None) -> None:
         job.nodes = (node,)
         if self._admission.enter((job,)) and node is not None:
-            node.calls.put((job,), urgent=job.urgent)
+            node.call(job)
             self._admission.refuse((job,))
 
     def _each_key(

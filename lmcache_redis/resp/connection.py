@@ -164,6 +164,13 @@ class Connection:
         except (RedisTimeout, RedisUnavailable) as error:
             self.fail(error)
 
+    def send_at_once(self, request: bytes) -> int:
+        """Send of packed commands what can be sent without waiting; how many bytes that was.
+
+        Where the connection is lost that is none: whoever sends the rest is told.
+        """
+        return 0 if self._stream is None else self._stream.send_at_once(request)
+
     def check_in_step(self) -> None:
         """Close, and raise RedisProtocolError, if more has come than replies to what was asked."""
         if self._replies.pending_bytes:

@@ -6,8 +6,9 @@ a scan never waits long behind one.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from lmcache_redis.errors import (
@@ -24,7 +25,7 @@ from lmcache_redis.resp.health import Health
 from lmcache_redis.resp.jobs import Job, JobRegistry
 from lmcache_redis.resp.outcomes import CallOutcome
 from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.scan import Asking
+from lmcache_redis.resp.scan import Asking, first_question
 from lmcache_redis.resp.talk import Talk
 from lmcache_redis.resp.wire import (
     ASKING_COMMAND,
@@ -61,24 +62,29 @@ class CallJob(Job[CallOutcome]):
 class QueryJob(CallJob, Generic[ResultT]):
     """A question about keys, answered with one result."""
 
-    __slots__ = ("_done", "_keys", "_question", "_result")
+    __slots__ = ("_answer_from", "_done", "_keys", "_result")
 
     def __init__(
         self,
-        question: Callable[[Asking, Sequence[bytes]], ResultT],
+        answer_from: Callable[[Asking, Sequence[bytes]], ResultT],
         keys: Sequence[bytes],
         deadline: float,
         done: Callable[[CallOutcome, ResultT | None], None],
         registry: JobRegistry,
     ) -> None:
-        self._question = question
+        self._answer_from = answer_from
         self._keys = keys
         self._done = done
         self._result: ResultT | None = None
         super().__init__(deadline, registry, urgent=True)
 
+    def ask(self, send: Callable[[Iterator[bytes], int], None]) -> None:
+        """Send the first question."""
+        send(*first_question(self._keys))
+
     def work(self, talk: Talk) -> bool:
-        self._result = self._question(talk, self._keys)
+        """Once the first question was sent."""
+        self._result = self._answer_from(talk, self._keys)
         return True
 
     def _answer(self, outcome: CallOutcome) -> None:
@@ -232,20 +238,63 @@ class Controller(Worker):
         super().__init__(name, connector, health)
         self._queue = queue
         self._op_timeout_s = op_timeout_s
+        # Held by whoever sends or receives. A connection that rests may be used by a caller.
+        self._talking = threading.Lock()
+        self._resting: BulkConnection | None = None
+        self._begun: tuple[CallJob, Talk] | None = None
+
+    def put(self, job: CallJob) -> None:
+        """Queue a job. The first question goes out here where the connection rests.
+
+        So the server is at work while the thread wakes up. Any thread; never waits.
+        """
+        if isinstance(job, QueryJob) and self._talking.acquire(blocking=False):
+            try:
+                if self._resting is not None and self._begun is None and not len(self._queue):
+                    talk = self._new_talk(self._resting, job)
+                    job.ask(talk.send_at_once)
+                    self._begun = job, talk
+            finally:
+                self._talking.release()
+        self._queue.put((job,), urgent=job.urgent)
 
     def serve(self, connection: BulkConnection) -> bool:
-        while connection.is_open:
-            job = self._queue.take()
-            if job is None:
-                return False
-            if job.begin():
-                self._work(connection, job)
-        return True
-
-    def _work(self, connection: BulkConnection, job: CallJob) -> None:
-        # One budget for all round trips of the step.
-        talk = Talk(connection, min(job.deadline, time.monotonic() + self._op_timeout_s))
+        self._resting = connection
         try:
+            while connection.is_open:
+                job = self._queue.take()
+                if job is None:
+                    return False
+                with self._talking:
+                    self._do(connection, job)
+            return True
+        finally:
+            with self._talking:
+                self._resting = self._begun = None
+
+    def _do(self, connection: BulkConnection, job: CallJob) -> None:
+        """Do a step of what was begun, whose replies come first, and of the job."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._step(connection, *begun)
+        if begun is None or job is not begun[0]:
+            if connection.is_open:
+                self._step(connection, job)
+            else:
+                self._queue.put((job,), urgent=True)
+
+    def _step(self, connection: BulkConnection, job: CallJob, talk: Talk | None = None) -> None:
+        """talk: the one in which its first question was sent."""
+        if job.begin():
+            self._work(connection, job, talk)
+        elif talk is not None:
+            self._finish(connection, talk)
+
+    def _work(self, connection: BulkConnection, job: CallJob, begun: Talk | None) -> None:
+        talk = begun or self._new_talk(connection, job)
+        try:
+            if begun is None and isinstance(job, QueryJob):
+                job.ask(talk.send)
             finished = job.work(talk)
         except RedisError as error:
             self._judge(error, connection)
@@ -263,6 +312,10 @@ class Controller(Worker):
             else:
                 self._again(job)
         self._finish(connection, talk)
+
+    def _new_talk(self, connection: BulkConnection, job: CallJob) -> Talk:
+        """One budget for all round trips of a step."""
+        return Talk(connection, min(job.deadline, time.monotonic() + self._op_timeout_s))
 
     def _finish(self, connection: BulkConnection, talk: Talk) -> None:
         """Receive what the job did not wait for: it has been answered."""

@@ -49,12 +49,13 @@ class Node:
             on_down=lambda: on_down(self),
         )
         self.reads: TaskQueue[AnyRead] = TaskQueue()
-        self.calls: TaskQueue[CallJob] = TaskQueue()
+        self._calls: TaskQueue[CallJob] = TaskQueue()
         self._patience_s = options.connect_timeout_s + options.op_timeout_s
         connector, health = self.connector, self.health
-        self._workers: list[Worker] = [
-            Controller("control", connector, health, self.calls, options.op_timeout_s)
-        ]
+        self._controller = Controller(
+            "control", connector, health, self._calls, options.op_timeout_s
+        )
+        self._workers: list[Worker] = [self._controller]
         threads = options.network_threads
         self._workers += [
             Reader(
@@ -87,6 +88,10 @@ class Node:
             for number, connections in enumerate(shares)
         ]
 
+    def call(self, job: CallJob) -> None:
+        """Queue a call."""
+        self._controller.put(job)
+
     def writes(self, chunk_key: bytes) -> TaskQueue[AnyWrite]:
         """The queue for all stripes of a chunk that this server gets."""
         return self._writes[hash(chunk_key) % len(self._writes)]
@@ -108,7 +113,7 @@ class Node:
     def stop(self) -> None:
         """Drop what is queued, and wake every thread that waits: all of them end."""
         self.reads.close()
-        self.calls.close()
+        self._calls.close()
         for queue in self._writes:
             queue.close()
         self.health.close()

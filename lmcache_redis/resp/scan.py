@@ -22,7 +22,7 @@ GROUP_KEYS = 32
 # Groups in a write: the first is small, so that the server has something to do at once, and
 # looks these up while the next are packed.
 _FIRST_GROUPS = 2
-_WRITE_GROUPS = 16
+_WRITE_GROUPS = 32
 
 
 class Asking(Protocol):
@@ -35,12 +35,16 @@ class Asking(Protocol):
     def receive(self, least: int, /) -> Sequence[Reply]: ...
 
 
-def count_prefix(talk: Asking, keys: Sequence[bytes]) -> int:
-    """How many keys exist from the first on without a gap. Raises what `talk` raises.
+def first_question(keys: Sequence[bytes]) -> tuple[Iterator[bytes], int]:
+    """What is to be sent before `count_prefix` or `find_present`, and how many replies come."""
+    return _in_groups(keys, GROUP_KEYS)
 
-    May leave replies outstanding that do not matter any more.
+
+def count_prefix(talk: Asking, keys: Sequence[bytes]) -> int:
+    """How many keys exist from the first on without a gap, once the `first_question` was sent.
+
+    Raises what `talk` raises. May leave replies outstanding that do not matter any more.
     """
-    _send(talk, keys, GROUP_KEYS)
     before = 0
     least = 1
     while before < len(keys):
@@ -79,11 +83,16 @@ def _first_gap(talk: Asking, group: Sequence[bytes], found: int) -> int:
 
 
 def find_present(talk: Asking, keys: Sequence[bytes]) -> list[bool]:
-    """For each key whether it exists. Raises what `talk` raises."""
+    """For each key whether it exists, once the `first_question` was sent.
+
+    Raises what `talk` raises.
+    """
     groups = [keys[start : start + GROUP_KEYS] for start in range(0, len(keys), GROUP_KEYS)]
-    counts = _count_all(talk, keys, GROUP_KEYS)
+    counts = _all_counts(talk, keys, GROUP_KEYS)
     unclear = [g for g, found in zip(groups, counts, strict=True) if 0 < found < len(g)]
-    looked_up = iter(_count_all(talk, [key for group in unclear for key in group], 1))
+    one_by_one = [key for group in unclear for key in group]
+    talk.send(*_in_groups(one_by_one, 1))
+    looked_up = iter(_all_counts(talk, one_by_one, 1))
     present: list[bool] = []
     for group, found in zip(groups, counts, strict=True):
         if 0 < found < len(group):
@@ -93,25 +102,21 @@ def find_present(talk: Asking, keys: Sequence[bytes]) -> list[bool]:
     return present
 
 
-def _count_all(talk: Asking, keys: Sequence[bytes], group_keys: int) -> list[int]:
-    """How many there are of each group of keys."""
-    if not keys:
-        return []
-    _send(talk, keys, group_keys)
-    return list(_counts(talk.receive(talk.outstanding), keys, 0, group_keys))
+def _all_counts(talk: Asking, keys: Sequence[bytes], group_keys: int) -> list[int]:
+    """How many there are of each group of keys, which have been asked for."""
+    return list(_counts(talk.receive(talk.outstanding), keys, 0, group_keys)) if keys else []
 
 
-def _send(talk: Asking, keys: Sequence[bytes], group_keys: int) -> None:
-    if not keys:
-        return
+def _in_groups(keys: Sequence[bytes], group_keys: int) -> tuple[Iterator[bytes], int]:
+    """The commands, packed as they are needed, and how many they are."""
     first = group_keys * _FIRST_GROUPS
     step = group_keys * _WRITE_GROUPS
-    ends = [0, *range(first, len(keys), step), len(keys)]
+    ends = [0, *range(first, len(keys), step), len(keys)] if keys else []
     requests = (
         keys_commands(b"EXISTS", keys[start:end], group_keys)
         for start, end in itertools.pairwise(ends)
     )
-    talk.send(requests, -(-len(keys) // group_keys))
+    return requests, -(-len(keys) // group_keys)
 
 
 def _counts(

@@ -42,6 +42,9 @@ class Stream(Protocol):
     def send(self, parts: Sequence[Buffer], nbytes: int) -> None:
         """Send all parts, `nbytes` together."""
 
+    def send_at_once(self, part: Buffer) -> int:
+        """Send what can be sent without waiting; how many bytes, none where it is lost."""
+
     def receive_some(self, view: memoryview) -> int:
         """Receive at least one byte, at most the view; says how many."""
 
@@ -154,6 +157,12 @@ class PlainStream(_SocketOwner):
         if sent != nbytes:
             self.send_rest(parts, sent)
 
+    def send_at_once(self, part: Buffer) -> int:
+        try:
+            return self._sendmsg((part,), (), socket.MSG_DONTWAIT)
+        except OSError:
+            return 0
+
     def plain_fileno(self) -> int:
         return self._sock.fileno()
 
@@ -244,6 +253,9 @@ class TlsStream(_SocketOwner):
             self._send_view(view)
             small = b""
         self._send_view(memoryview(small))
+
+    def send_at_once(self, part: Buffer) -> int:
+        return 0
 
     def plain_fileno(self) -> int:
         return -1

@@ -7,7 +7,12 @@ import pytest
 
 from lmcache_redis.errors import RedisProtocolError
 from lmcache_redis.resp import CallOutcome, RedisPlane
-from lmcache_redis.resp.scan import GROUP_KEYS, count_prefix, find_present
+from lmcache_redis.resp.scan import (
+    GROUP_KEYS,
+    count_prefix,
+    find_present,
+    first_question,
+)
 from lmcache_redis.resp.wire import Reply, keys_command
 from tests.resp.helpers import exists, first_key, scan
 from tests.servers import RedisServer
@@ -31,7 +36,7 @@ class FakeServer:
         return len(self._replies)
 
     def send(self, requests: Iterable[bytes], replies: int) -> None:
-        self.round_trips += self._received
+        self.round_trips += self._received and replies > 0
         self._received = False
         before = len(self._replies)
         words = b"".join(requests).split(b"\r\n")[:-1]
@@ -50,6 +55,16 @@ class FakeServer:
         return replies
 
 
+def counted(server: FakeServer, asked: list[bytes]) -> int:
+    server.send(*first_question(asked))
+    return count_prefix(server, asked)
+
+
+def found(server: FakeServer, asked: list[bytes]) -> list[bool]:
+    server.send(*first_question(asked))
+    return find_present(server, asked)
+
+
 def keys(count: int) -> list[bytes]:
     return [b"key-%05d" % number for number in range(count)]
 
@@ -58,8 +73,8 @@ def keys(count: int) -> list[bytes]:
 def test_all_or_none_cost_one_round_trip(count: int) -> None:
     asked = keys(count)
     full, empty = FakeServer(set(asked)), FakeServer(set())
-    assert count_prefix(full, asked) == count
-    assert count_prefix(empty, asked) == 0
+    assert counted(full, asked) == count
+    assert counted(empty, asked) == 0
     assert full.round_trips == empty.round_trips == (1 if count else 0)
 
 
@@ -67,7 +82,7 @@ def test_all_or_none_cost_one_round_trip(count: int) -> None:
 def test_a_prefix_costs_two_at_most(length: int) -> None:
     asked = keys(100)
     server = FakeServer(set(asked[:length]))
-    assert count_prefix(server, asked) == length
+    assert counted(server, asked) == length
     assert server.round_trips == (1 if length % GROUP_KEYS == 0 else 2)
 
 
@@ -78,9 +93,9 @@ def test_gaps_end_the_prefix_whatever_comes_after() -> None:
         present = {key for key in asked if source.random() < source.choice([0.5, 0.97, 1.0])}
         server = FakeServer(present, most=source.randint(1, 9))
         truth = next((i for i, key in enumerate(asked) if key not in present), len(asked))
-        assert count_prefix(server, asked) == truth
+        assert counted(server, asked) == truth
         server = FakeServer(present)
-        assert find_present(server, asked) == [key in present for key in asked]
+        assert found(server, asked) == [key in present for key in asked]
 
 
 def test_a_key_that_comes_in_between_is_no_error() -> None:
@@ -92,14 +107,14 @@ def test_a_key_that_comes_in_between_is_no_error() -> None:
             return super().receive(least)
 
     # One less than there are now: what is answered existed.
-    assert count_prefix(Changing(set(asked) - {asked[3]}), asked) == GROUP_KEYS - 1
+    assert counted(Changing(set(asked) - {asked[3]}), asked) == GROUP_KEYS - 1
 
     class Going(FakeServer):
         def receive(self, least: int) -> Sequence[Reply]:
             self.present.discard(asked[1])
             return super().receive(least)
 
-    assert count_prefix(Going(set(asked) - {asked[3]}), asked) == 1
+    assert counted(Going(set(asked) - {asked[3]}), asked) == 1
 
 
 @pytest.mark.parametrize("reply", [b"OK", None, -1, 33, [1]])
@@ -109,16 +124,16 @@ def test_a_reply_that_is_no_count(reply: Reply) -> None:
             return [reply] * len(super().receive(least))
 
     with pytest.raises(RedisProtocolError):
-        count_prefix(Odd(set()), keys(32))
+        counted(Odd(set()), keys(32))
     with pytest.raises(RedisProtocolError):
-        find_present(Odd(set()), keys(32))
+        found(Odd(set()), keys(32))
 
 
 @pytest.mark.parametrize("length", [0, 40, 500, 999])
 def test_the_prefix_is_known_before_all_replies_are_there(length: int) -> None:
     asked = keys(1000)
     server = FakeServer(set(asked[:length]), most=2)
-    assert count_prefix(server, asked) == length
+    assert counted(server, asked) == length
     # All but the first two groups; the rest of the group with the gap, each key by itself.
     assert length or server.outstanding == 30
     assert length != 40 or server.outstanding == GROUP_KEYS
