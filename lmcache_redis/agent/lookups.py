@@ -2,7 +2,8 @@
 
     find     every chunk in the host pool is pinned; of the others, those on disk are loaded
              from there, and the rest is scanned for in Redis
-    load     those found are read into slots, in the order of the prompt
+    load     those found are read into slots, in the order of the prompt; what the disk does not
+             give, or not in time, is asked of Redis as well
     answer   as soon as every chunk of the prefix is READY, or at the deadline with the
              prefix that is; what lies behind it is let go
 
@@ -44,6 +45,8 @@ _SUSPICIOUS = {
 }  # fmt: skip
 
 _FIRST_STRIPE = stripe_key(b"", 0)
+# The first chunks are on their way while slots are found for the next.
+_STRIPES_TOGETHER = 32
 
 Place = tuple[int, int]  # chunk number, rank
 
@@ -70,6 +73,7 @@ class LookupJob:
         self._watchers: dict[Place, partial[None]] = {}
         self._from_redis: set[int] = set()
         self._from_disk: set[int] = set()
+        self._to_read: dict[ChunkIO, ChunkForm] = {}
         self._scanning = False
         self._done = False
         self._started_s = time.monotonic()
@@ -145,6 +149,7 @@ class LookupJob:
             if entry is None:
                 break
             self._hold(place, entry)
+        self._read_all()
 
     def _on_disk(self, chunk: int, rank: int) -> bool:
         disk = self._core.disk
@@ -153,6 +158,8 @@ class LookupJob:
     def _load_making_room(self, place: Place, key: bytes, from_disk: bool) -> Entry | None:
         """Begins a load, at the cost of chunks at the prefix's end if there is no other room."""
         entry = self._load(place, key, from_disk)
+        if entry is None:
+            self._read_all()  # what is not under way could not be cancelled below
         while entry is None and self._bound > place[0]:
             self._miss("miss_pool_full", "the host pool was full", 1)
             self._shrink(self._bound - 1)
@@ -181,29 +188,52 @@ class LookupJob:
         if outcome is CopyOutcome.DONE:
             metrics.count("disk_loaded_chunks")
             metrics.count("disk_loaded_bytes", form.chunk_bytes)
+        else:
+            metrics.count("miss_disk")
         if outcome is not CopyOutcome.FAILED:
             self._core.fills.end(entry, filled=outcome is CopyOutcome.DONE)
             return
-        metrics.count("miss_disk")
         self._from_disk.discard(place[0])
         self._from_redis.add(place[0])
         self._read(place, entry)
+        self._read_all()
 
     def _read(self, place: Place, entry: Entry) -> None:
         core, form = self._core, self._ranks[place[1]].form
         io = core.chunk_io(form, self._hashes[place[0]], entry, self._deadline_s)
         core.fills.on_abandoned(entry, partial(core.plane.cancel, io))
-        core.plane.read(
-            io, lambda io, outcome: core.post(partial(_loaded, core, form, io, outcome))
-        )
+        self._to_read[io] = form
+        if len(self._to_read) * form.stripe_count >= _STRIPES_TOGETHER:
+            self._read_all()
+
+    def _read_all(self) -> None:
+        """Begins to read what is to be read: together that is less work for each."""
+        if self._to_read:
+            core, forms = self._core, self._to_read
+            self._to_read = {}
+            core.plane.read_all(
+                list(forms),
+                lambda io, outcome: core.post(partial(_loaded, core, forms[io], io, outcome)),
+            )
 
     def _filled(self, place: Place, ready: bool) -> None:
         self._waiting.pop(place, None)
         self._watchers.pop(place, None)
-        if not ready:
+        if not ready and not self._asked_redis_instead(place):
             self._session.tally.reasons.add("a chunk could not be loaded")
             self._shrink(place[0])
         self._check()
+
+    def _asked_redis_instead(self, place: Place) -> bool:
+        """Where a disk that does not answer keeps the entry's slots: another entry, from Redis."""
+        entry, disk = self._held.get(place), self._core.disk
+        if entry is None or disk is None or not disk.keeps(entry):
+            return False
+        del self._held[place]
+        self._core.pool.unpin(entry)
+        self._from_disk.discard(place[0])
+        self._bring([(place, entry.key)], from_disk=False)
+        return True
 
     def _shrink(self, bound: int) -> None:
         """The prefix ends before chunk number ``bound``: lets go what lies behind."""

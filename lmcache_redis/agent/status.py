@@ -64,6 +64,8 @@ def _disk(core: Core) -> dict[str, Any] | None:
         return None
     return {
         "directory": disk.directory,
+        "up": disk.is_up,
+        "reason": disk.reason,
         "limit_bytes": disk.limit_bytes,
         "used_bytes": disk.used_bytes,
     }

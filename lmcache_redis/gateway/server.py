@@ -16,7 +16,6 @@ import ipaddress
 import logging
 import socket
 import ssl
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lmcache_redis.errors import ConfigError
@@ -27,6 +26,7 @@ from lmcache_redis.gateway.movers import Movers
 from lmcache_redis.gateway.shared import Shared
 from lmcache_redis.gateway.slots import SlotPool
 from lmcache_redis.gateway.stream import Stream
+from lmcache_redis.gateway.threads import CallThreads
 from lmcache_redis.gateway.tls import FeedingProtocol, tls_context
 from lmcache_redis.storage.interface import LMCBackendInterface
 
@@ -69,7 +69,7 @@ class Gateway:
         self._shared = Shared(
             backend=backend,
             slots=slots,
-            threads=ThreadPoolExecutor(config.threads, thread_name_prefix="gateway"),
+            threads=CallThreads(config.threads, "gateway"),
             counters=self.counters,
             log=QuietLog(logger),
             max_payload_bytes=config.payload_limit_bytes,

@@ -1,8 +1,9 @@
 """What stands in Redis about the chunks of the remote tier: their keys, headers and removal.
 
 Chunks are stripes as in docs/value-format.md, in a namespace of this tier. The metadata in a
-header says what a chunk is, so there is one fingerprint for all. Small questions only: payloads
-are the data plane's.
+header says what a chunk is, so there is one fingerprint for all; with the fingerprint of an
+engine's layout the chunks are those that agents keep of it. Small questions only: payloads are
+the data plane's.
 """
 
 from __future__ import annotations
@@ -45,13 +46,18 @@ _FIRST_INDEX = b"\0\0"
 class Catalog:
     """Thread-safe. prefix: before every key. slot_bytes: most payload of a stripe we write.
 
-    No call raises for what the servers answer, or do not.
+    layout: see the module; None: chunks of this tier's own. No call raises for what the servers
+    answer, or do not.
     """
 
-    def __init__(self, asking: Asking, prefix: bytes, slot_bytes: int) -> None:
+    def __init__(
+        self, asking: Asking, prefix: bytes, slot_bytes: int, layout: bytes | None = None
+    ) -> None:
         self._asking = asking
         self._prefix = prefix
         self._slot_bytes = slot_bytes
+        self._fingerprint = FINGERPRINT if layout is None else layout
+        self._namespace = NAMESPACE if layout is None else _namespace_of(layout)
         self._stem = functools.lru_cache(maxsize=256)(self._stem_of)
 
     # ------------------------------------------------------------------ names
@@ -68,10 +74,10 @@ class Catalog:
     def frame(self, key: ObjectKey, metadata: RemoteMetadata) -> ChunkFrame:
         """A chunk as it is written here. Raises FormatError for one that cannot be."""
         stripe_bytes = stripe_payload_bytes(metadata.length, self._slot_bytes)
-        return _frame(key, metadata, stripe_bytes)
+        return _frame(self._fingerprint, key, metadata, stripe_bytes)
 
     def _stem_of(self, model_name: str, kv_rank: int, hash_len: int) -> bytes:
-        return key_stem(NAMESPACE, model_name, kv_rank, hash_len, self._prefix)
+        return key_stem(self._namespace, model_name, kv_rank, hash_len, self._prefix)
 
     # -------------------------------------------------------------- questions
 
@@ -79,7 +85,7 @@ class Catalog:
         """Each chunk as it was cut by whoever wrote it, and None where there is none of ours."""
         questions = [_header_question(self.first_key(key)) for key in keys]
         answers = self._asking.ask(questions, deadline)
-        return [_found(key, answer) for key, answer in zip(keys, answers, strict=True)]
+        return [self._found(key, answer) for key, answer in zip(keys, answers, strict=True)]
 
     def remove(self, key: ObjectKey, deadline: float) -> bool:
         """Remove a chunk, or whatever is in its place; whether there was something.
@@ -104,7 +110,8 @@ class Catalog:
 
         Where a server does not answer until then they end early, with a line in the log.
         """
-        pattern = escape_pattern(self._prefix + KEY_MAGIC + NAMESPACE) + b"*" + _FIRST_INDEX
+        own = self._prefix + KEY_MAGIC + self._namespace
+        pattern = escape_pattern(own) + b"*" + _FIRST_INDEX
         try:
             for name in self._asking.keys(pattern, _STEP_KEYS, deadline):
                 # Whatever the server matched: names are read here.
@@ -119,7 +126,21 @@ class Catalog:
             namespace, key, index = parse_stripe_key(name, self._prefix)
         except FormatError:
             return None
-        return key if namespace == NAMESPACE and index == 0 else None
+        return key if namespace == self._namespace and index == 0 else None
+
+    def _found(self, key: ObjectKey, answer: Answer) -> ChunkFrame | None:
+        header = _header(answer)
+        if header is None or header.stripe_index != 0:
+            return None
+        if header.fingerprint != self._fingerprint or header.chunk_hash != key.chunk_hash:
+            return None
+        # Stripe 0 is as large as any.
+        return _frame(self._fingerprint, key, header.metadata, header.payload_bytes)
+
+
+def _namespace_of(layout: bytes) -> bytes:
+    """As agents have it: `ChunkForm.namespace`."""
+    return layout.hex()[:NAMESPACE_BYTES].encode()
 
 
 def _header_question(name: bytes) -> Question:
@@ -141,16 +162,8 @@ def _header(answer: Answer) -> StripeHeader | None:
         return None
 
 
-def _found(key: ObjectKey, answer: Answer) -> ChunkFrame | None:
-    header = _header(answer)
-    if header is None or header.stripe_index != 0:
-        return None
-    if header.fingerprint != FINGERPRINT or header.chunk_hash != key.chunk_hash:
-        return None
-    # Stripe 0 is as large as any.
-    return _frame(key, header.metadata, header.payload_bytes)
-
-
-def _frame(key: ObjectKey, metadata: RemoteMetadata, stripe_bytes: int) -> ChunkFrame:
+def _frame(
+    fingerprint: bytes, key: ObjectKey, metadata: RemoteMetadata, stripe_bytes: int
+) -> ChunkFrame:
     encoded = metadata.serialize()
-    return ChunkFrame(FINGERPRINT, key.chunk_hash, metadata.length, stripe_bytes, encoded)
+    return ChunkFrame(fingerprint, key.chunk_hash, metadata.length, stripe_bytes, encoded)

@@ -12,6 +12,10 @@ A file that is damaged is removed, one log line each, and a miss. A disk that is
 a directory that is gone or may not be written: a put is not stored, a get is a miss, and each
 kind of error is warned of once a minute. A full disk evicts nothing: the limit does.
 
+A disk that hangs keeps the threads that are in it. Once one of them has been there for
+`patience_s`, nobody else is sent after it until it returns: puts are not stored, gets are misses,
+nothing is removed.
+
 Puts that do not block are copied and stored in their order by one worker; see `putqueue`.
 """
 
@@ -41,13 +45,15 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 DEFAULT_QUEUE_BYTES = 256 << 20
+DEFAULT_PATIENCE_S = 5.0
 
 
 class LMCLocalDiskBackend(LMCBackendInterface):
     """Chunks in files of a directory, which it makes if need be and which it alone uses.
 
     limit_bytes: see the module. sync: see `disk_files`. queue_bytes: payload of puts that do
-    not block and wait for the worker. Opening takes as long as to read a page of every file.
+    not block and wait for the worker. patience_s: see the module. Opening takes as long as to read
+    a page of every file.
 
     Raises ConfigError for impossible values, for a directory that cannot be used, and for one
     that another tier has open, in this process or another.
@@ -61,12 +67,16 @@ class LMCLocalDiskBackend(LMCBackendInterface):
         dst_device: str = "cpu",
         fmt: MemoryFormat = MemoryFormat.UNDEFINED,
         queue_bytes: int = DEFAULT_QUEUE_BYTES,
+        *,
+        patience_s: float = DEFAULT_PATIENCE_S,
     ) -> None:
         super().__init__(dst_device, fmt)
         if sync not in SYNC_POLICIES:
             raise ConfigError(f"sync is {sync!r}; it is one of {', '.join(SYNC_POLICIES)}")
+        if patience_s <= 0:
+            raise ConfigError(f"patience_s is {patience_s}; it must be positive")
         path = Path(directory)
-        self._store = DiskStore(ChunkFiles(path, sync), limit_bytes)
+        self._store = DiskStore(ChunkFiles(path, sync), limit_bytes, patience_s)
         self._changed = threading.Condition(threading.Lock())
         self._calls = 0
         self._closed = False
@@ -136,14 +146,15 @@ class LMCLocalDiskBackend(LMCBackendInterface):
         with self._in_call():
             return self._queue.flush(timeout_s)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """See the interface. timeout_s: for puts that wait, then for each that is under way."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-        ended = self._queue.close(CLOSE_TIMEOUT_S)
+        ended = self._queue.close(timeout_s)
         with self._changed:
-            ended &= self._changed.wait_for(lambda: not self._calls, CLOSE_TIMEOUT_S)
+            ended &= self._changed.wait_for(lambda: not self._calls, timeout_s)
         if ended:
             self._store.index.clear()
             os.close(self._lock_fd)

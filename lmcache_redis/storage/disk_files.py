@@ -79,11 +79,11 @@ class ChunkFiles:
     """Files by key and sequence, in one directory. No index, no state: thread-safe."""
 
     def __init__(self, directory: Path, sync: Sync) -> None:
-        self._directory = os.fspath(directory)
+        self.directory = os.fspath(directory)
         self._sync = sync
 
     def path(self, key: ObjectKey, sequence: int) -> str:
-        return f"{self._directory}/{file_path(key, sequence)}"
+        return f"{self.directory}/{file_path(key, sequence)}"
 
     def write(
         self, key: ObjectKey, sequence: int, metadata: RemoteMetadata, views: Sequence[memoryview]
@@ -125,7 +125,7 @@ class ChunkFiles:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.dirname(path), 0o700)
             if self._sync == "directory":
-                _sync_directory(self._directory)
+                _sync_directory(self.directory)
             return os.open(path, _CREATE, 0o600)
 
 

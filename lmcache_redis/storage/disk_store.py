@@ -9,6 +9,9 @@ is gone: from when a file leaves the index to when it is removed, one lock is he
 reservation takes. So the limit holds at all times. Several puts at once may leave no room for
 one another; then one is not stored. (What is read while it goes takes its room until then.)
 
+A call that has not returned for `patience_s`, as on a network file system that is gone, holds
+its own thread and no other: until it returns, nothing is asked of the disk.
+
 A get reads from an open file: it is whole, also where the chunk is evicted or replaced
 meanwhile. What is not, to the last bit, the chunk that it should be is removed.
 """
@@ -29,6 +32,7 @@ from lmcache_redis.storage.disk_files import ChunkFiles, read_chunk, touch
 from lmcache_redis.storage.disk_format import disk_bytes
 from lmcache_redis.storage.disk_scan import Scan
 from lmcache_redis.storage.lru import LruIndex
+from lmcache_redis.storage.patience import Patience
 from lmcache_redis.storage.putqueue import QueuedPut
 
 logger = logging.getLogger(__name__)
@@ -56,9 +60,10 @@ class DiskStore:
     No method raises for what the disk does. Raises ConfigError unless limit_bytes is positive.
     """
 
-    def __init__(self, files: ChunkFiles, limit_bytes: int) -> None:
+    def __init__(self, files: ChunkFiles, limit_bytes: int, patience_s: float) -> None:
         self.index: LruIndex[StoredFile] = LruIndex(limit_bytes)
         self._files = files
+        self._patience = Patience(f"the disk tier in {files.directory}", patience_s)
         self._lock = threading.Lock()
         self._room = threading.Lock()  # taken before the other one, and held while files go
         self._next_sequence = 0
@@ -83,7 +88,8 @@ class DiskStore:
 
     def contains(self, key: ObjectKey) -> bool:
         with self._lock:
-            return self.index.get(key) is not None
+            is_there = self.index.get(key) is not None
+        return is_there and not self._patience.is_lost
 
     # --------------------------------------------------------------- storing
 
@@ -95,6 +101,18 @@ class DiskStore:
         queued: QueuedPut | None = None,
     ) -> bool:
         """Write a file and make it the one that is found, unless `queued` was dropped."""
+        if self._patience.is_lost:
+            return False
+        with self._patience.call():
+            return self._put(key, metadata, views, queued)
+
+    def _put(
+        self,
+        key: ObjectKey,
+        metadata: RemoteMetadata,
+        views: Sequence[memoryview],
+        queued: QueuedPut | None,
+    ) -> bool:
         with self._room:
             with self._lock:
                 file = StoredFile(self._next_sequence, metadata, time.monotonic())
@@ -121,8 +139,13 @@ class DiskStore:
         return stored
 
     def remove(self, key: ObjectKey, only: StoredFile | None = None) -> bool:
-        """Remove a chunk, or only one file of it; whether it was there."""
-        with self._room:
+        """Remove a chunk, or only one file of it; whether it was there.
+
+        From a disk that does not answer nothing is: it may be found when it does again.
+        """
+        if self._patience.is_lost:
+            return False
+        with self._patience.call(), self._room:
             with self._lock:
                 file = self.index.pop(key, only)
             if file is None:
@@ -144,13 +167,14 @@ class DiskStore:
 
     def open(self, key: ObjectKey) -> tuple[int, StoredFile] | None:
         """A descriptor, which is the caller's, of the chunk's file."""
-        while True:
+        while not self._patience.is_lost:
             with self._lock:
                 file = self.index.get(key)
             if file is None:
                 return None
             try:
-                return self._files.open(key, file.sequence), file
+                with self._patience.call():
+                    return self._files.open(key, file.sequence), file
             except FileNotFoundError as error:
                 with self._lock:
                     vanished = self.index.pop(key, file) is not None
@@ -161,12 +185,14 @@ class DiskStore:
             except OSError as error:
                 self._warn("a chunk was not loaded", error)
                 return None
+        return None
 
     def read(self, fd: int, key: ObjectKey, file: StoredFile, views: Sequence[memoryview]) -> bool:
         """Fill the views from an open file and make the chunk the most recently used."""
         try:
-            read_chunk(fd, key, file.metadata, views)
-            self._touch(fd, key, file)
+            with self._patience.call():
+                read_chunk(fd, key, file.metadata, views)
+                self._touch(fd, key, file)
             return True
         except FormatError as error:
             logger.warning("%s is removed: %s", self._files.path(key, file.sequence), error)

@@ -8,7 +8,8 @@ most `wait_s`, and read the first tier then, or a copy where that did not take t
 that fails is one that has nothing and takes nothing: it is skipped.
 
 A fill never brings back what was removed, nor puts an old chunk over a new one. Puts and
-removals of a key take its turn, one after the other, for as long as all tiers need; at their end,
+removals of a key take its turn, one after the other, for as long as all tiers need; one whose turn
+does not come within `wait_s` changes nothing and says so. At their end,
 still in their turn, they declare the load of that key outdated that is under way. A fill takes the
 same turn, without waiting for it, and is left out where it does not get it or is outdated: so
 either the removal comes after the fill and removes that too, or there is no fill.
@@ -50,11 +51,11 @@ DEFAULT_READ_AHEAD = 4
 class LMCHybridBackend(LMCBackendInterface, Lender):
     """See the module. Thread-safe.
 
-    tiers: the fastest first; they are closed with this one. wait_s: how long a get waits for
-    another one of the same key before it loads for itself. read_ahead: how many chunks a
-    `batched_get` loads at once, each on a thread of its own, so that one is copied upward while
-    the next comes. Without blocking a put still waits for the first tier: that is the one to be
-    found in at once.
+    tiers: the fastest first; they are closed with this one. wait_s: how long a call waits for
+    others of the same key: a get for another get, before it loads for itself, a put or a removal
+    for its turn, before it is given up. read_ahead: how many chunks a batched call has on its way
+    at once, each on a thread of its own, so that one is copied while the next is sent. Without
+    blocking a put still waits for the first tier: that is the one to be found in at once.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
         payload: Sequence[memoryview],
         blocking: bool = True,
     ) -> bool:
-        """See the interface."""
+        """See the interface. Not stored: also where its turn did not come within `wait_s`."""
         views = payload_views(metadata, payload)
         self._check_open()
         return self._put_through(
@@ -117,9 +118,10 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
         return any(tier.contains(key) for tier in self._tiers)
 
     def remove(self, key: ObjectKey) -> bool:
-        """See the interface. From all tiers."""
+        """See the interface. From all tiers, or where its turn did not come from none: False."""
         self._check_open()
-        self._turns.enter(key, None, exclusive=True)
+        if not self._has_turn(key):
+            return False
         try:
             removed = [tier.remove(key) for tier in self._tiers]
             return any(removed)
@@ -174,6 +176,29 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
 
     # -------------------------------------------------------------- tensors
 
+    def batched_put(
+        self, keys_and_chunks: Iterable[tuple[ObjectKey, torch.Tensor]], blocking: bool = True
+    ) -> int:
+        """`put` for each; several are on their way at once, those of one key in their order.
+
+        After an error, of a chunk or of the caller's iterator, those that were begun are done.
+        """
+        from lmcache_redis.storage.tensors import tensor_bytes, tensor_metadata
+
+        self._check_open()
+        stored = 0
+        begun: deque[tuple[ObjectKey, Future[bool]]] = deque()
+        with ThreadPoolExecutor(self._read_ahead, "lmcr-hybrid") as pool:
+            for key, kv_chunk in keys_and_chunks:
+                # Here: its device works in the order of this thread.
+                metadata = tensor_metadata(kv_chunk, self.fmt)
+                payload = (tensor_bytes(kv_chunk),)
+                while len(begun) == self._read_ahead or any(key == other for other, _ in begun):
+                    stored += begun.popleft()[1].result()
+                put = pool.submit(self.put_bytes, key, metadata, payload, blocking)
+                begun.append((key, put))
+            return stored + sum(put.result() for _, put in begun)
+
     def batched_get(self, keys: Iterable[ObjectKey]) -> Iterator[torch.Tensor | None]:
         """`get` for each, in order; a few later ones are loaded while the first are used.
 
@@ -204,7 +229,8 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
 
     def _put_through(self, key: ObjectKey, puts: Sequence[Callable[[], bool]]) -> bool:
         """A put into each tier, in the turn of the key; whether any of them took it."""
-        self._turns.enter(key, None, exclusive=True)
+        if not self._has_turn(key):
+            return False
         try:
             stored = [put() for put in puts]
             if any(stored):
@@ -214,6 +240,10 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
             return any(stored)
         finally:
             self._end_change(key)
+
+    def _has_turn(self, key: ObjectKey) -> bool:
+        """Begin a put or a removal; False: others of the key have taken too long."""
+        return self._turns.enter(key, time.monotonic() + self._wait_s, exclusive=True)
 
     def _end_change(self, key: ObjectKey) -> None:
         """The end of a put or a removal: see the module."""

@@ -4,7 +4,9 @@ A tier keeps chunks by `ObjectKey`. What a chunk's bytes are, its `RemoteMetadat
 kept beside them. The byte calls move payloads between the tier and buffers of the caller, without
 a copy of their own; the tensor calls allocate and call them.
 
-Every call may come from any thread, at the same time as any other. No call raises for what is
+Every call may come from any thread, at the same time as any other; an iterator of `batched_get` is
+for one thread at a time. A tier behind a network answers each call by a deadline of its own; a
+disk that hangs keeps the calls that are in it and refuses others. No call raises for what is
 stored, for a server or disk that fails, or for a chunk that does not fit: then a put stores
 nothing and says so, and a get is a miss. Wrong use raises: FormatError for a key or a chunk that
 has no encoding, RuntimeError after `close`.
@@ -70,7 +72,10 @@ class LMCBackendInterface(ABC):
 
     @abstractmethod
     def remove(self, key: ObjectKey) -> bool:
-        """Forget a chunk, and a put of it that is still waiting; whether there was one."""
+        """Forget a chunk, and a put of it that is still waiting; whether there was one.
+
+        False also where the tier does not answer in time: the chunk may still be there then.
+        """
 
     @abstractmethod
     def list(self) -> list[ObjectKey]:
@@ -106,7 +111,11 @@ class LMCBackendInterface(ABC):
     def batched_put(
         self, keys_and_chunks: Iterable[tuple[ObjectKey, torch.Tensor]], blocking: bool = True
     ) -> int:
-        """`put` for each; how many were stored or, without blocking, accepted."""
+        """`put` for each; how many were stored or, without blocking, accepted.
+
+        Of one key the last is there. Tensors are the caller's again on return, or after an error
+        of the iterator, which goes through.
+        """
         return sum(self.put(key, kv_chunk, blocking) for key, kv_chunk in keys_and_chunks)
 
     def batched_get(self, keys: Iterable[ObjectKey]) -> Iterator[torch.Tensor | None]:

@@ -60,6 +60,7 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
         pending_bytes: int = DEFAULT_PENDING_BYTES,
         window_chunks: int = DEFAULT_WINDOW_CHUNKS,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
+        layout: bytes | None = None,
     ) -> None:
         if window_chunks < 1 or window_bytes < 1:
             raise ConfigError("window_chunks and window_bytes are at least 1")
@@ -71,6 +72,7 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
             list_deadline_s=list_deadline_s,
             slot_bytes=slot_bytes,
             pending_bytes=pending_bytes,
+            layout=layout,
         )
         self._window_chunks = window_chunks
         self._window_bytes = window_bytes

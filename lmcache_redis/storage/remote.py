@@ -36,7 +36,7 @@ from lmcache_redis.storage.interface import Allocate, LMCBackendInterface
 from lmcache_redis.storage.pending import PendingPuts
 from lmcache_redis.storage.transfers import Load, ResultT, Store, Transfer
 from lmcache_redis.storage.turns import Turns
-from lmcache_redis.stripe import ChunkFrame
+from lmcache_redis.stripe import FINGERPRINT_BYTES, ChunkFrame
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,12 @@ class LMCRemoteBackend(LMCBackendInterface):
     redis: a URL, or options with one. deadline_s: the longest that a call takes, and that an
     accepted put is tried. slot_bytes: most payload of a stripe that is written; what others cut
     otherwise is read all the same. pending_bytes: copies of accepted puts; what does not fit
-    beside them is not accepted. Raises ConfigError for a URL that names no server, and for
-    numbers that make no sense; connects in the background.
+    beside them is not accepted. layout: the fingerprint, 32 bytes, of an engine's KV cache; then
+    the chunks are those that agents keep of it. What is put is for agents to read where it is one
+    group of uint8 with MemoryFormat.PAGES, and slot_bytes theirs.
+
+    Raises ConfigError for a URL that names no server, and for numbers that make no sense; connects
+    in the background.
     """
 
     def __init__(
@@ -68,12 +72,15 @@ class LMCRemoteBackend(LMCBackendInterface):
         list_deadline_s: float = DEFAULT_LIST_DEADLINE_S,
         slot_bytes: int = DEFAULT_SLOT_BYTES,
         pending_bytes: int = DEFAULT_PENDING_BYTES,
+        layout: bytes | None = None,
     ) -> None:
         super().__init__(dst_device, fmt)
         if deadline_s < 0.01 or list_deadline_s < deadline_s:
             raise ConfigError("deadline_s is at least 0.01, list_deadline_s at least deadline_s")
         if slot_bytes < 64 or pending_bytes < 0:
             raise ConfigError("slot_bytes is at least 64, pending_bytes at least 0")
+        if layout is not None and len(layout) != FINGERPRINT_BYTES:
+            raise ConfigError(f"layout is a fingerprint of {FINGERPRINT_BYTES} bytes")
         options = RedisOptions(redis) if isinstance(redis, str) else redis
         self._deadline_s = deadline_s
         self._list_deadline_s = list_deadline_s
@@ -86,7 +93,7 @@ class LMCRemoteBackend(LMCBackendInterface):
                 op_timeout_s=min(options.op_timeout_s, step_s),
             )
         )
-        self._catalog = Catalog(self._asking, options.key_prefix, slot_bytes)
+        self._catalog = Catalog(self._asking, options.key_prefix, slot_bytes, layout)
         self._turns: Turns[ObjectKey] = Turns()
         self._plane = RedisPlane(options)
         self._pending = PendingPuts(self._plane, self._turns, pending_bytes)

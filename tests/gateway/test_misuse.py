@@ -161,7 +161,7 @@ def test_a_put_cut_off_anywhere_leaves_nothing(backend: DictBackend, any_loop: N
                     if reset:
                         linger = struct.pack("ii", 1, 0)
                         client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        serving.until(open_connections=0, slots_in_use=0)
+        serving.until(connections=2 * len(request), open_connections=0, slots_in_use=0)
         assert backend.chunks == {}
         stats = serving.stats()
         assert stats["errors"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.wire import KEY, Client
+from tests.gateway.wire import GET, KEY, Client, header
 from tests.servers import RedisServer
+from tests.storage.redis_tiers import wait_until
 
 TIMEOUT_S = 30.0
 
@@ -97,6 +99,38 @@ def test_chunks_outlive_the_process_in_redis_and_on_disk(tmp_path: Path) -> None
                     assert client.get(key) == key.encode() + payload
                 assert client.get("m@2@1@abd@half") is None
                 assert process.end()[0] == 0
+
+
+def test_a_disk_that_hangs_holds_up_neither_others_nor_the_end(tmp_path: Path) -> None:
+    """A file is a FIFO: to open it hangs until somebody writes, which nobody does."""
+    redis_directory, disk = tmp_path / "redis", tmp_path / "disk"
+    redis_directory.mkdir()
+    with RedisServer(redis_directory) as redis:
+        words = ("--redis-url", redis.url, "--disk-path", str(disk), "--memory-bytes", "0",
+                 "--shutdown-deadline-s", "0.5")  # fmt: skip
+        with gateway(*words) as process, Client(process.port) as client:
+            client.put(KEY, b"x" * 300_000)
+            assert client.exists(KEY)
+            (path,) = disk.rglob("*.lmcr")
+            path.unlink()
+            os.mkfifo(path)
+            client.send(header(GET, KEY))
+            with Client(process.port) as other:
+                numbers = itertools.count()
+
+                def is_given_up() -> bool:
+                    """A PUT does not go to disk, and can be had all the same."""
+                    key, before = f"m@2@0@{next(numbers):04x}@half", [*disk.rglob("*.lmcr")]
+                    other.put(key, key.encode())
+                    assert other.get(key) == key.encode()
+                    return len([*disk.rglob("*.lmcr")]) == len(before)
+
+                wait_until(is_given_up)
+                assert other.healthy()
+            status, said = process.end()
+        assert status == 0
+        assert said.count("has not answered") == 1
+        assert "Traceback" not in said
 
 
 def test_a_wrong_setting_is_one_sentence() -> None:

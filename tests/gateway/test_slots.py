@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from lmcache_redis.gateway.runs import FreeRuns
 from lmcache_redis.gateway.slots import Lease, SlotPool
 
 
@@ -15,9 +16,9 @@ def test_views_are_as_long_as_the_payload_and_hold_it() -> None:
     pool = SlotPool(8 * 4096, 4096)
     payload = random.Random(1).randbytes(2 * 4096 + 1)
     with pool.try_take(len(payload)) as lease:  # type: ignore[union-attr]
-        assert [len(view) for view in lease.views] == [4096, 4096, 1]
-        for number, view in enumerate(lease.views):
-            view[:] = payload[number * 4096 :][: len(view)]
+        (view,) = lease.views
+        assert len(view) == len(payload)
+        view[:] = payload
         assert b"".join(lease.views) == payload
         assert pool.used_slots == 3
     lease.release()
@@ -25,6 +26,56 @@ def test_views_are_as_long_as_the_payload_and_hold_it() -> None:
     with pool.try_take(0) as lease:  # type: ignore[union-attr]
         assert (lease.views, pool.used_slots) == ([], 0)
     pool.close()
+
+
+def test_what_is_left_between_others_is_given_as_several_views() -> None:
+    """Slots 1, 3, 4 and 6 of seven: the longest run first, and no byte of the others."""
+    pool = SlotPool(7 * 4096 + 4095, 4096)
+    leases = [pool.try_take(4096) for _ in range(7)]
+    for number in (1, 3, 4, 6):
+        leases[number].release()  # type: ignore[union-attr]
+    kept = [leases[number] for number in (0, 2, 5)]
+    for lease in kept:
+        lease.views[0][:] = b"k" * 4096  # type: ignore[union-attr]
+    split = pool.try_take(3 * 4096 + 5)
+    assert split is not None
+    assert [len(view) for view in split.views] == [8192, 4096, 5]
+    for view in split.views:
+        view[:] = b"s" * len(view)
+    assert all(lease.views[0] == b"k" * 4096 for lease in kept)  # type: ignore[union-attr]
+    assert pool.try_take(1) is None
+    for lease in (*kept, split):
+        lease.release()  # type: ignore[union-attr]
+    whole = pool.try_take(7 * 4096)
+    assert whole is not None
+    assert [len(view) for view in whole.views] == [7 * 4096], "all neighbours again"
+    pool.close()
+
+
+def test_runs_against_a_set_of_free_slots() -> None:
+    choose = random.Random(7)
+    for count in (1, 9, 200):
+        runs, free = FreeRuns(count), set(range(count))
+        taken: list[range] = []
+        for _ in range(2000):
+            wanted = choose.randrange(1 + count // 2)
+            if choose.random() < 0.5 and wanted <= runs.free:
+                fits = any(set(range(n, n + wanted)) <= free for n in range(count))
+                given = runs.take(wanted)
+                assert sum(map(len, given)) == wanted
+                assert len(given) <= 1 or not fits, "one run where one is long enough"
+                for run in given:
+                    assert set(run) <= free
+                    free -= set(run)
+                taken += given
+            elif taken:
+                run = taken.pop(choose.randrange(len(taken)))
+                runs.give_back(run)
+                free |= set(run)
+            assert runs.free == len(free)
+        for run in taken:
+            runs.give_back(run)
+        assert [*map(len, runs.take(count))] == [count]
 
 
 def test_whoever_waits_is_served_in_turn() -> None:

@@ -238,10 +238,6 @@ class TierContract:
     thread_seconds = 2.0
 
     @pytest.fixture
-    def make_backend(self) -> MakeBackend:
-        raise NotImplementedError("define the fixture make_backend in the test class of the tier")
-
-    @pytest.fixture
     def backend(self, make_backend: MakeBackend) -> LMCBackendInterface:
         return make_backend()
 
@@ -484,7 +480,7 @@ class TierContract:
             try:
                 while time.monotonic() < stop_at and not failures:
                     number = choose.randrange(12)
-                    key, action = key_of(number), choose.randrange(20)
+                    key, action = key_of(number), choose.randrange(21)
                     if action < 7:
                         value = number << 32 | choose.randrange(1 << 31)
                         chunk = torch.full((self._elements(value),), value, dtype=torch.int64)
@@ -501,6 +497,15 @@ class TierContract:
                         backend.remove(key)
                     elif action < 19:
                         backend.contains(key)
+                    elif action < 20:
+                        values = [choose.randrange(12) << 32 | choose.randrange(99) for _ in "abc"]
+                        backend.batched_put(
+                            (
+                                key_of(value >> 32),
+                                torch.full((self._elements(value),), value, dtype=torch.int64),
+                            )
+                            for value in values
+                        )
                     else:
                         assert {each.model_name for each in backend.list()} <= {"org/model"}
             except BaseException as error:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.storage import disk
 from lmcache_redis.storage.copying import Block
 from lmcache_redis.storage.disk_files import ChunkFiles
 from lmcache_redis.storage.putqueue import PutQueue, QueuedPut
@@ -188,13 +187,12 @@ def test_a_put_that_blocks_overtakes_one_that_is_written(
 
 
 def test_a_disk_that_does_not_answer_keeps_its_directory(
-    open_tier: OpenTier, slow_disk: Gate, monkeypatch: pytest.MonkeyPatch
+    open_tier: OpenTier, slow_disk: Gate
 ) -> None:
     """Closed in a bounded time; nobody else may open it while a file is still to come."""
-    monkeypatch.setattr(disk, "CLOSE_TIMEOUT_S", 0.02)
     tier = open_tier()
     assert tier.put(key_of(1), tensor_of(1, (100,)), blocking=False)
     assert slow_disk.entered.wait(30)
-    tier.close()
+    tier.close(timeout_s=0.02)
     with pytest.raises(ConfigError, match="in use"):
         open_tier()

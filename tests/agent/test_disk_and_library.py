@@ -1,0 +1,133 @@
+"""What an agent keeps, on disk and in Redis, is what the tiers of the library read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.keys import ObjectKey
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.storage import (
+    LMCBackendInterface,
+    LMCHybridBackend,
+    LMCLocalBackend,
+    LMCLocalDiskBackend,
+    LMCPipelinedRemoteBackend,
+    LMCRemoteBackend,
+)
+from tests.agent.test_disk import CHUNKS, HASHES, agent_with_disk, check_hit, store_and_wait
+from tests.harness import AgentServer, Engine
+from tests.servers import RedisServer
+
+SLOT_BYTES = 64 << 10  # the harness's agents'
+LIMIT_BYTES = 64 << 20
+
+
+def get(tier: LMCBackendInterface, key: ObjectKey) -> tuple[RemoteMetadata, bytes]:
+    buffers: list[bytearray] = []
+
+    def allocate(metadata: RemoteMetadata) -> Sequence[memoryview]:
+        buffers.append(bytearray(metadata.length))
+        return [memoryview(buffers[0])]
+
+    metadata = tier.get_bytes(key, allocate)
+    assert metadata is not None
+    return metadata, bytes(buffers[0])
+
+
+def layout_of(agent: AgentServer) -> bytes:
+    return bytes.fromhex(agent.status()["engines"][0]["layout"])
+
+
+def disk_key(layout: bytes, key: ObjectKey) -> ObjectKey:
+    """A directory holds chunks of several layouts, so there the key names them."""
+    return ObjectKey(key.chunk_hash, f"{layout.hex()}/{key.model_name}", key.kv_rank)
+
+
+@pytest.mark.parametrize("kind", [LMCRemoteBackend, LMCPipelinedRemoteBackend])
+def test_what_an_agent_stored_is_read_by_the_tiers(
+    tmp_path: Path, redis_server: RedisServer, kind: type[LMCRemoteBackend]
+) -> None:
+    with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
+        store_and_wait(agent, engine)
+        layout = layout_of(agent)
+        chunk_bytes = agent.status()["engines"][0]["chunk_bytes"]
+        agent.terminate()
+    disk = LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES)
+    redis = kind(redis_server.unix_url, layout=layout)
+    own = kind(redis_server.unix_url)
+    try:
+        keys = redis.list()
+        assert len(keys) == CHUNKS
+        assert {key.model_name for key in keys} == {"test/model"}
+        assert {key.chunk_hash for key in keys} == {*HASHES[3::4]}
+        assert set(disk.list()) == {disk_key(layout, key) for key in keys}
+        pages = RemoteMetadata(chunk_bytes, [(chunk_bytes,)], ["uint8"], MemoryFormat.PAGES)
+        for key in keys:
+            metadata, payload = get(redis, key)
+            assert metadata == pages
+            assert get(disk, disk_key(layout, key)) == (pages, payload)
+        tensors = list(redis.batched_get(keys))
+        assert [t is not None and t.shape == (chunk_bytes,) for t in tensors] == [True] * CHUNKS
+        # Without the layout they are another tier's: of tensors.
+        assert own.list() == []
+        assert not own.contains(keys[0])
+        assert own.get(keys[0]) is None
+    finally:
+        for tier in (disk, redis, own):
+            tier.close()
+
+
+def chunks_of(
+    tmp_path: Path, redis: RedisServer, agent: AgentServer, engine: Engine
+) -> tuple[bytes, dict[ObjectKey, tuple[RemoteMetadata, bytes]]]:
+    """The layout and the chunks that an agent stored; it has ended, and they are nowhere else."""
+    store_and_wait(agent, engine)
+    layout = layout_of(agent)
+    agent.terminate()
+    reader = LMCRemoteBackend(redis.unix_url, layout=layout)
+    chunks = {key: get(reader, key) for key in reader.list()}
+    reader.close()
+    redis.command("FLUSHALL")
+    disk = LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES)
+    assert all(disk.remove(key) for key in disk.list())
+    disk.close()
+    assert len(chunks) == CHUNKS
+    return layout, chunks
+
+
+def test_what_the_library_put_into_redis_is_a_hit_of_the_agent(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """Through a hybrid with memory, as an agent has its host pool."""
+    with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
+        layout, chunks = chunks_of(tmp_path, redis_server, agent, engine)
+        remote = LMCPipelinedRemoteBackend(
+            redis_server.unix_url, layout=layout, slot_bytes=SLOT_BYTES
+        )
+        tiers = LMCHybridBackend((LMCLocalBackend(LIMIT_BYTES), remote))
+        for key, (metadata, payload) in chunks.items():
+            assert tiers.put_bytes(key, metadata, [memoryview(payload)])
+            assert remote.contains(key)
+        tiers.close()
+        agent.start()
+        engine.wait_ready()
+        check_hit(engine)
+        assert agent.counter("hit_chunks_redis") == CHUNKS
+
+
+def test_what_the_library_put_on_disk_is_a_hit_of_the_agent(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
+        layout, chunks = chunks_of(tmp_path, redis_server, agent, engine)
+        disk = LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES)
+        for key, (metadata, payload) in chunks.items():
+            assert disk.put_bytes(disk_key(layout, key), metadata, [memoryview(payload)])
+        disk.close()
+        agent.start()
+        engine.wait_ready()
+        check_hit(engine)
+        assert agent.counter("hit_chunks_disk") == CHUNKS
