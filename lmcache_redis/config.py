@@ -170,7 +170,7 @@ class AgentConfig:
     heartbeat_timeout_s: float = _setting("after that, a silent engine is forgotten", 10.0)
     shutdown_deadline_s: float = _setting("how long writes may go on once the agent stops", 5.0)
     get_connections: int = _setting("connections that load", 4)
-    set_connections: int = _setting("connections that store", 8)
+    set_connections: int = _setting("connections that store", 4)
     network_threads: int = _setting(
         "threads that share the connections that load, and as many for those that store", 1
     )

@@ -42,10 +42,9 @@ _PREAMBLE = struct.Struct("<4sHH")
 _PLACE = struct.Struct("<HHIQQQ")
 # preamble | store id | place | payload checksum | layout and chunk | created | own | metadata
 _PARTS = struct.Struct("<8s16s32sQ96sQQ336s")
-# The same with the fields of the place apart.
-_FIELDS = struct.Struct("<8s16sHHIQQQQ96sQQ336s")
 _OWN_CHECKSUM_AT, _OWN_CHECKSUM_END = 168, 176
-_OWN_CHECKSUM = struct.Struct("<Q")
+_PAYLOAD_CHECKSUM_AT = 56
+_CHECKSUM = struct.Struct("<Q")
 _NO_CHECKSUM = bytes(8)
 _NO_STORE_ID = bytes(STORE_ID_BYTES)
 _EXPECTED_PREAMBLE = _PREAMBLE.pack(_MAGIC, VERSION, HEADER_BYTES)
@@ -117,7 +116,8 @@ class ChunkFrame:
 
     def payload_bytes(self, index: int) -> int:
         """Bytes of the chunk that stripe `index` carries. Raises FormatError for no stripe."""
-        return min(self.stripe_payload_bytes, self.chunk_bytes - self.payload_offset(index))
+        left = self.chunk_bytes - self.payload_offset(index)
+        return self.stripe_payload_bytes if left > self.stripe_payload_bytes else left
 
     def payload_offset(self, index: int) -> int:
         """Where in the chunk stripe `index` begins. Raises FormatError for no stripe."""
@@ -138,8 +138,12 @@ class ChunkFrame:
         store_id: 16 bytes, the same for all stripes of one store. checksum: xxh3-64 of the
         payload. Raises FormatError for values out of range and for a buffer too short.
         """
-        header = bytearray(self._pack(index, store_id, checksum, created_unix_ms))
-        _OWN_CHECKSUM.pack_into(header, _OWN_CHECKSUM_AT, xxh3_64_intdigest(header))
+        header = bytearray(self.unsealed_header(index, store_id, created_unix_ms))
+        try:
+            _CHECKSUM.pack_into(header, _PAYLOAD_CHECKSUM_AT, checksum)
+        except struct.error as error:
+            raise FormatError(f"a header that cannot be written: {error}") from None
+        _CHECKSUM.pack_into(header, _OWN_CHECKSUM_AT, xxh3_64_intdigest(header))
         room = memoryview(buf)[:HEADER_BYTES]
         if room.nbytes < HEADER_BYTES:
             raise FormatError(f"a header that cannot be written: {room.nbytes} bytes of room")
@@ -149,32 +153,24 @@ class ChunkFrame:
         self, index: int, store_id: bytes = _NO_STORE_ID, created_unix_ms: int = 0
     ) -> bytes:
         """The header of stripe `index` with both checksums zero, for `lmcache_redis.native`."""
-        return self._pack(index, store_id, 0, created_unix_ms)
-
-    def _pack(self, index: int, store_id: bytes, checksum: int, created_unix_ms: int) -> bytes:
-        """A header, its own checksum zero."""
         if len(store_id) != STORE_ID_BYTES:
             raise FormatError(f"a store id has {STORE_ID_BYTES} bytes, not {len(store_id)}")
-        offset = self.payload_offset(index)
-        chunk_bytes = self.chunk_bytes
         try:
-            return _FIELDS.pack(
+            created = created_unix_ms.to_bytes(8, "little")
+        except OverflowError as error:
+            raise FormatError(f"a header that cannot be written: {error}") from None
+        return b"".join(
+            (
                 _EXPECTED_PREAMBLE,
                 store_id,
-                index,
-                self.stripe_count,
-                0,
-                min(self.stripe_payload_bytes, chunk_bytes - offset),
-                offset,
-                chunk_bytes,
-                checksum,
+                self._place(index),
+                _NO_CHECKSUM,
                 self._layout_and_chunk,
-                created_unix_ms,
-                0,
+                created,
+                _NO_CHECKSUM,
                 self._padded_metadata,
             )
-        except struct.error as error:
-            raise FormatError(f"a header that cannot be written: {error}") from None
+        )
 
     def check_header(self, buf: bytes | bytearray | memoryview, index: int) -> HeaderCheck:
         """Whether the first 512 bytes of `buf` are the header of stripe `index` of this chunk.
@@ -198,9 +194,8 @@ class ChunkFrame:
 
     def _place(self, index: int) -> bytes:
         """The 32 bytes at 24: which stripe, of how many, and its place in the chunk."""
-        offset = self.payload_offset(index)
-        payload = min(self.stripe_payload_bytes, self.chunk_bytes - offset)
-        return _PLACE.pack(index, self.stripe_count, 0, payload, offset, self.chunk_bytes)
+        # Not of the frame: chunks of one layout have the same places.
+        return _place(index, self.stripe_count, self.stripe_payload_bytes, self.chunk_bytes)
 
     def _fault(self, raw: bytes, index: int) -> Verdict:
         """Why a header is not the expected one: the first reason in the order of trust."""
@@ -319,6 +314,15 @@ def _own_fault(raw: bytes) -> Verdict | None:
     # A flag that this version does not know may change what the payload means.
     flags = _PLACE.unpack(place)[2]
     return Verdict.BAD_VERSION if flags else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _place(index: int, count: int, stripe_payload_bytes: int, chunk_bytes: int) -> bytes:
+    if not 0 <= index < count:
+        raise FormatError(f"stripe {index} of a chunk of {count}")
+    offset = index * stripe_payload_bytes
+    payload_bytes = min(stripe_payload_bytes, chunk_bytes - offset)
+    return _PLACE.pack(index, count, 0, payload_bytes, offset, chunk_bytes)
 
 
 @functools.lru_cache(maxsize=64)

@@ -232,6 +232,16 @@ def test_another_reply_is_handed_on(lanes: Lanes, reply: bytes) -> None:
     assert slot == bytes(PAYLOAD)
 
 
+def test_what_came_of_a_long_other_reply_is_in_the_slot(lanes: Lanes) -> None:
+    slot = bytearray(PAYLOAD)
+    reply = b"$%d\r\n" % (HEADER_BYTES + PAYLOAD - 1) + os.urandom(HEADER_BYTES + PAYLOAD - 1)
+    lanes.servers[0].sendall(reply)
+    result = load(lanes.fds[:1], [to_load(0, slot)], 1, True, soon(), True)
+    assert (result.why, result.done) == (Why.REPLY, [])
+    assert result.moved > 0
+    assert result.first + slot[: result.moved] == reply
+
+
 @settings(max_examples=300)
 @given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255), st.booleans())
 def test_a_header_counts_where_python_says_so(at: int, flip: int, resealed: bool) -> None:

@@ -48,10 +48,11 @@ static int wait_for(const Call *call, int fd, short events)
 }
 
 /* Bytes received, at least one; 0: none came in time; -1: the connection is lost (call->error). */
-static ssize_t receive(Call *call, int fd, void *into, size_t nbytes)
+static ssize_t receive(Call *call, int fd, struct iovec *parts, size_t count)
 {
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
     for (;;) {
-        const ssize_t received = recv(fd, into, nbytes, MSG_DONTWAIT);
+        const ssize_t received = recvmsg(fd, &message, MSG_DONTWAIT);
         if (received > 0) {
             return received;
         }
@@ -149,9 +150,9 @@ static int receive_ok(Call *call, const Task *task)
 {
     call->first_bytes = 0;
     while (call->first_bytes < OK_BYTES) {
-        const ssize_t received =
-            receive(call, call->fds[task->lane], call->first + call->first_bytes,
-                    sizeof call->first - call->first_bytes);
+        struct iovec part = {call->first + call->first_bytes,
+                             sizeof call->first - call->first_bytes};
+        const ssize_t received = receive(call, call->fds[task->lane], &part, 1);
         if (received < 0) {
             return LOST;
         }
@@ -203,8 +204,12 @@ static int receive_value(Call *call, const Task *task)
 
     call->first_bytes = call->moved = 0;
     while (call->first_bytes < wanted) {
-        const ssize_t received =
-            receive(call, fd, call->first + call->first_bytes, wanted - call->first_bytes);
+        /* With the first piece of the payload, which most often is there as well. */
+        struct iovec parts[2] = {
+            {call->first + call->first_bytes, wanted - call->first_bytes},
+            {payload, nbytes < PIECE_BYTES ? nbytes : PIECE_BYTES},
+        };
+        const ssize_t received = receive(call, fd, parts, 2);
         if (received < 0) {
             return LOST;
         }
@@ -212,12 +217,19 @@ static int receive_value(Call *call, const Task *task)
             return call->first_bytes ? REPLY : QUIET;
         }
         call->first_bytes += (size_t)received;
+        if (call->first_bytes > wanted) {
+            call->moved = call->first_bytes - wanted;
+            call->first_bytes = wanted;
+        }
         if (memcmp(call->first, expected, call->first_bytes < head ? call->first_bytes : head)) {
             return REPLY;
         }
     }
     Xxh3 hash;
     xxh3_begin(&hash);
+    if (call->verify && call->moved) {
+        xxh3_update(&hash, payload, call->moved, nbytes);
+    }
     const size_t whole = nbytes + sizeof call->tail;
     while (call->moved < whole) {
         const bool in_payload = call->moved < nbytes;

@@ -47,7 +47,8 @@ typedef struct {
 
     int why;
     int error;          /* errno; 0 where a connection was closed */
-    size_t moved;       /* PART: bytes of payload and tail; SENT_PART: of the whole command */
+    size_t moved;       /* REPLY: bytes behind `first`, in the payload; PART: of payload and tail;
+                           SENT_PART: of the whole command */
     size_t first_bytes; /* of `first` that came */
     uint8_t first[MOST_HEAD_BYTES + HEADER_BYTES]; /* what comes of a reply before its payload */
     uint8_t tail[2];                               /* what follows the payload */

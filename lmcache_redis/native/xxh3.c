@@ -54,7 +54,7 @@ typedef void Accumulate(uint64_t *lanes, const uint8_t *data, const uint8_t *sec
 typedef void Scramble(uint64_t *lanes);
 
 /* Where an input comes from memory, the processor is asked for it that far ahead. */
-#define PREFETCH_BYTES 512
+#define PREFETCH_BYTES 2048
 #define prefetch(data) __builtin_prefetch((data) + PREFETCH_BYTES)
 
 #define SCRAMBLE_SECRET (SECRET + SECRET_BYTES - STRIPE_BYTES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lmcache_redis.resp import moving
 from lmcache_redis.resp.bulk import BulkConnection
@@ -52,12 +52,12 @@ class BatchWorker(LaneWorker[TaskT, OneT]):
         """It was asked for or resumed, and its reply has not come yet."""
 
     @abstractmethod
-    def asked(self, task: TaskT) -> None:
-        """It was asked for."""
+    def asked(self, tasks: Sequence[TaskT]) -> None:
+        """Tasks of one job were asked for."""
 
     @abstractmethod
-    def moved(self, task: TaskT, result: bytes) -> None:
-        """It was asked for, or resumed, and its reply is the best there is."""
+    def moved(self, tasks: Sequence[TaskT], results: Sequence[bytes]) -> None:
+        """Tasks of one job were asked for, or resumed, and their replies are the best there are."""
 
     # --------------------------------------------------------------- inside
 
@@ -100,7 +100,8 @@ class BatchWorker(LaneWorker[TaskT, OneT]):
 
     def _begin_next(self, begun: list[tuple[TaskT, Packed]]) -> None:
         """Begin tasks that wait and add them, as far as they are for the compiled part."""
-        while len(begun) < moving.MOST_TASKS and (task := self._take()) is not None:
+        tasks = self._take_some(moving.MOST_TASKS)
+        for number, task in enumerate(tasks):
             if not task[0].begin(task[1]):
                 continue
             try:
@@ -108,10 +109,11 @@ class BatchWorker(LaneWorker[TaskT, OneT]):
             except BaseException:
                 task[0].release()
                 task[0].stop(Stop.UNAVAILABLE)
+                self._next.extendleft(reversed(tasks[number + 1 :]))
                 raise
             if packed is None:
                 task[0].release()
-                self._next.appendleft(task)
+                self._next.extendleft(reversed(tasks[number:]))
                 return
             begun.append((task, packed))
 
@@ -127,12 +129,14 @@ class BatchWorker(LaneWorker[TaskT, OneT]):
         # In the order of asking; a lane may have had several tasks, one after the other.
         order = list(resumed)
         for number, (task, packed) in zip(result.lanes, begun, strict=False):
-            self.asked(task)
             lanes[number].asked_at = now
             order.append((lanes[number], task, packed))
-        for (_, task, _), each in zip(order, result.done, strict=False):
-            self.moved(task, each)
-        under_way = order[len(result.done) :]
+        for start, end in _runs([task for task, _ in begun[: len(result.lanes)]]):
+            self.asked([task for task, _ in begun[start:end]])
+        done = [task for _, task, _ in order[: len(result.done)]]
+        for start, end in _runs(done):
+            self.moved(done[start:end], result.done[start:end])
+        under_way = order[len(done) :]
         for lane, task, packed in under_way:
             lane.task, lane.packed = task, packed
         others = list(self._busy)[len(resumed) :]
@@ -156,3 +160,12 @@ class BatchWorker(LaneWorker[TaskT, OneT]):
             self._idle.remove(lanes[result.lane])
             task, lanes[result.lane].packed = stopped
             self._ask(lanes[result.lane], task, result)
+
+
+def _runs(tasks: Sequence[TaskT]) -> Iterator[tuple[int, int]]:
+    """Where tasks of one job begin and end that follow each other."""
+    start = 0
+    for end in range(1, len(tasks) + 1):
+        if end == len(tasks) or tasks[end][0] is not tasks[start][0]:
+            yield start, end
+            start = end

@@ -100,8 +100,12 @@ class BulkConnection(Connection):
                 self._first[:received] = begun.first
                 if begun.why is not Why.REPLY:
                     return self._receive_rest(stream, payload, begun)
-            if received == self._first_bytes and self._buffer.startswith(self._head):
-                found: Found | ErrorReply = Found.VALUE
+            if begun is not None and begun.moved:
+                # More of another reply than the head of the expected one has: it went on there.
+                data = begun.first + bytes(payload[: begun.moved])
+                found: Found | ErrorReply = self._other_reply(stream, data, payload)
+            elif received == self._first_bytes and self._buffer.startswith(self._head):
+                found = Found.VALUE
             else:
                 found = self._receive_head(stream, received, payload)
             if found is Found.VALUE:
@@ -188,11 +192,15 @@ class BulkConnection(Connection):
         left = length + 2 - len(data)
         self._payload_bytes = -1
         self.header = memoryview(data[:kept])
-        if left > MAX_DRAIN_BYTES or left < 0:
+        if left > MAX_DRAIN_BYTES:
             self.close()
             return Found.OTHER_LENGTH
-        last = data[-2:]
-        while left:
+        last = data[: length + 2][-2:]
+        if left < 0 and last == CRLF:
+            # Nobody asked for what follows.
+            self.close()
+            return Found.OTHER_LENGTH
+        while left > 0:
             # Into the payload: it is lost anyway, and nothing else here is as large.
             piece = payload[: min(left, payload.nbytes)]
             stream.receive_exactly((piece,), piece.nbytes)

@@ -78,8 +78,8 @@ class Bundle(Job[OutcomeT], ABC, Generic[OutcomeT, SingleT]):
         """A job for a chunk that was answered, for a reply that nobody waits for."""
 
     @abstractmethod
-    def _settle(self, chunk: ChunkIO, outcome: OutcomeT) -> None:
-        """Tell whoever waits for the chunk."""
+    def _settle(self, chunks: Sequence[ChunkIO], outcome: OutcomeT) -> None:
+        """Tell whoever waits for the chunks."""
 
     # ------------------------------------------------------------ the steps
 
@@ -106,21 +106,27 @@ class Bundle(Job[OutcomeT], ABC, Generic[OutcomeT, SingleT]):
             self._in_flight += 1
             return True
 
-    def release(self) -> None:
+    def release(self, steps: int = 1) -> None:
         """See `Job.release`."""
-        super().release()
+        super().release(steps)
         if self._doomed:
             self._cancel_doomed()
 
-    def end_well(self, step: int, begun: bool) -> None:
-        """A step is over: answer its chunk, if that was not done before. begun: it still is."""
+    def end_well(self, steps: Sequence[int], begun: bool) -> None:
+        """Steps are over: answer those of their chunks that were not. begun: they still are."""
+        chunks: list[ChunkIO] = []
         with self._lock:
-            self._in_flight -= begun
-            chunk = self._take(step)
+            if begun:
+                self._in_flight -= len(steps)
+            for step in steps:
+                chunk = self._chunks[step]
+                if chunk is not None:
+                    self._chunks[step] = None
+                    chunks.append(chunk)
+            self._steps_left -= len(chunks)
             over = self._outcome is not None or not self._steps_left
             final = self._decide(self._good) if over else None
-        if chunk is not None:
-            self._tell(self._settle, chunk, self._good)
+        self._settle(chunks, self._good)
         if final is not None:
             self._conclude(final)
         if self._doomed:
@@ -179,12 +185,10 @@ class Bundle(Job[OutcomeT], ABC, Generic[OutcomeT, SingleT]):
         with self._lock:
             if self._in_flight or self._outcome is not None:
                 return
-            chunks = [self._take(step) for step in self._doomed]
+            chunks = [chunk for step in self._doomed if (chunk := self._take(step)) is not None]
             self._doomed.clear()
             final = self._decide(None if self._steps_left else self._good)
-        for chunk in chunks:
-            if chunk is not None:
-                self._tell(self._settle, chunk, type(self._good)[Stop.CANCELLED.name])
+        self._settle(chunks, type(self._good)[Stop.CANCELLED.name])
         self._conclude(final)
 
     def _take(self, step: int) -> ChunkIO | None:
@@ -196,7 +200,6 @@ class Bundle(Job[OutcomeT], ABC, Generic[OutcomeT, SingleT]):
 
     def _answer(self, outcome: OutcomeT) -> None:
         with self._lock:
-            chunks, self._chunks = self._chunks, [None] * len(self._chunks)
-        for chunk in chunks:
-            if chunk is not None:
-                self._tell(self._settle, chunk, outcome)
+            chunks = [chunk for chunk in self._chunks if chunk is not None]
+            self._chunks = [None] * len(self._chunks)
+        self._settle(chunks, outcome)

@@ -89,7 +89,8 @@ class Chunks:
         refresh_ttl_s = self._refresh_ttl_s
         jobs: dict[ReadJob | ReadBundle, dict[Node | None, list[AnyRead]]] = {}
         if self._is_bundle(chunks):
-            bundle = ReadBundle(chunks, done, settled, registry, refresh_ttl_s)
+            all_settled = self._reads_settled
+            bundle = ReadBundle(chunks, done, settled, all_settled, registry, refresh_ttl_s)
             jobs[bundle] = {routes.node_of(bundle.key): bundle.tasks()}
             self._jobs.update(dict.fromkeys(chunks, bundle))
         else:
@@ -114,7 +115,8 @@ class Chunks:
         routes, registry, settled = self._nodes.routes, self._registry, self._write_settled
         jobs: dict[WriteJob | WriteBundle, Sequence[Node | None]] = {}
         if self._is_bundle(chunks):
-            bundle = WriteBundle(chunks, done, settled, registry, self._new_store_id())
+            all_settled, store_id = self._writes_settled, self._new_store_id()
+            bundle = WriteBundle(chunks, done, settled, all_settled, registry, store_id)
             jobs[bundle] = [routes.node_of(bundle.key)]
             self._jobs.update(dict.fromkeys(chunks, bundle))
         else:
@@ -158,16 +160,26 @@ class Chunks:
         return sum(isinstance(job, kinds) for job in list(self._jobs.values()))
 
     def _read_settled(self, chunk: ChunkIO, outcome: ReadOutcome, remove_stripes: int) -> None:
-        self._jobs.pop(chunk, None)
-        self._counts.read(outcome, chunk.frame.chunk_bytes)
+        self._reads_settled((chunk,), outcome)
         if remove_stripes:
             self._remove(chunk.key, remove_stripes)
 
+    def _reads_settled(self, chunks: Sequence[ChunkIO], outcome: ReadOutcome) -> None:
+        self._counts.read(outcome, len(chunks), self._forget(chunks))
+
     def _write_settled(self, chunk: ChunkIO, outcome: WriteOutcome, remains: bool) -> None:
-        self._jobs.pop(chunk, None)
-        self._counts.written(outcome, chunk.frame.chunk_bytes)
+        self._writes_settled((chunk,), outcome)
         if remains:
             self._remove(chunk.key, chunk.frame.stripe_count)
+
+    def _writes_settled(self, chunks: Sequence[ChunkIO], outcome: WriteOutcome) -> None:
+        self._counts.written(outcome, len(chunks), self._forget(chunks))
+
+    def _forget(self, chunks: Sequence[ChunkIO]) -> int:
+        """They may be handed in again; how many bytes they have."""
+        for chunk in chunks:
+            self._jobs.pop(chunk, None)
+        return sum([chunk.frame.chunk_bytes for chunk in chunks])
 
 
 def _key_of(chunk_key: bytes, task: AnyRead) -> bytes:

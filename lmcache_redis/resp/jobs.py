@@ -75,10 +75,10 @@ class Job(Generic[OutcomeT]):
 
     # These run for every stripe, with caches full of payload: the usual case is one frame.
 
-    def release(self) -> None:
+    def release(self, steps: int = 1) -> None:
         """A begun step lets go of the slots: it is to be advanced, or begun again, later."""
         with self._lock:
-            self._in_flight -= 1
+            self._in_flight -= steps
             if self._outcome is None:
                 return
             final = self._decide(None)

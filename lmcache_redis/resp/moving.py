@@ -17,7 +17,7 @@ QUIET_MS = 5
 # Nor does a call take longer: others may want to cancel what it works on.
 SLICE_S = 0.02
 # Tasks in one call. While Python accounts for what was done, the lanes are busy with the last.
-MOST_TASKS = 24
+MOST_TASKS = 48
 # Shorter payloads have another kind of checksum, which is left to Python.
 LEAST_PAYLOAD_BYTES = 241
 

@@ -9,7 +9,7 @@ from lmcache_redis.errors import ConfigError
 
 # Why these values: docs/data-plane.md.
 DEFAULT_GET_CONNECTIONS = 4
-DEFAULT_SET_CONNECTIONS = 8
+DEFAULT_SET_CONNECTIONS = 4
 DEFAULT_NETWORK_THREADS = 1
 MAX_CONNECTIONS = 64
 MAX_TTL_S = 10 * 366 * 86_400

@@ -47,6 +47,15 @@ class TaskQueue(Generic[TaskT]):
             task = self._pop()
         return task
 
+    def take_some(self, most: int, urgent: bool = False) -> list[TaskT]:
+        """The next tasks that are there, at most so many. urgent: only such."""
+        some: list[TaskT] = []
+        for tasks in (self._urgent,) if urgent else (self._urgent, self._ordinary):
+            with contextlib.suppress(IndexError):
+                while len(some) < most:
+                    some.append(tasks.popleft())
+        return some
+
     def _pop(self) -> TaskT | None:
         try:
             return (self._urgent or self._ordinary).popleft()

@@ -9,7 +9,7 @@ one that is not is removed where it is ours.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lmcache_redis.errors import RedisError, RedisRedirect, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp.batches import BatchWorker
@@ -115,11 +115,11 @@ class Reader(BatchWorker[AnyRead, ReadTask]):
     def suspend(self, task: AnyRead) -> None:
         task[0].release()
 
-    def asked(self, task: AnyRead) -> None:
-        """It stays begun until it was received or is to be suspended."""
+    def asked(self, tasks: Sequence[AnyRead]) -> None:
+        """They stay begun until they were received or are to be suspended."""
 
-    def moved(self, task: AnyRead, result: bytes) -> None:
-        task[0].moved(task[1], result)
+    def moved(self, tasks: Sequence[AnyRead], results: Sequence[bytes]) -> None:
+        tasks[0][0].moved([index for _, index, _ in tasks], results)
 
     def apart(self, task: AnyRead, begun: bool) -> ReadTask:
         job, index, hop = task

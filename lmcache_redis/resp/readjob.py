@@ -23,6 +23,8 @@ from lmcache_redis.stripe import HEADER_BYTES
 ReadDone = Callable[[ChunkIO, ReadOutcome], None]
 # Called with a finished read's chunk, its outcome and how many stripes are to be removed.
 ReadSettled = Callable[[ChunkIO, ReadOutcome, int], None]
+# Called with chunks of a bundle: nothing of them is to be removed.
+ReadsSettled = Callable[[Sequence[ChunkIO], ReadOutcome], None]
 
 _INDEX_BYTES = 2
 _INDEX = struct.Struct(">H")
@@ -97,9 +99,10 @@ class ReadJob(Single[ReadOutcome]):
         """The stripes in order."""
         return [(self, index, None) for index in range(self.frame.stripe_count)]
 
-    def moved(self, index: int, store_id: bytes) -> None:
-        """The compiled part has received stripe `index` and found it good."""
-        self.end_stripe(index, Verified(None, store_id))
+    def moved(self, indices: Sequence[int], store_ids: Sequence[bytes]) -> None:
+        """The compiled part has received these stripes and found them good."""
+        for index, store_id in zip(indices, store_ids, strict=True):
+            self.end_stripe(index, Verified(None, store_id))
 
     def end_stripe(self, index: int, verified: Verified) -> None:
         """Stripe `index` is in its slot, or is not: see `verified`."""
@@ -143,19 +146,21 @@ class ReadJob(Single[ReadOutcome]):
 class ReadBundle(Bundle[ReadOutcome, ReadJob]):
     """Chunks of one stripe each on their way in."""
 
-    __slots__ = ("_done", "_refresh_ttl_s", "_settled")
+    __slots__ = ("_done", "_refresh_ttl_s", "_settled", "_settled_all")
 
     def __init__(
         self,
         chunks: Sequence[ChunkIO],
         done: ReadDone,
         settled: ReadSettled,
+        settled_all: ReadsSettled,
         registry: JobRegistry,
         refresh_ttl_s: int = 0,
     ) -> None:
         super().__init__(chunks, ReadOutcome.LOADED, registry)
         self._done = done
         self._settled = settled
+        self._settled_all = settled_all
         self._refresh_ttl_s = refresh_ttl_s
 
     def tasks(self) -> list[AnyRead]:
@@ -172,9 +177,9 @@ class ReadBundle(Bundle[ReadOutcome, ReadJob]):
         expected = value_head(HEADER_BYTES + payload.nbytes) + chunk.frame.unsealed_header(0)
         return command, expected, payload, b""
 
-    def moved(self, step: int, store_id: bytes) -> None:
-        """The compiled part has received the chunk and found it good."""
-        self.end_well(step, begun=True)
+    def moved(self, steps: Sequence[int], store_ids: Sequence[bytes]) -> None:
+        """The compiled part has received these chunks and found them good."""
+        self.end_well(steps, begun=True)
 
     def _make_single(self, chunk: ChunkIO, step: int) -> ReadJob:
         return ReadJob(chunk, self._done, self._settled, self._registry, self._refresh_ttl_s)
@@ -185,9 +190,10 @@ class ReadBundle(Bundle[ReadOutcome, ReadJob]):
         job.stop(Stop.CANCELLED)
         return job
 
-    def _settle(self, chunk: ChunkIO, outcome: ReadOutcome) -> None:
-        self._settled(chunk, outcome, 0)
-        self._done(chunk, outcome)
+    def _settle(self, chunks: Sequence[ChunkIO], outcome: ReadOutcome) -> None:
+        self._settled_all(chunks, outcome)
+        for chunk in chunks:
+            self._tell(self._done, chunk, outcome)
 
 
 def _nobody(*_: object) -> None:

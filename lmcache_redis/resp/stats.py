@@ -20,17 +20,17 @@ class Counts:
         self.calls = dict.fromkeys(CallOutcome, 0)
         self.lock = threading.Lock()
 
-    def read(self, outcome: ReadOutcome, chunk_bytes: int) -> None:
+    def read(self, outcome: ReadOutcome, chunks: int, nbytes: int) -> None:
         with self.lock:
-            self.reads[outcome] += 1
+            self.reads[outcome] += chunks
             if outcome is ReadOutcome.LOADED:
-                self.bytes_in += chunk_bytes
+                self.bytes_in += nbytes
 
-    def written(self, outcome: WriteOutcome, chunk_bytes: int) -> None:
+    def written(self, outcome: WriteOutcome, chunks: int, nbytes: int) -> None:
         with self.lock:
-            self.writes[outcome] += 1
+            self.writes[outcome] += chunks
             if outcome is WriteOutcome.STORED:
-                self.bytes_out += chunk_bytes
+                self.bytes_out += nbytes
 
     def called(self, outcome: CallOutcome, keys_scanned: int = 0) -> None:
         with self.lock:

@@ -22,6 +22,8 @@ from lmcache_redis.stripe import HEADER_BYTES
 WriteDone = Callable[[ChunkIO, WriteOutcome], None]
 # Called with a finished write's chunk, its outcome and whether remains of it are to be removed.
 WriteSettled = Callable[[ChunkIO, WriteOutcome, bool], None]
+# Called with chunks of a bundle: nothing of them is to be removed now.
+WritesSettled = Callable[[Sequence[ChunkIO], WriteOutcome], None]
 
 
 class WriteJob(Single[WriteOutcome]):
@@ -80,7 +82,7 @@ class WriteJob(Single[WriteOutcome]):
         """A stripe for the compiled part, if it is for that; where `chunk` may be asked for."""
         return _packed(self.chunk, index, self.store_id, self.created_unix_ms, ttl_s)
 
-    def sent(self, index: int = 0) -> None:
+    def sent(self) -> None:
         """A begun stripe was sent, or some of it: its slot is free, it may be in Redis."""
         with self._lock:
             self._in_flight -= 1
@@ -134,19 +136,28 @@ class WriteJob(Single[WriteOutcome]):
 class WriteBundle(Bundle[WriteOutcome, WriteJob]):
     """Chunks of one stripe each on their way out, of one store id: they are different chunks."""
 
-    __slots__ = ("_created_unix_ms", "_done", "_outstanding", "_settled", "_store_id")
+    __slots__ = (
+        "_created_unix_ms",
+        "_done",
+        "_outstanding",
+        "_settled",
+        "_settled_all",
+        "_store_id",
+    )
 
     def __init__(
         self,
         chunks: Sequence[ChunkIO],
         done: WriteDone,
         settled: WriteSettled,
+        settled_all: WritesSettled,
         registry: JobRegistry,
         store_id: bytes,
     ) -> None:
         super().__init__(chunks, WriteOutcome.STORED, registry)
         self._done = done
         self._settled = settled
+        self._settled_all = settled_all
         self._store_id = store_id
         self._created_unix_ms = _unix_ms()
         # Steps that were sent and not answered.
@@ -160,15 +171,15 @@ class WriteBundle(Bundle[WriteOutcome, WriteJob]):
         """A chunk for the compiled part, if it is for that; its step has begun."""
         return _packed(self.chunk(step), 0, self._store_id, self._created_unix_ms, ttl_s)
 
-    def sent(self, step: int) -> None:
-        """A begun step was sent: its slot is free, it may be in Redis."""
-        self._outstanding.add(step)
-        self.release()
+    def sent_all(self, steps: Sequence[int]) -> None:
+        """Begun steps were sent: their slots are free, they may be in Redis."""
+        self._outstanding.update(steps)
+        self.release(len(steps))
 
-    def acknowledge(self, step: int) -> None:
-        """A chunk is stored, whole: also where nobody waits for it any more it may stay."""
-        self._outstanding.discard(step)
-        self.end_well(step, begun=False)
+    def acknowledge_all(self, steps: Sequence[int]) -> None:
+        """Chunks are stored, whole: also where nobody waits for one any more it may stay."""
+        self._outstanding.difference_update(steps)
+        self.end_well(steps, begun=False)
 
     def single(self, step: int, begun: bool) -> WriteJob:
         """See `Bundle.single`. What was sent is not under way, as far as its slot goes."""
@@ -190,9 +201,10 @@ class WriteBundle(Bundle[WriteOutcome, WriteJob]):
             job.goes_on()
         return job
 
-    def _settle(self, chunk: ChunkIO, outcome: WriteOutcome) -> None:
-        self._settled(chunk, outcome, False)
-        self._done(chunk, outcome)
+    def _settle(self, chunks: Sequence[ChunkIO], outcome: WriteOutcome) -> None:
+        self._settled_all(chunks, outcome)
+        for chunk in chunks:
+            self._tell(self._done, chunk, outcome)
 
 
 def _packed(

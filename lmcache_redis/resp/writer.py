@@ -17,7 +17,7 @@ removal; never later, when the chunk may have been stored anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from xxhash import xxh3_64_intdigest
 
@@ -46,7 +46,7 @@ from lmcache_redis.resp.wire import (
     Reply,
     error_of,
 )
-from lmcache_redis.resp.writejob import AnyWrite, WriteJob, WriteTask
+from lmcache_redis.resp.writejob import AnyWrite, WriteBundle, WriteJob, WriteTask
 from lmcache_redis.stripe import HEADER_BYTES
 
 # Called with a chunk key and a stripe count.
@@ -173,15 +173,21 @@ class Writer(BatchWorker[AnyWrite, WriteTask]):
     def suspend(self, task: AnyWrite) -> None:
         """So nothing was begun."""
 
-    def asked(self, task: AnyWrite) -> None:
-        task[0].sent(task[1])
+    def asked(self, tasks: Sequence[AnyWrite]) -> None:
+        job = tasks[0][0]
+        if isinstance(job, WriteBundle):
+            job.sent_all([step for _, step, _ in tasks])
+            return
+        for _ in tasks:
+            job.sent()
 
-    def moved(self, task: AnyWrite, result: bytes) -> None:
-        job, index, _ = task
-        if isinstance(job, WriteJob):
+    def moved(self, tasks: Sequence[AnyWrite], results: Sequence[bytes]) -> None:
+        job = tasks[0][0]
+        if isinstance(job, WriteBundle):
+            job.acknowledge_all([step for _, step, _ in tasks])
+            return
+        for _ in tasks:
             self._acknowledge(job)
-        else:
-            job.acknowledge(index)
 
     def apart(self, task: AnyWrite, begun: bool) -> WriteTask:
         job, index, hop = task

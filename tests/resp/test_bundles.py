@@ -303,10 +303,12 @@ class Told:
         self.removed: list[int] = []
         if kind is ReadBundle:
             self.bundle: ReadBundle | WriteBundle = ReadBundle(
-                self.ios, self._done, lambda *_: None, self.registry
+                self.ios, self._done, lambda *_: None, lambda *_: None, self.registry
             )
         else:
-            self.bundle = WriteBundle(self.ios, self._done, self._settled, self.registry, bytes(16))
+            self.bundle = WriteBundle(
+                self.ios, self._done, self._settled, lambda *_: None, self.registry, bytes(16)
+            )
         self.registry.add((self.bundle,))
 
     def _done(self, io: ChunkIO, outcome: ReadOutcome | WriteOutcome) -> None:
@@ -330,7 +332,7 @@ def test_an_early_end_waits_for_what_has_begun() -> None:
     bundle.stop(Stop.CANCELLED)
     assert not bundle.begin(2)
     told.check([])
-    bundle.moved(0, bytes(16))
+    bundle.moved([0], [bytes(16)])
     told.check([(0, "LOADED")])
     bundle.release()
     told.check([(0, "LOADED"), (1, "CANCELLED"), (2, "CANCELLED")])
@@ -364,7 +366,7 @@ def test_one_that_was_answered_leaves_as_nobody() -> None:
     bundle = told.bundle
     assert isinstance(bundle, ReadBundle)
     assert bundle.begin(2)
-    bundle.moved(2, bytes(16))
+    bundle.moved([2], [bytes(16)])
     job = bundle.single(2, begun=False)
     assert job.ended
     assert not job.begin()
@@ -404,10 +406,10 @@ def test_a_store_that_comes_late_changes_no_answer() -> None:
     assert isinstance(bundle, WriteBundle)
     for step in (0, 1):
         assert bundle.begin(step)
-        bundle.sent(step)
-    bundle.acknowledge(0)
+    bundle.sent_all([0, 1])
+    bundle.acknowledge_all([0])
     bundle.stop(Stop.TIMED_OUT)
-    bundle.acknowledge(1)
+    bundle.acknowledge_all([1])
     told.check([(0, "STORED"), (1, "TIMED_OUT"), (2, "TIMED_OUT")])
 
 
@@ -417,7 +419,7 @@ def test_what_was_sent_goes_on_alone() -> None:
     assert isinstance(bundle, WriteBundle)
     for step in (0, 1):
         assert bundle.begin(step)
-        bundle.sent(step)
+    bundle.sent_all([0, 1])
     job = bundle.single(0, begun=False)
     assert (job.key, job.store_id) == (told.ios[0].key, bytes(16))
     job.acknowledge()

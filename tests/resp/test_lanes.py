@@ -101,10 +101,11 @@ def test_one_set_connection_lost_makes_no_half_chunk(own_server: RedisServer, wh
                 if each["name"].startswith("lmcache-redis:set")
             ]
             answers = Answers()
-            plane.write_all([chunk.io() for chunk in chunks], answers)
+            ios = [chunk.io() for chunk in chunks]
+            plane.write_all(ios, answers)
             wait_until(lambda: len(answers) > which)
             client.client_kill_filter(_id=ids[which])
-        outcomes = answers.wait(len(chunks))
+        outcomes = answers.of(ios)
         assert set(outcomes) <= {WriteOutcome.STORED} | NOT_STORED
         for chunk, outcome in zip(chunks, outcomes, strict=True):
             found = own_server.command("EXISTS", *chunk.stripe_keys())
