@@ -20,8 +20,8 @@ Task = tuple[Buffer, Buffer, Buffer, Buffer]
 # lanes: for each task that was sent the number of its lane. done: for each that is done, in order
 # (those under way first), its store id (nothing after a store). why: see `resp.moving.Why`. lane:
 # the one on which the next task could not be sent, or -1. moved: bytes, of the payload and what
-# follows it (PART), of a load's other reply that stand in the slot behind `first` (REPLY), or of the
-# whole command (SENT_PART). error: errno, 0 where the connection was closed (LOST, SEND_LOST).
+# follows it (PART), of a load's other reply that stand in the slot behind `first` (REPLY), or of
+# the whole command (SENT_PART). error: errno, 0 where the connection was closed (LOST, SEND_LOST).
 # first: what came of the reply before its payload (REPLY, PART, VALUE).
 # tail: the two bytes after the payload (PART, VALUE).
 Result = tuple[list[int], list[bytes], int, int, int, int, bytes, bytes]

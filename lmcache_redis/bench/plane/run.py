@@ -79,7 +79,7 @@ def settings_of_ours(
     """
     default = Setting()
     if not (gets or sets or threads or slot_bytes):
-        with_checksums = [default, *(Setting(n, n) for n in connections)]
+        with_checksums = list(dict.fromkeys([default, *(Setting(n, n) for n in connections)]))
         return [*with_checksums, *(replace(s, checksums=False) for s in with_checksums)]
     return [
         Setting(*values)
