@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import re
 import socket
 import ssl
@@ -130,26 +129,11 @@ class Connector:
 
     def _stream(self, sock: socket.socket) -> Stream:
         where = self.endpoint.where
-        _send_at_once(sock)
         if isinstance(sock, ssl.SSLSocket):
             return TlsStream(sock, where, self._op_timeout_s)
         if self.endpoint.transport is Transport.UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BUFFER_BYTES)
         return PlainStream(sock, where, self._op_timeout_s)
-
-
-def _send_at_once(sock: socket.socket) -> None:
-    """On loopback no control of congestion that paces what is sent, as BBR does: there is no link.
-
-    Where that is the system's, sending costs a sixth more (docs/data-plane.md).
-    """
-    if sock.family == socket.AF_UNIX:
-        return
-    # Reno is part of every Linux, and free for everybody unless somebody decided otherwise.
-    with contextlib.suppress(OSError):
-        host = str(sock.getpeername()[0])
-        if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 def _tls_settings(endpoint: Endpoint) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
 from lmcache_redis.resp.bulk import BulkConnection
-from lmcache_redis.resp.connect import Connector, _send_at_once, _take_socket
+from lmcache_redis.resp.connect import Connector, _take_socket
 from lmcache_redis.resp.endpoint import parse_endpoint
 from lmcache_redis.resp.stream import PlainStream, TlsStream
 from tests.resp.certificates import Authority
@@ -101,36 +101,6 @@ def test_ipv6(tmp_path: Path) -> None:
         pytest.skip("needs IPv6")
     with RedisServer(tmp_path, host="::1", unix=False) as server:
         check(connector(server.url))
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", ""])
-def test_what_is_sent_over_loopback_is_not_paced(host: str) -> None:
-    """Whatever the system does: what it does elsewhere stays."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    if not host:
-        host = _own_address()
-    with (
-        socket.create_server((host, 0), family=family) as listener,
-        socket.create_connection(listener.getsockname()[:2]) as sock,
-    ):
-        before = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-        _send_at_once(sock)
-        after = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-    is_loopback = host in ("127.0.0.1", "::1")
-    assert after.rstrip(b"\0") == b"reno" if is_loopback else after == before
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        _send_at_once(ours)
-
-
-def _own_address() -> str:
-    """An address of this machine beside loopback; no packet is sent to find it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect(("192.0.2.1", 9))
-        except OSError:
-            pytest.skip("this machine has no network")
-        return str(sock.getsockname()[0])
 
 
 def test_a_user_with_few_rights_is_enough(own_server: RedisServer) -> None:
