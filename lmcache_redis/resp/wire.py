@@ -48,6 +48,7 @@ _UNAVAILABLE_CODES = frozenset(
     {"LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS"}
 )
 _AUTH_CODES = frozenset({"NOAUTH", "WRONGPASS"})
+_IS_A_CLUSTER: Final = "(a Redis Cluster: write redis+cluster://HOST:PORT)"
 
 
 class ErrorReply(NamedTuple):
@@ -171,7 +172,9 @@ def error_of(reply: ErrorReply) -> RedisError:
     if reply.code in _UNAVAILABLE_CODES or "max number of clients" in reply.text:
         return RedisUnavailable(said)
     if reply.code in ("MOVED", "ASK"):
-        return _redirect(reply, f"{said} (a Redis Cluster: write redis+cluster://HOST:PORT)")
+        return _redirect(reply, f"{said} {_IS_A_CLUSTER}")
+    if reply.code == "CROSSSLOT":
+        return RedisReplyError(f"{said} {_IS_A_CLUSTER}")
     if reply.code == "READONLY":
         return RedisReadOnly(said)
     if reply.code == "NOPERM":

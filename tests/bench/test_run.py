@@ -67,7 +67,7 @@ def test_a_client_takes_part(measured: tuple[list[Row], list[str]], client: str)
         assert not row.checksum or (client == OURS and row.op in MOVES)
     if client == OURS:
         with_checksums = [row for row in own if row.op == "load" and row.checksum]
-        assert len([row for row in own if row.op == "load"]) == 2 * len(with_checksums) == 20
+        assert len([row for row in own if row.op == "load"]) == 2 * len(with_checksums) == 16
         assert all(row.checksum for row in own if row.op in MOVES and row.op != "load")
     assert sum(row.default for row in own if row.op == "load") == (2 if client == OURS else 0)
 
