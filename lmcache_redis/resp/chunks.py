@@ -25,7 +25,7 @@ from lmcache_redis.resp.stats import Counts
 from lmcache_redis.resp.writejob import AnyWrite, WriteBundle, WriteDone, WriteJob
 from lmcache_redis.stripe import STORE_ID_BYTES
 
-# As many as a thread with lanes takes at a time.
+# Prepared together: a thread takes these up while the next are being prepared.
 _BATCH_STRIPES = 32
 
 ChunkJob = ReadJob | ReadBundle | WriteJob | WriteBundle

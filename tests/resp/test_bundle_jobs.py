@@ -136,13 +136,18 @@ def test_the_deadline_is_the_first_of_all() -> None:
     told.check([(0, "TIMED_OUT"), (1, "TIMED_OUT"), (2, "TIMED_OUT")])
 
 
-def test_a_store_that_comes_late_changes_no_answer() -> None:
+def two_of_three_sent() -> tuple[Told, WriteBundle]:
     told = Told(WriteBundle)
     bundle = told.bundle
     assert isinstance(bundle, WriteBundle)
     for step in (0, 1):
         assert bundle.begin(step)
     bundle.sent_all([0, 1])
+    return told, bundle
+
+
+def test_a_store_that_comes_late_changes_no_answer() -> None:
+    told, bundle = two_of_three_sent()
     bundle.acknowledge_all([0])
     bundle.stop(Stop.TIMED_OUT)
     bundle.acknowledge_all([1])
@@ -150,12 +155,7 @@ def test_a_store_that_comes_late_changes_no_answer() -> None:
 
 
 def test_what_was_sent_goes_on_alone() -> None:
-    told = Told(WriteBundle)
-    bundle = told.bundle
-    assert isinstance(bundle, WriteBundle)
-    for step in (0, 1):
-        assert bundle.begin(step)
-    bundle.sent_all([0, 1])
+    told, bundle = two_of_three_sent()
     job = bundle.single(0, begun=False)
     assert (job.key, job.store_id) == (told.ios[0].key, bytes(16))
     job.acknowledge()
