@@ -18,6 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from lmcache_redis import native
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.resp import moving
 from lmcache_redis.resp.moving import MOST_TASKS, QUIET_MS, SENT, Moved, Packed, Why, load, store
 from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, Verdict
 
@@ -126,7 +127,11 @@ def test_short_data_have_another_checksum() -> None:
 # ---------------------------------------------------------------------- load
 
 
-def test_loads_more_stripes_than_there_are_lanes(lanes: Lanes) -> None:
+def test_loads_more_stripes_than_there_are_lanes(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its servers are threads, which a busy machine may let wait.
+    monkeypatch.setattr(moving, "QUIET_MS", 10_000)
     slots = [bytearray(PAYLOAD) for _ in range(3)]
 
     def serve(server: socket.socket, indexes: list[int]) -> None:
