@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +19,14 @@ settings.load_profile("tests")
 
 
 def pytest_configure() -> None:
-    """Servers are looked for beside the interpreter too.
+    """Servers are looked for beside the interpreter too, and SIGINT is what it always is.
 
-    `scripts/setup` links one there where the machine has none on its PATH; a PATH of the
-    machine's own comes first.
+    `scripts/setup` links a server there where the machine has none on its PATH; a PATH of the
+    machine's own comes first. A shell starts what it runs in the background with SIGINT ignored,
+    and so would be the processes that tests interrupt.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     beside = str(Path(sys.executable).parent)
     if beside not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), beside])

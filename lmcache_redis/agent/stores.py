@@ -3,7 +3,8 @@
 ask      which of the chunks are held already, in the host pool or in Redis?
 gather   the others are copied into slots; what is read past the lease is thrown away
 answer   the engine may reuse its blocks: all have been read, by a GPU before they are in slots
-keep     each chunk, once it is in its slots, is READY and offered for writing
+keep     each chunk, once it is in its slots, is READY and offered for writing. A GPU's large chunks
+         are on their way before, stripe by stripe, and are seen by nobody until then
 """
 
 from __future__ import annotations
@@ -148,13 +149,13 @@ class StoreJob:
             slots += self._core.slots_of(form, entry)
         self._core.copies.gather(
             self._registration.place,
-            partial(self._copy, tuple(entries), block_ids, slots),
+            partial(self._copy, entries, block_ids, slots),
             partial(self._report, entries),
             self._question.lease_ns,
         )
 
     def _copy(
-        self, chunks: Sequence[int], block_ids: Sequence[int], slots: list[memoryview]
+        self, entries: Mapping[int, Entry], block_ids: Sequence[int], slots: list[memoryview]
     ) -> CopyOutcome:
         # On a copy thread. What is read past the lease may be another request's.
         lease_ns = self._question.lease_ns
@@ -164,7 +165,11 @@ class StoreJob:
             nonlocal read_in_time
             read_in_time = time.monotonic_ns() <= lease_ns
             if read_in_time:
-                self._core.post(partial(self._blocks_read, chunks))
+                self._core.post(partial(self._blocks_read, tuple(entries)))
+
+        def filled(count: int) -> None:
+            if read_in_time:
+                self._core.post(partial(self._filled, entries, count))
 
         try:
             self._registration.device.gather(
@@ -174,7 +179,8 @@ class StoreJob:
                 self._question.event,
                 read,
                 lease_ns,
-                len(chunks),
+                len(entries),
+                filled,
             )
         except DeviceError:
             if time.monotonic_ns() <= lease_ns:
@@ -182,6 +188,15 @@ class StoreJob:
             return CopyOutcome.CANCELLED
         in_time = read_in_time or time.monotonic_ns() <= lease_ns
         return CopyOutcome.DONE if in_time else CopyOutcome.CANCELLED
+
+    def _filled(self, entries: Mapping[int, Entry], count: int) -> None:
+        """So many slots of the call have their bytes: what is whole in them begins its way."""
+        for chunk, entry in entries.items():
+            slots = min(count, len(entry.slots) - 1)
+            if slots <= 0:
+                return
+            self._writes.filled(self._registration, self._hashes[chunk], entry, slots)
+            count -= len(entry.slots)
 
     def _report(self, entries: Mapping[int, Entry], outcome: CopyOutcome) -> None:
         for chunk, entry in entries.items():
@@ -195,6 +210,7 @@ class StoreJob:
             # Whatever a bug of ours broke above: nobody waits for this chunk for ever.
             if self._core.fills.filling(entry):
                 self._core.fills.end(entry, filled=False)
+            self._writes.abandon(entry)
             self._core.pool.unpin(entry)
             self._one_less(chunk)
 

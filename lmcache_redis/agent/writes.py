@@ -2,20 +2,22 @@
 
 Where the engine computes on the agent's cores, a chunk waits a moment in the queue first: the
 engine step that follows a prefill gives the request its first token, and should not share its
-cores with the way to Redis. Where a GPU computes, it goes at once. The queue is bounded in bytes.
-What does not fit, or what Redis does not take, stays in the host pool unpersisted and is counted;
-the next store of the chunk offers it again.
+cores with the way to Redis. Where a GPU computes, it goes at once, and a large one stripe by
+stripe, while the GPU still copies the others to the host. The queue is bounded in bytes. What
+does not fit, or what Redis does not take, stays in the host pool unpersisted and is counted; the
+next store of the chunk offers it again.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 
 from lmcache_redis.agent.core import Core
 from lmcache_redis.agent.registration import Registration
-from lmcache_redis.hostpool import Entry
+from lmcache_redis.hostpool import Entry, EntryState
 from lmcache_redis.resp.outcomes import ChunkIO, WriteOutcome
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ class Writes:
         self._writing: dict[Entry, ChunkIO] = {}
         # Of those, the ones not given to Redis yet, and when they may be.
         self._waiting: dict[Entry, tuple[ChunkIO, float]] = {}
+        # And those begun before their chunk was complete, as long as it is not. None: it failed.
+        self._filling: dict[Entry, ChunkIO | None] = {}
         self._complained_of: WriteOutcome | None = None
         self.queued_bytes = 0
 
@@ -51,23 +55,61 @@ class Writes:
 
     def offer(self, registration: Registration, chunk_hash: bytes, entry: Entry) -> None:
         """Queues a READY entry, unless it is queued, the queue is full or Redis is down."""
-        form = registration.form
+        begun = self._filling.pop(entry, None)
+        if begun is not None:
+            self._core.plane.filled(begun, len(begun.slots))
         if entry in self._writing:
             return
-        if not self._core.plane.state.up:
-            self._core.metrics.count("drop_redis_error")
+        counter = self._reason_against(registration)
+        if counter is not None:
+            self._core.metrics.count(counter)
             return
-        if self.queued_bytes + form.chunk_bytes > self._core.config.write_queue_limit_bytes:
-            self._core.metrics.count("drop_queue_full")
-            return
-        self._core.pool.pin(entry)
-        now_s = time.monotonic()
-        io = self._core.chunk_io(form, chunk_hash, entry, now_s + _WRITE_DEADLINE_S)
-        self._writing[entry] = io
+        io = self._take(registration, chunk_hash, entry)
         wait_s = _FIRST_TOKEN_FIRST_S if registration.device.on_host_cores else 0.0
-        self._waiting[entry] = (io, now_s + wait_s)
-        self.queued_bytes += form.chunk_bytes
+        self._waiting[entry] = (io, time.monotonic() + wait_s)
         self._core.timers.after(wait_s, self._begin_due)
+
+    def filled(
+        self, registration: Registration, chunk_hash: bytes, entry: Entry, slots: int
+    ) -> None:
+        """The first ``slots`` slots of a FILLING entry, not all, may be sent.
+
+        Nobody sees the chunk in Redis before it is READY and offered; where that will not be, it
+        is to be abandoned. What cannot be sent now, or fails, is decided and counted then.
+        """
+        if entry not in self._filling:
+            if self._reason_against(registration) is not None:
+                return
+            io = self._take(registration, chunk_hash, entry)
+            self._filling[entry] = io
+            self._guarded([io], self._core.plane.write_filling, io)
+        begun = self._filling[entry]
+        if begun is not None:
+            self._core.plane.filled(begun, slots)
+
+    def abandon(self, entry: Entry) -> None:
+        """The entry will not be READY: what was sent of it is removed."""
+        begun = self._filling.pop(entry, None)
+        if begun is not None:
+            self._core.plane.cancel(begun)
+
+    def _reason_against(self, registration: Registration) -> str | None:
+        """The counter of why no chunk can be written now; None: it can."""
+        if not self._core.plane.state.up:
+            return "drop_redis_error"
+        queued_bytes = self.queued_bytes + registration.form.chunk_bytes
+        if queued_bytes > self._core.config.write_queue_limit_bytes:
+            return "drop_queue_full"
+        return None
+
+    def _take(self, registration: Registration, chunk_hash: bytes, entry: Entry) -> ChunkIO:
+        """Pins the entry and makes room in the queue, until `_written`."""
+        form = registration.form
+        io = self._core.chunk_io(form, chunk_hash, entry, time.monotonic() + _WRITE_DEADLINE_S)
+        self._core.pool.pin(entry)
+        self._writing[entry] = io
+        self.queued_bytes += form.chunk_bytes
+        return io
 
     def begin_all(self) -> None:
         """Lets nothing wait any longer: the agent stops."""
@@ -79,10 +121,11 @@ class Writes:
 
     def _begin(self, entries: list[Entry]) -> None:
         ios = [self._waiting.pop(entry)[0] for entry in entries]
+        self._guarded(ios, self._core.plane.write_all, ios)
+
+    def _guarded(self, ios: list[ChunkIO], write: Callable[..., None], what: object) -> None:
         try:
-            self._core.plane.write_all(
-                ios, lambda io, outcome: self._core.post(partial(self._written, io, outcome))
-            )
+            write(what, lambda io, outcome: self._core.post(partial(self._written, io, outcome)))
         except Exception:
             # Our own bug, logged above: the pin and the room in the queue come back all the same.
             for io in ios:
@@ -99,7 +142,9 @@ class Writes:
             self._core.metrics.count("stored_chunks")
             self._core.metrics.count("stored_bytes", io.frame.chunk_bytes)
             self._complained_of = None
-        else:
+        elif entry in self._filling:
+            self._filling[entry] = None
+        elif entry.state is not EntryState.DISCARDED:
             self._core.metrics.count(_DROPS[outcome])
             if self._complained_of is not outcome:
                 self._complained_of = outcome

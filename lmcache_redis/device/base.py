@@ -51,12 +51,17 @@ class DeviceContext(Protocol):
         read: Callable[[], None] | None = None,
         until_ns: int | None = None,
         chunks: int = 1,
+        filled: Callable[[int], None] | None = None,
     ) -> None:
         """Copy the chunks in ``block_ids`` out of the device into ``slots``.
 
         Returns when the slots hold them. ``read`` is called, once, on the same thread, when the
         blocks have been read, where that is well before: on a GPU. From then on they may be
         anything; the slots belong to the call until it returns.
+
+        ``filled`` is called after that, on the same thread, never or several times, each time
+        with more: how many of the slots, from the first on, hold their bytes already. A call may
+        fail all the same, with the others. That all are filled is said by the return alone.
 
         ``event`` is the engine's interprocess event after which the blocks may be read;
         None where the engine's memory is coherent already, as on the CPU.

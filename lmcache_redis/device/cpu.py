@@ -140,8 +140,13 @@ class CpuDevice:
         read: Callable[[], None] | None = None,
         until_ns: int | None = None,
         chunks: int = 1,
+        filled: Callable[[int], None] | None = None,
     ) -> None:
-        """Copy chunks out of their blocks. ``event`` has no meaning here and must be None."""
+        """Copy chunks out of their blocks. ``event`` has no meaning here and must be None.
+
+        ``read`` and ``filled`` are not called: pages are copied in the order of the blocks, so
+        that all slots are filled at about the same time.
+        """
         _refuse_event(event)
         cut = chunks_of_call(block_ids, slots, 0, chunks)
         plans = [self._plan(chunk, stripe_payload_bytes) for chunk in cut]

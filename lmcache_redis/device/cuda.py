@@ -12,6 +12,7 @@ What waits for what:
     event of the engine ──▶ kernel         on the stream, and seen by the host before it is queued
     kernel ──▶ copies to slots             on the stream (gather)
     kernel ──▶ the blocks are the engine's on the host (gather), beside those copies
+    each 8 MiB of these ──▶ slots are filled   on the host (gather), beside the next
     copies to staging ──▶ kernel           on the stream (scatter); they do not wait for the event
     the last of these ──▶ return           the host sleeps meanwhile: it burns no core
 
@@ -20,7 +21,8 @@ taken back: a scatter behind an event that comes after the deadline would write 
 engine has given to somebody else by then.
 
 A gather has read its blocks long before it returns. It says so (``read``) as soon as its kernel has
-ended: staging owns the bytes from then on, and the engine its blocks.
+ended: staging owns the bytes from then on, and the engine its blocks. Of the slots it says
+(``filled``) every 8 MiB how many have their bytes, so that their way to Redis can begin.
 
 A call costs the host a fraction of a millisecond whatever it moves: so small chunks go several a
 call (`call_bytes`), in one launch. They fail or are late together.
@@ -57,6 +59,8 @@ _LANE_DEADLINE_S = 60.0
 _UNPIN_DEADLINE_S = 5.0
 _LANES = 2
 _CALL_BYTES = 32 << 20
+# Between two words that slots are filled: some 0.05 ms of the host's time, and 0.15 of the bus's.
+_STEP_BYTES = 8 << 20
 _HOST_REGISTER_PORTABLE = 1
 
 _Int64s = npt.NDArray[np.int64]
@@ -109,6 +113,7 @@ class CudaDevice:
         read: Callable[[], None] | None = None,
         until_ns: int | None = None,
         chunks: int = 1,
+        filled: Callable[[int], None] | None = None,
     ) -> None:
         """Copy chunks out of their blocks, once the engine's event has happened."""
         cut = chunks_of_call(block_ids, slots, 0, chunks)
@@ -117,12 +122,23 @@ class CudaDevice:
             sent = lane.send(ids)
             lane.after(event, until_ns)
             copies.gather(sent, staging)
-            lane.mark()
-            for part, slot in self._stripes(staging, cut, stripe_payload_bytes):
+            kernel = lane.mark()
+            steps: list[tuple[int, torch.cuda.Event]] = []
+            step_bytes = 0
+            stripes = self._stripes(staging, cut, stripe_payload_bytes)
+            for number, (part, slot) in enumerate(stripes):
+                if step_bytes >= _STEP_BYTES and filled is not None:
+                    steps.append((number, lane.mark()))
+                    step_bytes = 0
                 slot.copy_(part, non_blocking=True)
+                step_bytes += part.numel()
             if read is not None:
-                lane.wait_for_mark()
+                kernel.synchronize()
                 read()
+            if filled is not None:
+                for slots_filled, copied in steps:
+                    copied.synchronize()
+                    filled(slots_filled)
 
     def scatter(
         self,
@@ -216,9 +232,8 @@ class _Lane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # Blocking: whoever waits for them sleeps. By default CUDA's waits spin.
+        # Blocking: whoever waits for it sleeps. By default CUDA's waits spin.
         self._drained = torch.cuda.Event(blocking=True)
-        self._marked = torch.cuda.Event(blocking=True)
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
         self._ids_host = torch.empty(0, dtype=torch.int64)
         self._ids = torch.empty(0, dtype=torch.int64, device=device)
@@ -235,13 +250,11 @@ class _Lane:
                 self._drained.synchronize()
                 self._awaited = None
 
-    def mark(self) -> None:
-        """What was queued up to here can be waited for, alone."""
-        self._marked.record(self._stream)
-
-    def wait_for_mark(self) -> None:
-        """Wait for what was queued before `mark`."""
-        self._marked.synchronize()
+    def mark(self) -> torch.cuda.Event:
+        """An event after what was queued up to here; whoever waits for it sleeps."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return event
 
     def staging(self, nbytes: int) -> torch.Tensor:
         """That many bytes on the GPU, aligned to 256."""

@@ -75,6 +75,16 @@ class Chunks:
         for some in _batches(chunks):
             self._write_some(some, done)
 
+    def write_filling(self, chunk: ChunkIO, done: WriteDone) -> None:
+        self._check((chunk,), writable=False)
+        self._write_some((chunk,), done, filled=False)
+
+    def filled(self, chunk: ChunkIO, slots: int) -> None:
+        job = self._jobs.get(chunk)
+        if isinstance(job, WriteJob):
+            self._queue(job.fill(slots))
+            self._admission.refuse((job,))
+
     def cancel(self, chunk: ChunkIO) -> None:
         job = self._jobs.get(chunk)
         if isinstance(job, Bundle):
@@ -111,7 +121,7 @@ class Chunks:
         # A server may have gone, or the plane been closed, while they were queued.
         self._admission.refuse(accepted)
 
-    def _write_some(self, chunks: Sequence[ChunkIO], done: WriteDone) -> None:
+    def _write_some(self, chunks: Sequence[ChunkIO], done: WriteDone, filled: bool = True) -> None:
         routes, registry, settled = self._nodes.routes, self._registry, self._write_settled
         jobs: dict[WriteJob | WriteBundle, Sequence[Node | None]] = {}
         if self._is_bundle(chunks):
@@ -128,18 +138,26 @@ class Chunks:
         for each, nodes in jobs.items():
             each.nodes = tuple(dict.fromkeys(nodes))
         accepted = self._admission.enter(jobs)
-        by_queue: dict[TaskQueue[AnyWrite], list[AnyWrite]] = {}
+        to_queue: list[tuple[TaskQueue[AnyWrite], AnyWrite]] = []
         for each in accepted:
             queues = [node.writes(each.key) for node in jobs[each] if node is not None]
             if isinstance(each, WriteBundle):
-                by_queue.setdefault(queues[0], []).extend(each.tasks())
+                to_queue += [(queues[0], task) for task in each.tasks()]
                 continue
-            for index in each.begin_at(queues[0]):
-                by_queue.setdefault(queues[index], []).append((each, index, None))
-        for queue, tasks in by_queue.items():
-            queue.put(tasks)
+            each.begin_at(queues)
+            if filled:
+                to_queue += each.fill(each.stripe_count)
+        self._queue(to_queue)
         # A server may have gone, or the plane been closed, while they were queued.
         self._admission.refuse(accepted)
+
+    @staticmethod
+    def _queue(tasks: Sequence[tuple[TaskQueue[AnyWrite], AnyWrite]]) -> None:
+        by_queue: dict[TaskQueue[AnyWrite], list[AnyWrite]] = {}
+        for queue, task in tasks:
+            by_queue.setdefault(queue, []).append(task)
+        for queue, some in by_queue.items():
+            queue.put(some)
 
     def _check(self, chunks: Sequence[ChunkIO], writable: bool) -> None:
         """All of them, before any is begun."""

@@ -176,6 +176,21 @@ class RedisPlane:
         """Store chunks, in this order; `done` is called for each. Cheaper than one by one."""
         self._chunks.write_all(chunks, done)
 
+    def write_filling(self, chunk: ChunkIO, done: Callable[[ChunkIO, WriteOutcome], None]) -> None:
+        """Store a chunk while its slots are being filled: a stripe is sent after it is `filled`.
+
+        Nobody can see the chunk before all are. Whoever cannot fill them all cancels it: what was
+        sent is removed. The deadline is the chunk's, as for any other.
+        """
+        self._chunks.write_filling(chunk, done)
+
+    def filled(self, chunk: ChunkIO, slots: int) -> None:
+        """The first ``slots`` slots of such a chunk have their bytes, which will not change.
+
+        Does nothing where the chunk was answered.
+        """
+        self._chunks.filled(chunk, slots)
+
     def cancel(self, chunk: ChunkIO) -> None:
         """End a read or write early: CANCELLED as soon as no socket uses its slots.
 

@@ -1,7 +1,8 @@
 """A chunk on its way out, and small ones together: which stripes were sent, and which are there.
 
 A chunk can be seen once its stripe 0 is there, so that one is sent only after every other
-stripe was acknowledged.
+stripe was acknowledged. A stripe is queued when its slot is filled: of a chunk that is still on its
+way to the host the first are sent while the last are being copied.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class WriteJob(Single[WriteOutcome]):
     __slots__ = (
         "_chunk",
         "_done",
-        "_first",
+        "_filled",
         "_outstanding",
+        "_queues",
         "_remains",
         "_settled",
         "created_unix_ms",
@@ -57,7 +59,8 @@ class WriteJob(Single[WriteOutcome]):
         self.stripe_count = chunk.frame.stripe_count
         self.store_id = store_id
         self.created_unix_ms = _unix_ms()
-        self._first: TaskQueue[AnyWrite] | None = None
+        self._queues: Sequence[TaskQueue[AnyWrite]] = ()
+        self._filled = 0
         self._outstanding = 0
         self._remains = False
         super().__init__(self.stripe_count, WriteOutcome.STORED, chunk.deadline, registry)
@@ -73,10 +76,25 @@ class WriteJob(Single[WriteOutcome]):
         """See `Single.has`."""
         return self._chunk is chunk
 
-    def begin_at(self, first: TaskQueue[AnyWrite]) -> range:
-        """The stripes to be queued now. first: the queue for stripe 0, once its time has come."""
-        self._first = first
-        return range(1, self.stripe_count) if self.stripe_count > 1 else range(1)
+    def begin_at(self, queues: Sequence[TaskQueue[AnyWrite]]) -> None:
+        """Where each stripe is to be queued, before any is (`fill`)."""
+        self._queues = queues
+
+    def fill(self, filled: int) -> list[tuple[TaskQueue[AnyWrite], WriteTask]]:
+        """The first ``filled`` slots have their bytes: what may be queued now, and where."""
+        if not self._queues:
+            return []  # it was not admitted, and is being answered
+        with self._lock:
+            before, self._filled = self._filled, max(self._filled, filled)
+            # Others than stripe 0, of which the last brings that on its way (`acknowledge`).
+            indexes = list(range(max(1, before), self._filled))
+            if before < self._filled and self._is_first_due():
+                indexes.append(0)
+        return [(self._queues[index], (self, index, None)) for index in indexes]
+
+    def _is_first_due(self) -> bool:
+        """Under the lock: whether stripe 0 alone is missing, and may be sent."""
+        return self._steps_left == 1 and self._filled == self.stripe_count
 
     def pack(self, index: int, ttl_s: int) -> Packed | None:
         """A stripe for the compiled part, if it is for that; where `chunk` may be asked for."""
@@ -106,14 +124,14 @@ class WriteJob(Single[WriteOutcome]):
         with self._lock:
             self._outstanding -= 1
             self._steps_left -= 1
-            left = self._steps_left
-            if left == 0:
+            first_is_due = self._is_first_due()
+            if self._steps_left == 0:
                 self._remains = False
                 final = self._decide(self._good)
             else:
                 final = None if self._outcome is None else self._decide(None)
-        if left == 1 and self._first is not None:
-            self._first.put(((self, 0, None),), urgent=True)
+        if first_is_due:
+            self._queues[0].put(((self, 0, None),), urgent=True)
         self._conclude(final)
 
     def take_remains(self) -> bool:

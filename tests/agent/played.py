@@ -43,6 +43,7 @@ class Device:
         read: Callable[[], None],
         until_ns: int,
         chunks: int,
+        filled: Callable[[int], None],
     ) -> None:
         self.calls.append((chunks, list(block_ids), list(slots), 0))
         read()
@@ -103,10 +104,13 @@ class Played:
         session.busy -= 1
 
     def store(self, hashes: Sequence[bytes] = HASHES, lease_s: float = 30.0) -> StoreJob:
-        offer = SimpleNamespace(offer=lambda registration, name, entry: self.offered.append(name))
+        writes = SimpleNamespace(
+            offer=lambda registration, name, entry: self.offered.append(name),
+            abandon=lambda entry: None,
+        )
         return StoreJob(
             self.core,
-            offer,  # type: ignore[arg-type]
+            writes,  # type: ignore[arg-type]
             self.session,  # type: ignore[arg-type]
             self.registration,
             hashes,

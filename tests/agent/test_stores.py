@@ -137,7 +137,7 @@ def test_a_store_of_which_a_step_breaks_is_answered(breaks: str) -> None:
     )
     job = StoreJob(
         core,  # type: ignore[arg-type]
-        SimpleNamespace(offer=bug),  # type: ignore[arg-type]
+        SimpleNamespace(offer=bug, abandon=lambda entry: None),  # type: ignore[arg-type]
         session,  # type: ignore[arg-type]
         SimpleNamespace(form=SimpleNamespace(chunk_bytes=60)),  # type: ignore[arg-type]
         [b"broken", b"good"],

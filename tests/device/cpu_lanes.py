@@ -27,8 +27,7 @@ class CpuLane:
         self.device = device
         self.events: list[bytes | None] = []
         self.staged_at_event = b""
-        self.staged_at_mark: bytes | None = None
-        self.staged_at_read: bytes | None = None
+        self.marks: list[Mark] = []
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     @contextlib.contextmanager
@@ -46,11 +45,21 @@ class CpuLane:
         self.events.append(event)
         self.staged_at_event = self._staging.numpy().tobytes()
 
-    def mark(self) -> None:
-        self.staged_at_mark = self._staging.numpy().tobytes()
+    def mark(self) -> Mark:
+        self.marks.append(Mark(self._staging))
+        return self.marks[-1]
 
-    def wait_for_mark(self) -> None:
-        self.staged_at_read = self._staging.numpy().tobytes()
+
+class Mark:
+    """An event of such a lane: what was staged when it was recorded, and when it was awaited."""
+
+    def __init__(self, staging: torch.Tensor) -> None:
+        self._staging = staging
+        self.staged = staging.numpy().tobytes()
+        self.staged_when_awaited: bytes | None = None
+
+    def synchronize(self) -> None:
+        self.staged_when_awaited = self._staging.numpy().tobytes()
 
 
 @contextlib.contextmanager

@@ -100,11 +100,46 @@ class TestOverCpuTensors:
         device.gather([0], slot, 8, None, lambda: calls.append(bytes(slot[0])))
         lane: Any = device._gathers.get_nowait()
         assert len(calls) == 1
-        assert lane.staged_at_mark == lane.staged_at_read == case.storages[0][:8].tobytes()
+        (mark,) = lane.marks
+        assert mark.staged == mark.staged_when_awaited == case.storages[0][:8].tobytes()
         device._gathers.put(lane)
-        lane.staged_at_read = None
         device.gather([0], slot, 8)
-        assert lane.staged_at_read is None
+        assert [each.staged_when_awaited for each in lane.marks[1:]] == [None]
+
+    @pytest.mark.parametrize("chunks", [1, 2])
+    def test_it_says_how_many_slots_are_filled(
+        self, chunks: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Every step, behind `read`, with the slots' bytes there; never of all."""
+        monkeypatch.setattr(cuda, "_STEP_BYTES", 4)
+        case = self.case()
+        device = open_over_cpu(case)
+        ids = [3, 1, 0, 2]
+        slots = [slot for _ in range(chunks) for slot in empty_slots(32 // chunks, 3)]
+        wanted = [part for n in range(chunks) for part in self.stripes(case, ids, chunks, n)]
+        said: list[int] = []
+
+        def filled(count: int) -> None:
+            said.append(count)
+            assert [bytes(slot) for slot in slots[:count]] == wanted[:count]
+
+        device.gather(ids, slots, 3, None, lambda: said.append(0), None, chunks, filled)
+        assert [bytes(slot) for slot in slots] == wanted
+        assert said == list(range(0, len(slots), 2))
+        said.clear()
+        # No larger than a step: nothing to say before the end.
+        device.gather([3], empty_slots(4, 4) + empty_slots(4, 4), 4, filled=said.append)
+        monkeypatch.setattr(cuda, "_STEP_BYTES", 8)
+        device.gather([3], empty_slots(4, 4) + empty_slots(4, 4), 4, filled=said.append)
+        assert said == [1]
+        device.close()
+
+    @staticmethod
+    def stripes(case: Paged, ids: list[int], chunks: int, number: int) -> list[bytes]:
+        a_chunk = len(ids) // chunks
+        own = ids[number * a_chunk : (number + 1) * a_chunk]
+        data = b"".join(case.storages[0][8 * block : 8 * block + 8].tobytes() for block in own)
+        return [data[at : at + 3] for at in range(0, len(data), 3)]
 
     def test_an_event_that_does_not_happen_leaves_the_blocks_alone(
         self, monkeypatch: pytest.MonkeyPatch
