@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from lmcache_redis.device import cuda
 from lmcache_redis.device.cuda import CudaDevice, pin
 from lmcache_redis.device.cuda_ipc import CudaIPCWrapper, device_uuid
 from lmcache_redis.errors import DeviceError
@@ -214,6 +215,26 @@ def test_several_chunks_in_a_call(engine: CudaExporter, arena: Arena) -> None:
     moved = dict(list(zip(to, ids, strict=True))[3:])
     for block in range(BLOCKS):
         assert engine.chunk([block]) == before[moved.get(block, block)]
+
+
+def test_slots_that_are_said_to_be_filled_are(
+    engine: CudaExporter, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_STEP_BYTES", STRIPE)
+    layout, handles = engine.share()
+    device = CudaDevice(layout, handles)
+    ids = list(range(BLOCKS))
+    slots = slots_of(arena, BLOCKS * layout.block_bytes)
+    want, filled = engine.chunk(ids), []
+
+    def check(count: int) -> None:
+        filled.append(count)
+        assert b"".join(slots[:count]) == want[: count * STRIPE]
+
+    device.gather(ids, slots, STRIPE, read=lambda: filled.append(0), filled=check)
+    device.close()
+    assert filled == list(range(len(slots)))
+    assert b"".join(slots) == want
 
 
 def test_no_memory_of_a_dead_engine_stays_held() -> None:
