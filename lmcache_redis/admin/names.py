@@ -138,8 +138,10 @@ def namespaces_of(fingerprint: bytes) -> frozenset[bytes]:
     return frozenset({fingerprint[:NAMESPACE_BYTES], fingerprint.hex()[:NAMESPACE_BYTES].encode()})
 
 
-def read_age(option: str, text: str) -> float:
-    """Seconds of `45s`, `30m`, `12h`, `7d` or `2w`. Raises ConfigError for anything else."""
+def read_age(option: str, text: str | None) -> float | None:
+    """Seconds of `45s`, `30m`, `12h`, `7d` or `2w`. Raises ConfigError for any other text."""
+    if text is None:
+        return None
     match = _AGE.fullmatch(text.strip().lower())
     if match is None:
         raise ConfigError(f"{option} {text!r} is no time: write it as 45s, 30m, 12h, 7d or 2w")

@@ -1,7 +1,8 @@
-"""Removing chunks: chosen by name and by when they were used, removed at a bounded rate.
+"""Removing chunks: chosen by name and by age, removed at a bounded rate.
 
 Two passes. The first chooses by key names and idle times and reads no value, so that looking
-changes nothing. The second reads the header under each key just before that key is removed,
+changes nothing; only who asks for chunks by when they were stored has headers read there too. The
+second reads the header under each key just before that key is removed,
 and leaves whatever is not, beyond doubt, a stripe of the chunk that the key names. Stripe 0
 goes first: without it the others are seen by nobody. Beside running agents a chunk that
 vanishes is a miss; one that is stored anew in that moment may lose stripes, which is a miss.
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from lmcache_redis.admin.cuts import cuts_of
 from lmcache_redis.admin.server import Server
@@ -32,14 +34,16 @@ class Selection:
     models: frozenset[str] = frozenset()
     namespaces: frozenset[bytes] | None = None
     idle_longer_than_s: float | None = None
+    stored_longer_than_s: float | None = None
     everything: bool = False
 
     def __post_init__(self) -> None:
-        chosen = self.models or self.namespaces is not None or self.idle_longer_than_s is not None
+        ages = (self.idle_longer_than_s, self.stored_longer_than_s)
+        chosen = self.models or self.namespaces is not None or ages != (None, None)
         if not chosen and not self.everything:
             raise ConfigError(
                 "nothing says what to remove: give --model, --layout, --idle-longer-than, "
-                "or --everything"
+                "--stored-longer-than, or --everything"
             )
         if chosen and self.everything:
             raise ConfigError("--everything leaves nothing to choose: give it alone")
@@ -50,6 +54,14 @@ class Selection:
         return (not self.models or key.model_name in self.models) and (
             self.namespaces is None or chunk.name.namespace in self.namespaces
         )
+
+    def is_stored_long_enough(self, stripe: Stripe) -> bool:
+        """Whether a stripe's header is old enough, by the clock of this machine."""
+        if self.stored_longer_than_s is None:
+            return True
+        if stripe.header is None:
+            return False
+        return time.time() - stripe.header.created_unix_ms / 1000 > self.stored_longer_than_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +84,16 @@ class Plan:
 
 @dataclass(slots=True)
 class Removal:
-    """What came of it. chunks: those whose first stripe went. left: keys that stay, by
-    reason; examples: some of them."""
+    """What came of it. chunks: those whose first stripe went. used_again, stored_again: chunks,
+    and keys, that are no longer as old as when they were chosen. left: keys that stay, by reason;
+    examples: some of them."""
 
     chunks: int = 0
     stripes: int = 0
     value_bytes: int = 0
     vanished: int = 0
     used_again: int = 0
+    stored_again: int = 0
     left: Counter[str] = field(default_factory=Counter)
     examples: list[bytes] = field(default_factory=list)
     seconds: float = 0.0
@@ -119,14 +133,22 @@ class Pace:
 
 
 def choose(server: Server, prefix: bytes, selection: Selection) -> Plan:
-    """What a purge would remove; removes nothing and changes no idle time.
+    """What a purge would remove; removes nothing, and changes no idle time but where headers
+    have to be read for `stored_longer_than_s` and the server counts that as a use.
 
-    Raises RedisError, and ConfigError where the server keeps no idle times.
+    Raises RedisError, and ConfigError where the server keeps no idle times, or reading headers
+    would change those that matter.
     """
+    if None not in (selection.idle_longer_than_s, selection.stored_longer_than_s):
+        _check_untouched(server)
     found = survey(server, prefix, namespaces=selection.namespaces)
     chunks = [chunk for chunk in found.chunks.values() if selection.names(chunk)]
     if selection.idle_longer_than_s is not None:
         chunks = _idle(server, chunks, selection)
+    if selection.stored_longer_than_s is not None:
+        firsts = read_stripes(server, [(chunk.name, chunk.first) for chunk in chunks])
+        old = (selection.is_stored_long_enough(stripe) for stripe in firsts)
+        chunks = list(compress(chunks, old))
     cuts = cuts_of(server, chunks)
     sizes = [(cuts.get(chunk.form), chunk.stripes) for chunk in chunks]
     value_bytes = sum(cut.value_bytes(stripes) for cut, stripes in sizes if cut)
@@ -171,7 +193,9 @@ def _remove_step(
     stripes = read_stripes(server, [(chunk.name, index) for chunk, index in wanted])
     ours: list[tuple[SeenChunk, Stripe]] = []
     for (chunk, index), stripe in zip(wanted, stripes, strict=True):
-        if stripe.is_ours:
+        if stripe.is_ours and not selection.is_stored_long_enough(stripe):
+            result.stored_again += 1
+        elif stripe.is_ours:
             ours.append((chunk, stripe))
         elif stripe.state is State.MISSING:
             result.vanished += 1
@@ -195,18 +219,26 @@ def _remove_step(
                 result.vanished += 1
 
 
+def _check_untouched(server: Server) -> None:
+    if not server.untouched:
+        raise ConfigError(
+            f"before Redis 7.2 {server.where} counts the reading of a header as a use: give "
+            "--idle-longer-than or --stored-longer-than, not both"
+        )
+
+
 def _idle(server: Server, chunks: Sequence[SeenChunk], selection: Selection) -> list[SeenChunk]:
     """Those whose first stripe was not used for long enough."""
     uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
     if any(use.refused for use in uses):
         raise RedisAuthError(
             f"{server.where} does not tell this user when keys were used: allow it +object, or "
-            "choose by --model or --layout instead of --idle-longer-than"
+            "choose by --model, --layout or --stored-longer-than instead of --idle-longer-than"
         )
     if any(use.idle_s is None and use.frequency is not None for use in uses):
         raise ConfigError(
             f"{server.where} keeps no idle times, its maxmemory-policy counts uses (LFU): "
-            "choose by --model or --layout instead of --idle-longer-than"
+            "choose by --model, --layout or --stored-longer-than instead of --idle-longer-than"
         )
     least = selection.idle_longer_than_s or 0.0
     return [

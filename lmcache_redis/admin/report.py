@@ -100,6 +100,7 @@ def removal_json(removal: Removal) -> Json:
         "value_bytes": removal.value_bytes,
         "vanished": removal.vanished,
         "used_again": removal.used_again,
+        "stored_again": removal.stored_again,
         "left": dict(removal.left),
         "left_examples": [show_key(key) for key in removal.examples],
         "seconds": removal.seconds,

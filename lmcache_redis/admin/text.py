@@ -117,6 +117,8 @@ def removal_lines(removal: Removal) -> Iterator[str]:
         yield f"{_count(removal.vanished, 'key')} had gone already"
     if removal.used_again:
         yield f"{_count(removal.used_again, 'chunk')} used meanwhile: left"
+    if removal.stored_again:
+        yield f"{_count(removal.stored_again, 'key')} stored anew meanwhile: left"
     for reason, keys in removal.left.most_common():
         yield f"{_count(keys, 'key')} left: {reason}"
     for key in removal.examples:

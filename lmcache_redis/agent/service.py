@@ -76,7 +76,6 @@ class Service:
             time.sleep(0.005)
         if len(self.writes):
             logger.warning("%d chunks were not written before the agent stopped", len(self.writes))
-            self.core.metrics.count("drop_shutdown", len(self.writes))
 
     def _run_timers(self) -> float:
         try:

@@ -96,6 +96,10 @@ def purge(
         str | None,
         typer.Option("--idle-longer-than", help="Not read from Redis for that long: 12h, 7d, 2w."),
     ] = None,
+    stored_longer_than: Annotated[
+        str | None,
+        typer.Option("--stored-longer-than", help="Stored so long ago, whoever reads it."),
+    ] = None,
     everything: Annotated[
         bool, typer.Option("--everything", help="All chunks under the key prefix.")
     ] = False,
@@ -129,9 +133,8 @@ def purge(
     selection = Selection(
         models=frozenset(model or ()),
         namespaces=frozenset().union(*namespaces) if namespaces else None,
-        idle_longer_than_s=None
-        if idle_longer_than is None
-        else names.read_age("--idle-longer-than", idle_longer_than),
+        idle_longer_than_s=names.read_age("--idle-longer-than", idle_longer_than),
+        stored_longer_than_s=names.read_age("--stored-longer-than", stored_longer_than),
         everything=everything,
     )
     pace = Pace(keys_per_second)

@@ -32,6 +32,7 @@ class Cached:
     stripe_count: int = 3
     raw_namespace: bool = False
     store: int = 0
+    stored_unix_ms: int = STORED_UNIX_MS
 
     @property
     def fingerprint(self) -> bytes:
@@ -73,7 +74,7 @@ class Cached:
         header = bytearray(HEADER_BYTES)
         store_id = self.store.to_bytes(16, "big")
         checksum = xxh3_64_intdigest(payload)
-        frame.pack_header_into(header, index, store_id, checksum, STORED_UNIX_MS)
+        frame.pack_header_into(header, index, store_id, checksum, self.stored_unix_ms)
         return bytes(header) + payload
 
     def put(self, client: Any, *only: int) -> None:

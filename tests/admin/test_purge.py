@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -100,6 +101,51 @@ def test_without_idle_times_it_is_said_what_to_choose_by(own_redis: RedisServer)
         with pytest.raises(ConfigError, match=r"counts uses \(LFU\): choose by --model"):
             choose(server, b"", Selection(idle_longer_than_s=1.0))
         assert len(client.keys("*")) == 3
+
+
+def stored_ago(number: int, seconds: float) -> Cached:
+    return Cached(number, stored_unix_ms=int((time.time() - seconds) * 1000))
+
+
+def test_chunks_stored_long_ago_go_however_often_they_are_read(server: Server, client: Any) -> None:
+    old, new = stored_ago(1, 31 * 86_400), stored_ago(2, 29 * 86_400)
+    put(client, old, new)
+    selection = Selection(stored_longer_than_s=30 * 86_400.0)
+    assert [c.name.key.chunk_hash[-1] for c in choose(server, b"", selection).chunks] == [1]
+    assert purge(server, selection).chunks == 1
+    assert set(client.keys("*")) == set(new.keys)
+
+
+def test_a_chunk_stored_anew_since_it_was_chosen_stays(server: Server, client: Any) -> None:
+    stored_ago(1, 1000).put(client)
+    plan = choose(server, b"", Selection(stored_longer_than_s=500.0))
+    again = stored_ago(1, 0)
+    again.put(client)
+    result = Removal()
+    remove(server, plan, Pace(FAST), result)
+    assert (result.stored_again, result.stripes) == (3, 0)
+    assert set(client.keys("*")) == set(again.keys)
+
+
+def test_a_header_that_cannot_be_read_is_of_no_age(server: Server, client: Any) -> None:
+    chunk = stored_ago(1, 1000)
+    chunk.put(client)
+    client.set(chunk.keys[0], "somebody else's")
+    assert not choose(server, b"", Selection(stored_longer_than_s=500.0)).chunks
+
+
+def test_both_ages_add_up_where_reading_a_header_is_no_use(server: Server, client: Any) -> None:
+    both, stored, idle = stored_ago(1, 9000), stored_ago(2, 9000), stored_ago(3, 0)
+    put(client, both, stored, idle)
+    for key in (*both.keys, *idle.keys):
+        age(client, key, 9000)
+    selection = Selection(idle_longer_than_s=1000.0, stored_longer_than_s=1000.0)
+    if not server.untouched:
+        with pytest.raises(ConfigError, match="not both"):
+            choose(server, b"", selection)
+        for node in server.nodes:
+            node.untouched = True  # what follows is of the choice alone
+    assert [c.name.key.chunk_hash[-1] for c in choose(server, b"", selection).chunks] == [1]
 
 
 def test_under_doubt_nothing_is_removed(

@@ -151,6 +151,7 @@ def test_inspect_all_goes_without_a_key(known: dict[str, str]) -> None:
         (["--everything", "--model", "m"], "--everything leaves nothing to choose"),
         (["--layout", "xyz"], "--layout 'xyz' is no layout"),
         (["--idle-longer-than", "7"], "write it as 45s, 30m, 12h, 7d or 2w"),
+        (["--stored-longer-than", "ages"], "--stored-longer-than 'ages' is no time"),
         (["--everything", "--keys-per-second", "0"], "--keys-per-second is 0"),
         (["--everything"], "there is no terminal to ask on: give --yes"),
     ],
