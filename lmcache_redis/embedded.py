@@ -35,6 +35,10 @@ _WHAT_TO_DO = (
     "or name a server with --redis-url"
 )
 
+# First stores wait for page faults: huge pages make them faster (docs/operations.md). For jemalloc,
+# under both names that its builds read; others ignore it.
+_HUGE_PAGES = {"MALLOC_CONF": "thp:always", "JE_MALLOC_CONF": "thp:always"}
+
 # Becomes the server, having asked the kernel to end it with its parent. A program of its own and
 # no preexec_fn: after a fork of a process with threads no Python code may safely run. Should the
 # parent have ended before the request, nobody would tell: hence the look at its number.
@@ -83,6 +87,12 @@ def _carried_binary() -> str | None:
         return None
     binary = Path(spec.origin).parent / "bin" / "redis-server"
     return str(binary) if os.access(binary, os.X_OK) else None
+
+
+def _environment() -> dict[str, str]:
+    # What an agent sets for its own copies is left out: a server's are read again at once.
+    ours = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    return _HUGE_PAGES | ours
 
 
 class EmbeddedRedis:
@@ -161,8 +171,7 @@ class EmbeddedRedis:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            # What an agent sets for its own copies: a server's are read again at once.
-            env={k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"},
+            env=_environment(),
             start_new_session=True,  # Ctrl-C is for the agent, which stops it in order
         )
 
@@ -199,6 +208,8 @@ class EmbeddedRedis:
             "appendonly": "no",
             "maxmemory": str(self._memory_bytes),
             "maxmemory-policy": "allkeys-lru",
+            # With `_HUGE_PAGES`. What speaks against them is the copying after a fork: none here.
+            "disable-thp": "no",
         }
         return [word for name, value in settings.items() for word in (f"--{name}", value)]
 

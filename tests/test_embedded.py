@@ -49,7 +49,7 @@ def test_it_answers_on_a_private_socket_with_the_settings_of_a_cache() -> None:
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
         with redis.Redis.from_url(server.url) as client:
-            names = ("maxmemory", "maxmemory-policy", "port", "save", "appendonly")
+            names = ("maxmemory", "maxmemory-policy", "port", "save", "appendonly", "disable-thp")
             settings = {name: client.config_get(name)[name] for name in names}
     assert settings == {
         "maxmemory": str(LIMIT_BYTES),
@@ -57,7 +57,23 @@ def test_it_answers_on_a_private_socket_with_the_settings_of_a_cache() -> None:
         "port": "0",
         "save": "",
         "appendonly": "no",
+        "disable-thp": "no",
     }
+
+
+def test_values_lie_in_huge_pages_where_allocator_and_system_have_them() -> None:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text():
+        pytest.skip("this system has no transparent huge pages")
+    with EmbeddedRedis(4 * LIMIT_BYTES) as server, redis.Redis.from_url(server.url) as client:
+        if not str(client.info("memory")["mem_allocator"]).startswith("jemalloc"):
+            pytest.skip("this server's allocator is not jemalloc")
+        for number in range(32):
+            client.set(f"value {number}", bytes((1 << 20) - 4096))
+        usage = Path(f"/proc/{server.pid}/smaps_rollup").read_text()
+        huge_kib = int(usage.split("AnonHugePages:")[1].split()[0])
+    # Not all: the first and last pages of what the allocator maps are not aligned.
+    assert huge_kib > 8 << 10
 
 
 def test_it_evicts_at_its_limit_instead_of_refusing() -> None:

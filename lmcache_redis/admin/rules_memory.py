@@ -136,6 +136,9 @@ def huge_pages(facts: Facts) -> Finding | None:
         "with them a fork copies 2 MiB for every write, and freed values leave memory that "
         "cannot be given back"
     )
+    never_forks = facts.save == "" and facts.append_only is False and facts.replicas == 0
+    if facts.huge_pages == "always" and facts.disable_huge_pages is False and never_forks:
+        return Finding(OK, topic, "in use, which speeds up first stores; nothing forks here")
     if facts.huge_pages == "always":
         sure = facts.disable_huge_pages is False
         seen = "always" + ("" if sure else "; whether the server exempts itself is not seen")

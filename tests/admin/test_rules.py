@@ -118,9 +118,9 @@ TABLE: list[tuple[dict[str, Any], Severity, str, str]] = [
     ({"disable_huge_pages": None}, HINT, "transparent huge pages", "cannot be seen from here"),
     (
         {"disable_huge_pages": False, "huge_pages": "always"},
-        WARNING,
+        OK,
         "transparent huge pages",
-        "disable-thp yes",
+        "nothing forks",
     ),
     (
         {"disable_huge_pages": None, "huge_pages": "always"},
@@ -172,6 +172,16 @@ def test_each_fault(changed: dict[str, Any], severity: Severity, topic: str, say
     # One fault does not make others, but for io-threads, which are judged by the bandwidth.
     others = {f.severity for f in say(**changed) if f.topic not in (topic, "load bandwidth")}
     assert others == {OK}
+
+
+@pytest.mark.parametrize(
+    "forks", [{"save": "900 1"}, {"save": None}, {"append_only": True}, {"replicas": 1}], ids=str
+)
+def test_huge_pages_are_for_servers_that_never_fork(forks: dict[str, Any]) -> None:
+    findings = say(disable_huge_pages=False, huge_pages="always", **forks)
+    (finding,) = [each for each in findings if each.topic == "transparent huge pages"]
+    assert finding.severity is WARNING
+    assert "redis.conf: disable-thp yes" in finding.change
 
 
 def test_the_server_takes_what_it_is_to_be_told(own_redis: RedisServer, tmp_path: Path) -> None:
