@@ -1,7 +1,7 @@
 """Chunks on their way: from what a caller hands in to tasks in the queues of nodes.
 
 Chunks of one stripe that come together are one job (`bundles`) where one server has them all and
-the compiled part is there to move them; every other chunk is a job of its own.
+the compiled part can move them; every other chunk is a job of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ ChunkJob = ReadJob | ReadBundle | WriteJob | WriteBundle
 
 
 class Chunks:
-    """What `RedisPlane` says of these methods. Of its parts. remove: see `writer`."""
+    """What `RedisPlane` says of these methods. Of its parts. remove: see `writer`.
+
+    tls: connections are such, which the compiled part leaves to Python.
+    """
 
     def __init__(
         self,
@@ -43,7 +46,10 @@ class Chunks:
         timekeeper: Timekeeper,
         counts: Counts,
         remove: Callable[[bytes, int], None],
+        *,
+        tls: bool,
     ) -> None:
+        self._tls = tls
         self._refresh_ttl_s = options.ttl_s if options.ttl_refresh else 0
         self._nodes = nodes
         self._registry = registry
@@ -168,8 +174,8 @@ class Chunks:
             raise RuntimeError("the chunk is being read or written already")
 
     def _is_bundle(self, chunks: Sequence[ChunkIO]) -> bool:
-        several = native.moves is not None and not self._nodes.routes.is_cluster
-        return several and can_be_bundled(chunks)
+        compiled = native.moves is not None and not self._tls
+        return compiled and not self._nodes.routes.is_cluster and can_be_bundled(chunks)
 
     def _new_store_id(self) -> bytes:
         return self._random.getrandbits(8 * STORE_ID_BYTES).to_bytes(STORE_ID_BYTES, "little")

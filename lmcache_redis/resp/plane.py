@@ -24,6 +24,7 @@ from lmcache_redis.resp.calls import Calls
 from lmcache_redis.resp.chunks import Chunks
 from lmcache_redis.resp.control import ClearJob, EachJob, QueryJob
 from lmcache_redis.resp.deployment import parse_deployment
+from lmcache_redis.resp.endpoint import Transport
 from lmcache_redis.resp.jobs import JobRegistry, Stop
 from lmcache_redis.resp.node import Node
 from lmcache_redis.resp.nodes import Nodes
@@ -76,6 +77,7 @@ class RedisPlane:
             self._timekeeper,
             self._counts,
             self.remove,
+            tls=self.deployment.server.transport is Transport.TLS,
         )
 
     # ------------------------------------------------------------- life cycle

@@ -13,6 +13,8 @@ from lmcache_redis.errors import ConfigError, RedisError
 from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
 from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.endpoint import parse_endpoint
+from lmcache_redis.resp.readjob import ReadBundle
+from lmcache_redis.resp.writejob import WriteBundle
 from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, read, running, write
 from tests.servers import RedisServer, free_port, server_binaries, speaks_tls
@@ -83,6 +85,23 @@ def test_a_client_certificate(
         refused(f"{url}{ca}&ssl_certfile={theirs[0]}&ssl_keyfile={theirs[1]}")
         # The key of another certificate.
         refused(f"{url}{ca}&ssl_certfile={ours[0]}&ssl_keyfile={theirs[1]}")
+
+
+def test_small_chunks_are_no_bundle_there(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled part has no TLS: a bundle would be taken apart again, chunk by chunk."""
+    for kind in (ReadBundle, WriteBundle):
+        monkeypatch.setattr(kind, "__init__", None)
+    with (
+        tls_server(tmp_path, authority.issue("s", "localhost")) as url,
+        running(f"{url}?ssl_ca_certs={authority.ca}") as plane,
+    ):
+        chunks = [Chunk(n, 4096, 4096, seed=n) for n in range(1, 50)]
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        loaded = [Chunk(n, 4096, 4096) for n in range(1, 50)]
+        assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
+        assert [each.content for each in loaded] == [each.content for each in chunks]
 
 
 def test_a_locked_key_and_its_password(tmp_path: Path, authority: Authority) -> None:
