@@ -89,7 +89,6 @@ class Chunks:
         job = self._jobs.get(chunk)
         if isinstance(job, WriteJob):
             self._queue(job.fill(slots))
-            self._admission.refuse((job,))
 
     def cancel(self, chunk: ChunkIO) -> None:
         job = self._jobs.get(chunk)

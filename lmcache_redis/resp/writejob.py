@@ -86,15 +86,10 @@ class WriteJob(Single[WriteOutcome]):
             return []  # it was not admitted, and is being answered
         with self._lock:
             before, self._filled = self._filled, max(self._filled, filled)
-            # Others than stripe 0, of which the last brings that on its way (`acknowledge`).
-            indexes = list(range(max(1, before), self._filled))
-            if before < self._filled and self._is_first_due():
-                indexes.append(0)
+        # Stripe 0 goes when all others are there, for which they had to be filled: `acknowledge`.
+        first = 0 if self.stripe_count == 1 else 1
+        indexes = range(max(first, before), self._filled)
         return [(self._queues[index], (self, index, None)) for index in indexes]
-
-    def _is_first_due(self) -> bool:
-        """Under the lock: whether stripe 0 alone is missing, and may be sent."""
-        return self._steps_left == 1 and self._filled == self.stripe_count
 
     def pack(self, index: int, ttl_s: int) -> Packed | None:
         """A stripe for the compiled part, if it is for that; where `chunk` may be asked for."""
@@ -124,13 +119,13 @@ class WriteJob(Single[WriteOutcome]):
         with self._lock:
             self._outstanding -= 1
             self._steps_left -= 1
-            first_is_due = self._is_first_due()
-            if self._steps_left == 0:
+            left = self._steps_left
+            if left == 0:
                 self._remains = False
                 final = self._decide(self._good)
             else:
                 final = None if self._outcome is None else self._decide(None)
-        if first_is_due:
+        if left == 1:
             self._queues[0].put(((self, 0, None),), urgent=True)
         self._conclude(final)
 
