@@ -130,8 +130,13 @@ class LaneWorker(Worker, ABC, Generic[TaskT, OneT]):
         self._widen_at = 0.0
         try:
             while self._idle or self._busy:
-                if not self._busy and not self._next and not self._queue.wait():
-                    return False
+                if not self._busy and not self._next:
+                    if not self._queue.wait():
+                        return False
+                    # One that died at rest must not cost what the others are about to do.
+                    self._drop_dead()
+                    if not self._idle:
+                        return True
                 if self._lanes < self._connections and self._waiting > len(self._idle):
                     self._widen()
                 if not self.move_many():
@@ -206,9 +211,7 @@ class LaneWorker(Worker, ABC, Generic[TaskT, OneT]):
         if not self.may_widen or not self._health.is_up or time.monotonic() < self._widen_at:
             return
         # Those that died unnoticed go first: no task shall begin on a new one and end there.
-        for lane in self._idle:
-            lane.connection.check_idle()
-        self._idle = [lane for lane in self._idle if lane.connection.is_open]
+        self._drop_dead()
         while self._lanes < self._connections and self._waiting > len(self._idle):
             connection = self.make_connection()
             try:
@@ -221,6 +224,13 @@ class LaneWorker(Worker, ABC, Generic[TaskT, OneT]):
                 self._widen_at = time.monotonic() + _WIDEN_AGAIN_S
                 return
             self._idle.append(Lane(connection))
+
+    def _drop_dead(self) -> None:
+        for lane in self._idle:
+            lane.connection.check_idle()
+        alive = [lane for lane in self._idle if lane.connection.is_open]
+        self.connections_lost += len(self._idle) - len(alive)
+        self._idle = alive
 
     def _renew(self) -> None:
         """Receive what is under way and close all connections."""

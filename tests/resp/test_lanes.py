@@ -117,6 +117,24 @@ def test_one_set_connection_lost_makes_no_half_chunk(own_server: RedisServer, wh
         assert sum("set" in name for name in our_connections(own_server)) == 4
 
 
+@pytest.mark.parametrize("role", ["get", "set"])
+def test_one_connection_that_died_at_rest_costs_nothing(own_server: RedisServer, role: str) -> None:
+    """Servers close what is idle for long (`timeout`), one connection sooner than the other."""
+    chunks = [Chunk(n, 64 * SLOT, SLOT, seed=n) for n in range(8)]
+    with running(own_server.url) as plane, own_server.client() as client:
+        open_all(plane)
+        for which in range(4):
+            ids = [
+                each["id"]
+                for each in client.client_list()
+                if each["name"].startswith(f"lmcache-redis:{role}")
+            ]
+            client.client_kill_filter(_id=ids[which])
+            assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+            assert set(read(plane, *chunks)) == {ReadOutcome.LOADED}
+            open_all(plane)
+
+
 def test_more_threads_share_the_connections(server: RedisServer) -> None:
     chunks = [Chunk(n, 9 * SLOT, SLOT, seed=n) for n in range(20)]
     wanted = [chunk.content for chunk in chunks]
