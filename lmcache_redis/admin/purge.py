@@ -222,8 +222,9 @@ def _remove_step(
 def _check_untouched(server: Server) -> None:
     if not server.untouched:
         raise ConfigError(
-            f"before Redis 7.2 {server.where} counts the reading of a header as a use: give "
-            "--idle-longer-than or --stored-longer-than, not both"
+            f"{server.where} counts the reading of a header as a use (CLIENT NO-TOUCH came with "
+            "Redis 7.2, and this user must be allowed it): give --idle-longer-than or "
+            "--stored-longer-than, not both"
         )
 
 

@@ -24,6 +24,9 @@ from lmcache_redis.hostpool import Entry
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.outcomes import ExistsResult
 
+# Fewer have nothing to send before the last of them is there, which brings stripe 0 on its way.
+_LEAST_EARLY_STRIPES = 3
+
 _DROPS = {
     CopyOutcome.FAILED: ("drop_device_error", "blocks could not be read"),
     CopyOutcome.CANCELLED: ("drop_lease", "the agent was too slow to read the blocks"),
@@ -180,7 +183,7 @@ class StoreJob:
                 read,
                 lease_ns,
                 len(entries),
-                filled,
+                filled if self._registration.form.stripe_count >= _LEAST_EARLY_STRIPES else None,
             )
         except DeviceError:
             if time.monotonic_ns() <= lease_ns:

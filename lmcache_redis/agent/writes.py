@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from lmcache_redis.agent.core import Core
@@ -82,7 +83,8 @@ class Writes:
                 return
             io = self._take(registration, chunk_hash, entry)
             self._filling[entry] = io
-            self._guarded([io], self._core.plane.write_filling, io)
+            with self._given_back_after_a_bug([io]):
+                self._core.plane.write_filling(io, self._done)
         begun = self._filling[entry]
         if begun is not None:
             self._core.plane.filled(begun, slots)
@@ -121,16 +123,22 @@ class Writes:
 
     def _begin(self, entries: list[Entry]) -> None:
         ios = [self._waiting.pop(entry)[0] for entry in entries]
-        self._guarded(ios, self._core.plane.write_all, ios)
+        with self._given_back_after_a_bug(ios):
+            self._core.plane.write_all(ios, self._done)
 
-    def _guarded(self, ios: list[ChunkIO], write: Callable[..., None], what: object) -> None:
+    @contextmanager
+    def _given_back_after_a_bug(self, ios: Sequence[ChunkIO]) -> Iterator[None]:
+        """Our own bug, which the loop logs: pins and room in the queue come back all the same."""
         try:
-            write(what, lambda io, outcome: self._core.post(partial(self._written, io, outcome)))
+            yield
         except Exception:
-            # Our own bug, logged above: the pin and the room in the queue come back all the same.
             for io in ios:
                 self._written(io, WriteOutcome.UNAVAILABLE)
             raise
+
+    def _done(self, io: ChunkIO, outcome: WriteOutcome) -> None:
+        # On a thread of the plane.
+        self._core.post(partial(self._written, io, outcome))
 
     def _written(self, io: ChunkIO, outcome: WriteOutcome) -> None:
         entry = io.tag

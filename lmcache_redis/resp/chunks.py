@@ -88,7 +88,8 @@ class Chunks:
     def filled(self, chunk: ChunkIO, slots: int) -> None:
         job = self._jobs.get(chunk)
         if isinstance(job, WriteJob):
-            self._queue(job.fill(slots))
+            for queue, tasks in job.fill(slots).items():
+                queue.put(tasks)
 
     def cancel(self, chunk: ChunkIO) -> None:
         job = self._jobs.get(chunk)
@@ -143,26 +144,19 @@ class Chunks:
         for each, nodes in jobs.items():
             each.nodes = tuple(dict.fromkeys(nodes))
         accepted = self._admission.enter(jobs)
-        to_queue: list[tuple[TaskQueue[AnyWrite], AnyWrite]] = []
+        by_queue: dict[TaskQueue[AnyWrite], list[AnyWrite]] = {}
         for each in accepted:
             queues = [node.writes(each.key) for node in jobs[each] if node is not None]
             if isinstance(each, WriteBundle):
-                to_queue += [(queues[0], task) for task in each.tasks()]
+                by_queue.setdefault(queues[0], []).extend(each.tasks())
                 continue
             each.begin_at(queues)
-            if filled:
-                to_queue += each.fill(each.stripe_count)
-        self._queue(to_queue)
+            for queue, tasks in each.fill(each.stripe_count if filled else 0).items():
+                by_queue.setdefault(queue, []).extend(tasks)
+        for queue, tasks in by_queue.items():
+            queue.put(tasks)
         # A server may have gone, or the plane been closed, while they were queued.
         self._admission.refuse(accepted)
-
-    @staticmethod
-    def _queue(tasks: Sequence[tuple[TaskQueue[AnyWrite], AnyWrite]]) -> None:
-        by_queue: dict[TaskQueue[AnyWrite], list[AnyWrite]] = {}
-        for queue, task in tasks:
-            by_queue.setdefault(queue, []).append(task)
-        for queue, some in by_queue.items():
-            queue.put(some)
 
     def _check(self, chunks: Sequence[ChunkIO], writable: bool) -> None:
         """All of them, before any is begun."""

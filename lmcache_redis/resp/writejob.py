@@ -80,16 +80,18 @@ class WriteJob(Single[WriteOutcome]):
         """Where each stripe is to be queued, before any is (`fill`)."""
         self._queues = queues
 
-    def fill(self, filled: int) -> list[tuple[TaskQueue[AnyWrite], WriteTask]]:
+    def fill(self, filled: int) -> dict[TaskQueue[AnyWrite], list[AnyWrite]]:
         """The first ``filled`` slots have their bytes: what may be queued now, and where."""
         if not self._queues:
-            return []  # it was not admitted, and is being answered
+            return {}  # it was not admitted, and is being answered
         with self._lock:
             before, self._filled = self._filled, max(self._filled, filled)
         # Stripe 0 goes when all others are there, for which they had to be filled: `acknowledge`.
         first = 0 if self.stripe_count == 1 else 1
-        indexes = range(max(first, before), self._filled)
-        return [(self._queues[index], (self, index, None)) for index in indexes]
+        tasks: dict[TaskQueue[AnyWrite], list[AnyWrite]] = {}
+        for index in range(max(first, before), self._filled):
+            tasks.setdefault(self._queues[index], []).append((self, index, None))
+        return tasks
 
     def pack(self, index: int, ttl_s: int) -> Packed | None:
         """A stripe for the compiled part, if it is for that; where `chunk` may be asked for."""

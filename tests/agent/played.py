@@ -43,8 +43,9 @@ class Device:
         read: Callable[[], None],
         until_ns: int,
         chunks: int,
-        filled: Callable[[int], None],
+        filled: Callable[[int], None] | None,
     ) -> None:
+        assert filled is None, "one stripe a chunk: nothing goes before it is whole"
         self.calls.append((chunks, list(block_ids), list(slots), 0))
         read()
         self.during()

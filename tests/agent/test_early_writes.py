@@ -295,12 +295,12 @@ def test_a_full_server_is_asked_once_early_and_once_more(
     with redis_server.client() as client:
         asked = client.info("commandstats").get("cmdstat_set", {}).get("rejected_calls", 0)
     store.gpu.step(4)
-    store.run(lambda: store.core.copies.backlog == 0)
+    store.run(lambda: list(store.writes._filling.values()) == [None, None])
     with redis_server.client() as client:
         again = client.info("commandstats")["cmdstat_set"]["rejected_calls"]
-    # The second chunk is asked for now, the first no more before it is complete.
+    # One attempt each, of which a second stripe may have been on its way: no more before the end.
     assert 1 <= asked <= 2
-    assert again <= asked + 2
+    assert 1 <= again - asked <= 2
     store.gpu.step(1)
     store.finish()
     assert store.counters() == {"drop_redis_full": CHUNKS}

@@ -204,7 +204,8 @@ def test_the_first_stripe_is_queued_once_and_last(count: int, fills: list[int], 
         if events and (not len(queue) or order.random() < 0.5):
             slots = events.popleft()
             highest = max(highest, slots)
-            queue.put([task for _, task in job.fill(slots)])
+            for target, tasks in job.fill(slots).items():
+                target.put(tasks)
             continue
         task = queue.take(wait=False)
         assert task is not None
