@@ -29,10 +29,17 @@ Order of events
 Leases
 ------
 ``STORE`` and ``RETRIEVE`` carry ``lease_ns``, a time on ``CLOCK_MONOTONIC``, which engine and agent
-share because they share a machine. The engine keeps the blocks as they are until the answer
-comes or the lease has run out. The agent starts no copy after the lease, and throws
-away what it read if the lease ran out meanwhile. So a slow or stopped agent can neither cache
-bytes of reused blocks nor, beyond the one copy in progress, write into them.
+share because they share a machine. The agent begins no copy after the lease, and looks at it before
+each piece of one.
+
+- A store reads. The engine keeps its blocks until the answer comes or the lease has run out; what
+  the agent reads past the lease it throws away. So a slow or stopped agent cannot cache the bytes
+  of blocks that were reused.
+- A retrieve writes. The engine keeps its blocks until the answer comes, the agent's process is
+  gone, or the agent has answered a later ``REGISTER_KV_CACHE`` of that worker with ``DONE``, which
+  it does only after the copies through the former mapping have ended (``UNREGISTER_KV_CACHE``
+  likewise). So an agent that wakes up in the middle of a copy writes into blocks that no other
+  request has.
 
 Failure flows
 -------------
@@ -62,6 +69,9 @@ PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
 
 StorageHandle = SharedMemoryHandle | CudaIPCHandle
+Epoch = Annotated[bytes, msgspec.Meta(max_length=8)]
+# A block hash, and an adapter digest with a block hash: what may follow the epoch.
+HASH_BYTES_OF_AN_EPOCH = (32, 48)
 ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTES)]
 
 
@@ -169,7 +179,13 @@ class Goodbye(Message, frozen=True, tag="GOODBYE"):
 
 
 class Clear(Message, frozen=True, tag="CLEAR"):
-    """Forget the caller's chunks (its layouts' chunks, in the host pool and in Redis)."""
+    """Remove the chunks of the caller's layouts whose hashes begin with ``epoch``; None: all.
+
+    A hash is ``epoch | adapter digest (0 or 16 bytes) | block hash (32 bytes)``. Answered ``DONE``
+    when the chunks are gone from the host pool (``count``); disk and Redis follow, and may fail.
+    """
+
+    epoch: Epoch | None = None
 
 
 class Status(Message, frozen=True, tag="STATUS"):

@@ -70,7 +70,9 @@ COUNTERS: Final = MappingProxyType(
         "drop_shutdown": "chunks not written because the agent was stopped first",
         # host pool and connections
         "evictions": "chunks evicted from the host pool to make room",
-        "clears": "CLEAR requests carried out",
+        "clears": "CLEAR requests carried out in the host pool",
+        "clears_failed": "CLEAR requests that Redis did not carry out",
+        "cleared_keys": "keys removed from Redis by CLEAR requests",
         "redis_connects": "connections to Redis made",
         "redis_reconnects": "connections to Redis made again after one was lost",
         "redis_errors": "Redis operations that failed, whatever they were for",

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from lmcache_redis.client.adapter import LMCacheMPWorkerAdapter
 from lmcache_redis.client.control import ControlClient
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
-from lmcache_redis.client.worker import LMCacheMPWorkerAdapter
 from lmcache_redis.errors import LMCacheRedisError
 
 WAIT_S = 10.0

@@ -21,13 +21,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_redis.agent.copies import CopyOutcome, ThreadLane
 from lmcache_redis.agent.disk_calls import DiskCall, DiskCalls
 from lmcache_redis.agent.registration import ChunkForm
 from lmcache_redis.hostpool import Entry
 from lmcache_redis.keys import ObjectKey
+from lmcache_redis.messages import HASH_BYTES_OF_AN_EPOCH
 from lmcache_redis.protocol import RemoteMetadata
 from lmcache_redis.storage.disk import LMCLocalDiskBackend
 
@@ -44,6 +45,19 @@ _CLOSE_S = 2.0
 _JOIN_S = 0.25
 
 
+class _Doomed(NamedTuple):
+    """Chunks that a clear removes. ``epoch`` as in `messages.Clear`."""
+
+    model_name: str
+    epoch: bytes | None
+
+    def includes(self, key: ObjectKey) -> bool:
+        if key.model_name != self.model_name or self.epoch is None:
+            return key.model_name == self.model_name
+        lengths = [len(self.epoch) + nbytes for nbytes in HASH_BYTES_OF_AN_EPOCH]
+        return len(key.chunk_hash) in lengths and key.chunk_hash.startswith(self.epoch)
+
+
 class Disk:
     """Owned by the loop thread. Raises ConfigError for a directory that cannot be used."""
 
@@ -56,7 +70,7 @@ class Disk:
         self._calls = DiskCalls(core, self._load_patience_s, self._clear_again)
         self._kept: set[Entry] = set()
         self._storing: set[Entry] = set()
-        self._uncleared: set[str] = set()  # names of models, while the disk is down
+        self._uncleared: set[_Doomed] = set()  # while the disk is down
         self._closed = False
         self.queued_bytes = 0
         self.directory = directory
@@ -148,18 +162,17 @@ class Disk:
         call = DiskCall("a write", _STORE_PATIENCE_S, write, ended, kept=lambda: None)
         self._calls.put(self._stores, call)
 
-    def clear(self, forms: Sequence[ChunkForm], done: Callable[[int], None]) -> None:
-        """Remove the chunks of these layouts; `done` is told how many there were.
+    def clear(self, forms: Sequence[ChunkForm], epoch: bytes | None) -> None:
+        """Remove the chunks of an epoch, or all, of these layouts.
 
-        Of a disk that is down, or that goes down meanwhile, none; they are removed when it is
-        back, before anybody finds them.
+        Where the disk is down, or goes down meanwhile, they are removed when it is back, before
+        anybody finds them.
         """
-        names = {_model(form) for form in forms}
+        doomed = {_Doomed(_model(form), epoch) for form in forms}
         if self.is_up:
-            self._clear(names, done)
+            self._clear(doomed)
         else:
-            self._uncleared |= names
-            done(0)
+            self._uncleared |= doomed
 
     def close(self) -> None:
         """Finish the file that is being written, if that is soon; leave the others. Idempotent."""
@@ -173,37 +186,28 @@ class Disk:
         for lane in (self._loads, self._stores):
             lane.join(_JOIN_S)
 
-    def _clear(self, names: set[str], done: Callable[[int], None]) -> None:
-        removed: list[bool] = []
-
+    def _clear(self, doomed: set[_Doomed]) -> None:
         def remove() -> CopyOutcome:
-            doomed = [key for key in self._backend.list() if key.model_name in names]
-            removed.extend(self._backend.remove(key) for key in doomed)
+            for key in self._backend.list():
+                if any(each.includes(key) for each in doomed):
+                    self._backend.remove(key)
             return CopyOutcome.DONE
 
-        answers = [done]
-
-        def answer() -> None:
-            if answers:
-                answers.pop()(sum(removed))
-
         def later() -> None:
-            self._uncleared |= names
-            answer()
+            self._uncleared |= doomed
 
         def ended(outcome: CopyOutcome) -> None:
             if outcome is CopyOutcome.CANCELLED:
                 later()
-            answer()
 
         # Of many files, and nobody waits for it who waits for a lookup: as long as it takes.
         self._calls.put(self._loads, DiskCall("a clear", math.inf, remove, ended, kept=later))
 
     def _clear_again(self) -> None:
         """The disk is about to be back."""
-        names, self._uncleared = self._uncleared, set()
-        if names:
-            self._clear(names, lambda removed: None)
+        doomed, self._uncleared = self._uncleared, set()
+        if doomed:
+            self._clear(doomed)
 
     def _written(self, form: ChunkForm, entry: Entry, outcome: CopyOutcome) -> None:
         self._storing.discard(entry)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 
 from lmcache_redis import messages as m
+from lmcache_redis.agent.clears import clear
 from lmcache_redis.agent.copies import REGISTERING, CopyOutcome
 from lmcache_redis.agent.core import Core, Reply
 from lmcache_redis.agent.lookups import LookupJob
@@ -26,12 +27,12 @@ from lmcache_redis.device.handles import is_running
 from lmcache_redis.device.opening import open_device
 from lmcache_redis.errors import ConfigError, DeviceError, WireError
 from lmcache_redis.hashing import hash_chunks
-from lmcache_redis.resp.outcomes import CallOutcome, ClearResult
 from lmcache_redis.version import __version__
 
 logger = logging.getLogger(__name__)
 
-_CLEAR_S = 8.0  # less than the engine waits for it
+
+_Place = tuple[str, "int | None"]  # engine id, worker id
 
 
 class Handlers:
@@ -41,6 +42,8 @@ class Handlers:
         self._core = core
         self._peers = peers
         self._writes = writes
+        self._closing: dict[_Place, int] = {}
+        self._after_closing: dict[_Place, list[Callable[[], None]]] = {}
 
     def answer_anyone(self, question: m.Question, reply: Reply) -> bool:
         """Answers what may be asked without a HELLO; returns whether it was that."""
@@ -67,7 +70,7 @@ class Handlers:
             self._register(peer, question, reply)
         elif isinstance(question, m.UnregisterKVCache):
             self._unregister(peer, "it said so")
-            reply(m.Done(0))
+            self._when_closed(_place(peer), lambda: reply(m.Done(0)))
         elif isinstance(question, m.ReleaseLocks):
             self._release(peer, question, reply)
         elif isinstance(question, m.EndSession):
@@ -79,7 +82,7 @@ class Handlers:
         elif isinstance(question, m.Goodbye):
             self.forget(peer, "it said goodbye")
         elif isinstance(question, m.Clear):
-            self._clear(peer, reply)
+            self._clear(peer, question, reply)
 
     def forget(self, peer: Peer, why: str) -> None:
         """Drops a peer: its registration, and with a scheduler its engine's sessions."""
@@ -128,40 +131,9 @@ class Handlers:
             released = sum(session.release(h) for h in self._hashes(question.chunks))
         reply(m.Done(0, released))
 
-    def _clear(self, peer: Peer, reply: Reply) -> None:
-        forms = [r.form for r in self._peers.registrations(peer.engine_id)]
-        prefixes = {form.namespace_prefix for form in forms}
-        doomed = [e for e in self._core.pool if any(e.key.startswith(p) for p in prefixes)]
-        for entry in doomed:
-            self._core.pool.discard(entry)
-        self._core.metrics.count("clears")
-        deadline_s = time.monotonic() + _CLEAR_S
-
-        def go_on(on_disk: int) -> None:
-            self._clear_redis(sorted(prefixes), len(doomed) + on_disk, deadline_s, reply)
-
-        if self._core.disk is None:
-            go_on(0)
-        else:
-            self._core.disk.clear(forms, go_on)
-
-    def _clear_redis(
-        self, prefixes: list[bytes], removed: int, deadline_s: float, reply: Reply
-    ) -> None:
-        """One prefix after the other; a failure is told as one, the rest is left."""
-        if not prefixes:
-            reply(m.Done(0, removed))
-            return
-
-        def cleared(result: ClearResult) -> None:
-            if result.outcome is CallOutcome.DONE:
-                self._clear_redis(prefixes[1:], removed + result.removed, deadline_s, reply)
-            else:
-                reply(m.Failure(0, m.FAILED, f"Redis was not cleared: {result.outcome.value}"))
-
-        self._core.plane.clear(
-            prefixes[0], deadline_s, lambda result: self._core.post(partial(cleared, result))
-        )
+    def _clear(self, peer: Peer, question: m.Clear, reply: Reply) -> None:
+        forms = [registration.form for registration in self._peers.registrations(peer.engine_id)]
+        reply(m.Done(0, clear(self._core, self._writes, forms, question.epoch)))
 
     # Registrations
 
@@ -259,7 +231,8 @@ class Handlers:
             "registered %s: chunks of %.1f MiB in %d stripes, layout %s",
             _name(peer), form.chunk_bytes / 2**20, form.stripe_count, form.fingerprint.hex()[:12],
         )  # fmt: skip
-        reply(m.Done(0))
+        # The engine takes this for the end of every copy through a former mapping.
+        self._when_closed(_place(peer), lambda: reply(m.Done(0)))
 
     def _unregister(self, peer: Peer, why: str) -> None:
         registration, peer.registration = peer.registration, None
@@ -270,12 +243,35 @@ class Handlers:
         self._close(registration)
 
     def _close(self, registration: Registration) -> None:
+        place = (registration.engine_id, registration.worker_id)
+        self._closing[place] = self._closing.get(place, 0) + 1
+
         # Closing waits for copies in progress, so it has to be done off the loop.
         def close() -> CopyOutcome:
             registration.device.close()
             return CopyOutcome.DONE
 
-        self._core.copies.gather(registration.place, close, lambda outcome: None)
+        self._core.copies.gather(
+            registration.place,
+            close,
+            lambda outcome: self._core.post(partial(self._closed, place, outcome)),
+        )
+
+    def _closed(self, place: _Place, outcome: CopyOutcome) -> None:
+        if outcome is not CopyOutcome.DONE:
+            return  # a mapping that would not close: whoever waits for its end waits on
+        self._closing[place] -= 1
+        if not self._closing[place]:
+            del self._closing[place]
+            for action in self._after_closing.pop(place, ()):
+                action()
+
+    def _when_closed(self, place: _Place, action: Callable[[], None]) -> None:
+        """Does it as soon as no former mapping of that worker is open."""
+        if place in self._closing:
+            self._after_closing.setdefault(place, []).append(action)
+        else:
+            action()
 
     # Bounds
 
@@ -323,3 +319,7 @@ def _check_blocks(
 def _name(peer: Peer) -> str:
     who = "scheduler" if peer.hello.worker_id is None else f"worker {peer.hello.worker_id}"
     return f"{who} of engine {peer.engine_id[:8]} ({peer.hello.model_name})"
+
+
+def _place(peer: Peer) -> _Place:
+    return peer.engine_id, peer.hello.worker_id

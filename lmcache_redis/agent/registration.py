@@ -76,10 +76,11 @@ class ChunkForm:
         """
         return self.fingerprint.hex()[:NAMESPACE_BYTES].encode()
 
-    @property
-    def namespace_prefix(self) -> bytes:
-        """What the Redis keys of all chunks of this layout begin with."""
-        return self.key_prefix + KEY_MAGIC + self.namespace
+    def prefixes(self, epoch: bytes | None) -> list[bytes]:
+        """What the keys of all chunks of an epoch begin with; None: of all epochs."""
+        if epoch is None:
+            return [self.key_prefix + KEY_MAGIC + self.namespace]
+        return [self.stem(len(epoch) + nbytes) + epoch for nbytes in m.HASH_BYTES_OF_AN_EPOCH]
 
     def key(self, chunk_hash: bytes) -> bytes:
         """The chunk's key: its stripes' Redis keys without the stripe index."""

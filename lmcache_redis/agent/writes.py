@@ -95,6 +95,16 @@ class Writes:
         if begun is not None:
             self._core.plane.cancel(begun)
 
+    def cancel(self, entry: Entry) -> None:
+        """A discarded entry need not be written any more."""
+        io = self._writing.get(entry)
+        if io is None:
+            return
+        if self._waiting.pop(entry, None) is not None:
+            self._written(io, WriteOutcome.CANCELLED)
+        else:
+            self._core.plane.cancel(io)
+
     def _reason_against(self, registration: Registration) -> str | None:
         """The counter of why no chunk can be written now; None: it can."""
         if not self._core.plane.state.up:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_redis.bench.agent import AgentServer
+from lmcache_redis.client.adapter import LMCacheMPWorkerAdapter
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
-from lmcache_redis.client.worker import LMCacheMPWorkerAdapter
 from lmcache_redis.embedded import EmbeddedRedis
 from lmcache_redis.errors import LMCacheRedisError
 

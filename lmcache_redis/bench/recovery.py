@@ -25,8 +25,8 @@ import redis
 
 from lmcache_redis.bench.agent import AgentServer
 from lmcache_redis.bench.lookups import CHUNK_TOKENS, hashes_of, simulated_engine, store, wait_for
+from lmcache_redis.client.adapter import LMCacheMPWorkerAdapter
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
-from lmcache_redis.client.worker import LMCacheMPWorkerAdapter
 from lmcache_redis.embedded import find_server_binary
 
 # What is asked of each case, in seconds: the deadline of a lookup is 1 s.

@@ -1,10 +1,12 @@
-"""Who may touch the blocks of a transfer, decided apart from the I/O around it.
+"""When the blocks of a transfer are the engine's again, decided apart from the I/O around it.
 
-Blocks of a store belong to the agent, for reading, until it answers or the lease has run
-out: what it reads later it throws away. Blocks of a retrieve belong to the agent, for
-writing, until it answers, or its process is gone, or the lease has run out and the process
-is seen running: a running agent starts no copy after the lease, and ends the one it is
-in within ``LAST_COPY_S``. A stopped process may be inside a copy, so its blocks wait for it.
+A store reads. What the agent reads past the lease it throws away, so the blocks are free when it
+has answered, when the lease has run out, or when its process is gone.
+
+A retrieve writes, and nothing can call a write back. Its blocks are free when the agent has
+answered, when its process is gone, or when it has closed the mapping that the retrieve would be
+written through: it says so by mapping the engine's memory again (`RegisterKVCache`), which it does
+only after the copies through the old mapping have ended. A frozen agent keeps them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ STORE_LEASE_S = 1.5
 # A store from a GPU waits for what is queued there: the step that computes the blocks.
 STEP_S = 5.0
 RETRIEVE_LEASE_S = 5.0
-LAST_COPY_S = 0.5
 
 
 class Blocks(Enum):
@@ -27,7 +28,7 @@ class Blocks(Enum):
 
     HELD = "held"  # the agent may still touch them
     ANSWERED = "answered"  # the agent has said what it did
-    ABANDONED = "abandoned"  # nobody answered, and nobody will touch them any more
+    ABANDONED = "abandoned"  # no answer will come, and the agent will not touch them any more
 
 
 def store_blocks(
@@ -43,16 +44,15 @@ def store_blocks(
 
 
 def retrieve_blocks(
-    call: CallState, *, sent: bool, now_ns: int, lease_ns: int, agent: Callable[[], ProcessState]
+    call: CallState, *, sent: bool, remapped: bool, agent: Callable[[], ProcessState]
 ) -> Blocks:
-    """What became of the blocks of a retrieve."""
+    """What became of the blocks of a retrieve.
+
+    remapped: the agent has mapped the engine's memory again since.
+    """
     if call is CallState.ANSWERED:
         return Blocks.ANSWERED
-    late = now_ns > lease_ns + int(LAST_COPY_S * 1e9)
-    if call is CallState.PENDING and not late:
+    if call is CallState.PENDING:
         return Blocks.HELD
-    if not sent:
-        return Blocks.ABANDONED
-    state = agent()
-    over = state is ProcessState.GONE or (late and state is not ProcessState.STOPPED)
+    over = not sent or remapped or agent() is ProcessState.GONE
     return Blocks.ABANDONED if over else Blocks.HELD

@@ -166,10 +166,12 @@ class LMCacheMPSchedulerAdapter:
         self._jobs.pop(request_id, None)
         self.link.submit(m.EndSession, request_id=request_id)
 
-    def clear(self, timeout_s: float) -> bool:
-        """Empties the cache of this engine's layouts; returns whether the agent did so."""
-        call = self.link.submit(m.Clear)
-        return call.wait(timeout_s) and isinstance(call.answer, m.Done)
+    def clear(self, epoch: bytes | None = None) -> None:
+        """Has the agent remove this engine's chunks whose hashes begin with ``epoch``, or all.
+
+        Returns at once. An agent that is not there, or a Redis that does not answer, keeps them.
+        """
+        self.link.submit(m.Clear, epoch=epoch)
 
     def shutdown(self) -> None:
         """Closes the connection; the agent unpins what this scheduler's lookups pinned."""

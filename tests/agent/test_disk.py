@@ -98,8 +98,9 @@ def test_what_redis_has_is_kept_on_disk_as_well(tmp_path: Path, redis_server: Re
 def test_clear_takes_the_files_as_well(tmp_path: Path, redis_server: RedisServer) -> None:
     with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
         store_and_wait(agent, engine)
-        assert engine.scheduler.clear(timeout_s=5.0)
+        engine.scheduler.clear()
         wait_until(lambda: not files(tmp_path / "disk"))
+        wait_until(lambda: redis_server.command("DBSIZE") == 0, what="a cleared Redis")
         assert engine.lookup("r2", HASHES) == 0
 
 

@@ -213,20 +213,6 @@ def test_each_store_is_reported_once_and_only_when_the_engine_has_finished(
         assert worker.get_finished(set()) == (set(), set())
         assert worker.get_finished({"r1", "never-stored"})[0] == {"r1", "never-stored"}
         assert worker.get_finished({"r1"})[0] == set()
-        assert worker.take_completed_stores() == {"r1": 1}
-
-
-def test_clear_empties_this_layout_only(agent: AgentServer, redis_server: RedisServer) -> None:
-    hashes = block_hashes("prompt", 8)
-    with Engine(agent.endpoint) as engine, Engine(agent.endpoint, layers=2) as other:
-        engine.store("r1", hashes, range(8))
-        other.store("r1", hashes, range(8))
-        agent.wait_idle()
-        assert engine.scheduler.clear(timeout_s=5.0)
-        assert engine.lookup("r2", hashes) == 0
-        assert other.lookup("r2", hashes) == 128
-        with redis_server.client() as client:
-            assert len({parse_stripe_key(k)[0] for k in client.scan_iter()}) == 1
 
 
 def test_a_pool_smaller_than_the_prompt_answers_with_what_it_holds(

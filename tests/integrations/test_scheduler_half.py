@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
+from vllm.v1.core.block_pool import BlockPool
+
 from lmcache_redis.client.operations import LoadStoreOp
-from lmcache_redis.integrations.vllm.metadata import CompletedStores, StepMetadata
+from lmcache_redis.integrations.vllm.metadata import StepMetadata
+from lmcache_redis.integrations.vllm.references import BlockReferences, StaleBlocks
 from lmcache_redis.integrations.vllm.scheduler import SchedulerHalf
 
 BLOCK, CHUNK = 16, 64
@@ -102,30 +105,49 @@ def step(
     )
 
 
-def output(**fields: Any) -> Any:
-    empty = {"finished_recving": None, "invalid_block_ids": set(), "kv_connector_worker_meta": None}
-    return SimpleNamespace(**{**empty, **fields})
-
-
 @pytest.fixture
 def adapter() -> ScriptedAdapter:
     return ScriptedAdapter()
 
 
 @pytest.fixture
-def half(adapter: ScriptedAdapter) -> SchedulerHalf:
+def pool() -> BlockPool:
+    """vLLM's own. Block 0 is its null block."""
+    return BlockPool(num_gpu_blocks=128, enable_caching=True, hash_block_size=BLOCK)
+
+
+@pytest.fixture
+def references(pool: BlockPool) -> BlockReferences:
+    return BlockReferences(pool, world_size=2)
+
+
+def make_half(
+    adapter: ScriptedAdapter, pool: BlockPool, references: BlockReferences, **options: Any
+) -> SchedulerHalf:
     return SchedulerHalf(
         adapter,  # type: ignore[arg-type]
-        world_size=2,
-        block_size_tokens=BLOCK,
-        hash_stride=1,
-        loads=True,
-        stores=True,
+        references,
+        StaleBlocks(pool),
+        **{
+            "block_size_tokens": BLOCK,
+            "hash_stride": 1,
+            "loads": True,
+            "stores": True,
+            "epoch": b"",
+            "block_ids": None,
+            "adapter_digest": lambda request: b"",
+            **options,
+        },
     )
 
 
+@pytest.fixture
+def half(adapter: ScriptedAdapter, pool: BlockPool, references: BlockReferences) -> SchedulerHalf:
+    return make_half(adapter, pool, references)
+
+
 def only_store(metadata: StepMetadata) -> LoadStoreOp:
-    ((_, op),) = metadata.stores
+    ((_, _, op),) = metadata.stores
     return op
 
 
@@ -151,7 +173,7 @@ def test_only_what_is_not_computed_locally_is_loaded(
     assert adapter.lookups == [("r", 1)]
     half.allocated(request, list(range(100, 117)), 4 * CHUNK - local)
     metadata = half.build_metadata(step())
-    ((_, op),) = metadata.loads
+    ((_, _, op),) = metadata.loads
     assert list(op.block_ids) == list(range(104, 116))
     assert list(op.block_hashes or ()) == request.block_hashes[4:16]
     assert op.skip_first_n_tokens == 2 * BLOCK
@@ -184,7 +206,7 @@ def test_nothing_is_looked_up_without_an_agent_or_when_the_request_says_so(
     assert half.matched_tokens(FakeRequest(skip_reading_prefix_cache=True), 0) == 0
     adapter.chunk = 0
     assert half.matched_tokens(FakeRequest("s"), 0) == 0
-    metadata = half.build_metadata(step(new=("s", list(range(17)), 0, 4 * CHUNK + 1)))
+    metadata = half.build_metadata(step(new=("s", list(range(1, 18)), 0, 4 * CHUNK + 1)))
     assert metadata.stores == []
     assert adapter.lookups == []
 
@@ -222,76 +244,129 @@ def test_what_was_loaded_is_not_stored_again(half: SchedulerHalf, adapter: Scrip
     request = FakeRequest()
     adapter.tokens = 3 * CHUNK
     half.matched_tokens(request, 0)
-    blocks = list(range(17))
+    blocks = list(range(1, 18))
     half.allocated(request, blocks, 3 * CHUNK)
     half.build_metadata(step())
-    half.worker_output(output(finished_recving={"r"}))
+    half.load_ended("r")
     metadata = half.build_metadata(step(new=("r", blocks, 3 * CHUNK, CHUNK + 1)))
     assert list(only_store(metadata).block_ids) == blocks[12:16]
 
 
-def test_blocks_are_held_until_every_worker_has_read_them(
-    half: SchedulerHalf, adapter: ScriptedAdapter
+def test_blocks_have_a_reference_until_every_worker_has_read_them(
+    half: SchedulerHalf, references: BlockReferences, pool: BlockPool
 ) -> None:
     request = FakeRequest(tokens=CHUNK + 1)
     half.matched_tokens(request, 0)
-    half.build_metadata(step(new=("r", list(range(5)), 0, CHUNK + 1)))
-    half.worker_output(output(kv_connector_worker_meta=CompletedStores({"r": 1})))
-    assert half.finished(request)
-    assert half.build_metadata(step()).held == {"r"}
-    assert half.build_metadata(step()).held == set()
+    blocks = pool.get_new_blocks(5)
+    ids = [block.block_id for block in blocks]
+    metadata = half.build_metadata(step(new=("r", ids, 0, CHUNK + 1)))
+    ((transfer_id, _, _),) = metadata.stores
+    half.finished(request)
+    pool.free_blocks(reversed(blocks))  # as vLLM does at the end of the request
+    free = pool.get_num_free_blocks()
+    # The first four are ours still: not even a request that takes all free blocks gets them.
+    taken = {block.block_id for block in pool.get_new_blocks(free)}
+    assert taken.isdisjoint(ids[:4])
+    assert ids[4] in taken
+    references.ended({0: [transfer_id]})
+    references.ended({0: [transfer_id]})  # said again by the same rank
+    assert pool.get_num_free_blocks() == 0
+    references.ended({1: [transfer_id]})
+    assert {block.block_id for block in pool.get_new_blocks(4)} == set(ids[:4])
+    assert not references
 
-    other = FakeRequest("s", tokens=CHUNK + 1)
+
+def test_the_blocks_of_a_rank_that_stopped_are_given_back(
+    half: SchedulerHalf, references: BlockReferences, pool: BlockPool
+) -> None:
+    free = pool.get_num_free_blocks()
+    half.matched_tokens(FakeRequest(), 0)
+    half.build_metadata(step(new=("r", list(range(1, 18)), 0, 4 * CHUNK + 1)))
+    assert pool.get_num_free_blocks() == free - 16
+    references.rank_stopped(0)
+    assert pool.get_num_free_blocks() == free - 16
+    references.rank_stopped(1)
+    assert pool.get_num_free_blocks() == free
+
+
+def test_null_blocks_are_neither_stored_nor_loaded(
+    adapter: ScriptedAdapter, pool: BlockPool, references: BlockReferences
+) -> None:
+    """As a sliding window leaves them: the block table changes behind the request's back."""
+    table = [0] * 6 + list(range(7, 18))
+    half = make_half(adapter, pool, references, block_ids=lambda request_id: table)
+    request = FakeRequest()
+    adapter.tokens = 4 * CHUNK
+    assert half.matched_tokens(request, 0) == 4 * CHUNK
+    half.allocated(request, table, 4 * CHUNK)
+    ((_, _, op),) = half.build_metadata(step()).loads
+    assert op.skip_first_n_tokens == 6 * BLOCK
+    assert pool.blocks[0].ref_cnt == 0
+    assert [pool.blocks[n].ref_cnt for n in range(1, 17)] == [0] * 6 + [1] * 10
+
+    other = FakeRequest("s")
     other.block_hashes[:] = [b"other" + h for h in other.block_hashes]
+    adapter.tokens = 0
     half.matched_tokens(other, 0)
-    half.build_metadata(step(new=("s", list(range(5)), 0, CHUNK + 1)))
-    half.worker_output(output(kv_connector_worker_meta=CompletedStores({"s": 2})))
-    assert not half.finished(other)
-    assert adapter.ended == ["r", "s"]
+    half.allocated(other, table, 0)
+    metadata = half.build_metadata(step(new=("s", list(range(1, 18)), 0, 4 * CHUNK + 1)))
+    # The second chunk has lost its first two blocks.
+    assert list(only_store(metadata).block_ids) == table[8:16]
+    assert pool.blocks[0].ref_cnt == 0
 
 
 def test_a_failed_load_is_not_tried_again(half: SchedulerHalf, adapter: ScriptedAdapter) -> None:
-    request = FakeRequest()
-    adapter.tokens = 4 * CHUNK
-    half.matched_tokens(request, 0)
-    half.allocated(request, list(range(17)), 4 * CHUNK)
-    half.build_metadata(step())
-    half.worker_output(output(finished_recving={"r"}, invalid_block_ids={3}))
-    assert half.matched_tokens(request, 0) == 0
-    assert len(adapter.lookups) == 1
-    # What is computed now is stored: what was thought to be cached may not be.
-    metadata = half.build_metadata(step(new=("r", list(range(17)), 0, 4 * CHUNK + 1)))
-    assert len(only_store(metadata).block_ids) == 16
+    blocks = list(range(1, 18))
+    for request_id, fails in (
+        ("r", lambda: half.load_failed("r")),
+        ("s", lambda: half.blocks_failed({4})),
+    ):
+        request = FakeRequest(request_id)
+        adapter.tokens = 4 * CHUNK
+        half.matched_tokens(request, 0)
+        half.allocated(request, blocks, 4 * CHUNK)
+        half.build_metadata(step())
+        # One rank says so in one step, the end of the load comes in a later one.
+        fails()
+        half.build_metadata(step())
+        half.load_ended(request_id)
+        lookups = len(adapter.lookups)
+        assert half.matched_tokens(request, 0) == 0
+        assert len(adapter.lookups) == lookups
+        # What is computed now is stored: what was thought to be cached may not be.
+        metadata = half.build_metadata(step(new=(request_id, blocks, 0, 4 * CHUNK + 1)))
+        assert len(only_store(metadata).block_ids) == 16
 
 
 def test_a_request_that_is_aborted_while_it_loads_is_only_reported_as_loaded(
-    half: SchedulerHalf, adapter: ScriptedAdapter
+    half: SchedulerHalf, adapter: ScriptedAdapter, references: BlockReferences
 ) -> None:
     request = FakeRequest()
     adapter.tokens = 4 * CHUNK
     half.matched_tokens(request, 0)
-    half.allocated(request, list(range(17)), 4 * CHUNK)
-    half.build_metadata(step())
+    half.allocated(request, list(range(1, 18)), 4 * CHUNK)
+    ((transfer_id, _, _),) = half.build_metadata(step()).loads
     request.over = True
-    assert not half.finished(request)
-    assert half.build_metadata(step()).held == set()
-    half.worker_output(output(finished_recving={"r"}))
-    half.worker_output(output(kv_connector_worker_meta=CompletedStores({"r": 1})))
+    half.finished(request)
+    assert len(references) == 1  # the agent may still be writing
+    half.load_ended("r")
+    half.load_ended("r")  # another connector's, or said twice
+    references.ended({0: [transfer_id], 1: [transfer_id]})
+    assert not references
 
 
 def test_a_preempted_request_starts_over(half: SchedulerHalf, adapter: ScriptedAdapter) -> None:
     request = FakeRequest(tokens=2 * CHUNK + 1)
     half.matched_tokens(request, 0)
     half.allocated(request, [], 0)
-    half.build_metadata(step(new=("r", list(range(9)), 0, CHUNK)))
-    metadata = half.build_metadata(step(preempted={"r"}))
-    assert metadata.preempted == ["r"]
+    half.build_metadata(step(new=("r", list(range(1, 10)), 0, CHUNK)))
+    half.build_metadata(step(preempted={"r"}))
     adapter.tokens = CHUNK
     assert half.matched_tokens(request, 0) == CHUNK
     assert adapter.lookups == [("r", 0), ("r", 0)]
     half.allocated(request, list(range(20, 29)), CHUNK)
     half.build_metadata(step())
-    half.worker_output(output(finished_recving={"r"}))
+    half.load_ended("r")
     blocks = list(range(20, 29))
     resumed = half.build_metadata(step(cached=("r", blocks, CHUNK, CHUNK + 1), resumed=True))
     assert list(only_store(resumed).block_ids) == blocks[4:8]
@@ -317,7 +392,7 @@ def test_what_a_lookup_does_not_find_is_stored_again(
         adapter.tokens = 0  # also for the second: the cache was emptied in between
         half.matched_tokens(request, 0)
         half.allocated(request, [], 0)
-        metadata = half.build_metadata(step(new=(request_id, list(range(9)), 0, 2 * CHUNK + 1)))
+        metadata = half.build_metadata(step(new=(request_id, list(range(1, 10)), 0, 2 * CHUNK + 1)))
         assert len(only_store(metadata).block_ids) == 8
 
 
@@ -327,10 +402,11 @@ def test_what_the_agent_did_not_take_is_offered_again(
     for request_id, dropped in (("r", False), ("s", True), ("t", False)):
         half.matched_tokens(FakeRequest(request_id), 4 * CHUNK)
         half.allocated(FakeRequest(request_id), [], 0)
-        stores = half.build_metadata(step(new=(request_id, list(range(17)), 4 * CHUNK, 1))).stores
-        assert [row[0] for row in stores] == ([] if request_id == "s" else [request_id])
-        completed = CompletedStores({request_id: 1}).aggregate(CompletedStores({}, dropped))
-        half.worker_output(output(kv_connector_worker_meta=completed))
+        blocks = list(range(1, 18))
+        stores = half.build_metadata(step(new=(request_id, blocks, 4 * CHUNK, 1))).stores
+        assert [row[1] for row in stores] == ([] if request_id == "s" else [request_id])
+        if dropped:
+            half.chunks_dropped()
 
 
 def test_what_was_stored_a_moment_ago_is_not_offered_again(
@@ -341,5 +417,73 @@ def test_what_was_stored_a_moment_ago_is_not_offered_again(
         # The second has all of it in vLLM's own blocks, and so nothing to look up.
         half.matched_tokens(request, 0 if stores else 2 * CHUNK)
         half.allocated(request, [], 0)
-        metadata = half.build_metadata(step(new=(request_id, list(range(9)), 0, 2 * CHUNK + 1)))
+        metadata = half.build_metadata(step(new=(request_id, list(range(1, 10)), 0, 2 * CHUNK + 1)))
         assert len(metadata.stores) == stores
+
+
+def store_of(half: SchedulerHalf, request_id: str, tokens: int = 2 * CHUNK + 1) -> StepMetadata:
+    request = FakeRequest(request_id, tokens=tokens)
+    half.matched_tokens(request, 0)
+    half.allocated(request, [], 0)
+    return half.build_metadata(step(new=(request_id, list(range(1, 10)), 0, tokens)))
+
+
+def test_names_begin_with_the_epoch_and_the_adapter(
+    adapter: ScriptedAdapter, pool: BlockPool, references: BlockReferences
+) -> None:
+    digests = {"r": b"", "s": b"A" * 16, "t": None}
+    half = make_half(
+        adapter, pool, references, adapter_digest=lambda request: digests[request.request_id]
+    )
+    plain = FakeRequest(tokens=2 * CHUNK + 1).block_hashes
+    assert only_store(store_of(half, "r")).block_hashes == plain
+    assert only_store(store_of(half, "s")).block_hashes == [b"A" * 16 + h for h in plain]
+    assert store_of(half, "t").stores == []  # an adapter that cannot be told from others
+    assert [request_id for request_id, _ in adapter.lookups] == ["r", "s"]
+    half.begin_epoch(b"EPOCH..1")
+    digests.update(u=b"", v=b"A" * 16)
+    assert only_store(store_of(half, "u")).block_hashes == [b"EPOCH..1" + h for h in plain]
+    names = only_store(store_of(half, "v")).block_hashes
+    assert names == [b"EPOCH..1" + b"A" * 16 + h for h in plain]
+
+
+def test_a_request_that_computes_across_a_new_epoch_is_not_cached_any_more(
+    half: SchedulerHalf, adapter: ScriptedAdapter
+) -> None:
+    """Its blocks hold KV of two weights."""
+    computing, waiting = FakeRequest("r", tokens=2 * CHUNK + 1), FakeRequest("s")
+    half.matched_tokens(computing, 0)
+    half.allocated(computing, [], 0)
+    blocks = list(range(1, 10))
+    assert len(half.build_metadata(step(new=("r", blocks, 0, CHUNK))).stores) == 1
+    adapter.tokens = None
+    assert half.matched_tokens(waiting, 0) is None
+    half.begin_epoch(b"EPOCH..1")
+    assert half.build_metadata(step(cached=("r", None, CHUNK, CHUNK + 1))).stores == []
+    # Preempted, it begins anew, and is left alone all the same.
+    half.build_metadata(step(preempted={"r"}))
+    assert half.matched_tokens(computing, 0) == 0
+    # One that only waited looks up again, under the new names.
+    assert half.matched_tokens(waiting, 0) is None
+    assert adapter.lookups == [("r", 0), ("s", 0), ("s", 0)]
+
+
+def test_nothing_is_stored_while_vllm_itself_may_hit_what_old_weights_computed(
+    half: SchedulerHalf, adapter: ScriptedAdapter, pool: BlockPool
+) -> None:
+    from vllm.v1.core.kv_cache_utils import BlockHash
+
+    class Computed:
+        request_id = "old"
+        block_hashes: ClassVar = [BlockHash(b"h" * 32)]
+
+    (block,) = pool.get_new_blocks(1)
+    pool.cache_full_blocks(Computed(), [block], 0, 1, BLOCK, 0)  # type: ignore[arg-type]
+    pool.free_blocks([block])
+    assert store_of(half, "r").stores
+    half.begin_epoch(b"EPOCH..1")
+    assert store_of(half, "s").stores == []
+    pool.cached_block_hash_to_block = type(pool.cached_block_hash_to_block)()  # vLLM's own reset
+    assert store_of(half, "t").stores
+    half.begin_epoch(b"EPOCH..2")  # with nothing in vLLM's cache there is nothing to wait for
+    assert store_of(half, "u").stores

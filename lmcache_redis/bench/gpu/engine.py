@@ -13,14 +13,15 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_redis.bench.agent import AgentServer
 from lmcache_redis.bench.gpu.shapes import CHUNK_TOKENS, Shape
 from lmcache_redis.bench.plane.server import own_server
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
-from lmcache_redis.client.worker import LMCacheMPWorkerAdapter
+from lmcache_redis.client.transfers import Store
+from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 
 if TYPE_CHECKING:
@@ -94,9 +95,7 @@ class Engine:
         self.scheduler = LMCacheMPSchedulerAdapter(
             agent.endpoint, _MODEL, 1, shape.block_tokens, **common
         )
-        self.worker = LMCacheMPWorkerAdapter(
-            agent.endpoint, _MODEL, 1, 0, shape.block_tokens, **common
-        )
+        self.worker = WorkerClient(agent.endpoint, _MODEL, 1, 0, shape.block_tokens, **common)
         try:
             self.worker.register_kv_caches(
                 dict(zip(names, self.memory, strict=True)),
@@ -127,22 +126,22 @@ class Engine:
             hashlib.sha256(f"{self._numbers}/{block}".encode()).digest()
             for block in range(len(self.source_blocks))
         ]
-        transfer = Transfer(f"store-{self._numbers}", hashes, self.worker.dropped_chunks)
+        request_id = f"store-{self._numbers}"
         op = LoadStoreOp(block_ids=self.source_blocks, block_hashes=hashes)
-        self.worker.submit_store_request(transfer.request_id, op, self._event())
-        transfer.started_s = time.perf_counter()
-        return transfer
+        started_s = time.perf_counter()
+        return Transfer(
+            request_id, hashes, self.worker.begin_store(request_id, op, self._event()), started_s
+        )
 
     def store_over(self, transfer: Transfer) -> bool:
         """Whether it is. Raises EngineFailed where chunks were dropped."""
-        request_id = transfer.request_id
-        if request_id not in self.worker.get_finished({request_id})[0]:
+        if not transfer.store.over:
             return False
-        dropped = self.worker.dropped_chunks - transfer.dropped_before
+        dropped = transfer.store.result.dropped
         if dropped:
             raise EngineFailed(f"{dropped} of {self.chunks} chunks were not stored")
         # A request that stores has a session, as one that loads has.
-        self.scheduler.end_session(request_id)
+        self.scheduler.end_session(transfer.request_id)
         return True
 
     def store(self) -> tuple[float, list[bytes]]:
@@ -151,7 +150,7 @@ class Engine:
         The answer comes before that, when the blocks have been read: a lookup waits for the rest.
         """
         transfer = self.begin_store()
-        self.worker.wait_for_stores([transfer.request_id])
+        transfer.store.call.wait(_TRANSFER_S)
         if not self.store_over(transfer):
             raise EngineFailed("a store was not answered")
         request_id = f"{transfer.request_id}-there"
@@ -165,18 +164,18 @@ class Engine:
         self._numbers += 1
         request_id = f"retrieve-{self._numbers}"
         self._look_up(request_id, hashes)
-        failed_before = self.worker.failed_chunks
         op = LoadStoreOp(block_ids=self.target_blocks, block_hashes=hashes)
         event = self._event()
         started_s = time.perf_counter()
-        self.worker.submit_retrieve_request(request_id, op, event)
-        self.worker.wait_for_retrieves(_TRANSFER_S)
+        retrieve = self.worker.begin_retrieve(request_id, op, event)
+        retrieve.call.wait(_TRANSFER_S)
         seconds = time.perf_counter() - started_s
-        if request_id not in self.worker.get_finished(set())[1]:
+        if not retrieve.over:
             raise EngineFailed("a retrieve was not answered")
-        failed = self.worker.failed_chunks - failed_before
-        if failed:
-            raise EngineFailed(f"{failed} of {self.chunks} chunks were not loaded")
+        if retrieve.failed_chunks:
+            raise EngineFailed(
+                f"{len(retrieve.failed_chunks)} of {self.chunks} chunks were not loaded"
+            )
         self.scheduler.end_session(request_id)
         return seconds
 
@@ -213,11 +212,10 @@ class Engine:
         return event
 
 
-class Transfer:
-    """A store that was begun."""
+class Transfer(NamedTuple):
+    """A store that was begun, and when."""
 
-    def __init__(self, request_id: str, hashes: list[bytes], dropped_before: int) -> None:
-        self.request_id = request_id
-        self.hashes = hashes
-        self.dropped_before = dropped_before
-        self.started_s = 0.0
+    request_id: str
+    hashes: list[bytes]
+    store: Store
+    started_s: float

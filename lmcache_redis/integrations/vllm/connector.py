@@ -1,7 +1,9 @@
 """``LMCacheRedisConnector``: vLLM's ``KVConnectorBase_V1``, both roles.
 
-Nothing here raises into the engine for a cache reason: what cannot be cached is computed.
-Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLLM 0.32.
+Nothing here raises into the engine: what cannot be cached is computed. Every entry is guarded;
+what vLLM waits for (a load it was promised) is written down here, apart from the halves that do
+the work, so that it is answered also after one of them has failed.
+Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLLM 0.27 to 0.32.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -17,29 +20,34 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
-from lmcache_redis.client.worker import LMCacheMPWorkerAdapter
+from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.dtypes import dtype_name
 from lmcache_redis.errors import LMCacheRedisError
+from lmcache_redis.integrations.vllm import epoch
+from lmcache_redis.integrations.vllm.guard import guarded, nothing
 from lmcache_redis.integrations.vllm.identity import engine_identity, model_name
-from lmcache_redis.integrations.vllm.metadata import CompletedStores, StepMetadata
+from lmcache_redis.integrations.vllm.metadata import StepMetadata, WorkerReport
+from lmcache_redis.integrations.vllm.policy import recompute_failed_loads
+from lmcache_redis.integrations.vllm.references import BlockReferences, StaleBlocks
 from lmcache_redis.integrations.vllm.scheduler import SchedulerHalf
 from lmcache_redis.integrations.vllm.stats import NAMES, ConnectorStats
-from lmcache_redis.integrations.vllm.worker import WorkerHalf
+from lmcache_redis.integrations.vllm.worker import Ended, WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-# vLLM shows the lines of loggers below its own name as its own.
 logger = logging.getLogger("vllm.lmcache_redis")
 
-_RESET_TIMEOUT_S = 10.0
+# From 0.30 on: failed loads are told by request, which then gets other blocks.
+_TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 
 
 class LMCacheRedisConnector(KVConnectorBase_V1):
@@ -52,24 +60,48 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        config = ClientConfig.from_extra_config(transfer.kv_connector_extra_config)
-        # A cache that fails to load computes; vLLM's default would fail the request.
-        # The scheduler reads this after it has made the connector.
-        transfer.kv_load_failure_policy = "recompute"
-        self._config = config
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        self._adapter: LMCacheMPSchedulerAdapter | LMCacheMPWorkerAdapter | None = None
-        self._reported = dict.fromkeys(NAMES, 0)
-        reason = _unsupported(kv_cache_config)
+        self._adapter: LMCacheMPSchedulerAdapter | WorkerClient | None = None
+        self._references: BlockReferences | None = None
+        self._epoch = epoch.SHARED_EPOCH
+        # Loads that vLLM waits for, and ids of the blocks they write. In the scheduler those that
+        # no worker knows of, in a worker those that are not reported.
+        self._awaited: dict[str, list[int]] = {}
+        self._failed_blocks: set[int] = set()
+        self._broken: dict[int, bool] = {}
+        self._begin()
+
+    @guarded(nothing)
+    def _begin(self) -> None:
+        try:
+            self._config = ClientConfig.from_extra_config(
+                self._kv_transfer_config.kv_connector_extra_config
+            )
+        except LMCacheRedisError as error:
+            logger.error("the cache stays off: %s", error)
+            return
+        recompute_failed_loads(self)
+        reason = _unsupported(self._kv_cache_config)
         if reason is not None:
             logger.error("the cache stays off: %s", reason)
-            return
-        if role is KVConnectorRole.SCHEDULER:
-            self._make_scheduler()
+        elif self.role is KVConnectorRole.SCHEDULER:
+            self._adapter = LMCacheMPSchedulerAdapter(**self._engine())
         else:
-            self._make_worker()
+            rank = self._vllm_config.parallel_config.rank
+            self._adapter = client = WorkerClient(**self._engine(), worker_id=rank)
+            self._worker = WorkerHalf(client, rank, spares_blocks=_TransferResults is not None)
+
+    def broke(self) -> None:
+        """The cache of this engine is off; loads that vLLM waits for are reported as failed."""
+        self._scheduler = None
+        adapter, self._adapter = self._adapter, None
+        if self._worker is not None:
+            self._worker = None
+            rank = self._vllm_config.parallel_config.rank
+            self._broken = {rank: isinstance(adapter, WorkerClient) and adapter.shutdown()}
+        elif adapter is not None:
+            adapter.shutdown()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -78,6 +110,43 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
 
     # Scheduler
 
+    @guarded(nothing)
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """See the base class (vLLM 0.30 or newer)."""
+        self._kv_cache_manager = kv_cache_manager
+        self.bind_gpu_block_pool(kv_cache_manager.block_pool)
+
+    @guarded(nothing)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """The scheduler half works on vLLM's own block pool."""
+        adapter = self._adapter
+        if not isinstance(adapter, LMCacheMPSchedulerAdapter):
+            return
+        config = self._vllm_config
+        block_size = config.cache_config.block_size
+        hash_block = getattr(self._kv_cache_config, "hash_block_size", None) or block_size
+        manager = getattr(self, "_kv_cache_manager", None)
+        self._epoch = epoch.named_epoch(None)
+        self._references = BlockReferences(gpu_block_pool, config.parallel_config.world_size)
+        self._scheduler = SchedulerHalf(
+            adapter,
+            self._references,
+            StaleBlocks(gpu_block_pool),
+            block_size_tokens=block_size,
+            hash_stride=max(1, block_size // hash_block),
+            loads=self._kv_transfer_config.is_kv_consumer,
+            stores=self._kv_transfer_config.is_kv_producer,
+            epoch=self._epoch,
+            block_ids=None if manager is None else lambda r: manager.get_block_ids(r)[0],
+            adapter_digest=lambda request: b"",
+        )
+        if not epoch.listen(self):
+            logger.warning(
+                "this vLLM does not tell when weights are updated: call "
+                "reset_prefix_cache(reset_connector=True) after each update"
+            )
+
+    @guarded(lambda self, *_: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -87,51 +156,111 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 
+    @guarded(nothing)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """See the base class."""
+        block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
+        if num_external_tokens:
+            block_size = self._vllm_config.cache_config.block_size
+            self._awaited[request.request_id] = block_ids[-(-num_external_tokens // block_size) :]
         if self._scheduler is not None:
-            block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
             self._scheduler.allocated(request, block_ids, num_external_tokens)
 
+    @guarded(lambda self, _: self._step_without_cache())
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See the base class."""
-        if self._scheduler is None:
-            return StepMetadata()
-        return self._scheduler.build_metadata(scheduler_output)
+        metadata = StepMetadata()
+        if self._scheduler is not None:
+            metadata = self._scheduler.build_metadata(scheduler_output)
+        for _, request_id, _ in metadata.loads:
+            self._awaited.pop(request_id, None)
+        metadata.lost_loads, self._awaited = self._awaited, {}
+        return metadata
 
+    def _step_without_cache(self) -> StepMetadata:
+        lost, self._awaited = self._awaited, {}
+        return StepMetadata(lost_loads=lost)
+
+    @guarded(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See the base class."""
-        if self._scheduler is not None:
-            self._scheduler.worker_output(connector_output)
+        report = connector_output.kv_connector_worker_meta
+        if self._references is not None and isinstance(report, WorkerReport):
+            self._references.ended(report.ended)
+            for rank, stopped in report.broken.items():
+                if stopped:
+                    self._references.rank_stopped(rank)
+        if isinstance(report, WorkerReport) and report.broken:
+            self.broke()
+        half = self._scheduler
+        if half is None:
+            return
+        for request_id in getattr(connector_output, "failed_recving", ()):
+            half.load_failed(request_id)
+        half.blocks_failed(connector_output.invalid_block_ids or set())
+        for request_id in connector_output.finished_recving or ():
+            half.load_ended(request_id)
+        if isinstance(report, WorkerReport) and report.dropped:
+            half.chunks_dropped()
 
+    @guarded(lambda self, *_: (False, None))
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Holds the blocks only while a store still reads them."""
-        if self._scheduler is None:
-            return False, None
-        return self._scheduler.finished(request), None
+        """Blocks need not be held for us: stores have references of their own on them."""
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
 
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM is to go on stepping, so that workers can report what has ended."""
+        return self._scheduler is not None and bool(self._references)
+
+    @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:
-        """Empties the cache of this engine's layouts, in the host pool and in Redis."""
+        """Begins a new epoch: nothing that was stored before is ever loaded by this engine again.
+
+        Removing it from agents and Redis is left to the agent, and may fail.
+        """
         if self._scheduler is None:
             return None
-        return self._scheduler.reset(_RESET_TIMEOUT_S)
+        cleared = self._epoch
+        self._begin_epoch(epoch.new_epoch(), "the cache was cleared")
+        self._scheduler.remove_epoch(cleared)
+        return True
+
+    @guarded(nothing)
+    def weights_changed(self, why: str) -> None:
+        """An update of the weights may have come through."""
+        self._begin_epoch(epoch.new_epoch(), why)
+
+    @guarded(nothing)
+    def weights_named(self, weights_id: str) -> None:
+        """The weights are now those that every engine of this id has."""
+        self._begin_epoch(epoch.named_epoch(weights_id), f"the weights are {weights_id!r}")
+
+    def _begin_epoch(self, new: bytes, why: str) -> None:
+        if self._scheduler is None or new == self._epoch:
+            return
+        logger.info("%s: KV that was cached before is not used any more (epoch %s)", why, new.hex())
+        self._epoch = new
+        self._scheduler.begin_epoch(new)
 
     # Worker
 
+    @guarded(nothing)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Exports the paged KV cache and registers it with every agent there will be."""
-        if self._worker is None:
+        if not isinstance(self._adapter, WorkerClient):
             return
         tensors = {name: t for name, t in kv_caches.items() if isinstance(t, torch.Tensor)}
         if len(tensors) != len(kv_caches) or not tensors:
             logger.error("the cache stays off: a layer's KV cache is not one tensor")
             return
         try:
-            self._worker.register(
+            self._adapter.register_kv_caches(
                 tensors,
                 num_blocks=self._kv_cache_config.num_blocks,
                 dtype=dtype_name(next(iter(tensors.values())).dtype),
@@ -145,15 +274,16 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         except LMCacheRedisError as error:
             logger.error("the cache stays off: %s", error)
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Waits until nobody reads the blocks that this step overwrites."""
-        if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
-            self._worker.preempted(kv_connector_metadata)
-
+    @guarded(nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begins this step's loads; never waits for them."""
+        metadata = self._step()
+        self._awaited.update(metadata.lost_loads)
+        for _, request_id, op in metadata.loads:
+            skipped = op.skip_first_n_tokens // self._vllm_config.cache_config.block_size
+            self._awaited[request_id] = list(op.block_ids[skipped:])
         if self._worker is not None:
-            self._worker.begin_loads(self._step())
+            self._worker.begin_loads(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: no layer waits."""
@@ -163,37 +293,57 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
     ) -> None:
         """Stores take whole chunks after the forward pass, not layers."""
 
+    @guarded(nothing)
     def wait_for_save(self) -> None:
         """Begins this step's stores; never waits for them."""
         if self._worker is not None:
             self._worker.begin_stores(self._step())
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Requests whose loads are over, and those of them that failed (vLLM 0.30 or newer)."""
+        ended = self._ended_loads()
+        return _TransferResults(finished_recving=ended.requests, failed_recving=set(ended.failed))
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose stores (of those that are held) and whose loads are over."""
-        if self._worker is None:
-            return None, None
-        stored, loaded = self._worker.finished(self._step())
-        return stored or None, loaded or None
+        """Requests whose loads are over. No request is held for a store."""
+        ended = self._ended_loads()
+        self._failed_blocks.update(*ended.failed.values())
+        return None, ended.requests or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that a load did not fill: vLLM computes from the first of them on."""
-        if not isinstance(self._adapter, LMCacheMPWorkerAdapter):
-            return set()
-        return self._adapter.get_block_ids_with_load_errors()
+        """Blocks that a load was to fill and did not: vLLM computes from the first of them on."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
 
-    def build_connector_worker_meta(self) -> CompletedStores | None:
-        """Tells the scheduler half which stores are over."""
-        return None if self._worker is None else self._worker.completed_stores()
+    @guarded(lambda self: self._take_awaited())
+    def _ended_loads(self) -> Ended:
+        if self._worker is None:
+            return self._take_awaited()
+        ended = self._worker.ended_loads(self._step())
+        for request_id, block_ids in self._step().lost_loads.items():
+            ended.requests.add(request_id)
+            ended.failed[request_id] = set(block_ids)
+        for request_id in ended.requests:
+            self._awaited.pop(request_id, None)
+        return ended
 
+    def _take_awaited(self) -> Ended:
+        """All that vLLM waits for, as failed."""
+        awaited, self._awaited = self._awaited, {}
+        return Ended(set(awaited), {r: set(block_ids) for r, block_ids in awaited.items()})
+
+    @guarded(nothing)
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """Tells the scheduler half which transfers are over."""
+        if self._broken:
+            return WorkerReport({}, broken=self._broken)
+        return None if self._worker is None else self._worker.report()
+
+    @guarded(nothing)
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """What this worker loaded and stored since the last call."""
-        adapter = self._adapter
-        if not isinstance(adapter, LMCacheMPWorkerAdapter):
-            return None
-        now = {name: int(getattr(adapter, name)) for name in NAMES}
-        stats = ConnectorStats({name: now[name] - self._reported[name] for name in NAMES})
-        self._reported = now
-        return None if stats.is_empty() else stats
+        figures = {} if self._worker is None else self._worker.take_figures()
+        return ConnectorStats(figures) if any(figures.values()) else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:
@@ -202,49 +352,27 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
 
     # Both
 
+    @guarded(nothing)
     def shutdown(self) -> None:
         """Says goodbye to the agent."""
         if self._adapter is not None:
             self._adapter.shutdown()
 
+    def _engine(self) -> dict[str, Any]:
+        config = self._vllm_config
+        return {
+            "endpoint": self._config.endpoint,
+            "model_name": model_name(config),
+            "world_size": config.parallel_config.world_size,
+            "block_size_tokens": config.cache_config.block_size,
+            "engine_id": self._kv_transfer_config.engine_id,
+            "agent_dead_after_s": self._config.agent_dead_after_s,
+        }
+
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
-
-    def _make_scheduler(self) -> None:
-        vllm_config = self._vllm_config
-        block_size = vllm_config.cache_config.block_size
-        hash_block = getattr(self._kv_cache_config, "hash_block_size", None) or block_size
-        adapter = LMCacheMPSchedulerAdapter(
-            self._config.endpoint,
-            model_name(vllm_config),
-            vllm_config.parallel_config.world_size,
-            block_size,
-            engine_id=vllm_config.kv_transfer_config.engine_id,
-        )
-        self._adapter = adapter
-        self._scheduler = SchedulerHalf(
-            adapter,
-            world_size=vllm_config.parallel_config.world_size,
-            block_size_tokens=block_size,
-            hash_stride=max(1, block_size // hash_block),
-            loads=vllm_config.kv_transfer_config.is_kv_consumer,
-            stores=vllm_config.kv_transfer_config.is_kv_producer,
-        )
-
-    def _make_worker(self) -> None:
-        vllm_config = self._vllm_config
-        adapter = LMCacheMPWorkerAdapter(
-            self._config.endpoint,
-            model_name(vllm_config),
-            vllm_config.parallel_config.world_size,
-            vllm_config.parallel_config.rank,
-            vllm_config.cache_config.block_size,
-            engine_id=vllm_config.kv_transfer_config.engine_id,
-        )
-        self._adapter = adapter
-        self._worker = WorkerHalf(adapter)
 
 
 def _unsupported(kv_cache_config: KVCacheConfig) -> str | None:
@@ -272,6 +400,6 @@ def _attention_backend(vllm_config: VllmConfig) -> str:
 def _block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int] | None:
     """Bytes between blocks by layer, where this vLLM says so; older ones leave it to strides."""
     tensors = kv_cache_config.kv_cache_tensors
-    if not all(hasattr(tensor, "block_stride") for tensor in tensors):
+    if not all(hasattr(tensor, "block_stride") and hasattr(tensor, "layers") for tensor in tensors):
         return None
     return {layer: tensor.block_stride for tensor in tensors for layer in tensor.layers}

@@ -6,31 +6,37 @@ A request's way, as vLLM calls it:
     allocated           blocks exist: a load is planned
     build_metadata      loads and stores of this step go to the workers
     worker_output       loads have ended, stores have ended
-    finished            whether its blocks must be held for stores that still read them
+    finished            what its lookup pinned is released
+
+A chunk is named ``epoch | adapter digest | hash of its last block``. The epoch (`epoch`) and the
+digest of a LoRA adapter are empty as a rule; vLLM's hashes are chained, so that the last one covers
+every token before it. A request keeps the epoch it began in, and uses the cache only while that
+is the engine's.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
-from lmcache_redis.integrations.vllm.metadata import CompletedStores, StepMetadata
+from lmcache_redis.integrations.vllm.metadata import Planned, StepMetadata
+from lmcache_redis.integrations.vllm.recent import RecentChunks
+from lmcache_redis.integrations.vllm.references import BlockReferences, StaleBlocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 # How long one step may wait for lookups: an idle engine gains by it, a busy one must not stall.
 _IDLE_WAIT_S = 0.005
 _BUSY_WAIT_S = 0.0005
-_RECENT_CHUNKS = 200_000
-_RECENT_S = 60.0
+
+BlockIds = Callable[[str], Sequence[int]]
+AdapterDigest = Callable[[Any], "bytes | None"]
 
 
 @dataclass(slots=True)
@@ -38,42 +44,54 @@ class _Tracked:
     """One request. Chunk numbers count chunks of ``chunk`` tokens."""
 
     request: Request
+    prefix: bytes | None  # what the names of its chunks begin with; None: it is not cached
     chunk: int = 0
     block_ids: list[int] = field(default_factory=list)
     lookup_chunk: int | None = None  # the lookup began there
     local_tokens: int = 0  # computed locally when the lookup was answered
     considered_chunks: int = 0  # chunks whose store has been decided on
-    loading: frozenset[int] = frozenset()  # blocks of the load in progress
+    computes: bool = False  # it has blocks
+    loading: frozenset[int] | None = None  # blocks that its load writes
     give_up: bool = False  # a load failed: compute
-    pending_stores: int = 0  # over all workers
 
 
 class SchedulerHalf:
     """Runs in vLLM's scheduler.
 
     hash_stride: block hashes a block (1 unless vLLM hashes finer than it allocates).
+    epoch: what names begin with, until `begin_epoch`.
+    block_ids: the blocks that a request has now, null ones included; None where vLLM does not
+        tell, and requests keep their blocks until they end.
+    adapter_digest: of a request's LoRA adapter; None where it cannot be told from others.
     """
 
     def __init__(
         self,
         adapter: LMCacheMPSchedulerAdapter,
+        references: BlockReferences,
+        stale: StaleBlocks,
         *,
-        world_size: int,
         block_size_tokens: int,
         hash_stride: int,
         loads: bool,
         stores: bool,
+        epoch: bytes,
+        block_ids: BlockIds | None,
+        adapter_digest: AdapterDigest,
     ) -> None:
         self._adapter = adapter
-        self._world_size = world_size
+        self._references = references
+        self._stale = stale
         self._block_size_tokens = block_size_tokens
         self._hash_stride = hash_stride
         self._may_load = loads
         self._may_store = stores
+        self._epoch = epoch
+        self._block_ids = block_ids
+        self._adapter_digest = adapter_digest
         self._tracked: dict[str, _Tracked] = {}
-        self._loads: list[tuple[str, LoadStoreOp]] = []
-        self._held: set[str] = set()
-        self._recent = _RecentChunks()
+        self._loads: list[Planned] = []
+        self._recent = RecentChunks()
         self._wait_budget_s = _IDLE_WAIT_S
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
@@ -82,6 +100,8 @@ class SchedulerHalf:
         tracked = self._track(request, chunk)
         if not chunk or not self._may_load or tracked.give_up or request.skip_reading_prefix_cache:
             return 0
+        if tracked.prefix is None:
+            return 0
         if tracked.lookup_chunk is not None and local_tokens < tracked.lookup_chunk * chunk:
             # Blocks that were computed when the lookup began have been evicted since.
             self._forget_lookup(tracked)
@@ -89,55 +109,49 @@ class SchedulerHalf:
             if self._hashed_tokens(request) < (local_tokens // chunk + 1) * chunk:
                 return 0
             tracked.lookup_chunk = local_tokens // chunk
-        self._adapter.maybe_submit_lookup_request(
-            request.request_id,
-            block_hashes=self._block_hashes(request),
-            first_chunk=tracked.lookup_chunk,
-        )
+            self._adapter.maybe_submit_lookup_request(
+                request.request_id,
+                block_hashes=self._names(tracked),
+                first_chunk=tracked.lookup_chunk,
+            )
         tokens = self._result(request.request_id)
         if tokens is None:
             return None
         tracked.local_tokens = local_tokens
         # What the agent has just not found is offered again, however recently it was stored.
-        per_chunk = chunk // self._block_size_tokens
         first_miss = max(tracked.lookup_chunk, tokens // chunk)
-        self._recent.discard(
-            self._chunk_hash(request, number, per_chunk)
-            for number in range(first_miss, self._hashed_tokens(request) // chunk)
-        )
+        self._recent.discard(self._chunk_names(tracked)[first_miss:])
         return max(0, tokens - local_tokens)
 
     def allocated(self, request: Request, block_ids: Sequence[int], external_tokens: int) -> None:
         """Blocks were allocated; ``external_tokens`` of them are to be loaded."""
         tracked = self._track(request, self._adapter.chunk_size_tokens())
+        tracked.computes = True
         if not external_tokens or tracked.lookup_chunk is None:
-            if not tracked.loading:
+            if tracked.loading is None:
                 self._adapter.release_lookup_locks(request.request_id)
             self._adapter.cleanup_lookup_result(request.request_id)
             return
         per_chunk = tracked.chunk // self._block_size_tokens
         end_chunk = (tracked.local_tokens + external_tokens) // tracked.chunk
         first, last = tracked.lookup_chunk * per_chunk, end_chunk * per_chunk
+        written = self._first_written(block_ids, tracked.local_tokens, last)
         op = LoadStoreOp(
             block_ids=list(block_ids[first:last]),
-            block_hashes=self._block_hashes(request)[first:last],
-            skip_first_n_tokens=tracked.local_tokens - tracked.lookup_chunk * tracked.chunk,
+            block_hashes=self._names(tracked)[first:last],
+            skip_first_n_tokens=(written - first) * self._block_size_tokens,
         )
-        tracked.loading = frozenset(op.block_ids)
-        self._loads.append((request.request_id, op))
-        self._recent.add(
-            self._chunk_hash(request, number, per_chunk)
-            for number in range(tracked.lookup_chunk, end_chunk)
-        )
+        tracked.loading = frozenset(block_ids[written:last])
+        transfer_id = self._references.take(block_ids[written:last])
+        self._loads.append(Planned(transfer_id, request.request_id, op))
+        self._recent.add(self._chunk_names(tracked)[tracked.lookup_chunk : end_chunk])
         self._adapter.cleanup_lookup_result(request.request_id)
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers begin in this step."""
         metadata = StepMetadata(idle=output.total_num_scheduled_tokens == 0)
         metadata.loads, self._loads = self._loads, []
-        metadata.held, self._held = self._held, set()
         for request_id in output.preempted_req_ids or ():
-            metadata.preempted.append(request_id)
             self._preempted(request_id)
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
@@ -153,56 +167,77 @@ class SchedulerHalf:
         self._wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
         return metadata
 
-    def worker_output(self, output: KVConnectorOutput) -> None:
-        """Loads and stores that the workers report as over."""
-        invalid = output.invalid_block_ids or set()
-        for request_id in output.finished_recving or ():
-            tracked = self._tracked.get(request_id)
-            if tracked is None:
-                continue
-            if not invalid.isdisjoint(tracked.loading):
-                tracked.give_up = True
-                self._recent.clear()  # what was thought to be cached may not be
-            tracked.loading = frozenset()
-            if tracked.request.is_finished():
-                del self._tracked[request_id]
-        completed = output.kv_connector_worker_meta
-        if isinstance(completed, CompletedStores):
-            if completed.dropped:
-                self._recent.clear()
-            for request_id, count in completed.counts.items():
-                tracked = self._tracked.get(request_id)
-                if tracked is not None:
-                    tracked.pending_stores -= count
-
-    def finished(self, request: Request) -> bool:
-        """Whether the blocks of a finished request must be held: a store still reads them."""
-        request_id = request.request_id
-        self._adapter.end_session(request_id)
+    def load_failed(self, request_id: str) -> None:
+        """The request's load failed, on any rank: the rest of it is computed."""
         tracked = self._tracked.get(request_id)
-        if tracked is None or tracked.loading:
-            return False  # vLLM itself holds the blocks of a load until it is reported
-        del self._tracked[request_id]
-        if tracked.pending_stores <= 0:
-            return False
-        self._held.add(request_id)
-        return True
+        if tracked is not None and tracked.loading is not None:
+            tracked.give_up = True
+            self._recent.clear()  # what was thought to be cached may not be
 
-    def reset(self, timeout_s: float) -> bool:
-        """Empties the cache of this engine's layouts; returns whether that was done."""
+    def blocks_failed(self, block_ids: set[int]) -> None:
+        """As `load_failed`, where vLLM tells of blocks."""
+        for request_id, tracked in self._tracked.items():
+            if not block_ids.isdisjoint(tracked.loading or ()):
+                self.load_failed(request_id)
+
+    def load_ended(self, request_id: str) -> None:
+        """The load of a request has ended, on all ranks."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or tracked.loading is None:
+            return  # another connector's
+        tracked.loading = None
+        if tracked.request.is_finished():
+            del self._tracked[request_id]
+
+    def chunks_dropped(self) -> None:
+        """The agent did not take all that it was offered: it is offered again."""
         self._recent.clear()
-        return self._adapter.clear(timeout_s)
+
+    def finished(self, request: Request) -> None:
+        """A request has ended. Its blocks are not held for it: stores have references of theirs."""
+        self._adapter.end_session(request.request_id)
+        tracked = self._tracked.get(request.request_id)
+        # vLLM itself holds the blocks of a load until it is reported.
+        if tracked is not None and tracked.loading is None:
+            del self._tracked[request.request_id]
+
+    def begin_epoch(self, epoch: bytes) -> None:
+        """From now on chunks are named otherwise. Requests that have begun are not cached.
+
+        Those that still wait look up anew.
+        """
+        self._epoch = epoch
+        self._stale.begin_epoch()
+        self._recent.clear()
+        for request_id, tracked in list(self._tracked.items()):
+            if tracked.computes:
+                tracked.prefix = None
+            else:
+                self._adapter.end_session(request_id)
+                del self._tracked[request_id]
+
+    def remove_epoch(self, epoch: bytes) -> None:
+        """Has the agent remove what is stored under an epoch, sooner or later."""
+        self._adapter.clear(epoch)
 
     def _track(self, request: Request, chunk: int) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = self._tracked[request.request_id] = _Tracked(request)
+            tracked = _Tracked(request, self._prefix(request))
+            self._tracked[request.request_id] = tracked
         if chunk and tracked.chunk != chunk:  # new, or the agent came back with other chunks
             if tracked.chunk:
                 self._forget_lookup(tracked)
             tracked.chunk = chunk
             tracked.considered_chunks = 0
         return tracked
+
+    def _prefix(self, request: Request) -> bytes | None:
+        """What the names of its chunks begin with, or None where they would be in doubt."""
+        if self._stale.may_be_hit():
+            return None
+        digest = self._adapter_digest(request)
+        return None if digest is None else self._epoch + digest
 
     def _forget_lookup(self, tracked: _Tracked) -> None:
         tracked.lookup_chunk = None
@@ -219,6 +254,15 @@ class SchedulerHalf:
         tokens = self._adapter.check_lookup_result(request_id, wait_s=self._wait_budget_s)
         self._wait_budget_s = max(0.0, self._wait_budget_s - (time.monotonic() - started_s))
         return tokens
+
+    def _first_written(self, block_ids: Sequence[int], local_tokens: int, last: int) -> int:
+        """The first block that a load writes: behind the local ones, and behind null ones.
+
+        Blocks before a sliding window are null; other requests may be reading the local ones.
+        """
+        first = local_tokens // self._block_size_tokens
+        null = [n for n in range(first, last) if self._references.is_null(block_ids[n])]
+        return null[-1] + 1 if null else first
 
     def _plan_store(
         self,
@@ -240,79 +284,51 @@ class SchedulerHalf:
         elif new_block_ids:
             tracked.block_ids.extend(new_block_ids)
         chunk = self._adapter.chunk_size_tokens()
-        if not chunk or not self._may_store:
+        if not chunk or not self._may_store or tracked.prefix is None:
             return
         self._track(tracked.request, chunk)
+        blocks = tracked.block_ids if self._block_ids is None else self._block_ids(request_id)
         # A block has a hash once all its tokens are final: drafts that may be
         # rejected, and tokens not sampled yet, are left to a later step.
         tokens = min(
             computed_tokens,
             self._hashed_tokens(tracked.request),
-            len(tracked.block_ids) * self._block_size_tokens,
+            len(blocks) * self._block_size_tokens,
         )
         complete_chunks = tokens // chunk
         if complete_chunks <= tracked.considered_chunks:
             return
         per_chunk = chunk // self._block_size_tokens
-        hashes = self._block_hashes(tracked.request)
+        names = self._names(tracked)
         block_ids: list[int] = []
-        block_hashes: list[bytes] = []
-        stored: list[bytes] = []
+        block_names: list[bytes] = []
         for number in range(tracked.considered_chunks, complete_chunks):
-            chunk_hash = self._chunk_hash(tracked.request, number, per_chunk)
-            if chunk_hash not in self._recent:
-                first, last = number * per_chunk, (number + 1) * per_chunk
-                block_ids += tracked.block_ids[first:last]
-                block_hashes += hashes[first:last]
-                stored.append(chunk_hash)
+            first, last = number * per_chunk, (number + 1) * per_chunk
+            of_chunk = blocks[first:last]
+            # A window may have moved past the beginning of the chunk: then there is no whole one.
+            if names[last - 1] in self._recent or any(map(self._references.is_null, of_chunk)):
+                continue
+            self._recent.add([names[last - 1]])
+            block_ids += of_chunk
+            block_names += names[first:last]
         tracked.considered_chunks = complete_chunks
-        if stored:
-            self._recent.add(stored)
-            op = LoadStoreOp(block_ids=block_ids, block_hashes=block_hashes)
-            metadata.stores.append((request_id, op))
-            tracked.pending_stores += self._world_size
+        if block_ids:
+            op = LoadStoreOp(block_ids=block_ids, block_hashes=block_names)
+            transfer_id = self._references.take(block_ids)
+            metadata.stores.append(Planned(transfer_id, request_id, op))
 
     def _hashed_tokens(self, request: Request) -> int:
         return len(request.block_hashes) // self._hash_stride * self._block_size_tokens
 
-    def _block_hashes(self, request: Request) -> Sequence[bytes]:
-        """One hash a block, without a copy where vLLM keeps them so."""
-        hashes: Sequence[bytes] = request.block_hashes
+    def _names(self, tracked: _Tracked) -> Sequence[bytes]:
+        """A name for each block, without a copy where vLLM's hashes are the names."""
+        hashes: Sequence[bytes] = tracked.request.block_hashes
         stride = self._hash_stride
-        return hashes if stride == 1 else hashes[stride - 1 :: stride]
+        if stride > 1:
+            hashes = hashes[stride - 1 :: stride]
+        prefix = tracked.prefix
+        return [prefix + each for each in hashes] if prefix else hashes
 
-    def _chunk_hash(self, request: Request, number: int, per_chunk: int) -> bytes:
-        chunk_hash: bytes = request.block_hashes[(number + 1) * per_chunk * self._hash_stride - 1]
-        return chunk_hash
-
-
-class _RecentChunks:
-    """Chunks that were stored or found a moment ago, so need not be offered again.
-
-    Only a saving: the agent finds out by itself what it has. Forgets after a while, because
-    stores may be dropped and Redis evicts.
-    """
-
-    def __init__(self) -> None:
-        self._expiry_s: OrderedDict[bytes, float] = OrderedDict()
-
-    def __contains__(self, chunk_hash: bytes) -> bool:
-        return self._expiry_s.get(chunk_hash, 0.0) > time.monotonic()
-
-    def add(self, chunk_hashes: Iterable[bytes]) -> None:
-        """Remembers chunks for a while."""
-        expiry_s = time.monotonic() + _RECENT_S
-        for chunk_hash in chunk_hashes:
-            self._expiry_s[chunk_hash] = expiry_s
-            self._expiry_s.move_to_end(chunk_hash)
-        while len(self._expiry_s) > _RECENT_CHUNKS:
-            self._expiry_s.popitem(last=False)
-
-    def discard(self, chunk_hashes: Iterable[bytes]) -> None:
-        """Forgets some of them."""
-        for chunk_hash in chunk_hashes:
-            self._expiry_s.pop(chunk_hash, None)
-
-    def clear(self) -> None:
-        """Forgets all of them."""
-        self._expiry_s.clear()
+    def _chunk_names(self, tracked: _Tracked) -> Sequence[bytes]:
+        per_chunk = tracked.chunk // self._block_size_tokens
+        return self._names(tracked)[per_chunk - 1 :: per_chunk]

@@ -2,88 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
-from lmcache_redis.client.worker import LMCacheMPWorkerAdapter
-from lmcache_redis.integrations.vllm.metadata import CompletedStores, StepMetadata
-
-if TYPE_CHECKING:
-    from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.client.transfers import Retrieve, Store
+from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.integrations.vllm.metadata import StepMetadata, WorkerReport
+from lmcache_redis.integrations.vllm.stats import NAMES
 
 # How long a step that runs no model waits for a load, instead of spinning beside the agent.
 _IDLE_WAIT_S = 0.005
 
 
+class Ended(NamedTuple):
+    """Loads that vLLM may go on after: ids of their requests, and blocks that were not filled."""
+
+    requests: set[str]
+    failed: dict[str, set[int]]
+
+
 class WorkerHalf:
-    """Runs in each of vLLM's workers."""
+    """Runs in each of vLLM's workers.
 
-    def __init__(self, adapter: LMCacheMPWorkerAdapter) -> None:
-        self._adapter = adapter
-        self._cuda = False
-        self._dropped_chunks = 0
+    spares_blocks: whether a request whose load failed gives its blocks back and gets others. Then
+        a load that will not be answered is reported failed at once; its blocks are kept from
+        others by our own references. Else vLLM computes into the same blocks, so that a load
+        has to end first.
+    """
 
-    def register(
-        self,
-        kv_caches: Mapping[str, torch.Tensor],
-        *,
-        num_blocks: int,
-        dtype: str,
-        identity: Mapping[str, str],
-        block_strides: Mapping[str, int] | None,
-    ) -> None:
-        """Hands the paged KV cache to the agent."""
-        self._cuda = any(tensor.is_cuda for tensor in kv_caches.values())
-        self._adapter.register_kv_caches(
-            kv_caches,
-            num_blocks=num_blocks,
-            dtype=dtype,
-            identity=identity,
-            block_strides=block_strides,
-        )
-
-    def preempted(self, metadata: StepMetadata) -> None:
-        """Waits until nobody reads the blocks of preempted requests: this step overwrites them."""
-        if metadata.preempted:
-            self._adapter.wait_for_stores(metadata.preempted)
+    def __init__(self, client: WorkerClient, rank: int, *, spares_blocks: bool) -> None:
+        self._client = client
+        self._rank = rank
+        self._spares_blocks = spares_blocks
+        self._stores: dict[int, Store] = {}
+        self._loads: dict[int, Retrieve] = {}
+        self._waited_for: dict[str, int] = {}  # by request, the load that vLLM waits for
+        self._ended: list[int] = []
+        self._dropped = False
+        self._figures = dict.fromkeys(NAMES, 0)
 
     def begin_loads(self, metadata: StepMetadata) -> None:
         """Begins this step's loads."""
-        if metadata.loads:
-            # vLLM may still be zeroing the fresh blocks, on the same stream.
-            event = self._recorded_event()
-            self._adapter.batched_submit_retrieve_requests(*_columns(metadata.loads), event)
+        # vLLM may still be zeroing the fresh blocks, on the same stream.
+        event = _recorded_event(self._client) if metadata.loads else None
+        for transfer_id, request_id, op in metadata.loads:
+            self._waited_for[request_id] = transfer_id
+            self._loads[transfer_id] = self._client.begin_retrieve(request_id, op, event)
 
     def begin_stores(self, metadata: StepMetadata) -> None:
         """Begins this step's stores; on CUDA they wait, on the GPU, for what is queued so far."""
-        if metadata.stores:
-            event = self._recorded_event()
-            self._adapter.batched_submit_store_requests(*_columns(metadata.stores), event)
+        event = _recorded_event(self._client) if metadata.stores else None
+        for transfer_id, request_id, op in metadata.stores:
+            self._stores[transfer_id] = self._client.begin_store(request_id, op, event)
 
-    def finished(self, metadata: StepMetadata) -> tuple[set[str], set[str]]:
-        """Request ids whose stores, and whose loads, are over."""
+    def ended_loads(self, metadata: StepMetadata) -> Ended:
+        """Loads that have ended since the last call, well or not."""
         if metadata.idle:
-            self._adapter.wait_for_retrieves(_IDLE_WAIT_S)
-        return self._adapter.get_finished(metadata.held)
+            self._wait_for_a_load()
+        ended = Ended(set(), {})
+        for request_id, transfer_id in list(self._waited_for.items()):
+            load = self._loads[transfer_id]
+            if not load.over and not (self._spares_blocks and load.given_up):
+                continue
+            del self._waited_for[request_id]
+            ended.requests.add(request_id)
+            failed_chunks = len(load.failed_chunks)
+            self._figures["failed_chunks"] += failed_chunks
+            self._figures["loaded_chunks"] += load.chunks - failed_chunks
+            if failed_blocks := load.failed_blocks:
+                ended.failed[request_id] = failed_blocks
+        for transfer_id in [t for t, load in self._loads.items() if load.over]:
+            if transfer_id not in self._waited_for.values():
+                del self._loads[transfer_id]
+                self._ended.append(transfer_id)
+        return ended
 
-    def completed_stores(self) -> CompletedStores | None:
-        """Stores that are over, for the scheduler half."""
-        counts = self._adapter.take_completed_stores()
-        if not counts:
+    def report(self) -> WorkerReport | None:
+        """What the scheduler half has to know, if anything."""
+        for transfer_id in [t for t, store in self._stores.items() if store.over]:
+            result = self._stores.pop(transfer_id).result
+            self._figures["stored_chunks"] += result.stored
+            self._figures["dropped_chunks"] += result.dropped
+            self._dropped |= result.dropped > 0
+            self._ended.append(transfer_id)
+        if not self._ended:
             return None
-        before, self._dropped_chunks = self._dropped_chunks, self._adapter.dropped_chunks
-        return CompletedStores(counts, self._dropped_chunks > before)
+        report = WorkerReport({self._rank: self._ended}, self._dropped)
+        self._ended, self._dropped = [], False
+        return report
 
-    def _recorded_event(self) -> torch.cuda.Event | None:
-        """An event behind what the current stream has queued; None on the CPU."""
-        if not self._cuda:
-            return None
-        event = torch.cuda.Event(interprocess=True)
-        event.record()
-        return event
+    def take_figures(self) -> dict[str, int]:
+        """What was loaded and stored since the last call."""
+        figures, self._figures = self._figures, dict.fromkeys(NAMES, 0)
+        return figures
+
+    def _wait_for_a_load(self) -> None:
+        calls = [self._loads[transfer_id].call for transfer_id in self._waited_for.values()]
+        if calls:
+            self._client.link.wait_for(lambda: any(call.done for call in calls), _IDLE_WAIT_S)
 
 
-def _columns(rows: list[tuple[str, LoadStoreOp]]) -> tuple[list[str], list[LoadStoreOp]]:
-    return [request_id for request_id, _ in rows], [op for _, op in rows]
+def _recorded_event(client: WorkerClient) -> torch.cuda.Event | None:
+    """An event behind what the current stream has queued; None on the CPU."""
+    if not client.on_cuda:
+        return None
+    event = torch.cuda.Event(interprocess=True)
+    event.record()
+    return event

@@ -1,0 +1,75 @@
+"""A clear removes the chunks of one epoch of one layout, wherever they are, or tries to."""
+
+from __future__ import annotations
+
+from lmcache_redis.keys import parse_stripe_key
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.servers import RedisServer
+
+HASHES = block_hashes("prompt", 8)
+EPOCH = b"epoch..1"
+ADAPTER = b"adapter digest.."
+OF_EPOCH = [EPOCH + each for each in HASHES]
+OF_ADAPTER = [ADAPTER + each for each in HASHES]
+OF_BOTH = [EPOCH + ADAPTER + each for each in HASHES]
+TOKENS = 128
+
+
+def hashes_in(server: RedisServer) -> set[bytes]:
+    with server.client() as client:
+        return {parse_stripe_key(key)[1].chunk_hash for key in client.scan_iter()}
+
+
+def test_a_clear_removes_one_epoch_of_one_layout(
+    agent: AgentServer, redis_server: RedisServer
+) -> None:
+    with Engine(agent.endpoint) as engine, Engine(agent.endpoint, layers=2) as other:
+        for number, hashes in enumerate((HASHES, OF_EPOCH, OF_ADAPTER, OF_BOTH)):
+            engine.store(f"r{number}", hashes, range(8))
+        other.store("r", HASHES, range(8))
+        agent.wait_idle()
+
+        engine.scheduler.clear(b"")
+        wait_until(lambda: agent.counter("clears") == 1, what="a clear of the host pool")
+        wait_until(lambda: not hashes_in(redis_server) & set(OF_ADAPTER), what="a cleared Redis")
+        assert engine.lookup("c1", HASHES) == engine.lookup("c2", OF_ADAPTER) == 0
+        assert engine.lookup("c3", OF_EPOCH) == engine.lookup("c4", OF_BOTH) == TOKENS
+        assert other.lookup("c", HASHES) == TOKENS
+
+        engine.scheduler.clear(EPOCH)
+        wait_until(lambda: hashes_in(redis_server) <= set(HASHES), what="the other layout's alone")
+        assert engine.lookup("d3", OF_EPOCH) == engine.lookup("d4", OF_BOTH) == 0
+        assert other.lookup("d", HASHES) == TOKENS
+
+        other.scheduler.clear()
+        wait_until(lambda: not hashes_in(redis_server), what="an empty Redis")
+
+
+def test_a_write_that_was_queued_before_a_clear_never_arrives(
+    agent: AgentServer, redis_server: RedisServer
+) -> None:
+    with Engine(agent.endpoint) as engine:
+        redis_server.stop()
+        engine.store("r", HASHES, range(8))
+        assert agent.status()["queues"]["writes"] == 2
+        engine.scheduler.clear(b"")
+        wait_until(lambda: agent.counter("clears") == 1, what="a clear of the host pool")
+        redis_server.cont()
+        agent.wait_idle()
+        wait_until(lambda: agent.status()["redis"]["up"], what="Redis back")
+        engine.store("s", OF_EPOCH, range(8))
+        wait_until(lambda: set(OF_EPOCH[3::4]) <= hashes_in(redis_server), what="what came later")
+        # Had the clear come to nothing, the write would be there by now: it was queued first.
+        wait_until(lambda: hashes_in(redis_server) == set(OF_EPOCH[3::4]), what="and nothing else")
+
+
+def test_a_clear_does_not_wait_for_redis(agent: AgentServer, redis_server: RedisServer) -> None:
+    with Engine(agent.endpoint) as engine:
+        engine.store("r", HASHES, range(8))
+        agent.wait_idle()
+        redis_server.kill()
+        engine.scheduler.clear(b"")
+        wait_until(lambda: agent.counter("clears") == 1, what="a clear of the host pool")
+        assert engine.lookup("s", HASHES) == 0
+        wait_until(lambda: agent.counter("clears_failed") == 1, what="a clear that Redis missed")
+        assert "stay in Redis" in agent.log

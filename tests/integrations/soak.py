@@ -1,0 +1,231 @@
+"""Random prompts, few blocks, random faults: every answer is compared with one without a connector.
+
+The tests run it for half a minute a model; by hand it runs for as long as you like:
+
+    .venv/bin/python -m tests.integrations.soak --model mistral --minutes 60
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lmcache_redis.bench.engine import EngineProcess
+from tests.harness import AgentServer, wait_until
+from tests.servers import RedisServer
+
+ENGINE_OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 4096,
+    "block_size": 32,
+    # Few: requests wait for blocks, are preempted, and get blocks that others have just given up.
+    "num_gpu_blocks_override": 140,
+    "max_num_batched_tokens": 2048,
+}
+_VOCABULARY = 4000
+_TOKENS = 4
+_TOGETHER = 6
+
+
+def _llama(directory: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**_SHAPE)).save_pretrained(directory)
+
+
+def _mistral(directory: Path) -> None:
+    """Its only KV cache group is a sliding window, shorter than most prompts."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=256)).save_pretrained(directory)
+
+
+_SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 4096,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.12,
+}
+MODELS: dict[str, Callable[[Path], None]] = {"llama": _llama, "mistral": _mistral}
+
+
+def make_soak_model(family: str, directory: Path, seed: int = 0) -> Path:
+    """A small model of the family with random weights, whose greedy tokens differ by prompt."""
+    import torch
+
+    torch.manual_seed(seed)
+    MODELS[family](directory)
+    return directory
+
+
+def make_prompts(rng: random.Random, count: int) -> list[list[int]]:
+    """Prompts of 700 to 2,900 tokens; most begin as another one does."""
+    prompts: list[list[int]] = []
+    for _ in range(count):
+        prefix: list[int] = []
+        if prompts and rng.random() < 0.7:
+            other = rng.choice(prompts)
+            prefix = other[: rng.randrange(100, len(other))]
+        length = rng.randrange(max(700, len(prefix) + 1), 2900)
+        prompts.append(
+            prefix + [rng.randrange(1, _VOCABULARY) for _ in range(length - len(prefix))]
+        )
+    return prompts
+
+
+@dataclass
+class Soak:
+    """What happened: answers that were asked for, wrong ones, tokens that were hits, faults.
+
+    loaded_chunks: loaded into blocks by the last agent.
+    """
+
+    answers: int = 0
+    wrong: int = 0
+    cached_tokens: int = 0
+    loaded_chunks: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+
+
+class Faults:
+    """Does something bad to the agent or to Redis, and mends it a moment later."""
+
+    def __init__(self, rng: random.Random, agent: AgentServer, redis: RedisServer) -> None:
+        self._rng = rng
+        self._agent = agent
+        self._redis = redis
+        self._mend: Callable[[], Any] | None = None
+        self._kinds: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+            "redis stopped": (redis.stop, redis.cont),
+            "redis killed": (redis.kill, redis.start),
+            "redis emptied": (lambda: redis.command("FLUSHALL"), lambda: None),
+            "agent stopped": (agent.stop, agent.cont),
+            "agent killed": (agent.kill, agent.start),
+            "agent restarted": (agent.restart, lambda: None),
+        }
+
+    def strike(self) -> str:
+        """One fault; what it broke stays broken until `mend`."""
+        name = self._rng.choice(list(self._kinds))
+        strike, self._mend = self._kinds[name]
+        strike()
+        return name
+
+    def mend(self) -> None:
+        """Undoes the last fault."""
+        mend, self._mend = self._mend, None
+        if mend is not None:
+            mend()
+
+
+def run_soak(
+    engine: EngineProcess,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    seconds: float,
+    rng: random.Random,
+    faults: Faults | None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Soak:
+    """Asks for six answers at a time, half of the rounds with vLLM's own cache emptied before."""
+    soak = Soak()
+    ends_s = time.monotonic() + seconds
+    while time.monotonic() < ends_s:
+        if rng.random() < 0.5:
+            engine.reset_prefix_cache()
+        chosen = [rng.randrange(len(prompts)) for _ in range(_TOGETHER)]
+        engine.begin_generate([prompts[n] for n in chosen], _TOKENS)
+        if faults is not None and rng.random() < 0.4:
+            time.sleep(rng.random() * 0.5)
+            name = faults.strike()
+            soak.faults[name] = soak.faults.get(name, 0) + 1
+            time.sleep(rng.random() * 2.5)
+            faults.mend()
+        answer = engine.finish()
+        wrong = [
+            n for n, tokens in zip(chosen, answer.outputs, strict=True) if tokens != expected[n]
+        ]
+        soak.answers += len(chosen)
+        soak.wrong += len(wrong)
+        soak.cached_tokens += sum(answer.details["cached_tokens"])
+        if wrong:
+            tell(f"wrong answers to prompts {wrong}")
+        tell(f"{soak.answers} answers, {soak.wrong} wrong, faults {soak.faults}")
+    return soak
+
+
+def soak_family(
+    family: str,
+    seconds: float,
+    seed: int,
+    with_faults: bool,
+    directory: Path,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Soak:
+    """A model, its answers without a connector, and then the soak with all that belongs to it."""
+    rng = random.Random(seed)
+    model = make_soak_model(family, directory / family)
+    prompts = make_prompts(rng, 40)
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    options = {key: ENGINE_OPTIONS[key] for key in ("dtype", "max_model_len", "block_size")}
+    with EngineProcess(model, log_path=directory / "plain.log", options=options, env=env) as plain:
+        expected = plain.generate(prompts, _TOKENS).outputs
+    with (
+        RedisServer(directory) as redis,
+        AgentServer(
+            directory / "agent", redis.unix_url, chunk_size_tokens=256, pool_bytes=32 << 20
+        ) as agent,
+        EngineProcess(
+            model,
+            connector_endpoint=agent.endpoint,
+            log_path=directory / "engine.log",
+            options=ENGINE_OPTIONS,
+            env=env,
+        ) as engine,
+    ):
+        wait_until(
+            lambda: (engines := agent.status()["engines"]) and all(e["ready"] for e in engines),
+            what="the engine at the agent",
+        )
+        faults = Faults(rng, agent, redis) if with_faults else None
+        soak = run_soak(engine, prompts, expected, seconds, rng, faults, tell)
+        wait_until(lambda: all(e["ready"] for e in agent.status()["engines"]), what="the engine")
+        soak.loaded_chunks = agent.counter("retrieved_chunks")
+        return soak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", choices=sorted(MODELS), default="mistral")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--no-faults", action="store_true", help="plain operation only")
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        soak = soak_family(
+            arguments.model,
+            arguments.minutes * 60,
+            arguments.seed,
+            not arguments.no_faults,
+            Path(directory),
+            lambda line: print(line, flush=True),
+        )
+    print(soak)
+    raise SystemExit(1 if soak.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

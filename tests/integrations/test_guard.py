@@ -1,0 +1,194 @@
+"""An error of ours, at any entry from vLLM: the cache goes off, and what vLLM waits for is answered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.block_pool import BlockPool
+
+from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
+from lmcache_redis.integrations.vllm.metadata import Planned, StepMetadata, WorkerReport
+
+BLOCK = 16
+
+
+class Broken:
+    """Fails whatever it is asked."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError(f"broken in {name}")
+
+        return fail
+
+
+def config(directory: Path, **extra: Any) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config={"endpoint": f"ipc://{directory}/agent.sock", **extra},
+            engine_id="engine",
+            is_kv_consumer=True,
+            is_kv_producer=True,
+            kv_load_failure_policy="fail",
+        ),
+        parallel_config=SimpleNamespace(rank=0, world_size=1),
+        cache_config=SimpleNamespace(block_size=BLOCK),
+        model_config=SimpleNamespace(model="some/model"),
+    )
+
+
+def connector(directory: Path, role: KVConnectorRole, **extra: Any) -> LMCacheRedisConnector:
+    groups = SimpleNamespace(kv_cache_groups=[None], num_blocks=64, kv_cache_tensors=[])
+    made = LMCacheRedisConnector(config(directory, **extra), role, groups)
+    if role is KVConnectorRole.SCHEDULER:
+        made.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK))
+    return made
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[LMCacheRedisConnector]:
+    made = connector(tmp_path, KVConnectorRole.SCHEDULER)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[LMCacheRedisConnector]:
+    made = connector(tmp_path, KVConnectorRole.WORKER)
+    yield made
+    made.shutdown()
+
+
+REQUEST: Any = SimpleNamespace(request_id="r", block_hashes=[bytes(32)] * 8)
+STEP: Any = SimpleNamespace(total_num_scheduled_tokens=0)
+OUTPUT: Any = SimpleNamespace(
+    kv_connector_worker_meta=None, invalid_block_ids=set(), finished_recving={"r"}
+)
+
+
+def blocks(*ids: int) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (list(ids),))
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (lambda c: c.get_num_new_matched_tokens(REQUEST, 0), (0, False)),
+        (lambda c: c.update_state_after_alloc(REQUEST, blocks(1), 0), None),
+        (lambda c: c.build_connector_meta(STEP), StepMetadata()),
+        (lambda c: c.update_connector_output(OUTPUT), None),
+        (lambda c: c.request_finished(REQUEST, [1]), (False, None)),
+        (lambda c: c.reset_cache(), True),
+        (lambda c: c.weights_changed("a test"), None),
+    ],
+)
+def test_an_error_in_the_scheduler_turns_the_cache_off(
+    scheduler: LMCacheRedisConnector,
+    caplog: pytest.LogCaptureFixture,
+    ask: Callable[[Any], Any],
+    answer: Any,
+) -> None:
+    scheduler._scheduler = Broken()  # type: ignore[assignment]
+    with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
+        assert ask(scheduler) == answer
+        assert ask(scheduler) in (answer, None)
+    assert len(caplog.records) == 1
+    assert caplog.records[0].exc_info
+    assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
+    assert not scheduler.has_pending_push_work()
+
+
+def steps_of(worker: LMCacheRedisConnector, metadata: StepMetadata) -> Any:
+    """One step of vLLM's worker."""
+    worker.bind_connector_metadata(metadata)
+    worker.start_load_kv(None)  # type: ignore[arg-type]
+    worker.wait_for_save()
+    results = worker.get_transfer_results(set())
+    invalid = worker.get_block_ids_with_load_errors()
+    report = worker.build_connector_worker_meta()
+    worker.get_kv_connector_stats()
+    worker.clear_connector_metadata()
+    return SimpleNamespace(results=results, invalid=invalid, report=report)
+
+
+def test_a_load_that_was_promised_before_the_scheduler_half_broke_is_reported_failed(
+    scheduler: LMCacheRedisConnector, worker: LMCacheRedisConnector
+) -> None:
+    """vLLM would wait for it for ever."""
+    scheduler._scheduler = Broken()  # type: ignore[assignment]
+    scheduler.update_state_after_alloc(REQUEST, blocks(1, 2, 3, 4), 2 * BLOCK)
+    metadata = scheduler.build_connector_meta(STEP)
+    assert isinstance(metadata, StepMetadata)
+    assert metadata.lost_loads == {"r": [3, 4]}
+    step = steps_of(worker, metadata)
+    assert step.results.finished_recving == step.results.failed_recving == {"r"}
+    assert step.invalid == set()
+    # The worker's half goes on.
+    assert worker._worker is not None
+
+
+def test_older_vllm_is_told_of_blocks(
+    scheduler: LMCacheRedisConnector, worker: LMCacheRedisConnector
+) -> None:
+    worker.bind_connector_metadata(StepMetadata(lost_loads={"r": [3, 4]}))
+    worker.start_load_kv(None)  # type: ignore[arg-type]
+    assert worker.get_finished(set()) == (None, {"r"})
+    assert worker.get_block_ids_with_load_errors() == {3, 4}
+    assert worker.get_block_ids_with_load_errors() == set()
+
+
+@pytest.mark.parametrize("breaks", ["begin_loads", "begin_stores", "ended_loads", "report"])
+def test_an_error_in_a_worker_fails_its_loads_and_turns_the_cache_off(
+    scheduler: LMCacheRedisConnector,
+    worker: LMCacheRedisConnector,
+    monkeypatch: pytest.MonkeyPatch,
+    breaks: str,
+) -> None:
+    monkeypatch.setattr(worker._worker, breaks, getattr(Broken(), breaks))
+    assert scheduler._references is not None
+    pool = scheduler._references._pool
+    free = pool.get_num_free_blocks()
+    transfer_id = scheduler._references.take([3, 4])
+    op = LoadStoreOp(block_ids=[2, 3, 4], block_hashes=[bytes(32)] * 3, skip_first_n_tokens=BLOCK)
+    step = steps_of(worker, StepMetadata(loads=[Planned(transfer_id, "r", op)]))
+    results = [step.results, steps_of(worker, StepMetadata()).results]
+    assert [r.finished_recving for r in results].count({"r"}) == 1
+    assert [r.failed_recving for r in results].count({"r"}) == 1
+
+    report = steps_of(worker, StepMetadata()).report
+    # No agent was ever there, so nothing of it touches a block.
+    assert report == WorkerReport({}, broken={0: True})
+    scheduler.update_connector_output(
+        SimpleNamespace(
+            kv_connector_worker_meta=report, invalid_block_ids=set(), finished_recving={"r"}
+        )  # type: ignore[arg-type]
+    )
+    assert scheduler._scheduler is None
+    assert pool.get_num_free_blocks() == free
+
+
+def test_a_wrong_setting_keeps_the_cache_off_and_not_the_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
+        made = connector(tmp_path, KVConnectorRole.SCHEDULER, endpiont="ipc:///nowhere")
+    assert "endpiont" in caplog.text
+    assert made.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
+
+
+def test_settings_reach_the_link(tmp_path: Path) -> None:
+    for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
+        made = connector(tmp_path, role, agent_dead_after_s=3.5)
+        assert made._adapter is not None
+        assert made._adapter.link._dead_after_s == 3.5
+        made.shutdown()
