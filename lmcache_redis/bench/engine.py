@@ -127,6 +127,11 @@ class EngineProcess:
         self._tell({"do": "reset", "connector": connector})
         return bool(self._hear()["done"])
 
+    def rpc(self, method: str, *args: Any) -> None:
+        """Has every worker of the engine call a method (``LLM.collective_rpc``)."""
+        self._tell({"do": "rpc", "method": method, "args": args})
+        self._hear()
+
     def close(self) -> None:
         """Ends the engine's process."""
         if self.process.poll() is None:
@@ -268,7 +273,12 @@ def _reset(llm: Any, question: Mapping[str, Any]) -> dict[str, Any]:
     return {"done": bool(done)}
 
 
-_STEPS = {"generate": _generate, "abort_after": _abort_after, "reset": _reset}
+def _rpc(llm: Any, question: Mapping[str, Any]) -> dict[str, Any]:
+    llm.collective_rpc(question["method"], args=tuple(question["args"]))
+    return {}
+
+
+_STEPS = {"generate": _generate, "abort_after": _abort_after, "reset": _reset, "rpc": _rpc}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An agent that freezes inside a copy and wakes up late never writes into blocks that were freed."""
+"""An agent that freezes inside a copy and wakes up late writes into no block that was freed."""
 
 from __future__ import annotations
 

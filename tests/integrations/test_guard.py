@@ -1,4 +1,4 @@
-"""An error of ours, at any entry from vLLM: the cache goes off, and what vLLM waits for is answered."""
+"""An error of ours at an entry from vLLM: the cache goes off, what vLLM waits for is answered."""
 
 from __future__ import annotations
 

