@@ -235,7 +235,10 @@ class Gateway:
                     connection.stream.abort()
                 elif connection.stream.idle_s(now_s) > idle_s:
                     self.counters.idle += 1
-                    connection.stop()
+                    self._shared.log.warning(
+                        "idle", "%s is disconnected: no request for %g s", connection.peer, idle_s
+                    )
+                    connection.stream.abort()
 
 
 def _say_if_failed(task: asyncio.Task[None]) -> None:

@@ -35,8 +35,8 @@ from lmcache_redis.gateway.movers import Movers, Transfer
 # From this size on a thread is worth the way to it and back.
 MOVED_BYTES = 256 << 10
 PIECE_BYTES = 64 << 10
-# Of a message under way, so much (or what is left) has to move within each stall time-out: the
-# larger of the two, so that none is under way for more than eight of them.
+# Of a message under way, so much (or what is left) has to move within each stall time-out, and an
+# eighth of it where that is more: so none is under way for more than eight of them.
 LEAST_PROGRESS_BYTES = 256 << 10
 MOST_STALL_TIMEOUTS = 8
 _MOST_BUFFERS = 512  # of one writev; the kernel's limit is 1,024
