@@ -38,7 +38,7 @@ class GatewayConfig:
 
     listen: str = _setting(
         "where to listen: lm://ADDRESS:PORT, an IPv6 address in brackets; the protocol has no "
-        "password, so beyond loopback use --allowed-peers or --tls-client-ca",
+        "password, so beyond loopback it takes --allowed-peers, --tls-client-ca or --allow-anyone",
         DEFAULT_LISTEN,
     )
     redis_url: str | None = _setting(
@@ -91,9 +91,13 @@ class GatewayConfig:
         shown="half as many as CPUs, 2 to 8",
     )
     stall_timeout_s: float = _setting(
-        "within it a message under way must be done or 256 KiB further, or the client is "
-        "disconnected; between messages it may wait for ever",
+        "within it a message under way must be done or further by 256 KiB and an eighth of its "
+        "length, or the client is disconnected; within a fifth of it while somebody waits for "
+        "room in the buffers",
         10.0,
+    )
+    idle_timeout_s: float = _setting(
+        "a client that begins no request for so long is disconnected; 0: never", 86_400.0
     )
     shutdown_deadline_s: float = _setting("how long requests may go on once the gateway stops", 5.0)
     tls_cert: str | None = _setting(
@@ -108,10 +112,13 @@ class GatewayConfig:
         None,
         shown="all",
     )
+    allow_anyone: bool = _setting(
+        "listen beyond loopback though whoever reaches the address can read and replace chunks",
+        False,
+    )
     log_level: str = _setting("debug, info, warning or error", "info")
 
     def __post_init__(self) -> None:
-        parse_listen(self.listen)
         _between("buffer_bytes", self.buffer_bytes, MIN_SLOT_BYTES, 1 << 50)
         most_slot_bytes = min(self.buffer_bytes, 512 << 20) // MIN_SLOT_BYTES * MIN_SLOT_BYTES
         _between("slot_bytes", self.slot_bytes, MIN_SLOT_BYTES, most_slot_bytes)
@@ -127,6 +134,7 @@ class GatewayConfig:
         _between("threads", self.threads, 1, 256)
         _between("payload_threads", self.payload_threads, 1, 64)
         _between("stall_timeout_s", self.stall_timeout_s, 0.1, 3600)
+        _between("idle_timeout_s", self.idle_timeout_s, 0, 10**9)
         _between("shutdown_deadline_s", self.shutdown_deadline_s, 0, 600)
         if not (self.memory_bytes or self.disk_path or self.redis_url):
             raise ConfigError(
@@ -134,7 +142,14 @@ class GatewayConfig:
             )
         if self.tls_cert is None and (self.tls_key or self.tls_client_ca):
             raise ConfigError("--tls-key and --tls-client-ca need --tls-cert: give that as well")
-        parse_networks(self.allowed_peers)
+        is_loopback = ipaddress.ip_address(parse_listen(self.listen)[0]).is_loopback
+        restricted = parse_networks(self.allowed_peers) or self.tls_client_ca
+        if not (is_loopback or restricted or self.allow_anyone):
+            raise ConfigError(
+                f"--listen {self.listen} is beyond loopback, where whoever reaches it can read and "
+                "replace chunks: give --allowed-peers or --tls-client-ca, or --allow-anyone if "
+                "that is meant"
+            )
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(
                 f"--log-level is {self.log_level!r}: choose one of debug, info, warning, error"

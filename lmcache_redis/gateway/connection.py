@@ -11,9 +11,9 @@ memory, the way through the tiers below goes on (`storing`) until the connection
 to store, or a question that these tiers answer.
 
 Tiers block, so they are called on the threads of `Shared`; only what one has in memory is sent
-from there at once. The slots of a payload are taken before it is received, and for a GET while
-the tier waits; a GET that finds no slots free gives its thread back, waits for its turn and asks
-the tier again.
+from there at once. The slots of a payload are taken as its bytes come, and for a GET while the
+tier waits; a GET that finds no slots free gives its thread back, waits for its turn and asks the
+tier again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lmcache_redis.gateway.keytext import object_key_of
 from lmcache_redis.gateway.payloads import FAILED, SUCCEEDED, list_reply_of, metadata_of
 from lmcache_redis.gateway.shared import Shared
 from lmcache_redis.gateway.slots import Lease
-from lmcache_redis.gateway.storing import Storing
+from lmcache_redis.gateway.storing import Receiving, Storing
 from lmcache_redis.gateway.stream import Gone, Stream
-from lmcache_redis.gateway.tiers import Loading, borrowed, listed, load, room_for
+from lmcache_redis.gateway.tiers import Loading, borrowed, listed, load
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.lm_wire import ClientCommand, ClientMetaMessage
 
@@ -64,7 +64,7 @@ class Connection:
         counters = self._shared.counters
         try:
             while not self._stopping:
-                await self.stream.receive([self._header], idle=True)
+                await self.stream.receive_header(self._header)
                 self._busy = True
                 await self._answer()
                 self._busy = False
@@ -127,25 +127,18 @@ class Connection:
             key, metadata = object_key_of(message.key), metadata_of(message)
         except FormatError as problem:
             self._complain("put", "a PUT is dropped: %s", problem)
-            await self._drop(length)
+            await self.stream.receive_payload(length, shared.dropped)
             return
-        lease = await shared.slots.take(length)
+        payload = Receiving(shared, metadata)
         try:
-            room = room_for(shared.backend, metadata)
-            await self.stream.receive(lease.views if room is None else [room])
+            await self.stream.receive_payload(length, payload)
             shared.counters.payload_bytes_in += length
             await self._written_through()
         except BaseException:
-            lease.release()
+            payload.lease.release()
             raise
-        self._storing = Storing(shared, key, metadata, lease, room)
+        self._storing = Storing(shared, key, metadata, payload.lease, payload.room)
         await self._storing.visible()
-
-    async def _drop(self, length: int) -> None:
-        while length:
-            part = self._shared.dropped[:length]
-            await self.stream.receive([part])
-            length -= len(part)
 
     async def _get(self) -> None:
         shared, key = self._shared, self._key()

@@ -30,6 +30,7 @@ class Counters:
     payload_bytes_out: int = 0
     malformed: int = 0  # requests that had to fail, or whose connection had to be closed
     stalled: int = 0  # connections closed because a message did not go on
+    idle: int = 0  # connections closed because no request came
     abandoned: int = 0  # connections that their client ended in the middle of a request
     errors: int = 0  # connections closed because of a fault of our own
 

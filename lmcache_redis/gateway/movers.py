@@ -7,8 +7,8 @@ arms it again. A slow client costs an entry in the epoll and holds no thread; se
 take turns.
 
 A transfer has a lock, which a thread holds for its turn, and which is all there is: nobody waits
-for the transfer of somebody else. It ends when all bytes have moved, with the client, or with
-`cancel`: then no thread uses its buffers or its socket any more.
+for the transfer of somebody else. It ends when all bytes have moved or there is nowhere to put
+more, with the client, or with `cancel`: then no thread uses its buffers or its socket any more.
 """
 
 from __future__ import annotations
@@ -26,21 +26,32 @@ _TURN_BYTES = 2 << 20
 _MOST_BUFFERS = 512  # of one call; the kernel's limit is 1,024
 
 Ended = Callable[[Exception | None], None]
+More = Callable[[int], Sequence[memoryview]]
 
 
 class Transfer:
     """One payload on its way. left: bytes to go; any thread may read it.
 
     buffers: in order; the client ends it with ConnectionError. ended: called once, on a thread of
-    the movers, unless the transfer was cancelled; it may not block.
+    the movers, unless the transfer was cancelled; it may not block. more: called there too, where
+    `left` is more than the buffers hold and they are full; if it gives none, the transfer ends.
     """
 
     def __init__(
-        self, fd: int, buffers: Sequence[memoryview], *, sending: bool, ended: Ended
+        self,
+        fd: int,
+        buffers: Sequence[memoryview],
+        *,
+        sending: bool,
+        ended: Ended,
+        left: int | None = None,
+        more: More | None = None,
     ) -> None:
         self.fd = fd
-        self.left = sum(map(len, buffers))
+        self.left = sum(map(len, buffers)) if left is None else left
         self.ended = ended
+        self.more = more
+        self.is_short = False  # of buffers
         self.events = (select.EPOLLOUT if sending else select.EPOLLIN) | select.EPOLLONESHOT
         self.lock = threading.Lock()
         self.is_cancelled = False
@@ -52,6 +63,8 @@ class Transfer:
         """Move what can be moved now. Raises OSError when the client is gone."""
         until = max(0, self.left - _TURN_BYTES)
         while self.left > until and not self.is_cancelled:
+            if not self._buffers and not self._has_more():
+                return
             try:
                 moved = self._call(self.fd, self._piece())
             except BlockingIOError:
@@ -59,6 +72,11 @@ class Transfer:
             if not moved:
                 raise ConnectionError("the client closed its side")
             self._advance(moved)
+
+    def _has_more(self) -> bool:
+        self._buffers = [] if self.more is None else [*reversed(self.more(self.left))]
+        self.is_short = not self._buffers
+        return not self.is_short
 
     def _piece(self) -> list[memoryview]:
         piece: list[memoryview] = []
@@ -80,6 +98,7 @@ class Transfer:
     def let_go(self) -> None:
         """Refer to the buffers no longer."""
         self._buffers.clear()
+        self.more = None
 
 
 class Movers:
@@ -135,7 +154,7 @@ class Movers:
                 return
             try:
                 transfer.turn()
-                if transfer.left:
+                if transfer.left and not transfer.is_short:
                     self._epoll.modify(fd, transfer.events)
                     return
             except Exception as problem:  # whatever it is, whoever waits for the end must be told

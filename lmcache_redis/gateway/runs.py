@@ -17,12 +17,18 @@ class FreeRuns:
         self._starts = [0] * bool(count)
         self._ends = [count] * bool(count)
 
-    def take(self, wanted: int) -> list[range]:
-        """So many slots, of which there must be enough: in one run, or else in a few."""
+    def take(self, wanted: int, after: int = 0) -> list[range]:
+        """So many slots, of which there must be enough: in one run, or else in a few.
+
+        after: the slot from which on a run is looked for first.
+        """
         self.free -= wanted
-        for at, start in enumerate(self._starts):
-            if self._ends[at] - start >= wanted:
-                return [self._cut(at, wanted)] if wanted else []
+        if not wanted:
+            return []
+        first = bisect_left(self._starts, after)
+        for at in (*range(first, len(self._starts)), *range(first)):
+            if self._ends[at] - self._starts[at] >= wanted:
+                return [self._cut(at, wanted)]
         taken: list[range] = []
         while wanted:
             at = max(range(len(self._starts)), key=lambda n: self._ends[n] - self._starts[n])

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 import socket
 import ssl
 from typing import Any
@@ -23,7 +24,7 @@ from lmcache_redis.gateway.config import GatewayConfig, parse_listen, parse_netw
 from lmcache_redis.gateway.connection import HEADER_BYTES, Connection
 from lmcache_redis.gateway.counting import Counters, QuietLog
 from lmcache_redis.gateway.movers import Movers
-from lmcache_redis.gateway.shared import Shared
+from lmcache_redis.gateway.shared import Dropped, Shared
 from lmcache_redis.gateway.slots import SlotPool
 from lmcache_redis.gateway.stream import Stream
 from lmcache_redis.gateway.threads import CallThreads
@@ -33,8 +34,8 @@ from lmcache_redis.storage.interface import LMCBackendInterface
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 1024
-_DROPPED_BYTES = 256 << 10
 _LEAST_CHECK_S, _MOST_CHECK_S = 0.02, 1.0
+_HURRIED = 5  # so many times as fast messages have to move on while somebody waits for slots
 _PAUSE_AFTER_ACCEPT_ERROR_S = 0.2
 # On its way to a client on this machine: enough, for there is no distance, and little enough to
 # stay in the processor's cache. Others get what the kernel finds right for their distance.
@@ -60,7 +61,7 @@ class Gateway:
         self._networks = parse_networks(config.allowed_peers)
         self._tls: ssl.SSLContext | None = tls_context(config)
         try:
-            slots = SlotPool(config.buffer_bytes, config.slot_bytes)
+            slots = SlotPool(config.buffer_bytes, config.slot_bytes, config.payload_limit_bytes)
         except (ValueError, OSError) as error:
             raise ConfigError(
                 f"buffers of {config.buffer_bytes} bytes cannot be had ({error}): "
@@ -74,7 +75,7 @@ class Gateway:
             log=QuietLog(logger),
             max_payload_bytes=config.payload_limit_bytes,
             one_list=asyncio.Lock(),
-            dropped=memoryview(bytearray(_DROPPED_BYTES)),
+            dropped=Dropped(),
         )
         self._movers: Movers | None = None
         self._listener: socket.socket | None = None
@@ -109,11 +110,10 @@ class Gateway:
     async def start(self) -> None:
         """Listens and serves from now on. Raises ConfigError where the address cannot be had."""
         self._listener = _listen(*parse_listen(self.config.listen))
-        self._warn_if_open()
         self._movers = Movers(self.config.payload_threads)
         self._background = [
             asyncio.ensure_future(self._accept(self._listener, self._movers)),
-            asyncio.ensure_future(self._cut_off_stalled()),
+            asyncio.ensure_future(self._close_stalled_and_idle()),
         ]
         for task in self._background:
             task.add_done_callback(_say_if_failed)
@@ -218,30 +218,27 @@ class Gateway:
 
     # ------------------------------------------------------------ inside
 
-    async def _cut_off_stalled(self) -> None:
+    async def _close_stalled_and_idle(self) -> None:
         loop = asyncio.get_running_loop()
-        timeout_s = self.config.stall_timeout_s
+        stall_s, idle_s = self.config.stall_timeout_s, self.config.idle_timeout_s or math.inf
         while True:
-            await asyncio.sleep(min(max(timeout_s / 8, _LEAST_CHECK_S), _MOST_CHECK_S))
+            await asyncio.sleep(min(max(stall_s / 8, _LEAST_CHECK_S), _MOST_CHECK_S))
             now_s = loop.time()
+            timeout_s = stall_s / (_HURRIED if self._shared.slots.is_short else 1)
             for connection in self._connections:
                 if connection.stream.stalled(now_s, timeout_s):
                     self.counters.stalled += 1
                     self._shared.log.warning(
-                        "stalled", "%s is disconnected: nothing moved for %g s",
+                        "stalled", "%s is disconnected: too little moved for %g s",
                         connection.peer, timeout_s,
                     )  # fmt: skip
                     connection.stream.abort()
-
-    def _warn_if_open(self) -> None:
-        if ipaddress.ip_address(self.address[0]).is_loopback or self._networks is not None:
-            return
-        if self.config.tls_client_ca is None:
-            logger.warning(
-                "everyone who reaches %s can read and replace chunks: restrict it with "
-                "--allowed-peers or --tls-client-ca",
-                self.url,
-            )
+                elif connection.stream.idle_s(now_s) > idle_s:
+                    self.counters.idle += 1
+                    self._shared.log.warning(
+                        "idle", "%s is disconnected: no request for %g s", connection.peer, idle_s
+                    )
+                    connection.stream.abort()
 
 
 def _say_if_failed(task: asyncio.Task[None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,6 +13,22 @@ from lmcache_redis.gateway.slots import SlotPool
 from lmcache_redis.storage.interface import LMCBackendInterface
 
 _Result = TypeVar("_Result")
+_DROPPED_BYTES = 256 << 10
+
+
+class Dropped:
+    """Room for bytes that nobody wants: the same memory each time, with anything in it."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray(_DROPPED_BYTES))
+
+    def try_next(self, rest: int) -> Sequence[memoryview]:
+        """See `stream.Room`."""
+        return [self._memory[:rest]]
+
+    async def next(self, rest: int) -> Sequence[memoryview]:
+        """See `stream.Room`."""
+        return self.try_next(rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +42,7 @@ class Shared:
     log: QuietLog
     max_payload_bytes: int
     one_list: asyncio.Lock  # a LIST may take long and much memory: one at a time
-    dropped: memoryview  # where bytes go that nobody wants; anything may be in it
+    dropped: Dropped
 
     async def on_thread(self, call: Callable[..., _Result], *args: object) -> _Result:
         """Calls a tier, which may block."""

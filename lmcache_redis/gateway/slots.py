@@ -1,9 +1,16 @@
-"""Memory for payloads on their way: a fixed arena, slots for each payload all at once.
+"""Memory for payloads on their way: a fixed arena, cut into slots.
 
-A payload gets all of its slots or waits, first come first served, so whoever holds slots never
-waits for more and no two wait for each other. Slots that are neighbours are one buffer, and a
-payload gets neighbours where there are any. `try_take` may be called from any thread and never
-waits nor overtakes; everything else belongs to the loop's thread.
+A payload that is sent gets all of its slots at once, or waits. One that is received gets them as
+its bytes come: `extend` gives one slot at first, then as many as it has. Who only announces
+a payload so has a slot, and a slow client no more than twice of what it sent.
+
+No two wait for each other: parts are given only as long as the largest payload would still fit.
+Where it would not, a payload waits, first come first served, for all the slots that it still
+needs, and then never again.
+
+Slots that are neighbours are one buffer, and a payload gets neighbours where there are any.
+`try_take` and `try_extend` may be called from any thread and never wait nor overtake; everything
+else belongs to the loop's thread.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ from lmcache_redis.hostpool import Arena
 
 
 class Lease:
-    """The slots of one payload of `nbytes`. Memory that nobody looks at is not touched."""
+    """Slots for `nbytes` of one payload. Memory that nobody looks at is not touched."""
 
     def __init__(self, pool: SlotPool, runs: list[range], nbytes: int) -> None:
         self.nbytes = nbytes
@@ -29,6 +36,30 @@ class Lease:
     def views(self) -> list[memoryview]:
         """Writable, in order, together exactly `nbytes`; none after the release."""
         return self._pool.views(self._runs, self.nbytes)
+
+    def try_extend(self, rest: int) -> list[memoryview]:
+        """Views of slots for what comes next; none where there are none at once.
+
+        rest: bytes of the payload that this does not hold yet, more than none.
+        """
+        more = self._pool.try_more(self.nbytes, rest, after=self._end)
+        return [] if more is None else self._join(more)
+
+    async def extend(self, rest: int) -> list[memoryview]:
+        """`try_extend`, or all that is missing as soon as it is this payload's turn."""
+        return self.try_extend(rest) or self._join(await self._pool.take(rest))
+
+    def _join(self, more: Lease) -> list[memoryview]:
+        views = more.views
+        if more._runs[0].start == self._end:
+            more._runs[0] = range(self._runs.pop().start, more._runs[0].stop)
+        self._runs += more._runs
+        self.nbytes += more.nbytes
+        return views
+
+    @property
+    def _end(self) -> int:
+        return self._runs[-1].stop if self._runs else -1
 
     def release(self) -> None:
         """Give the slots back; nothing may use the views any more. Idempotent."""
@@ -48,9 +79,12 @@ class Lease:
 
 
 class SlotPool:
-    """`size_bytes` of memory at most, in slots of `slot_bytes`. Raises as `Arena` does."""
+    """`size_bytes` of memory at most, in slots of `slot_bytes`. Raises as `Arena` does.
 
-    def __init__(self, size_bytes: int, slot_bytes: int) -> None:
+    largest_bytes: of a payload that is received in parts; without it any that fits.
+    """
+
+    def __init__(self, size_bytes: int, slot_bytes: int, largest_bytes: int | None = None) -> None:
         if slot_bytes <= 0:
             raise ValueError(f"slot_bytes is {slot_bytes}; it must be positive")
         self._slot_bytes = slot_bytes
@@ -59,6 +93,8 @@ class SlotPool:
         self._memory = self._arena.slot_view(0, self.most_bytes)
         self._lock = threading.Lock()
         self._free = FreeRuns(self.slot_count)
+        largest_bytes = self.most_bytes if largest_bytes is None else largest_bytes
+        self._reserve = self._slots_for(largest_bytes)
         self._waiting: deque[tuple[int, asyncio.Future[Lease]]] = deque()
 
     @property
@@ -70,12 +106,23 @@ class SlotPool:
         """The largest payload that ever fits."""
         return self.slot_count * self._slot_bytes
 
+    @property
+    def is_short(self) -> bool:
+        """Whether somebody waits for slots."""
+        return bool(self._waiting)
+
+    def empty(self) -> Lease:
+        """A lease to be extended."""
+        return Lease(self, [], 0)
+
     def try_take(self, nbytes: int) -> Lease | None:
         """Slots for a payload, or None where there are none at once."""
-        with self._lock:
-            if self._waiting or self._slots_for(nbytes) > self._free.free:
-                return None
-            return self._take(nbytes)
+        return self._try(nbytes)
+
+    def try_more(self, held: int, rest: int, after: int) -> Lease | None:
+        """What `Lease.try_extend` calls."""
+        part = min(rest, max(held, self._slot_bytes))
+        return self._try(part, self._reserve if part < rest else 0, after)
 
     async def take(self, nbytes: int) -> Lease:
         """Slots for a payload of at most `most_bytes`, as soon as it is this caller's turn."""
@@ -125,5 +172,12 @@ class SlotPool:
     def _slots_for(self, nbytes: int) -> int:
         return -(-nbytes // self._slot_bytes)
 
-    def _take(self, nbytes: int) -> Lease:
-        return Lease(self, self._free.take(self._slots_for(nbytes)), nbytes)
+    def _try(self, nbytes: int, left_over: int = 0, after: int = 0) -> Lease | None:
+        """left_over: slots that have to remain."""
+        with self._lock:
+            if self._waiting or self._slots_for(nbytes) + left_over > self._free.free:
+                return None
+            return self._take(nbytes, after)
+
+    def _take(self, nbytes: int, after: int = 0) -> Lease:
+        return Lease(self, self._free.take(self._slots_for(nbytes), after), nbytes)

@@ -1,4 +1,4 @@
-"""A PUT that was received, on its way into the tiers.
+"""A PUT: its payload while it is received, and on its way into the tiers then.
 
 A memory tier has the chunk at once, those below it need longer. So a client's next request is
 read as soon as gets find the chunk, and its next payload received while this one is still being
@@ -9,13 +9,43 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from functools import partial
 
 from lmcache_redis.gateway.shared import Shared
 from lmcache_redis.gateway.slots import Lease
-from lmcache_redis.gateway.tiers import keep, store
+from lmcache_redis.gateway.tiers import keep, room_for, store
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import RemoteMetadata
+
+
+class Receiving:
+    """Room for one payload: slots, or memory of a tier for which they count.
+
+    room: that memory, once the first slots are there; None where the slots have the payload.
+    """
+
+    def __init__(self, shared: Shared, metadata: RemoteMetadata) -> None:
+        self.lease = shared.slots.empty()
+        self.room: memoryview | None = None
+        self._shared = shared
+        self._metadata = metadata
+
+    def try_next(self, rest: int) -> Sequence[memoryview]:
+        """See `stream.Room`."""
+        return self._views(self.lease.try_extend(rest), rest)
+
+    async def next(self, rest: int) -> Sequence[memoryview]:
+        """See `stream.Room`."""
+        return self._views(await self.lease.extend(rest), rest)
+
+    def _views(self, views: Sequence[memoryview], rest: int) -> Sequence[memoryview]:
+        length = self._metadata.length
+        if views and rest == length:
+            self.room = room_for(self._shared.backend, self._metadata)
+        if not views or self.room is None:
+            return views
+        return [self.room[length - rest : self.lease.nbytes]]
 
 
 class Storing:

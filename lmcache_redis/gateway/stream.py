@@ -1,7 +1,8 @@
 """One client's socket on the loop: receives exactly what is asked for, sends without joining.
 
-Receiving goes from the kernel straight into the caller's buffers. While nobody asks, one request
-header at most is read ahead; then reading pauses, and with it, through TCP, the client.
+Receiving goes from the kernel straight into the caller's buffers, which for a payload are asked
+for as its bytes come. While nobody asks, one request header at most is read ahead; then reading
+pauses, and with it, through TCP, the client.
 
 Sending hands all buffers to the kernel in one `writev`. What it does not take goes on when it
 takes more: a small piece is then left to the transport, whose notice that it is out says when.
@@ -16,8 +17,8 @@ With TLS what is received comes through `feed` and is copied, for at the end of 
 asyncio and uvloop lose what does not fit into one `get_buffer`. One such portion, as large as
 they decrypt at once (256 KiB), is what may be waiting then.
 
-A message under way has to move on: `stalled` says when it did not. A client that waits between
-requests may do so for ever.
+A message under way has to move on: `stalled` says when it did not. While it waits for room, its
+client is not to blame. `idle_s` says for how long a client has not begun a request.
 """
 
 from __future__ import annotations
@@ -26,21 +27,33 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Coroutine, Sequence
+from typing import Protocol, cast
 
 from lmcache_redis.gateway.movers import Movers, Transfer
 
 # From this size on a thread is worth the way to it and back.
 MOVED_BYTES = 256 << 10
 PIECE_BYTES = 64 << 10
-# Of a message under way, so much (or what is left) has to move within each stall time-out.
+# Of a message under way, so much (or what is left) has to move within each stall time-out, and an
+# eighth of it where that is more: so none is under way for more than eight of them.
 LEAST_PROGRESS_BYTES = 256 << 10
+MOST_STALL_TIMEOUTS = 8
 _MOST_BUFFERS = 512  # of one writev; the kernel's limit is 1,024
 
 
 class Gone(ConnectionError):
     """The client closed its side or was lost, or the stream was aborted."""
+
+
+class Room(Protocol):
+    """Where a payload goes, part by part. rest: bytes of it for which there was no room yet."""
+
+    def try_next(self, rest: int) -> Sequence[memoryview]:
+        """Room for some of them, in order; none where there is none at once. On any thread."""
+
+    async def next(self, rest: int) -> Sequence[memoryview]:
+        """As soon as there is some."""
 
 
 class Stream(asyncio.BufferedProtocol):
@@ -56,8 +69,10 @@ class Stream(asyncio.BufferedProtocol):
         self._fed: deque[memoryview] = deque()
         self._wanted: list[memoryview] = []  # the last one is next
         self._left = 0  # bytes of the message under way, either direction
-        self._started = False  # a byte of it came
+        self._started = False  # a byte of the request came
+        self._idle_from_s = loop.time()
         self._watched_from: tuple[float, int] | None = None
+        self._least_progress = LEAST_PROGRESS_BYTES
         self._waiter: asyncio.Future[None] | None = None
         self._reading = True
         self._write_paused = False
@@ -66,28 +81,33 @@ class Stream(asyncio.BufferedProtocol):
 
     # ------------------------------------------------------------ what a connection calls
 
-    async def receive(self, views: Sequence[memoryview], *, idle: bool = False) -> None:
-        """Fills all views, or raises `Gone`. idle: it may begin at any time."""
-        self._wanted = [view for view in reversed(views) if view]
-        self._left = sum(map(len, views))
+    async def receive_header(self, header: memoryview) -> None:
+        """Fills it with the next request, which may begin at any time, or raises `Gone`."""
+        self._left = len(header)
         self._started = False
-        self._use_ahead()
-        self._use_fed()
-        if not idle or self._started:
-            self._watch()
-        if self._left >= MOVED_BYTES and self._direct:
-            left, self._wanted = self._wanted[::-1], []
-            await self._move(left, sending=False)
-        elif self._left:
-            self._raise_if_gone(reading=True)
-            self._resume_reading()
-            await self._wait()
+        self._idle_from_s = self._loop.time()
+        await self._fill([header])
+        self._watched_from = None
+
+    async def receive_payload(self, nbytes: int, room: Room) -> None:
+        """Receives what follows a header to where `room` says, or raises `Gone`."""
+        self._left = nbytes
+        self._watch()
+        while self._left:
+            views = room.try_next(self._left)
+            if not views:
+                views = await self._not_watched(room.next(self._left))
+            await self._fill(views, room)
         self._watched_from = None
 
     @property
     def in_message(self) -> bool:
-        """Whether the message that is being received has begun."""
+        """Whether the request that is being received has begun."""
         return self._started
+
+    def idle_s(self, now_s: float) -> float:
+        """For how long the client could have begun a request, and has not."""
+        return 0.0 if self._started else now_s - self._idle_from_s
 
     async def send(self, buffers: Sequence[bytes | memoryview]) -> None:
         """Sends all buffers in order, or raises `Gone`."""
@@ -98,7 +118,7 @@ class Stream(asyncio.BufferedProtocol):
             self._raise_if_gone()
             if self._direct and not self._transport.get_write_buffer_size():
                 if self._left >= MOVED_BYTES:
-                    await self._move(left[::-1], sending=True)
+                    await self._move(left[::-1])
                     break
                 self._advance(left, self._write_now(left))
                 if not left:
@@ -131,7 +151,7 @@ class Stream(asyncio.BufferedProtocol):
             return False
         from_s, left = self._watched_from
         left_now = self._left if self._moving is None else self._moving.left
-        if left - left_now >= LEAST_PROGRESS_BYTES:
+        if left - left_now >= self._least_progress:
             self._watched_from = now_s, left_now
             return False
         return now_s - from_s > timeout_s
@@ -154,11 +174,7 @@ class Stream(asyncio.BufferedProtocol):
             if self._ahead_filled == len(self._ahead):
                 self._pause_reading()
             return
-        if not self._started:
-            self._started = True
-            if self._watched_from is None:
-                self._watch()
-        self._left -= nbytes
+        self._count(nbytes)
         self._advance_wanted(nbytes)
         if not self._wanted:
             self._wake()
@@ -195,9 +211,36 @@ class Stream(asyncio.BufferedProtocol):
 
     # ------------------------------------------------------------ inside
 
-    async def _move(self, buffers: Sequence[memoryview], *, sending: bool) -> None:
-        """Has all buffers moved by a thread. However it ends, they are the caller's again."""
-        self._raise_if_gone(reading=not sending)
+    async def _fill(self, views: Sequence[memoryview], room: Room | None = None) -> None:
+        """Fills all views, and where a thread does it those as well that `room` has at once."""
+        self._wanted = [*reversed(views)]
+        self._use_ahead()
+        self._use_fed()
+        if self._wanted and room is not None and self._left >= MOVED_BYTES and self._direct:
+            left, self._wanted = self._wanted[::-1], []
+            await self._move(left, room)
+        elif self._wanted:
+            self._raise_if_gone(reading=True)
+            self._resume_reading()
+            await self._wait()
+
+    async def _not_watched(
+        self, room: Coroutine[None, None, Sequence[memoryview]]
+    ) -> Sequence[memoryview]:
+        watched_from, self._watched_from = self._watched_from, None
+        asked_s = self._loop.time()
+        views = await room
+        if watched_from is not None:
+            from_s, left = watched_from
+            self._watched_from = from_s + self._loop.time() - asked_s, left
+        return views
+
+    async def _move(self, buffers: Sequence[memoryview], room: Room | None = None) -> None:
+        """Has all buffers moved by a thread. However it ends, they are the caller's again.
+
+        room: they are received, and what it has at once after them; without it they are sent.
+        """
+        self._raise_if_gone(reading=room is not None)
         self._pause_reading()
         moved: asyncio.Future[Exception | None] = self._loop.create_future()
 
@@ -205,7 +248,10 @@ class Stream(asyncio.BufferedProtocol):
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 self._loop.call_soon_threadsafe(_tell, moved, error)
 
-        transfer = Transfer(self._fd, buffers, sending=sending, ended=ended)
+        transfer = Transfer(
+            self._fd, buffers, sending=room is None, ended=ended,
+            left=self._left, more=None if room is None else room.try_next,
+        )  # fmt: skip
         self._moving, self._moved = transfer, moved
         try:
             self._movers.begin(transfer)
@@ -217,6 +263,7 @@ class Stream(asyncio.BufferedProtocol):
             raise
         finally:
             self._moving = self._moved = None
+            self._left = transfer.left
         if error is None:
             return
         try:
@@ -238,8 +285,7 @@ class Stream(asyncio.BufferedProtocol):
             rest = bytes(self._ahead[taken : self._ahead_filled])
             self._ahead[: len(rest)] = rest
             self._ahead_filled = len(rest)
-            self._left -= taken
-            self._started = True
+            self._count(taken)
 
     def _use_fed(self) -> None:
         while self._wanted and self._fed:
@@ -249,6 +295,12 @@ class Stream(asyncio.BufferedProtocol):
             if nbytes < len(source):
                 self._fed.appendleft(source[nbytes:])
             self.buffer_updated(nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        if not self._started:
+            self._started = True
+            self._watch()
+        self._left -= nbytes
 
     def _advance_wanted(self, nbytes: int) -> None:
         rest = self._wanted.pop()[nbytes:]
@@ -273,6 +325,7 @@ class Stream(asyncio.BufferedProtocol):
 
     def _watch(self) -> None:
         self._watched_from = self._loop.time(), self._left
+        self._least_progress = max(LEAST_PROGRESS_BYTES, self._left // MOST_STALL_TIMEOUTS)
 
     async def _wait(self) -> None:
         self._waiter = self._loop.create_future()

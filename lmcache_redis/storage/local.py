@@ -9,8 +9,9 @@ without a copy (`lending`); with the last one the memory is free for the next (`
 counts payload. Beside it there may be
 
     one block for each put that is under way, and the room that was given to somebody
-    entries that left the index while somebody still reads them; nothing more is lent while
-        these and the blocks above are over a quarter of the limit, or 128 MiB if that is more
+    entries that left the index while somebody still reads them; nothing more is lent, nor room
+        given, while these and the blocks above are over a quarter of the limit, or 128 MiB if
+        that is more
     memory kept for the next puts, an eighth of the limit, at most 128 MiB
 
 There is no worker. The caller's buffers are the caller's again on return, so a put that does
@@ -115,15 +116,17 @@ class LMCLocalBackend(LMCBackendInterface, Lender):
         with self._lock:
             self._check_open()
             entry = self._index.get(key)
-            unlisted_bytes = self._blocks.taken_bytes - self._index.used_bytes
-            if entry is None or unlisted_bytes > self._most_unlisted_bytes:
+            if entry is None or not self._lends():
                 return None
             self._index.touch(key, entry)
         return Lent(entry.metadata, entry.block.data.toreadonly())
 
     def room(self, metadata: RemoteMetadata) -> memoryview | None:
         """See the lender."""
-        self._check_open()
+        with self._lock:
+            self._check_open()
+            if not self._lends():
+                return None
         block = self._block(metadata.length)
         return None if block is None else block.data
 
@@ -182,6 +185,9 @@ class LMCLocalBackend(LMCBackendInterface, Lender):
             evicted = self._index.reserve(entry.nbytes)
             self._index.fill(key, entry)
         del replaced, evicted
+
+    def _lends(self) -> bool:
+        return self._blocks.taken_bytes - self._index.used_bytes <= self._most_unlisted_bytes
 
     def _check_open(self) -> None:
         if self._closed:

@@ -187,13 +187,14 @@ def test_one_client_too_many(backend: DictBackend, any_loop: NewLoop) -> None:
         assert serving.stats()["refused_connections"] == 1
 
 
-@pytest.mark.parametrize("protected", [True, False])
-def test_open_to_everyone_is_said(
-    backend: DictBackend, caplog: pytest.LogCaptureFixture, protected: bool
-) -> None:
-    settings = {"allowed_peers": "127.0.0.1"} if protected else {}
-    with Serving(backend, listen="lm://0.0.0.0:0", **settings):
-        assert ("--allowed-peers" in caplog.text) is not protected
+def test_beyond_loopback_for_anyone_where_that_is_meant(backend: DictBackend) -> None:
+    with pytest.raises(ConfigError, match="--allow-anyone"):
+        Serving(backend, listen="lm://0.0.0.0:0")
+    with (
+        Serving(backend, listen="lm://0.0.0.0:0", allow_anyone=True) as serving,
+        serving.client() as client,
+    ):
+        assert client.healthy()
 
 
 def test_an_address_in_use_is_a_setting_to_change(backend: DictBackend) -> None:

@@ -71,6 +71,7 @@ def test_networks() -> None:
         ({"threads": 0}, "--threads"),
         ({"threads": True}, "--threads"),
         ({"stall_timeout_s": 0}, "--stall-timeout-s"),
+        ({"idle_timeout_s": -1}, "--idle-timeout-s"),
         ({"shutdown_deadline_s": -1}, "--shutdown-deadline-s"),
         ({"tls_key": "x"}, "--tls-cert"),
         ({"tls_client_ca": "x"}, "--tls-cert"),
@@ -89,6 +90,25 @@ def test_the_largest_payload_fits_into_the_buffers() -> None:
     assert least.payload_limit_bytes == least.usable_buffer_bytes == 4096
 
 
+@pytest.mark.parametrize("address", ["0.0.0.0", "192.0.2.1", "[::]", "[2001:db8::1]"])
+def test_beyond_loopback_somebody_has_to_be_kept_out(address: str) -> None:
+    listen = f"lm://{address}:65432"
+    tls = {"tls_cert": "server.pem", "tls_key": "key.pem"}
+    for settings in ({}, tls):  # TLS alone hides what is said, and lets everybody in
+        with pytest.raises(ConfigError) as refused:
+            GatewayConfig(listen=listen, **settings)
+        for word in (listen, "--allowed-peers", "--tls-client-ca", "--allow-anyone"):
+            assert word in str(refused.value)
+    GatewayConfig(listen=listen, allow_anyone=True)
+    GatewayConfig(listen=listen, allowed_peers="10.0.0.0/8")
+    GatewayConfig(listen=listen, tls_client_ca="ca.pem", **tls)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "localhost", "[::1]"])
+def test_loopback_is_open(address: str) -> None:
+    GatewayConfig(listen=f"lm://{address}:65432")
+
+
 def test_a_password_is_not_shown() -> None:
     shown = repr(GatewayConfig(redis_url="redis://:secret@x", redis_password="secret"))
     assert "secret" not in shown
@@ -102,6 +122,7 @@ def test_every_setting_has_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
         "max_connections": "7", "threads": "3", "payload_threads": "4", "stall_timeout_s": "2.5",
         "shutdown_deadline_s": "1", "tls_cert": "a.pem", "tls_key": "b.pem",
         "tls_client_ca": "c.pem", "allowed_peers": "10.0.0.0/8", "log_level": "warning",
+        "idle_timeout_s": "60", "allow_anyone": None,
     }  # fmt: skip
     started: list[GatewayConfig] = []
 
@@ -111,7 +132,7 @@ def test_every_setting_has_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(gateway_main, "run_gateway", run_gateway)
     monkeypatch.setenv("LMCACHE_REDIS_PASSWORD", "secret")
-    words = [word for name, value in values.items() for word in (option_name(name), value)]
+    words = [word for name, value in values.items() for word in (option_name(name), value) if word]
     result = CliRunner().invoke(app, ["gateway", *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     (config,) = started
@@ -119,3 +140,4 @@ def test_every_setting_has_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.key_prefix, config.redis_password) == (b"ours:", "secret")
     assert (config.memory_bytes, config.disk_size) == (2 << 30, 10**12)
     assert (config.max_connections, config.stall_timeout_s) == (7, 2.5)
+    assert (config.idle_timeout_s, config.allow_anyone) == (60, True)

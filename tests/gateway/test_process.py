@@ -133,9 +133,12 @@ def test_a_disk_that_hangs_holds_up_neither_others_nor_the_end(tmp_path: Path) -
         assert "Traceback" not in said
 
 
-def test_a_wrong_setting_is_one_sentence() -> None:
+@pytest.mark.parametrize(
+    "words", [("--redis-url", "http://x"), ("--listen", "lm://0.0.0.0:0")], ids=["URL", "open"]
+)
+def test_a_wrong_setting_is_one_sentence(words: tuple[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "lmcache_redis.cli", "gateway", "--redis-url", "http://x"],
+        [sys.executable, "-m", "lmcache_redis.cli", "gateway", *words],
         capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
     assert done.returncode == 2

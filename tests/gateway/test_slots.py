@@ -125,6 +125,78 @@ def test_a_cancelled_waiter_lets_the_next_one_in() -> None:
     asyncio.run(scenario())
 
 
+def test_a_payload_gets_as_much_again_as_it_has() -> None:
+    async def scenario() -> None:
+        pool = SlotPool(64 * 4096, 4096, 16 * 4096)
+        other = pool.empty()
+        await other.extend(8 * 4096)
+        lease = pool.empty()
+        rest, gotten = 11 * 4096 + 5, []
+        while rest:
+            views = lease.try_extend(rest)
+            gotten.append(sum(map(len, views)))
+            rest -= gotten[-1]
+        assert gotten == [4096, 4096, 2 * 4096, 4 * 4096, 3 * 4096 + 5]
+        assert lease.nbytes == 11 * 4096 + 5
+        (view,) = lease.views
+        assert len(view) == lease.nbytes, "all neighbours"
+        assert pool.used_slots == 13
+        lease.release()
+        other.release()
+        assert pool.used_slots == 0
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_parts_leave_room_for_the_largest_payload() -> None:
+    async def scenario() -> None:
+        pool = SlotPool(20 * 4096, 4096, 16 * 4096)
+        parts = [pool.empty() for _ in range(8)]
+        assert [bool(part.try_extend(16 * 4096)) for part in parts] == [True] * 4 + [False] * 4
+        waiting = [asyncio.ensure_future(part.extend(15 * 4096)) for part in parts[:4]]
+        await asyncio.sleep(0)
+        assert [each.done() for each in waiting] == [True, False, False, False]
+        assert pool.is_short
+        assert parts[4].try_extend(1) == [], "one slot is free, but others wait"
+        for number in range(4):
+            assert sum(map(len, await asyncio.wait_for(waiting[number], 5))) == 15 * 4096
+            assert parts[number].nbytes == 16 * 4096
+            parts[number].release()
+        assert not pool.is_short
+        assert pool.used_slots == 0
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whoever_has_a_part_gets_the_rest_in_the_end(seed: int) -> None:
+    """Far more payloads at a time than there is room for, received in turns of any length."""
+
+    async def receive(pool: SlotPool, number: int) -> None:
+        choose = random.Random(seed * 100 + number)
+        for _ in range(10):
+            lease, rest = pool.empty(), choose.randrange(1, 16 * 4096 + 1)
+            payload = bytes([number]) * rest
+            while rest:
+                for view in await lease.extend(rest):
+                    view[:] = payload[: len(view)]
+                    rest -= len(view)
+                for _ in range(choose.randrange(3)):
+                    await asyncio.sleep(0)
+            assert b"".join(lease.views) == payload
+            lease.release()
+
+    async def scenario() -> None:
+        pool = SlotPool(24 * 4096, 4096, 16 * 4096)
+        await asyncio.wait_for(asyncio.gather(*(receive(pool, n) for n in range(50))), 20)
+        assert pool.used_slots == 0
+        pool.close()
+
+    asyncio.run(scenario())
+
+
 def test_threads_take_what_is_free_and_never_more() -> None:
     pool = SlotPool(64 * 4096, 4096)
     taken: list[Lease] = []

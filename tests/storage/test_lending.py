@@ -108,6 +108,18 @@ def test_room_that_is_given_up_leaves_nothing() -> None:
     assert tier.list() == []
 
 
+def test_no_more_room_than_a_quarter_of_the_tier() -> None:
+    """Or 128 MiB, and what is given up can be had again."""
+    tier = LMCLocalBackend(1 << 30)
+    metadata = metadata_of(64 << 20)
+    rooms = [tier.room(metadata) for _ in range(8)]
+    assert [room is not None for room in rooms] == [True] * 5 + [False] * 3
+    assert tier.put_bytes(key_of(1), metadata_of(9), (memoryview(bytes(9)),))
+    rooms.clear()
+    assert tier.room(metadata) is not None
+    tier.close()
+
+
 def test_no_room_for_what_is_not_kept(tier: Tier) -> None:
     assert tier.room(metadata_of(LIMIT + 1)) is None
     assert tier.room(metadata_of(0)) is None
