@@ -63,7 +63,7 @@ from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import WireError
 from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAGIC = b"LMCR-MP"
 PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
