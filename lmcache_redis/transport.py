@@ -11,6 +11,7 @@ from pathlib import Path
 
 import zmq
 
+from lmcache_redis.config import endpoint_path, why_unsafe
 from lmcache_redis.errors import ConfigError
 
 _HIGH_WATER_MARK = 10_000
@@ -18,8 +19,7 @@ _HIGH_WATER_MARK = 10_000
 
 def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
     """A ROUTER bound to ``endpoint``. Raises ``ConfigError`` where it cannot be bound."""
-    if endpoint.startswith("ipc://"):
-        _clear_stale_socket(Path(endpoint[len("ipc://") :]), endpoint)
+    _clear_stale_socket(endpoint_path(endpoint), endpoint)
     router = context.socket(zmq.ROUTER)
     # A closing agent has answered what it could; nothing is worth waiting for.
     router.setsockopt(zmq.LINGER, 0)
@@ -82,28 +82,19 @@ def _connect(dealer: zmq.Socket[bytes], endpoint: str) -> None:
     except zmq.ZMQError as error:
         dealer.close()
         raise ConfigError(
-            f"{endpoint!r} is no endpoint of an agent: use ipc://PATH or tcp://HOST:PORT"
+            f"{endpoint!r} is no endpoint of an agent: use ipc://PATH"
         ) from error
 
 
 def distrust(endpoint: str) -> str | None:
     """Why whoever listens at ``endpoint`` must not be believed, or None.
 
-    An agent writes into an engine's memory. The directory of an ipc:// endpoint must belong to
-    this user or to root, and nobody else may put a socket there.
+    An agent writes into an engine's memory: others must not be able to put a socket there.
     """
-    if not endpoint.startswith("ipc://"):
-        return None
-    directory = Path(endpoint[len("ipc://") :]).parent
     try:
-        found = directory.stat()
+        return why_unsafe(endpoint_path(endpoint).parent)
     except OSError:
         return None  # nobody can listen there
-    if found.st_uid not in (0, os.geteuid()):
-        return f"{directory} belongs to another user: choose another endpoint"
-    if found.st_mode & 0o022:
-        return f"others may write into {directory}: run `chmod 700 {directory}`"
-    return None
 
 
 def _clear_stale_socket(path: Path, endpoint: str) -> None:
