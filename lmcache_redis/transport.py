@@ -81,9 +81,7 @@ def _connect(dealer: zmq.Socket[bytes], endpoint: str) -> None:
         dealer.connect(endpoint)
     except zmq.ZMQError as error:
         dealer.close()
-        raise ConfigError(
-            f"{endpoint!r} is no endpoint of an agent: use ipc://PATH"
-        ) from error
+        raise ConfigError(f"{endpoint!r} is no endpoint of an agent: use ipc://PATH") from error
 
 
 def distrust(endpoint: str) -> str | None:
