@@ -1,6 +1,7 @@
 """Every ZeroMQ socket of the project is made here, with the reasons for its options.
 
-Engine side DEALER, agent side ROUTER. Frames are opaque to this module.
+Engine side DEALER, agent side ROUTER. Frames are opaque to this module, but for their size: one
+that is larger than a message may be is not received, and its connection is closed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import zmq
 
 from lmcache_redis.config import endpoint_path, why_unsafe
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.messages import MAX_MESSAGE_BYTES
 
-_HIGH_WATER_MARK = 10_000
+# Messages of one peer that wait to be read, or to be sent: more of an engine's wait at its side,
+# more answers for one that reads none are dropped.
+_INBOX = 64
+_OUTBOX = 1_000
 
 
 def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
@@ -23,8 +28,9 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.S
     router = context.socket(zmq.ROUTER)
     # A closing agent has answered what it could; nothing is worth waiting for.
     router.setsockopt(zmq.LINGER, 0)
-    router.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-    router.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+    router.setsockopt(zmq.SNDHWM, _OUTBOX)
+    router.setsockopt(zmq.RCVHWM, _INBOX)
+    router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     # A reconnecting client may come back under its identity before its old
     # connection is noticed to be gone.
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -66,8 +72,9 @@ def connect_watched_dealer(
 def _dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-    dealer.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+    dealer.setsockopt(zmq.SNDHWM, _OUTBOX)
+    dealer.setsockopt(zmq.RCVHWM, _OUTBOX)
+    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     # An agent that comes back is found within a tenth of a second.
     dealer.setsockopt(zmq.RECONNECT_IVL, 100)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)

@@ -7,11 +7,13 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis import native
@@ -20,6 +22,7 @@ from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.device.opening import export_kv_caches
 from lmcache_redis.keys import ObjectKey
 from tests.harness import WAIT_S, AgentServer, Engine, block_hashes
+from tests.servers import RedisServer
 
 HASHES = block_hashes("prompt", 8)
 NOBODY = 65534
@@ -126,3 +129,81 @@ def test_memory_that_comes_and_goes_under_copies_does_not_end_the_agent(
             over.set()
             thread.join()
         assert agent.running
+
+
+@contextmanager
+def dealer_at(agent: AgentServer) -> Iterator[zmq.Socket[bytes]]:
+    """A peer of our own making, which bounds nothing that it sends."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(agent.endpoint)
+    try:
+        yield dealer
+    finally:
+        dealer.disable_monitor()
+        context.destroy(linger=0)
+
+
+def say(dealer: zmq.Socket[bytes], question: m.Message) -> m.Answer:
+    dealer.send_multipart(m.encode(question))
+    assert dealer.poll(int(WAIT_S * 1000))
+    return m.decode_answer(dealer.recv_multipart())
+
+
+def peak_bytes(agent: AgentServer) -> int:
+    """The most memory that the agent has had."""
+    status = Path(f"/proc/{agent.pid}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) << 10
+
+
+def test_a_frame_that_is_too_large_is_not_received(agent: AgentServer) -> None:
+    with Engine(agent.endpoint) as engine:
+        engine.store("r0", HASHES, range(8))
+        before = peak_bytes(agent)
+        with dealer_at(agent) as dealer:
+            assert isinstance(say(dealer, m.Ping(1)), m.Pong)
+            events = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            dealer.send_multipart([m.PREAMBLE, bytes(512 << 20)], copy=False)
+            assert events.poll(int(WAIT_S * 1000)), "the agent closes the connection"
+        assert engine.lookup("r1", HASHES) == 128
+        assert engine.retrieve("r1", HASHES, range(20, 28)) == set()
+        assert peak_bytes(agent) - before < 128 << 20
+
+
+def test_a_message_of_the_largest_size_is_received(agent: AgentServer) -> None:
+    with dealer_at(agent) as dealer:
+        dealer.send_multipart([m.PREAMBLE, bytes(m.MAX_MESSAGE_BYTES)])
+        assert dealer.poll(int(WAIT_S * 1000))
+        answer = m.decode_answer(dealer.recv_multipart())
+        assert isinstance(answer, m.Failure)
+        assert answer.code == m.BAD_MESSAGE
+
+
+def test_names_are_bounded_and_their_sender_is_told(agent: AgentServer) -> None:
+    long = "x" * 1025
+    with dealer_at(agent) as dealer:
+        for hello in (m.Hello(7, long, "m", 1, None, "1"), m.Hello(7, "e", long, 1, None, "1")):
+            answer = say(dealer, hello)
+            assert isinstance(answer, m.Failure)
+            assert (answer.call_id, answer.code) == (7, m.BAD_MESSAGE)
+        assert isinstance(say(dealer, m.Hello(8, "e", "m", 1, None, "1")), m.Welcome)
+        answer = say(dealer, m.Lookup(9, long, m.ChunkNames((b"h",))))
+        assert isinstance(answer, m.Failure)
+        assert answer.call_id == 9
+        assert "1024" in answer.reason
+
+
+def test_peers_are_bounded(tmp_path: Path, redis_server: RedisServer) -> None:
+    """Those that are gone and did not say so count until the agent loses patience."""
+    options = {"heartbeat_timeout_s": 600}
+    with AgentServer(tmp_path / "agent", redis_server.unix_url, **options) as agent:
+        for number in range(m.MAX_PEERS):
+            with dealer_at(agent) as dealer:
+                hello = m.Hello(1, f"engine {number}", "m", 1, None, "1")
+                assert isinstance(say(dealer, hello), m.Welcome)
+        with dealer_at(agent) as dealer:
+            answer = say(dealer, m.Hello(1, "one more", "m", 1, None, "1"))
+            assert isinstance(answer, m.Failure)
+            assert answer.code == m.REFUSED
+            assert isinstance(say(dealer, m.Ping(2)), m.Pong)
