@@ -23,6 +23,8 @@ for _power, _letter in enumerate("KMGT", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
+_IPC = "ipc://"
+
 MIN_SLOT_BYTES = 4096
 # With a header of 512 bytes a value stays just under 1 MiB, a size class of Redis's allocator.
 DEFAULT_SLOT_BYTES = (1 << 20) - 4096
@@ -73,6 +75,24 @@ def default_endpoint() -> str:
     return f"ipc://{private_directory() / 'agent.sock'}"
 
 
+def endpoint_path(endpoint: str) -> Path:
+    """The socket of an ipc:// endpoint."""
+    return Path(endpoint.removeprefix(_IPC))
+
+
+def why_unsafe(directory: Path) -> str | None:
+    """Why others may put files into ``directory``, or None. Raises OSError where it is not there.
+
+    It must belong to this user or to root, a link to it as well, and only they may write into it.
+    """
+    found = directory.stat()
+    if not {found.st_uid, directory.lstat().st_uid} <= {0, os.geteuid()}:
+        return f"{directory} belongs to another user"
+    if found.st_mode & 0o022:
+        return f"others may write into {directory}: run `chmod go-w {directory}`"
+    return None
+
+
 def ensure_private(directory: Path) -> None:
     """Makes the directory (mode 0700), or raises ``ConfigError`` where others can enter it."""
     try:
@@ -114,7 +134,7 @@ class AgentConfig:
     """All settings of an agent. Raises ``ConfigError`` for impossible values."""
 
     endpoint: str = _setting(
-        "where engines find the agent: ipc://PATH, or tcp://HOST:PORT on a loopback address",
+        "where engines find the agent: ipc://PATH, in a directory that only its user may enter",
         default_factory=default_endpoint,
         shown="ipc:// in a private directory",
     )
@@ -218,7 +238,7 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.endpoint, str):
-            raise ConfigError(f"endpoint is {self.endpoint!r}: write ipc://PATH or tcp://HOST:PORT")
+            raise ConfigError(f"endpoint is {self.endpoint!r}: write ipc://PATH")
         _check_endpoint(self.endpoint)
         _between("agent_dead_after_s", self.agent_dead_after_s, 0.6, 60)
 
@@ -271,21 +291,17 @@ def _settable_by(setting: dataclasses.Field[Any]) -> str:
 
 
 def _check_endpoint(endpoint: str) -> None:
-    if endpoint.startswith("ipc://"):
-        path = endpoint[len("ipc://") :]
-        if not path.startswith("/") or len(path.encode()) > 100:
-            raise ConfigError(
-                f"--endpoint {endpoint}: an ipc:// endpoint is an absolute path "
-                "of at most 100 bytes"
-            )
-        return
-    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(\d{1,5})", endpoint)
-    if match is None or not 0 < int(match.group(2)) < 65_536:
-        raise ConfigError(f"--endpoint {endpoint}: write ipc://PATH or tcp://HOST:PORT")
-    if not (match.group(1) in ("localhost", "[::1]") or match.group(1).startswith("127.")):
+    if endpoint.startswith("tcp://"):
         raise ConfigError(
-            f"--endpoint {endpoint}: engine and agent share a machine and the protocol has no "
-            "password, so only loopback addresses are allowed"
+            f"--endpoint {endpoint}: tcp:// is no longer served, for any user of the machine could "
+            "connect to it; write ipc://PATH"
+        )
+    if not endpoint.startswith(_IPC):
+        raise ConfigError(f"--endpoint {endpoint}: write ipc://PATH")
+    path = endpoint_path(endpoint)
+    if not path.is_absolute() or len(os.fsencode(path)) > 100:
+        raise ConfigError(
+            f"--endpoint {endpoint}: an ipc:// endpoint is an absolute path of at most 100 bytes"
         )
 
 

@@ -44,7 +44,9 @@ each piece of one.
 Failure flows
 -------------
 - The preamble differs: ``FAILURE(VERSION_MISMATCH)`` with a sentence; the client stops asking.
-- A message cannot be decoded or breaks a bound: ``FAILURE(BAD_MESSAGE)``, nothing is done.
+- A message cannot be decoded or breaks a bound: ``FAILURE(BAD_MESSAGE)``, nothing is done. A frame
+  of more than ``MAX_MESSAGE_BYTES`` is not received: the connection is closed.
+- The agent has ``MAX_PEERS`` peers: ``FAILURE(REFUSED)`` to the ``HELLO`` of another.
 - The agent dies: its socket closes, the client fails every pending call, says ``HELLO`` until
   somebody answers, and registers again.
 - An engine dies or stays silent for longer than ``heartbeat_timeout_s``: the agent unpins its
@@ -67,12 +69,15 @@ PROTOCOL_VERSION = 2
 MAGIC = b"LMCR-MP"
 PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_PEERS = 512
 
 StorageHandle = SharedMemoryHandle | CudaIPCHandle
 Epoch = Annotated[bytes, msgspec.Meta(max_length=8)]
 # A block hash, and an adapter digest with a block hash: what may follow the epoch.
 HASH_BYTES_OF_AN_EPOCH = (32, 48)
 ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTES)]
+# What the agent keeps of a peer's text: a bound on each.
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class VersionMismatch(WireError):
@@ -91,11 +96,11 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Hello(Message, frozen=True, tag="HELLO"):
     """Opens a connection. ``worker_id`` is None for the scheduler and for tools."""
 
-    engine_id: str
-    model_name: str
+    engine_id: Name
+    model_name: Name
     world_size: int
     worker_id: int | None
-    package_version: str
+    package_version: Name
 
 
 class GetChunkSize(Message, frozen=True, tag="GET_CHUNK_SIZE"):
@@ -129,7 +134,7 @@ class ChunkNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Lookup(Message, frozen=True, tag="LOOKUP"):
     """How many leading ones of ``chunks`` can be had? Loads them into the host pool."""
 
-    request_id: str
+    request_id: Name
     chunks: ChunkNames
 
 
@@ -139,7 +144,7 @@ class Store(Message, frozen=True, tag="STORE"):
     ``event`` is a CUDA interprocess event after which the blocks may be read; None on the CPU.
     """
 
-    request_id: str
+    request_id: Name
     chunks: ChunkNames
     block_ids: tuple[int, ...]
     lease_ns: int
@@ -153,7 +158,7 @@ class Retrieve(Message, frozen=True, tag="RETRIEVE"):
     still be zeroing them. None on the CPU.
     """
 
-    request_id: str
+    request_id: Name
     chunks: ChunkNames
     block_ids: tuple[int, ...]
     skip_first_n_tokens: int
@@ -164,14 +169,14 @@ class Retrieve(Message, frozen=True, tag="RETRIEVE"):
 class ReleaseLocks(Message, frozen=True, tag="RELEASE_LOCKS"):
     """Unpins what a lookup of ``request_id`` pinned: ``chunks``."""
 
-    request_id: str
+    request_id: Name
     chunks: ChunkNames
 
 
 class EndSession(Message, frozen=True, tag="END_SESSION"):
     """The request is over: cancels its lookup, unpins everything it pinned."""
 
-    request_id: str
+    request_id: Name
 
 
 class Goodbye(Message, frozen=True, tag="GOODBYE"):
@@ -295,9 +300,15 @@ Answer = (
     | Failure
 )
 
+
+class _Envelope(msgspec.Struct):
+    call_id: int = 0
+
+
 _encoder = msgspec.msgpack.Encoder()
 _question_decoder = msgspec.msgpack.Decoder(Question)
 _answer_decoder = msgspec.msgpack.Decoder(Answer)
+_envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
 
 
 def encode(message: Message) -> list[bytes]:
@@ -330,6 +341,14 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[bytes]) -> A
         return decoder.decode(frames[1])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"a message that cannot be decoded: {error}") from error
+
+
+def call_id_of(frames: Sequence[bytes]) -> int:
+    """The call that a message which was refused names; 0 where it names none."""
+    try:
+        return _envelope_decoder.decode(frames[1]).call_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, IndexError):
+        return 0
 
 
 def addressed(answer: Answer, call_id: int) -> Answer:

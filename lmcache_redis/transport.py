@@ -1,6 +1,7 @@
 """Every ZeroMQ socket of the project is made here, with the reasons for its options.
 
-Engine side DEALER, agent side ROUTER. Frames are opaque to this module.
+Engine side DEALER, agent side ROUTER. Frames are opaque to this module, but for their size: one
+that is larger than a message may be is not received, and its connection is closed.
 """
 
 from __future__ import annotations
@@ -11,20 +12,25 @@ from pathlib import Path
 
 import zmq
 
+from lmcache_redis.config import endpoint_path, why_unsafe
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.messages import MAX_MESSAGE_BYTES
 
-_HIGH_WATER_MARK = 10_000
+# Messages of one peer that wait to be read, or to be sent: more of an engine's wait at its side,
+# more answers for one that reads none are dropped.
+_INBOX = 64
+_OUTBOX = 1_000
 
 
 def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
     """A ROUTER bound to ``endpoint``. Raises ``ConfigError`` where it cannot be bound."""
-    if endpoint.startswith("ipc://"):
-        _clear_stale_socket(Path(endpoint[len("ipc://") :]), endpoint)
+    _clear_stale_socket(endpoint_path(endpoint), endpoint)
     router = context.socket(zmq.ROUTER)
     # A closing agent has answered what it could; nothing is worth waiting for.
     router.setsockopt(zmq.LINGER, 0)
-    router.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-    router.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+    router.setsockopt(zmq.SNDHWM, _OUTBOX)
+    router.setsockopt(zmq.RCVHWM, _INBOX)
+    router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     # A reconnecting client may come back under its identity before its old
     # connection is noticed to be gone.
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -66,8 +72,9 @@ def connect_watched_dealer(
 def _dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-    dealer.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+    dealer.setsockopt(zmq.SNDHWM, _OUTBOX)
+    dealer.setsockopt(zmq.RCVHWM, _OUTBOX)
+    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     # An agent that comes back is found within a tenth of a second.
     dealer.setsockopt(zmq.RECONNECT_IVL, 100)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -81,29 +88,18 @@ def _connect(dealer: zmq.Socket[bytes], endpoint: str) -> None:
         dealer.connect(endpoint)
     except zmq.ZMQError as error:
         dealer.close()
-        raise ConfigError(
-            f"{endpoint!r} is no endpoint of an agent: use ipc://PATH or tcp://HOST:PORT"
-        ) from error
+        raise ConfigError(f"{endpoint!r} is no endpoint of an agent: use ipc://PATH") from error
 
 
 def distrust(endpoint: str) -> str | None:
     """Why whoever listens at ``endpoint`` must not be believed, or None.
 
-    An agent writes into an engine's memory. The directory of an ipc:// endpoint must belong to
-    this user or to root, and nobody else may put a socket there.
+    An agent writes into an engine's memory: others must not be able to put a socket there.
     """
-    if not endpoint.startswith("ipc://"):
-        return None
-    directory = Path(endpoint[len("ipc://") :]).parent
     try:
-        found = directory.stat()
+        return why_unsafe(endpoint_path(endpoint).parent)
     except OSError:
         return None  # nobody can listen there
-    if found.st_uid not in (0, os.geteuid()):
-        return f"{directory} belongs to another user: choose another endpoint"
-    if found.st_mode & 0o022:
-        return f"others may write into {directory}: run `chmod 700 {directory}`"
-    return None
 
 
 def _clear_stale_socket(path: Path, endpoint: str) -> None:

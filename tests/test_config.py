@@ -119,11 +119,8 @@ def test_a_host_pool_has_room_for_a_slot() -> None:
         AgentConfig(pool_bytes=MIB, slot_bytes=MIB)
 
 
-@pytest.mark.parametrize(
-    "endpoint",
-    ["ipc:///run/x/agent.sock", "tcp://127.0.0.1:7000", "tcp://localhost:1", "tcp://[::1]:65535"],
-)
-def test_endpoints_of_this_machine_are_accepted(endpoint: str) -> None:
+def test_an_endpoint_is_a_socket_of_this_machine() -> None:
+    endpoint = "ipc:///run/x/agent.sock"
     assert AgentConfig(endpoint=endpoint).endpoint == endpoint
     assert ClientConfig(endpoint=endpoint).endpoint == endpoint
 
@@ -136,13 +133,10 @@ def test_endpoints_of_this_machine_are_accepted(endpoint: str) -> None:
         "/run/agent.sock",
         "ipc://agent.sock",
         "ipc:///" + "x" * 100,
-        "tcp://127.0.0.1",
-        "tcp://127.0.0.1:0",
-        "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:7000",
+        "tcp://localhost:1",
+        "tcp://[::1]:65535",
         "tcp://*:7000",
-        "tcp://0.0.0.0:7000",
-        "tcp://10.1.2.3:7000",
-        "tcp://example.org:7000",
         "udp://127.0.0.1:7000",
     ],
 )
@@ -150,6 +144,12 @@ def test_other_endpoints_are_refused(endpoint: str) -> None:
     for config in (AgentConfig, ClientConfig):
         with pytest.raises(ConfigError, match="endpoint"):
             config(endpoint=endpoint)
+
+
+def test_tcp_is_refused_with_what_to_write_instead() -> None:
+    for config in (AgentConfig, ClientConfig):
+        with pytest.raises(ConfigError, match=r"any user of the machine.*write ipc://PATH"):
+            config(endpoint="tcp://127.0.0.1:7000")
 
 
 def test_the_default_endpoint_is_in_the_runtime_directory(

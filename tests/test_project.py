@@ -73,6 +73,7 @@ def test_the_compiled_part_is_there() -> None:
     if not shutil.which("gcc"):
         pytest.skip("no C compiler")
     assert native.moves is not None, native.why_not
+    assert native.guard is not None
 
 
 def test_the_agent_starts_without_torch() -> None:

@@ -103,9 +103,9 @@ class Core:
 
     @staticmethod
     def log_line(line: str | None) -> None:
-        """Logs a request's line, if there is one."""
+        """Logs a request's line, if there is one; `summary` has one for all of them."""
         if line is not None:
-            logger.info("%s", line)
+            logger.debug("%s", line)
 
 
 Reply = Callable[[m.Answer], None]

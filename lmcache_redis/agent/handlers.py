@@ -23,7 +23,7 @@ from lmcache_redis.agent.status import status_report
 from lmcache_redis.agent.stores import StoreJob
 from lmcache_redis.agent.writes import Writes
 from lmcache_redis.device.base import DeviceContext
-from lmcache_redis.device.handles import is_running
+from lmcache_redis.device.handles import check_owner, is_running
 from lmcache_redis.device.opening import open_device
 from lmcache_redis.errors import ConfigError, DeviceError, WireError
 from lmcache_redis.hashing import hash_chunks
@@ -168,13 +168,10 @@ class Handlers:
             )
             reply(m.Failure(0, m.REFUSED, reason))
             return
-        if not all(is_running(s.pid, s.pid_start_time) for s in question.storages):
-            reason = (
-                "the engine's process cannot be seen from the agent, so nobody would notice its "
-                "end: let both share one PID namespace (docker run --pid=container:NAME, "
-                "shareProcessNamespace in Kubernetes)"
-            )
-            reply(m.Failure(0, m.REFUSED, reason))
+        try:
+            _check_processes(question.storages)
+        except DeviceError as error:
+            reply(m.Failure(0, m.REFUSED, str(error)))
             return
         self._unregister(peer, "it registers anew")
         peer.mapping = True
@@ -314,6 +311,17 @@ def _check_blocks(
     num_blocks = registration.device.layout.num_blocks
     if block_ids and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
         raise WireError(f"a block id outside the {num_blocks} blocks of the KV cache")
+
+
+def _check_processes(storages: Sequence[m.StorageHandle]) -> None:
+    """Raises ``DeviceError`` unless they are processes of this user that the agent can watch."""
+    for pid, pid_start_time in {(each.pid, each.pid_start_time) for each in storages}:
+        check_owner(pid)
+        if not is_running(pid, pid_start_time):
+            raise DeviceError(
+                f"process {pid} is not the engine that registered: that one has ended, or runs "
+                "in another PID namespace"
+            )
 
 
 def _name(peer: Peer) -> str:

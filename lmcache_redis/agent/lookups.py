@@ -40,10 +40,6 @@ _MISSES = {
     ReadOutcome.CANCELLED: ("miss_deadline", "the load was cancelled"),
 }
 
-_SUSPICIOUS = {
-    ReadOutcome.CORRUPT, ReadOutcome.FOREIGN, ReadOutcome.TORN, ReadOutcome.INCOMPLETE
-}  # fmt: skip
-
 _FIRST_STRIPE = stripe_key(b"", 0)
 # The first chunks are on their way while slots are found for the next.
 _STRIPES_TOGETHER = 32
@@ -304,7 +300,6 @@ def _loaded(core: Core, form: ChunkForm, io: ChunkIO, outcome: ReadOutcome) -> N
     else:
         counter, reason = _MISSES[outcome]
         core.metrics.count(counter)
-        log = logger.warning if outcome in _SUSPICIOUS else logger.debug
-        log("chunk %s was not loaded: %s", io.frame.chunk_hash.hex()[:16], reason)
+        logger.debug("chunk %s was not loaded: %s", io.frame.chunk_hash.hex()[:16], reason)
     if core.fills.end(entry, filled=outcome is ReadOutcome.LOADED) and core.disk is not None:
         core.disk.offer(form, io.frame.chunk_hash, entry)

@@ -10,14 +10,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import zmq
 
 from lmcache_redis.agent.core import Core
 from lmcache_redis.agent.disk import Disk
 from lmcache_redis.agent.service import Service
-from lmcache_redis.config import AgentConfig, ensure_private
+from lmcache_redis.config import AgentConfig, endpoint_path, ensure_private
 from lmcache_redis.embedded import EmbeddedRedis
 from lmcache_redis.errors import ConfigError, DeviceError
 from lmcache_redis.hostpool import Arena
@@ -40,7 +39,7 @@ def run_agent(config: AgentConfig) -> int:
     """
     started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
-        _prepare_directory(config.endpoint)
+        ensure_private(endpoint_path(config.endpoint).parent)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.term)
         router = bind_router(context, config.endpoint)
@@ -63,12 +62,6 @@ def run_agent(config: AgentConfig) -> int:
         finally:
             _stop(service, core, config)
     return 0
-
-
-def _prepare_directory(endpoint: str) -> None:
-    """The directory of an ipc:// endpoint must be its owner's alone."""
-    if endpoint.startswith("ipc://"):
-        ensure_private(Path(endpoint[len("ipc://") :]).parent)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent.core import Core, Reply
 from lmcache_redis.agent.handlers import Handlers
 from lmcache_redis.agent.peers import Peer, Peers
+from lmcache_redis.agent.summary import summary
 from lmcache_redis.agent.writes import Writes
 from lmcache_redis.device.handles import process_start_time
 from lmcache_redis.errors import LMCacheRedisError, WireError
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.5
 _MESSAGES_A_ROUND = 64
+_SUMMARY_S = 60.0
 
 
 class Service:
@@ -42,7 +44,9 @@ class Service:
         self._agent_id = uuid.uuid4().hex
         self._start_time = process_start_time(os.getpid())
         self._stopping = False
+        self._summarised = core.metrics.snapshot()
         core.timers.after(_HOUSEKEEPING_S, self._housekeeping)
+        core.timers.after(_SUMMARY_S, self._summarise)
 
     def stop(self) -> None:
         """Ends ``run``, from any thread or a signal handler."""
@@ -76,6 +80,7 @@ class Service:
             time.sleep(0.005)
         if len(self.writes):
             logger.warning("%d chunks were not written before the agent stopped", len(self.writes))
+        self._log_summary()
 
     def _run_timers(self) -> float:
         try:
@@ -99,7 +104,7 @@ class Service:
             self._refuse(identity, 0, m.VERSION_MISMATCH, str(error))
             return
         except WireError as error:
-            self._refuse(identity, 0, m.BAD_MESSAGE, str(error))
+            self._refuse(identity, m.call_id_of(frames), m.BAD_MESSAGE, str(error))
             return
         reply = partial(self._reply, identity, question.call_id)
         if isinstance(question, m.Hello):
@@ -128,6 +133,9 @@ class Service:
     def _welcome(self, identity: bytes, hello: m.Hello, reply: Reply) -> None:
         # A client says HELLO until it is welcomed, so the same one may come several times.
         peer = self.peers.get(identity)
+        if peer is None and len(self.peers) >= m.MAX_PEERS:
+            reply(m.Failure(0, m.REFUSED, f"the agent has {m.MAX_PEERS} peers: start another one"))
+            return
         if peer is None or not peer.is_same(hello):
             for old in self.peers.add(Peer(identity, hello, time.monotonic())):
                 self._handlers.forget(old, "it has connected anew")
@@ -146,7 +154,7 @@ class Service:
 
     def _refuse(self, identity: bytes, call_id: int, code: str, reason: str) -> None:
         self.core.metrics.count("wire_errors")
-        logger.warning("refused a message: %s", reason)
+        logger.debug("refused a message: %s", reason)
         self._reply(identity, call_id, m.Failure(0, code, reason))
 
     def _reply(self, identity: bytes, call_id: int, answer: m.Answer) -> None:
@@ -155,6 +163,16 @@ class Service:
             self._router.send_multipart([identity, *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.debug("an answer found nobody: %s", error)
+
+    def _summarise(self) -> None:
+        self.core.timers.after(_SUMMARY_S, self._summarise)
+        self._log_summary()
+
+    def _log_summary(self) -> None:
+        before, self._summarised = self._summarised, self.core.metrics.snapshot()
+        line = summary(before, self._summarised)
+        if line is not None:
+            logger.log(*line)
 
     def _housekeeping(self) -> None:
         self.core.timers.after(_HOUSEKEEPING_S, self._housekeeping)

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from lmcache_redis.errors import WireError
 from lmcache_redis.hostpool import Entry, HostPool
+
+MAX_SESSIONS = 1 << 16
 
 SessionKey = tuple[str, str]  # engine id, request id
 PinKey = tuple[int, bytes]  # worker id, chunk hash
@@ -17,7 +20,7 @@ PinKey = tuple[int, bytes]  # worker id, chunk hash
 
 @dataclass
 class Tally:
-    """What happened to the chunks of one request, for its one line in the log."""
+    """What happened to the chunks of one request, for its line in the log."""
 
     asked: int = 0
     hit: int = 0
@@ -112,11 +115,15 @@ class Sessions:
     def open(self, key: SessionKey, now_s: float, *, for_lookup: bool = True) -> Session:
         """The session of a request, new or not; it lives ``timeout_s`` from now.
 
+        Raises ``WireError`` for a new one where there are ``MAX_SESSIONS``.
+
         Only a lookup has an end that its engine tells. A store or retrieve that finds no session
         comes without one, or after it: its session goes when it is over.
         """
         session = self._sessions.get(key)
         if session is None:
+            if len(self._sessions) >= MAX_SESSIONS:
+                raise WireError(f"{MAX_SESSIONS} requests are open and were not ended")
             session = self._sessions[key] = Session(key, self._pool)
             session.ended = not for_lookup
         session.ended = session.ended and not for_lookup

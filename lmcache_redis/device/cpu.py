@@ -3,16 +3,14 @@
 The engine's side moves each storage into POSIX shared memory (torch's file-descriptor
 way: created in /dev/shm, unlinked at once, held open by the storage) and names it
 ``/proc/<pid>/fd/<fd>``. The agent opens that name, makes sure that it got what was
-meant, and maps it shared. The kernel allows this to processes of one user that see each
-other's process ids: containers need one PID namespace. The engine's memory is never
-resized or truncated, and a mapping keeps it alive after the engine has died.
+meant, and maps it shared (`lmcache_redis.device.mapping`). The kernel allows this to processes of
+one user that see each other's process ids: containers need one PID namespace. A mapping keeps the
+engine's memory alive after the engine has died.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,10 +22,10 @@ from lmcache_redis.device.blocks import find_segments
 from lmcache_redis.device.calls import Calls
 from lmcache_redis.device.handles import SharedMemoryHandle, process_start_time
 from lmcache_redis.device.layout import KVLayout, Segment
+from lmcache_redis.device.mapping import SharedMapping
 from lmcache_redis.device.plan import Chunk, Copy, Planner, check_slots, chunks_of_call
 from lmcache_redis.device.tensors import view_tensors
 from lmcache_redis.errors import DeviceError
-from lmcache_redis.madvise import address_of, fault_in
 
 if TYPE_CHECKING:
     import torch
@@ -124,9 +122,9 @@ class CpuDevice:
         self.layout = layout
         self._planner = Planner(layout)
         self._calls = Calls()
-        self._maps: list[mmap.mmap] = []
+        self._maps: list[SharedMapping] = []
         try:
-            self._maps.extend(map(_map, handles))
+            self._maps.extend(map(SharedMapping, handles))
         except BaseException:
             self.close()
             raise
@@ -193,11 +191,15 @@ class CpuDevice:
     def _memory(self) -> Iterator[list[np.ndarray]]:
         """The storages as bytes. No array may outlive the block: it holds its mapping."""
         with self._calls.inside():
-            storages = [np.frombuffer(each, np.uint8) for each in self._maps]
+            for each in self._maps:
+                each.check()
+            storages = [np.frombuffer(each.memory, np.uint8) for each in self._maps]
             try:
                 yield storages
             finally:
                 storages.clear()
+            for each in self._maps:
+                each.check()
 
 
 def _refuse_late(until_ns: int | None) -> None:
@@ -208,47 +210,3 @@ def _refuse_late(until_ns: int | None) -> None:
 def _refuse_event(event: bytes | None) -> None:
     if event is not None:
         raise DeviceError("a CUDA event for a KV cache in CPU memory")
-
-
-def _map(handle: SharedMemoryHandle) -> mmap.mmap:
-    """Open, verify and map; every page is present afterwards, so that no copy faults."""
-    name = f"/proc/{handle.pid}/fd/{handle.fd}"
-    process_start_time(handle.pid)  # for its sentence, where there is no such process
-    try:
-        # O_PATH first: opening a device or a pipe that a forged handle names could do harm.
-        peek = os.open(name, os.O_PATH | os.O_CLOEXEC)
-        try:
-            _verify(handle, os.fstat(peek), name)
-            fd = os.open(f"/proc/self/fd/{peek}", os.O_RDWR | os.O_CLOEXEC)
-        finally:
-            os.close(peek)
-        try:
-            mapped = mmap.mmap(fd, handle.size_bytes)
-        finally:
-            os.close(fd)
-    except (OSError, ValueError) as error:
-        raise DeviceError(
-            f"the engine's KV cache cannot be opened as {name} ({error}): engine and agent must "
-            "run as one user, and containers must share one PID namespace "
-            "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)"
-        ) from error
-    # mmap(2) with MAP_POPULATE would do as well, but Python holds the GIL around it.
-    fault_in(address_of(mapped), handle.size_bytes, for_write=False)
-    return mapped
-
-
-def _verify(handle: SharedMemoryHandle, found: os.stat_result, name: str) -> None:
-    # After the opening: if that process still runs now, the name led into it then.
-    started = process_start_time(handle.pid)
-    if started != handle.pid_start_time:
-        raise DeviceError(
-            f"process {handle.pid} is not the engine that registered: that one has ended "
-            "(or runs in another PID namespace)"
-        )
-    same = (found.st_dev, found.st_ino) == (handle.device, handle.inode)
-    if not same or not stat.S_ISREG(found.st_mode):
-        raise DeviceError(f"{name} is no longer the memory that was registered")
-    if found.st_size < handle.size_bytes:
-        raise DeviceError(
-            f"{name} has {found.st_size} bytes, the engine registered {handle.size_bytes}"
-        )

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import stat
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -273,18 +274,23 @@ def _check_exporter(handle: CudaIPCHandle) -> None:
 
 
 def _check_shared_memory(handle: CudaIPCHandle) -> None:
-    """Raise DeviceError unless this process has the exporter's ``/dev/shm``.
+    """Raise DeviceError unless this process has the exporter's ``/dev/shm``, as the same user.
 
     Without it memory is opened all the same, and no event is: CUDA keeps those that processes share
     in shared memory. Every copy would fail then. Torch's counter, which the exporter holds as long
     as the storage, tells.
     """
-    if not os.path.exists(_SHM_DIRECTORY + handle.ref_counter_handle.decode("ascii")):
+    name = _SHM_DIRECTORY + handle.ref_counter_handle.decode("ascii")
+    try:
+        found = os.lstat(name)
+    except OSError as error:
         raise DeviceError(
             f"{_SHM_DIRECTORY} of the engine's process {handle.pid} is another than the agent's, "
             "and CUDA's events need it: containers must share one IPC namespace "
             "(docker run --ipc=container:NAME, or one pod)"
-        )
+        ) from error
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():  # torch writes to it
+        raise DeviceError(f"{name} is no memory of this user: run engine and agent as one")
 
 
 def _flat(storage: torch.UntypedStorage) -> torch.Tensor:

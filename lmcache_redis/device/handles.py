@@ -71,12 +71,33 @@ def process_start_time(pid: int) -> int:
         with open(f"/proc/{int(pid)}/stat", "rb") as stat:
             fields = stat.read()
     except OSError as error:
-        raise DeviceError(
-            f"process {pid} cannot be seen ({os.strerror(error.errno or 0)}): it has ended, or it "
-            "runs in another container; let engine and agent share one PID namespace"
-        ) from error
+        raise _unseen(pid, error) from error
     # The command name, field 2, may itself hold spaces and parentheses.
     return int(fields[fields.rindex(b")") + 2 :].split()[19])
+
+
+def check_owner(pid: int) -> None:
+    """Raise DeviceError unless process ``pid`` runs as this process's effective user.
+
+    Its end is not seen here: `is_running` after this tells that it was the right process.
+    """
+    try:
+        owner = os.stat(f"/proc/{int(pid)}").st_uid
+    except OSError as error:
+        raise _unseen(pid, error) from error
+    if owner != os.geteuid():
+        raise DeviceError(
+            f"process {pid} runs as user {owner} and this one as user {os.geteuid()}: run engine "
+            "and agent as one user (docker run --user, runAsUser in Kubernetes)"
+        )
+
+
+def _unseen(pid: int, error: OSError) -> DeviceError:
+    return DeviceError(
+        f"process {pid} cannot be seen ({os.strerror(error.errno or 0)}): it has ended, or it "
+        "runs in another container; let engine and agent share one PID namespace "
+        "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)"
+    )
 
 
 def is_running(pid: int, pid_start_time: int) -> bool:

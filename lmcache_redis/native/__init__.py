@@ -3,10 +3,14 @@
 `moves` is the module that `module.c` makes, or None where it was not built (no C compiler when the
 package was installed) or is not wanted (LMCACHE_REDIS_NATIVE=0); `why_not` says which. Without it
 everything works the same, moved by Python: slower for small stripes, and with more CPU time.
+
+`guard` is what `guard.c` makes, or None for the same reasons. Without it an engine that takes its
+memory away while it is being copied ends the agent (`lmcache_redis.device.mapping`).
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from types import ModuleType
 from typing import Final
@@ -14,17 +18,17 @@ from typing import Final
 SWITCH: Final = "LMCACHE_REDIS_NATIVE"
 
 
-def _load() -> tuple[ModuleType | None, str]:
+def _load(name: str) -> tuple[ModuleType | None, str]:
     if os.environ.get(SWITCH, "") == "0":
         return None, f"{SWITCH}=0 is set"
     try:
-        from lmcache_redis.native import _moves
+        return importlib.import_module(f"lmcache_redis.native.{name}"), ""
     except ImportError as error:
         return None, (
             f"the compiled part of lmcache_redis is missing ({error}): install a C compiler "
             "(gcc) and reinstall the package"
         )
-    return _moves, ""
 
 
-moves, why_not = _load()
+moves, why_not = _load("_moves")
+guard, _ = _load("_guard")

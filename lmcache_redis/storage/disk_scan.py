@@ -21,7 +21,7 @@ from pathlib import Path
 from lmcache_redis.errors import FormatError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import RemoteMetadata
-from lmcache_redis.storage.disk_files import LOCK_NAME
+from lmcache_redis.storage.disk_files import LOCK_NAME, open_file, remove_file
 from lmcache_redis.storage.disk_format import (
     FANOUT_NAME,
     FILE_NAME,
@@ -118,7 +118,7 @@ class Scan:
             self._remove(path, "its chunk was stored again")
 
     def _described(self, path: str, named: re.Match[str]) -> FoundFile:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = open_file(path)
         try:
             # Without this the kernel reads ahead, 128 KiB for each file.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -141,7 +141,7 @@ class Scan:
     def _remove(self, path: str, why: str) -> None:
         logger.warning("%s is removed: %s", path, why)
         try:
-            os.unlink(path)
+            remove_file(path)
         except OSError as error:
             logger.warning("%s could not be removed: %s", path, error.strerror)
 

@@ -142,9 +142,14 @@ def test_a_damaged_value_is_a_miss(
     for name, tensor in stored.caches[0].items():
         assert torch.equal(tensor[20:24], before[0][name][20:24])  # never data in a block
     # On a busy machine the first lookup may have given up before the value was looked at.
+    counter = "miss_foreign" if where == "type" else "miss_corrupt"
     wait_until(
-        lambda: stored.lookup("r2", HASHES) == 0 and "WARNING" in agent.log, what="a warning"
+        lambda: stored.lookup("r2", HASHES) == 0 and agent.counter(counter) > 0, what=counter
     )
+    assert agent.terminate() == 0
+    (line,) = [line for line in agent.log.splitlines() if "since the last such line" in line]
+    assert "WARNING" in line
+    assert counter in line
 
 
 def test_the_agent_starts_before_redis(tmp_path: Path) -> None:

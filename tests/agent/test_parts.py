@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
+from lmcache_redis.agent import sessions as sessions_module
 from lmcache_redis.agent.fills import Fills
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.agent.timers import Timers
+from lmcache_redis.errors import WireError
 from lmcache_redis.hostpool import HostPool
 
 
@@ -119,3 +123,15 @@ def test_a_session_cancels_its_lookup_when_it_ends() -> None:
     sessions.end(session)
     assert cancelled == [True]
     assert len(sessions) == 0
+
+
+def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 2)
+    sessions = Sessions(HostPool(1), timeout_s=10)
+    first = sessions.open(("e", "1"), 0.0)
+    sessions.open(("e", "2"), 0.0)
+    with pytest.raises(WireError, match="2 requests are open"):
+        sessions.open(("e", "3"), 0.0)
+    assert sessions.open(("e", "1"), 0.0) is first
+    sessions.end(first)
+    sessions.open(("e", "3"), 0.0)

@@ -124,8 +124,8 @@ def test_no_agent_is_one_sentence(command: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--endpoint", "nowhere"], "--endpoint nowhere: write ipc://PATH or tcp://HOST:PORT"),
-        (["--endpoint", "tcp://0.0.0.0:7000"], "only loopback addresses are allowed"),
+        (["--endpoint", "nowhere"], "--endpoint nowhere: write ipc://PATH"),
+        (["--endpoint", "tcp://127.0.0.1:7000"], "tcp:// is no longer served"),
         (["--pool-bytes", "lots"], "--pool-bytes: 'lots' is no size"),
         (["--copy-threads", "0"], "--copy-threads is 0: set it to 1 to 64"),
         (["--device", "tpu"], "--device is 'tpu': choose one of auto, cpu, cuda"),

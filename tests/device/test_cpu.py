@@ -16,12 +16,12 @@ import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_redis.device import cpu
 from lmcache_redis.device.base import DeviceContext
 from lmcache_redis.device.cpu import CpuDevice, SharedCaches, share_kv_caches
 from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
+from lmcache_redis.madvise import address_of
 from tests.device.exporter import BLOCKS, LAYERS, TOKENS, Exporter, bytes_of, make_caches
 from tests.device.layouts import (
     Call,
@@ -286,6 +286,7 @@ class TestRefused:
             (lambda h: {"inode": h.inode + 1}, "no longer the memory"),
             (lambda h: {"device": h.device + 1}, "no longer the memory"),
             (lambda h: {"size_bytes": h.size_bytes + 4096}, "has .* bytes, the engine registered"),
+            (lambda h: {"fd": 2**63}, "cannot be opened"),
         ],
     )
     def test_a_handle(
@@ -307,7 +308,7 @@ class TestRefused:
             forged = msgspec.structs.replace(
                 handles[0], fd=read_end, device=found.st_dev, inode=found.st_ino
             )
-            with pytest.raises(DeviceError, match="no longer the memory"):
+            with pytest.raises(DeviceError, match="no shared memory"):
                 CpuDevice(layout, [forged, *handles[1:]])
         finally:
             os.close(read_end)
@@ -405,7 +406,7 @@ class TestClose:
         _, layout, handles = own
         device = CpuDevice(layout, handles)
         for mapping, handle in zip(device._maps, handles, strict=True):
-            assert resident_bytes(cpu.address_of(mapping)) >= handle.size_bytes
+            assert resident_bytes(address_of(mapping.memory)) >= handle.size_bytes
         device.close()
 
 

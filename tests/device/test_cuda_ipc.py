@@ -238,6 +238,23 @@ class TestOpening:
         with pytest.raises(DeviceError, match="one IPC namespace"):
             cuda_ipc._check_shared_memory(handle(ref_counter_handle=name))
 
+    def test_a_counter_that_is_no_memory_of_this_user(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """Torch would write to it."""
+        monkeypatch.setattr(cuda_ipc, "_SHM_DIRECTORY", str(tmp_path))
+        counter = tmp_path / "torch_12_345_0"
+        (tmp_path / "elsewhere").touch()
+        counter.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(DeviceError, match="no memory of this user"):
+            cuda_ipc._check_shared_memory(handle())
+        counter.unlink()
+        counter.touch()
+        cuda_ipc._check_shared_memory(handle())
+        monkeypatch.setattr(os, "geteuid", lambda: counter.stat().st_uid + 1)
+        with pytest.raises(DeviceError, match="no memory of this user"):
+            cuda_ipc._check_shared_memory(handle())
+
     def test_what_cuda_will_not_open(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         def refuse(*args: Any) -> None:
             assert args == (1, RAW, 96, 512, b"/torch_12_345_0", 7, bytes(64), False)

@@ -300,10 +300,10 @@ def test_a_file_that_may_not_be_opened_now_is_kept(
     fill(tier, [1])
     really_open = os.open
 
-    def fail(path: str, *more: int) -> int:
+    def fail(path: str, *more: int, **where: int) -> int:
         if str(path).endswith(".lmcr"):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return really_open(path, *more)
+        return really_open(path, *more, **where)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", fail)

@@ -131,7 +131,7 @@ def test_a_full_disk_stores_nothing_more(directory: Path) -> None:
     """ENOSPC, of a file system of one mebibyte in a mount namespace of the process."""
     directory.mkdir()
     unshare = ["unshare", "--mount", "sh", "-c"]
-    mount = f"mount -t tmpfs -o size=1m none {directory}"
+    mount = f"mount -t tmpfs -o size=1m,mode=700 none {directory}"
     try:
         possible = subprocess.run([*unshare, mount], capture_output=True, check=False)
     except FileNotFoundError:

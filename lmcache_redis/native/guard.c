@@ -1,0 +1,160 @@
+/* Mappings of memory that other processes may truncate: an access to them does not end this one.
+
+   An access to a shared mapping behind the end of its file raises SIGBUS. For a mapping that was added
+   here the handler puts fresh pages in its place, marks it as lost, and lets the access go on: whoever
+   copied asks afterwards (libwayland does so with the pools of its clients). Any other SIGBUS goes to
+   whom it would have gone before. _guard.pyi has the Python side.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h> /* setup.py limits it to the stable ABI */
+
+#include <errno.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/mman.h>
+
+#define MOST_GUARDS 4096
+
+/* Written under the GIL, read by the handler at any moment. start is 0 where there is none. */
+typedef struct {
+    _Atomic(uintptr_t) start;
+    _Atomic(size_t) nbytes;
+    _Atomic(bool) lost;
+} Guard;
+
+static Guard guards[MOST_GUARDS];
+static _Atomic(int) used; /* guards before this one have been in use */
+static struct sigaction previous;
+static bool installed;
+
+static Guard *guard_of(uintptr_t address, uintptr_t *start, size_t *nbytes)
+{
+    for (int i = 0; i < atomic_load(&used); i++) {
+        *start = atomic_load(&guards[i].start);
+        *nbytes = atomic_load(&guards[i].nbytes);
+        const bool whole = *start != 0 && *start == atomic_load(&guards[i].start);
+        if (whole && address >= *start && address - *start < *nbytes) {
+            return &guards[i];
+        }
+    }
+    return NULL;
+}
+
+static void on_sigbus(int signum, siginfo_t *info, void *Py_UNUSED(context))
+{
+    const int before = errno;
+    uintptr_t start;
+    size_t nbytes;
+    Guard *guard = NULL;
+    if (info->si_code > 0) { /* an access, no kill(2) */
+        guard = guard_of((uintptr_t)info->si_addr, &start, &nbytes);
+    }
+    if (guard != NULL) {
+        atomic_store(&guard->lost, true);
+        const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
+        if (mmap((void *)start, nbytes, PROT_READ | PROT_WRITE, flags, -1, 0) != MAP_FAILED) {
+            errno = before;
+            return;
+        }
+    }
+    /* The access is made again, or the signal sent again, and meets the previous handler. */
+    sigaction(SIGBUS, &previous, NULL);
+    if (info->si_code <= 0) {
+        raise(signum);
+    }
+    errno = before;
+}
+
+static bool install(void)
+{
+    if (!installed) {
+        struct sigaction action = {.sa_sigaction = on_sigbus, .sa_flags = SA_SIGINFO | SA_ONSTACK};
+        sigemptyset(&action.sa_mask);
+        if (sigaction(SIGBUS, &action, &previous) != 0) {
+            PyErr_SetFromErrno(PyExc_OSError);
+            return false;
+        }
+        installed = true;
+    }
+    return true;
+}
+
+static PyObject *add(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    unsigned long long start;
+    Py_ssize_t nbytes;
+    if (!PyArg_ParseTuple(args, "Kn", &start, &nbytes)) {
+        return NULL;
+    }
+    if (start == 0 || nbytes <= 0) {
+        PyErr_SetString(PyExc_ValueError, "an empty mapping");
+        return NULL;
+    }
+    if (!install()) {
+        return NULL;
+    }
+    for (int i = 0; i < MOST_GUARDS; i++) {
+        if (atomic_load(&guards[i].start) == 0) {
+            atomic_store(&guards[i].nbytes, (size_t)nbytes);
+            atomic_store(&guards[i].lost, false);
+            atomic_store(&guards[i].start, (uintptr_t)start);
+            if (i >= atomic_load(&used)) {
+                atomic_store(&used, i + 1);
+            }
+            return PyLong_FromLong(i);
+        }
+    }
+    PyErr_Format(PyExc_OSError, "%d mappings are guarded already", MOST_GUARDS);
+    return NULL;
+}
+
+static Guard *numbered(PyObject *args)
+{
+    int number;
+    if (!PyArg_ParseTuple(args, "i", &number)) {
+        return NULL;
+    }
+    if (number < 0 || number >= MOST_GUARDS || atomic_load(&guards[number].start) == 0) {
+        PyErr_Format(PyExc_ValueError, "%d is no guarded mapping", number);
+        return NULL;
+    }
+    return &guards[number];
+}
+
+static PyObject *is_lost(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    Guard *guard = numbered(args);
+    return guard == NULL ? NULL : PyBool_FromLong(atomic_load(&guard->lost));
+}
+
+static PyObject *drop(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    Guard *guard = numbered(args);
+    if (guard == NULL) {
+        return NULL;
+    }
+    atomic_store(&guard->start, 0);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"add", add, METH_VARARGS, "Guard a mapping; see _guard.pyi."},
+    {"is_lost", is_lost, METH_VARARGS, "Whether an access to it would have been SIGBUS."},
+    {"drop", drop, METH_VARARGS, "Guard it no longer."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "_guard",
+    .m_doc = "Mappings that other processes may truncate; see _guard.pyi.",
+    .m_size = -1,
+    .m_methods = methods,
+};
+
+PyMODINIT_FUNC PyInit__guard(void)
+{
+    return PyModule_Create(&definition);
+}

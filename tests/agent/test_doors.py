@@ -1,0 +1,209 @@
+"""Peers that name what is not theirs, take back what they gave, or send too much."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from lmcache_redis import messages as m
+from lmcache_redis import native
+from lmcache_redis.device.handles import process_start_time
+from lmcache_redis.device.layout import KVLayout
+from lmcache_redis.device.opening import export_kv_caches
+from lmcache_redis.keys import ObjectKey
+from tests.harness import WAIT_S, AgentServer, Engine, block_hashes
+from tests.servers import RedisServer
+
+HASHES = block_hashes("prompt", 8)
+NOBODY = 65534
+
+
+@pytest.fixture
+def foreign() -> Iterator[int]:
+    """A process of another user."""
+    if os.geteuid() != 0:
+        yield 1
+        return
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, user=NOBODY) as process:
+        yield process.pid
+
+
+def registration_of(engine: Engine, **changes: Any) -> m.RegisterKVCache:
+    """The question by which the engine's worker registered, with other handles."""
+    exported = export_kv_caches(engine.caches[0], engine.num_blocks)
+    layout = KVLayout(
+        (("rank", "0"),), "float32", "cpu", engine.block_size_tokens, engine.num_blocks,
+        exported.segments, exported.page_format,
+    )  # fmt: skip
+    storages = tuple(msgspec.structs.replace(each, **changes) for each in exported.storages)
+    kv_rank = ObjectKey.ComputeKVRank(1, 0, 1, 0)
+    return m.RegisterKVCache(0, kv_rank, layout, layout.fingerprint(64), storages)
+
+
+def ask(engine: Engine, question: m.RegisterKVCache) -> m.Answer:
+    fields = {name: getattr(question, name) for name in question.__struct_fields__[1:]}
+    call = engine.workers[0].link.submit(type(question), **fields)
+    assert call.wait(WAIT_S)
+    assert call.answer is not None
+    return call.answer
+
+
+def test_a_process_of_another_user_is_refused(agent: AgentServer, foreign: int) -> None:
+    with Engine(agent.endpoint) as engine:
+        assert isinstance(ask(engine, registration_of(engine)), m.Done)
+        start = process_start_time(foreign)
+        answer = ask(engine, registration_of(engine, pid=foreign, pid_start_time=start))
+        assert isinstance(answer, m.Failure)
+        assert answer.code == m.REFUSED
+        assert f"process {foreign} runs as user" in answer.reason
+        assert "as one user" in answer.reason
+        # What was registered before stays: the refused message changes nothing.
+        engine.store("r", HASHES, range(8))
+        assert engine.lookup("r", HASHES) == 128
+
+
+@contextmanager
+def truncated(engine: Engine) -> Iterator[None]:
+    """The engine's memory is gone; its tensors must not be touched meanwhile."""
+    storage = {t.untyped_storage()._cdata: t.untyped_storage() for t in engine.caches[0].values()}
+    sizes = dict(each._share_fd_cpu_() for each in storage.values())
+    for fd in sizes:
+        os.ftruncate(fd, 0)
+    try:
+        yield
+    finally:
+        for fd, size_bytes in sizes.items():
+            os.ftruncate(fd, size_bytes)
+
+
+def test_an_engine_that_truncates_its_memory_loses_its_copies_alone(agent: AgentServer) -> None:
+    with Engine(agent.endpoint) as engine, Engine(agent.endpoint) as other:
+        engine.store("r0", HASHES, range(8))
+        with truncated(engine):
+            engine.store("r1", block_hashes("other", 8), range(8))
+            assert agent.counter("drop_device_error") == 2
+            assert engine.lookup("r2", HASHES) == 128
+            assert engine.retrieve("r2", HASHES, range(8)) == set(range(8))
+            assert agent.counter("retrieves_failed") == 1
+        assert "Traceback" not in agent.log
+        other.randomize(range(8))
+        other.store("r3", block_hashes("third", 8), range(8))
+        assert other.lookup("r4", block_hashes("third", 8)) == 128
+        assert other.retrieve("r4", block_hashes("third", 8), range(20, 28)) == set()
+        for tensor in other.caches[0].values():
+            assert torch.equal(tensor[:8], tensor[20:28])
+
+
+@pytest.mark.skipif(native.guard is None, reason="the compiled part is not there")
+def test_memory_that_comes_and_goes_under_copies_does_not_end_the_agent(
+    agent: AgentServer,
+) -> None:
+    with Engine(agent.endpoint, layers=24, width=512) as engine:
+        over = threading.Event()
+
+        def come_and_go() -> None:
+            while not over.is_set():
+                with truncated(engine):
+                    pass
+
+        thread = threading.Thread(target=come_and_go)
+        thread.start()
+        try:
+            # Until it has gone while a copy was in progress, or for so many copies.
+            for number in range(100):
+                hashes = block_hashes(f"prompt {number}", 8)
+                engine.store(f"r{number}", hashes, range(8))
+                if agent.counter("drop_device_error"):
+                    break
+        finally:
+            over.set()
+            thread.join()
+        assert agent.running
+
+
+@contextmanager
+def dealer_at(agent: AgentServer) -> Iterator[zmq.Socket[bytes]]:
+    """A peer of our own making, which bounds nothing that it sends."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(agent.endpoint)
+    try:
+        yield dealer
+    finally:
+        dealer.disable_monitor()
+        context.destroy(linger=0)
+
+
+def say(dealer: zmq.Socket[bytes], question: m.Message) -> m.Answer:
+    dealer.send_multipart(m.encode(question))
+    assert dealer.poll(int(WAIT_S * 1000))
+    return m.decode_answer(dealer.recv_multipart())
+
+
+def peak_bytes(agent: AgentServer) -> int:
+    """The most memory that the agent has had."""
+    status = Path(f"/proc/{agent.pid}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) << 10
+
+
+def test_a_frame_that_is_too_large_is_not_received(agent: AgentServer) -> None:
+    with Engine(agent.endpoint) as engine:
+        engine.store("r0", HASHES, range(8))
+        before = peak_bytes(agent)
+        with dealer_at(agent) as dealer:
+            assert isinstance(say(dealer, m.Ping(1)), m.Pong)
+            events = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            dealer.send_multipart([m.PREAMBLE, bytes(512 << 20)], copy=False)
+            assert events.poll(int(WAIT_S * 1000)), "the agent closes the connection"
+        assert engine.lookup("r1", HASHES) == 128
+        assert engine.retrieve("r1", HASHES, range(20, 28)) == set()
+        assert peak_bytes(agent) - before < 128 << 20
+
+
+def test_a_message_of_the_largest_size_is_received(agent: AgentServer) -> None:
+    with dealer_at(agent) as dealer:
+        dealer.send_multipart([m.PREAMBLE, bytes(m.MAX_MESSAGE_BYTES)])
+        assert dealer.poll(int(WAIT_S * 1000))
+        answer = m.decode_answer(dealer.recv_multipart())
+        assert isinstance(answer, m.Failure)
+        assert answer.code == m.BAD_MESSAGE
+
+
+def test_names_are_bounded_and_their_sender_is_told(agent: AgentServer) -> None:
+    long = "x" * 1025
+    with dealer_at(agent) as dealer:
+        for hello in (m.Hello(7, long, "m", 1, None, "1"), m.Hello(7, "e", long, 1, None, "1")):
+            answer = say(dealer, hello)
+            assert isinstance(answer, m.Failure)
+            assert (answer.call_id, answer.code) == (7, m.BAD_MESSAGE)
+        assert isinstance(say(dealer, m.Hello(8, "e", "m", 1, None, "1")), m.Welcome)
+        answer = say(dealer, m.Lookup(9, long, m.ChunkNames((b"h",))))
+        assert isinstance(answer, m.Failure)
+        assert answer.call_id == 9
+        assert "1024" in answer.reason
+
+
+def test_peers_are_bounded(tmp_path: Path, redis_server: RedisServer) -> None:
+    """Those that are gone and did not say so count until the agent loses patience."""
+    options = {"heartbeat_timeout_s": 600}
+    with AgentServer(tmp_path / "agent", redis_server.unix_url, **options) as agent:
+        for number in range(m.MAX_PEERS):
+            with dealer_at(agent) as dealer:
+                hello = m.Hello(1, f"engine {number}", "m", 1, None, "1")
+                assert isinstance(say(dealer, hello), m.Welcome)
+        with dealer_at(agent) as dealer:
+            answer = say(dealer, m.Hello(1, "one more", "m", 1, None, "1"))
+            assert isinstance(answer, m.Failure)
+            assert answer.code == m.REFUSED
+            assert isinstance(say(dealer, m.Ping(2)), m.Pong)
