@@ -18,9 +18,7 @@ def _fault() -> str:
 class FaultyConnector(LMCacheRedisConnector):
     """Reads from a file, at each step, what is to go wrong."""
 
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if _fault() == "scheduler" and num_external_tokens:
             self._scheduler.allocated = None  # type: ignore[union-attr, method-assign, assignment]
         super().update_state_after_alloc(request, blocks, num_external_tokens)
