@@ -32,7 +32,8 @@ Leases
 share because they share a machine. The engine keeps the blocks as they are until the answer
 comes or the lease has run out. The agent starts no copy after the lease, and throws
 away what it read if the lease ran out meanwhile. So a slow or stopped agent can neither cache
-bytes of reused blocks nor, beyond the one copy in progress, write into them.
+bytes of reused blocks nor, beyond the piece of a copy in progress (1 MiB on the CPU), write
+into them.
 
 Failure flows
 -------------
