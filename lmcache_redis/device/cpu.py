@@ -208,11 +208,13 @@ def _in_time(copies: Iterable[Copy], until_ns: int | None) -> Iterator[Copy]:
     """
     left = 0  # of the piece in progress
     for copy in copies:
+        if copy.nbytes <= left:
+            left -= copy.nbytes
+            yield copy
+            continue
         for part in _cut(copy):
-            left -= part.nbytes
-            if left < 0:
-                _refuse_late(until_ns)
-                left = _PIECE_BYTES - part.nbytes
+            _refuse_late(until_ns)
+            left = _PIECE_BYTES - part.nbytes
             yield part
 
 
