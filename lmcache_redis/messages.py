@@ -214,7 +214,10 @@ class LookupResult(Message, frozen=True, tag="LOOKUP_RESULT"):
 
 
 class StoreResult(Message, frozen=True, tag="STORE_RESULT"):
-    """Answers ``STORE``: the blocks are no longer read. The three counts add up to the chunks."""
+    """Answers ``STORE``: the blocks are no longer read. The three counts add up to the chunks.
+
+    ``already_cached``: held by the host pool before. What Redis has is found out when it is written.
+    """
 
     stored: int
     already_cached: int

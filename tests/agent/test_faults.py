@@ -86,6 +86,36 @@ def test_redis_is_stopped_during_a_lookup(
     )
 
 
+def test_redis_is_stopped_when_the_first_store_comes(
+    agent: AgentServer, redis_server: RedisServer
+) -> None:
+    """The engine has its blocks back within the lease, and the chunks hit in the host pool."""
+    with Engine(agent.endpoint) as engine:
+        engine.randomize(range(8))
+        before = engine.snapshot()
+        redis_server.stop()
+        call = engine.workers[0].link.submit(
+            m.Store,
+            request_id="r1",
+            chunks=m.ChunkNames((HASHES[3], HASHES[7])),
+            block_ids=tuple(range(8)),
+            lease_ns=time.monotonic_ns() + int(1.5e9),
+        )
+        assert call.wait(SLACK_S)
+        assert call.answer == m.StoreResult(call.call_id, 2, 0, 0)
+        assert engine.lookup("r2", HASHES) == 128
+        assert engine.retrieve("r2", HASHES, range(20, 28)) == set()
+        for name, tensor in engine.caches[0].items():
+            assert torch.equal(tensor[20:28], before[0][name][:8])
+        # Not before somebody wants them again: the writes have failed by then.
+        wait_until(lambda: agent.counter("drop_redis_error") == 2, what="two counted drops")
+        redis_server.cont()
+        wait_until(lambda: agent.status()["redis"]["up"], 1.0 + SLACK_S, "Redis back")
+        assert agent.counter("stored_chunks") == 0
+        engine.store("r3", HASHES, range(8))
+        wait_until(lambda: agent.counter("stored_chunks") == 2, what="the chunks in Redis")
+
+
 def test_redis_is_full_and_evicts_nothing(
     agent: AgentServer, stored: Engine, redis_server: RedisServer
 ) -> None:

@@ -187,19 +187,26 @@ def test_tokens_are_hashed_by_the_agent(agent: AgentServer) -> None:
         assert_blocks_equal(engine, before, {n: 20 + n for n in range(8)})
 
 
-def test_a_chunk_is_stored_once(agent: AgentServer) -> None:
+def test_a_chunk_is_stored_once(agent: AgentServer, redis_server: RedisServer) -> None:
+    def sets() -> int:
+        with redis_server.client() as client:
+            return int(client.info("commandstats")["cmdstat_set"]["calls"])
+
     hashes = block_hashes("prompt", 8)
     with Engine(agent.endpoint) as engine:
         for request_id in ("r1", "r2", "r3"):
             engine.store(request_id, hashes, range(8))
         agent.wait_idle()
         assert agent.counter("stored_chunks") == 2
+        sent = sets()
         agent.restart()
         engine.wait_ready()
         engine.store("r4", hashes, range(8))
         agent.wait_idle()
+        assert agent.counter("gathered_chunks") == 2  # nobody waits for Redis to say that it has it
         assert agent.counter("stored_chunks") == 0
         assert agent.counter("skipped_chunks") == 2
+        assert sets() == sent
 
 
 def test_each_store_is_reported_once_and_only_when_the_engine_has_finished(
