@@ -16,7 +16,8 @@ Order of events
    client notices that the agent was restarted.
 2. A worker sends ``REGISTER_KV_CACHE`` with its layout, the layout's fingerprint and handles to
    its memory. The agent maps the memory before it answers ``DONE``. Until then, stores
-   and retrieves of that worker are failures, and lookups of its engine find nothing.
+   and retrieves of that worker are failures, and lookups of its engine wait, within their
+   deadline; where no registration is to be expected they find nothing.
 3. The scheduler sends ``LOOKUP``. The agent answers ``LOOKUP_RESULT`` when every chunk of the
    answer sits pinned in its host pool, or at ``lookup_deadline_s``. The pins belong to
    ``(engine_id, request_id)`` until each rank has retrieved its chunk, ``RELEASE_LOCKS``
@@ -216,7 +217,8 @@ class LookupResult(Message, frozen=True, tag="LOOKUP_RESULT"):
 class StoreResult(Message, frozen=True, tag="STORE_RESULT"):
     """Answers ``STORE``: the blocks are no longer read. The three counts add up to the chunks.
 
-    ``already_cached``: held by the host pool before. What Redis has is found out when it is written.
+    ``already_cached``: held by the host pool before. What Redis has is found out later, when a
+    chunk is written.
     """
 
     stored: int

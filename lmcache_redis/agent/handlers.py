@@ -31,6 +31,7 @@ from lmcache_redis.version import __version__
 
 logger = logging.getLogger(__name__)
 
+_JOIN_POLL_S = 0.01
 _CLEAR_S = 8.0  # less than the engine waits for it
 
 
@@ -94,14 +95,29 @@ class Handlers:
 
     def _lookup(self, peer: Peer, question: m.Lookup, reply: Reply) -> None:
         hashes = self._hashes(question.chunks)
-        ranks = self._peers.ranks(peer.engine_id, peer.hello.world_size)
-        if ranks is None or not hashes:
+        if not hashes:
             reply(m.LookupResult(0, 0))
             return
-        session = self._session(peer, question.request_id, for_lookup=True)
+        deadline_s = time.monotonic() + self._core.config.lookup_deadline_s
+        self._look_up(peer, question.request_id, hashes, deadline_s, reply)
+
+    def _look_up(
+        self, peer: Peer, request_id: str, hashes: Sequence[bytes], deadline_s: float, reply: Reply
+    ) -> None:
+        """Begins the lookup, now or when registrations in progress have ended."""
+        now_s = time.monotonic()
+        ranks = self._peers.ranks(peer.engine_id, peer.hello.world_size)
+        if ranks is None and (now_s >= deadline_s or not self._peers.joining(peer, now_s)):
+            reply(m.LookupResult(0, 0))
+            return
+        session = self._session(peer, request_id, for_lookup=True)
         if session.cancel_lookup is not None:
             session.cancel_lookup()
-        job = LookupJob(self._core, session, ranks, hashes, reply)
+        if ranks is None:
+            again = partial(self._look_up, peer, request_id, hashes, deadline_s, reply)
+            session.cancel_lookup = self._core.timers.after(_JOIN_POLL_S, again).cancel
+            return
+        job = LookupJob(self._core, session, ranks, hashes, reply, deadline_s)
         session.cancel_lookup = job.cancel
         job.start()
 

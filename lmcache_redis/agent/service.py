@@ -129,7 +129,8 @@ class Service:
         # A client says HELLO until it is welcomed, so the same one may come several times.
         peer = self.peers.get(identity)
         if peer is None or not peer.is_same(hello):
-            for old in self.peers.add(Peer(identity, hello, time.monotonic())):
+            now_s = time.monotonic()
+            for old in self.peers.add(Peer(identity, hello, now_s, now_s)):
                 self._handlers.forget(old, "it has connected anew")
         config = self.core.config
         reply(

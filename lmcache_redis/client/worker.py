@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from lmcache_redis import messages as m
@@ -80,7 +81,7 @@ class LMCacheMPWorkerAdapter:
         self._block_size_tokens = block_size_tokens
         self._registration: tuple[KVLayout, tuple[m.StorageHandle, ...]] | None = None
         self._held_caches: Mapping[str, torch.Tensor] = {}
-        self._registered = False
+        self._registered: m.Welcome | None = None  # that of the agent which has mapped the memory
         self._agent: AgentProcess | None = None
         self._stores: dict[str, list[_Transfer]] = {}
         self._retrieves: dict[str, list[_Transfer]] = {}
@@ -139,7 +140,8 @@ class LMCacheMPWorkerAdapter:
     @property
     def ready(self) -> bool:
         """Whether an agent has mapped this worker's memory and is still there."""
-        return self._registered and self.link.online
+        # In this order: the next agent's welcome is there before the link is online again.
+        return self.link.online and self._registered is self.link.welcome
 
     def num_blocks_per_chunk(self) -> int:
         """Paged blocks of one chunk; 0 while no agent has been met."""
@@ -147,7 +149,7 @@ class LMCacheMPWorkerAdapter:
         return 0 if welcome is None else welcome.chunk_size_tokens // self._block_size_tokens
 
     def _register(self, welcome: m.Welcome) -> None:
-        self._registered = False
+        self._registered = None
         self._agent = AgentProcess(welcome)
         if self._registration is None:
             return
@@ -160,7 +162,7 @@ class LMCacheMPWorkerAdapter:
             return
         self.link.submit(
             m.RegisterKVCache,
-            self._on_registered,
+            partial(self._on_registered, welcome),
             kv_rank=ObjectKey.ComputeKVRank(
                 self._world_size, self._worker_id, self._world_size, self._worker_id
             ),
@@ -169,9 +171,9 @@ class LMCacheMPWorkerAdapter:
             storages=storages,
         )
 
-    def _on_registered(self, call: Call) -> None:
+    def _on_registered(self, welcome: m.Welcome, call: Call) -> None:
         if isinstance(call.answer, m.Done):
-            self._registered = True
+            self._registered = welcome
             logger.info("the agent has mapped the KV cache of worker %d", self._worker_id)
         elif isinstance(call.answer, m.Failure):
             logger.error("the agent refused the KV cache: %s", call.answer.reason)
@@ -279,7 +281,7 @@ class LMCacheMPWorkerAdapter:
 
     def shutdown(self) -> None:
         """Tells the agent that the memory goes away, and closes the connection."""
-        if self.link.online and self._registered:
+        if self.ready:
             self.link.submit(m.UnregisterKVCache).wait(1.0)
         self.link.close()
 
