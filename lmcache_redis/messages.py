@@ -111,7 +111,8 @@ class ChunkNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Some chunks, in order, of the model and the ranks that ``HELLO`` has named.
 
     Hash mode: ``hashes``, one a chunk, all of one length. Token mode: ``tokens``, a key with
-    token ids whose chunks in ``[start, end)`` are meant; then there are no hashes.
+    token ids whose chunks in ``[start, end)`` are meant; then there are no hashes. The key's
+    model, ranks and worker id (or None) are those of ``HELLO``; its salt is hashed with the tokens.
     """
 
     hashes: tuple[ChunkHash, ...] = ()

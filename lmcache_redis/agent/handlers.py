@@ -26,6 +26,7 @@ from lmcache_redis.device.handles import is_running
 from lmcache_redis.device.opening import open_device
 from lmcache_redis.errors import ConfigError, DeviceError, WireError
 from lmcache_redis.hashing import hash_chunks
+from lmcache_redis.keys import IPCCacheEngineKey
 from lmcache_redis.resp.outcomes import CallOutcome, ClearResult
 from lmcache_redis.version import __version__
 
@@ -94,7 +95,7 @@ class Handlers:
     # Jobs
 
     def _lookup(self, peer: Peer, question: m.Lookup, reply: Reply) -> None:
-        hashes = self._hashes(question.chunks)
+        hashes = self._hashes(peer, question.chunks)
         if not hashes:
             reply(m.LookupResult(0, 0))
             return
@@ -123,7 +124,7 @@ class Handlers:
 
     def _retrieve(self, peer: Peer, question: m.Retrieve, reply: Reply) -> None:
         registration = self._registration(peer)
-        hashes = self._hashes(question.chunks)
+        hashes = self._hashes(peer, question.chunks)
         _check_blocks(registration, hashes, question.block_ids)
         if question.skip_first_n_tokens < 0:
             raise WireError("skip_first_n_tokens is negative")
@@ -132,16 +133,15 @@ class Handlers:
 
     def _store(self, peer: Peer, question: m.Store, reply: Reply) -> None:
         registration = self._registration(peer)
-        hashes = self._hashes(question.chunks)
+        hashes = self._hashes(peer, question.chunks)
         _check_blocks(registration, hashes, question.block_ids)
         session = self._session(peer, question.request_id, for_lookup=False)
         StoreJob(self._core, self._writes, session, registration, hashes, question, reply).start()
 
     def _release(self, peer: Peer, question: m.ReleaseLocks, reply: Reply) -> None:
+        hashes = self._hashes(peer, question.chunks)
         session = self._core.sessions.get((peer.engine_id, question.request_id))
-        released = 0
-        if session is not None:
-            released = sum(session.release(h) for h in self._hashes(question.chunks))
+        released = 0 if session is None else sum(map(session.release, hashes))
         reply(m.Done(0, released))
 
     def _clear(self, peer: Peer, reply: Reply) -> None:
@@ -307,7 +307,7 @@ class Handlers:
             raise DeviceError("no KV cache is registered on this connection")
         return peer.registration
 
-    def _hashes(self, chunks: m.ChunkNames) -> Sequence[bytes]:
+    def _hashes(self, peer: Peer, chunks: m.ChunkNames) -> Sequence[bytes]:
         """The hashes of the chunks. Raises ``WireError`` where they do not go together."""
         key = chunks.tokens
         if key is None:
@@ -321,7 +321,8 @@ class Handlers:
         chunk = self._core.config.chunk_size_tokens
         if key.start % chunk or key.end % chunk:
             raise WireError(f"tokens {key.start} to {key.end} are no whole chunks of {chunk}")
-        hashes = hash_chunks(key.token_ids[: key.end], chunk)
+        _check_owner(peer.hello, key)
+        hashes = hash_chunks(key.token_ids[: key.end], chunk, salt=key.salt)
         return hashes[key.start // chunk : key.end // chunk]
 
 
@@ -334,6 +335,17 @@ def _check_blocks(
     num_blocks = registration.device.layout.num_blocks
     if block_ids and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
         raise WireError(f"a block id outside the {num_blocks} blocks of the KV cache")
+
+
+def _check_owner(hello: m.Hello, key: IPCCacheEngineKey) -> None:
+    """Raises ``WireError`` unless the key is of the model and the ranks that ``hello`` named."""
+    if key.model_name != hello.model_name:
+        raise WireError(f"a key of model {key.model_name!r}, a HELLO of {hello.model_name!r}")
+    if key.world_size != hello.world_size:
+        raise WireError(f"a key of {key.world_size} ranks, a HELLO of {hello.world_size}")
+    if key.worker_id is not None and key.worker_id != hello.worker_id:
+        who = "a scheduler" if hello.worker_id is None else f"rank {hello.worker_id}"
+        raise WireError(f"a key of rank {key.worker_id}, a HELLO of {who}")
 
 
 def _name(peer: Peer) -> str:

@@ -181,14 +181,23 @@ class LMCacheMPWorkerAdapter:
     # Submitting
 
     def submit_store_request(
-        self, request_id: str, op: LoadStoreOp, event: InterprocessEvent | None = None
+        self,
+        request_id: str,
+        op: LoadStoreOp,
+        event: InterprocessEvent | None = None,
+        *,
+        cache_salt: str | bytes = "",
     ) -> None:
-        """Starts a store of ``op``'s chunks; ``event`` tells when its blocks may be read (CUDA)."""
+        """Starts a store of ``op``'s chunks; ``event`` tells when its blocks may be read (CUDA).
+
+        ``cache_salt`` is whatever their KV depends on beside ``op``'s token ids (salt, LoRA,
+        images); block hashes cover it. Raises ``ValueError``, ``TypeError`` where it is none.
+        """
         lease_ns = _lease(STORE_LEASE_S if event is None else STEP_S + STORE_LEASE_S)
         call = self.link.submit(
             m.Store,
             request_id=request_id,
-            chunks=self._names(request_id, op),
+            chunks=self._names(request_id, op, cache_salt),
             block_ids=tuple(op.block_ids),
             lease_ns=lease_ns,
             event=None if event is None else event.ipc_handle(),
@@ -196,17 +205,22 @@ class LMCacheMPWorkerAdapter:
         self._stores.setdefault(request_id, []).append(self._transfer(call, op, lease_ns, event))
 
     def submit_retrieve_request(
-        self, request_id: str, op: LoadStoreOp, event: InterprocessEvent | None = None
+        self,
+        request_id: str,
+        op: LoadStoreOp,
+        event: InterprocessEvent | None = None,
+        *,
+        cache_salt: str | bytes = "",
     ) -> None:
         """Starts a retrieve of ``op``'s chunks, which a lookup has pinned, into its blocks.
 
-        ``event`` tells when the blocks may be written (CUDA).
+        ``event`` tells when the blocks may be written (CUDA). ``cache_salt``: as for the store.
         """
         lease_ns = _lease(RETRIEVE_LEASE_S)
         call = self.link.submit(
             m.Retrieve,
             request_id=request_id,
-            chunks=self._names(request_id, op),
+            chunks=self._names(request_id, op, cache_salt),
             block_ids=tuple(op.block_ids),
             skip_first_n_tokens=op.skip_first_n_tokens,
             lease_ns=lease_ns,
@@ -220,20 +234,26 @@ class LMCacheMPWorkerAdapter:
         request_ids: Sequence[str],
         ops: Sequence[LoadStoreOp],
         event: InterprocessEvent | None = None,
+        *,
+        cache_salts: Sequence[str | bytes] | None = None,
     ) -> None:
-        """``submit_store_request`` for each pair, all after one ``event``."""
-        for request_id, op in zip(request_ids, ops, strict=True):
-            self.submit_store_request(request_id, op, event)
+        """``submit_store_request`` for each pair (and its salt), all after one ``event``."""
+        salts = [""] * len(ops) if cache_salts is None else cache_salts
+        for request_id, op, salt in zip(request_ids, ops, salts, strict=True):
+            self.submit_store_request(request_id, op, event, cache_salt=salt)
 
     def batched_submit_retrieve_requests(
         self,
         request_ids: Sequence[str],
         ops: Sequence[LoadStoreOp],
         event: InterprocessEvent | None = None,
+        *,
+        cache_salts: Sequence[str | bytes] | None = None,
     ) -> None:
-        """``submit_retrieve_request`` for each pair, all after one ``event``."""
-        for request_id, op in zip(request_ids, ops, strict=True):
-            self.submit_retrieve_request(request_id, op, event)
+        """``submit_retrieve_request`` for each pair (and its salt), all after one ``event``."""
+        salts = [""] * len(ops) if cache_salts is None else cache_salts
+        for request_id, op, salt in zip(request_ids, ops, salts, strict=True):
+            self.submit_retrieve_request(request_id, op, event, cache_salt=salt)
 
     # Finishing
 
@@ -359,20 +379,18 @@ class LMCacheMPWorkerAdapter:
         blocks_per_chunk = self.num_blocks_per_chunk() or max(1, len(op))
         return _Transfer(call, op, lease_ns, blocks_per_chunk, self._agent, event)
 
-    def _names(self, request_id: str, op: LoadStoreOp) -> m.ChunkNames:
-        blocks_per_chunk = self.num_blocks_per_chunk()
-        if not blocks_per_chunk:
-            return m.ChunkNames()
+    def _names(self, request_id: str, op: LoadStoreOp, cache_salt: str | bytes) -> m.ChunkNames:
         return chunk_names(
             self._model_name,
             self._world_size,
             request_id,
-            blocks_per_chunk=blocks_per_chunk,
+            blocks_per_chunk=self.num_blocks_per_chunk(),
             block_hashes=op.block_hashes,
             token_ids=op.token_ids,
             start=op.start,
             end=op.end,
             worker_id=self._worker_id,
+            cache_salt=cache_salt,
         )
 
 
