@@ -18,9 +18,9 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
 from lmcache_redis import numa
@@ -76,25 +76,26 @@ class Arena:
         self.numa_nodes = numa.spread(self.base_address, self.size_bytes)
         self._view = memoryview(mapped)[start : start + self.size_bytes]
 
-    def prefault(self, stop: threading.Event | None = None, threads: int = 2) -> bool:
+    def prefault(self, stop: threading.Event) -> bool:
         """Fault all of it in, so that first use costs no page faults. The GIL is free.
 
-        Contents stay, and slots may be in use meanwhile. Returns whether all of it is
-        present: False when ``stop`` was set, or on a kernel before 5.14, which cannot do this
-        safely (the arena then works all the same and is faulted in by its use).
+        Contents stay, and slots may be in use meanwhile. After each step it rests for as long as
+        that took: so it gives way to others where cores are short. (A low priority would not do:
+        a thread that gets no core keeps what it holds, the GIL or the kernel's lock of the address
+        space, from threads that have one.) Returns whether all of it is present: False when
+        ``stop`` was set, or on a kernel before 5.14, which cannot do this safely (the arena then
+        works all the same and is faulted in by its use).
 
         Raises:
             MemoryError: the machine does not have that much memory.
         """
-
-        def fault(offset: int) -> bool:
-            if stop is not None and stop.is_set():
-                return False
+        for offset in range(0, self.size_bytes, _PREFAULT_STEP_BYTES):
+            started_s = time.monotonic()
             nbytes = min(_PREFAULT_STEP_BYTES, self.size_bytes - offset)
-            return fault_in(self.base_address + offset, nbytes, for_write=True)
-
-        with ThreadPoolExecutor(threads, thread_name_prefix="prefault") as pool:
-            return all(list(pool.map(fault, range(0, self.size_bytes, _PREFAULT_STEP_BYTES))))
+            if stop.is_set() or not fault_in(self.base_address + offset, nbytes, for_write=True):
+                return False
+            stop.wait(time.monotonic() - started_s)
+        return True
 
     def slot_view(self, index: int, nbytes: int) -> memoryview:
         """The first ``nbytes`` of slot ``index``, writable, of exactly that length.

@@ -28,6 +28,7 @@ MAX_MODEL_NAME_BYTES = 1024
 MAX_WORLD_SIZE = 0xFF
 MAX_STRIPE_INDEX = 0xFFFF
 MAX_KEY_TOKENS = 1 << 24
+MAX_SALT_BYTES = 4096
 INT_HASH_BYTES = 8
 
 _RANK_AND_NAME_LENGTH = struct.Struct(">IH")
@@ -119,7 +120,9 @@ class IPCCacheEngineKey(
     Exactly one of chunk_hash (1 to 63 bytes) and token_ids (each below 2**32) is set, and
     start and end are 0 with a hash. worker_id is below world_size (1 to 255); None means
     all workers and sorts first. request_id follows a request through logs and sessions: it
-    takes no part in ==, hash and order. Raises FormatError for anything else.
+    takes no part in ==, hash and order. salt (0 to 4,096 bytes) is what the bytes of a chunk
+    depend on beside model and tokens; a chunk_hash covers that itself and has none. Raises
+    FormatError for anything else.
     """
 
     model_name: str
@@ -130,6 +133,7 @@ class IPCCacheEngineKey(
     start: int = 0
     end: int = 0
     request_id: str | None = None
+    salt: bytes = b""
 
     def __post_init__(self) -> None:
         _model_name_bytes(self.model_name)
@@ -142,6 +146,7 @@ class IPCCacheEngineKey(
             _check_tokens(self.token_ids)
         else:
             _check_hash(self.chunk_hash)
+        _check_salt(self.salt, by_hash=self.token_ids is None)
         _check_int("end", self.end, 0, len(self.token_ids or ()))
         _check_int("start", self.start, 0, self.end)
 
@@ -167,7 +172,8 @@ class IPCCacheEngineKey(
     def _identity(self) -> tuple[object, ...]:
         worker = -1 if self.worker_id is None else self.worker_id
         named = (self.chunk_hash is None, self.chunk_hash or b"", self.token_ids or ())
-        return (self.model_name, self.world_size, worker, *named, self.start, self.end)
+        tokens = (self.start, self.end, self.salt)
+        return (self.model_name, self.world_size, worker, *named, *tokens)
 
     # The comparisons that order=True makes would count request_id and fail on None against int.
     def __hash__(self) -> int:
@@ -288,6 +294,13 @@ def _check_int(what: str, value: int, least: int, most: int) -> None:
 def _check_hash(chunk_hash: bytes | None) -> None:
     if not isinstance(chunk_hash, bytes) or not 1 <= len(chunk_hash) <= MAX_HASH_BYTES:
         raise FormatError(f"a chunk hash is 1 to {MAX_HASH_BYTES} bytes, not {chunk_hash!r:.80}")
+
+
+def _check_salt(salt: bytes, *, by_hash: bool) -> None:
+    if not isinstance(salt, bytes) or len(salt) > MAX_SALT_BYTES:
+        raise FormatError(f"a salt is at most {MAX_SALT_BYTES} bytes, not {salt!r:.80}")
+    if salt and by_hash:
+        raise FormatError("a chunk_hash covers the salt: only token_ids are given one")
 
 
 def _check_tokens(token_ids: tuple[int, ...]) -> None:

@@ -16,7 +16,8 @@ Order of events
    client notices that the agent was restarted.
 2. A worker sends ``REGISTER_KV_CACHE`` with its layout, the layout's fingerprint and handles to
    its memory. The agent maps the memory before it answers ``DONE``. Until then, stores
-   and retrieves of that worker are failures, and lookups of its engine find nothing.
+   and retrieves of that worker are failures, and lookups of its engine wait, within their
+   deadline; where no registration is to be expected they find nothing.
 3. The scheduler sends ``LOOKUP``. The agent answers ``LOOKUP_RESULT`` when every chunk of the
    answer sits pinned in its host pool, or at ``lookup_deadline_s``. The pins belong to
    ``(engine_id, request_id)`` until each rank has retrieved its chunk, ``RELEASE_LOCKS``
@@ -30,7 +31,7 @@ Leases
 ------
 ``STORE`` and ``RETRIEVE`` carry ``lease_ns``, a time on ``CLOCK_MONOTONIC``, which engine and agent
 share because they share a machine. The agent begins no copy after the lease, and looks at it before
-each piece of one.
+each piece of one (1 MiB on the CPU).
 
 - A store reads. The engine keeps its blocks until the answer comes or the lease has run out; what
   the agent reads past the lease it throws away. So a slow or stopped agent cannot cache the bytes
@@ -124,7 +125,8 @@ class ChunkNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Some chunks, in order, of the model and the ranks that ``HELLO`` has named.
 
     Hash mode: ``hashes``, one a chunk, all of one length. Token mode: ``tokens``, a key with
-    token ids whose chunks in ``[start, end)`` are meant; then there are no hashes.
+    token ids whose chunks in ``[start, end)`` are meant; then there are no hashes. The key's
+    model, ranks and worker id (or None) are those of ``HELLO``; its salt is hashed with the tokens.
     """
 
     hashes: tuple[ChunkHash, ...] = ()
@@ -234,7 +236,11 @@ class LookupResult(Message, frozen=True, tag="LOOKUP_RESULT"):
 
 
 class StoreResult(Message, frozen=True, tag="STORE_RESULT"):
-    """Answers ``STORE``: the blocks are no longer read. The three counts add up to the chunks."""
+    """Answers ``STORE``: the blocks are no longer read. The three counts add up to the chunks.
+
+    ``already_cached``: held by the host pool before. What Redis has is found out later, when a
+    chunk is written.
+    """
 
     stored: int
     already_cached: int

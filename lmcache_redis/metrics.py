@@ -59,7 +59,7 @@ COUNTERS: Final = MappingProxyType(
         # host pool to Redis
         "stored_chunks": "chunks written to Redis whole",
         "stored_bytes": "payload bytes of the chunks written to Redis",
-        "skipped_chunks": "chunks not stored again because they were known already",
+        "skipped_chunks": "chunks not stored again because the host pool or Redis had them",
         # why chunks were not written
         "drop_queue_full": "chunks not written because the write queue was full",
         "drop_pool_full": "chunks not stored because every slot of the host pool was in use",

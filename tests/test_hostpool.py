@@ -67,7 +67,7 @@ class TestArena:
         pool = arena(64 << 20, 1 << 20)
         pool.slot_view(5, 3)[:] = b"abc"
         before = resident_bytes()
-        assert pool.prefault()
+        assert pool.prefault(threading.Event())
         assert resident_bytes() - before > 60 << 20
         assert pool.slot_view(5, 3) == b"abc"
 

@@ -45,6 +45,7 @@ def ipc_keys(draw: st.DrawFn) -> IPCCacheEngineKey:
         start=start,
         end=end,
         request_id=draw(st.none() | st.text()),
+        salt=b"" if token_ids is None else draw(st.binary(max_size=20)),
     )
 
 
@@ -244,9 +245,9 @@ class TestRedisKeys:
 class TestIPCCacheEngineKey:
     def test_fixed_vectors(self) -> None:
         by_hash = IPCCacheEngineKey("m", 2, 1, b"\x01\x02", request_id="r")
-        assert by_hash.Serialize().hex() == "98a16d0201c4020102c00000a172"
+        assert by_hash.Serialize().hex() == "99a16d0201c4020102c00000a172c400"
         by_tokens = IPCCacheEngineKey("m", 2, None, token_ids=(5, 300), start=1, end=2)
-        assert by_tokens.Serialize().hex() == ("98a16d02c0c09205cd012c0102c0")
+        assert by_tokens.Serialize().hex() == "99a16d02c0c09205cd012c0102c0c400"
 
     @settings(deadline=None)
     @given(ipc_keys())
@@ -281,6 +282,7 @@ class TestIPCCacheEngineKey:
             IPCCacheEngineKey("m", 2, 1, token_ids=(1, 2), start=1, end=1),
             IPCCacheEngineKey("m", 2, 1, token_ids=(1, 2), start=0, end=2),
             IPCCacheEngineKey("m", 2, 1, token_ids=(1, 3), start=0, end=1),
+            IPCCacheEngineKey("m", 2, 1, token_ids=(1, 3), start=0, end=1, salt=b"s"),
         ]
         assert len(set(keys)) == len(keys)
         for one, two in itertools.combinations(keys, 2):
@@ -345,6 +347,9 @@ class TestIPCCacheEngineKey:
             ({"chunk_hash": b"x" * 64}, "a chunk hash is 1 to 63 bytes"),
             ({"end": 1}, "end is 1, outside 0 to 0"),
             ({"start": 1}, "start is 1, outside 0 to 0"),
+            ({"salt": b"s"}, "a chunk_hash covers the salt"),
+            ({"salt": "s"}, "a salt is at most 4096 bytes"),
+            ({"chunk_hash": None, "token_ids": (), "salt": bytes(4097)}, "a salt is at most 4096"),
         ],
     )
     def test_a_field_out_of_range_is_refused(self, fields: dict[str, object], message: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_redis import messages as m
@@ -114,6 +114,7 @@ def test_a_message_that_is_too_long_is_not_decoded() -> None:
         m.decode_question([m.PREAMBLE, bytes(m.MAX_MESSAGE_BYTES + 1)])
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_random_bytes_raise_only_wire_errors(body: bytes) -> None:
     for decode in (m.decode_question, m.decode_answer):
@@ -121,6 +122,7 @@ def test_random_bytes_raise_only_wire_errors(body: bytes) -> None:
             decode([m.PREAMBLE, body])
 
 
+@settings(deadline=None)
 @given(st.sampled_from(QUESTIONS), st.data())
 def test_changed_messages_raise_only_wire_errors(message: m.Message, data: st.DataObject) -> None:
     body = bytearray(m.encode(message)[1])

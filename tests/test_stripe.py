@@ -423,5 +423,6 @@ class TestWorkedExample:
         assert b"".join(hash_chunks([1, 2, 3, 4, 5], 2)) == documented("example token hashes")
 
     def test_engine_key(self) -> None:
-        key = IPCCacheEngineKey("org/model", 2, None, token_ids=(5, 300), end=2, request_id="r1")
+        tokens = {"token_ids": (5, 300), "end": 2, "salt": b"salt"}
+        key = IPCCacheEngineKey("org/model", 2, None, request_id="r1", **tokens)  # type: ignore[arg-type]
         assert key.Serialize() == documented("example engine key")

@@ -27,10 +27,12 @@ from lmcache_redis.device.handles import check_owner, is_running
 from lmcache_redis.device.opening import open_device
 from lmcache_redis.errors import ConfigError, DeviceError, WireError
 from lmcache_redis.hashing import hash_chunks
+from lmcache_redis.keys import IPCCacheEngineKey
 from lmcache_redis.version import __version__
 
 logger = logging.getLogger(__name__)
 
+_JOIN_POLL_S = 0.01
 
 _Place = tuple[str, "int | None"]  # engine id, worker id
 
@@ -96,21 +98,36 @@ class Handlers:
     # Jobs
 
     def _lookup(self, peer: Peer, question: m.Lookup, reply: Reply) -> None:
-        hashes = self._hashes(question.chunks)
-        ranks = self._peers.ranks(peer.engine_id, peer.hello.world_size)
-        if ranks is None or not hashes:
+        hashes = self._hashes(peer, question.chunks)
+        if not hashes:
             reply(m.LookupResult(0, 0))
             return
-        session = self._session(peer, question.request_id, for_lookup=True)
+        deadline_s = time.monotonic() + self._core.config.lookup_deadline_s
+        self._look_up(peer, question.request_id, hashes, deadline_s, reply)
+
+    def _look_up(
+        self, peer: Peer, request_id: str, hashes: Sequence[bytes], deadline_s: float, reply: Reply
+    ) -> None:
+        """Begins the lookup, now or when registrations in progress have ended."""
+        now_s = time.monotonic()
+        ranks = self._peers.ranks(peer.engine_id, peer.hello.world_size)
+        if ranks is None and (now_s >= deadline_s or not self._peers.joining(peer, now_s)):
+            reply(m.LookupResult(0, 0))
+            return
+        session = self._session(peer, request_id, for_lookup=True)
         if session.cancel_lookup is not None:
             session.cancel_lookup()
-        job = LookupJob(self._core, session, ranks, hashes, reply)
+        if ranks is None:
+            again = partial(self._look_up, peer, request_id, hashes, deadline_s, reply)
+            session.cancel_lookup = self._core.timers.after(_JOIN_POLL_S, again).cancel
+            return
+        job = LookupJob(self._core, session, ranks, hashes, reply, deadline_s)
         session.cancel_lookup = job.cancel
         job.start()
 
     def _retrieve(self, peer: Peer, question: m.Retrieve, reply: Reply) -> None:
         registration = self._registration(peer)
-        hashes = self._hashes(question.chunks)
+        hashes = self._hashes(peer, question.chunks)
         _check_blocks(registration, hashes, question.block_ids)
         if question.skip_first_n_tokens < 0:
             raise WireError("skip_first_n_tokens is negative")
@@ -119,16 +136,15 @@ class Handlers:
 
     def _store(self, peer: Peer, question: m.Store, reply: Reply) -> None:
         registration = self._registration(peer)
-        hashes = self._hashes(question.chunks)
+        hashes = self._hashes(peer, question.chunks)
         _check_blocks(registration, hashes, question.block_ids)
         session = self._session(peer, question.request_id, for_lookup=False)
         StoreJob(self._core, self._writes, session, registration, hashes, question, reply).start()
 
     def _release(self, peer: Peer, question: m.ReleaseLocks, reply: Reply) -> None:
+        hashes = self._hashes(peer, question.chunks)
         session = self._core.sessions.get((peer.engine_id, question.request_id))
-        released = 0
-        if session is not None:
-            released = sum(session.release(h) for h in self._hashes(question.chunks))
+        released = 0 if session is None else sum(map(session.release, hashes))
         reply(m.Done(0, released))
 
     def _clear(self, peer: Peer, question: m.Clear, reply: Reply) -> None:
@@ -284,7 +300,7 @@ class Handlers:
             raise DeviceError("no KV cache is registered on this connection")
         return peer.registration
 
-    def _hashes(self, chunks: m.ChunkNames) -> Sequence[bytes]:
+    def _hashes(self, peer: Peer, chunks: m.ChunkNames) -> Sequence[bytes]:
         """The hashes of the chunks. Raises ``WireError`` where they do not go together."""
         key = chunks.tokens
         if key is None:
@@ -298,7 +314,8 @@ class Handlers:
         chunk = self._core.config.chunk_size_tokens
         if key.start % chunk or key.end % chunk:
             raise WireError(f"tokens {key.start} to {key.end} are no whole chunks of {chunk}")
-        hashes = hash_chunks(key.token_ids[: key.end], chunk)
+        _check_owner(peer.hello, key)
+        hashes = hash_chunks(key.token_ids[: key.end], chunk, salt=key.salt)
         return hashes[key.start // chunk : key.end // chunk]
 
 
@@ -322,6 +339,17 @@ def _check_processes(storages: Sequence[m.StorageHandle]) -> None:
                 f"process {pid} is not the engine that registered: that one has ended, or runs "
                 "in another PID namespace"
             )
+
+
+def _check_owner(hello: m.Hello, key: IPCCacheEngineKey) -> None:
+    """Raises ``WireError`` unless the key is of the model and the ranks that ``hello`` named."""
+    if key.model_name != hello.model_name:
+        raise WireError(f"a key of model {key.model_name!r}, a HELLO of {hello.model_name!r}")
+    if key.world_size != hello.world_size:
+        raise WireError(f"a key of {key.world_size} ranks, a HELLO of {hello.world_size}")
+    if key.worker_id is not None and key.worker_id != hello.worker_id:
+        who = "a scheduler" if hello.worker_id is None else f"rank {hello.worker_id}"
+        raise WireError(f"a key of rank {key.worker_id}, a HELLO of {who}")
 
 
 def _name(peer: Peer) -> str:

@@ -41,6 +41,7 @@ _MISSES = {
 }
 
 _FIRST_STRIPE = stripe_key(b"", 0)
+_PROBE_POLL_S = 0.01
 # The first chunks are on their way while slots are found for the next.
 _STRIPES_TOGETHER = 32
 
@@ -57,6 +58,7 @@ class LookupJob:
         ranks: Sequence[Registration],
         hashes: Sequence[bytes],
         reply: Reply,
+        deadline_s: float,
     ) -> None:
         self._core = core
         self._session = session
@@ -73,7 +75,7 @@ class LookupJob:
         self._scanning = False
         self._done = False
         self._started_s = time.monotonic()
-        self._deadline_s = self._started_s + core.config.lookup_deadline_s
+        self._deadline_s = deadline_s
         self._timer = core.timers.at(self._deadline_s, self._expire)
 
     def start(self) -> None:
@@ -95,12 +97,21 @@ class LookupJob:
         self._bring(on_disk, from_disk=True)
         if missing:
             self._scanning = True
-            self._core.plane.scan(
-                [key + _FIRST_STRIPE for _, key in missing],
-                self._deadline_s,
-                lambda result: self._core.post(partial(self._scanned, missing, result)),
-            )
+            self._scan(missing)
         self._check()
+
+    def _scan(self, missing: list[tuple[Place, bytes]]) -> None:
+        if self._done:
+            return
+        if not self._core.plane.state.probed:
+            # An agent that has just been started: whether Redis is there is not known yet.
+            self._core.timers.after(_PROBE_POLL_S, partial(self._scan, missing))
+            return
+        self._core.plane.scan(
+            [key + _FIRST_STRIPE for _, key in missing],
+            self._deadline_s,
+            lambda result: self._core.post(partial(self._scanned, missing, result)),
+        )
 
     def cancel(self) -> None:
         """Lets everything go and answers nothing: nobody is there to hear it."""

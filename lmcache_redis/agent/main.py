@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import signal
 import threading
 import time
@@ -28,7 +27,6 @@ from lmcache_redis.version import __version__
 logger = logging.getLogger(__name__)
 
 _FIRST_PROBE_S = 1.5
-_PREFAULT_NICE = 19
 
 
 def run_agent(config: AgentConfig) -> int:
@@ -105,11 +103,9 @@ def _prefault(stack: contextlib.ExitStack, arena: Arena) -> None:
     stop = threading.Event()
 
     def fault() -> None:
-        # Nice is a thread's own on Linux: faulting in gigabytes must not slow the first requests.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PREFAULT_NICE)
         started_s = time.monotonic()
         try:
-            arena.prefault(stop, threads=1)
+            arena.prefault(stop)
         except MemoryError:
             logger.error("there is not enough memory for the host pool: set a smaller --pool-bytes")
             return

@@ -15,6 +15,10 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent.registration import Registration
 from lmcache_redis.device.handles import is_running
 
+# After its own HELLO a worker registers at once, after another's of its engine within this time:
+# links greet a new agent every half second.
+_JOIN_S = 2.0
+
 
 @dataclass(eq=False)
 class Peer:
@@ -23,9 +27,10 @@ class Peer:
     identity: bytes
     hello: m.Hello
     last_heard_s: float
+    greeted_s: float  # when it said HELLO
     welcomed: bool = False  # it has said something since, so it knows that it is
     registration: Registration | None = None
-    mapping: bool = False
+    mapping: bool = False  # its registration is in progress
 
     @property
     def engine_id(self) -> str:
@@ -90,6 +95,20 @@ class Peers:
         if set(found) != set(range(world_size)):
             return None
         return [found[rank] for rank in range(world_size)]
+
+    def joining(self, scheduler: Peer, now_s: float) -> bool:
+        """Whether the ranks that a scheduler's engine lacks are expected to register right away.
+
+        So it is for a rank whose memory is being mapped, and, after the agent or the engine has
+        been started, for one that may not have come to say so yet.
+        """
+        workers = {p.hello.worker_id: p for p in self if p.engine_id == scheduler.engine_id}
+        missing = [
+            workers.get(rank, scheduler)
+            for rank in range(scheduler.hello.world_size)
+            if rank not in workers or workers[rank].registration is None
+        ]
+        return all(p.mapping or now_s - p.greeted_s < _JOIN_S for p in missing)
 
     def complete(self, engine_id: str) -> bool:
         """Whether the engine can hit: its scheduler is connected, every worker registered."""

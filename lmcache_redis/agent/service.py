@@ -137,7 +137,8 @@ class Service:
             reply(m.Failure(0, m.REFUSED, f"the agent has {m.MAX_PEERS} peers: start another one"))
             return
         if peer is None or not peer.is_same(hello):
-            for old in self.peers.add(Peer(identity, hello, time.monotonic())):
+            now_s = time.monotonic()
+            for old in self.peers.add(Peer(identity, hello, now_s, now_s)):
                 self._handlers.forget(old, "it has connected anew")
         config = self.core.config
         reply(

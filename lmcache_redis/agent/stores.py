@@ -1,6 +1,7 @@
 """Stores: an engine's blocks are gathered into slots; Redis gets them later (`writes`).
 
-ask      which of the chunks are held already, in the host pool or in Redis?
+sort     which of the chunks does the host pool hold already? Redis is not asked here: the engine's
+         blocks would wait for its answer
 gather   the others are copied into slots; what is read past the lease is thrown away
 answer   the engine may reuse its blocks: all have been read, by a GPU before they are in slots
 keep     each chunk, once it is in its slots, is READY and offered for writing. A GPU's large chunks
@@ -9,6 +10,7 @@ keep     each chunk, once it is in its slots, is READY and offered for writing. 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,8 +23,8 @@ from lmcache_redis.agent.sessions import Session
 from lmcache_redis.agent.writes import Writes
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.hostpool import Entry
-from lmcache_redis.keys import stripe_key
-from lmcache_redis.resp.outcomes import ExistsResult
+
+logger = logging.getLogger(__name__)
 
 # Fewer have nothing to send before the last of them is there, which brings stripe 0 on its way.
 _LEAST_EARLY_STRIPES = 3
@@ -59,48 +61,29 @@ class StoreJob:
         self._already = 0
 
     def start(self) -> None:
-        """Sorts out what the host pool has, and asks Redis about the rest."""
-        unknown: list[int] = []
+        """Sorts out what the host pool has, and queues the rest to be gathered."""
+        wanted: list[int] = []
         for chunk, chunk_hash in enumerate(self._hashes):
-            entry = self._core.pool.get(self._registration.form.key(chunk_hash))
+            entry = self._core.pool.get(self._key(chunk))
             if entry is None:
-                unknown.append(chunk)
+                wanted.append(chunk)
                 continue
             self._already += 1
             if not entry.persisted and not self._core.fills.filling(entry):
                 self._writes.offer(self._registration, chunk_hash, entry)
-        if unknown:
-            self._ask_redis(unknown)
         # Only now: where a bug of ours ended this before, nothing would end it later.
         self._session.busy += 1
-        if not unknown:
+        if wanted:
+            self._gather_all(wanted)
+        else:
             self._answer_and_end()
-
-    def _ask_redis(self, unknown: list[int]) -> None:
-        keys = [stripe_key(self._key(chunk), 0) for chunk in unknown]
-        deadline_s = min(
-            self._question.lease_ns / 1e9,
-            time.monotonic() + self._core.config.op_timeout_s,
-        )
-        self._core.plane.exists(
-            keys,
-            deadline_s,
-            lambda result: self._core.post(partial(self._asked, unknown, result)),
-        )
 
     def _key(self, chunk: int) -> bytes:
         return self._registration.form.key(self._hashes[chunk])
 
-    def _asked(self, unknown: list[int], result: ExistsResult) -> None:
-        # Where Redis does not answer, the host pool alone takes the chunks.
-        in_redis = result.present or [False] * len(unknown)
-        wanted = [chunk for chunk, present in zip(unknown, in_redis, strict=True) if not present]
-        self._already += len(unknown) - len(wanted)
+    def _gather_all(self, wanted: list[int]) -> None:
         self._pending.update(wanted)
         self._unread.update(wanted)
-        if not wanted:
-            self._answer_and_end()
-            return
         # Where a device hangs nobody takes what is queued for it, nor gives it up.
         self._core.timers.at(self._question.lease_ns / 1e9, self._core.copies.drop_late)
         a_call = self._registration.chunks_a_call
@@ -109,8 +92,9 @@ class StoreJob:
             for first in range(0, len(wanted), a_call):
                 self._gather(wanted[first : first + a_call])
                 begun = first + a_call
-        finally:
-            # After a bug of ours those that were begun are waited for, and no others.
+        except Exception:
+            # Our own bug. Those that were begun are waited for before the engine gets an answer.
+            logger.exception("a store failed")
             for chunk in wanted[begun:]:
                 self._one_less(chunk)
 
@@ -133,8 +117,8 @@ class StoreJob:
             raise
 
     def _room_for(self, chunk: int) -> Entry | None:
-        """Slots for the chunk. None where it is there already, or there is no room."""
-        if self._core.pool.get(self._key(chunk)) is not None:  # brought by another meanwhile
+        """Slots for the chunk. None where there is no room, or the store names it twice."""
+        if self._core.pool.get(self._key(chunk)) is not None:
             self._already += 1
             return None
         entry = self._core.fills.begin(self._key(chunk), self._registration.form.stripe_count)

@@ -28,20 +28,28 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         super().__init__(*args, **kwargs)
 
     def submit_store_request(
-        self, request_id: str, op: LoadStoreOp, event: InterprocessEvent | None = None
+        self,
+        request_id: str,
+        op: LoadStoreOp,
+        event: InterprocessEvent | None = None,
+        *,
+        cache_salt: str | bytes = "",
     ) -> None:
-        """Starts a store of ``op``'s chunks; ``event`` tells when its blocks may be read (CUDA)."""
-        self._stores.setdefault(request_id, []).append(self.begin_store(request_id, op, event))
+        """Starts a store, see ``WorkerClient.begin_store``."""
+        store = self.begin_store(request_id, op, event, cache_salt=cache_salt)
+        self._stores.setdefault(request_id, []).append(store)
         self._reported.discard(request_id)
 
     def submit_retrieve_request(
-        self, request_id: str, op: LoadStoreOp, event: InterprocessEvent | None = None
+        self,
+        request_id: str,
+        op: LoadStoreOp,
+        event: InterprocessEvent | None = None,
+        *,
+        cache_salt: str | bytes = "",
     ) -> None:
-        """Starts a retrieve of ``op``'s chunks, which a lookup has pinned, into its blocks.
-
-        ``event`` tells when the blocks may be written (CUDA).
-        """
-        retrieve = self.begin_retrieve(request_id, op, event)
+        """Starts a retrieve, see ``WorkerClient.begin_retrieve``."""
+        retrieve = self.begin_retrieve(request_id, op, event, cache_salt=cache_salt)
         self._retrieves.setdefault(request_id, []).append(retrieve)
 
     def batched_submit_store_requests(
@@ -49,20 +57,26 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         request_ids: Sequence[str],
         ops: Sequence[LoadStoreOp],
         event: InterprocessEvent | None = None,
+        *,
+        cache_salts: Sequence[str | bytes] | None = None,
     ) -> None:
-        """``submit_store_request`` for each pair, all after one ``event``."""
-        for request_id, op in zip(request_ids, ops, strict=True):
-            self.submit_store_request(request_id, op, event)
+        """``submit_store_request`` for each pair (and its salt), all after one ``event``."""
+        salts = [""] * len(ops) if cache_salts is None else cache_salts
+        for request_id, op, salt in zip(request_ids, ops, salts, strict=True):
+            self.submit_store_request(request_id, op, event, cache_salt=salt)
 
     def batched_submit_retrieve_requests(
         self,
         request_ids: Sequence[str],
         ops: Sequence[LoadStoreOp],
         event: InterprocessEvent | None = None,
+        *,
+        cache_salts: Sequence[str | bytes] | None = None,
     ) -> None:
-        """``submit_retrieve_request`` for each pair, all after one ``event``."""
-        for request_id, op in zip(request_ids, ops, strict=True):
-            self.submit_retrieve_request(request_id, op, event)
+        """``submit_retrieve_request`` for each pair (and its salt), all after one ``event``."""
+        salts = [""] * len(ops) if cache_salts is None else cache_salts
+        for request_id, op, salt in zip(request_ids, ops, salts, strict=True):
+            self.submit_retrieve_request(request_id, op, event, cache_salt=salt)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Request ids whose stores, and whose retrieves, are over since the last call.

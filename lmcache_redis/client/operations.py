@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from lmcache_redis.keys import IPCCacheEngineKey
 from lmcache_redis.messages import ChunkNames
@@ -13,33 +13,67 @@ from lmcache_redis.messages import ChunkNames
 class LoadStoreOp:
     """Whole chunks of one request and the blocks that hold them, or shall hold them.
 
-    Exactly one of ``block_hashes`` and ``token_ids`` is given.
+    Exactly one of ``token_ids`` and ``block_hashes`` is given. The order is that of LMCache's
+    class of this name.
 
     block_ids: ids of paged blocks in token order, ``blocks_per_chunk`` a chunk.
-    block_hashes: the engine's hash of each of these blocks (hash mode).
-    token_ids: all tokens of the request up to ``end`` (token mode); the chunks of
+    token_ids: all tokens of the request up to ``end``, or more (token mode); the chunks of
         ``[start, end)`` are meant, both multiples of the chunk size.
+    block_hashes: the engine's hash of each of these blocks (hash mode).
     skip_first_n_tokens: blocks of that many leading tokens are not written by a load,
         because other requests may be reading them.
+
+    Raises TypeError for hashes in place of token ids and the other way round, ValueError for
+    what does not go together.
     """
 
     block_ids: Sequence[int]
-    block_hashes: Sequence[bytes] | None = None
     token_ids: Sequence[int] | None = None
+    block_hashes: Sequence[bytes] | None = None
     start: int = 0
     end: int = 0
+    _: KW_ONLY
     skip_first_n_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if (self.block_hashes is None) == (self.token_ids is None):
-            raise ValueError("give exactly one of block_hashes and token_ids")
+        check_names(self.token_ids, self.block_hashes)
         if self.block_hashes is not None and len(self.block_hashes) != len(self.block_ids):
             raise ValueError(
                 f"{len(self.block_hashes)} block hashes for {len(self.block_ids)} blocks"
             )
+        if self.token_ids is not None and not 0 <= self.start < self.end <= len(self.token_ids):
+            raise ValueError(
+                f"tokens {self.start} to {self.end} of {len(self.token_ids)}: in token mode start "
+                "and end say which of them the blocks hold"
+            )
 
     def __len__(self) -> int:
         return len(self.block_ids)
+
+
+def check_names(
+    token_ids: Sequence[int] | None,
+    block_hashes: Sequence[bytes] | None,
+    cache_salt: str | bytes = "",
+) -> None:
+    """Raises TypeError or ValueError unless one is given, each is what it is called, and a salt
+    comes with token ids only.
+    """
+    if (block_hashes is None) == (token_ids is None):
+        raise ValueError("give exactly one of block_hashes and token_ids")
+    if not isinstance(cache_salt, (str, bytes)):
+        raise TypeError(f"a cache_salt is text or bytes, not {type(cache_salt).__name__}")
+    if block_hashes is not None:
+        if cache_salt:
+            raise ValueError("block hashes cover the salt: a cache_salt is for token_ids")
+        # The first alone: there may be thousands, and the agent refuses what is none.
+        if len(block_hashes) and not isinstance(block_hashes[0], bytes):
+            raise TypeError(
+                f"a block hash is bytes, not {type(block_hashes[0]).__name__}: "
+                "token ids are given as token_ids"
+            )
+    elif token_ids is not None and len(token_ids) and isinstance(token_ids[0], bytes):
+        raise TypeError("a token id is an int, not bytes: hashes are given as block_hashes")
 
 
 def chunk_names(
@@ -53,16 +87,20 @@ def chunk_names(
     start: int = 0,
     end: int = 0,
     worker_id: int | None = None,
+    cache_salt: str | bytes = "",
 ) -> ChunkNames:
     """The names of the whole chunks among ``block_hashes``, or of ``token_ids[start:end]``.
 
     A chunk is named by the hash of its last block: block hashes are chained, so
-    that one covers every token before it. Raises ``ValueError`` unless exactly one is given.
+    that one covers every token before it. Token ids are hashed by the agent, after
+    ``cache_salt`` (text as UTF-8). Without ``blocks_per_chunk`` there are no chunks. Raises as
+    `check_names` does, and FormatError for a salt of more than 4,096 bytes.
     """
-    if (block_hashes is None) == (token_ids is None):
-        raise ValueError("give exactly one of block_hashes and token_ids")
+    check_names(token_ids, block_hashes, cache_salt)
+    if not blocks_per_chunk:
+        return ChunkNames()
     if block_hashes is not None:
-        return ChunkNames(tuple(map(bytes, block_hashes[blocks_per_chunk - 1 :: blocks_per_chunk])))
+        return ChunkNames(tuple(block_hashes[blocks_per_chunk - 1 :: blocks_per_chunk]))
     assert token_ids is not None
     if end <= start:
         return ChunkNames()
@@ -75,5 +113,6 @@ def chunk_names(
             start=start,
             end=end,
             request_id=request_id,
+            salt=cache_salt.encode() if isinstance(cache_salt, str) else cache_salt,
         )
     )

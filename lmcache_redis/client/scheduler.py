@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lmcache_redis import messages as m
 from lmcache_redis.client.link import AgentLink, Call
-from lmcache_redis.client.operations import chunk_names
+from lmcache_redis.client.operations import check_names, chunk_names
 
 logger = logging.getLogger(__name__)
 
@@ -91,15 +91,16 @@ class LMCacheMPSchedulerAdapter:
         token_ids: Sequence[int] | None = None,
         *,
         first_chunk: int = 0,
+        cache_salt: str | bytes = "",
     ) -> None:
         """Starts a lookup unless one is known for ``request_id``.
 
         Exactly one of ``block_hashes`` (one a block) and ``token_ids`` is given, both
         from the start of the prompt; whole chunks from number ``first_chunk`` on are
-        looked up. Raises ``ValueError`` otherwise.
+        looked up. ``cache_salt`` is whatever the KV depends on beside ``token_ids`` (salt, LoRA,
+        images), as for the stores. Raises ``ValueError``, ``TypeError`` otherwise.
         """
-        if (block_hashes is None) == (token_ids is None):
-            raise ValueError("give exactly one of block_hashes and token_ids")
+        check_names(token_ids, block_hashes, cache_salt)
         if request_id in self._jobs:
             return
         blocks_per_chunk = self.num_blocks_per_chunk()
@@ -117,6 +118,7 @@ class LMCacheMPSchedulerAdapter:
                 token_ids=token_ids,
                 start=first_chunk * chunk,
                 end=0 if token_ids is None else len(token_ids) // chunk * chunk,
+                cache_salt=cache_salt,
             )
         some = bool(chunks.hashes) or chunks.tokens is not None
         now_s = time.monotonic()

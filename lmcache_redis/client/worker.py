@@ -53,7 +53,7 @@ class WorkerClient:
         self._block_size_tokens = block_size_tokens
         self._caches: tuple[KVLayout, tuple[m.StorageHandle, ...]] | None = None
         self._held_caches: Mapping[str, torch.Tensor] = {}
-        self._registered = False
+        self._registered: m.Welcome | None = None  # that of the agent which has mapped the memory
         self._agent: AgentProcess | None = None
         self._registrations = 0  # sent so far
         self._mapped = 0  # the last of them that an agent has carried out
@@ -104,7 +104,8 @@ class WorkerClient:
     @property
     def ready(self) -> bool:
         """Whether an agent has mapped this worker's memory and is still there."""
-        return self._registered and self.link.online
+        # In this order: the next agent's welcome is there before the link is online again.
+        return self.link.online and self._registered is self.link.welcome
 
     @property
     def on_cuda(self) -> bool:
@@ -117,7 +118,7 @@ class WorkerClient:
         return 0 if welcome is None else welcome.chunk_size_tokens // self._block_size_tokens
 
     def _register(self, welcome: m.Welcome) -> None:
-        self._registered = False
+        self._registered = None
         self._agent = agent = AgentProcess(welcome)
         if self._caches is None:
             return
@@ -138,7 +139,7 @@ class WorkerClient:
         self._registrations += 1
         self.link.submit(
             m.RegisterKVCache,
-            partial(self._on_registered, self._registrations),
+            partial(self._on_registered, welcome, self._registrations),
             kv_rank=ObjectKey.ComputeKVRank(
                 self._world_size, self._worker_id, self._world_size, self._worker_id
             ),
@@ -147,10 +148,10 @@ class WorkerClient:
             storages=storages,
         )
 
-    def _on_registered(self, registration: int, call: Call) -> None:
+    def _on_registered(self, welcome: m.Welcome, registration: int, call: Call) -> None:
         if isinstance(call.answer, m.Done):
             self._mapped = registration
-            self._registered = True
+            self._registered = welcome
             logger.info("the agent has mapped the KV cache of worker %d", self._worker_id)
         elif isinstance(call.answer, m.Failure):
             logger.error("the agent refused the KV cache: %s", call.answer.reason)
@@ -158,14 +159,23 @@ class WorkerClient:
     # Transfers
 
     def begin_store(
-        self, request_id: str, op: LoadStoreOp, event: InterprocessEvent | None = None
+        self,
+        request_id: str,
+        op: LoadStoreOp,
+        event: InterprocessEvent | None = None,
+        *,
+        cache_salt: str | bytes = "",
     ) -> Store:
-        """Starts a store of ``op``'s chunks; ``event`` tells when its blocks may be read (CUDA)."""
+        """Starts a store of ``op``'s chunks; ``event`` tells when its blocks may be read (CUDA).
+
+        ``cache_salt`` is whatever their KV depends on beside ``op``'s token ids (salt, LoRA,
+        images); block hashes cover it. Raises ``ValueError``, ``TypeError`` where it is none.
+        """
         lease_ns = _lease(STORE_LEASE_S if event is None else STEP_S + STORE_LEASE_S)
         call = self.link.submit(
             m.Store,
             request_id=request_id,
-            chunks=self._names(request_id, op),
+            chunks=self._names(request_id, op, cache_salt),
             block_ids=tuple(op.block_ids),
             lease_ns=lease_ns,
             event=None if event is None else event.ipc_handle(),
@@ -173,18 +183,23 @@ class WorkerClient:
         return Store(call, op, lease_ns, self._blocks_per_chunk(op), self._agent, event)
 
     def begin_retrieve(
-        self, request_id: str, op: LoadStoreOp, event: InterprocessEvent | None = None
+        self,
+        request_id: str,
+        op: LoadStoreOp,
+        event: InterprocessEvent | None = None,
+        *,
+        cache_salt: str | bytes = "",
     ) -> Retrieve:
         """Starts a retrieve of ``op``'s chunks, which a lookup has pinned, into its blocks.
 
-        ``event`` tells when the blocks may be written (CUDA).
+        ``event`` tells when the blocks may be written (CUDA). ``cache_salt``: as for the store.
         """
         lease_ns = _lease(RETRIEVE_LEASE_S)
         registrations = self._registrations
         call = self.link.submit(
             m.Retrieve,
             request_id=request_id,
-            chunks=self._names(request_id, op),
+            chunks=self._names(request_id, op, cache_salt),
             block_ids=tuple(op.block_ids),
             skip_first_n_tokens=op.skip_first_n_tokens,
             lease_ns=lease_ns,
@@ -210,20 +225,18 @@ class WorkerClient:
         # Where no agent was ever met, the whole operation counts as one chunk.
         return self.num_blocks_per_chunk() or max(1, len(op))
 
-    def _names(self, request_id: str, op: LoadStoreOp) -> m.ChunkNames:
-        blocks_per_chunk = self.num_blocks_per_chunk()
-        if not blocks_per_chunk:
-            return m.ChunkNames()
+    def _names(self, request_id: str, op: LoadStoreOp, cache_salt: str | bytes) -> m.ChunkNames:
         return chunk_names(
             self._model_name,
             self._world_size,
             request_id,
-            blocks_per_chunk=blocks_per_chunk,
+            blocks_per_chunk=self.num_blocks_per_chunk(),
             block_hashes=op.block_hashes,
             token_ids=op.token_ids,
             start=op.start,
             end=op.end,
             worker_id=self._worker_id,
+            cache_salt=cache_salt,
         )
 
 

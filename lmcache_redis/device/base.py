@@ -26,7 +26,8 @@ class DeviceContext(Protocol):
 
     ``until_ns`` (``time.monotonic_ns()``) is when the engine may give the blocks to somebody else.
     A call that cannot begin with them before, because it waits for its turn or for the engine's
-    event, raises and has not touched them.
+    event, raises and has not touched them. On the CPU a call looks again before each MiB: one that
+    gets late raises as well, and has copied a part.
     """
 
     @property

@@ -83,6 +83,7 @@ class Played:
             block_size_tokens=16,
         )
         self.registration: Any = Registration("engine", 0, 1, form, device, (SimpleNamespace(),))  # type: ignore[arg-type]
+        # Without a plane: what moves blocks never waits for Redis.
         self.core: Any = SimpleNamespace(
             pool=self.pool,
             fills=Fills(self.pool),
@@ -90,12 +91,6 @@ class Played:
             copies=self.copies,
             timers=self.timers,
             disk=None,
-            config=SimpleNamespace(op_timeout_s=1.0),
-            plane=SimpleNamespace(
-                exists=lambda keys, deadline_s, done: done(
-                    SimpleNamespace(present=[False] * len(keys))
-                )
-            ),
             post=self.posted.append,
             slots_of=lambda form, entry: [f"slot of {entry.key.decode()}"],
             finish_part=self._finish_part,

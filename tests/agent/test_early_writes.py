@@ -306,6 +306,29 @@ def test_a_full_server_is_asked_once_early_and_once_more(
     assert store.counters() == {"drop_redis_full": CHUNKS}
 
 
+def test_what_redis_has_is_not_sent_again(store: Store) -> None:
+    def sets() -> int:
+        with store.redis.client() as client:
+            return int(client.info("commandstats")["cmdstat_set"]["calls"])
+
+    store.start()
+    store.gpu.step(CHUNKS * STRIPES)
+    store.finish()
+    sent = sets()
+    store.core.pool.clear()
+    store.start()
+    store.gpu.step(3)
+    store.run(lambda: store.writes._filling and not len(store.writes))
+    store.gpu.step(CHUNKS * STRIPES - 3)
+    store.finish()
+    assert sets() == sent
+    assert store.answers[-1] == m.StoreResult(0, CHUNKS, 0, 0)
+    assert store.counters() == {"stored_chunks": CHUNKS}
+    assert store.core.metrics.snapshot()["skipped_chunks"] == CHUNKS
+    entries = [store.core.pool.get(store.form.key(each)) for each in HASHES]
+    assert all(entry is not None and entry.persisted for entry in entries)
+
+
 def test_a_full_queue_takes_nothing_early(store: Store) -> None:
     others = store.core.config.write_queue_limit_bytes - store.form.chunk_bytes
     store.writes.queued_bytes += others

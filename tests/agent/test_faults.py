@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +29,9 @@ LOOKUP_DEADLINE_S = 1.0
 SLACK_S = 8.0
 
 
-def _tokens(count: int) -> IPCCacheEngineKey:
-    return IPCCacheEngineKey("m", 1, None, token_ids=tuple(range(count)), end=count)
+def _tokens(count: int, **named: Any) -> IPCCacheEngineKey:
+    names = {"model_name": "test/model", "world_size": 1, "worker_id": None, **named}
+    return IPCCacheEngineKey(**names, token_ids=tuple(range(count)), end=count)
 
 
 @pytest.fixture
@@ -84,6 +86,36 @@ def test_redis_is_stopped_during_a_lookup(
     wait_until(
         lambda: stored.lookup(f"again{next(tries)}", HASHES) == 128, 1.0 + SLACK_S, "hits again"
     )
+
+
+def test_redis_is_stopped_when_the_first_store_comes(
+    agent: AgentServer, redis_server: RedisServer
+) -> None:
+    """The engine has its blocks back within the lease, and the chunks hit in the host pool."""
+    with Engine(agent.endpoint) as engine:
+        engine.randomize(range(8))
+        before = engine.snapshot()
+        redis_server.stop()
+        call = engine.workers[0].link.submit(
+            m.Store,
+            request_id="r1",
+            chunks=m.ChunkNames((HASHES[3], HASHES[7])),
+            block_ids=tuple(range(8)),
+            lease_ns=time.monotonic_ns() + int(1.5e9),
+        )
+        assert call.wait(SLACK_S)
+        assert call.answer == m.StoreResult(call.call_id, 2, 0, 0)
+        assert engine.lookup("r2", HASHES) == 128
+        assert engine.retrieve("r2", HASHES, range(20, 28)) == set()
+        for name, tensor in engine.caches[0].items():
+            assert torch.equal(tensor[20:28], before[0][name][:8])
+        # Not before somebody wants them again: the writes have failed by then.
+        wait_until(lambda: agent.counter("drop_redis_error") == 2, what="two counted drops")
+        redis_server.cont()
+        wait_until(lambda: agent.status()["redis"]["up"], 1.0 + SLACK_S, "Redis back")
+        assert agent.counter("stored_chunks") == 0
+        engine.store("r3", HASHES, range(8))
+        wait_until(lambda: agent.counter("stored_chunks") == 2, what="the chunks in Redis")
 
 
 def test_redis_is_full_and_evicts_nothing(
@@ -258,6 +290,9 @@ def test_another_protocol_version_is_refused_with_a_sentence(agent: AgentServer)
         (m.ChunkNames((b"h",), _tokens(64)), "not by both"),
         (m.ChunkNames(tokens=IPCCacheEngineKey("m", 1, None, b"h")), "has token ids"),
         (m.ChunkNames(tokens=_tokens(63)), "no whole chunks of 64"),
+        (m.ChunkNames(tokens=_tokens(64, model_name="m")), "'m', a HELLO of 'test/model'"),
+        (m.ChunkNames(tokens=_tokens(64, world_size=2)), "of 2 ranks, a HELLO of 1"),
+        (m.ChunkNames(tokens=_tokens(64, worker_id=0)), "of rank 0, a HELLO of a scheduler"),
     ],
 )
 def test_names_that_do_not_go_together_are_refused(
@@ -269,6 +304,32 @@ def test_names_that_do_not_go_together_are_refused(
         assert isinstance(call.answer, m.Failure)
         assert call.answer.code == m.BAD_MESSAGE
         assert reason in call.answer.reason
+
+
+@pytest.mark.parametrize("kind", [m.Store, m.Retrieve, m.ReleaseLocks])
+def test_a_worker_names_no_other_rank(
+    agent: AgentServer, kind: type[m.Store | m.Retrieve | m.ReleaseLocks]
+) -> None:
+    fields: dict[str, Any] = {"block_ids": (0, 1, 2, 3), "lease_ns": time.monotonic_ns() + 10**10}
+    if kind is m.Retrieve:
+        fields["skip_first_n_tokens"] = 0
+    elif kind is m.ReleaseLocks:
+        fields = {}
+    with Engine(agent.endpoint, world_size=2) as engine:
+        answers = []
+        for worker_id in (0, 1):
+            tokens = _tokens(64, world_size=2, worker_id=worker_id)
+            call = engine.workers[1].link.submit(
+                kind, request_id="r", chunks=m.ChunkNames(tokens=tokens), **fields
+            )
+            assert call.wait(SLACK_S)
+            answers.append(call.answer)
+        assert isinstance(answers[0], m.Failure)
+        assert (answers[0].code, answers[0].reason) == (
+            m.BAD_MESSAGE,
+            "a key of rank 0, a HELLO of rank 1",
+        )
+        assert not isinstance(answers[1], m.Failure)
 
 
 def test_garbage_on_the_wire_harms_nobody(agent: AgentServer, stored: Engine) -> None:

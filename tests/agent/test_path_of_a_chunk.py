@@ -187,19 +187,59 @@ def test_tokens_are_hashed_by_the_agent(agent: AgentServer) -> None:
         assert_blocks_equal(engine, before, {n: 20 + n for n in range(8)})
 
 
-def test_a_chunk_is_stored_once(agent: AgentServer) -> None:
+def test_a_salt_keeps_equal_tokens_apart(agent: AgentServer) -> None:
+    tokens = list(range(64))
+    salts: list[str | bytes] = ["", "tenant", b"lora 7"]
+    with Engine(agent.endpoint) as engine:
+        engine.randomize(range(12))
+        worker, scheduler = engine.workers[0], engine.scheduler
+
+        def lookup(number: int, turn: str) -> int:
+            scheduler.maybe_submit_lookup_request(
+                f"{turn}{number}", token_ids=tokens, cache_salt=salts[number]
+            )
+            wait_until(lambda: scheduler.check_lookup_result(f"{turn}{number}") is not None)
+            return scheduler.check_lookup_result(f"{turn}{number}") or 0
+
+        for number in range(3):
+            assert lookup(number, "before") == 0
+            blocks = list(range(4 * number, 4 * number + 4))
+            op = LoadStoreOp(blocks, tokens, None, 0, 64)
+            name = f"store{number}"
+            worker.batched_submit_store_requests([name], [op], cache_salts=[salts[number]])
+            wait_until(lambda name=name: name in worker.get_finished({name})[0])
+        for number in range(3):
+            assert lookup(number, "after") == 64
+        before = engine.snapshot()
+        ops = [LoadStoreOp(range(20 + 4 * n, 24 + 4 * n), tokens, None, 0, 64) for n in range(3)]
+        names = [f"after{number}" for number in range(3)]
+        worker.batched_submit_retrieve_requests(names, ops, cache_salts=salts)
+        finished: set[str] = set()
+        wait_until(lambda: finished.update(worker.get_finished(set())[1]) or finished == set(names))
+        assert worker.get_block_ids_with_load_errors() == set()
+        assert_blocks_equal(engine, before, {n: 20 + n for n in range(12)})
+
+
+def test_a_chunk_is_stored_once(agent: AgentServer, redis_server: RedisServer) -> None:
+    def sets() -> int:
+        with redis_server.client() as client:
+            return int(client.info("commandstats")["cmdstat_set"]["calls"])
+
     hashes = block_hashes("prompt", 8)
     with Engine(agent.endpoint) as engine:
         for request_id in ("r1", "r2", "r3"):
             engine.store(request_id, hashes, range(8))
         agent.wait_idle()
         assert agent.counter("stored_chunks") == 2
+        sent = sets()
         agent.restart()
         engine.wait_ready()
         engine.store("r4", hashes, range(8))
         agent.wait_idle()
+        assert agent.counter("gathered_chunks") == 2  # nobody waits for Redis to say that it has it
         assert agent.counter("stored_chunks") == 0
         assert agent.counter("skipped_chunks") == 2
+        assert sets() == sent
 
 
 def test_each_store_is_reported_once_and_only_when_the_engine_has_finished(

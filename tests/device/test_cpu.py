@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -16,6 +18,7 @@ import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmcache_redis.device import cpu
 from lmcache_redis.device.base import DeviceContext
 from lmcache_redis.device.cpu import CpuDevice, SharedCaches, share_kv_caches
 from lmcache_redis.device.handles import SharedMemoryHandle
@@ -382,6 +385,36 @@ class TestRefused:
         assert bytes_of(caches) == before
         assert set(slots[0]) == {0xA5}
         device.gather([0], slots, STRIPE, until_ns=time.monotonic_ns() + 10**10)
+        device.close()
+
+    @pytest.mark.parametrize("looks", [0, 1, 3])
+    @pytest.mark.parametrize("page_bytes", [4 << 10, 384 << 10, 2560 << 10])
+    def test_a_lease_that_ends_in_the_middle_of_a_copy(
+        self, monkeypatch: pytest.MonkeyPatch, page_bytes: int, looks: int
+    ) -> None:
+        """What is touched then is the piece in progress at most, whatever pages are like."""
+        blocks = (6 << 20) // page_bytes
+        caches = {"layer": torch.zeros((2 * blocks, page_bytes), dtype=torch.uint8)}
+        shared = share_kv_caches(caches, 2 * blocks)
+        layout = KVLayout((), "uint8", "cpu", 16, 2 * blocks, shared.segments, shared.page_format)
+        device = CpuDevice(layout, shared.handles)
+        every_second = range(0, 2 * blocks, 2)
+        clock = SimpleNamespace()
+        for copy, ids in itertools.product(
+            (device.gather, device.scatter), (range(blocks), every_second)
+        ):
+            caches["layer"].fill_(1)
+            slots = filled_slots(b"\2" * (blocks * page_bytes), 4 << 20)
+            clock.monotonic_ns = iter([*[0] * looks, *[2] * 100]).__next__
+            with monkeypatch.context() as patch:
+                patch.setattr(cpu, "time", clock)
+                with pytest.raises(DeviceError, match="has its blocks back"):
+                    copy(ids, slots, 4 << 20, until_ns=1)
+            (engine,), chunk = bytes_of(caches), b"".join(map(bytes, slots))
+            touched, was = (chunk, b"\2") if copy == device.gather else (engine, b"\1")
+            changed = len(touched) - touched.count(was)
+            assert changed <= looks << 20
+            assert bool(changed) == bool(looks)
         device.close()
 
 
