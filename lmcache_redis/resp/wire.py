@@ -1,6 +1,8 @@
 """RESP as bytes: commands packed, replies parsed. Pure, strict, bounded.
 
-Version 2, and of version 3 the null: it is all that differs for our commands.
+Version 2, and of version 3 the null and the map: nothing else comes in reply to our commands.
+A map is parsed as an array of its keys and values. What a reply may have is bounded, and so is
+the memory of who receives it: lines, strings, elements, depth, and all of it together.
 
 https://redis.io/docs/latest/develop/reference/protocol-spec/. Payloads never pass through
 here: `bulk.BulkConnection` receives them straight into slots. Anything that is not a reply
@@ -34,6 +36,9 @@ MAX_LINE_BYTES: Final = 64 << 10
 LEAST_REPLY_BYTES: Final = 3  # +\r\n
 MAX_BULK_BYTES: Final = 1 << 20
 MAX_ELEMENTS: Final = 1 << 16
+# Arrays in arrays: CLUSTER SLOTS has them four deep (ranges, a range, its nodes, their metadata).
+MAX_DEPTH: Final = 4
+MAX_REPLY_BYTES: Final = 4 << 20
 # What a server may hold in one string: a longer length is no length.
 MAX_VALUE_BYTES: Final = 1 << 40
 
@@ -134,9 +139,16 @@ def keys_commands(name: bytes, keys: Sequence[bytes], group_keys: int) -> bytes:
     return b"".join(pieces)
 
 
+def pack_command(*words: bytes | str | int) -> bytes:
+    """A command as servers read it."""
+    encoded = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+    return b"*%d\r\n" % len(words) + b"".join(
+        [b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded]
+    )
+
+
 def scan_command(cursor: bytes, pattern: bytes, count: int) -> bytes:
-    words = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % count)
-    return b"*6\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+    return pack_command("SCAN", cursor, "MATCH", pattern, "COUNT", count)
 
 
 def escape_pattern(literal: bytes) -> bytes:
@@ -233,13 +245,15 @@ class ReplyBuffer:
             reply, position = parsed
             replies.append(reply)
         self._data = self._data[position:]
+        if len(self._data) > MAX_REPLY_BYTES:
+            raise RedisProtocolError(f"a reply of more than {MAX_REPLY_BYTES} bytes")
         return replies
 
 
 def _parse(data: bytes, start: int, depth: int) -> tuple[Reply, int] | None:
     """The reply that begins at `start` and where it ends; None if it is not whole."""
     kind = data[start : start + 1]
-    if kind not in (b"+", b"-", b":", b"$", b"*", NULL3):
+    if kind not in (b"+", b"-", b":", b"$", b"*", b"%", NULL3):
         raise RedisProtocolError(f"a reply begins with {kind!r}: is this a Redis server?")
     end = data.find(CRLF, start, start + MAX_LINE_BYTES)
     if end < 0:
@@ -260,7 +274,7 @@ def _parse(data: bytes, start: int, depth: int) -> tuple[Reply, int] | None:
         return number, after
     if kind == b"$":
         return _bulk(data, number, after)
-    return _array(data, number, after, depth)
+    return _array(data, 2 * number if kind == b"%" else number, after, depth)
 
 
 def _bulk(data: bytes, length: int, start: int) -> tuple[Reply, int] | None:
@@ -279,7 +293,7 @@ def _bulk(data: bytes, length: int, start: int) -> tuple[Reply, int] | None:
 def _array(data: bytes, length: int, start: int, depth: int) -> tuple[Reply, int] | None:
     if length == -1:
         return None, start
-    if not 0 <= length <= MAX_ELEMENTS or depth > 1:
+    if not 0 <= length <= MAX_ELEMENTS or depth >= MAX_DEPTH:
         raise RedisProtocolError(f"an array of {length} elements in a reply, at depth {depth}")
     elements: list[Reply] = []
     position = start
