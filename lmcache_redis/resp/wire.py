@@ -215,12 +215,21 @@ def _redirect(reply: ErrorReply, said: str) -> RedisReplyError:
 
 
 class ReplyBuffer:
-    """Bytes in, whole replies out. Raises RedisProtocolError for what is no reply."""
+    """Bytes in, whole replies out. Raises RedisProtocolError for what is no reply.
 
-    __slots__ = ("_data",)
+    Each byte is parsed once, however they arrive, and no reply has more of them than
+    MAX_REPLY_BYTES.
+    """
+
+    __slots__ = ("_arrays", "_data", "_elements", "_parsed_bytes")
 
     def __init__(self) -> None:
         self._data = b""
+        # Of a reply that is not whole: its arrays that are open, outermost first, each with the
+        # number of its elements; how many these are together; and the bytes behind it.
+        self._arrays: list[tuple[int, list[Reply]]] = []
+        self._elements = 0
+        self._parsed_bytes = 0
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
         self._data = b"".join((self._data, data))
@@ -228,30 +237,64 @@ class ReplyBuffer:
     @property
     def pending_bytes(self) -> int:
         """Bytes of a reply that is not whole yet."""
-        return len(self._data)
+        return self._parsed_bytes + len(self._data)
 
     def take(self) -> list[Reply]:
         """Every reply that is whole, in order; the rest waits for more bytes."""
-        if _COUNTS.fullmatch(self._data):
+        if not self._arrays and _COUNTS.fullmatch(self._data):
             counts = self._data[1:-2].split(b"\r\n:")
             self._data = b""
             return list(map(int, counts))
         replies: list[Reply] = []
         position = 0
         while position < len(self._data):
-            parsed = _parse(self._data, position, 0)
+            parsed = _parse(self._data, position)
             if parsed is None:
                 break
-            reply, position = parsed
-            replies.append(reply)
+            reply, end = parsed
+            self._parsed_bytes += end - position
+            position = end
+            if isinstance(reply, _Array) and self._opens(reply.length):
+                continue
+            whole = self._close([] if isinstance(reply, _Array) else reply)
+            if not self._arrays:
+                replies.append(whole)
+                self._elements = self._parsed_bytes = 0
         self._data = self._data[position:]
-        if len(self._data) > MAX_REPLY_BYTES:
+        if self.pending_bytes > MAX_REPLY_BYTES:
             raise RedisProtocolError(f"a reply of more than {MAX_REPLY_BYTES} bytes")
         return replies
 
+    def _opens(self, length: int) -> bool:
+        """Begin an array, unless it is empty."""
+        depth = len(self._arrays)
+        self._elements += length
+        if self._elements > MAX_ELEMENTS or depth == MAX_DEPTH:
+            raise RedisProtocolError(f"an array of {length} elements in a reply, at depth {depth}")
+        if length:
+            self._arrays.append((length, []))
+        return length > 0
 
-def _parse(data: bytes, start: int, depth: int) -> tuple[Reply, int] | None:
-    """The reply that begins at `start` and where it ends; None if it is not whole."""
+    def _close(self, reply: Reply) -> Reply:
+        """Put a reply where it belongs; the outermost array that is whole with it, or itself."""
+        while self._arrays:
+            length, elements = self._arrays[-1]
+            elements.append(reply)
+            if len(elements) < length:
+                break
+            self._arrays.pop()
+            reply = elements
+        return reply
+
+
+class _Array(NamedTuple):
+    """The head of an array."""
+
+    length: int
+
+
+def _parse(data: bytes, start: int) -> tuple[Reply | _Array, int] | None:
+    """What begins at `start` and where it ends; None if it is not whole."""
     kind = data[start : start + 1]
     if kind not in (b"+", b"-", b":", b"$", b"*", b"%", NULL3):
         raise RedisProtocolError(f"a reply begins with {kind!r}: is this a Redis server?")
@@ -272,14 +315,16 @@ def _parse(data: bytes, start: int, depth: int) -> tuple[Reply, int] | None:
     number = _integer(data[start + 1 : end])
     if kind == b":":
         return number, after
+    if number == -1 and kind != b"%":
+        return None, after
     if kind == b"$":
         return _bulk(data, number, after)
-    return _array(data, 2 * number if kind == b"%" else number, after, depth)
+    if number < 0:
+        raise RedisProtocolError(f"an array of {number} elements in a reply")
+    return _Array(2 * number if kind == b"%" else number), after
 
 
 def _bulk(data: bytes, length: int, start: int) -> tuple[Reply, int] | None:
-    if length == -1:
-        return None, start
     if not 0 <= length <= MAX_BULK_BYTES:
         raise RedisProtocolError(f"a string of {length} bytes in a reply")
     end = start + length
@@ -288,24 +333,6 @@ def _bulk(data: bytes, length: int, start: int) -> tuple[Reply, int] | None:
     if data[end : end + 2] != CRLF:
         raise RedisProtocolError("a string in a reply is longer than it says")
     return data[start:end], end + 2
-
-
-def _array(data: bytes, length: int, start: int, depth: int) -> tuple[Reply, int] | None:
-    if length == -1:
-        return None, start
-    if not 0 <= length <= MAX_ELEMENTS or depth >= MAX_DEPTH:
-        raise RedisProtocolError(f"an array of {length} elements in a reply, at depth {depth}")
-    elements: list[Reply] = []
-    position = start
-    for _ in range(length):
-        if position >= len(data):
-            return None
-        parsed = _parse(data, position, depth + 1)
-        if parsed is None:
-            return None
-        element, position = parsed
-        elements.append(element)
-    return elements, position
 
 
 def _integer(digits: bytes) -> int:

@@ -1,4 +1,4 @@
-"""A server on a real socket that answers as it is told: at once, a byte now and then, without end."""
+"""A server on a real socket that answers as told: at once, a byte now and then, without end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from types import TracebackType
 
 # Then a server that trickles goes away, so that who waits for it anyway fails, and is told so.
 _LONGEST_S = 5.0
-_PLAIN = {b"PING": b"+PONG\r\n"}
+_PLAIN = {b"PING": b"+PONG\r\n", b"EXISTS": b":0\r\n"}
 
 
 @dataclass(frozen=True)
