@@ -407,7 +407,10 @@ def test_a_server_that_trickles_its_heartbeats_is_down() -> None:
     with LyingServer(answer) as server, running(server.url, heartbeat_s=0.05) as plane:
         assert plane.state.up
         slow.set()
+        asked_at = time.monotonic()
         wait_until(lambda: not plane.state.up)
+        # Half a second for the answer; the server itself would give up after five.
+        assert time.monotonic() - asked_at < 3.0
         slow.clear()
         wait_until(lambda: plane.state.up)
 
