@@ -104,10 +104,16 @@ def facts_of(info: Info, settings: Settings, **known: Any) -> Facts:
 
 def _info(node: Node, unseen: list[str]) -> Info:
     reply = node.ask_all([("INFO",)])[0]
-    if isinstance(reply, Mapping):
-        return {str(name): value for name, value in reply.items()}
+    if isinstance(reply, bytes):
+        return info_of(reply)
     unseen.append("INFO is refused: memory, persistence, version and connections")
     return {}
+
+
+def info_of(reply: bytes) -> Info:
+    """What INFO says, by name. Pure."""
+    lines = [line.partition(":") for line in reply.decode("utf-8", "replace").splitlines()]
+    return {name: value for name, colon, value in lines if colon}
 
 
 def _settings(node: Node, unseen: list[str]) -> Settings:
@@ -115,9 +121,7 @@ def _settings(node: Node, unseen: list[str]) -> Settings:
     replies = node.ask_all([("CONFIG", "GET", name) for name in SETTINGS])
     settings: dict[str, str] = {}
     for name, reply in zip(SETTINGS, replies, strict=True):
-        if isinstance(reply, Mapping):
-            reply = [word for pair in reply.items() for word in pair]
-        if not isinstance(reply, RedisError) and len(reply) == 2:
+        if isinstance(reply, list) and len(reply) == 2:
             settings[name] = _decoded(reply[1])
     if any(isinstance(reply, RedisError) for reply in replies):
         unseen.append(f"CONFIG is refused: {_ONLY_CONFIG}")
@@ -169,13 +173,15 @@ def _text(info: Info, name: str) -> str | None:
 
 
 def _number(info: Info, name: str) -> int | None:
-    value = info.get(name)
-    return int(value) if isinstance(value, (int, float)) else None
+    value = _float(info, name)
+    return None if value is None else int(value)
 
 
 def _float(info: Info, name: str) -> float | None:
-    value = info.get(name)
-    return float(value) if isinstance(value, (int, float)) else None
+    try:
+        return float(info[name])
+    except (KeyError, ValueError):
+        return None
 
 
 def _flag(info: Info, name: str) -> bool | None:

@@ -1,12 +1,14 @@
 """Clients of the server that a URL names. The only place where the admin tools make one.
 
 Everything else asks `Server.nodes`: the processes that hold keys, one for a single server.
-redis-py's exceptions end here; no message contains a secret.
+Replies are those of the data plane's reader, bounded as it bounds them, each by its deadline.
+No message contains a secret.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,23 +17,28 @@ from lmcache_redis.errors import (
     RedisAuthError,
     RedisError,
     RedisFull,
+    RedisProtocolError,
     RedisReplyError,
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.connect import Connector, redis_client
+from lmcache_redis.resp.bulk import BulkConnection, Found
+from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.deployment import Topology, parse_deployment
 from lmcache_redis.resp.endpoint import Endpoint
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.routes import Routes, ServerMap
 from lmcache_redis.resp.topology import find_servers
+from lmcache_redis.resp.wire import ErrorReply, error_of, get_command, pack_command
 
 CLIENT_NAME = "lmcache-redis-admin"
 CONNECT_TIMEOUT_S = 3.0
 # A SCAN step or a pipeline of a thousand small commands, on a server that is busy.
 OP_TIMEOUT_S = 10.0
+# What a server that was not told otherwise holds in one string (proto-max-bulk-len).
+MAX_STRIPE_BYTES = 512 << 20
 
-Command = tuple[Any, ...]
+Command = tuple[bytes | str | int, ...]
 
 
 @dataclass(eq=False)
@@ -43,14 +50,14 @@ class Node:
     """
 
     endpoint: Endpoint
-    client: Any = field(default=None, repr=False)
+    connection: BulkConnection | None = field(default=None, repr=False)
     untouched: bool = False
 
     @property
     def where(self) -> str:
         return self.endpoint.where
 
-    def ask(self, *command: Any) -> Any:
+    def ask(self, *command: bytes | str | int) -> Any:
         """The reply to one command. Raises RedisError."""
         (reply,) = self.ask_all([command])
         if isinstance(reply, RedisError):
@@ -62,18 +69,48 @@ class Node:
 
         Raises RedisError where the connection fails.
         """
-        from redis import exceptions
-
         if not commands:
             return []
+        request = b"".join([pack_command(*command) for command in commands])
+        connection = self.open()
+        deadline = time.monotonic() + OP_TIMEOUT_S
         try:
-            with self.client.pipeline(transaction=False) as pipeline:
-                for command in commands:
-                    pipeline.execute_command(*command)
-                replies = pipeline.execute(raise_on_error=False)
-        except (exceptions.RedisError, OSError) as error:
-            raise _translated(error, self.where) from None
-        return [_translated(r, self.where) if isinstance(r, Exception) else r for r in replies]
+            replies = connection.exchange((request,), len(commands), deadline)
+        except RedisError as error:
+            raise _lost(error, self.where) from None
+        return [_said(r, self.where) if isinstance(r, ErrorReply) else r for r in replies]
+
+    def get(self, key: bytes, payload_bytes: int) -> tuple[bytes, memoryview] | None:
+        """The header and the payload of a value; None if it is not there, or has another length.
+
+        Raises RedisError.
+        """
+        if payload_bytes > MAX_STRIPE_BYTES:
+            raise RedisProtocolError(f"a value of {payload_bytes:,} bytes at Redis at {self.where}")
+        payload = memoryview(bytearray(payload_bytes))
+        connection = self.open()
+        deadline = time.monotonic() + OP_TIMEOUT_S
+        try:
+            found = connection.get_stripe(get_command(key), payload, deadline)
+        except RedisError as error:
+            raise _lost(error, self.where) from None
+        return (bytes(connection.header), payload) if found is Found.VALUE else None
+
+    def open(self) -> BulkConnection:
+        """The connection, or a new one where that was lost. Raises RedisError and ConfigError."""
+        if self.connection is None or not self.connection.is_open:
+            connector = Connector(self.endpoint, CONNECT_TIMEOUT_S, OP_TIMEOUT_S)
+            self.connection = BulkConnection(connector, CLIENT_NAME)
+            self.connection.open()
+            (reply,) = self.connection.exchange(
+                (pack_command("CLIENT", "NO-TOUCH", "ON"),), 1, time.monotonic() + OP_TIMEOUT_S
+            )
+            self.untouched = not isinstance(reply, ErrorReply)
+        return self.connection
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +176,12 @@ def open_server(options: RedisOptions) -> Iterator[Server]:
     try:
         server_map = _servers(options)
         for endpoint in server_map.servers:
-            # The data plane's own way in says best what is wrong with an address or a password.
-            connector = Connector(endpoint, CONNECT_TIMEOUT_S, OP_TIMEOUT_S)
-            connector.discard(connector.open(CLIENT_NAME))
             node = nodes[endpoint] = Node(endpoint)
-            node.client = _client(node)
             node.ask("PING")
         yield Server(tuple(nodes.values()), Routes(server_map, nodes))
     finally:
         for node in nodes.values():
-            if node.client is not None:
-                node.client.close()
+            node.close()
 
 
 def _servers(options: RedisOptions) -> ServerMap:
@@ -163,41 +195,30 @@ def _servers(options: RedisOptions) -> ServerMap:
     return found
 
 
-def _client(node: Node) -> Any:
-    """A redis-py client for the node's endpoint; it connects when it is first used."""
-    from redis import exceptions
-
-    def greet(connection: Any) -> None:
-        connection.on_connect()
-        connection.send_command("CLIENT", "NO-TOUCH", "ON")
-        node.untouched = True
-        try:
-            connection.read_response()
-        except exceptions.ResponseError:
-            node.untouched = False
-
-    return redis_client(node.endpoint, CONNECT_TIMEOUT_S, OP_TIMEOUT_S, greet)
-
-
-def _translated(error: Exception, where: str) -> RedisError:
-    """Ours for what redis-py raised on a connection that had stood."""
-    from redis import exceptions
-
+def _lost(error: RedisError, where: str) -> RedisError:
+    """What to say where a question to a server that was there had no answer."""
     at = f"Redis at {where}"
-    text = " ".join(str(error).split())[:160]
-    if isinstance(error, exceptions.NoPermissionError):
+    if isinstance(error, RedisTimeout):
+        return RedisTimeout(f"{at} did not answer within {OP_TIMEOUT_S:g} s: is it overloaded?")
+    if isinstance(error, RedisUnavailable):
+        return RedisUnavailable(f"the connection to {at} was lost: try again ({error})")
+    return error
+
+
+def _said(reply: ErrorReply, where: str) -> RedisError:
+    """The exception that stands for an error reply."""
+    at = f"Redis at {where}"
+    text = " ".join(reply.text.split())[:160]
+    error = error_of(reply)
+    if reply.code == "NOPERM":
         return RedisAuthError(
             f"{at} does not allow it to this user ({text}): inspect and purge need +@read and "
             "+unlink on the agents' keys"
         )
-    if isinstance(error, exceptions.AuthenticationError):
+    if isinstance(error, RedisAuthError):
         return RedisAuthError(f"{at} refuses the user or the password: {text}")
-    if isinstance(error, exceptions.OutOfMemoryError):
+    if isinstance(error, RedisFull):
         return RedisFull(f"{at} is full and evicts nothing: {text}")
-    if isinstance(error, exceptions.BusyLoadingError):
+    if reply.code == "LOADING":
         return RedisUnavailable(f"{at} is still loading its data: try again when it is done")
-    if isinstance(error, exceptions.TimeoutError):
-        return RedisTimeout(f"{at} did not answer within {OP_TIMEOUT_S:g} s: is it overloaded?")
-    if isinstance(error, exceptions.ResponseError):
-        return RedisReplyError(f"{at} says: {text}")
-    return RedisUnavailable(f"the connection to {at} was lost: try again ({text})")
+    return RedisReplyError(f"{at} says: {text}")

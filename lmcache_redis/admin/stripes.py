@@ -121,18 +121,21 @@ def verify_payload(server: Server, name: ChunkName, stripe: Stripe) -> Stripe:
     if stripe.state is not State.WHOLE or stripe.header is None:
         return stripe
     key = name.stripe(stripe.index)
-    value = server.node_of(key).ask("GET", key)
-    if value is None:
-        return Stripe(stripe.index, State.MISSING, State.MISSING.value)
-    again = judge(name, stripe.index, "string", len(value), value[:HEADER_BYTES])
+    found = server.node_of(key).get(key, stripe.header.payload_bytes)
+    if found is None:
+        # Gone, or another: as it stands now.
+        return read_stripes(server, [(name, stripe.index)])[0]
+    header, payload = found
+    value_bytes = len(header) + payload.nbytes
+    again = judge(name, stripe.index, "string", value_bytes, header)
     state, detail = again.state, again.detail
     if state is State.WHOLE and again.header is not None:
-        found = xxh3_64_intdigest(memoryview(value)[HEADER_BYTES:])
-        if found != again.header.checksum:
+        checksum = xxh3_64_intdigest(payload)
+        if checksum != again.header.checksum:
             state = State.DAMAGED
-            detail = f"its payload's checksum is {found:016x}, not {again.header.checksum:016x}"
+            detail = f"its payload's checksum is {checksum:016x}, not {again.header.checksum:016x}"
     return Stripe(
-        stripe.index, state, detail, len(value), again.header, stripe.use, stripe.expires_in_s
+        stripe.index, state, detail, value_bytes, again.header, stripe.use, stripe.expires_in_s
     )
 
 

@@ -117,16 +117,17 @@ def _pattern(prefix: bytes, namespaces: frozenset[bytes] | None) -> bytes:
 
 def _steps(node: Node, pattern: bytes) -> Iterator[tuple[list[bytes], bool]]:
     """What each SCAN finds, and whether it was the last."""
-    cursor = 0
+    cursor = b"0"
     while True:
         # TYPE string: other types are not ours, whatever they are called.
         reply = node.ask("SCAN", cursor, "MATCH", pattern, "COUNT", STEP_KEYS, "TYPE", "string")
         match reply:
-            case (int() as cursor, list() as keys):
-                yield keys, cursor == 0
+            case [bytes() as cursor, list() as found] if cursor.isdigit():
+                keys = [key for key in found if isinstance(key, bytes)]
+                yield keys, cursor == b"0"
             case _:
                 raise RedisProtocolError("the reply to a SCAN is no cursor and keys")
-        if cursor == 0:
+        if cursor == b"0":
             return
 
 

@@ -2,8 +2,9 @@
 
 options, endpoint   what the user decided, and the server that a URL names
 deployment          the Sentinels or cluster nodes that a URL names
-connect, stream     sockets that redis-py made, and deadlines on them
-wire, connection    RESP2 as bytes; commands out and replies in
+connect, greeting   connections made and let in, by a deadline
+stream              a socket, and one deadline for all calls on it
+wire, connection    RESP as bytes, bounded; commands out and replies in
 bulk                stripes straight between sockets and slots
 talk, scan          commands sent ahead of their replies; which keys exist, in groups
 breaker, health     whether the server is worth asking

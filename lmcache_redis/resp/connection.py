@@ -8,6 +8,7 @@ leaves the connection in step and OPEN.
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Iterable
 from typing import NoReturn
@@ -76,9 +77,9 @@ class Connection:
         """The socket's, for the compiled part; -1 where that cannot use it (TLS)."""
         return -1 if self._stream is None else self._stream.plain_fileno()
 
-    def open(self) -> None:
+    def open(self, deadline: float = math.inf) -> None:
         """Connect. Raises what `Connector.open` raises."""
-        self._stream = self._connector.open(self._name)
+        self._stream = self._connector.open(self._name, deadline)
         self.opened_at = time.monotonic()
         self.state = ConnectionState.OPEN
 

@@ -117,7 +117,6 @@ class Node:
         for queue in self._writes:
             queue.close()
         self.health.close()
-        # A name look-up alone cannot be woken.
         self.connector.abort()
 
     def join(self) -> int:

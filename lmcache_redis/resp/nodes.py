@@ -184,7 +184,7 @@ class Nodes:
     def _find(self) -> ServerMap:
         known = [node.endpoint for node in self.routes.nodes if node.is_up]
         timeout_s = self._options.connect_timeout_s
-        return find_servers(self._deployment, known, timeout_s, lambda: not self._closed)
+        return find_servers(self._deployment, known, timeout_s, wanted=lambda: not self._closed)
 
     def _adopt(self, found: ServerMap) -> None:
         with self._lock:

@@ -25,10 +25,10 @@ class RedisOptions:
     get_connections, set_connections: bulk connections of a server or, divided, of a cluster's
     shards. network_threads: that many share the former, and as many the latter; more than one is
     for servers that are faster than a thread. connect_timeout_s: for a TCP or TLS connection to
-    stand. op_timeout_s: the longest wait of any one step on a connection; deadlines of
-    operations shorten it. probe_interval_s: between two attempts to reach
-    a server that is down. heartbeat_s: between two PINGs to a server that is up. ttl_s: in how
-    many seconds a stored chunk expires (0: never), with ttl_refresh counted from its last load.
+    stand, its name looked up. op_timeout_s: for what is sent at once, and for all of its reply;
+    deadlines of operations shorten it. probe_interval_s: between two attempts to reach a server
+    that is down. heartbeat_s: between two PINGs to a server that is up. ttl_s: in how many seconds
+    a stored chunk expires (0: never), with ttl_refresh counted from its last load.
     verify_checksums: False loads what was damaged as good; only to measure what they cost.
     Raises ConfigError for impossible values (the URL is checked by `check_url`).
     """

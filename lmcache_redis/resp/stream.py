@@ -4,7 +4,9 @@
 moves a whole stripe, without the GIL and without a poll before it. An SSLSocket has neither
 recvmsg_into nor sendmsg and would spin on those options, so `TlsStream` is generic loops.
 
-Either raises RedisTimeout when the armed deadline passes and RedisUnavailable when the
+The deadline is one for all calls until the next `arm`, however many bytes each of them brings:
+`_limit` looks at the clock before every system call, and gives the kernel what is left where it
+has more. Either stream raises RedisTimeout when the deadline passes and RedisUnavailable when the
 connection is lost, and is of no use after that: its owner closes it. One thread uses a
 stream; `abort` may come from any thread and makes whatever is under way fail at once.
 """
@@ -20,7 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import Any, Protocol
 
 from lmcache_redis.errors import RedisError, RedisTimeout, RedisUnavailable
 
@@ -70,15 +72,35 @@ class Stream(Protocol):
         """Give the socket back. Does nothing the second time."""
 
 
-class _SocketOwner:
-    """A socket that one thread may close while another shuts it down."""
+class SocketStream:
+    """A socket that one thread uses and may close while another shuts it down; its deadline."""
 
-    __slots__ = ("_lock", "_sock", "_where")
+    __slots__ = ("_deadline", "_lock", "_op_timeout_s", "_sock", "_where")
 
-    def __init__(self, sock: socket.socket, where: str) -> None:
+    def __init__(self, sock: socket.socket, where: str, op_timeout_s: float) -> None:
         self._sock = sock
         self._where = where
+        self._op_timeout_s = op_timeout_s
+        self._deadline = 0.0
         self._lock = threading.Lock()
+
+    def connect(self, address: Any, deadline: float) -> None:
+        """Raises OSError; TimeoutError where the deadline passes."""
+        self._sock.settimeout(max(_LEAST_TIMEOUT_S, deadline - time.monotonic()))
+        self._sock.connect(address)
+
+    def arm(self, deadline: float) -> None:
+        now = time.monotonic()
+        self._deadline = min(now + self._op_timeout_s, deadline)
+        if self._deadline <= now:
+            raise self._late()
+
+    def _left(self) -> float:
+        """Seconds until the deadline, which has not passed."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise self._late()
+        return left
 
     def is_quiet(self) -> bool:
         poll = select.poll()
@@ -115,47 +137,33 @@ class _SocketOwner:
         return RedisTimeout(f"Redis at {self._where} did not answer in time")
 
 
-class PlainStream(_SocketOwner):
-    """TCP and unix sockets. Takes over `sock`, which is connected."""
+class PlainStream(SocketStream):
+    """TCP and unix sockets. Takes over `sock`, which is connected, or is to be."""
 
-    __slots__ = (
-        "_deadline",
-        "_op_timeout_s",
-        "_recv_into",
-        "_recvmsg_into",
-        "_sendmsg",
-        "_timeout_s",
-    )
+    __slots__ = ("_is_unix", "_recv_into", "_recvmsg_into", "_sendmsg", "_timeout_s")
 
     def __init__(self, sock: socket.socket, where: str, op_timeout_s: float) -> None:
-        super().__init__(sock, where)
+        super().__init__(sock, where, op_timeout_s)
         sock.settimeout(None)
-        self._op_timeout_s = op_timeout_s
         self._timeout_s = 0.0
-        self._deadline = 0.0
+        self._is_unix = sock.family == socket.AF_UNIX
         self._recv_into = sock.recv_into
         self._recvmsg_into = sock.recvmsg_into
         self._sendmsg = sock.sendmsg
 
-    def arm(self, deadline: float) -> None:
-        now = time.monotonic()
-        wanted = deadline - now
-        if wanted > self._op_timeout_s:
-            wanted = self._op_timeout_s
-        elif wanted <= 0:
-            raise self._late()
-        self._deadline = now + wanted
-        # Longer than wanted by the slack, or much shorter, is not good enough.
-        if not wanted * 0.9 <= self._timeout_s <= wanted + _SLACK_S:
-            self._set_timeout(max(wanted, _LEAST_TIMEOUT_S))
+    def connect(self, address: Any, deadline: float) -> None:
+        super().connect(address, deadline)
+        self._sock.settimeout(None)
 
     def send(self, parts: Sequence[Buffer], nbytes: int) -> None:
-        try:
-            sent = self._sendmsg(parts)
-        except OSError as error:
-            raise self._lost(error) from None
+        sent = self._send_some(parts)
         if sent != nbytes:
             self.send_rest(parts, sent)
+
+    def send_rest(self, parts: Sequence[Buffer], sent: int) -> None:
+        views = _after(parts, sent)
+        while views:
+            views = _after(views, self._send_some(views))
 
     def send_at_once(self, part: Buffer) -> int:
         try:
@@ -167,6 +175,7 @@ class PlainStream(_SocketOwner):
         return self._sock.fileno()
 
     def receive_some(self, view: memoryview) -> int:
+        self._limit()
         try:
             received = self._recv_into(view)
         except OSError as error:
@@ -176,42 +185,46 @@ class PlainStream(_SocketOwner):
         return received
 
     def receive_exactly(self, parts: Sequence[memoryview], nbytes: int) -> None:
+        received = self._receive_most(parts)
+        if received != nbytes:
+            # It met a signal, the end of its time or of the connection.
+            views = _after(parts, received)
+            while views:
+                views = _after(views, self._receive_most(views))
+
+    def _receive_most(self, parts: Sequence[memoryview]) -> int:
+        """One call, which fills all parts unless it is cut short; at least a byte."""
+        self._limit()
         try:
             received = self._recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
         except OSError as error:
             raise self._lost(error) from None
-        if received != nbytes:
-            self._receive_rest(parts, received)
+        if received == 0:
+            raise self._lost()
+        return received
 
-    # A call that moved less than all met a signal, the end of its time or of the connection.
+    def _send_some(self, parts: Sequence[Buffer]) -> int:
+        try:
+            if not self._is_unix:
+                self._limit()
+                return self._sendmsg(parts)
+            # For each piece of some 32 KiB that it sends, a unix socket would wait anew.
+            while True:
+                left = self._left()
+                try:
+                    return self._sendmsg(parts, (), socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    poll = select.poll()
+                    poll.register(self._sock, select.POLLOUT)
+                    poll.poll(left * 1e3)
+        except OSError as error:
+            raise self._lost(error) from None
 
-    def send_rest(self, parts: Sequence[Buffer], sent: int) -> None:
-        views = _after(parts, sent)
-        while views:
-            self._check_time()
-            try:
-                sent = self._sendmsg(views)
-            except OSError as error:
-                raise self._lost(error) from None
-            views = _after(views, sent)
-
-    def _receive_rest(self, parts: Sequence[memoryview], received: int) -> None:
-        views = _after(parts, received)
-        while views:
-            if received == 0:
-                raise self._lost()
-            self._check_time()
-            try:
-                received = self._recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
-            except OSError as error:
-                raise self._lost(error) from None
-            views = _after(views, received)
-
-    def _check_time(self) -> None:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise self._late()
-        self._set_timeout(max(left, _LEAST_TIMEOUT_S))
+    def _limit(self) -> None:
+        """Let no system call take longer than until the deadline, or much less."""
+        left = self._left()
+        if not left * 0.9 <= self._timeout_s <= left + _SLACK_S:
+            self._set_timeout(max(left, _LEAST_TIMEOUT_S))
 
     def _set_timeout(self, seconds: float) -> None:
         whole, part = divmod(seconds, 1.0)
@@ -224,22 +237,20 @@ class PlainStream(_SocketOwner):
         self._timeout_s = seconds
 
 
-class TlsStream(_SocketOwner):
-    """TLS: one call a record, time-outs by Python. Takes over `sock`, which is connected."""
+class TlsStream(SocketStream):
+    """TLS: one call a record, time-outs by Python. Takes over `sock`, as `PlainStream` does."""
 
-    __slots__ = ("_deadline", "_op_timeout_s", "_tls")
+    __slots__ = ("_tls",)
 
     def __init__(self, sock: ssl.SSLSocket, where: str, op_timeout_s: float) -> None:
-        super().__init__(sock, where)
+        super().__init__(sock, where, op_timeout_s)
         self._tls = sock
-        self._op_timeout_s = op_timeout_s
-        self._deadline = 0.0
 
-    def arm(self, deadline: float) -> None:
-        now = time.monotonic()
-        self._deadline = min(now + self._op_timeout_s, deadline)
-        if self._deadline <= now:
-            raise self._late()
+    def connect(self, address: Any, deadline: float) -> None:
+        super().connect(address, deadline)
+        self._tls.settimeout(max(_LEAST_TIMEOUT_S, deadline - time.monotonic()))
+        # Its time-out is one for all of it.
+        self._tls.do_handshake()
 
     def send(self, parts: Sequence[Buffer], nbytes: int) -> None:
         # Small parts go together: every send is a record, and often a packet, of its own.
@@ -265,11 +276,11 @@ class TlsStream(_SocketOwner):
             self._send_view(view)
 
     def receive_some(self, view: memoryview) -> int:
-        self._limit()
         try:
+            self._tls.settimeout(self._left())
             received = self._tls.recv_into(view)
         except OSError as error:
-            self._raise(error)
+            raise self._lost(error) from None
         if received == 0:
             raise self._lost()
         return received
@@ -282,24 +293,12 @@ class TlsStream(_SocketOwner):
 
     def _send_view(self, view: memoryview) -> None:
         while view.nbytes:
-            self._limit()
             try:
+                self._tls.settimeout(self._left())
                 sent = self._tls.send(view[:_TLS_SEND_BYTES])
             except OSError as error:
-                self._raise(error)
+                raise self._lost(error) from None
             view = view[sent:]
-
-    def _limit(self) -> None:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise self._late()
-        try:
-            self._tls.settimeout(left)
-        except OSError as error:
-            self._raise(error)
-
-    def _raise(self, error: OSError) -> NoReturn:
-        raise self._lost(error) from None
 
 
 def _after(parts: Sequence[Buffer], nbytes: int) -> list[memoryview]:

@@ -1,6 +1,6 @@
 """Finding the data servers behind Sentinels or in a cluster, again and again.
 
-redis-py asks; here its answers become a `ServerMap`. A watcher's thread asks at the start,
+A watcher's thread asks, and the answers become a `ServerMap`: at the start,
 every few seconds, soon after something hinted that the map is old (a redirection, a server
 that went down, a master that turned out to be a replica), and every moment while it has no map
 or a server is down. Each map is adopted; a question that fails changes nothing.
@@ -10,105 +10,101 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisUnavailable
-from lmcache_redis.resp.connect import redis_client, translated
+from lmcache_redis.resp.connect import Connector
+from lmcache_redis.resp.connection import Connection
 from lmcache_redis.resp.deployment import Deployment, Topology
 from lmcache_redis.resp.endpoint import Endpoint
 from lmcache_redis.resp.routes import SLOTS, ServerMap
+from lmcache_redis.resp.wire import pack_command
 
 logger = logging.getLogger(__name__)
 
 # Hints come in crowds: a resharding redirects every key of a slot.
 _LEAST_PAUSE_S = 0.1
+# The deadline of a question bounds it, and nothing else does.
+_FAR_S = 3600.0
+_CONNECTION_NAME = "lmcache-redis:topology"
 
 
 def find_servers(
     deployment: Deployment,
     known: Iterable[Endpoint],
     timeout_s: float,
+    deadline: float = math.inf,
     wanted: Callable[[], bool] = lambda: True,
 ) -> ServerMap:
     """Ask once. Raises RedisError or ConfigError with a sentence that says what to change.
 
     known: servers of the last map, which know more than the seeds once a cluster has grown.
+    timeout_s: for each server, with all that it is asked; deadline (`time.monotonic()`): for all.
     wanted: asked before each server, of which any may take its time to fail.
     """
-    if deployment.topology is Topology.SENTINEL:
-        return _master(deployment, timeout_s, wanted)
-    failure: RedisError | ConfigError = RedisUnavailable("the cluster has no nodes")
-    for endpoint in dict.fromkeys((*known, *deployment.seeds)):
-        if not wanted():
-            break
-        found = _shards(deployment, endpoint, timeout_s)
-        if isinstance(found, ServerMap):
-            return found
-        failure = found
-    raise failure
-
-
-def _master(deployment: Deployment, timeout_s: float, wanted: Callable[[], bool]) -> ServerMap:
-    failure: RedisError | ConfigError = RedisUnavailable("there is no Sentinel")
-    for sentinel in deployment.seeds:
-        if not wanted():
+    is_sentinel = deployment.topology is Topology.SENTINEL
+    ask_one = _master if is_sentinel else _shards
+    servers = deployment.seeds if is_sentinel else (*known, *deployment.seeds)
+    failure: RedisError | ConfigError = RedisUnavailable(f"{deployment.where} has no servers")
+    for endpoint in dict.fromkeys(servers):
+        until = min(deadline, time.monotonic() + timeout_s)
+        if not wanted() or until <= time.monotonic():
             break
         try:
-            with redis_client(sentinel, timeout_s, timeout_s) as client:
-                found = client.execute_command(
-                    "SENTINEL", "GET-MASTER-ADDR-BY-NAME", deployment.service
-                )
-            if not found:
-                failure = RedisUnavailable(
-                    f"Sentinel at {sentinel.where} watches no master named {deployment.service}: "
-                    "correct the name in the Redis URL"
-                )
-                continue
-            master = deployment.at(_text(found[0]), int(found[1]))
-        except Exception as error:
-            failure = translated(error, sentinel)
-            continue
-        # An old Sentinel's word counts only if the server agrees.
-        return ServerMap((master,) if _is_master(master, timeout_s) else ())
+            return ask_one(deployment, endpoint, until)
+        except (RedisError, ConfigError) as error:
+            failure = error
+        except (TypeError, ValueError, IndexError, AttributeError):
+            failure = RedisUnavailable(f"{endpoint.where} says where the data is, but unreadably")
     raise failure
 
 
-def _is_master(server: Endpoint, timeout_s: float) -> bool:
-    """False only if it says otherwise: whether it answers is for others to find out."""
-    from redis import exceptions
+def _ask(endpoint: Endpoint, deadline: float, *words: str) -> Any:
+    """The reply to one command on a connection of its own. Raises RedisError and ConfigError."""
+    connection = Connection(Connector(endpoint, _FAR_S, _FAR_S), _CONNECTION_NAME)
+    try:
+        connection.open(deadline)
+        return connection.call(pack_command(*words), 1, deadline)[0]
+    finally:
+        connection.close()
 
-    with (
-        contextlib.suppress(exceptions.RedisError, OSError),
-        redis_client(server, timeout_s, timeout_s) as client,
-    ):
-        role = client.execute_command("ROLE")
+
+def _master(deployment: Deployment, endpoint: Endpoint, deadline: float) -> ServerMap:
+    found = _ask(endpoint, deadline, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", deployment.service)
+    if not found:
+        raise RedisUnavailable(
+            f"Sentinel at {endpoint.where} watches no master named {deployment.service}: "
+            "correct the name in the Redis URL"
+        )
+    master = deployment.at(_text(found[0]), int(found[1]))
+    # An old Sentinel's word counts only if the server agrees.
+    return ServerMap((master,) if _is_master(master, deadline) else ())
+
+
+def _is_master(server: Endpoint, deadline: float) -> bool:
+    """False only if it says otherwise: whether it answers is for others to find out."""
+    with contextlib.suppress(RedisError, ConfigError):
+        role = _ask(server, deadline, "ROLE")
         return bool(role) and _text(role[0]) == "master"
     return True
 
 
-def _shards(
-    deployment: Deployment, endpoint: Endpoint, timeout_s: float
-) -> ServerMap | RedisError | ConfigError:
-    """The map that one node has, or why there is none to be had from it."""
+def _shards(deployment: Deployment, endpoint: Endpoint, deadline: float) -> ServerMap:
+    """The map that one node has."""
     try:
-        with redis_client(endpoint, timeout_s, timeout_s) as client:
-            rows: list[list[Any]] = client.execute_command("CLUSTER", "SLOTS")
-    except Exception as error:
+        rows = _ask(endpoint, deadline, "CLUSTER", "SLOTS")
+    except RedisError as error:
         if "cluster support disabled" in str(error):
-            return ConfigError(
+            raise ConfigError(
                 f"Redis at {endpoint.where} is no cluster: write redis:// instead of "
                 "redis+cluster://"
-            )
-        return translated(error, endpoint)
-    try:
-        return _read_slots(deployment, endpoint, rows)
-    except (TypeError, ValueError, IndexError, AttributeError):
-        return RedisUnavailable(f"the reply of {endpoint.where} to CLUSTER SLOTS cannot be read")
-    except RedisError as error:
-        return error
+            ) from None
+        raise
+    return _read_slots(deployment, endpoint, rows)
 
 
 def _read_slots(deployment: Deployment, asked: Endpoint, rows: list[list[Any]]) -> ServerMap:
@@ -129,8 +125,8 @@ def _read_slots(deployment: Deployment, asked: Endpoint, rows: list[list[Any]]) 
     return ServerMap(tuple(servers), tuple(ranges))
 
 
-def _text(value: bytes | str) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "replace")
 
 
 class Watcher:

@@ -1,6 +1,8 @@
 """RESP as bytes: commands packed, replies parsed. Pure, strict, bounded.
 
-Version 2, and of version 3 the null: it is all that differs for our commands.
+Version 2, and of version 3 the null and the map: nothing else comes in reply to our commands.
+A map is parsed as an array of its keys and values. What a reply may have is bounded, and so is
+the memory of who receives it: lines, strings, elements, depth, and all of it together.
 
 https://redis.io/docs/latest/develop/reference/protocol-spec/. Payloads never pass through
 here: `bulk.BulkConnection` receives them straight into slots. Anything that is not a reply
@@ -34,6 +36,9 @@ MAX_LINE_BYTES: Final = 64 << 10
 LEAST_REPLY_BYTES: Final = 3  # +\r\n
 MAX_BULK_BYTES: Final = 1 << 20
 MAX_ELEMENTS: Final = 1 << 16
+# Arrays in arrays: CLUSTER SLOTS has them four deep (ranges, a range, its nodes, their metadata).
+MAX_DEPTH: Final = 4
+MAX_REPLY_BYTES: Final = 4 << 20
 # What a server may hold in one string: a longer length is no length.
 MAX_VALUE_BYTES: Final = 1 << 40
 
@@ -134,9 +139,16 @@ def keys_commands(name: bytes, keys: Sequence[bytes], group_keys: int) -> bytes:
     return b"".join(pieces)
 
 
+def pack_command(*words: bytes | str | int) -> bytes:
+    """A command as servers read it."""
+    encoded = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+    return b"*%d\r\n" % len(words) + b"".join(
+        [b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded]
+    )
+
+
 def scan_command(cursor: bytes, pattern: bytes, count: int) -> bytes:
-    words = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % count)
-    return b"*6\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+    return pack_command("SCAN", cursor, "MATCH", pattern, "COUNT", count)
 
 
 def escape_pattern(literal: bytes) -> bytes:
@@ -203,12 +215,21 @@ def _redirect(reply: ErrorReply, said: str) -> RedisReplyError:
 
 
 class ReplyBuffer:
-    """Bytes in, whole replies out. Raises RedisProtocolError for what is no reply."""
+    """Bytes in, whole replies out. Raises RedisProtocolError for what is no reply.
 
-    __slots__ = ("_data",)
+    Each byte is parsed once, however they arrive, and no reply has more of them than
+    MAX_REPLY_BYTES.
+    """
+
+    __slots__ = ("_arrays", "_data", "_elements", "_parsed_bytes")
 
     def __init__(self) -> None:
         self._data = b""
+        # Of a reply that is not whole: its arrays that are open, outermost first, each with the
+        # number of its elements; how many these are together; and the bytes behind it.
+        self._arrays: list[tuple[int, list[Reply]]] = []
+        self._elements = 0
+        self._parsed_bytes = 0
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
         self._data = b"".join((self._data, data))
@@ -216,30 +237,66 @@ class ReplyBuffer:
     @property
     def pending_bytes(self) -> int:
         """Bytes of a reply that is not whole yet."""
-        return len(self._data)
+        return self._parsed_bytes + len(self._data)
 
     def take(self) -> list[Reply]:
         """Every reply that is whole, in order; the rest waits for more bytes."""
-        if _COUNTS.fullmatch(self._data):
+        if not self._arrays and _COUNTS.fullmatch(self._data):
             counts = self._data[1:-2].split(b"\r\n:")
             self._data = b""
             return list(map(int, counts))
         replies: list[Reply] = []
         position = 0
         while position < len(self._data):
-            parsed = _parse(self._data, position, 0)
+            parsed = _parse(self._data, position)
             if parsed is None:
                 break
-            reply, position = parsed
-            replies.append(reply)
+            reply, end = parsed
+            self._parsed_bytes += end - position
+            position = end
+            if isinstance(reply, _Array) and self._opens(reply.length):
+                continue
+            whole = self._close([] if isinstance(reply, _Array) else reply)
+            if not self._arrays:
+                replies.append(whole)
+                self._elements = self._parsed_bytes = 0
         self._data = self._data[position:]
+        if self.pending_bytes > MAX_REPLY_BYTES:
+            raise RedisProtocolError(f"a reply of more than {MAX_REPLY_BYTES} bytes")
         return replies
 
+    def _opens(self, length: int) -> bool:
+        """Begin an array, unless it is empty."""
+        depth = len(self._arrays)
+        self._elements += length
+        if self._elements > MAX_ELEMENTS or depth == MAX_DEPTH:
+            raise RedisProtocolError(f"an array of {length} elements in a reply, at depth {depth}")
+        if length:
+            self._arrays.append((length, []))
+        return length > 0
 
-def _parse(data: bytes, start: int, depth: int) -> tuple[Reply, int] | None:
-    """The reply that begins at `start` and where it ends; None if it is not whole."""
+    def _close(self, reply: Reply) -> Reply:
+        """Put a reply where it belongs; the outermost array that is whole with it, or itself."""
+        while self._arrays:
+            length, elements = self._arrays[-1]
+            elements.append(reply)
+            if len(elements) < length:
+                break
+            self._arrays.pop()
+            reply = elements
+        return reply
+
+
+class _Array(NamedTuple):
+    """The head of an array."""
+
+    length: int
+
+
+def _parse(data: bytes, start: int) -> tuple[Reply | _Array, int] | None:
+    """What begins at `start` and where it ends; None if it is not whole."""
     kind = data[start : start + 1]
-    if kind not in (b"+", b"-", b":", b"$", b"*", NULL3):
+    if kind not in (b"+", b"-", b":", b"$", b"*", b"%", NULL3):
         raise RedisProtocolError(f"a reply begins with {kind!r}: is this a Redis server?")
     end = data.find(CRLF, start, start + MAX_LINE_BYTES)
     if end < 0:
@@ -258,14 +315,16 @@ def _parse(data: bytes, start: int, depth: int) -> tuple[Reply, int] | None:
     number = _integer(data[start + 1 : end])
     if kind == b":":
         return number, after
+    if number == -1 and kind != b"%":
+        return None, after
     if kind == b"$":
         return _bulk(data, number, after)
-    return _array(data, number, after, depth)
+    if number < 0:
+        raise RedisProtocolError(f"an array of {number} elements in a reply")
+    return _Array(2 * number if kind == b"%" else number), after
 
 
 def _bulk(data: bytes, length: int, start: int) -> tuple[Reply, int] | None:
-    if length == -1:
-        return None, start
     if not 0 <= length <= MAX_BULK_BYTES:
         raise RedisProtocolError(f"a string of {length} bytes in a reply")
     end = start + length
@@ -274,24 +333,6 @@ def _bulk(data: bytes, length: int, start: int) -> tuple[Reply, int] | None:
     if data[end : end + 2] != CRLF:
         raise RedisProtocolError("a string in a reply is longer than it says")
     return data[start:end], end + 2
-
-
-def _array(data: bytes, length: int, start: int, depth: int) -> tuple[Reply, int] | None:
-    if length == -1:
-        return None, start
-    if not 0 <= length <= MAX_ELEMENTS or depth > 1:
-        raise RedisProtocolError(f"an array of {length} elements in a reply, at depth {depth}")
-    elements: list[Reply] = []
-    position = start
-    for _ in range(length):
-        if position >= len(data):
-            return None
-        parsed = _parse(data, position, depth + 1)
-        if parsed is None:
-            return None
-        element, position = parsed
-        elements.append(element)
-    return elements, position
 
 
 def _integer(digits: bytes) -> int:

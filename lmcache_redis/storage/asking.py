@@ -27,7 +27,7 @@ from lmcache_redis.resp.endpoint import Endpoint
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.routes import MAX_HOPS, Routes, ServerMap
 from lmcache_redis.resp.topology import find_servers
-from lmcache_redis.resp.wire import ASKING_COMMAND, ErrorReply, Reply, error_of
+from lmcache_redis.resp.wire import ASKING_COMMAND, ErrorReply, Reply, error_of, pack_command
 from lmcache_redis.storage.connections import ServerConnections
 
 # Questions are short: more connections would only wait for each other.
@@ -43,11 +43,6 @@ class Question(NamedTuple):
 
     key: bytes
     command: bytes
-
-
-def packed(*words: bytes) -> bytes:
-    """A command as the server reads it."""
-    return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(w), w) for w in words])
 
 
 class Asking:
@@ -98,7 +93,7 @@ class Asking:
             cursor = b"0"
             while True:
                 words = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % step_keys)
-                command = packed(*words, b"TYPE", b"string")
+                command = pack_command(*words, b"TYPE", b"string")
                 (reply,) = self._exchange(endpoint, [command], deadline)
                 match reply:
                     case [bytes() as cursor, list() as found] if cursor.isdigit():
@@ -209,12 +204,11 @@ class Asking:
     ) -> ServerMap:
         if deployment.topology is Topology.STANDALONE:
             return ServerMap((deployment.server,))
-        timeout_s = min(self._options.connect_timeout_s, deadline - time.monotonic())
-        if timeout_s <= 0:
+        if time.monotonic() >= deadline:
             raise RedisTimeout(f"{deployment.where}: no time is left to look up the servers")
         known = last.nodes if last else ()
         try:
-            found = find_servers(deployment, known, timeout_s, lambda: time.monotonic() < deadline)
+            found = find_servers(deployment, known, self._options.connect_timeout_s, deadline)
         except ConfigError as error:
             raise RedisUnavailable(str(error)) from None
         if not found.servers:

@@ -23,8 +23,8 @@ from lmcache_redis.keys import (
     stripe_key,
 )
 from lmcache_redis.protocol import RemoteMetadata
-from lmcache_redis.resp.wire import escape_pattern
-from lmcache_redis.storage.asking import Answer, Asking, Question, packed
+from lmcache_redis.resp.wire import escape_pattern, pack_command
+from lmcache_redis.storage.asking import Answer, Asking, Question
 from lmcache_redis.stripe import (
     HEADER_BYTES,
     ChunkFrame,
@@ -144,12 +144,12 @@ def _namespace_of(layout: bytes) -> bytes:
 
 
 def _header_question(name: bytes) -> Question:
-    return Question(name, packed(b"GETRANGE", name, b"0", b"%d" % (HEADER_BYTES - 1)))
+    return Question(name, pack_command(b"GETRANGE", name, b"0", b"%d" % (HEADER_BYTES - 1)))
 
 
 def _unlink_question(name: bytes) -> Question:
     # One key each: in a cluster they have different slots.
-    return Question(name, packed(b"UNLINK", name))
+    return Question(name, pack_command(b"UNLINK", name))
 
 
 def _header(answer: Answer) -> StripeHeader | None:

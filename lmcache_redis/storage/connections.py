@@ -42,7 +42,7 @@ class ServerConnections:
         connection = Connection(self._connector, _CONNECTION_NAME)
         if time.monotonic() >= deadline:
             raise RedisTimeout(f"Redis at {self._connector.endpoint.where}: no time is left")
-        connection.open()
+        connection.open(deadline)
         return self._exchange(connection, commands, deadline)
 
     def close(self) -> None:

@@ -9,10 +9,10 @@ stores, damaged or not ours is a miss. A get, a put and a removal of one key do 
 one tier object (`turns`); where other processes write or remove it meanwhile, the get is a miss
 and the chunk may be lost, but never a wrong byte is given.
 
-Every call ends within `deadline_s` (`list`: `list_deadline_s`); a wait on a socket may overrun it
-by milliseconds, a name look-up or a connection that is being made by as long as that takes. While
-the server is down all of them answer at once: False, None, nothing. Beside what the plane needs,
-the server must allow GETRANGE.
+Every call ends within `deadline_s` (`list`: `list_deadline_s`), with the name look-up and the
+connection that it may need; a wait on a socket may overrun it by milliseconds. While the server is
+down all of them answer at once: False, None, nothing. Beside what the plane needs, the server must
+allow GETRANGE.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis.admin.facts import info_of
 from lmcache_redis.admin.server import Node, Server, open_server
 from lmcache_redis.errors import (
     RedisAuthError,
@@ -98,7 +99,8 @@ def test_a_server_that_stops_answering(
 
 def test_reading_is_no_use_where_the_server_can_do_that(redis_server: RedisServer) -> None:
     with open_server(RedisOptions(redis_server.unix_url)) as server:
-        version = tuple(map(int, str(server.nodes[0].ask("INFO")["redis_version"]).split(".")))
+        info = info_of(server.nodes[0].ask("INFO"))
+        version = tuple(map(int, str(info["redis_version"]).split(".")))
         assert server.untouched == (version >= (7, 2))
 
 

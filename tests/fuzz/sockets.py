@@ -61,7 +61,7 @@ class _OneSocket:
         self._stream = _ShortReads(sock, "fuzz", _FAR_S)
         self._stream.most = most
 
-    def open(self, name: str) -> PlainStream:
+    def open(self, name: str, deadline: float) -> PlainStream:
         return self._stream
 
     def discard(self, stream: PlainStream) -> None:

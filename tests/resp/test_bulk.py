@@ -39,7 +39,7 @@ class OneSocket:
         ours, self.peer = socket.socketpair()
         self._stream = PlainStream(ours, "test", op_timeout_s)
 
-    def open(self, name: str) -> Stream:
+    def open(self, name: str, deadline: float) -> Stream:
         return self._stream
 
     def discard(self, stream: Stream) -> None:

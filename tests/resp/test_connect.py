@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from lmcache_redis.errors import (
     ConfigError,
@@ -20,11 +19,12 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
 from lmcache_redis.resp.bulk import BulkConnection
-from lmcache_redis.resp.connect import Connector, _take_socket
+from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.endpoint import parse_endpoint
 from lmcache_redis.resp.stream import PlainStream, TlsStream
 from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, read, running, wait_until, write
+from tests.resp.trickling import LyingServer
 from tests.servers import RedisServer, free_port
 
 SECRET = "s3cr3t"
@@ -43,42 +43,6 @@ def check(connector: Connector) -> None:
     finally:
         connection.close()
     assert connector.open_streams == 0
-
-
-# ------------------------------------------------- the hook into redis-py
-
-
-def test_redis_py_still_hands_out_its_socket(server: RedisServer) -> None:
-    """If this fails, a release of redis-py moved what `connect._take_socket` needs."""
-    connection = redis.Connection(host=server.host, port=server.port, protocol=2)
-    connection.connect()
-    assert isinstance(connection._sock, socket.socket), "Connection._sock is not the socket"
-    sock = _take_socket(connection)
-    assert connection._sock is None
-    connection.disconnect()
-    del connection
-    sock.settimeout(5)
-    sock.sendall(b"PING\r\n")
-    assert sock.recv(64) == b"+PONG\r\n", "redis-py still uses the socket"
-    sock.close()
-
-
-def test_a_moved_hook_is_said_clearly() -> None:
-    class Moved:
-        def can_read(self, timeout: float) -> bool:
-            return False
-
-    with pytest.raises(ConfigError, match="install redis>=7"):
-        _take_socket(Moved())
-
-
-def test_bytes_nobody_asked_for_are_noticed(server: RedisServer) -> None:
-    connection = redis.Connection(host=server.host, port=server.port, protocol=2)
-    connection.connect()
-    connection.send_command("PING")
-    wait_until(lambda: connection.can_read(0))
-    with pytest.raises(RedisProtocolError):
-        _take_socket(connection)
 
 
 # ----------------------------------------------------------- good servers
@@ -194,6 +158,32 @@ def test_something_else_than_redis(greeting: bytes) -> None:
     listener.close()
 
 
+@pytest.mark.parametrize("reply", [b"+OK\r\n+OK\r\n", b"+OK\r\n+", b"%1\r\n+x\r\n:1\r\n:1\r\n"])
+def test_bytes_nobody_asked_for_are_noticed(reply: bytes) -> None:
+    with LyingServer(lambda words: reply) as server:
+        assert isinstance(refused(connector(server.url)), RedisProtocolError)
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        (b"-NOAUTH Authentication required.\r\n", RedisAuthError),
+        (b"-DENIED Redis is running in protected mode\r\n", RedisUnavailable),
+        (b"-ERR max number of clients reached\r\n", RedisUnavailable),
+        (b"-LOADING Redis is loading the dataset in memory\r\n", RedisUnavailable),
+    ],
+)
+def test_refusals_of_the_first_command(reply: bytes, kind: type[RedisError]) -> None:
+    with LyingServer(lambda words: reply) as server:
+        assert type(refused(connector(server.url))) is kind
+
+
+@pytest.mark.parametrize("reply", [b"-NOPERM no CLIENT\r\n", b"-ERR unknown command\r\n"])
+def test_a_name_is_not_needed(reply: bytes) -> None:
+    with LyingServer(lambda words: reply if words[0] == b"CLIENT" else None) as server:
+        check(connector(server.url))
+
+
 def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
     patient = connector(own_server.url, timeout_s=60.0)
     connection = BulkConnection(patient, "x")
@@ -213,7 +203,7 @@ def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
     ]
     for thread in threads:
         thread.start()
-    wait_until(lambda: patient._handshakes)
+    wait_until(lambda: patient._opening)
     patient.abort()
     for thread in threads:
         thread.join(30)

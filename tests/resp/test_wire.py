@@ -17,6 +17,8 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp.wire import (
     MAX_BULK_BYTES,
+    MAX_DEPTH,
+    MAX_ELEMENTS,
     MAX_LINE_BYTES,
     ErrorReply,
     Reply,
@@ -34,7 +36,7 @@ from lmcache_redis.resp.wire import (
 
 SOME_REPLIES = (
     b"+OK\r\n:12\r\n:-3\r\n$3\r\na\r\n\r\n$-1\r\n*2\r\n$1\r\n0\r\n*2\r\n$1\r\na\r\n$0\r\n\r\n"
-    b"-ERR no\r\n*-1\r\n*0\r\n"
+    b"-ERR no\r\n*-1\r\n*0\r\n%1\r\n$1\r\na\r\n*1\r\n:1\r\n"
 )
 WHAT_THEY_SAY: list[Reply] = [
     b"OK",
@@ -46,6 +48,7 @@ WHAT_THEY_SAY: list[Reply] = [
     ErrorReply("ERR", "ERR no"),
     None,
     [],
+    [b"a", [1]],
 ]
 
 
@@ -120,9 +123,13 @@ def test_any_bytes_give_replies_or_our_own_error(data: bytes) -> None:
         b"$%d\r\n" % (MAX_BULK_BYTES + 1),
         b"$99999999999999999999\r\n",
         b"*2147483647\r\n",
-        b"*1\r\n*1\r\n*1\r\n:1\r\n",
+        b"*1\r\n" * (MAX_DEPTH + 1) + b":1\r\n",
+        b"*1\r\n" * 100_000,
+        b"%1\r\n" * (MAX_DEPTH + 1),
+        b"%%%d\r\n" % (MAX_ELEMENTS // 2 + 1),
+        b"*5\r\n" + b"$%d\r\n%b\r\n" % (MAX_BULK_BYTES, bytes(MAX_BULK_BYTES)) * 4,
         b"+" + b"x" * MAX_LINE_BYTES,
-        b"%1\r\n",
+        b"%x\r\n",
         b"_1\r\n",
     ],
 )

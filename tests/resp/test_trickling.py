@@ -1,0 +1,567 @@
+"""A server that trickles, or never ends: every call is over by its deadline, in bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_redis.admin.server import open_server
+from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
+from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
+from lmcache_redis.resp.bulk import BulkConnection
+from lmcache_redis.resp.connect import Connector
+from lmcache_redis.resp.deployment import parse_deployment
+from lmcache_redis.resp.endpoint import parse_endpoint
+from lmcache_redis.resp.topology import find_servers
+from lmcache_redis.resp.wire import get_command, pack_command
+from lmcache_redis.storage.asking import Asking, Question
+from tests.resp.certificates import Authority
+from tests.resp.helpers import (
+    PATIENCE_S,
+    Answers,
+    Chunk,
+    chunk_key,
+    clear,
+    exists,
+    first_key,
+    plane_threads,
+    read,
+    running,
+    scan,
+    wait_until,
+    write,
+)
+from tests.resp.trickling import Answer, Endless, LyingServer, Trickle
+
+DEADLINE_S = 0.2
+# What a call with this deadline may take on a busy machine; a trickle takes many seconds.
+BOUND_S = 1.5
+SLOT = 4096
+# Bytes of a reply's first line without its end: a byte now and then is an answer that begins.
+LINE = b"+" + b"x" * 200
+
+
+def only(*names: bytes, answer: Answer) -> Callable[[list[bytes]], Answer]:
+    """Says `answer` to these commands, and to others what a good server would."""
+    return lambda words: answer if words[0] in names else None
+
+
+@contextlib.contextmanager
+def over_in_time() -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    took = time.monotonic() - started
+    assert took < BOUND_S, f"took {took:.2f} s"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    authority = Authority(tmp_path_factory.mktemp("tls"))
+    authority.issue("server", "localhost")
+    return authority.directory
+
+
+def server_side(certificates: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+    return context
+
+
+@pytest.fixture(params=["tcp", "unix", "tls"])
+def lying(
+    request: pytest.FixtureRequest, tmp_path: Path, certificates: Path
+) -> Callable[[Callable[[list[bytes]], Answer]], LyingServer]:
+    """Makes a server of each transport from what it is to answer."""
+
+    def make(answer: Callable[[list[bytes]], Answer]) -> LyingServer:
+        if request.param == "unix":
+            return LyingServer(answer, path=tmp_path / "lying.sock")
+        if request.param == "tls":
+            server = LyingServer(answer, tls=server_side(certificates))
+            server.url += "?ssl_cert_reqs=none"
+            return server
+        return LyingServer(answer)
+
+    return make
+
+
+@contextlib.contextmanager
+def connected(url: str, op_timeout_s: float = 30.0) -> Iterator[BulkConnection]:
+    connector = Connector(parse_endpoint(RedisOptions(url)), 5.0, op_timeout_s)
+    connection = BulkConnection(connector, "lmcache-redis:test")
+    connection.open()
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+Make = Callable[[Callable[[list[bytes]], Answer]], LyingServer]
+
+
+# ------------------------------------------------------------- one connection
+
+
+@pytest.mark.parametrize(
+    "reply", [LINE, b":" + b"1" * 15, b"$9999\r\nxx", b"*99\r\n:1\r\n:1\r\n$9"]
+)
+def test_a_reply_that_trickles_ends_with_its_call(lying: Make, reply: bytes) -> None:
+    with (
+        lying(only(b"EXISTS", answer=Trickle(reply, 0.02))) as server,
+        connected(server.url) as connection,
+    ):
+        with over_in_time(), pytest.raises(RedisTimeout):
+            connection.call(b"*1\r\n$6\r\nEXISTS\r\n", 1, time.monotonic() + DEADLINE_S)
+        assert not connection.is_open
+
+
+def test_many_replies_that_trickle_end_with_their_call(lying: Make) -> None:
+    replies = Trickle(b":1\r\n" * 200, 0.02)
+    with (
+        lying(only(b"EXISTS", answer=replies)) as server,
+        connected(server.url) as connection,
+        over_in_time(),
+        pytest.raises(RedisTimeout),
+    ):
+        connection.call(b"*1\r\n$6\r\nEXISTS\r\n", 100, time.monotonic() + DEADLINE_S)
+
+
+def test_the_op_timeout_is_for_the_whole_reply_too(lying: Make) -> None:
+    with (
+        lying(only(b"EXISTS", answer=Trickle(LINE))) as server,
+        connected(server.url, op_timeout_s=DEADLINE_S) as connection,
+        over_in_time(),
+        pytest.raises(RedisTimeout),
+    ):
+        connection.call(b"*1\r\n$6\r\nEXISTS\r\n", 1, time.monotonic() + 60.0)
+
+
+@pytest.mark.parametrize("reply", [b"+O", LINE, b"-ERR " + b"x" * 200])
+def test_an_acknowledgement_that_trickles(lying: Make, reply: bytes) -> None:
+    with (
+        lying(only(b"SET", answer=Trickle(reply))) as server,
+        connected(server.url) as connection,
+    ):
+        deadline = time.monotonic() + DEADLINE_S
+        connection.send_stripe(b"k", memoryview(bytes(512)), memoryview(bytes(600)), deadline)
+        with over_in_time(), pytest.raises(RedisTimeout):
+            connection.receive_reply(deadline)
+
+
+VALUE_HEAD = b"$%d\r\n" % (512 + 600)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"$11",
+        VALUE_HEAD + b"h" * 512,
+        b"$1000\r\n" + b"h" * 900,
+        b"$9000000\r\n" + b"h" * 900,
+        b"-ERR " + b"x" * 200,
+        b"-WRONGTYPE " + b"x" * 200,
+    ],
+)
+def test_a_value_that_trickles(lying: Make, reply: bytes) -> None:
+    with (
+        lying(only(b"GET", answer=Trickle(reply, 0.02))) as server,
+        connected(server.url) as connection,
+    ):
+        payload = memoryview(bytearray(600))
+        with over_in_time(), pytest.raises(RedisTimeout):
+            connection.get_stripe(get_command(b"k"), payload, time.monotonic() + DEADLINE_S)
+        assert not connection.is_open
+
+
+def test_a_head_late_by_most_of_the_deadline_leaves_the_payload_the_rest(lying: Make) -> None:
+    """Not its time-out once more."""
+
+    def answer(words: list[bytes]) -> Answer:
+        if words[0] != b"GET":
+            return None
+        time.sleep(0.8)
+        return VALUE_HEAD + b"h" * 512
+
+    with lying(answer) as server, connected(server.url) as connection:
+        started = time.monotonic()
+        with pytest.raises(RedisTimeout):
+            connection.get_stripe(get_command(b"k"), memoryview(bytearray(600)), started + 1.0)
+        assert time.monotonic() - started < 1.6
+
+
+def test_a_server_that_reads_slowly(lying: Make) -> None:
+    with lying(lambda words: None) as server, connected(server.url) as connection:
+        server.reads_slowly = 16 << 10
+        header, payload = memoryview(bytes(512)), memoryview(bytes(32 << 20))
+        deadline = time.monotonic() + DEADLINE_S
+        with over_in_time(), pytest.raises(RedisTimeout):
+            connection.send_stripe(b"k", header, payload, deadline)
+        assert not connection.is_open
+
+
+# ------------------------------------------------------------------ connecting
+
+
+def connecting(server: LyingServer, query: str = "") -> Connector:
+    url = server.url.replace("//", "//:secret@") + query
+    return Connector(parse_endpoint(RedisOptions(url)), DEADLINE_S, DEADLINE_S)
+
+
+@pytest.mark.parametrize(("name", "protocol"), [(b"AUTH", 2), (b"HELLO", 3), (b"CLIENT", 2)])
+def test_a_greeting_that_trickles(name: bytes, protocol: int) -> None:
+    with LyingServer(only(name, answer=Trickle(LINE))) as server:
+        connector = connecting(server, f"?protocol={protocol}")
+        with over_in_time(), pytest.raises(RedisTimeout, match="does not answer"):
+            connector.open("x")
+        assert connector.open_streams == 0
+
+
+def test_a_tls_handshake_that_trickles() -> None:
+    with (
+        LyingServer(trickle_tls=True) as server,
+        over_in_time(),
+        pytest.raises(RedisTimeout, match="does not answer"),
+    ):
+        connecting(server).open("x")
+
+
+def test_an_open_ends_at_the_deadline_of_who_asked() -> None:
+    with LyingServer(lambda words: Trickle(LINE)) as server:
+        connector = Connector(parse_endpoint(RedisOptions(server.url)), 30.0, 30.0)
+        with over_in_time(), pytest.raises(RedisTimeout):
+            connector.open("x", time.monotonic() + DEADLINE_S)
+
+
+def test_a_name_that_is_looked_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it beyond a deadline, and `abort` at once; it is asked once for all."""
+    look_up, known, asked = socket.getaddrinfo, threading.Event(), []
+
+    def slow(host: str, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs["flags"]:
+            asked.append(host)
+            known.wait(30)
+        return look_up(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    with LyingServer() as server:
+        url = server.url.replace("127.0.0.1", "localhost")
+        connector = Connector(parse_endpoint(RedisOptions(url)), DEADLINE_S, 5.0)
+        for _ in range(2):
+            with over_in_time(), pytest.raises(RedisTimeout, match="does not answer"):
+                connector.open("x")
+        assert asked == ["localhost"]
+        known.set()
+        wait_until(lambda: connector._look_up is not None and connector._look_up.done())
+        connector.discard(connector.open("x"))
+        known.clear()
+        patient = Connector(parse_endpoint(RedisOptions(url)), 30.0, 30.0)
+        failed: list[Exception] = []
+
+        def wait() -> None:
+            try:
+                patient.open("x")
+            except RedisError as error:
+                failed.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        wait_until(lambda: patient._look_up)
+        with over_in_time():
+            patient.abort()
+            waiting.join(PATIENCE_S)
+        assert isinstance(failed[0], RedisUnavailable)
+        known.set()
+
+
+# -------------------------------------------------------- servers to be found
+
+
+@pytest.mark.parametrize("answer", [Trickle(LINE), Trickle(b"*3\r\n" + b"$5\r\nhello\r\n" * 9)])
+@pytest.mark.parametrize("scheme", ["redis+cluster", "redis+sentinel"])
+def test_a_map_that_trickles(scheme: str, answer: Trickle) -> None:
+    with LyingServer(only(b"CLUSTER", b"SENTINEL", answer=answer)) as server:
+        url = server.url.replace("redis", scheme) + ("/main" if "sentinel" in scheme else "")
+        deployment = parse_deployment(RedisOptions(url))
+        with over_in_time(), pytest.raises(RedisTimeout):
+            find_servers(deployment, (), DEADLINE_S)
+        with over_in_time(), pytest.raises(RedisTimeout):
+            find_servers(deployment, (), 30.0, time.monotonic() + DEADLINE_S)
+
+
+def test_a_role_that_trickles_is_no_reason_to_doubt() -> None:
+    def answer(words: list[bytes]) -> Answer:
+        if words[0] == b"SENTINEL":
+            return b"*2\r\n$9\r\n127.0.0.1\r\n$%d\r\n%d\r\n" % (len(str(server.port)), server.port)
+        return Trickle(LINE) if words[0] == b"ROLE" else None
+
+    with LyingServer(answer) as server:
+        url = server.url.replace("redis", "redis+sentinel") + "/main"
+        with over_in_time():
+            found = find_servers(parse_deployment(RedisOptions(url)), (), DEADLINE_S)
+        assert [each.port for each in found.servers] == [server.port]
+
+
+@pytest.mark.parametrize("scheme", ["redis+cluster", "redis+sentinel"])
+def test_a_plane_without_a_map_ends_in_time(scheme: str) -> None:
+    with LyingServer(only(b"CLUSTER", b"SENTINEL", answer=Trickle(LINE))) as server:
+        url = server.url.replace("redis", scheme) + ("/main" if "sentinel" in scheme else "")
+        with running(url, connect_timeout_s=DEADLINE_S):
+            wait_until(lambda: server.commands)
+        assert plane_threads() == []
+
+
+# ------------------------------------------------------------------- the plane
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize(
+    ("name", "reply"),
+    [
+        (b"EXISTS", LINE),
+        (b"EXISTS", b":"),
+        (b"GET", b"$4608\r\n" + b"h" * 200),
+        (b"GET", b"$4608\r\n" + b"h" * 512),
+        (b"GET", b"$46"),
+        (b"SET", b"+"),
+        (b"SET", b"-ERR x"),
+        (b"SCAN", b"*2\r\n$1\r\n0\r\n*500\r\n" + b"$1\r\nx\r\n" * 50),
+        (b"UNLINK", LINE),
+    ],
+)
+def test_every_call_of_a_plane_has_its_answer_and_its_thread_back(
+    name: bytes, reply: bytes, tmp_path: Path
+) -> None:
+    """The thread gives the connection up in time, and works on."""
+    trickles = only(name, answer=Trickle(reply, 0.02))
+    with (
+        LyingServer(trickles, path=tmp_path / "lying.sock") as server,
+        running(server.url, op_timeout_s=0.4, heartbeat_s=3600.0) as plane,
+    ):
+        for _ in range(2):
+            wait_until(lambda: plane.state.up)
+            lost = plane.stats().connections_lost
+            with over_in_time():
+                _check_call(plane, name)
+                wait_until(lambda lost=lost: plane.stats().connections_lost > lost)
+
+
+def _check_call(plane: RedisPlane, name: bytes) -> None:
+    chunk = Chunk(1, SLOT, SLOT, seed=1)
+    late = "TIMED_OUT"
+    if name == b"EXISTS":
+        assert scan(plane, [first_key(1)], DEADLINE_S).outcome.name == late
+        assert exists(plane, [first_key(1)], DEADLINE_S).outcome.name == late
+    elif name == b"GET":
+        assert [outcome.name for outcome in read(plane, chunk, within_s=DEADLINE_S)] == [late]
+    elif name == b"SET":
+        assert [outcome.name for outcome in write(plane, chunk, within_s=DEADLINE_S)] == [late]
+    elif name == b"SCAN":
+        answers = Answers()
+        prefix = first_key(1)[:10]
+        plane.clear(prefix, time.monotonic() + DEADLINE_S, answers.callback("clear"))
+        assert answers.wait(1)[0].outcome.name == late
+    else:
+        # Nobody is told; the scan behind it has its answer when the removal's time is over.
+        plane.remove(chunk_key(1), 1)
+        assert scan(plane, [first_key(1)]) == (CallOutcome.DONE, 0)
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("name", [b"EXISTS", b"GET", b"SET", b"PING", b"CLIENT"])
+def test_a_plane_is_closed_in_the_middle_of_a_trickle(name: bytes) -> None:
+    trickles = only(name, answer=Trickle(b"$4608\r\n" + b"h" * 512))
+    with LyingServer(trickles) as server:
+        plane = RedisPlane(RedisOptions(server.url, op_timeout_s=60.0, connect_timeout_s=60.0))
+        plane.start()
+        wait_until(lambda: any(words[0] in (name, b"PING") for words in server.commands))
+        answers = Answers()
+        if name in (b"EXISTS", b"GET", b"SET"):
+            wait_until(lambda: plane.state.up)
+            chunk = Chunk(1, SLOT, SLOT, seed=1)
+            if name == b"EXISTS":
+                plane.scan([first_key(1)], time.monotonic() + 60.0, answers.callback("scan"))
+            elif name == b"GET":
+                plane.read(chunk.io(60.0), answers)
+            else:
+                plane.write(chunk.io(60.0), answers)
+            wait_until(lambda: any(words[0] == name for words in server.commands))
+        with over_in_time():
+            assert plane.close(0.1)
+        assert plane_threads() == []
+        assert len(answers) == (name in (b"EXISTS", b"GET", b"SET"))
+
+
+def test_a_server_that_trickles_its_heartbeats_is_down() -> None:
+    slow = threading.Event()
+
+    def answer(words: list[bytes]) -> Answer:
+        return Trickle(LINE) if words[0] == b"PING" and slow.is_set() else None
+
+    with LyingServer(answer) as server, running(server.url, heartbeat_s=0.05) as plane:
+        assert plane.state.up
+        slow.set()
+        asked_at = time.monotonic()
+        wait_until(lambda: not plane.state.up)
+        # Half a second for the answer; the server itself would give up after five.
+        assert time.monotonic() - asked_at < 3.0
+        slow.clear()
+        wait_until(lambda: plane.state.up)
+
+
+# ------------------------------------------------------------- bounded memory
+
+# More than all bounds together, far less than an endless reply.
+MOST_BYTES = 48 << 20
+
+
+@contextlib.contextmanager
+def in_bounded_memory() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < MOST_BYTES, f"{peak:,} bytes"
+
+
+ENDLESS = [
+    Endless(b"+", b"x" * 65536),
+    Endless(b":", b"1" * 65536),
+    Endless(b"-ERR ", b"x" * 65536),
+    Endless(b"$1000000000000\r\n", b"x" * 65536),
+    Endless(b"$2000000000\r\n", b"x" * 65536),
+    Endless(b"*2147483647\r\n", b":1\r\n" * 16384),
+    Endless(b"*65536\r\n", b"$65536\r\n" + b"x" * 65536 + b"\r\n"),
+    Endless(b"*65536\r\n", b"*65536\r\n" + b":1\r\n" * 65536),
+    Endless(b"%32768\r\n", b"$65536\r\n" + b"x" * 65536 + b"\r\n"),
+    Endless(b"", b"*1\r\n" * 16384),
+    Endless(b"", b"+OK\r\n" * 16384),
+]
+
+
+@pytest.mark.parametrize("endless", ENDLESS, ids=range(len(ENDLESS)))
+def test_a_reply_without_end_is_no_reply(endless: Endless) -> None:
+    answer = only(b"EXISTS", answer=endless)
+    with (
+        LyingServer(answer) as server,
+        connected(server.url) as connection,
+        in_bounded_memory(),
+    ):
+        with pytest.raises(RedisProtocolError):
+            connection.call(b"*1\r\n$6\r\nEXISTS\r\n", 3, time.monotonic() + 20.0)
+        assert not connection.is_open
+
+
+@pytest.mark.parametrize("endless", ENDLESS, ids=range(len(ENDLESS)))
+def test_a_greeting_without_end(endless: Endless) -> None:
+    with LyingServer(only(b"CLIENT", answer=endless)) as server:
+        connector = Connector(parse_endpoint(RedisOptions(server.url)), 20.0, 20.0)
+        with in_bounded_memory(), pytest.raises(RedisProtocolError, match="does not speak Redis"):
+            connector.open("x")
+
+
+@pytest.mark.parametrize("endless", ENDLESS[:9], ids=range(9))
+@pytest.mark.parametrize("scheme", ["redis+cluster", "redis+sentinel"])
+def test_a_map_without_end(scheme: str, endless: Endless) -> None:
+    with LyingServer(only(b"CLUSTER", b"SENTINEL", answer=endless)) as server:
+        url = server.url.replace("redis", scheme) + ("/main" if "sentinel" in scheme else "")
+        with in_bounded_memory(), pytest.raises(RedisProtocolError):
+            find_servers(parse_deployment(RedisOptions(url)), (), 20.0)
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("name", [b"EXISTS", b"GET", b"SET", b"SCAN", b"UNLINK"])
+@pytest.mark.parametrize("endless", ENDLESS[:9], ids=range(9))
+def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
+    """UNAVAILABLE, or TIMED_OUT where a value of another length is read up to its end."""
+    with (
+        LyingServer(only(name, answer=endless)) as server,
+        running(server.url, heartbeat_s=3600.0, op_timeout_s=2.0) as plane,
+        in_bounded_memory(),
+    ):
+        chunk = Chunk(1, SLOT, SLOT, seed=1)
+        if name == b"EXISTS":
+            assert scan(plane, [first_key(1)]).outcome is CallOutcome.UNAVAILABLE
+        elif name == b"GET":
+            (outcome,) = read(plane, chunk, within_s=2.0)
+            assert outcome not in (ReadOutcome.LOADED, ReadOutcome.MISSING)
+        elif name == b"SET":
+            assert write(plane, chunk) != [WriteOutcome.STORED]
+        elif name == b"SCAN":
+            assert clear(plane, first_key(1)[:10]).outcome is CallOutcome.UNAVAILABLE
+        else:
+            plane.remove(chunk_key(1), 1)
+            wait_until(lambda: plane.stats().connections_lost)
+
+
+# --------------------------------------------------- others with the same reader
+
+
+def test_questions_of_storage_end_in_time() -> None:
+    with LyingServer(only(b"GETRANGE", b"SCAN", answer=Trickle(LINE))) as server:
+        asking = Asking(RedisOptions(server.url))
+        try:
+            with over_in_time():
+                deadline = time.monotonic() + DEADLINE_S
+                (answer,) = asking.ask(
+                    [Question(b"k", pack_command("GETRANGE", "k", 0, 9))], deadline
+                )
+            assert isinstance(answer, RedisTimeout)
+            with over_in_time(), pytest.raises(RedisTimeout):
+                list(asking.keys(b"*", 100, time.monotonic() + DEADLINE_S))
+        finally:
+            asking.close()
+
+
+def test_questions_of_storage_to_a_server_whose_greeting_trickles() -> None:
+    with LyingServer(lambda words: Trickle(LINE)) as server:
+        options = RedisOptions(server.url, connect_timeout_s=30.0, op_timeout_s=30.0)
+        asking = Asking(options)
+        try:
+            with over_in_time():
+                question = Question(b"k", pack_command("GETRANGE", "k", 0, 9))
+                (answer,) = asking.ask([question], time.monotonic() + DEADLINE_S)
+            assert isinstance(answer, RedisTimeout)
+        finally:
+            asking.close()
+
+
+@pytest.mark.parametrize("endless", ENDLESS[:9], ids=range(9))
+def test_questions_of_storage_without_end(endless: Endless) -> None:
+    with LyingServer(only(b"GETRANGE", answer=endless)) as server:
+        asking = Asking(RedisOptions(server.url))
+        try:
+            with in_bounded_memory():
+                question = Question(b"k", pack_command("GETRANGE", "k", 0, 9))
+                (answer,) = asking.ask([question], time.monotonic() + 20.0)
+            assert isinstance(answer, RedisProtocolError)
+        finally:
+            asking.close()
+
+
+def test_the_tools_of_the_administrator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_redis.admin.server.OP_TIMEOUT_S", DEADLINE_S)
+    answers: dict[bytes, Answer] = {b"DBSIZE": Trickle(LINE), b"INFO": ENDLESS[3]}
+    with (
+        LyingServer(lambda words: answers.get(words[0])) as server,
+        open_server(RedisOptions(server.url)) as opened,
+    ):
+        (node,) = opened.nodes
+        with over_in_time(), pytest.raises(RedisTimeout, match="did not answer within"):
+            node.ask("DBSIZE")
+        # On a new connection.
+        assert node.ask("PING") == b"PONG"
+        with in_bounded_memory(), pytest.raises(RedisProtocolError):
+            node.ask("INFO")
+        with pytest.raises(RedisProtocolError):
+            node.get(b"k", 1 << 40)

@@ -1,0 +1,170 @@
+"""A server on a real socket that answers as told: at once, a byte now and then, without end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+# Then a server that trickles goes away, so that who waits for it anyway fails, and is told so.
+_LONGEST_S = 5.0
+_PLAIN = {b"PING": b"+PONG\r\n", b"EXISTS": b":0\r\n"}
+
+
+@dataclass(frozen=True)
+class Trickle:
+    """A byte of `data` every `pause_s`, and then what `data` ends with, again and again."""
+
+    data: bytes
+    pause_s: float = 0.05
+
+
+@dataclass(frozen=True)
+class Endless:
+    """`start`, and then `again` as fast as it goes."""
+
+    start: bytes
+    again: bytes
+
+
+Answer = bytes | Trickle | Endless | None
+
+
+class LyingServer:
+    """Listens on loopback, or on a unix socket at `path`. A context manager.
+
+    answer: what to say to a command, given its words; None: what a good server would say.
+    sent_bytes counts what went out. `reads_slowly`: takes so many bytes every 50 ms, no more.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[list[bytes]], Answer] = lambda words: None,
+        *,
+        path: Path | None = None,
+        tls: ssl.SSLContext | None = None,
+        trickle_tls: bool = False,
+    ) -> None:
+        self._answer = answer
+        self._tls = tls
+        self._trickle_tls = trickle_tls
+        self.reads_slowly = 0
+        self.sent_bytes = 0
+        self.commands: list[list[bytes]] = []
+        self._over = threading.Event()
+        self._socks: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        if path is None:
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            self.port = int(self._listener.getsockname()[1])
+            self.url = f"{'rediss' if tls or trickle_tls else 'redis'}://127.0.0.1:{self.port}"
+        else:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(str(path))
+            self._listener.listen()
+            self.url = f"unix://{path}"
+
+    def __enter__(self) -> LyingServer:
+        self._spawn(self._accept)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        for sock in (self._listener, *self._socks):
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+        for sock in (self._listener, *self._socks):
+            sock.close()
+
+    def _spawn(self, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._over.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            self._socks.append(sock)
+            self._spawn(self._serve, sock)
+
+    def _serve(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            if self._trickle_tls:
+                # The head of a TLS record of 16 KiB, of which a byte comes now and then.
+                self._trickle(sock, b"\x16\x03\x03\x40\x00" + bytes(500), 0.05)
+            if self._tls is not None:
+                sock = self._tls.wrap_socket(sock, server_side=True)
+                self._socks.append(sock)
+            for words in self._commands(sock):
+                self.commands.append(words)
+                self._say(sock, self._answer(words), words)
+        # Both ends see it: a client must not wait for what will never come.
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    def _commands(self, sock: socket.socket) -> Iterator[list[bytes]]:
+        data = b""
+        while True:
+            while b"\r\n" not in data:
+                data += self._receive(sock)
+            line, _, data = data.partition(b"\r\n")
+            words = []
+            for _ in range(int(line[1:])):
+                while b"\r\n" not in data:
+                    data += self._receive(sock)
+                line, _, data = data.partition(b"\r\n")
+                length = int(line[1:])
+                parts = [data]
+                missing = length + 2 - len(data)
+                while missing > 0:
+                    parts.append(self._receive(sock))
+                    missing -= len(parts[-1])
+                data = b"".join(parts)
+                words.append(data[:length])
+                data = data[length + 2 :]
+            yield words
+
+    def _receive(self, sock: socket.socket) -> bytes:
+        if self.reads_slowly and self._over.wait(0.05):
+            raise OSError
+        data = sock.recv(self.reads_slowly or 1 << 16)
+        if not data:
+            raise OSError
+        return data
+
+    def _say(self, sock: socket.socket, answer: Answer, words: list[bytes]) -> None:
+        if answer is None:
+            answer = _PLAIN.get(words[0], b"+OK\r\n")
+        if isinstance(answer, bytes):
+            sock.sendall(answer)
+        elif isinstance(answer, Trickle):
+            self._trickle(sock, answer.data, answer.pause_s)
+        else:
+            sock.sendall(answer.start)
+            while not self._over.is_set():
+                sock.sendall(answer.again)
+                self.sent_bytes += len(answer.again)
+
+    def _trickle(self, sock: socket.socket, data: bytes, pause_s: float) -> None:
+        until = time.monotonic() + _LONGEST_S
+        for byte in itertools.chain(data, itertools.repeat(data[-1])):
+            sock.sendall(bytes((byte,)))
+            if self._over.wait(pause_s) or time.monotonic() > until:
+                raise OSError
