@@ -23,8 +23,10 @@ from lmcache_redis.dtypes import dtype_name
 from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.integrations.vllm.identity import engine_identity, model_name
 from lmcache_redis.integrations.vllm.metadata import CompletedStores, StepMetadata
+from lmcache_redis.integrations.vllm.probe import kv_identity
 from lmcache_redis.integrations.vllm.scheduler import SchedulerHalf
 from lmcache_redis.integrations.vllm.stats import NAMES, ConnectorStats
+from lmcache_redis.integrations.vllm.support import unsupported
 from lmcache_redis.integrations.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         self._worker: WorkerHalf | None = None
         self._adapter: LMCacheMPSchedulerAdapter | LMCacheMPWorkerAdapter | None = None
         self._reported = dict.fromkeys(NAMES, 0)
-        reason = _unsupported(kv_cache_config)
+        reason = unsupported(vllm_config, kv_cache_config)
         if reason is not None:
             logger.error("the cache stays off: %s", reason)
             return
@@ -139,6 +141,13 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
                     self._vllm_config,
                     rank=self._vllm_config.parallel_config.rank,
                     backend=_attention_backend(self._vllm_config),
+                    weights_id=self._config.weights_id,
+                )
+                | kv_identity(
+                    self._vllm_config,
+                    tensors,
+                    num_blocks=self._kv_cache_config.num_blocks,
+                    block_strides=_block_strides(self._kv_cache_config),
                 ),
                 block_strides=_block_strides(self._kv_cache_config),
             )
@@ -245,17 +254,6 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         )
         self._adapter = adapter
         self._worker = WorkerHalf(adapter)
-
-
-def _unsupported(kv_cache_config: KVCacheConfig) -> str | None:
-    """Why this engine's KV cache cannot be cached, or None."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return (
-            f"the model has {len(groups)} KV cache groups and this version handles one; "
-            "start vLLM with --disable-hybrid-kv-cache-manager"
-        )
-    return None
 
 
 def _attention_backend(vllm_config: VllmConfig) -> str:
