@@ -87,7 +87,12 @@ def test_every_place_of_a_block_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = packing(cpu_layer("vec"))
     update = CPUAttentionBackendImpl.do_kv_cache_update
     for number, (first, second) in enumerate(
-        [((0, 0, 0), (0, 0, 1)), ((0, 0, 3), (1, 0, 3)), ((5, 0, 9), (5, 1, 9)), ((63, 1, 63), (0, 0, 0))]
+        [
+            ((0, 0, 0), (0, 0, 1)),
+            ((0, 0, 3), (1, 0, 3)),
+            ((5, 0, 9), (5, 1, 9)),
+            ((63, 1, 63), (0, 0, 0)),
+        ]
     ):
 
         def swapped(
@@ -131,7 +136,9 @@ def test_the_engines_cache_and_state_stay_as_they_are() -> None:
     state = dict(vars(layer.impl))
 
     class Remembers(CPUAttentionBackendImpl):  # as Triton's does with the scales in a cache
-        def do_kv_cache_update(self, layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
+        def do_kv_cache_update(
+            self, layer: Any, key: Any, value: Any, cache: Any, slots: Any
+        ) -> None:
             self.first_cache = cache
             layer.first_cache = cache
             super().do_kv_cache_update(layer, key, value, cache, slots)

@@ -179,7 +179,10 @@ def test_the_same_files_elsewhere_are_the_same_and_names_and_indexes_count(tmp_p
         + struct.pack("<IQQ", 3, 0, 1)
         + gguf_string(b"a")
         + struct.pack("<IIQ", 9, 8, 1 << 62),
-        b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + gguf_string(b"t") + struct.pack("<IIQ", 0, 0, 1 << 60),
+        b"GGUF"
+        + struct.pack("<IQQ", 3, 1, 0)
+        + gguf_string(b"t")
+        + struct.pack("<IIQ", 0, 0, 1 << 60),
         b"PK\3\4 no central directory",
     ],
 )

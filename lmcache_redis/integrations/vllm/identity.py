@@ -78,8 +78,23 @@ _ENVIRONMENT = (
 
 # Kinds of rotary embedding that are the same for every --max-model-len.
 _ANY_LENGTH = frozenset(
-    "default linear ntk dynamic llama3 mllama4 yarn deepseek_yarn deepseek_llama_scaling "
-    "proportional mrope xdrope bailing_mrope openpangu none".split()
+    {
+        "bailing_mrope",
+        "deepseek_llama_scaling",
+        "deepseek_yarn",
+        "default",
+        "dynamic",
+        "linear",
+        "llama3",
+        "mllama4",
+        "mrope",
+        "none",
+        "ntk",
+        "openpangu",
+        "proportional",
+        "xdrope",
+        "yarn",
+    }
 )
 _LONG_ROPE = frozenset({"longrope", "su"})
 
@@ -169,14 +184,11 @@ def _context(model: ModelConfig) -> str:
 
 def _rope_parameters(text: Any) -> list[Mapping[str, Any]]:
     """Parameters of every rotary embedding: of the model, or of each kind of layer."""
-    found: list[Mapping[str, Any]] = []
     for name in ("rope_parameters", "rope_scaling"):
         value = getattr(text, name, None)
-        if not isinstance(value, Mapping) or not value:
-            continue
-        inner = [each for each in value.values() if isinstance(each, Mapping)]
-        found += inner or [value]
-    return found
+        if isinstance(value, Mapping) and value:
+            return [each for each in value.values() if isinstance(each, Mapping)] or [value]
+    return []
 
 
 def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:

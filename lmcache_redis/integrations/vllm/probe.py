@@ -69,7 +69,8 @@ def kv_identity(
             if kind not in found:
                 block_stride = (block_strides or {}).get(name)
                 scratch = _scratch(cache, num_blocks, block_stride, block_size_tokens)
-                found[kind] = _probe(layer, scratch, vllm_config.model_config.dtype)
+                with torch.inference_mode():
+                    found[kind] = _probe(layer, scratch, vllm_config.model_config.dtype)
             digests.append(found[kind])
         except Exception as error:  # anything that a backend may raise: the engine goes on
             digests.append(f"{type(layer).__name__} {getattr(layer, 'isa', '')}")
@@ -125,7 +126,6 @@ class _Scratch(NamedTuple):
     tokens: int
 
 
-@torch.inference_mode()
 def _probe(layer: Any, scratch: _Scratch, dtype: torch.dtype) -> str:
     slots = torch.arange(scratch.tokens, dtype=torch.int64, device=scratch.cache.device)
     layer, impl = copy.copy(layer), copy.copy(layer.impl)

@@ -30,8 +30,21 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _BESIDE = ("*.index.json", "*quant*.json", "*processor_config.json", "*.py")
 # Values of --load-format that read the files of a directory or of a model on the hub.
 _FROM_FILES = frozenset(
-    "auto hf safetensors fastsafetensors instanttensor pt npcache mistral gguf bitsandbytes "
-    "sharded_state runai_streamer runai_streamer_sharded".split()
+    {
+        "auto",
+        "bitsandbytes",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "runai_streamer",
+        "runai_streamer_sharded",
+        "safetensors",
+        "sharded_state",
+    }
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _READERS = 8
@@ -113,19 +126,26 @@ def _digest_of_hub(repository: str, model: ModelConfig, load: LoadConfig) -> str
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         raise Unidentified(f"{repository} comes from ModelScope")
     for revision in [model.revision, commit] if has_commit else [model.revision]:
-        try:
-            snapshot = snapshot_download(
-                repository,
-                revision=revision,
-                cache_dir=load.download_dir,
-                local_files_only=True,
-            )
-            return digest_files(Path(snapshot))
-        except (OSError, ValueError, Unidentified):
-            continue  # not in the cache, or its config alone
+        snapshot = _snapshot(repository, revision, load.download_dir)
+        if snapshot is not None:
+            return snapshot
     if has_commit:
         return f"commit {commit}"
     raise Unidentified(f"{repository} is neither a path nor in the cache of the hub")
+
+
+def _snapshot(repository: str, revision: str | None, cache: str | None) -> str | None:
+    """The digest of a snapshot in the cache; None where its weights are not there."""
+    try:
+        return digest_files(
+            Path(
+                snapshot_download(
+                    repository, revision=revision, cache_dir=cache, local_files_only=True
+                )
+            )
+        )
+    except (OSError, ValueError, Unidentified):
+        return None
 
 
 def _files(root: Path) -> Iterator[Path]:
