@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+from vllm.v1.core import kv_cache_utils
+
 from lmcache_redis.integrations.vllm.support import unsupported
 
 
@@ -107,6 +111,17 @@ def test_a_setting_that_does_not_go_is_named(changes: dict[str, Any], word: str)
     assert reason is not None
     assert word in reason
     assert "\n" not in reason
+
+
+def test_hashes_that_differ_in_every_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert unsupported(engine(), FULL) is None
+    monkeypatch.delattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")  # as in older versions
+    reason = unsupported(engine(), FULL)
+    assert reason is not None
+    assert "PYTHONHASHSEED" in reason
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert unsupported(engine(), FULL) is None
 
 
 @pytest.mark.parametrize(

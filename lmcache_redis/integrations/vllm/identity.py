@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
@@ -19,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
-from vllm import envs
 
-from lmcache_redis.integrations.vllm.weights import weights_identity
+from lmcache_redis.integrations.vllm.weights import Unidentified, weights_identity
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -96,6 +96,7 @@ _ANY_LENGTH = frozenset(
         "yarn",
     }
 )
+_DRAFTS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
 _LONG_ROPE = frozenset({"longrope", "su"})
 
 
@@ -116,8 +117,17 @@ def engine_identity(
 
     Raises:
         Unidentified: the engine's weights cannot be told from others, and ``weights_id`` (the
-            operator's name for them) is None.
+            operator's name for them) is None; or this vLLM's settings are not as expected.
     """
+    try:
+        return _pairs(vllm_config, rank, backend, weights_id)
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise Unidentified(f"the settings of this vLLM cannot be read: {error!r}") from error
+
+
+def _pairs(
+    vllm_config: VllmConfig, rank: int, backend: str, weights_id: str | None
+) -> dict[str, str]:
     model, cache, parallel = (
         vllm_config.model_config,
         vllm_config.cache_config,
@@ -140,7 +150,7 @@ def engine_identity(
         ),
         "lora": str(getattr(vllm_config.lora_config, "lora_dtype", "")),
         "draft": _draft(vllm_config, weights_id),
-        "environment": _digest({name: getattr(envs, name, None) for name in _ENVIRONMENT}),
+        "environment": _digest({name: os.environ.get(name) for name in _ENVIRONMENT}),
         "platform_config": _digest(getattr(vllm_config, "additional_config", None)),
         "block_hash": str(cache.prefix_caching_hash_algo),
         "tensor_parallel": str(parallel.tensor_parallel_size),
@@ -192,19 +202,18 @@ def _rope_parameters(text: Any) -> list[Mapping[str, Any]]:
 
 
 def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:
-    """The draft model, whose layers share the KV cache; "" where there is none of its own."""
+    """The draft model, whose layers share the KV cache; "" where it has none."""
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
-    if speculative is None or draft is None:
-        return "" if speculative is None else str(speculative.method)
-    target = vllm_config.model_config
-    if (draft.model, draft.revision) == (target.model, target.revision):
-        return f"{speculative.method} {_digest(_config(draft))}"
+    if speculative is None or draft is None or speculative.method in _DRAFTS_WITHOUT_KV:
+        return ""
     load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    target = vllm_config.model_config
+    same_files = (draft.model, draft.revision) == (target.model, target.revision)
     return _digest(
         {
             "method": speculative.method,
-            "weights": weights_identity(draft, load, weights_id),
+            "weights": None if same_files else weights_identity(draft, load, weights_id),
             "config": _config(draft),
             "dtype": draft.dtype,
             "quantization": draft.quantization,

@@ -1,10 +1,11 @@
 """Which engines can be cached: told at start, in a sentence, never at a request.
 
-Pure: settings in, a sentence or None out. Every vLLM from 0.27 on has some of the settings.
+Settings in, a sentence or None out. Every vLLM from 0.27 on has some of the settings.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,11 @@ def _wrong_hashes(vllm_config: VllmConfig) -> Iterator[str]:
             f"block hashes made with {algorithm} can be forged or differ in every process; start "
             "vLLM with --prefix-caching-hash-algo sha256"
         )
+    elif not _hashes_are_reproducible():
+        yield (
+            "this version of vLLM makes other block hashes in every process; set PYTHONHASHSEED "
+            "to one value for all engines"
+        )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:
@@ -93,3 +99,12 @@ def _wrong_model(vllm_config: VllmConfig) -> Iterator[str]:
             "weights that are replaced while the engine runs (weight_transfer_config) are not "
             "handled"
         )
+
+
+def _hashes_are_reproducible() -> bool:
+    """Whether every process makes the same hashes: https://github.com/vllm-project/vllm/pull/51875."""
+    if "PYTHONHASHSEED" in os.environ:
+        return True
+    from vllm.v1.core import kv_cache_utils
+
+    return hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
