@@ -150,7 +150,7 @@ def test_the_engines_cache_and_state_stay_as_they_are() -> None:
     assert bool((layer.kv_cache == 3).all())
 
 
-@pytest.mark.parametrize("why", ["no method", "raises", "no layer", "shape"])
+@pytest.mark.parametrize("why", ["no method", "raises", "no layer", "shape", "scale"])
 def test_what_cannot_be_probed_is_named_by_its_backend_and_said_once(
     why: str,
 ) -> None:
@@ -161,6 +161,8 @@ def test_what_cannot_be_probed_is_named_by_its_backend_and_said_once(
             layer.impl = SimpleNamespace()
         elif why == "raises":
             layer.isa = "no such set"
+        elif why == "scale":
+            layer._k_scale = torch.empty(1, device="meta")
         elif why == "shape":
             layer.kv_cache = torch.zeros(BLOCKS, 8, dtype=torch.bfloat16)
     config: Any = SimpleNamespace(

@@ -150,8 +150,9 @@ def test_the_same_files_elsewhere_are_the_same_and_names_and_indexes_count(tmp_p
     for path in one.iterdir():
         (two / path.name).write_bytes(path.read_bytes())
     (two / "README.md").write_text("not weights")
-    (two / ".cache").mkdir()
-    (two / ".cache" / "partial.safetensors").write_text("not loaded")
+    for elsewhere in (".cache", "original", "checkpoint-500"):
+        (two / elsewhere).mkdir()
+        (two / elsewhere / "model.safetensors").write_text("not loaded")
     before = digest_files(one)
     assert digest_files(two) == before
     (two / "model.safetensors.index.json").write_text('{"weight_map": {"a": "y"}}')

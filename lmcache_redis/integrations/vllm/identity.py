@@ -101,13 +101,13 @@ _LONG_ROPE = frozenset({"longrope", "su"})
 
 
 def model_name(vllm_config: VllmConfig) -> str:
-    """The model in every key: its name on the hub, or the name of its directory.
+    """The model in every key: its name on the hub, or the name of its directory or file.
 
     Replicas may keep a local model under different paths; ``engine_identity`` tells models of
     one directory name apart.
     """
     model = str(vllm_config.model_config.model)
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    return Path(model).resolve().name if os.path.exists(model) else model
 
 
 def engine_identity(

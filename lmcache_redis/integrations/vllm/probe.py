@@ -55,15 +55,15 @@ def kv_identity(
     context = vllm_config.compilation_config.static_forward_context
     block_size_tokens = vllm_config.cache_config.block_size
     found: dict[str, str] = {}
-    digests = []
-    scales = []
+    digests: list[str] = []
+    scales: list[object] = []
     unknown: dict[str, str] = {}
     for name, tensor in kv_caches.items():
         layer = context.get(name)
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             continue  # it reads what another layer wrote
-        scales.append([_numbers(getattr(layer, scale, None)) for scale in ("_k_scale", "_v_scale")])
         try:
+            scales.append(_scales(layer))
             cache = _layer_cache(layer, tensor)
             kind = _kind(layer, cache)
             if kind not in found:
@@ -88,11 +88,13 @@ def _digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
-def _numbers(scale: Any) -> list[float] | None:
-    if not isinstance(scale, torch.Tensor):
-        return None
-    numbers: list[float] = scale.detach().double().flatten().tolist()
-    return numbers
+def _scales(layer: Any) -> list[list[float] | None]:
+    """What a quantized cache's numbers are to be multiplied by, for K and for V."""
+    found = [getattr(layer, name, None) for name in ("_k_scale", "_v_scale")]
+    return [
+        each.detach().double().flatten().tolist() if isinstance(each, torch.Tensor) else None
+        for each in found
+    ]
 
 
 def _layer_cache(layer: Any, registered: torch.Tensor) -> torch.Tensor:
@@ -114,8 +116,7 @@ def _kind(layer: Any, cache: torch.Tensor) -> str:
     backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
     storage = (tuple(cache.shape), cache.stride(), cache.dtype)
     variant = (getattr(layer, "isa", None), layer.kv_cache_dtype, vars(layer.impl).get("attn_type"))
-    scales = [_numbers(getattr(layer, scale, None)) for scale in ("_k_scale", "_v_scale")]
-    return repr((backend, sizes, storage, variant, scales))
+    return repr((backend, sizes, storage, variant, _scales(layer)))
 
 
 class _Scratch(NamedTuple):

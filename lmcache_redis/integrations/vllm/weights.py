@@ -28,6 +28,8 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 # Beside the weights: which file holds which tensor, how they are quantized, how images become
 # embeddings, and code that a model brings along.
 _BESIDE = ("*.index.json", "*quant*.json", "*processor_config.json", "*.py")
+# Directories that vLLM does not read: the hub's own, Meta's format, steps of a training.
+_ELSEWHERE = (".*", "original", "checkpoint-*", "global_step*")
 # Values of --load-format that read the files of a directory or of a model on the hub.
 _FROM_FILES = frozenset(
     {
@@ -153,7 +155,7 @@ def _files(root: Path) -> Iterator[Path]:
         raise error
 
     for directory, inner, names in os.walk(root, onerror=fail):
-        inner[:] = [name for name in inner if not name.startswith(".")]
+        inner[:] = [name for name in inner if not _is_one_of(name, _ELSEWHERE)]
         for name in names:
             if _is_one_of(name, _WEIGHTS + _BESIDE):
                 yield Path(directory, name)
