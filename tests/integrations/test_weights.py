@@ -108,7 +108,7 @@ def test_a_table_is_read_whole_and_a_large_tensor_at_more_places(tmp_path: Path)
 
 
 def test_a_change_inside_a_large_tensor_between_the_samples_is_not_seen(tmp_path: Path) -> None:
-    """docs/identity.md says so: what is reads in place of all bytes, and what it may miss."""
+    """docs/identity.md says so."""
     path = tmp_path / "model.safetensors"
     (begin,) = write_safetensors(path, [64 << 20])
     before = digest_files(path)

@@ -54,7 +54,7 @@ _MAX_FILES = 20_000
 
 
 class Unidentified(LMCacheRedisError):
-    """Nobody can tell this engine's KV from another's; the message says what to do."""
+    """This engine's KV cannot be told from another's; the message says what to do."""
 
 
 def weights_identity(
@@ -79,7 +79,7 @@ def weights_identity(
         "weights": digest,
         "weights_id": weights_id or "",
         # A directory may hold weights in several formats, of which this decides.
-        "load_format": str(load.load_format),
+        "load_format": _load_format(load),
         "weights_pattern": str(extra.get("pattern", "")) if isinstance(extra, dict) else "",
     }
 
@@ -109,9 +109,9 @@ def digest_files(root: Path) -> str:
 
 
 def _digest(model: ModelConfig, load: LoadConfig) -> str:
-    load_format = str(load.load_format)
+    load_format = _load_format(load)
     if load_format == "dummy":
-        return f"dummy {model.seed}"  # weights that nobody wrote are made from the seed
+        return f"dummy {model.seed}"  # made from the seed
     if load_format not in _FROM_FILES:
         raise Unidentified(f"--load-format {load_format} reads them from elsewhere")
     source = str(getattr(model, "model_weights", "") or model.model)
@@ -119,6 +119,10 @@ def _digest(model: ModelConfig, load: LoadConfig) -> str:
         raise Unidentified(f"{source} is no file of this machine")
     path = Path(source)
     return digest_files(path) if path.exists() else _digest_of_hub(source, model, load)
+
+
+def _load_format(load: LoadConfig) -> str:
+    return str(getattr(load.load_format, "value", load.load_format))
 
 
 def _digest_of_hub(repository: str, model: ModelConfig, load: LoadConfig) -> str:
