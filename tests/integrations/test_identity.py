@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,6 +159,29 @@ def test_a_model_that_cannot_be_identified_is_not_cached_without_a_name(
     with pytest.raises(Unidentified, match="weights_id"):
         identity()
     assert identity(weights_id="mine")["weights_id"] == "mine"
+
+
+def test_a_draft_model_counts_where_its_layers_are_in_the_cache(
+    identity: Identity, tmp_path: Path
+) -> None:
+    plain = identity()
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    assert differ(plain, identity(speculative_config=ngram)) == set()
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text(json.dumps(LLAMA))
+    write_safetensors(draft / "model.safetensors", [1000])
+    with_draft = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+    first = identity(speculative_config=with_draft)
+    assert differ(plain, first) == {"draft"}
+    assert differ(first, identity(speculative_config=with_draft)) == set()
+    write_safetensors(draft / "model.safetensors", [1000])  # other numbers
+    assert differ(first, identity(speculative_config=with_draft)) == {"draft"}
+
+
+def test_settings_that_are_not_as_expected_never_reach_the_engine() -> None:
+    with pytest.raises(Unidentified, match="cannot be read"):
+        engine_identity(SimpleNamespace(), rank=0, backend="")  # type: ignore[arg-type]
 
 
 # Two hosts, as far as one machine can show: the instruction set of one is forced.
