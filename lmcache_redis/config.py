@@ -235,12 +235,16 @@ class ClientConfig:
 
     endpoint: str = field(default_factory=default_endpoint)
     agent_dead_after_s: float = 1.5
+    weights_id: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.endpoint, str):
             raise ConfigError(f"endpoint is {self.endpoint!r}: write ipc://PATH")
         _check_endpoint(self.endpoint)
         _between("agent_dead_after_s", self.agent_dead_after_s, 0.6, 60)
+        name = self.weights_id
+        if name is not None and not (isinstance(name, str) and 1 <= len(name) <= 256):
+            raise ConfigError(f"weights_id is {name!r}: write a name of 1 to 256 characters")
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> ClientConfig:

@@ -135,7 +135,7 @@ def _scattered(
 def _block(view: TensorView, num_blocks: int, hint: int | None) -> _Block:
     if 0 in view.shape:
         raise view.refuse("is empty")
-    dim, parts = _block_dimension(view, num_blocks, hint)
+    dim, parts = block_dimension(view, num_blocks, hint)
     stride = view.strides[dim] * parts
     dims = [Dim(*pair) for pair in zip(view.shape, view.strides, strict=True)]
     dims[dim] = Dim(parts, view.strides[dim])
@@ -149,7 +149,7 @@ def _block(view: TensorView, num_blocks: int, hint: int | None) -> _Block:
     return _Block(view, stride if counted else extent, inside)
 
 
-def _block_dimension(view: TensorView, num_blocks: int, hint: int | None) -> tuple[int, int]:
+def block_dimension(view: TensorView, num_blocks: int, hint: int | None) -> tuple[int, int]:
     """Which dimension counts blocks, and into how many parts a kernel has cut each.
 
     Parts are believed only where the engine says how far apart blocks are: 2 * num_blocks

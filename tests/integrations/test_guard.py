@@ -22,6 +22,10 @@ from lmcache_redis.integrations.vllm.metadata import Planned, StepMetadata, Work
 BLOCK = 16
 
 
+class FullAttentionSpec:
+    """Known by its name."""
+
+
 class Broken:
     """Fails whatever it is asked."""
 
@@ -42,13 +46,16 @@ def config(directory: Path, **extra: Any) -> Any:
             kv_load_failure_policy="fail",
         ),
         parallel_config=SimpleNamespace(rank=0, world_size=1),
-        cache_config=SimpleNamespace(block_size=BLOCK),
+        cache_config=SimpleNamespace(
+            block_size=BLOCK, prefix_caching_hash_algo="sha256", cache_dtype="auto"
+        ),
         model_config=SimpleNamespace(model="some/model"),
     )
 
 
 def connector(directory: Path, role: KVConnectorRole, **extra: Any) -> LMCacheRedisConnector:
-    groups = SimpleNamespace(kv_cache_groups=[None], num_blocks=64, kv_cache_tensors=[])
+    group = SimpleNamespace(kv_cache_spec=FullAttentionSpec())
+    groups = SimpleNamespace(kv_cache_groups=[group], num_blocks=64, kv_cache_tensors=[])
     made = LMCacheRedisConnector(config(directory, **extra), role, groups)
     if role is KVConnectorRole.SCHEDULER:
         made.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK))

@@ -25,13 +25,16 @@ from lmcache_redis.config import ClientConfig
 from lmcache_redis.dtypes import dtype_name
 from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.integrations.vllm import epoch
+from lmcache_redis.integrations.vllm.adapters import AdapterDigests
 from lmcache_redis.integrations.vllm.guard import guarded, nothing
 from lmcache_redis.integrations.vllm.identity import engine_identity, model_name
 from lmcache_redis.integrations.vllm.metadata import StepMetadata, WorkerReport
 from lmcache_redis.integrations.vllm.policy import recompute_failed_loads
+from lmcache_redis.integrations.vllm.probe import kv_identity
 from lmcache_redis.integrations.vllm.references import BlockReferences, StaleBlocks
 from lmcache_redis.integrations.vllm.scheduler import SchedulerHalf
 from lmcache_redis.integrations.vllm.stats import NAMES, ConnectorStats
+from lmcache_redis.integrations.vllm.support import drops_blocks, unsupported
 from lmcache_redis.integrations.vllm.worker import Ended, WorkerHalf
 
 if TYPE_CHECKING:
@@ -82,7 +85,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
             logger.error("the cache stays off: %s", error)
             return
         recompute_failed_loads(self)
-        reason = _unsupported(self._kv_cache_config)
+        reason = unsupported(self._vllm_config, self._kv_cache_config)
         if reason is not None:
             logger.error("the cache stays off: %s", reason)
         elif self.role is KVConnectorRole.SCHEDULER:
@@ -126,7 +129,14 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         block_size = config.cache_config.block_size
         hash_block = getattr(self._kv_cache_config, "hash_block_size", None) or block_size
         manager = getattr(self, "_kv_cache_manager", None)
-        self._epoch = epoch.named_epoch(None)
+        if manager is None and drops_blocks(self._kv_cache_config):
+            logger.error(
+                "the cache stays off: the model's attention drops blocks, and this vLLM does not "
+                "tell connectors which; 0.30 or newer does"
+            )
+            return
+        self._epoch = epoch.named_epoch(self._config.weights_id)
+        adapters = AdapterDigests()
         self._references = BlockReferences(gpu_block_pool, config.parallel_config.world_size)
         self._scheduler = SchedulerHalf(
             adapter,
@@ -138,7 +148,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
             stores=self._kv_transfer_config.is_kv_producer,
             epoch=self._epoch,
             block_ids=None if manager is None else lambda r: manager.get_block_ids(r)[0],
-            adapter_digest=lambda request: b"",
+            adapter_digest=lambda request: adapters.digest(request.lora_request),
         )
         if not epoch.listen(self):
             logger.warning(
@@ -259,6 +269,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         if len(tensors) != len(kv_caches) or not tensors:
             logger.error("the cache stays off: a layer's KV cache is not one tensor")
             return
+        strides = _block_strides(self._kv_cache_config)
         try:
             self._adapter.register_kv_caches(
                 tensors,
@@ -268,8 +279,15 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
                     self._vllm_config,
                     rank=self._vllm_config.parallel_config.rank,
                     backend=_attention_backend(self._vllm_config),
+                    weights_id=self._config.weights_id,
+                )
+                | kv_identity(
+                    self._vllm_config,
+                    tensors,
+                    num_blocks=self._kv_cache_config.num_blocks,
+                    block_strides=strides,
                 ),
-                block_strides=_block_strides(self._kv_cache_config),
+                block_strides=strides,
             )
         except LMCacheRedisError as error:
             logger.error("the cache stays off: %s", error)
@@ -373,17 +391,6 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
-
-
-def _unsupported(kv_cache_config: KVCacheConfig) -> str | None:
-    """Why this engine's KV cache cannot be cached, or None."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return (
-            f"the model has {len(groups)} KV cache groups and this version handles one; "
-            "start vLLM with --disable-hybrid-kv-cache-manager"
-        )
-    return None
 
 
 def _attention_backend(vllm_config: VllmConfig) -> str:

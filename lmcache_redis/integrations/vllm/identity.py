@@ -1,59 +1,157 @@
 """What, besides its layout, decides the bytes of a vLLM engine's KV cache.
 
-Block hashes cover tokens, LoRA, multimodal content and ``cache_salt``. Everything else that
-changes keys and values stands here, so that engines that differ in it never meet. A pair
-too many costs a miss; a pair too few costs wrong answers.
+Block hashes cover tokens, multimodal content and ``cache_salt``. Everything else that changes
+keys and values stands here, so that engines that differ in it never meet. A pair too many
+costs a miss; a pair too few costs wrong answers. docs/identity.md says why each is there, and
+what is left out.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import os
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import vllm
 
+from lmcache_redis.integrations.vllm.weights import Unidentified, weights_identity
+
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 # Names of a model's config that say where it came from, not what it computes.
 _INCIDENTAL = frozenset({"_name_or_path", "transformers_version"})
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-_SAMPLES = 16
-_SAMPLE_BYTES = 4096
+
+# What a user may say of a model beside its config.
+_MODEL_SETTINGS = (
+    "quantization_config",
+    "model_impl",
+    "model_class_overrides",
+    "code_revision",
+    "disable_sliding_window",
+    "convert",
+)
+_MULTIMODAL_SETTINGS = (
+    "language_model_only",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
+_CACHE_SETTINGS = ("kv_cache_dtype_skip_layers", "sliding_window", "swa_bounded_replay")
+_ATTENTION_SETTINGS = (
+    "use_prefill_query_quantization",
+    "disable_flashinfer_q_quantization",
+    "indexer_kv_dtype",
+    "use_fp4_indexer_cache",
+    "use_non_causal",
+)
+# Switches that compute in coarser numbers than the model says, not only in another order.
+_ENVIRONMENT = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_USE_AITER_FP4BMM",
+    "VLLM_ROCM_USE_AITER_FP8BMM",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2",
+    "VLLM_USE_FLASHINFER_MOE_MXFP4_BF16",
+    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8",
+    "VLLM_XPU_INC_WNA16_BACKEND",
+)
+
+# Kinds of rotary embedding that are the same for every --max-model-len.
+_ANY_LENGTH = frozenset(
+    {
+        "bailing_mrope",
+        "deepseek_llama_scaling",
+        "deepseek_yarn",
+        "default",
+        "dynamic",
+        "linear",
+        "llama3",
+        "mllama4",
+        "mrope",
+        "none",
+        "ntk",
+        "openpangu",
+        "proportional",
+        "xdrope",
+        "yarn",
+    }
+)
+_DRAFTS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
+_LONG_ROPE = frozenset({"longrope", "su"})
 
 
 def model_name(vllm_config: VllmConfig) -> str:
-    """The model in every key: its name on the hub, or the name of its directory.
+    """The model in every key: its name on the hub, or the name of its directory or file.
 
     Replicas may keep a local model under different paths; ``engine_identity`` tells models of
     one directory name apart.
     """
     model = str(vllm_config.model_config.model)
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    return Path(model).resolve().name if os.path.exists(model) else model
 
 
-def engine_identity(vllm_config: VllmConfig, *, rank: int, backend: str) -> dict[str, str]:
-    """The identity of one worker's KV cache, as pairs of text."""
+def engine_identity(
+    vllm_config: VllmConfig, *, rank: int, backend: str, weights_id: str | None = None
+) -> dict[str, str]:
+    """The identity of one worker's KV cache, as pairs of text.
+
+    Raises:
+        Unidentified: the engine's weights cannot be told from others, and ``weights_id`` (the
+            operator's name for them) is None; or this vLLM's settings are not as expected.
+    """
+    try:
+        return _pairs(vllm_config, rank, backend, weights_id)
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise Unidentified(f"the settings of this vLLM cannot be read: {error!r}") from error
+
+
+def _pairs(
+    vllm_config: VllmConfig, rank: int, backend: str, weights_id: str | None
+) -> dict[str, str]:
     model, cache, parallel = (
         vllm_config.model_config,
         vllm_config.cache_config,
         vllm_config.parallel_config,
     )
-    load = vllm_config.load_config
     return {
         "engine": f"vllm {vllm.__version__}",
         "attention_backend": backend,
         "revision": str(model.revision),
         "commit": str(getattr(model.hf_config, "_commit_hash", None)),
-        "weights": _weights_digest(Path(str(model.model))),
-        # Weights that nobody wrote are made from the seed.
-        "load_format": f"dummy {model.seed}" if load.load_format == "dummy" else "",
-        "model_config": _config_digest(model.hf_config.to_dict()),
+        **weights_identity(model, vllm_config.load_config, weights_id),
+        "model_config": _digest(_config(model)),
         "model_dtype": str(model.dtype),
+        "context": _context(model),
         "quantization": str(model.quantization),
         "kv_cache_dtype": str(cache.cache_dtype),
+        "kv_cache": _digest(_settings(cache, _CACHE_SETTINGS)),
+        "attention": _digest(
+            _settings(getattr(vllm_config, "attention_config", None), _ATTENTION_SETTINGS)
+        ),
+        "lora": str(getattr(vllm_config.lora_config, "lora_dtype", "")),
+        "draft": _draft(vllm_config, weights_id),
+        "environment": _digest({name: os.environ.get(name) for name in _ENVIRONMENT}),
+        "platform_config": _digest(getattr(vllm_config, "additional_config", None)),
         "block_hash": str(cache.prefix_caching_hash_algo),
         "tensor_parallel": str(parallel.tensor_parallel_size),
         "pipeline_parallel": str(parallel.pipeline_parallel_size),
@@ -61,27 +159,99 @@ def engine_identity(vllm_config: VllmConfig, *, rank: int, backend: str) -> dict
     }
 
 
-def _config_digest(config: dict[str, Any]) -> str:
-    essential = {name: value for name, value in config.items() if name not in _INCIDENTAL}
-    canonical = json.dumps(essential, sort_keys=True, default=str)
+def _config(model: ModelConfig) -> dict[str, Any]:
+    """The model's config after every override, and what else was said of the model."""
+    return {
+        "config": model.hf_config.to_dict(),
+        "text": model.hf_text_config.to_dict(),
+        "settings": _settings(model, _MODEL_SETTINGS),
+        "multimodal": _settings(getattr(model, "multimodal_config", None), _MULTIMODAL_SETTINGS),
+    }
+
+
+def _context(model: ModelConfig) -> str:
+    """How --max-model-len changes K: "" for all rotary embeddings but a few.
+
+    LongRoPE (Phi-3) has factors for contexts longer than the original one and others for
+    shorter ones, and vLLM chooses once, by --max-model-len. Of a kind that is not known here,
+    the length itself is named.
+    """
+    text = model.hf_text_config
+    named = []
+    for rope in _rope_parameters(text):
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind in _ANY_LENGTH:
+            continue
+        original = rope.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", None
+        )
+        if kind in _LONG_ROPE and isinstance(original, int):
+            named.append("long" if model.max_model_len > original else "short")
+        else:
+            named.append(str(model.max_model_len))
+    return " ".join(named)
+
+
+def _rope_parameters(text: Any) -> list[Mapping[str, Any]]:
+    """Parameters of every rotary embedding: of the model, or of each kind of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        value = getattr(text, name, None)
+        if isinstance(value, Mapping) and value:
+            return [each for each in value.values() if isinstance(each, Mapping)] or [value]
+    return []
+
+
+def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:
+    """The draft model, whose layers share the KV cache; "" where it has none."""
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if speculative is None or draft is None or speculative.method in _DRAFTS_WITHOUT_KV:
+        return ""
+    load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    target = vllm_config.model_config
+    same_files = (draft.model, draft.revision) == (target.model, target.revision)
+    return _digest(
+        {
+            "method": speculative.method,
+            "weights": None if same_files else weights_identity(draft, load, weights_id),
+            "config": _config(draft),
+            "dtype": draft.dtype,
+            "quantization": draft.quantization,
+        }
+    )
+
+
+def _settings(config: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Those of ``names`` that this version of vLLM has."""
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
+
+
+def _digest(value: Any) -> str:
+    canonical = json.dumps(_canonical(value), sort_keys=True)
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
-def _weights_digest(directory: Path) -> str:
-    """Tells a local model's weights from others of the same path and shape; "" for the hub.
-
-    Names, sizes and evenly spread samples of the weight files: training moves every tensor, so
-    samples differ wherever the weights do, and reading them takes milliseconds.
-    """
-    if not directory.is_dir():
-        return ""
-    digest = hashlib.blake2b(digest_size=16)
-    files = sorted({path for pattern in _WEIGHTS for path in directory.glob(pattern)})
-    for path in files:
-        size_bytes = path.stat().st_size
-        digest.update(f"{path.name}\0{size_bytes}\0".encode())
-        with path.open("rb") as weights:
-            for sample in range(_SAMPLES):
-                weights.seek(max(0, size_bytes - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-                digest.update(weights.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+def _canonical(value: Any) -> Any:
+    """JSON that is equal in every process for equal settings."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, (torch.dtype, Path)):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {
+            str(name): _canonical(each) for name, each in value.items() if name not in _INCIDENTAL
+        }
+    if isinstance(value, AbstractSet):
+        return sorted(json.dumps(_canonical(each), sort_keys=True) for each in value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_canonical(each) for each in value]
+    if hasattr(value, "to_dict"):
+        return _canonical(value.to_dict())
+    if dataclasses.is_dataclass(value):
+        names = [each.name for each in dataclasses.fields(value)]
+        return {name: _canonical(getattr(value, name, None)) for name in names}
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return type(value).__qualname__  # its text may hold an address, new in every process

@@ -298,6 +298,9 @@ class SchedulerHalf:
         complete_chunks = tokens // chunk
         if complete_chunks <= tracked.considered_chunks:
             return
+        if tracked.prefix != self._prefix(tracked.request):
+            tracked.prefix = None  # its adapter was replaced meanwhile
+            return
         per_chunk = chunk // self._block_size_tokens
         names = self._names(tracked)
         block_ids: list[int] = []

@@ -1,0 +1,213 @@
+"""How an engine packs K and V into its KV cache, found out by letting it do so.
+
+Engines with equal shapes, strides and names may pack differently: vLLM's CPU backend by the
+instruction set of the host, a GPU's by what a kernel likes. So every layer's own backend
+writes known K and V into a scratch cache, and the digest of the bytes that came out is part of
+the identity: what packs differently is named differently.
+
+Known values are exact in every cache dtype (fp8 after its scales) and differ by token, head
+and element: there are more places than such values, so a place is written as a number, one
+digit a round. The scratch cache has the shape and the strides of the layer's, with two blocks.
+Backends keep things of the first cache that they see, so copies of them are used.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lmcache_redis.device.blocks import TensorView, block_dimension
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.lmcache_redis")
+
+_BLOCKS = 2
+# 64 values with two bits of mantissa: exact in float32, bfloat16, float16, e4m3 and e5m2.
+_VALUES = [
+    sign * (1 + quarters / 4) * 2.0**exponent
+    for sign in (1, -1)
+    for exponent in range(-3, 5)
+    for quarters in range(4)
+]
+
+
+def kv_identity(
+    vllm_config: VllmConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    *,
+    num_blocks: int,
+    block_strides: Mapping[str, int] | None,
+) -> dict[str, str]:
+    """Pairs that name how the layers of ``kv_caches`` write their KV.
+
+    Never raises, and changes nothing of the engine's. Layers that cannot be probed are named
+    by their backend alone, which the log says in one line.
+    """
+    context = vllm_config.compilation_config.static_forward_context
+    block_size_tokens = vllm_config.cache_config.block_size
+    found: dict[str, str] = {}
+    digests: list[str] = []
+    scales: list[object] = []
+    unknown: dict[str, str] = {}
+    for name, tensor in kv_caches.items():
+        layer = context.get(name)
+        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+            continue  # it reads what another layer wrote
+        try:
+            scales.append(_scales(layer))
+            cache = _layer_cache(layer, tensor)
+            kind = _kind(layer, cache)
+            if kind not in found:
+                block_stride = (block_strides or {}).get(name)
+                scratch = _scratch(cache, num_blocks, block_stride, block_size_tokens)
+                with torch.inference_mode():
+                    found[kind] = _probe(layer, scratch, vllm_config.model_config.dtype)
+            digests.append(found[kind])
+        except Exception as error:  # anything that a backend may raise: the engine goes on
+            digests.append(f"{type(layer).__name__} {getattr(layer, 'isa', '')}")
+            unknown.setdefault(type(layer).__name__, f"{name}: {type(error).__name__}: {error}")
+    if unknown:
+        logger.warning(
+            "KV caches are named by version and backend alone, because these layers cannot be "
+            "probed: %s",
+            "; ".join(unknown.values()),
+        )
+    return {"kv_packing": _digest(digests), "kv_scales": _digest(scales)}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+def _scales(layer: Any) -> list[list[float] | None]:
+    """What a quantized cache's numbers are to be multiplied by, for K and for V."""
+    found = [getattr(layer, name, None) for name in ("_k_scale", "_v_scale")]
+    return [
+        each.detach().double().flatten().tolist() if isinstance(each, torch.Tensor) else None
+        for each in found
+    ]
+
+
+def _layer_cache(layer: Any, registered: torch.Tensor) -> torch.Tensor:
+    """What the layer itself writes to: a kernel's blocks may be parts of the engine's."""
+    bound = getattr(layer, "kv_cache", None)
+    if isinstance(bound, list) and len(bound) == 1:  # one for each virtual engine, once
+        bound = bound[0]
+    if isinstance(bound, torch.Tensor) and bound.numel():
+        return bound
+    return registered
+
+
+def _kind(layer: Any, cache: torch.Tensor) -> str:
+    """Layers of one kind need one probe."""
+    sizes = [
+        getattr(layer, size, None)
+        for size in ("num_kv_heads", "head_size", "head_size_v", "kv_lora_rank", "qk_rope_head_dim")
+    ]
+    backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
+    storage = (tuple(cache.shape), cache.stride(), cache.dtype)
+    variant = (getattr(layer, "isa", None), layer.kv_cache_dtype, vars(layer.impl).get("attn_type"))
+    return repr((backend, sizes, storage, variant, _scales(layer)))
+
+
+class _Scratch(NamedTuple):
+    """``cache`` is a view of ``memory`` (bytes) that has ``tokens`` slots."""
+
+    memory: torch.Tensor
+    cache: torch.Tensor
+    tokens: int
+
+
+def _probe(layer: Any, scratch: _Scratch, dtype: torch.dtype) -> str:
+    slots = torch.arange(scratch.tokens, dtype=torch.int64, device=scratch.cache.device)
+    layer, impl = copy.copy(layer), copy.copy(layer.impl)
+    latent = hasattr(layer, "kv_lora_rank")  # MLA: a latent vector a token, and a rotary part
+    if latent:
+        shapes = [(scratch.tokens, layer.kv_lora_rank), (scratch.tokens, 1, layer.qk_rope_head_dim)]
+    else:
+        value_size = getattr(layer, "head_size_v", None) or layer.head_size
+        shapes = [
+            (scratch.tokens, layer.num_kv_heads, size) for size in (layer.head_size, value_size)
+        ]
+    places = sum(math.prod(shape) for shape in shapes)
+    digest = hashlib.blake2b(digest_size=16)
+    digit = 1
+    while digit < places:
+        scratch.memory.zero_()
+        key, value = _known(layer, shapes, digit, dtype, slots.device)
+        if latent:
+            impl.do_kv_cache_update(
+                key, value, scratch.cache, slots, layer.kv_cache_dtype, layer._k_scale
+            )
+        else:
+            impl.do_kv_cache_update(layer, key, value, scratch.cache, slots)
+        digest.update(scratch.memory.cpu().numpy().tobytes())
+        digit *= len(_VALUES)
+    return digest.hexdigest()
+
+
+def _known(
+    layer: Any,
+    shapes: list[tuple[int, ...]],
+    digit: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """K and V of one round: the digit worth ``digit`` of each place's number."""
+    values = torch.tensor(_VALUES, dtype=torch.float32, device=device)
+    known = []
+    first = 0
+    for shape, scale in zip(shapes, ("_k_scale", "_v_scale"), strict=True):
+        places = torch.arange(first, first + math.prod(shape), device=device)
+        first += math.prod(shape)
+        numbers = values[(places // digit) % len(_VALUES)].reshape(shape)
+        factor = getattr(layer, scale, None)
+        if str(layer.kv_cache_dtype).startswith("fp8") and isinstance(factor, torch.Tensor):
+            factor = factor.to(device=device, dtype=torch.float32)
+            numbers = numbers * (factor if factor.numel() == 1 else factor.reshape(-1, 1))
+        known.append(numbers.to(dtype))
+    return known
+
+
+def _scratch(
+    cache: torch.Tensor, num_blocks: int, block_stride: int | None, block_size_tokens: int
+) -> _Scratch:
+    """Memory like that of ``cache``, with two blocks: every other size and stride is kept.
+
+    Where a dimension lies outside that of blocks (K before V), its stride shrinks with it.
+    """
+    itemsize = cache.element_size()
+    view = TensorView(
+        name="kv_cache",
+        dtype=str(cache.dtype),
+        itemsize=itemsize,
+        storage=0,
+        offset=0,
+        shape=tuple(cache.shape),
+        strides=tuple(stride * itemsize for stride in cache.stride()),
+    )
+    dim, parts = block_dimension(view, num_blocks, block_stride)
+    blocks = min(_BLOCKS, num_blocks)
+    size = list(cache.shape)
+    size[dim] = blocks * parts
+    # The backend writes wherever a slot number says: it must be sure that there is room.
+    if block_size_tokens % parts or block_size_tokens // parts not in size[:dim] + size[dim + 1 :]:
+        raise view.refuse(f"has no dimension of {block_size_tokens} tokens over {parts}")
+    whole = cache.stride(dim) * cache.shape[dim]
+    strides = [
+        stride * size[dim] // cache.shape[dim] if other != dim and stride >= whole else stride
+        for other, stride in enumerate(cache.stride())
+    ]
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
+    memory = torch.zeros(extent * itemsize, dtype=torch.uint8, device=cache.device)
+    view_of_memory = memory.view(cache.dtype).as_strided(size, strides)
+    return _Scratch(memory, view_of_memory, blocks * block_size_tokens)

@@ -1,0 +1,115 @@
+"""Which engines can be cached: told at start, in a sentence, never at a request.
+
+Settings in, a sentence or None out. Every vLLM from 0.27 on has some of the settings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_HASHES = ("sha256", "sha256_cbor")
+_DEVICES = ("cpu", "cuda")
+# Kinds of KV cache that hold every token's KV in the blocks that its request names, the second
+# of them for a while. Others keep a state that is not a token's (Mamba), or more.
+_WHOLE = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")
+_DROPPED = ("SlidingWindowSpec",)
+
+
+def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> str | None:
+    """Why this engine's KV cache cannot be cached, or None."""
+    if kv_cache_config is None:
+        return "this version of vLLM does not tell connectors about its KV cache: use 0.27 or newer"
+    return next(_reasons(vllm_config, kv_cache_config), None)
+
+
+def _reasons(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    yield from _wrong_groups(kv_cache_config)
+    yield from _wrong_hashes(vllm_config)
+    yield from _wrong_model(vllm_config)
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")
+    if device not in _DEVICES:
+        yield f"the engine runs on {device} and this version handles {' and '.join(_DEVICES)}"
+
+
+def _wrong_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        yield "the model has no KV cache"
+    elif len(groups) > 1:
+        yield (
+            f"the model has {len(groups)} KV cache groups and this version handles one; "
+            "start vLLM with --disable-hybrid-kv-cache-manager"
+        )
+    else:
+        for kind in sorted(_kinds(kv_cache_config) - {*_WHOLE, *_DROPPED}):
+            yield (
+                f"its KV cache is a {kind}, which does not keep every token; this version "
+                "handles full attention, MLA and sliding windows"
+            )
+
+
+def drops_blocks(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether a request gives blocks up before it ends."""
+    return not _kinds(kv_cache_config).isdisjoint(_DROPPED)
+
+
+def _kinds(kv_cache_config: KVCacheConfig) -> set[str]:
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    inner: dict[str, Any] = getattr(spec, "kv_cache_specs", None) or {"": spec}
+    return {type(each).__name__ for each in inner.values()}
+
+
+def _wrong_hashes(vllm_config: VllmConfig) -> Iterator[str]:
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    algorithm = str(cache.prefix_caching_hash_algo)
+    if algorithm not in _HASHES:
+        yield (
+            f"block hashes made with {algorithm} can be forged or differ in every process; start "
+            "vLLM with --prefix-caching-hash-algo sha256"
+        )
+    elif not _hashes_are_reproducible():
+        yield (
+            "this version of vLLM makes other block hashes in every process; set PYTHONHASHSEED "
+            "to one value for all engines"
+        )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            yield (
+                f"the engine spreads a request's tokens over {size} ranks ({name}), which this "
+                "version does not handle"
+            )
+    block_size = cache.block_size or 0
+    hashed = getattr(cache, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)
+    if block_size < 1 or block_size % (hashed or block_size):
+        yield f"a block has {block_size} tokens and a block hash covers {hashed or block_size}"
+
+
+def _wrong_model(vllm_config: VllmConfig) -> Iterator[str]:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if getattr(model, "is_encoder_decoder", False):
+        yield "encoder-decoder models are not handled"
+    elif getattr(model, "is_diffusion", False):
+        yield "a diffusion model writes the KV of a token more than once"
+    elif not getattr(model, "is_prefix_caching_supported", True):
+        yield "vLLM says of this model that it does not support prefix caching"
+    if getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8"):
+        yield (
+            "--calculate-kv-scales makes the KV cache depend on the first prompt; use scales "
+            "from the checkpoint"
+        )
+
+
+def _hashes_are_reproducible() -> bool:
+    """Whether every process makes the same hashes: https://github.com/vllm-project/vllm/pull/51875."""
+    if "PYTHONHASHSEED" in os.environ:
+        return True
+    from vllm.v1.core import kv_cache_utils
+
+    return hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")

@@ -1,0 +1,256 @@
+"""A digest of one weights file that reads little of it.
+
+A file's table says where its tensors are (safetensors, GGUF, the zip files of ``torch.save``).
+The table is read whole, names, shapes and the zip's CRCs included. Of every tensor the first,
+the middle and the last bytes are read, of a large one also evenly spread bytes between them:
+training moves every tensor, and almost every number in it. A file without a table that can be
+believed is sampled more densely; a small file is read whole.
+
+Tables come from files, so nothing in them is believed before it is inside the file's bounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import struct
+import zipfile
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+_WHOLE_BYTES = 4 << 20
+_SAMPLE_BYTES = 4096
+_SAMPLE_EVERY_BYTES = 8 << 20  # of a tensor, besides the three that each has
+_UNKNOWN_EVERY_BYTES = 1 << 18  # of a file without a table
+_MAX_HEADER_BYTES = 1 << 30
+
+# Sizes of GGUF's metadata types by number; 8 is a string, 9 an array.
+_GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_GGUF_STRING, _GGUF_ARRAY, _GGUF_UINT32 = 8, 9, 4
+_ZIP_LOCAL_HEADER = struct.Struct("<4s22xHH")
+
+
+class Extent(NamedTuple):
+    """``size`` bytes of a file from ``offset`` on."""
+
+    offset: int
+    size: int
+
+
+class _Table(NamedTuple):
+    """What a file says of itself (``facts`` and the bytes of ``whole``), and its tensors."""
+
+    facts: bytes
+    whole: Extent
+    tensors: Sequence[Extent]
+
+
+class _NoTable(Exception):
+    """The file is of another format, or its table is not to be believed."""
+
+
+def digest_file(path: Path) -> bytes:
+    """16 bytes that change with the tensors of the file, as the module's docstring says.
+
+    Raises:
+        OSError: the file cannot be read, or is no regular file.
+    """
+    with open(path, "rb", opener=_open_at_once) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is no regular file")
+        size_bytes = status.st_size
+        digest = hashlib.blake2b(struct.pack("<Q", size_bytes), digest_size=16)
+        if size_bytes <= _WHOLE_BYTES:
+            digest.update(_read(file, Extent(0, size_bytes)))
+            return digest.digest()
+        try:
+            table = _table(file, size_bytes)
+        except _NoTable:
+            extent = Extent(0, size_bytes)
+            for sample in _spread(extent, 2 + size_bytes // _UNKNOWN_EVERY_BYTES):
+                digest.update(_read(file, sample))
+            return digest.digest()
+        digest.update(struct.pack("<Q", len(table.facts)) + table.facts)
+        digest.update(_read(file, table.whole))
+        for tensor in table.tensors:
+            for sample in _spread(tensor, 3 + 2 * (tensor.size // (2 * _SAMPLE_EVERY_BYTES))):
+                digest.update(_read(file, sample))
+        return digest.digest()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Never waits for the writer of a FIFO."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _read(file: BinaryIO, extent: Extent) -> bytes:
+    """The bytes of ``extent``; OSError if the file has become shorter meanwhile."""
+    parts = []
+    offset, left = extent
+    while left:
+        part = os.pread(file.fileno(), left, offset)
+        if not part:
+            raise OSError(f"{file.name} became shorter while it was read")
+        parts.append(part)
+        offset, left = offset + len(part), left - len(part)
+    return b"".join(parts)
+
+
+def _spread(extent: Extent, count: int) -> Iterator[Extent]:
+    """``count`` samples from the first byte to the last; the whole extent where that is less."""
+    if extent.size <= count * _SAMPLE_BYTES:
+        yield extent
+        return
+    for number in range(count):
+        at = (extent.size - _SAMPLE_BYTES) * number // (count - 1)
+        yield Extent(extent.offset + at, _SAMPLE_BYTES)
+
+
+def _table(file: BinaryIO, size_bytes: int) -> _Table:
+    magic = _read(file, Extent(0, 4))
+    if magic == b"GGUF":
+        return _Gguf(file, size_bytes).table()
+    if magic[:2] == b"PK":
+        return _zip_table(file, size_bytes)
+    return _safetensors_table(file, size_bytes)
+
+
+def _within(extent: Extent, size_bytes: int) -> Extent:
+    if extent.offset < 0 or extent.size < 0 or extent.offset + extent.size > size_bytes:
+        raise _NoTable
+    return extent
+
+
+def _safetensors_table(file: BinaryIO, size_bytes: int) -> _Table:
+    """https://huggingface.co/docs/safetensors: header length, JSON header, data."""
+    header_bytes = struct.unpack("<Q", _read(file, Extent(0, 8)))[0]
+    if header_bytes > min(size_bytes - 8, _MAX_HEADER_BYTES):
+        raise _NoTable
+    whole = Extent(0, 8 + header_bytes)
+    try:
+        header = json.loads(_read(file, whole)[8:])
+        spans = sorted(
+            (begin, end)
+            for name, tensor in header.items()
+            if name != "__metadata__"
+            for begin, end in [map(int, tensor["data_offsets"])]
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _NoTable from error
+    ends = [0, *(end for _, end in spans)]
+    if [*(begin for begin, _ in spans), size_bytes - whole.size] != ends:
+        raise _NoTable  # the format has no holes
+    tensors = [_within(Extent(whole.size + a, b - a), size_bytes) for a, b in spans]
+    return _Table(b"", whole, tensors)
+
+
+def _zip_table(file: BinaryIO, size_bytes: int) -> _Table:
+    """The central directory has a CRC of every member, and so of every byte of every tensor.
+
+    Samples besides: ``torch.save`` can be told to leave CRCs out.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise _NoTable from error
+    facts = bytearray()
+    tensors = []
+    for member in members:
+        facts += f"{member.filename}\0{member.CRC}\0{member.file_size}\0".encode(
+            errors="surrogateescape"
+        )
+        header = _within(Extent(member.header_offset, _ZIP_LOCAL_HEADER.size), size_bytes)
+        magic, name_bytes, extra_bytes = _ZIP_LOCAL_HEADER.unpack(_read(file, header))
+        if magic != b"PK\3\4":
+            raise _NoTable
+        begin = header.offset + header.size + name_bytes + extra_bytes
+        tensors.append(_within(Extent(begin, member.compress_size), size_bytes))
+    return _Table(bytes(facts), Extent(0, 0), tensors)
+
+
+class _Gguf:
+    """https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
+
+    Tensors are told by where they begin: one ends where the next begins, so that no list of
+    quantization types is needed.
+    """
+
+    def __init__(self, file: BinaryIO, size_bytes: int) -> None:
+        self._file = file
+        self._size_bytes = size_bytes
+        self._alignment = 32
+
+    def table(self) -> _Table:
+        self._file.seek(4)
+        version, tensors, pairs = self._unpack("<IQQ")
+        if version not in (2, 3) or max(tensors, pairs) > self._size_bytes:
+            raise _NoTable
+        for _ in range(pairs):
+            self._metadata()
+        begins = [0]
+        for _ in range(tensors):
+            self._string()
+            (dimensions,) = self._unpack("<I")
+            self._skip(8 * dimensions + 4)
+            begins.append(self._unpack("<Q")[0])
+        header_bytes = self._file.tell()
+        data = -(-header_bytes // self._alignment) * self._alignment
+        begins.sort()
+        extents = [
+            _within(Extent(data + begin, end - begin), self._size_bytes)
+            for begin, end in pairwise([*begins, self._size_bytes - data])
+        ]
+        return _Table(b"", Extent(0, header_bytes), extents)
+
+    def _metadata(self) -> None:
+        name = self._string()
+        (kind,) = self._unpack("<I")
+        if name == b"general.alignment" and kind == _GGUF_UINT32:
+            self._alignment = max(1, self._unpack("<I")[0])
+            return
+        self._value(kind)
+
+    def _value(self, kind: int) -> None:
+        if kind == _GGUF_STRING:
+            self._string()
+        elif kind == _GGUF_ARRAY:
+            inner, count = self._unpack("<IQ")
+            if inner == _GGUF_STRING:
+                for _ in range(count):
+                    self._string()
+            else:
+                self._skip(count * self._size_of(inner))
+        else:
+            self._skip(self._size_of(kind))
+
+    def _size_of(self, kind: int) -> int:
+        if kind not in _GGUF_SIZES:
+            raise _NoTable
+        return _GGUF_SIZES[kind]
+
+    def _string(self) -> bytes:
+        (length,) = self._unpack("<Q")
+        if length > 256:
+            self._skip(length)
+            return b""
+        return self._take(length)
+
+    def _unpack(self, form: str) -> tuple[int, ...]:
+        return struct.unpack(form, self._take(struct.calcsize(form)))
+
+    def _take(self, count: int) -> bytes:
+        found = self._file.read(count)
+        if len(found) != count:
+            raise _NoTable
+        return found
+
+    def _skip(self, count: int) -> None:
+        if count > self._size_bytes - self._file.tell():
+            raise _NoTable
+        self._file.seek(count, os.SEEK_CUR)

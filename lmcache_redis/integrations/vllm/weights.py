@@ -1,0 +1,169 @@
+"""Which weights an engine holds: a digest of their files, or a name that the operator gives.
+
+Weights that come from nowhere that can be read here (object storage, a loader of its own) have
+no digest. Then the operator names them (``weights_id`` in ``kv_connector_extra_config``), or
+nothing is cached: two models that share keys would read each other's KV.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from huggingface_hub import snapshot_download
+
+from lmcache_redis.errors import LMCacheRedisError
+from lmcache_redis.integrations.vllm.tensorfiles import digest_file
+
+if TYPE_CHECKING:
+    from vllm.config import LoadConfig, ModelConfig
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+# Beside the weights: which file holds which tensor, how they are quantized, how images become
+# embeddings, and code that a model brings along.
+_BESIDE = ("*.index.json", "*quant*.json", "*processor_config.json", "*.py")
+# Directories that vLLM does not read: the hub's own, Meta's format, steps of a training.
+_ELSEWHERE = (".*", "original", "checkpoint-*", "global_step*")
+# Values of --load-format that read the files of a directory or of a model on the hub.
+_FROM_FILES = frozenset(
+    {
+        "auto",
+        "bitsandbytes",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "runai_streamer",
+        "runai_streamer_sharded",
+        "safetensors",
+        "sharded_state",
+    }
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_READERS = 8
+_MAX_FILES = 20_000
+
+
+class Unidentified(LMCacheRedisError):
+    """This engine's KV cannot be told from another's; the message says what to do."""
+
+
+def weights_identity(
+    model: ModelConfig, load: LoadConfig, weights_id: str | None
+) -> dict[str, str]:
+    """Pairs that name the weights. What the operator says is always one of them.
+
+    Raises:
+        Unidentified: the files cannot be found or read, and ``weights_id`` is None.
+    """
+    try:
+        digest = _digest(model, load)
+    except (OSError, Unidentified) as error:
+        if weights_id is None:
+            raise Unidentified(
+                f"the weights of this engine cannot be told from others: {error}; set "
+                "weights_id in kv_connector_extra_config to a name that no other weights have"
+            ) from error
+        digest = ""
+    extra = load.model_loader_extra_config
+    return {
+        "weights": digest,
+        "weights_id": weights_id or "",
+        # A directory may hold weights in several formats, of which this decides.
+        "load_format": _load_format(load),
+        "weights_pattern": str(extra.get("pattern", "")) if isinstance(extra, dict) else "",
+    }
+
+
+def digest_files(root: Path) -> str:
+    """The weights in a file, or beneath a directory; equal wherever that lies.
+
+    Raises:
+        OSError: a file cannot be read.
+        Unidentified: there are no weights.
+    """
+    if root.is_file():
+        files = [root]
+        root = root.parent
+    else:
+        files = sorted(_files(root))
+    if not any(_is_one_of(path.name, _WEIGHTS) for path in files):
+        raise Unidentified(f"there are no weights in {root}")
+    if len(files) > _MAX_FILES:
+        raise Unidentified(f"there are {len(files)} files in {root}")
+    digest = hashlib.blake2b(digest_size=16)
+    with ThreadPoolExecutor(_READERS) as readers:
+        for path, found in zip(files, readers.map(digest_file, files), strict=True):
+            name = path.relative_to(root).as_posix().encode(errors="surrogateescape")
+            digest.update(len(name).to_bytes(4, "little") + name + found)
+    return digest.hexdigest()
+
+
+def _digest(model: ModelConfig, load: LoadConfig) -> str:
+    load_format = _load_format(load)
+    if load_format == "dummy":
+        return f"dummy {model.seed}"  # made from the seed
+    if load_format not in _FROM_FILES:
+        raise Unidentified(f"--load-format {load_format} reads them from elsewhere")
+    source = str(getattr(model, "model_weights", "") or model.model)
+    if "://" in source:
+        raise Unidentified(f"{source} is no file of this machine")
+    path = Path(source)
+    return digest_files(path) if path.exists() else _digest_of_hub(source, model, load)
+
+
+def _load_format(load: LoadConfig) -> str:
+    return str(getattr(load.load_format, "value", load.load_format))
+
+
+def _digest_of_hub(repository: str, model: ModelConfig, load: LoadConfig) -> str:
+    """The files that lie in the local cache of the hub; the network is never asked."""
+    commit = str(getattr(model.hf_config, "_commit_hash", None))
+    has_commit = _COMMIT.fullmatch(commit) is not None
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        raise Unidentified(f"{repository} comes from ModelScope")
+    for revision in [model.revision, commit] if has_commit else [model.revision]:
+        snapshot = _snapshot(repository, revision, load.download_dir)
+        if snapshot is not None:
+            return snapshot
+    if has_commit:
+        return f"commit {commit}"
+    raise Unidentified(f"{repository} is neither a path nor in the cache of the hub")
+
+
+def _snapshot(repository: str, revision: str | None, cache: str | None) -> str | None:
+    """The digest of a snapshot in the cache; None where its weights are not there."""
+    try:
+        return digest_files(
+            Path(
+                snapshot_download(
+                    repository, revision=revision, cache_dir=cache, local_files_only=True
+                )
+            )
+        )
+    except (OSError, ValueError, Unidentified):
+        return None
+
+
+def _files(root: Path) -> Iterator[Path]:
+    def fail(error: OSError) -> None:
+        raise error
+
+    for directory, inner, names in os.walk(root, onerror=fail):
+        inner[:] = [name for name in inner if not _is_one_of(name, _ELSEWHERE)]
+        for name in names:
+            if _is_one_of(name, _WEIGHTS + _BESIDE):
+                yield Path(directory, name)
+
+
+def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)

@@ -1,0 +1,254 @@
+"""What packs KV differently is named differently: vLLM's own CPU backend, as each host runs it."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+from lmcache_redis.integrations.vllm.probe import kv_identity
+
+pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM for the CPU")
+
+HEADS, HEAD_SIZE, BLOCK, BLOCKS = 2, 64, 32, 7
+
+
+def cpu_layer(isa: str, *, dtype: str = "auto", k_scale: float = 1.0) -> Any:
+    """An attention layer, as far as a cache update looks at it."""
+    impl = object.__new__(CPUAttentionBackendImpl)
+    impl.attn_type = "decoder"
+    impl.kv_cache_dtype = dtype
+    shape = (BLOCKS, HEADS, BLOCK, 2 * HEAD_SIZE)
+    return SimpleNamespace(
+        isa=isa,
+        impl=impl,
+        num_kv_heads=HEADS,
+        head_size=HEAD_SIZE,
+        kv_cache_dtype=dtype,
+        kv_cache=torch.zeros(shape, dtype=torch.bfloat16 if dtype == "auto" else torch.uint8),
+        _k_scale=torch.tensor(k_scale),
+        _v_scale=torch.tensor(1.0),
+        _k_scale_float=k_scale,
+        _v_scale_float=1.0,
+    )
+
+
+def identity_of(layers: dict[str, Any], *, block_size: int = BLOCK) -> dict[str, str]:
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        cache_config=SimpleNamespace(block_size=block_size),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+    )
+    caches = {name: layer.kv_cache for name, layer in layers.items()}
+    return kv_identity(config, caches, num_blocks=BLOCKS, block_strides=None)
+
+
+def packing(layer: Any) -> str:
+    return identity_of({"layer.0": layer})["kv_packing"]
+
+
+def can_run(isa: str) -> bool:
+    return isa != "amx" or bool(torch.cpu._is_amx_tile_supported())
+
+
+@pytest.mark.skipif(not can_run("amx"), reason="needs a CPU with AMX")
+def test_instruction_sets_that_pack_differently_are_told_apart() -> None:
+    found = {isa: packing(cpu_layer(isa)) for isa in ("amx", "vec", "vec16")}
+    assert found["amx"] != found["vec"]
+    # These two compute differently and pack alike: their hosts may share.
+    assert found["vec16"] == found["vec"]
+
+
+def test_two_processes_find_the_same() -> None:
+    code = (
+        "from tests.integrations.test_probe import packing, cpu_layer;"
+        "print(*(packing(cpu_layer(isa)) for isa in ('vec', 'vec16')))"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split()[-2:] == [packing(cpu_layer(isa)) for isa in ("vec", "vec16")]
+
+
+def test_every_place_of_a_block_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that swaps any two numbers, or K and V, is another."""
+    plain = packing(cpu_layer("vec"))
+    update = CPUAttentionBackendImpl.do_kv_cache_update
+    for number, (first, second) in enumerate(
+        [
+            ((0, 0, 0), (0, 0, 1)),
+            ((0, 0, 3), (1, 0, 3)),
+            ((5, 0, 9), (5, 1, 9)),
+            ((63, 1, 63), (0, 0, 0)),
+        ]
+    ):
+
+        def swapped(
+            self: Any,
+            layer: Any,
+            key: torch.Tensor,
+            *rest: Any,
+            a: tuple[int, ...] = first,
+            b: tuple[int, ...] = second,
+        ) -> None:
+            key[a], key[b] = key[b].clone(), key[a].clone()
+            update(self, layer, key, *rest)
+
+        monkeypatch.setattr(CPUAttentionBackendImpl, "do_kv_cache_update", swapped)
+        assert packing(cpu_layer("vec")) != plain, number
+
+    def crossed(self: Any, layer: Any, key: Any, value: Any, *rest: Any) -> None:
+        update(self, layer, value, key, *rest)
+
+    monkeypatch.setattr(CPUAttentionBackendImpl, "do_kv_cache_update", crossed)
+    assert packing(cpu_layer("vec")) != plain
+
+
+def test_fp8_and_its_scales_count() -> None:
+    isa = "amx" if can_run("amx") else "vec"
+    found = [
+        tuple(identity_of({"layer.0": layer}).items())
+        for layer in (
+            cpu_layer(isa),
+            cpu_layer(isa, dtype="fp8_e4m3"),
+            cpu_layer(isa, dtype="fp8_e5m2"),
+            cpu_layer(isa, dtype="fp8_e4m3", k_scale=0.25),
+        )
+    ]
+    assert len(set(found)) == 4
+
+
+def test_the_engines_cache_and_state_stay_as_they_are() -> None:
+    layer = cpu_layer("vec")
+    layer.kv_cache.fill_(3)
+    state = dict(vars(layer.impl))
+
+    class Remembers(CPUAttentionBackendImpl):  # as Triton's does with the scales in a cache
+        def do_kv_cache_update(
+            self, layer: Any, key: Any, value: Any, cache: Any, slots: Any
+        ) -> None:
+            self.first_cache = cache
+            layer.first_cache = cache
+            super().do_kv_cache_update(layer, key, value, cache, slots)
+
+    layer.impl.__class__ = Remembers
+    assert packing(layer)
+    assert vars(layer.impl) == state
+    assert not hasattr(layer, "first_cache")
+    assert bool((layer.kv_cache == 3).all())
+
+
+@pytest.mark.parametrize("why", ["no method", "raises", "no layer", "shape", "scale"])
+def test_what_cannot_be_probed_is_named_by_its_backend_and_said_once(
+    why: str,
+) -> None:
+    layers = {f"layer.{number}": cpu_layer("vec") for number in range(3)}
+    caches = {name: layer.kv_cache for name, layer in layers.items()}
+    for layer in layers.values():
+        if why == "no method":
+            layer.impl = SimpleNamespace()
+        elif why == "raises":
+            layer.isa = "no such set"
+        elif why == "scale":
+            layer._k_scale = torch.empty(1, device="meta")
+        elif why == "shape":
+            layer.kv_cache = torch.zeros(BLOCKS, 8, dtype=torch.bfloat16)
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            static_forward_context={} if why == "no layer" else layers
+        ),
+        cache_config=SimpleNamespace(block_size=BLOCK),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+    )
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.lmcache_redis")
+    logger.addHandler(handler)
+    try:
+        found = kv_identity(config, caches, num_blocks=BLOCKS, block_strides=None)
+    finally:
+        logger.removeHandler(handler)
+    assert found["kv_packing"] != packing(cpu_layer("vec"))
+    assert len(said) == 1
+    assert "cannot be probed" in said[0]
+
+
+class Recorder:
+    """A backend that writes its slots' K and V wherever the cache has its tokens."""
+
+    def __init__(self, order: str) -> None:
+        self.order = order
+        self.shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
+        self.shapes.append((tuple(cache.shape), cache.stride()))
+        for k_or_v, source in enumerate((key, value)):
+            paged = cache[k_or_v] if self.order == "K before V" else cache[:, k_or_v]
+            block = paged.shape[1]
+            for slot in slots.tolist():
+                paged[slot // block, slot % block] = source[slot]
+
+
+@pytest.mark.parametrize("order", ["K before V", "V in the block", "kernel blocks"])
+def test_the_scratch_is_like_the_cache_with_two_blocks(order: str) -> None:
+    block = BLOCK // 2 if order == "kernel blocks" else BLOCK
+    blocks = BLOCKS * 2 if order == "kernel blocks" else BLOCKS
+    inner = (block, HEADS, HEAD_SIZE)
+    shape = (2, blocks, *inner) if order == "K before V" else (blocks, 2, *inner)
+    backend = Recorder(order)
+    layer = cpu_layer("vec")
+    layer.impl = backend
+    cache = torch.zeros(shape, dtype=torch.bfloat16)
+    layer.kv_cache = cache
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
+        cache_config=SimpleNamespace(block_size=BLOCK),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+    )
+    page = 2 * BLOCK * HEADS * HEAD_SIZE * 2
+    strides = {"a": page // 2 if order == "K before V" else page}
+    kv_identity(config, {"a": cache}, num_blocks=BLOCKS, block_strides=strides)
+    scratch_shape, scratch_strides = backend.shapes[0]
+    two = 4 if order == "kernel blocks" else 2
+    expected = (2, two, *inner) if order == "K before V" else (two, 2, *inner)
+    assert scratch_shape == expected
+    assert scratch_strides == torch.empty(expected).stride()
+    assert not cache.any()
+
+
+def test_a_latent_cache_is_probed_too() -> None:
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+    def layer(*, swapped: bool) -> Any:
+        class Backend(CPUMLAImpl):
+            def do_kv_cache_update(self, kv_c_normed: Any, k_pe: Any, *rest: Any) -> None:
+                if swapped:
+                    kv_c_normed = kv_c_normed.flip(-1)
+                super().do_kv_cache_update(kv_c_normed, k_pe, *rest)
+
+        return SimpleNamespace(
+            impl=object.__new__(Backend),
+            kv_lora_rank=64,
+            qk_rope_head_dim=16,
+            num_kv_heads=1,
+            head_size=80,
+            kv_cache_dtype="auto",
+            kv_cache=torch.zeros(BLOCKS, BLOCK, 80, dtype=torch.bfloat16),
+            _k_scale=torch.tensor(1.0),
+        )
+
+    found = [packing(layer(swapped=swapped)) for swapped in (False, False, True)]
+    assert found[0] == found[1] != found[2]

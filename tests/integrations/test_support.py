@@ -1,0 +1,170 @@
+"""What is not supported is said at start, in one sentence."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+from vllm.v1.core import kv_cache_utils
+
+from lmcache_redis.integrations.vllm.support import drops_blocks, unsupported
+
+
+class FullAttentionSpec:
+    pass
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class SlidingWindowSpec:
+    pass
+
+
+class MambaSpec:
+    pass
+
+
+class SinkFullAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class UniformTypeKVCacheSpecs:
+    def __init__(self, *specs: object) -> None:
+        self.kv_cache_specs = dict(enumerate(specs))
+
+
+def engine(**changes: dict[str, Any]) -> Any:
+    """Settings of an engine that is supported, but for ``changes`` (by config)."""
+    settings: dict[str, dict[str, Any]] = {
+        "model_config": {},
+        "cache_config": {
+            "block_size": 16,
+            "prefix_caching_hash_algo": "sha256",
+            "cache_dtype": "auto",
+        },
+        "parallel_config": {},
+        "device_config": {"device_type": "cuda"},
+    }
+    for name, change in changes.items():
+        settings[name] = settings.get(name, {}) | change
+    return SimpleNamespace(**{name: SimpleNamespace(**each) for name, each in settings.items()})
+
+
+def caches(*specs: object) -> Any:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+
+FULL = caches(FullAttentionSpec())
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        FullAttentionSpec(),
+        MLAAttentionSpec(),
+        UniformTypeKVCacheSpecs(FullAttentionSpec(), MLAAttentionSpec()),
+    ],
+)
+def test_full_attention_is_supported_by_every_version(spec: object) -> None:
+    assert unsupported(engine(), caches(spec)) is None
+    assert unsupported(engine(device_config={"device_type": "cpu"}), caches(spec)) is None
+    # As later versions have them, with their defaults.
+    later = engine(
+        cache_config={"hash_block_size": 16, "prefix_match_unit": None},
+        parallel_config={"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1},
+        model_config={"is_encoder_decoder": False, "is_prefix_caching_supported": True},
+    )
+    assert unsupported(later, caches(spec)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"cache_config": {"prefix_caching_hash_algo": "xxhash"}}, "xxhash"),
+        ({"cache_config": {"prefix_caching_hash_algo": "xxhash_cbor"}}, "xxhash_cbor"),
+        ({"cache_config": {"prefix_caching_hash_algo": "builtin"}}, "builtin"),
+        ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel"),
+        ({"parallel_config": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel"),
+        ({"cache_config": {"hash_block_size": 32}}, "covers 32"),
+        ({"cache_config": {"prefix_match_unit": 12}}, "covers 12"),
+        ({"cache_config": {"block_size": 0}}, "0 tokens"),
+        ({"cache_config": {"block_size": None}}, "0 tokens"),
+        ({"device_config": {"device_type": "tpu"}}, "tpu"),
+        ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder"),
+        ({"model_config": {"is_diffusion": True}}, "diffusion"),
+        ({"model_config": {"is_prefix_caching_supported": False}}, "prefix caching"),
+        (
+            {"cache_config": {"cache_dtype": "fp8", "calculate_kv_scales": True}},
+            "calculate-kv-scales",
+        ),
+    ],
+)
+def test_a_setting_that_does_not_go_is_named(changes: dict[str, Any], word: str) -> None:
+    reason = unsupported(engine(**changes), FULL)
+    assert reason is not None
+    assert word in reason
+    assert "\n" not in reason
+
+
+def test_hashes_that_differ_in_every_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert unsupported(engine(), FULL) is None
+    monkeypatch.delattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")  # as in older versions
+    reason = unsupported(engine(), FULL)
+    assert reason is not None
+    assert "PYTHONHASHSEED" in reason
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert unsupported(engine(), FULL) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "word"),
+    [
+        (None, "0.27"),
+        (caches(), "no KV cache"),
+        (caches(FullAttentionSpec(), FullAttentionSpec()), "--disable-hybrid-kv-cache-manager"),
+        (caches(MambaSpec()), "MambaSpec"),
+        (caches(SinkFullAttentionSpec()), "SinkFullAttentionSpec"),
+        (
+            caches(UniformTypeKVCacheSpecs(FullAttentionSpec(), MambaSpec())),
+            "MambaSpec",
+        ),
+    ],
+)
+def test_a_cache_that_does_not_keep_every_token_is_refused(found: Any, word: str) -> None:
+    reason = unsupported(engine(), found)
+    assert reason is not None
+    assert word in reason
+
+
+def test_a_sliding_window_is_handled_and_known_to_drop_blocks() -> None:
+    for found in (
+        caches(SlidingWindowSpec()),
+        caches(UniformTypeKVCacheSpecs(FullAttentionSpec(), SlidingWindowSpec())),
+    ):
+        assert unsupported(engine(), found) is None
+        assert drops_blocks(found)
+    assert not drops_blocks(FULL)
+
+
+def test_the_classes_of_this_vllm_are_those_that_are_meant() -> None:
+    interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+    for name in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec):
+        assert isinstance(getattr(interface, name.__name__), type)
+    assert hasattr(interface.UniformTypeKVCacheSpecs, "__dataclass_fields__")
+    assert "kv_cache_specs" in interface.UniformTypeKVCacheSpecs.__dataclass_fields__
+    from vllm.config import CacheConfig, ParallelConfig
+
+    cache, parallel = CacheConfig(block_size=16), ParallelConfig()
+    real: Any = SimpleNamespace(
+        model_config=SimpleNamespace(), cache_config=cache, parallel_config=parallel
+    )
+    assert unsupported(real, FULL) is None
+    parallel.decode_context_parallel_size = 2
+    assert unsupported(real, FULL) is not None
