@@ -97,19 +97,30 @@ class EngineProcess:
         self.start_seconds = time.monotonic() - started_s
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 1, **sampling: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 1,
+        lora: tuple[str, int, str] | None = None,
+        **sampling: Any,
     ) -> Answer:
-        """Answers the prompts together, greedily, with exactly ``max_tokens`` tokens each."""
-        self.begin_generate(prompts, max_tokens, **sampling)
+        """Answers the prompts together, greedily, with exactly ``max_tokens`` tokens each.
+
+        lora: name, id and path of an adapter.
+        """
+        self.begin_generate(prompts, max_tokens, lora, **sampling)
         return self.finish()
 
     def begin_generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 1, **sampling: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 1,
+        lora: tuple[str, int, str] | None = None,
+        **sampling: Any,
     ) -> None:
         """Begins ``generate`` and returns; ``finish`` waits for it."""
         self._tell(
             {"do": "generate", "prompts": [list(p) for p in prompts], "max_tokens": max_tokens,
-             "sampling": sampling}
+             "lora": lora, "sampling": sampling}
         )  # fmt: skip
 
     def finish(self) -> Answer:
@@ -247,7 +258,12 @@ def _generate(llm: Any, question: Mapping[str, Any]) -> dict[str, Any]:
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in question["prompts"]]
     started_s = time.perf_counter()
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    lora = None
+    if question["lora"] is not None:
+        from vllm.lora.request import LoRARequest
+
+        lora = LoRARequest(*question["lora"])
+    outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
     return {
         "seconds": time.perf_counter() - started_s,
         "outputs": [list(output.outputs[0].token_ids) for output in outputs],

@@ -27,7 +27,9 @@ class FaultyConnector(LMCacheRedisConnector):
         metadata = self._step()
         if _fault() == "worker" and metadata.loads:
             self._worker.begin_loads = None  # type: ignore[union-attr, method-assign, assignment]
-        if _fault() == "refused":  # by the agent: a block that does not exist
+        last_rank = self._vllm_config.parallel_config.world_size - 1
+        if _fault() == "refused" and self._vllm_config.parallel_config.rank == last_rank:
+            # By the agent: a block that does not exist.
             for planned in metadata.loads:
                 planned.op.block_ids[-1] = 1 << 30  # type: ignore[index]
         super().start_load_kv(forward_context, **kwargs)

@@ -35,8 +35,15 @@ def under_multi_connector(endpoint: str) -> dict[str, Any]:
     }
 
 
+TWO_RANKS = {"tensor_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
-    ("wrapped", "breaks"), [(under_multi_connector, "worker"), (faulty, "scheduler")]
+    ("wrapped", "breaks", "options"),
+    [
+        (under_multi_connector, "worker", {}),
+        (faulty, "scheduler", TWO_RANKS),  # one rank's loads fail, the other's do not
+    ],
 )
 def test_answers_stay_right_whatever_of_ours_fails(
     model_dir: Path,
@@ -45,9 +52,11 @@ def test_answers_stay_right_whatever_of_ours_fails(
     prompts: Prompts,
     wrapped: Any,
     breaks: str,
+    options: dict[str, Any],
 ) -> None:
     questions = [prompts.tokens(3 * CHUNK + 10) for _ in range(3)]
-    with start(model_dir, None, tmp_path / "plain.log") as plain:
+    threads = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if options else {}
+    with start(model_dir, None, tmp_path / "plain.log", env=threads, **options) as plain:
         expected = [plain.generate([q], 4).outputs[0] for q in questions]
     fault = tmp_path / "fault"
     fault.write_text("")
@@ -55,8 +64,9 @@ def test_answers_stay_right_whatever_of_ours_fails(
         model_dir,
         kv_transfer=wrapped(agent.endpoint),
         log_path=tmp_path / "engine.log",
-        options=OPTIONS,
+        options={**OPTIONS, **options},
         env={
+            **threads,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "LMCACHE_REDIS_TEST_FAULT": str(fault),
             "PYTHONPATH": str(ROOT),

@@ -6,6 +6,7 @@ that a real scheduler reaches only by luck.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -287,6 +288,20 @@ def test_the_blocks_of_a_rank_that_stopped_are_given_back(
     assert pool.get_num_free_blocks() == free - 16
     references.rank_stopped(1)
     assert pool.get_num_free_blocks() == free
+
+
+def test_vllm_steps_on_for_reports_but_not_for_a_frozen_agent(
+    references: BlockReferences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not references.expects_reports()
+    transfer_id = references.take([1, 2])
+    assert references.expects_reports()
+    later_s = time.monotonic() + 60.0
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    assert not references.expects_reports()
+    assert len(references) == 1
+    references.ended({0: [transfer_id], 1: [transfer_id]})
+    assert not references
 
 
 def test_null_blocks_are_neither_stored_nor_loaded(

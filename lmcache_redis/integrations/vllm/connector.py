@@ -226,7 +226,8 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM is to go on stepping, so that workers can report what has ended."""
-        return self._scheduler is not None and bool(self._references)
+        references = None if self._scheduler is None else self._references
+        return references is not None and references.expects_reports()
 
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:

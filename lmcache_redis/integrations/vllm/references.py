@@ -9,6 +9,7 @@ no other request's hands. References are given back when every rank has reported
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+# Longer than the lease of any transfer.
+_REPORT_S = 10.0
+
 
 @dataclass(slots=True)
 class _Held:
     blocks: list[KVCacheBlock]
     ranks: set[int]  # those that may still touch them
+    since_s: float
 
 
 class BlockReferences:
@@ -37,6 +42,15 @@ class BlockReferences:
         """Transfers in flight."""
         return len(self._held)
 
+    def expects_reports(self) -> bool:
+        """Whether workers are about to report the end of a transfer.
+
+        A transfer that outlives its lease by far is in the hands of a frozen agent: its end is
+        reported with the steps of later requests.
+        """
+        earliest_s = time.monotonic() - _REPORT_S
+        return any(held.since_s > earliest_s for held in self._held.values())
+
     def is_null(self, block_id: int) -> bool:
         """Whether it stands for a block that a request no longer has, or never had."""
         return bool(self._pool.blocks[block_id].is_null)
@@ -46,7 +60,7 @@ class BlockReferences:
         blocks = [self._pool.blocks[block_id] for block_id in block_ids]
         self._pool.touch(blocks)
         transfer_id = next(self._ids)
-        self._held[transfer_id] = _Held(blocks, set(range(self._world_size)))
+        self._held[transfer_id] = _Held(blocks, set(range(self._world_size)), time.monotonic())
         return transfer_id
 
     def ended(self, by_rank: Mapping[int, Sequence[int]]) -> None:

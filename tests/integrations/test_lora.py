@@ -1,0 +1,72 @@
+"""Another LoRA adapter at the path of an older one: its requests never hit the older one's KV."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.harness import AgentServer
+from tests.integrations.conftest import Prompts
+from tests.integrations.test_vllm import CHUNK, start
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+RANK, HIDDEN, LAYERS = 8, 256, 4
+
+
+def write_adapter(directory: Path, seed: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    directory.mkdir(exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": 64,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(LAYERS):
+        for module in config["target_modules"]:
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            for part, shape in (("lora_A", (RANK, HIDDEN)), ("lora_B", (HIDDEN, RANK))):
+                tensors[f"{name}.{part}.weight"] = torch.randn(shape, generator=generator) * 0.1
+    save_file(tensors, directory / "adapter_model.safetensors")
+
+
+def test_an_adapter_that_replaces_another_at_its_path_does_not_hit(
+    model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
+) -> None:
+    question = prompts.tokens(2 * CHUNK + 10)
+    path, elsewhere = tmp_path / "adapter", tmp_path / "elsewhere"
+    write_adapter(path, seed=1)
+    write_adapter(elsewhere, seed=2)
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+    with start(model_dir, agent, tmp_path / "engine.log", **options) as engine:
+
+        def ask(lora: tuple[str, int, str] | None) -> tuple[list[int], int]:
+            assert engine.reset_prefix_cache()
+            answer = engine.generate([question], 8, lora=lora)
+            agent.wait_idle()
+            return answer.outputs[0], answer.details["cached_tokens"][0]
+
+        plain, _ = ask(None)
+        first, cached = ask(("tuned", 1, str(path)))
+        assert cached == 0
+        assert first != plain
+        assert ask(("tuned", 1, str(path))) == (first, 2 * CHUNK)
+
+        write_adapter(path, seed=2)
+        expected, _ = ask(("elsewhere", 2, str(elsewhere)))
+        assert expected != first
+        assert ask(("tuned", 3, str(path))) == (expected, 0)  # vLLM's own hashes are the same
+        assert ask(("tuned", 3, str(path))) == (expected, 2 * CHUNK)
+        # Of the first id it is not known any more which of the two is in memory.
+        assert ask(("tuned", 1, str(path)))[1] == 0
+        assert ask(None) == (plain, 2 * CHUNK)
