@@ -5,9 +5,9 @@ The path of a chunk, from an engine to Redis and back into another engine:
  1. vLLM finishes a chunk of a prompt; the connector names it by the hash of its last
     block                                                          integrations.vllm.scheduler
  2. each worker sends STORE with block ids, never with bytes       client.worker, messages
- 3. the agent asks Redis whether it has the chunk                  agent.stores, resp.scan
- 4. a copy thread gathers the blocks into slots of the host pool   agent.copies, device, hostpool
- 5. the engine may reuse its blocks; the chunk is queued           agent.writes, agent.disk
+ 3. a copy thread gathers the blocks into slots of the host pool   agent.stores, device, hostpool
+ 4. the engine may reuse its blocks; the chunk is queued           agent.writes, agent.disk
+ 5. Redis is asked whether it has the chunk                        agent.writes, resp.scan
  6. each slot becomes one value: a header, then the payload;
     stripe 0 is written last and makes the chunk visible           resp.writer, stripe, keys
  7. another engine, later: its scheduler sends LOOKUP              client.scheduler, messages
