@@ -27,14 +27,14 @@ from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.integrations.vllm import epoch
 from lmcache_redis.integrations.vllm.adapters import AdapterDigests
 from lmcache_redis.integrations.vllm.guard import guarded, nothing
-from lmcache_redis.integrations.vllm.identity import engine_identity, model_name
+from lmcache_redis.integrations.vllm.identity import attention_backend, engine_identity, model_name
 from lmcache_redis.integrations.vllm.metadata import StepMetadata, WorkerReport
 from lmcache_redis.integrations.vllm.policy import recompute_failed_loads
 from lmcache_redis.integrations.vllm.probe import kv_identity
 from lmcache_redis.integrations.vllm.references import BlockReferences, StaleBlocks
 from lmcache_redis.integrations.vllm.scheduler import SchedulerHalf
 from lmcache_redis.integrations.vllm.stats import NAMES, ConnectorStats
-from lmcache_redis.integrations.vllm.support import drops_blocks, unsupported
+from lmcache_redis.integrations.vllm.support import block_strides, drops_blocks, unsupported
 from lmcache_redis.integrations.vllm.worker import Ended, WorkerHalf
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         if len(tensors) != len(kv_caches) or not tensors:
             logger.error("the cache stays off: a layer's KV cache is not one tensor")
             return
-        strides = _block_strides(self._kv_cache_config)
+        strides = block_strides(self._kv_cache_config)
         try:
             self._adapter.register_kv_caches(
                 tensors,
@@ -279,7 +279,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
                 identity=engine_identity(
                     self._vllm_config,
                     rank=self._vllm_config.parallel_config.rank,
-                    backend=_attention_backend(self._vllm_config),
+                    backend=attention_backend(self._vllm_config),
                     weights_id=self._config.weights_id,
                 )
                 | kv_identity(
@@ -392,22 +392,3 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
-
-
-def _attention_backend(vllm_config: VllmConfig) -> str:
-    """Names of the attention backends in use: they decide what a block looks like inside."""
-    context = vllm_config.compilation_config.static_forward_context
-    names = {
-        backend.get_name()
-        for layer in context.values()
-        if hasattr(layer, "get_attn_backend") and (backend := layer.get_attn_backend())
-    }
-    return "+".join(sorted(names))
-
-
-def _block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int] | None:
-    """Bytes between blocks by layer, where this vLLM says so; older ones leave it to strides."""
-    tensors = kv_cache_config.kv_cache_tensors
-    if not all(hasattr(tensor, "block_stride") and hasattr(tensor, "layers") for tensor in tensors):
-        return None
-    return {layer: tensor.block_stride for tensor in tensors for layer in tensor.layers}

@@ -110,6 +110,17 @@ def model_name(vllm_config: VllmConfig) -> str:
     return Path(model).resolve().name if os.path.exists(model) else model
 
 
+def attention_backend(vllm_config: VllmConfig) -> str:
+    """Names of the attention backends in use: they decide what a block looks like inside."""
+    context = vllm_config.compilation_config.static_forward_context
+    names = {
+        backend.get_name()
+        for layer in context.values()
+        if hasattr(layer, "get_attn_backend") and (backend := layer.get_attn_backend())
+    }
+    return "+".join(sorted(names))
+
+
 def engine_identity(
     vllm_config: VllmConfig, *, rank: int, backend: str, weights_id: str | None = None
 ) -> dict[str, str]:

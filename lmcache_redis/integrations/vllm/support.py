@@ -59,6 +59,14 @@ def drops_blocks(kv_cache_config: KVCacheConfig) -> bool:
     return not _kinds(kv_cache_config).isdisjoint(_DROPPED)
 
 
+def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int] | None:
+    """Bytes between blocks by layer, where this vLLM says so; older ones leave it to strides."""
+    tensors = kv_cache_config.kv_cache_tensors
+    if not all(hasattr(tensor, "block_stride") and hasattr(tensor, "layers") for tensor in tensors):
+        return None
+    return {layer: tensor.block_stride for tensor in tensors for layer in tensor.layers}
+
+
 def _kinds(kv_cache_config: KVCacheConfig) -> set[str]:
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     inner: dict[str, Any] = getattr(spec, "kv_cache_specs", None) or {"": spec}
