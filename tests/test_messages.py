@@ -71,7 +71,7 @@ def test_answers_survive_the_wire(message: m.Message) -> None:
 
 def test_a_message_in_bytes() -> None:
     assert m.encode(m.Ping(7)) == [
-        b"LMCR-MP\x00\x01",
+        b"LMCR-MP\x00\x02",
         bytes.fromhex("82 a4 74797065 a4 50494e47 a7 63616c6c5f6964 07"),
     ]
 

@@ -7,7 +7,7 @@ multiprocess adapters (docs/compatibility.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.transfers import InterprocessEvent, Retrieve, Store
@@ -19,13 +19,31 @@ _T = TypeVar("_T", Store, Retrieve)
 class LMCacheMPWorkerAdapter(WorkerClient):
     """Stores and retrieves by request id. Arguments as for `WorkerClient`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        model_name: str,
+        world_size: int,
+        worker_id: int,
+        block_size_tokens: int,
+        *,
+        engine_id: str,
+        agent_dead_after_s: float = 1.5,
+    ) -> None:
         self._stores: dict[str, list[Store]] = {}
         self._retrieves: dict[str, list[Retrieve]] = {}
         self._held: set[str] = set()
         self._reported: set[str] = set()
         self._failed_blocks: set[int] = set()
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            endpoint,
+            model_name,
+            world_size,
+            worker_id,
+            block_size_tokens,
+            engine_id=engine_id,
+            agent_dead_after_s=agent_dead_after_s,
+        )
 
     def submit_store_request(
         self,

@@ -182,6 +182,24 @@ def test_only_what_is_not_computed_locally_is_loaded(
     assert half.build_metadata(step()).loads == []
 
 
+def test_a_request_that_no_blocks_are_free_for_lets_one_go_on_that_has_loaded(
+    half: SchedulerHalf, adapter: ScriptedAdapter
+) -> None:
+    """vLLM 0.27 to 0.30 stop at the first request that they cannot give blocks, for good."""
+    loaded, blocked = FakeRequest("r"), FakeRequest("s")
+    adapter.tokens = 4 * CHUNK
+    half.matched_tokens(loaded, 0)
+    half.allocated(loaded, list(range(1, 18)), 4 * CHUNK)
+    assert half.matched_tokens(blocked, 0) == 4 * CHUNK
+    assert half.matched_tokens(blocked, 0) == 4 * CHUNK  # the load has not ended
+    half.load_ended("r")
+    assert half.matched_tokens(blocked, 0) is None
+    assert half.matched_tokens(blocked, 0) == 4 * CHUNK
+    half.allocated(loaded, [], 0)
+    assert half.matched_tokens(blocked, 0) == 4 * CHUNK
+    assert half.matched_tokens(blocked, 0) == 4 * CHUNK
+
+
 def test_local_blocks_that_were_evicted_meanwhile_are_looked_up_again(
     half: SchedulerHalf, adapter: ScriptedAdapter
 ) -> None:

@@ -50,6 +50,7 @@ class _Tracked:
     lookup_chunk: int | None = None  # the lookup began there
     local_tokens: int = 0  # computed locally when the lookup was answered
     considered_chunks: int = 0  # chunks whose store has been decided on
+    offered: bool = False  # vLLM was told how many tokens, and has not allocated blocks since
     computes: bool = False  # it has blocks
     loading: frozenset[int] | None = None  # blocks that its load writes
     give_up: bool = False  # a load failed: compute
@@ -90,6 +91,7 @@ class SchedulerHalf:
         self._block_ids = block_ids
         self._adapter_digest = adapter_digest
         self._tracked: dict[str, _Tracked] = {}
+        self._resuming: set[str] = set()  # their load has ended, and they have not run since
         self._loads: list[Planned] = []
         self._recent = RecentChunks()
         self._wait_budget_s = _IDLE_WAIT_S
@@ -118,6 +120,12 @@ class SchedulerHalf:
         if tokens is None:
             return None
         tracked.local_tokens = local_tokens
+        if tracked.offered and self._resuming:
+            # No blocks were free for it. Some hold a load that has ended, and vLLM before 0.31 does
+            # not come to their request while this one blocks the queue: let it go on to them.
+            tracked.offered = False
+            return None
+        tracked.offered = True
         # What the agent has just not found is offered again, however recently it was stored.
         first_miss = max(tracked.lookup_chunk, tokens // chunk)
         self._recent.discard(self._chunk_names(tracked)[first_miss:])
@@ -127,6 +135,8 @@ class SchedulerHalf:
         """Blocks were allocated; ``external_tokens`` of them are to be loaded."""
         tracked = self._track(request, self._adapter.chunk_size_tokens())
         tracked.computes = True
+        tracked.offered = False
+        self._resuming.discard(request.request_id)
         if not external_tokens or tracked.lookup_chunk is None:
             if tracked.loading is None:
                 self._adapter.release_lookup_locks(request.request_id)
@@ -188,6 +198,8 @@ class SchedulerHalf:
         tracked.loading = None
         if tracked.request.is_finished():
             del self._tracked[request_id]
+        else:
+            self._resuming.add(request_id)
 
     def chunks_dropped(self) -> None:
         """The agent did not take all that it was offered: it is offered again."""
@@ -196,6 +208,7 @@ class SchedulerHalf:
     def finished(self, request: Request) -> None:
         """A request has ended. Its blocks are not held for it: stores have references of theirs."""
         self._adapter.end_session(request.request_id)
+        self._resuming.discard(request.request_id)
         tracked = self._tracked.get(request.request_id)
         # vLLM itself holds the blocks of a load until it is reported.
         if tracked is not None and tracked.loading is None:
