@@ -151,7 +151,8 @@ def run_soak(
             time.sleep(rng.random() * 0.5)
             name = faults.strike()
             soak.faults[name] = soak.faults.get(name, 0) + 1
-            time.sleep(rng.random() * 2.5)
+            # One in ten outlasts every lease.
+            time.sleep(rng.random() * 2.5 if rng.random() < 0.9 else 7.0)
             faults.mend()
         answer = engine.finish()
         wrong = [

@@ -95,6 +95,10 @@ def test_weights_are_reloaded_in_a_running_engine(
         two.rpc("lmcache_redis_weights_id", "step-2")
         assert weights.ask(two, 1) == 3 * CHUNK
 
+        redis_server.kill()
+        weights.reload(two, 0, connector=True)
+        assert weights.ask(two, 0) == 0
+
 
 def test_both_ranks_of_an_engine_begin_the_new_epoch(
     weights: Weights, agent: AgentServer, tmp_path: Path

@@ -199,3 +199,25 @@ def test_settings_reach_the_link(tmp_path: Path) -> None:
         assert made._adapter is not None
         assert made._adapter.link._dead_after_s == 3.5
         made.shutdown()
+
+
+def test_an_update_of_many_calls_is_one_epoch(
+    scheduler: LMCacheRedisConnector, caplog: pytest.LogCaptureFixture
+) -> None:
+    half = scheduler._scheduler
+    assert half is not None
+    with caplog.at_level(logging.INFO, "vllm.lmcache_redis"):
+        for _ in range(100):
+            scheduler.weights_changed("an update")
+    assert len(caplog.records) == 1
+    first = scheduler._epoch
+    assert len(first) == 8
+    half.epoch_is_unused = False  # a request came
+    scheduler.weights_changed("another update")
+    assert scheduler._epoch not in (b"", first)
+    scheduler.weights_named("step-2")
+    named = scheduler._epoch
+    scheduler.weights_changed("an update")  # others have that name: it is left at once
+    assert scheduler._epoch not in (b"", first, named)
+    scheduler.weights_named("step-2")
+    assert scheduler._epoch == named

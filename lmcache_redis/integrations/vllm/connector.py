@@ -68,6 +68,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         self._adapter: LMCacheMPSchedulerAdapter | WorkerClient | None = None
         self._references: BlockReferences | None = None
         self._epoch = epoch.SHARED_EPOCH
+        self._own_epoch = False  # no other engine has it
         # Loads that vLLM waits for, and ids of the blocks they write. In the scheduler those that
         # no worker knows of, in a worker those that are not reported.
         self._awaited: dict[str, list[int]] = {}
@@ -244,19 +245,24 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
 
     @guarded(nothing)
     def weights_changed(self, why: str) -> None:
-        """An update of the weights may have come through."""
-        self._begin_epoch(epoch.new_epoch(), why)
+        """An update of the weights may have come through. One may take hundreds of calls."""
+        if self._scheduler is not None:
+            unused = self._own_epoch and self._scheduler.epoch_is_unused
+            self._begin_epoch(self._epoch if unused else epoch.new_epoch(), why)
 
     @guarded(nothing)
     def weights_named(self, weights_id: str) -> None:
         """The weights are now those that every engine of this id has."""
-        self._begin_epoch(epoch.named_epoch(weights_id), f"the weights are {weights_id!r}")
+        named = epoch.named_epoch(weights_id)
+        if named != self._epoch:
+            self._begin_epoch(named, f"the weights are {weights_id!r}", own=False)
 
-    def _begin_epoch(self, new: bytes, why: str) -> None:
-        if self._scheduler is None or new == self._epoch:
+    def _begin_epoch(self, new: bytes, why: str, own: bool = True) -> None:
+        if self._scheduler is None:
             return
-        logger.info("%s: KV that was cached before is not used any more (epoch %s)", why, new.hex())
-        self._epoch = new
+        if new != self._epoch:
+            logger.info("%s: KV that was cached before is not used any more", why)
+        self._epoch, self._own_epoch = new, own
         self._scheduler.begin_epoch(new)
 
     # Worker

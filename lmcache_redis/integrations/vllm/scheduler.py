@@ -88,6 +88,7 @@ class SchedulerHalf:
         self._may_load = loads
         self._may_store = stores
         self._epoch = epoch
+        self.epoch_is_unused = True
         self._block_ids = block_ids
         self._adapter_digest = adapter_digest
         self._tracked: dict[str, _Tracked] = {}
@@ -220,6 +221,7 @@ class SchedulerHalf:
         Those that still wait look up anew.
         """
         self._epoch = epoch
+        self.epoch_is_unused = True
         self._stale.begin_epoch()
         self._recent.clear()
         for request_id, tracked in list(self._tracked.items()):
@@ -236,6 +238,7 @@ class SchedulerHalf:
     def _track(self, request: Request, chunk: int) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
+            self.epoch_is_unused = False
             tracked = _Tracked(request, self._prefix(request))
             self._tracked[request.request_id] = tracked
         if chunk and tracked.chunk != chunk:  # new, or the agent came back with other chunks
