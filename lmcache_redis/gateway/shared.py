@@ -17,7 +17,7 @@ _DROPPED_BYTES = 256 << 10
 
 
 class Dropped:
-    """Room for bytes that nobody wants: the same memory each time, with anything in it."""
+    """Room for bytes that are thrown away: the same memory each time, with anything in it."""
 
     def __init__(self) -> None:
         self._memory = memoryview(bytearray(_DROPPED_BYTES))

@@ -25,7 +25,7 @@ from lmcache_redis.hostpool import Arena
 
 
 class Lease:
-    """Slots for `nbytes` of one payload. Memory that nobody looks at is not touched."""
+    """Slots for `nbytes` of one payload. Memory that is not looked at is not touched."""
 
     def __init__(self, pool: SlotPool, runs: list[range], nbytes: int) -> None:
         self.nbytes = nbytes

@@ -1,8 +1,8 @@
 """One client's socket on the loop: receives exactly what is asked for, sends without joining.
 
 Receiving goes from the kernel straight into the caller's buffers, which for a payload are asked
-for as its bytes come. While nobody asks, one request header at most is read ahead; then reading
-pauses, and with it, through TCP, the client.
+for as its bytes come. While nothing is asked for, one request header at most is read ahead; then
+reading pauses, and with it, through TCP, the client.
 
 Sending hands all buffers to the kernel in one `writev`. What it does not take goes on when it
 takes more: a small piece is then left to the transport, whose notice that it is out says when.

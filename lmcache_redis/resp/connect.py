@@ -2,7 +2,7 @@
 
 The first three end within the connect time-out together, however many addresses a name has;
 `greeting` has the op time-out, however slowly its replies come; a caller's deadline ends either.
-A name look-up cannot be interrupted: it has a thread of its own, of which nobody waits for
+A name look-up cannot be interrupted: it has a thread of its own, of which no call waits for
 longer, and one for all who want the same name meanwhile.
 """
 

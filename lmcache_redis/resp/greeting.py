@@ -47,13 +47,13 @@ def greet(stream: Stream, endpoint: Endpoint, client_name: str, deadline: float)
         buffer.feed(view[: stream.receive_some(view)])
         for reply in buffer.take():
             if replied == len(commands):
-                raise RedisProtocolError("the server sent something that nobody asked for")
+                raise RedisProtocolError("the server sent something that was not asked for")
             name = commands[replied][0]
             replied += 1
             if isinstance(reply, ErrorReply):
                 _judge(reply, name, endpoint)
     if buffer.pending_bytes or not stream.is_quiet():
-        raise RedisProtocolError("the server sent something that nobody asked for")
+        raise RedisProtocolError("the server sent something that was not asked for")
 
 
 def _commands(endpoint: Endpoint, client_name: str) -> list[tuple[str, ...]]:
