@@ -158,6 +158,8 @@ class Handlers:
         worker_id = peer.hello.worker_id
         if worker_id is None or not 0 <= worker_id < peer.hello.world_size:
             raise WireError("only a worker, with a rank inside its world, registers a KV cache")
+        if not peer.engine_id:  # its former mapping could not be told from another engine's
+            raise WireError("the engine of a KV cache has an id")
         try:
             form = ChunkForm.of(
                 question.layout,

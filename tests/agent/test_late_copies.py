@@ -10,6 +10,7 @@ import torch
 
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.ownership import RETRIEVE_LEASE_S
+from lmcache_redis.client.worker import WorkerClient
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
@@ -105,3 +106,17 @@ def test_a_request_id_that_is_used_again_is_reported_again(agent: AgentServer) -
         assert worker.get_finished({"r"})[0] == {"r"}  # another request of that name
         engine.store("r", block_hashes("prompt", 4), range(4))
         engine.store("r", block_hashes("other", 4), range(4))
+
+
+def test_an_engine_without_an_id_is_not_mapped(agent: AgentServer) -> None:
+    """By its id the agent knows which former mapping has to be closed before it answers."""
+    with agent:
+        worker = WorkerClient(agent.endpoint, "m", 1, 0, 16, engine_id="")
+        try:
+            worker.register_kv_caches(
+                {"layer": torch.zeros(17, 2, 16, 64)}, num_blocks=17, dtype="float32", identity={}
+            )
+            wait_until(lambda: agent.counter("wire_errors") > 0, what="a refusal")
+            assert not worker.ready
+        finally:
+            worker.shutdown()
