@@ -1,4 +1,4 @@
-"""The compiled part, `lmcache_redis.native`. Everything else is in pyproject.toml.
+"""The native extension, `lmcache_redis.native`. Everything else is in pyproject.toml.
 
 It is optional: where there is no C compiler, or not for Linux, the package is installed without,
 moves stripes in Python, slower, and says so when it starts.

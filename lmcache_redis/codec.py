@@ -1,14 +1,14 @@
-"""msgpack for values that msgspec does not know: torch's dtypes and sizes, CUDA IPC wrappers.
+"""msgpack, also for types that msgspec does not know: torch dtypes and sizes, CUDA IPC wrappers.
 
-``get_customized_encoder(T)`` and ``get_customized_decoder(T)`` make a pair that carries a value
-of type ``T``: a message, a key, a wrapper, or any nesting of these. Nothing is pickled; an
-extension is a type code and msgpack of plain fields, checked on the way in.
+``get_customized_encoder(T)`` and ``get_customized_decoder(T)`` encode and decode values of type
+``T``: messages, keys, wrappers, and any nesting of these. Nothing is pickled. An extension is a
+type code and plain fields, which are validated when decoded.
 
     code  type             body
     1     torch.dtype      its name without "torch.", UTF-8
     3     CudaIPCWrapper   the fields of CudaIPCHandle
 
-torch.Size is a tuple and the keys are Structs: msgspec encodes those by itself, as arrays.
+msgspec itself encodes torch.Size (a tuple) and the keys (Structs) as arrays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _handle_decoder = msgspec.msgpack.Decoder(CudaIPCHandle)
 
 
 class CustomizedDecoder:
-    """A msgpack decoder for one type that raises only ``WireError``."""
+    """A msgpack decoder for one type. It raises no error but ``WireError``."""
 
     def __init__(self, expected: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
@@ -38,15 +38,15 @@ class CustomizedDecoder:
         )
 
     def decode(self, data: bytes | bytearray | memoryview) -> Any:
-        """The value in ``data``. Raises ``WireError`` for anything else."""
+        """Decodes one value. Raises ``WireError`` for any other bytes."""
         try:
             return self._decoder.decode(data)
         except (msgspec.MsgspecError, FormatError, UnicodeDecodeError, RecursionError) as error:
-            raise WireError(f"bytes that are no encoded value: {error}") from error
+            raise WireError(f"cannot decode a message: {error}") from error
 
 
 def get_customized_encoder(expected: Any = None) -> msgspec.msgpack.Encoder:
-    """An encoder for values of type ``expected`` (any type: encoding needs no schema)."""
+    """An encoder for values of type ``expected`` (any: encoding needs no schema)."""
     return msgspec.msgpack.Encoder(enc_hook=_encode_custom)
 
 
@@ -65,7 +65,7 @@ def _encode_custom(value: Any) -> Any:
 
 
 def _decode_custom(expected: type, value: Any) -> Any:
-    # What an extension gave, or what the builtin form of a torch type is.
+    # Either the result of `_decode_extension` or the plain form of a torch type.
     if isinstance(value, expected):
         return value
     torch = sys.modules.get("torch")

@@ -18,12 +18,14 @@ from typing import Any
 
 from lmcache_redis.errors import ConfigError
 
+_LETTERS = "KMGTPE"
 _UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", start=1):
+for _power, _letter in enumerate(_LETTERS, start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 _IPC = "ipc://"
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 MIN_SLOT_BYTES = 4096
 # With a header of 512 bytes a value stays just under 1 MiB, a size class of Redis's allocator.
@@ -40,15 +42,15 @@ def parse_size(text: str | int) -> int:
     match = _SIZE.fullmatch(text)
     unit = match.group(2).upper() if match else None
     if match is None or unit not in _UNITS:
-        raise ConfigError(f"{text!r} is no size: write it as 4GiB, 512MB or a number of bytes")
+        raise ConfigError(f"{text!r} is not a size: write it as 4GiB, 512MB or a number of bytes")
     return int(float(match.group(1)) * _UNITS[unit])
 
 
 def format_size(size_bytes: int) -> str:
     """The shortest exact way to write a size."""
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size_bytes >= factor and size_bytes % factor == 0:
-            return f"{size_bytes // factor}{unit}"
+    for power, letter in reversed([*enumerate(_LETTERS, start=1)]):
+        if size_bytes >= 1024**power and size_bytes % 1024**power == 0:
+            return f"{size_bytes // 1024**power}{letter}iB"
     return str(size_bytes)
 
 
@@ -89,7 +91,7 @@ def why_unsafe(directory: Path) -> str | None:
     if not {found.st_uid, directory.lstat().st_uid} <= {0, os.geteuid()}:
         return f"{directory} belongs to another user"
     if found.st_mode & 0o022:
-        return f"others may write into {directory}: run `chmod go-w {directory}`"
+        return f"others can write to {directory}: run `chmod go-w {directory}`"
     return None
 
 
@@ -109,119 +111,127 @@ def ensure_private(directory: Path) -> None:
         )
     if found.st_mode & 0o077:
         raise ConfigError(
-            f"others may enter {directory}, and whoever reaches the endpoint can read KV: "
+            f"others can enter {directory}, and any process that reaches the endpoint can read KV: "
             f"run `chmod 700 {directory}` or choose another --endpoint"
         )
 
 
-def _setting(
-    help_text: str, default: Any = dataclasses.MISSING, *, shown: str = "", **more: Any
+def setting(
+    help_text: str,
+    default: Any = dataclasses.MISSING,
+    *,
+    shown: str = "",
+    size: bool = False,
+    environment_only: str = "",
+    **more: Any,
 ) -> Any:
-    if default is not dataclasses.MISSING:
-        more["default"] = default
-    return field(metadata={"help": help_text, "shown": shown}, **more)
+    """A field that is a setting: its help, its default (or what makes it), how that is shown.
 
-
-def _size(help_text: str, default: Any, shown: str = "") -> Any:
-    meta = {"help": help_text, "size": True, "shown": shown}
+    size: bytes, written as 4GiB. environment_only: the variable that alone can set it.
+    """
     if callable(default):
-        return field(default_factory=default, metadata=meta)
-    return field(default=default, metadata=meta)
+        more["default_factory"] = default
+    elif default is not dataclasses.MISSING:
+        more["default"] = default
+    meta = {"help": help_text, "shown": shown, "size": size, "environment_only": environment_only}
+    return field(metadata=meta, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
     """All settings of an agent. Raises ``ConfigError`` for impossible values."""
 
-    endpoint: str = _setting(
-        "where engines find the agent: ipc://PATH, in a directory that only its user may enter",
-        default_factory=default_endpoint,
+    endpoint: str = setting(
+        "socket of the agent: ipc://PATH, in a directory that only its user can enter",
+        default_endpoint,
         shown="ipc:// in a private directory",
     )
-    redis_url: str | None = _setting(
-        "where Redis is: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://; "
-        "without one the agent runs its own",
+    redis_url: str | None = setting(
+        "redis://, unix://, redis+sentinel:// or redis+cluster://, with TLS rediss://, "
+        "rediss+sentinel:// or rediss+cluster://; "
+        "without it the agent runs its own Redis",
         None,
         shown="embedded Redis",
         repr=False,  # it may hold a password
     )
-    redis_username: str | None = _setting("ACL user, if not in the URL", None)
-    redis_password: str | None = field(
-        default=None,
+    redis_username: str | None = setting("ACL user, if not in the URL", None)
+    redis_password: str | None = setting(
+        "password, if not in the URL; ..._PASSWORD_FILE names a file that contains it",
+        None,
+        environment_only="LMCACHE_REDIS_PASSWORD",
         repr=False,
-        metadata={
-            "help": "password, if not in the URL; ..._PASSWORD_FILE names a file that holds it",
-            "environment_only": "LMCACHE_REDIS_PASSWORD",
-            "shown": "",
-        },
     )
-    key_prefix: bytes = _setting("put before every key, to share a server with others", b"")
-    chunk_size_tokens: int = _setting("tokens of a chunk, a multiple of vLLM's block size", 256)
-    pool_bytes: int = _size(
+    key_prefix: bytes = setting("prefix of every key, for a server that others use too", b"")
+    chunk_size_tokens: int = setting("tokens per chunk, a multiple of vLLM's block size", 256)
+    pool_bytes: int = setting(
         "memory of the host pool, a hard limit",
         lambda: machine_share(4 << 30),
-        "4GiB, at most a quarter of the machine's memory",
+        shown="4GiB, at most a quarter of the machine's memory",
+        size=True,
     )
-    slot_bytes: int = _size(
-        "payload of a stripe at most, and size of a slot; equal on all agents of one Redis",
+    slot_bytes: int = setting(
+        "slot size and maximum payload of a stripe; the same on all agents of one Redis",
         DEFAULT_SLOT_BYTES,
+        size=True,
     )
-    write_queue_bytes: int | None = _size(
-        "chunks that may wait to be written to Redis; more are dropped and counted",
+    write_queue_bytes: int | None = setting(
+        "limit of chunks queued for Redis; beyond it stores are dropped and counted",
         None,
-        "half of the host pool",
+        shown="half of the host pool",
+        size=True,
     )
-    disk_path: str | None = _setting(
-        "a directory of this node that keeps chunks as well, and across restarts",
-        None,
-        shown="none",
-    )
-    disk_size: int = _size("most that files in --disk-path may take", 64 << 30)
-    embedded_memory_bytes: int = _size(
+    disk_path: str | None = setting("directory for the disk tier, which survives restarts", None)
+    disk_size: int = setting("maximum total size of the files in --disk-path", 64 << 30, size=True)
+    embedded_memory_bytes: int = setting(
         "memory limit of the embedded Redis",
         lambda: machine_share(8 << 30),
-        "8GiB, at most a quarter of the machine's memory",
+        shown="8GiB, at most a quarter of the machine's memory",
+        size=True,
     )
-    lookup_deadline_s: float = _setting("how long a request may wait for a lookup", 1.0)
-    op_timeout_s: float = _setting(
-        "how long one exchange with Redis may stall before the server counts as down", 2.0
+    lookup_deadline_s: float = setting("maximum wait of a request for a lookup", 1.0)
+    op_timeout_s: float = setting(
+        "stall of one exchange with Redis after which the server counts as down", 2.0
     )
-    session_timeout_s: float = _setting("after that, what a request pinned is given up", 60.0)
-    heartbeat_timeout_s: float = _setting("after that, a silent engine is forgotten", 10.0)
-    shutdown_deadline_s: float = _setting("how long writes may go on once the agent stops", 5.0)
-    get_connections: int = _setting("connections that load", 4)
-    set_connections: int = _setting("connections that store", 4)
-    network_threads: int = _setting(
-        "threads that share the connections that load, and as many for those that store", 1
+    session_timeout_s: float = setting(
+        "time after which the chunks pinned by a request are released", 60.0
     )
-    ttl_s: int = _setting("seconds after which a stored chunk expires; 0: never", 0)
-    ttl_refresh: bool = _setting("a chunk's time begins anew when it is loaded", False)
-    copy_threads: int = _setting(
-        "threads that copy into blocks of a GPU (or of CPU engines), and as many out of them", 2
+    heartbeat_timeout_s: float = setting("time after which a silent engine is unregistered", 10.0)
+    shutdown_deadline_s: float = setting("maximum time for queued writes when the agent stops", 5.0)
+    get_connections: int = setting("connections for loads", 4)
+    set_connections: int = setting("connections for stores", 4)
+    network_threads: int = setting(
+        "threads for the load connections, and as many again for the store connections", 1
     )
-    device: str = _setting("memory that engines may register: auto, cpu or cuda", "auto")
-    log_level: str = _setting("debug, info, warning or error", "info")
+    ttl_s: int = setting("seconds until a stored chunk expires; 0: never", 0)
+    ttl_refresh: bool = setting("restart a chunk's TTL when it is loaded", False)
+    copy_threads: int = setting(
+        "threads that copy into blocks, and as many again out of them, for each GPU and for CPU "
+        "engines",
+        2,
+    )
+    device: str = setting("memory that engines may register: auto, cpu or cuda", "auto")
+    log_level: str = setting("debug, info, warning or error", "info")
 
     def __post_init__(self) -> None:
         _check_endpoint(self.endpoint)
-        _between("chunk_size_tokens", self.chunk_size_tokens, 1, 1 << 20)
-        _between("slot_bytes", self.slot_bytes, MIN_SLOT_BYTES, 512 << 20)
-        _between("pool_bytes", self.pool_bytes, self.slot_bytes + 4096, 1 << 50)
-        _between("embedded_memory_bytes", self.embedded_memory_bytes, 16 << 20, 1 << 50)
-        _between("disk_size", self.disk_size, 1 << 20, 1 << 60)
-        _between("write_queue_bytes", self.write_queue_limit_bytes, 0, 1 << 50)
+        check_between("chunk_size_tokens", self.chunk_size_tokens, 1, 1 << 20)
+        check_between("slot_bytes", self.slot_bytes, MIN_SLOT_BYTES, 512 << 20)
+        check_between("pool_bytes", self.pool_bytes, self.slot_bytes + 4096, 1 << 50)
+        check_between("embedded_memory_bytes", self.embedded_memory_bytes, 16 << 20, 1 << 50)
+        check_between("disk_size", self.disk_size, 1 << 20, 1 << 60)
+        check_between("write_queue_bytes", self.write_queue_limit_bytes, 0, 1 << 50)
         for name in ("lookup_deadline_s", "op_timeout_s"):
-            _between(name, getattr(self, name), 0.01, 600)
+            check_between(name, getattr(self, name), 0.01, 600)
         for name in ("session_timeout_s", "heartbeat_timeout_s"):
-            _between(name, getattr(self, name), 1, 86_400)
-        _between("shutdown_deadline_s", self.shutdown_deadline_s, 0, 600)
-        _between("ttl_s", self.ttl_s, 0, 10 * 366 * 86_400)
+            check_between(name, getattr(self, name), 1, 86_400)
+        check_between("shutdown_deadline_s", self.shutdown_deadline_s, 0, 600)
+        check_between("ttl_s", self.ttl_s, 0, 10 * 366 * 86_400)
         if self.ttl_refresh and not self.ttl_s:
             raise ConfigError("--ttl-refresh needs a --ttl-s: set that as well")
         for name in ("get_connections", "set_connections", "network_threads", "copy_threads"):
-            _between(name, getattr(self, name), 1, 64)
-        _one_of("device", self.device, ("auto", "cpu", "cuda"))
-        _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
+            check_between(name, getattr(self, name), 1, 64)
+        check_one_of("device", self.device, ("auto", "cpu", "cuda"))
+        check_one_of("log_level", self.log_level, LOG_LEVELS)
 
     @property
     def write_queue_limit_bytes(self) -> int:
@@ -241,7 +251,7 @@ class ClientConfig:
         if not isinstance(self.endpoint, str):
             raise ConfigError(f"endpoint is {self.endpoint!r}: write ipc://PATH")
         _check_endpoint(self.endpoint)
-        _between("agent_dead_after_s", self.agent_dead_after_s, 0.6, 60)
+        check_between("agent_dead_after_s", self.agent_dead_after_s, 0.6, 60)
         name = self.weights_id
         if name is not None and not (isinstance(name, str) and 1 <= len(name) <= 256):
             raise ConfigError(f"weights_id is {name!r}: write a name of 1 to 256 characters")
@@ -297,8 +307,8 @@ def _settable_by(setting: dataclasses.Field[Any]) -> str:
 def _check_endpoint(endpoint: str) -> None:
     if endpoint.startswith("tcp://"):
         raise ConfigError(
-            f"--endpoint {endpoint}: tcp:// is no longer served, for any user of the machine could "
-            "connect to it; write ipc://PATH"
+            f"--endpoint {endpoint}: tcp:// is no longer served, because any user of the machine "
+            "could connect to it; write ipc://PATH"
         )
     if not endpoint.startswith(_IPC):
         raise ConfigError(f"--endpoint {endpoint}: write ipc://PATH")
@@ -309,11 +319,17 @@ def _check_endpoint(endpoint: str) -> None:
         )
 
 
-def _between(name: str, value: Any, least: float, most: float) -> None:
+def check_between(name: str, value: Any, least: float, most: float) -> None:
+    """Raises ``ConfigError`` unless a setting is a number within its bounds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise ConfigError(f"{option_name(name)} is {value!r}: set it to {least:g} to {most:g}")
+        is_size = name.endswith(("_bytes", "_size"))
+        given, low, high = (
+            format_size(n) if is_size and type(n) is int else repr(n) for n in (value, least, most)
+        )
+        raise ConfigError(f"{option_name(name)} is {given}: set it to between {low} and {high}")
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raises ``ConfigError`` unless a setting is one of the words it may be."""
     if value not in allowed:
         raise ConfigError(f"{option_name(name)} is {value!r}: choose one of {', '.join(allowed)}")

@@ -1,11 +1,13 @@
-"""Element types by name, and their codes in encoded metadata. Free of torch.
+"""Element types and memory formats by name, with their codes in encoded metadata. Free of torch.
 
-A dtype is known throughout the package by its torch name without the module, for
-instance ``"bfloat16"``. Only `torch_dtype` imports torch, and only when called.
+A dtype is known by its torch name without the module, for instance ``"bfloat16"``. Only
+`torch_dtype` imports torch, and only when called. A code, once assigned, never changes its
+meaning: stored values contain it. Dtype codes below 64 and formats below 16 are those of LMCache.
 """
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING
 
 from lmcache_redis.errors import FormatError
@@ -13,8 +15,26 @@ from lmcache_redis.errors import FormatError
 if TYPE_CHECKING:
     import torch
 
-# Codes below 64 are those that LMCache's metadata uses; ours start at 64.
-# A code, once given, is never given to another type: it stands in stored values.
+
+class MemoryFormat(enum.Enum):
+    """Arrangement of a chunk's elements."""
+
+    UNDEFINED = 0
+    KV_2LTD = 1  # [2, layers, tokens, hidden]
+    KV_BLOB = 1
+    KV_T2D = 2  # [tokens, 2, hidden]
+    KV_2TD = 3  # [2, tokens, hidden]
+    BINARY = 4  # encoded bytes; the shape is that of the decoded tensor
+    BINARY_BUFFER = 5  # as BINARY
+    KV_MLA_FMT = 6  # [1, layers, tokens, head size]
+    EC_TD = 7  # [tokens, hidden] of an encoder cache
+    HS_TD = 8  # [tokens, hidden] of hidden states
+    PAGES = 0x4C52  # opaque pages, segment-major: each segment's pages in token order
+
+
+# The length of encoded bytes does not follow from their shape and dtype.
+ENCODED_FORMATS = frozenset({MemoryFormat.BINARY, MemoryFormat.BINARY_BUFFER})
+
 _CODE_AND_ITEMSIZE: dict[str, tuple[int, int]] = {
     "float16": (2, 2),
     "bfloat16": (3, 2),
@@ -35,8 +55,8 @@ _CODE_AND_ITEMSIZE: dict[str, tuple[int, int]] = {
     "float8_e5m2fnuz": (73, 1),
     "float8_e8m0fnu": (74, 1),
 }
-_NAME_OF_CODE: dict[int, str] = {
-    1: "float16",  # LMCache writes torch.half as 1; we read it and never write it
+NAME_OF_CODE: dict[int, str] = {
+    1: "float16",  # torch.half in LMCache: read, never written
     **{code: name for name, (code, _) in _CODE_AND_ITEMSIZE.items()},
 }
 
@@ -58,13 +78,13 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 
 def dtype_code(name: torch.dtype | str) -> int:
-    """The code of a dtype in encoded metadata. Raises FormatError where it has none."""
+    """The code of a dtype in encoded metadata. Raises FormatError if it has none."""
     return _CODE_AND_ITEMSIZE[dtype_name(name)][0]
 
 
 def dtype_from_code(code: int) -> str:
-    """The name that a code stands for. Raises FormatError for an unknown code."""
-    name = _NAME_OF_CODE.get(code)
+    """The name of a code. Raises FormatError for an unknown code."""
+    name = NAME_OF_CODE.get(code)
     if name is None:
         raise FormatError(f"unknown dtype code {code}")
     return name
@@ -78,7 +98,7 @@ def itemsize(name: torch.dtype | str) -> int:
 def torch_dtype(name: torch.dtype | str) -> torch.dtype:
     """The ``torch.dtype`` of a name; imports torch.
 
-    Raises FormatError for an unknown dtype and for one that the installed torch lacks.
+    Raises FormatError for a dtype that is unknown, here or to the installed torch.
     """
     import torch
 

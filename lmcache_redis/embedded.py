@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -40,8 +39,8 @@ _WHAT_TO_DO = (
 _HUGE_PAGES = {"MALLOC_CONF": "thp:always", "JE_MALLOC_CONF": "thp:always"}
 
 # Becomes the server, having asked the kernel to end it with its parent. A program of its own and
-# no preexec_fn: after a fork of a process with threads no Python code may safely run. Should the
-# parent have ended before the request, nobody would tell: hence the look at its number.
+# no preexec_fn: after a fork of a process with threads no Python code may safely run. The kernel
+# sends no signal if the parent ended before the request: the launcher compares the parent's pid.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -51,6 +50,16 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent has gone")
 os.execv(sys.argv[2], sys.argv[2:])
 """
+
+
+def end_process(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """SIGTERM, and SIGKILL where the process has not ended after ``grace_s`` seconds."""
+    process.terminate()
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def find_server_binary() -> str:
@@ -146,12 +155,7 @@ class EmbeddedRedis:
         """Ends the server: SIGTERM, and SIGKILL where that takes too long. May be called again."""
         process, self._process = self._process, None
         if process is not None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(_STOP_DEADLINE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end_process(process, _STOP_DEADLINE_S)
         made, self._made = self._made, None
         if made is not None:
             made.cleanup()

@@ -1,21 +1,25 @@
 """Names of chunks and stripes, and their byte encodings (docs/value-format.md).
 
-`ObjectKey` names one worker's chunk. `IPCCacheEngineKey` is what an engine says over
-ZeroMQ: a chunk by its hash, or a range of token ids, for one worker or for all of them.
-A Redis key is, in this order (integers big-endian):
+`ObjectKey` names the chunk of one worker. `IPCCacheEngineKey` is the name that an engine sends
+over ZeroMQ: a chunk hash or a range of token ids, of one worker or of all.
+The fields of a Redis key, integers big-endian:
 
     user prefix | b"lmcr1:" | namespace (16) | ObjectKey | stripe index u16
     ObjectKey:  kv_rank u32 | model length u16 | model utf-8 | hash length u8 | hash
 
-Everything before the hash is the same for all chunks of a worker: see `key_stem`.
+All chunks of a worker share everything before the hash: `key_stem`.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import struct
+import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from typing import Any
 
 import msgspec
 
@@ -30,7 +34,9 @@ MAX_STRIPE_INDEX = 0xFFFF
 MAX_KEY_TOKENS = 1 << 24
 MAX_SALT_BYTES = 4096
 INT_HASH_BYTES = 8
+CHUNK_HASH_BYTES = 32  # of `hash_chunks`
 
+_HASH_PERSON = b"lmcr1.tokens"
 _RANK_AND_NAME_LENGTH = struct.Struct(">IH")
 _STRIPE_INDEX = struct.Struct(">H")
 
@@ -43,7 +49,7 @@ class ObjectKey(
     array_like=True,
     forbid_unknown_fields=True,
 ):
-    """The name of one worker's chunk. Hashable, ordered, immutable.
+    """The name of one worker's chunk: hashable, ordered, immutable.
 
     chunk_hash has 1 to 63 bytes, model_name 1 to 1,024 bytes of UTF-8, kv_rank 32 bits
     (`ComputeKVRank`). Raises FormatError for anything else.
@@ -108,6 +114,15 @@ class ObjectKey(
         return cls(bytes(data[hash_at:]), model_name, kv_rank)
 
 
+def _comparison(compare: Callable[[Any, Any], bool]) -> Callable[[Any, object], bool]:
+    def method(self: IPCCacheEngineKey, other: object) -> Any:
+        if not isinstance(other, IPCCacheEngineKey):
+            return NotImplemented
+        return compare(self._identity(), other._identity())
+
+    return method
+
+
 class IPCCacheEngineKey(
     msgspec.Struct,
     frozen=True,
@@ -115,14 +130,13 @@ class IPCCacheEngineKey(
     array_like=True,
     forbid_unknown_fields=True,
 ):
-    """What an engine names: one chunk by its hash, or tokens `start` to `end` of `token_ids`.
+    """The name that an engine sends: a chunk hash, or tokens `start` to `end` of `token_ids`.
 
-    Exactly one of chunk_hash (1 to 63 bytes) and token_ids (each below 2**32) is set, and
-    start and end are 0 with a hash. worker_id is below world_size (1 to 255); None means
-    all workers and sorts first. request_id follows a request through logs and sessions: it
-    takes no part in ==, hash and order. salt (0 to 4,096 bytes) is what the bytes of a chunk
-    depend on beside model and tokens; a chunk_hash covers that itself and has none. Raises
-    FormatError for anything else.
+    Exactly one of chunk_hash (1 to 63 bytes) and token_ids (each below 2**32) is set; start and
+    end are 0 with a hash. worker_id is below world_size (1 to 255); None means all workers and
+    sorts first. request_id identifies a request in logs and sessions; ==, hash and order ignore
+    it. salt (0 to 4,096 bytes) stands for everything else that the KV of the tokens depends on;
+    it is empty with a chunk_hash, which covers it. Raises FormatError for anything else.
     """
 
     model_name: str
@@ -151,11 +165,11 @@ class IPCCacheEngineKey(
         _check_int("start", self.start, 0, self.end)
 
     def no_worker_id_version(self) -> IPCCacheEngineKey:
-        """The same key for all workers, as a lookup asks for it."""
+        """The same key for all workers, as a lookup uses it."""
         return msgspec.structs.replace(self, worker_id=None)
 
     def Serialize(self) -> bytes:
-        """One msgpack array of the fields in order. Raises FormatError if one has no encoding."""
+        """A msgpack array of the fields in order. Raises FormatError if one has no encoding."""
         try:
             return _ENCODER.encode(self)
         except (TypeError, UnicodeEncodeError, OverflowError) as error:
@@ -175,34 +189,15 @@ class IPCCacheEngineKey(
         tokens = (self.start, self.end, self.salt)
         return (self.model_name, self.world_size, worker, *named, *tokens)
 
-    # The comparisons that order=True makes would count request_id and fail on None against int.
+    # order=True would compare request_id, and None with int.
+    __eq__ = _comparison(operator.eq)
+    __lt__ = _comparison(operator.lt)
+    __le__ = _comparison(operator.le)
+    __gt__ = _comparison(operator.gt)
+    __ge__ = _comparison(operator.ge)
+
     def __hash__(self) -> int:
         return hash(self._identity())
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, IPCCacheEngineKey):
-            return NotImplemented
-        return self._identity() == other._identity()
-
-    def __lt__(self, other: IPCCacheEngineKey) -> bool:
-        if not isinstance(other, IPCCacheEngineKey):
-            return NotImplemented
-        return self._identity() < other._identity()
-
-    def __le__(self, other: IPCCacheEngineKey) -> bool:
-        if not isinstance(other, IPCCacheEngineKey):
-            return NotImplemented
-        return self._identity() <= other._identity()
-
-    def __gt__(self, other: IPCCacheEngineKey) -> bool:
-        if not isinstance(other, IPCCacheEngineKey):
-            return NotImplemented
-        return self._identity() > other._identity()
-
-    def __ge__(self, other: IPCCacheEngineKey) -> bool:
-        if not isinstance(other, IPCCacheEngineKey):
-            return NotImplemented
-        return self._identity() >= other._identity()
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -210,28 +205,61 @@ _DECODER = msgspec.msgpack.Decoder(IPCCacheEngineKey)
 
 
 def ipc_keys_to_object_keys(keys: Iterable[IPCCacheEngineKey]) -> list[ObjectKey]:
-    """The chunks that hash-mode keys name, in the order of the keys.
+    """The chunks named by hash-mode keys, in the order of the keys.
 
-    A key with a worker id gives one ObjectKey; one without gives `world_size` of them, in
-    worker order. Every worker counts as one of a single node. Raises FormatError for a key
-    with token ids: those are hashed first (`lmcache_redis.hashing.hash_chunks`).
+    A key with a worker id gives one ObjectKey; a key without gives `world_size` of them, in
+    worker order. All workers count as workers of one node. Raises FormatError for a key with
+    token ids: hash them first (`hash_chunks`).
     """
     object_keys: list[ObjectKey] = []
     for key in keys:
-        if key.chunk_hash is None:
+        chunk_hash, ranks = key.chunk_hash, _kv_ranks(key.world_size, key.worker_id)
+        if chunk_hash is None:
             raise FormatError("a key with token_ids names no chunk until the tokens are hashed")
-        for kv_rank in _kv_ranks(key.world_size, key.worker_id):
-            object_keys.append(ObjectKey(key.chunk_hash, key.model_name, kv_rank))  # noqa: PERF401
+        object_keys += [ObjectKey(chunk_hash, key.model_name, rank) for rank in ranks]
     return object_keys
+
+
+def hash_chunks(
+    token_ids: Iterable[int], chunk_size_tokens: int, *, salt: bytes = b""
+) -> list[bytes]:
+    """One hash of 32 bytes per full chunk of token ids, for engines without block hashes.
+
+    root      = H(u32 chunk_size_tokens | salt)
+    hash of i = H(hash of chunk i-1, or root | token ids of chunk i, u32 each)
+
+    H is BLAKE2b (RFC 7693) with a digest of 32 bytes and the personalization b"lmcr1.tokens";
+    integers are little-endian. A hash covers all tokens up to the end of its chunk. It is the
+    same in every process and on every machine. Tokens past the last full chunk are ignored.
+
+    salt distinguishes KV that depends on more than tokens (LoRA, tenants, images). Raises
+    FormatError unless 0 <= token id < 2**32 and 0 < chunk_size_tokens < 2**32.
+    """
+    if type(chunk_size_tokens) is not int or not 0 < chunk_size_tokens < 1 << 32:
+        raise FormatError(f"a chunk of {chunk_size_tokens!r} tokens; 1 to 2**32 - 1 can be hashed")
+    array_of_tokens = _token_array(token_ids)
+    if sys.byteorder == "big":
+        array_of_tokens.byteswap()
+    tokens = memoryview(array_of_tokens).cast("B")
+    blake = functools.partial(blake2b, digest_size=CHUNK_HASH_BYTES, person=_HASH_PERSON)
+    parent = blake(chunk_size_tokens.to_bytes(4, "little") + salt).digest()
+    chunk_bytes = chunk_size_tokens * array_of_tokens.itemsize
+    hashes: list[bytes] = []
+    for end in range(chunk_bytes, len(tokens) + 1, chunk_bytes):
+        chain = blake(parent)
+        chain.update(tokens[end - chunk_bytes : end])
+        parent = chain.digest()
+        hashes.append(parent)
+    return hashes
 
 
 def key_stem(
     namespace: bytes, model_name: str, kv_rank: int, hash_len: int, key_prefix: bytes = b""
 ) -> bytes:
-    """Everything in a Redis key before the chunk hash; stem + hash is the chunk key.
+    """The part of a Redis key before the chunk hash. Stem + hash is the chunk key.
 
-    namespace is the first half of the layout fingerprint (16 bytes). Raises FormatError
-    for a field out of range.
+    namespace is 16 bytes derived from the layout fingerprint. Raises FormatError for a field
+    out of range.
     """
     if len(namespace) != NAMESPACE_BYTES:
         raise FormatError(f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}")
@@ -239,7 +267,7 @@ def key_stem(
 
 
 def stripe_key(chunk_key: bytes, stripe_index: int) -> bytes:
-    """The Redis key of one stripe of the chunk that `chunk_key` (stem + hash) names.
+    """The Redis key of one stripe of the chunk with this `chunk_key` (stem + hash).
 
     Raises FormatError for an index over 16 bits.
     """
@@ -306,7 +334,15 @@ def _check_salt(salt: bytes, *, by_hash: bool) -> None:
 def _check_tokens(token_ids: tuple[int, ...]) -> None:
     if not isinstance(token_ids, tuple) or len(token_ids) > MAX_KEY_TOKENS:
         raise FormatError(f"token_ids is a tuple of at most {MAX_KEY_TOKENS} token ids")
+    _token_array(token_ids)
+
+
+def _token_array(token_ids: Iterable[int]) -> array[int]:
+    """Native unsigned integers of 32 bits."""
+    tokens = array("I")
     try:
-        array("I").extend(token_ids)
+        # extend, not the constructor, which would read bytes as machine words
+        tokens.extend(token_ids)
     except (TypeError, OverflowError) as error:
         raise FormatError(f"a token id is 0 to 2**32 - 1: {error}") from None
+    return tokens

@@ -19,9 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from lmcache_redis.dtypes import dtype_name, torch_dtype
+from lmcache_redis.dtypes import (
+    ENCODED_FORMATS,
+    NAME_OF_CODE,
+    MemoryFormat,
+    dtype_name,
+    torch_dtype,
+)
 from lmcache_redis.errors import FormatError
-from lmcache_redis.formats import MemoryFormat
 
 if TYPE_CHECKING:
     import torch
@@ -54,17 +59,10 @@ class ServerReturnCode(enum.IntEnum):
     FAIL = 400
 
 
-# Code 1 is read and never written: torch.half and torch.float16 are one dtype.
+# LMCache's codes are those below 64; its protocol adds 0 for no dtype.
 _NAME_OF_CODE: dict[int, str | None] = {
     0: None,
-    1: "float16",
-    2: "float16",
-    3: "bfloat16",
-    4: "float32",
-    5: "float64",
-    6: "uint8",
-    7: "float8_e4m3fn",
-    8: "float8_e5m2",
+    **{code: name for code, name in NAME_OF_CODE.items() if code < 64},
 }
 _CODE_OF_NAME = {name: code for code, name in _NAME_OF_CODE.items()}
 
@@ -105,8 +103,6 @@ DTYPE_TO_INT: Mapping[torch.dtype | str | None, int] = _DtypeToInt()
 INT_TO_DTYPE: Mapping[int, torch.dtype | None] = _IntToDtype()
 LOCATION_TO_INT: dict[str | None, int] = {None: 0, "LocalCPUBackend": 1, "LocalDiskBackend": 2}
 INT_TO_LOCATION: dict[int, str | None] = {code: name for name, code in LOCATION_TO_INT.items()}
-
-_ENCODED_FORMATS = frozenset({MemoryFormat.BINARY, MemoryFormat.BINARY_BUFFER})
 
 
 class HasKeyText(Protocol):
@@ -271,7 +267,7 @@ def _payload_fields(
         raise FormatError(f"unknown location code {location}")
     known = _member(MemoryFormat, fmt, "memory format")
     shape = tuple(sizes)
-    while known not in _ENCODED_FORMATS and len(shape) > 1 and not shape[-1]:
+    while known not in ENCODED_FORMATS and len(shape) > 1 and not shape[-1]:
         shape = shape[:-1]
     return length, known, _NAME_OF_CODE[dtype], shape, INT_TO_LOCATION[location]
 

@@ -1,67 +1,68 @@
-"""The wire between engines and the agent: message types and the protocol they follow.
+"""The wire protocol between engines and the agent: message types and their specification.
 
 Transport
 ---------
-ZeroMQ DEALER (engine side) to ROUTER (agent). One message is two frames: a preamble
+ZeroMQ DEALER (engine side) to ROUTER (agent). A message has two frames: a preamble
 (``PREAMBLE``: magic and protocol version, compared before anything is decoded) and one
-msgpack-encoded tagged Struct from this module. KV bytes never travel here; they move
+msgpack-encoded tagged Struct of this module. KV bytes never travel here: they move
 through memory that both sides map.
 
 Order of events
 ---------------
-1. ``HELLO`` opens a connection and names the engine, the role and, for a worker, its rank.
-   The agent answers ``WELCOME`` with its identity (``agent_id`` is new in every process),
-   its process, and its chunk size. Anything but ``HELLO`` (``PING``, ``STATUS`` and
-   ``GET_CHUNK_SIZE`` excepted) from a stranger is answered ``FAILURE(UNKNOWN_PEER)``: that is how a
-   client notices that the agent was restarted.
+1. ``HELLO`` opens a connection. It names the engine, the role and, for a worker, its rank.
+   ``WELCOME`` answers with the agent's identity (``agent_id`` is new in every process), its
+   process and its chunk size. Any other message from an unknown peer is answered
+   ``FAILURE(UNKNOWN_PEER)``, which tells a client that the agent was restarted. ``PING``,
+   ``STATUS`` and ``GET_CHUNK_SIZE`` need no ``HELLO``.
 2. A worker sends ``REGISTER_KV_CACHE`` with its layout, the layout's fingerprint and handles to
-   its memory. The agent maps the memory before it answers ``DONE``. Until then, stores
-   and retrieves of that worker are failures, and lookups of its engine wait, within their
-   deadline; where no registration is to be expected they find nothing.
+   its memory. The agent maps the memory before it answers ``DONE``. Until then, the worker's
+   stores and retrieves fail, and lookups of its engine wait until their deadline; they find
+   nothing if no registration is expected.
 3. The scheduler sends ``LOOKUP``. The agent answers ``LOOKUP_RESULT`` when every chunk of the
-   answer sits pinned in its host pool, or at ``lookup_deadline_s``. The pins belong to
+   answer is pinned in its host pool, or at ``lookup_deadline_s``. The pins belong to
    ``(engine_id, request_id)`` until each rank has retrieved its chunk, ``RELEASE_LOCKS``
    names it, ``END_SESSION`` ends the request, or the session times out.
-4. A worker sends ``RETRIEVE``: pinned chunks are copied into the named blocks, then
-   ``RETRIEVE_RESULT`` lists the chunks that were not (indices into ``chunks``).
-5. A worker sends ``STORE``: blocks are copied out into slots, then ``STORE_RESULT`` says that the
-   blocks are no longer read. Writing to Redis happens after that, unseen by the engine.
+4. A worker sends ``RETRIEVE``: pinned chunks are copied into the named blocks. ``RETRIEVE_RESULT``
+   lists the chunks that were not copied (indices into ``chunks``).
+5. A worker sends ``STORE``: blocks are copied into slots. ``STORE_RESULT`` says that the blocks
+   are no longer read. The agent writes the chunks to Redis afterwards, in the background.
 
 Leases
 ------
 ``STORE`` and ``RETRIEVE`` carry ``lease_ns``, a time on ``CLOCK_MONOTONIC``, which engine and agent
-share because they share a machine. The agent begins no copy after the lease, and looks at it before
-each piece of one (1 MiB on the CPU).
+share because they share a machine. The agent starts no copy after the lease, and checks it before
+each part of a copy (1 MiB on the CPU).
 
-- A store reads. The engine keeps its blocks until the answer comes or the lease has run out; what
-  the agent reads past the lease it throws away. So a slow or stopped agent cannot cache the bytes
-  of blocks that were reused.
-- A retrieve writes. The engine keeps its blocks until the answer comes, the agent's process is
-  gone, or the agent has answered a later ``REGISTER_KV_CACHE`` of that worker with ``DONE``, which
-  it does only after the copies through the former mapping have ended (``UNREGISTER_KV_CACHE``
-  likewise). So an agent that wakes up in the middle of a copy writes into blocks that no other
-  request has.
+- A store reads. The engine keeps its blocks until the answer arrives or the lease expires. The
+  agent discards what it reads after the lease. So a slow or stopped agent cannot cache the bytes
+  of reused blocks.
+- A retrieve writes. The engine keeps its blocks until the answer arrives, the agent's process has
+  ended, or the agent has answered a later ``REGISTER_KV_CACHE`` of that worker with ``DONE``. The
+  agent sends that answer only after the copies through the former mapping have ended
+  (``UNREGISTER_KV_CACHE`` likewise). So an agent that resumes in the middle of a copy writes into
+  blocks that no other request has.
 
-Failure flows
--------------
-- The preamble differs: ``FAILURE(VERSION_MISMATCH)`` with a sentence; the client stops asking.
-- A message cannot be decoded or breaks a bound: ``FAILURE(BAD_MESSAGE)``, nothing is done. A frame
-  of more than ``MAX_MESSAGE_BYTES`` is not received: the connection is closed.
+Failures
+--------
+- The preamble differs: ``FAILURE(VERSION_MISMATCH)`` with a reason; the client stops sending.
+- A message cannot be decoded or exceeds a bound: ``FAILURE(BAD_MESSAGE)``, and nothing is done. A
+  frame of more than ``MAX_MESSAGE_BYTES`` is not received: the connection is closed.
 - The agent has ``MAX_PEERS`` peers: ``FAILURE(REFUSED)`` to the ``HELLO`` of another.
-- The agent dies: its socket closes, the client fails every pending call, says ``HELLO`` until
-  somebody answers, and registers again.
-- An engine dies or stays silent for longer than ``heartbeat_timeout_s``: the agent unpins its
-  sessions, unmaps its memory and forgets it.
+- The agent dies: its socket closes. The client fails every pending call, sends ``HELLO`` until an
+  agent answers, and registers again.
+- An engine dies or is silent for longer than ``heartbeat_timeout_s``: the agent unpins the chunks
+  of its sessions, unmaps its memory and forgets it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, TypeVar, cast
 
 import msgspec
 
-from lmcache_redis.device.handles import CudaIPCHandle, SharedMemoryHandle
+from lmcache_redis.codec import CustomizedDecoder, get_customized_decoder, get_customized_encoder
+from lmcache_redis.device.handles import StorageHandle as StorageHandle  # a field type below
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import WireError
 from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey
@@ -72,12 +73,11 @@ PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_PEERS = 512
 
-StorageHandle = SharedMemoryHandle | CudaIPCHandle
 Epoch = Annotated[bytes, msgspec.Meta(max_length=8)]
-# A block hash, and an adapter digest with a block hash: what may follow the epoch.
+# After the epoch follows a block hash, or an adapter digest and a block hash.
 HASH_BYTES_OF_AN_EPOCH = (32, 48)
 ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTES)]
-# What the agent keeps of a peer's text: a bound on each.
+# Text that the agent keeps for a peer is bounded.
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
@@ -86,7 +86,7 @@ class VersionMismatch(WireError):
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all messages; ``call_id`` pairs an answer with its question."""
+    """Base of all messages. An answer has the ``call_id`` of its question."""
 
     call_id: int
 
@@ -109,7 +109,7 @@ class GetChunkSize(Message, frozen=True, tag="GET_CHUNK_SIZE"):
 
 
 class RegisterKVCache(Message, frozen=True, tag="REGISTER_KV_CACHE"):
-    """A worker's paged KV cache: what it looks like and where it is."""
+    """A worker's paged KV cache: its layout and the handles to its memory."""
 
     kv_rank: int
     layout: KVLayout
@@ -118,15 +118,15 @@ class RegisterKVCache(Message, frozen=True, tag="REGISTER_KV_CACHE"):
 
 
 class UnregisterKVCache(Message, frozen=True, tag="UNREGISTER_KV_CACHE"):
-    """The worker's memory is about to go away."""
+    """The worker is about to release its memory."""
 
 
 class ChunkNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Some chunks, in order, of the model and the ranks that ``HELLO`` has named.
+    """An ordered list of chunks, of the model and the ranks named by ``HELLO``.
 
-    Hash mode: ``hashes``, one a chunk, all of one length. Token mode: ``tokens``, a key with
-    token ids whose chunks in ``[start, end)`` are meant; then there are no hashes. The key's
-    model, ranks and worker id (or None) are those of ``HELLO``; its salt is hashed with the tokens.
+    Hash mode: ``hashes``, one per chunk, all of one length. Token mode: ``tokens``, a key with
+    token ids, names the chunks in its ``[start, end)``; ``hashes`` is empty. The key's model, ranks
+    and worker id (or None) must be those of ``HELLO``; its salt is hashed with the tokens.
     """
 
     hashes: tuple[ChunkHash, ...] = ()
@@ -134,14 +134,14 @@ class ChunkNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Lookup(Message, frozen=True, tag="LOOKUP"):
-    """How many leading ones of ``chunks`` can be had? Loads them into the host pool."""
+    """Asks how many leading ``chunks`` are cached, and loads them into the host pool."""
 
     request_id: Name
     chunks: ChunkNames
 
 
 class Store(Message, frozen=True, tag="STORE"):
-    """Copy blocks into the cache: ``blocks_per_chunk`` block ids for each of ``chunks``.
+    """Copy blocks into the cache: ``blocks_per_chunk`` block ids per chunk.
 
     ``event`` is a CUDA interprocess event after which the blocks may be read; None on the CPU.
     """
@@ -154,7 +154,7 @@ class Store(Message, frozen=True, tag="STORE"):
 
 
 class Retrieve(Message, frozen=True, tag="RETRIEVE"):
-    """Copy pinned chunks into blocks, but for blocks of the first ``skip_first_n_tokens``.
+    """Copy pinned chunks into blocks, except the blocks of the first ``skip_first_n_tokens``.
 
     ``event`` is a CUDA interprocess event after which the blocks may be written: the engine may
     still be zeroing them. None on the CPU.
@@ -169,27 +169,27 @@ class Retrieve(Message, frozen=True, tag="RETRIEVE"):
 
 
 class ReleaseLocks(Message, frozen=True, tag="RELEASE_LOCKS"):
-    """Unpins what a lookup of ``request_id`` pinned: ``chunks``."""
+    """Unpins ``chunks``, which a lookup of ``request_id`` pinned."""
 
     request_id: Name
     chunks: ChunkNames
 
 
 class EndSession(Message, frozen=True, tag="END_SESSION"):
-    """The request is over: cancels its lookup, unpins everything it pinned."""
+    """The request has ended: cancels its lookup and unpins its chunks."""
 
     request_id: Name
 
 
 class Goodbye(Message, frozen=True, tag="GOODBYE"):
-    """The connection ends on purpose: whatever the agent holds for it can go. Not answered."""
+    """Closes the connection: the agent releases everything it holds for it. Not answered."""
 
 
 class Clear(Message, frozen=True, tag="CLEAR"):
-    """Remove the chunks of the caller's layouts whose hashes begin with ``epoch``; None: all.
+    """Removes the chunks of the caller's layouts whose hashes begin with ``epoch``; None: all.
 
-    A hash is ``epoch | adapter digest (0 or 16 bytes) | block hash (32 bytes)``. Answered ``DONE``
-    when the chunks are gone from the host pool (``count``); disk and Redis follow, and may fail.
+    A hash is ``epoch | adapter digest (0 or 16 bytes) | block hash (32 bytes)``. ``DONE`` answers
+    when the host pool has dropped them (``count``). Disk and Redis follow, and may fail.
     """
 
     epoch: Epoch | None = None
@@ -200,7 +200,7 @@ class Status(Message, frozen=True, tag="STATUS"):
 
 
 class Ping(Message, frozen=True, tag="PING"):
-    """A sign of life, answered at once."""
+    """A heartbeat, answered at once."""
 
 
 # Answers (agent to engine)
@@ -224,7 +224,7 @@ class ChunkSize(Message, frozen=True, tag="CHUNK_SIZE"):
 
 
 class Done(Message, frozen=True, tag="DONE"):
-    """The question was carried out; ``count`` is how many things it touched."""
+    """The question was carried out; ``count`` is the number of objects affected."""
 
     count: int = 0
 
@@ -238,8 +238,8 @@ class LookupResult(Message, frozen=True, tag="LOOKUP_RESULT"):
 class StoreResult(Message, frozen=True, tag="STORE_RESULT"):
     """Answers ``STORE``: the blocks are no longer read. The three counts add up to the chunks.
 
-    ``already_cached``: held by the host pool before. What Redis has is found out later, when a
-    chunk is written.
+    ``already_cached`` chunks were in the host pool before. Whether Redis has a chunk is checked
+    later, when it is written.
     """
 
     stored: int
@@ -248,13 +248,13 @@ class StoreResult(Message, frozen=True, tag="STORE_RESULT"):
 
 
 class RetrieveResult(Message, frozen=True, tag="RETRIEVE_RESULT"):
-    """Answers ``RETRIEVE``: indices into ``chunks`` whose blocks do not hold theirs."""
+    """Answers ``RETRIEVE``: indices into ``chunks`` of those that were not copied."""
 
     failed_chunks: tuple[int, ...]
 
 
 class StatusReport(Message, frozen=True, tag="STATUS_REPORT"):
-    """Answers ``STATUS``: a JSON document, for people and tools."""
+    """Answers ``STATUS``: a JSON document."""
 
     report: bytes
 
@@ -311,10 +311,12 @@ class _Envelope(msgspec.Struct):
     call_id: int = 0
 
 
-_encoder = msgspec.msgpack.Encoder()
-_question_decoder = msgspec.msgpack.Decoder(Question)
-_answer_decoder = msgspec.msgpack.Decoder(Answer)
-_envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
+_M = TypeVar("_M", bound=Message)
+
+_encoder = get_customized_encoder()
+_question_decoder = get_customized_decoder(Question)
+_answer_decoder = get_customized_decoder(Answer)
+_envelope_decoder = get_customized_decoder(_Envelope)
 
 
 def encode(message: Message) -> list[bytes]:
@@ -332,9 +334,9 @@ def decode_answer(frames: Sequence[bytes]) -> Answer:
     return cast(Answer, _decode(_answer_decoder, frames))
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[bytes]) -> Any:
+def _decode(decoder: CustomizedDecoder, frames: Sequence[bytes]) -> object:
     if len(frames) != 2 or not frames[0].startswith(MAGIC):
-        raise WireError("not a message of lmcache_redis: two frames with its preamble are expected")
+        raise WireError("not a message of lmcache_redis: expected a preamble and a body")
     if frames[0] != PREAMBLE:
         theirs = int.from_bytes(frames[0][len(MAGIC) : len(PREAMBLE)], "big")
         raise VersionMismatch(
@@ -343,20 +345,17 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[bytes]) -> A
         )
     if len(frames[1]) > MAX_MESSAGE_BYTES:
         raise WireError(f"a message of {len(frames[1])} bytes; at most {MAX_MESSAGE_BYTES}")
-    try:
-        return decoder.decode(frames[1])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"a message that cannot be decoded: {error}") from error
+    return decoder.decode(frames[1])
 
 
 def call_id_of(frames: Sequence[bytes]) -> int:
-    """The call that a message which was refused names; 0 where it names none."""
+    """The ``call_id`` of a message that was refused; 0 if it has none."""
     try:
-        return _envelope_decoder.decode(frames[1]).call_id
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, IndexError):
+        return cast(_Envelope, _envelope_decoder.decode(frames[1])).call_id
+    except (WireError, IndexError):
         return 0
 
 
-def addressed(answer: Answer, call_id: int) -> Answer:
-    """The answer with the id of the call it answers."""
-    return msgspec.structs.replace(answer, call_id=call_id)
+def addressed(message: _M, call_id: int) -> _M:
+    """The message with another ``call_id``."""
+    return msgspec.structs.replace(message, call_id=call_id)

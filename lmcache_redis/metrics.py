@@ -1,8 +1,7 @@
-"""What the agent counts: a closed set of names, each with a sentence that explains it.
+"""The agent's counters: a closed set of names, each with a description.
 
-A counter only grows, from the start of the process. The names and their order are fixed
-here, so a misspelt name is an error where it is written and not a counter nobody reads.
-STATUS answers with `Metrics.snapshot()`, and the log lines take their figures from it.
+A counter only grows, from the start of the process. The set and its order are fixed, so that a
+misspelt name raises. STATUS and the log lines report `Metrics.snapshot()`.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ COUNTERS: Final = MappingProxyType(
         "heartbeat_losses": "engine workers dropped: silent for too long, or ended",
         "sessions_opened": "sessions (one a request) opened by a lookup",
         "sessions_ended": "sessions ended by their engine",
-        "sessions_timed_out": "sessions ended by the agent because their engine never did",
-        "wire_errors": "messages refused because their sender broke the protocol",
+        "sessions_timed_out": "sessions that the agent ended because their engine did not",
+        "wire_errors": "messages refused because they broke the protocol",
         # lookups
         "lookups": "lookups answered",
         "lookup_chunks": "chunks asked for by lookups",
         "hit_chunks_pool": "chunks found in the host pool",
         "hit_chunks_redis": "chunks found in Redis and loaded into the host pool",
         "hit_chunks_disk": "chunks found on disk and loaded into the host pool",
-        "lookups_timed_out": "lookups answered with less than was found: the deadline had passed",
-        # why chunks that were asked for were not hits
+        "lookups_timed_out": "lookups answered with fewer chunks than found: the deadline passed",
+        # misses by cause
         "miss_absent": "chunks neither in the host pool nor in Redis",
-        "miss_incomplete": "chunks with some of their stripes missing (evicted or half written)",
+        "miss_incomplete": "chunks with missing stripes (evicted, or only partly written)",
         "miss_mixed_stores": "chunks whose stripes came from two different stores",
         "miss_corrupt": "chunks with a wrong checksum, a damaged header or a wrong size",
         "miss_foreign": "chunks of another layout, another key or an unknown format version",
@@ -49,7 +48,7 @@ COUNTERS: Final = MappingProxyType(
         "drop_disk": "chunks not written to disk: its queue was full, or the disk failed",
         # host pool to engine
         "retrieves": "retrieve jobs finished",
-        "retrieves_failed": "retrieve jobs of which at least one chunk was not delivered",
+        "retrieves_failed": "retrieve jobs with at least one chunk not delivered",
         "retrieved_chunks": "chunks scattered into blocks of an engine",
         "retrieved_bytes": "bytes scattered into blocks of an engine",
         # engine to host pool
@@ -57,25 +56,25 @@ COUNTERS: Final = MappingProxyType(
         "gathered_chunks": "chunks gathered from blocks of an engine",
         "gathered_bytes": "bytes gathered from blocks of an engine",
         # host pool to Redis
-        "stored_chunks": "chunks written to Redis whole",
+        "stored_chunks": "chunks written to Redis completely",
         "stored_bytes": "payload bytes of the chunks written to Redis",
         "skipped_chunks": "chunks not stored again because the host pool or Redis had them",
-        # why chunks were not written
+        # drops by cause
         "drop_queue_full": "chunks not written because the write queue was full",
         "drop_pool_full": "chunks not stored because every slot of the host pool was in use",
         "drop_redis_error": "chunks not written because Redis failed or could not be reached",
         "drop_redis_full": "chunks not written because Redis was at its memory limit",
         "drop_lease": "chunks not stored because their blocks were read too late",
-        "drop_device_error": "chunks not stored because the blocks of an engine were not readable",
-        "drop_shutdown": "chunks not written because the agent was stopped first",
+        "drop_device_error": "chunks not stored because an engine's blocks could not be read",
+        "drop_shutdown": "chunks not written because the agent was shut down",
         # host pool and connections
         "evictions": "chunks evicted from the host pool to make room",
         "clears": "CLEAR requests carried out in the host pool",
-        "clears_failed": "CLEAR requests that Redis did not carry out",
+        "clears_failed": "CLEAR requests that failed in Redis",
         "cleared_keys": "keys removed from Redis by CLEAR requests",
         "redis_connects": "connections to Redis made",
-        "redis_reconnects": "connections to Redis made again after one was lost",
-        "redis_errors": "Redis operations that failed, whatever they were for",
+        "redis_reconnects": "connections to Redis made again after a loss",
+        "redis_errors": "failed Redis operations of any kind",
     }
 )
 
@@ -90,7 +89,7 @@ class Metrics:
         self._lock = threading.Lock()
 
     def count(self, name: str, n: int = 1) -> None:
-        """Add `n` (zero or more) to the counter `name`, which must be one of COUNTERS."""
+        """Adds `n` (zero or more) to the counter `name`, which must be one of COUNTERS."""
         if n < 0:
             raise ValueError(f"counter {name} only grows, it cannot take {n}")
         with self._lock:

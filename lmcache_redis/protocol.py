@@ -1,12 +1,12 @@
-"""What a chunk's bytes are: length, shapes, dtypes and memory format. Free of torch.
+"""Metadata of a chunk: length, shapes, dtypes and memory format. Free of torch.
 
 `RemoteMetadata` is encoded little-endian and unaligned (docs/value-format.md):
 
     u64 length | u32 memory format | u32 groups
     per group: u32 dtype code | u32 dimensions | 4 x u64 sizes, zero where unused
 
-At most 8 groups, thus at most 336 bytes. The messages of LMCache's TCP protocol, which have one
-group and a layout of their own, are in `lmcache_redis.lm_wire` and can be imported from here too.
+At most 8 groups, and so at most 336 bytes. The messages of LMCache's TCP protocol have their own
+encoding: they are defined in `lmcache_redis.lm_wire` and re-exported here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_redis.dtypes import dtype_code, dtype_from_code, dtype_name, itemsize, torch_dtype
+from lmcache_redis.dtypes import (
+    ENCODED_FORMATS,
+    MemoryFormat,
+    dtype_code,
+    dtype_from_code,
+    dtype_name,
+    itemsize,
+    torch_dtype,
+)
 from lmcache_redis.errors import FormatError
-from lmcache_redis.formats import MemoryFormat
 from lmcache_redis.lm_wire import (
     DTYPE_TO_INT,
     INT_TO_DTYPE,
@@ -65,16 +72,12 @@ _GROUP = struct.Struct("<II4Q")
 MAX_METADATA_BYTES = _FIXED.size + MAX_GROUPS * _GROUP.size
 
 
-# The length of encoded bytes does not follow from the shape they decode to.
-_ENCODED_FORMATS = frozenset({MemoryFormat.BINARY, MemoryFormat.BINARY_BUFFER})
-
-
 @dataclass(frozen=True, slots=True, init=False)
 class MemoryLayoutDesc:
-    """Shapes and dtypes of the groups that make up a chunk, one of each for every group.
+    """Shapes and dtypes of the groups of a chunk, one each per group.
 
-    At most 8 groups of at most 4 dimensions. An empty shape means: not given. Raises
-    FormatError for anything that cannot be encoded.
+    At most 8 groups of at most 4 dimensions. An empty shape means that the shape is not given.
+    Raises FormatError for anything that cannot be encoded.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -87,19 +90,19 @@ class MemoryLayoutDesc:
         object.__setattr__(self, "dtype_names", tuple(dtype_name(dtype) for dtype in dtypes))
         if len(self.shapes) != len(self.dtype_names):
             raise FormatError(
-                f"{len(self.shapes)} shapes but {len(self.dtype_names)} dtypes: one for every group"
+                f"{len(self.shapes)} shapes but {len(self.dtype_names)} dtypes: give one per group"
             )
         if len(self.shapes) > MAX_GROUPS:
             raise FormatError(f"{len(self.shapes)} groups, at most {MAX_GROUPS} can be encoded")
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes of the groups as torch has them; imports torch."""
+        """The groups' dtypes as ``torch.dtype``; imports torch."""
         return tuple(torch_dtype(name) for name in self.dtype_names)
 
     @property
     def size_bytes(self) -> int | None:
-        """Bytes that all groups have together, or None where a shape is not given."""
+        """Bytes of all groups together; None if a shape is not given."""
         if not self.shapes or () in self.shapes:
             return None
         sizes = zip(self.shapes, self.dtype_names, strict=True)
@@ -108,11 +111,11 @@ class MemoryLayoutDesc:
 
 @dataclass(frozen=True, slots=True, init=False)
 class RemoteMetadata:
-    """Length in bytes, shapes, dtypes and memory format of a chunk, in one or several groups.
+    """Length in bytes, shapes, dtypes and memory format of a chunk.
 
-    shapes and dtypes are as in `MemoryLayoutDesc`; where every shape is given, length must
-    be what they need, unless the format is BINARY or BINARY_BUFFER. Raises FormatError for
-    anything that cannot be encoded.
+    shapes and dtypes are as in `MemoryLayoutDesc`. If every shape is given, length must be the
+    size that follows from them, unless the format is BINARY or BINARY_BUFFER. Raises FormatError
+    for anything that cannot be encoded.
     """
 
     length: int
@@ -131,7 +134,7 @@ class RemoteMetadata:
             raise FormatError(f"a memory format is a MemoryFormat, not {type(fmt).__name__}")
         layout_desc = MemoryLayoutDesc(shapes, dtypes)
         needed = layout_desc.size_bytes
-        if needed is not None and needed != length and fmt not in _ENCODED_FORMATS:
+        if needed is not None and needed != length and fmt not in ENCODED_FORMATS:
             raise FormatError(f"a chunk of {length} bytes whose shapes and dtypes need {needed}")
         object.__setattr__(self, "length", length)
         object.__setattr__(self, "layout_desc", layout_desc)
@@ -139,22 +142,22 @@ class RemoteMetadata:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of every group, empty where not given."""
+        """The shape of each group; empty if not given."""
         return self.layout_desc.shapes
 
     @property
     def dtype_names(self) -> tuple[str, ...]:
-        """The dtype of every group by name, without torch."""
+        """The dtype of each group by name; needs no torch."""
         return self.layout_desc.dtype_names
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtype of every group as torch has it; imports torch."""
+        """The dtype of each group as ``torch.dtype``; imports torch."""
         return self.layout_desc.dtypes
 
     @property
     def encoded_bytes(self) -> int:
-        """Bytes that `serialize_into` writes: 16, and 40 for every group."""
+        """Bytes that `serialize_into` writes: 16, and 40 per group."""
         return _FIXED.size + len(self.shapes) * _GROUP.size
 
     def serialize(self) -> bytes:
@@ -164,9 +167,9 @@ class RemoteMetadata:
         return bytes(buffer)
 
     def serialize_into(self, buffer: bytearray | memoryview) -> int:
-        """Write the encoding to the start of a buffer; the bytes written.
+        """Writes the encoding to the start of a buffer and returns its length in bytes.
 
-        What lies behind it stays as it is. Raises FormatError for a buffer too short.
+        Bytes after it stay unchanged. Raises FormatError if the buffer is too short.
         """
         if memoryview(buffer).nbytes < self.encoded_bytes:
             raise FormatError(
@@ -182,7 +185,7 @@ class RemoteMetadata:
 
     @staticmethod
     def deserialize(data: bytes | bytearray | memoryview) -> RemoteMetadata:
-        """The metadata that bytes encode, zero padding up to 336 bytes allowed.
+        """Decodes metadata; zero padding up to 336 bytes is allowed.
 
         Raises FormatError for any other bytes.
         """
@@ -215,7 +218,7 @@ _group_count: int | None = None
 
 
 def init_remote_metadata_info(num_groups: int) -> None:
-    """Say once for the process of how many groups its chunks are, 0 to 8."""
+    """Sets, once per process, the number of groups of its chunks: 0 to 8."""
     global _group_count
     if type(num_groups) is not int or not 0 <= num_groups <= MAX_GROUPS:
         raise FormatError(f"{num_groups!r:.80} groups; metadata has 0 to {MAX_GROUPS}")
@@ -223,7 +226,7 @@ def init_remote_metadata_info(num_groups: int) -> None:
 
 
 def get_remote_metadata_bytes() -> int:
-    """Bytes of the metadata of such a chunk. Raises RuntimeError before it was said."""
+    """Bytes of such metadata. Raises RuntimeError before `init_remote_metadata_info`."""
     if _group_count is None:
         raise RuntimeError("init_remote_metadata_info was not called yet")
     return _FIXED.size + _group_count * _GROUP.size

@@ -1,12 +1,13 @@
-"""Every ZeroMQ socket of the project is made here, with the reasons for its options.
+"""All ZeroMQ sockets of the project, and the reasons for their options.
 
-Engine side DEALER, agent side ROUTER. Frames are opaque to this module, but for their size: one
-that is larger than a message may be is not received, and its connection is closed.
+The engine side is a DEALER, the agent side a ROUTER. A frame larger than ``MAX_MESSAGE_BYTES`` is
+not received: ZeroMQ closes the connection.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from pathlib import Path
 
@@ -16,23 +17,22 @@ from lmcache_redis.config import endpoint_path, why_unsafe
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.messages import MAX_MESSAGE_BYTES
 
-# Messages of one peer that wait to be read, or to be sent: more of an engine's wait at its side,
-# more answers for one that reads none are dropped.
+# Messages queued per peer. When the inbox is full, an engine's messages queue at its side. When
+# the outbox is full, answers to a peer that does not read are dropped.
 _INBOX = 64
 _OUTBOX = 1_000
 
 
 def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    """A ROUTER bound to ``endpoint``. Raises ``ConfigError`` where it cannot be bound."""
+    """A ROUTER bound to ``endpoint``. Raises ``ConfigError`` if it cannot be bound."""
     _clear_stale_socket(endpoint_path(endpoint), endpoint)
     router = context.socket(zmq.ROUTER)
-    # A closing agent has answered what it could; nothing is worth waiting for.
+    # A closing agent does not wait for peers to read.
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.SNDHWM, _OUTBOX)
     router.setsockopt(zmq.RCVHWM, _INBOX)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    # A reconnecting client may come back under its identity before its old
-    # connection is noticed to be gone.
+    # A client may reconnect under its identity before the loss of its old connection is noticed.
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
     try:
         router.bind(endpoint)
@@ -48,7 +48,7 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.S
 
 
 def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    """A DEALER that connects to ``endpoint``, now or when somebody listens there."""
+    """A DEALER that connects to ``endpoint`` as soon as an agent listens there."""
     dealer = _dealer(context)
     _connect(dealer, endpoint)
     return dealer
@@ -57,9 +57,9 @@ def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zm
 def connect_watched_dealer(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """The same, and a monitor that tells of each EVENT_CONNECTED and EVENT_DISCONNECTED."""
+    """As `connect_dealer`, with a monitor of EVENT_CONNECTED and EVENT_DISCONNECTED."""
     dealer = _dealer(context)
-    # Before it connects: the first connection would be missed.
+    # Before connecting, or the first event would be missed.
     monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
     try:
         _connect(dealer, endpoint)
@@ -75,10 +75,10 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     dealer.setsockopt(zmq.SNDHWM, _OUTBOX)
     dealer.setsockopt(zmq.RCVHWM, _OUTBOX)
     dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    # An agent that comes back is found within a tenth of a second.
+    # A restarted agent is found within 100 ms.
     dealer.setsockopt(zmq.RECONNECT_IVL, 100)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    # Nothing is queued for an agent that is not there: it would be stale when it comes.
+    # No messages are queued for an absent agent: they would be stale when it starts.
     dealer.setsockopt(zmq.IMMEDIATE, 1)
     return dealer
 
@@ -92,20 +92,18 @@ def _connect(dealer: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 def distrust(endpoint: str) -> str | None:
-    """Why whoever listens at ``endpoint`` must not be believed, or None.
+    """Why a listener at ``endpoint`` cannot be trusted, or None.
 
-    An agent writes into an engine's memory: others must not be able to put a socket there.
+    An agent writes into an engine's memory: other users must not be able to create the socket.
     """
     try:
         return why_unsafe(endpoint_path(endpoint).parent)
     except OSError:
-        return None  # nobody can listen there
+        return None  # no directory, so no listener
 
 
 def _clear_stale_socket(path: Path, endpoint: str) -> None:
-    """Removes a socket that nobody listens on; refuses one that somebody does."""
-    import socket
-
+    """Removes a socket without a listener. Raises ``ConfigError`` if it has one."""
     if not path.exists():
         return
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -132,7 +130,7 @@ class Wakeup:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Reentrant: a signal handler may ring while this thread is ringing.
+        # Reentrant: a signal handler may call `set` while this thread is inside it.
         self._lock = threading.RLock()
         self._closed = False
 
@@ -150,7 +148,7 @@ class Wakeup:
             return
 
     def close(self) -> None:
-        """Gives the descriptor back."""
+        """Closes ``fd``."""
         with self._lock:
             if not self._closed:
                 self._closed = True

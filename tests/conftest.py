@@ -1,11 +1,21 @@
-"""What holds for every test."""
+"""What holds for every test, and the three layers that tests lie in.
+
+    unit      no other process: what `pytest` runs by default
+    servers   starts redis-servers, agents, gateways or other processes
+    engine    starts a real vLLM
+
+A test with none of these marks that uses no server's fixture is a unit test, and fails if it starts
+a process all the same.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +26,72 @@ from tests.servers import RedisServer
 # The first text that hypothesis makes in a fresh checkout takes seconds: it builds its tables.
 settings.register_profile("tests", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+LAYERS = ("unit", "servers", "engine")
+# Fixtures that start servers: a test that uses one of them is marked by that.
+SERVERS = {
+    "agent",
+    "large_serving",
+    "own_redis",
+    "own_server",
+    "redis_server",
+    "serving",
+    "shared_redis",
+    "shared_server",
+}
+
+_in_a_unit_test = False
+_execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+
+def _execute_child_of_its_layer(*args: object, **named: object) -> object:
+    if _in_a_unit_test:
+        pytest.fail("a unit test starts no process: mark it with pytest.mark.servers")
+    return _execute_child(*args, **named)
+
+
+subprocess.Popen._execute_child = _execute_child_of_its_layer  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not any(item.get_closest_marker(layer) for layer in LAYERS):
+            fixtures = set(getattr(item, "fixturenames", ()))
+            item.add_marker("unit" if SERVERS.isdisjoint(fixtures) else "servers")
+    # They take the longest: where tests run in parallel they begin first.
+    items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """A file of tests is run by one process; those with engines, but for the demo's, by the same.
+
+    So a server of a module is started once, and engines do not fight for the cores.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    @functools.cache
+    def scope_of(path: str) -> str:
+        has_engines = "mark.engine" in (config.rootpath / path).read_text()
+        return "engine" if has_engines and not path.startswith("tests/demo/") else path
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid.partition("::")[0])
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    global _in_a_unit_test
+    _in_a_unit_test = item.get_closest_marker("unit") is not None
+    try:
+        return (yield)
+    finally:
+        _in_a_unit_test = False
 
 
 def pytest_configure() -> None:

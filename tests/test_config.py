@@ -48,11 +48,11 @@ def test_sizes_are_read(text: str | int, size_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "4 potatoes", "1e9", "4GiB2", "0x10", "1,5G"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size: write it as 4GiB, 512MB"):
+    with pytest.raises(ConfigError, match="is not a size: write it as 4GiB, 512MB"):
         parse_size(text)
 
 
-@pytest.mark.parametrize("size_bytes", [1, 1000, 1024, 1020 << 10, 3 << 29, 4 << 30])
+@pytest.mark.parametrize("size_bytes", [1, 1000, 1024, 1020 << 10, 3 << 29, 4 << 30, 1 << 60])
 def test_sizes_are_written_so_that_they_can_be_read(size_bytes: int) -> None:
     assert parse_size(format_size(size_bytes)) == size_bytes
 
@@ -110,8 +110,26 @@ def test_impossible_values_are_refused_by_name(name: str, value: Any) -> None:
         AgentConfig(**{name: value})
     said = str(caught.value)
     assert option_name(name) in said
-    assert repr(value) in said or str(value) in said
-    assert "set it to" in said or "choose one of" in said
+    shown = format_size(value) if name.endswith("_bytes") else repr(value)
+    assert f" is {shown}: " in said
+    assert "set it to between" in said or "choose one of" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"pool_bytes": 10}, "--pool-bytes is 10: set it to between 1MiB and 1PiB"),
+        ({"slot_bytes": 1 << 30}, "--slot-bytes is 1GiB: set it to between 4KiB and 512MiB"),
+        ({"disk_size": 1}, "--disk-size is 1: set it to between 1MiB and 1EiB"),
+        ({"chunk_size_tokens": 0}, "--chunk-size-tokens is 0: set it to between 1 and 1048576"),
+        ({"op_timeout_s": 0}, "--op-timeout-s is 0: set it to between 0.01 and 600"),
+        ({"ttl_s": -1}, "--ttl-s is -1: set it to between 0 and 316224000"),
+    ],
+)
+def test_bounds_are_shown_as_they_can_be_written(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AgentConfig(**settings)
+    assert str(caught.value) == said
 
 
 def test_a_host_pool_has_room_for_a_slot() -> None:

@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ import redis
 from lmcache_redis import embedded
 from lmcache_redis.embedded import EmbeddedRedis, find_server_binary, server_version
 from lmcache_redis.errors import ConfigError
+
+pytestmark = pytest.mark.servers
 
 LIMIT_BYTES = 64 << 20
 WAIT_S = 10.0
@@ -177,12 +180,11 @@ def test_the_servers_own_words_are_passed_on(tmp_path: Path) -> None:
 def test_a_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     binary = script(tmp_path / "bin" / "redis-server", "echo v=7.0.0; exit 1")
     monkeypatch.setattr(embedded, "find_server_binary", lambda: str(binary))
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    with pytest.raises(ConfigError, match="did not start: it said nothing"):
-        EmbeddedRedis(LIMIT_BYTES).start()
-    assert not list(temporary.iterdir())
+    with tempfile.TemporaryDirectory() as temporary:  # its name is short: it is of a socket's
+        monkeypatch.setattr("tempfile.tempdir", temporary)
+        with pytest.raises(ConfigError, match="did not start: it said nothing"):
+            EmbeddedRedis(LIMIT_BYTES).start()
+        assert not os.listdir(temporary)
 
 
 def test_the_binary_is_new_enough() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_redis.errors import FormatError
-from lmcache_redis.hashing import hash_chunks
+from lmcache_redis.keys import hash_chunks
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -91,9 +91,10 @@ def test_any_sequence_of_ints_gives_the_same_hashes() -> None:
     assert hash_chunks(bytes(tokens), 2) == expected
 
 
+@pytest.mark.servers
 def test_another_process_with_another_hash_seed_agrees() -> None:
     code = (
-        "from lmcache_redis.hashing import hash_chunks;"
+        "from lmcache_redis.keys import hash_chunks;"
         "print(*[h.hex() for h in hash_chunks(range(64), 16, salt=b's')])"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "4711"}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import pytest
 
 PACKAGE = "lmcache_redis"
 ROOT = Path(__file__).parent.parent / PACKAGE
@@ -20,173 +19,209 @@ LAYERS = (
     {"agent", "admin", "gateway"},
     {"messages", "transport", "codec"},
     {"storage"},
-    {"device", "hostpool", "resp"},
+    {"cache"},
+    {"device", "resp"},
+    {"naming"},
     {"stripe"},
-    {"keys", "hashing", "protocol", "lm_wire"},
-    {"dtypes", "formats", "config", "embedded", "errors", "metrics", "version"}
-    | {"madvise", "native", "numa"},
+    {"keys", "protocol", "lm_wire"},
+    {"dtypes", "config", "embedded", "errors", "metrics", "processes", "version"}
+    | {"madvise", "native"},
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 
+# In one folder: what a reader takes in at a glance.
+MOST_FILES = 20
+
 # Within what the layers would allow, these never meet.
 STRANGERS = {
-    "device": {"hostpool", "resp"},
-    "hostpool": {"device", "resp"},
-    "resp": {"device", "hostpool"},
+    # They meet in the agent, through memoryviews of slots.
+    "device": {"resp"},
+    "cache": {"device"},
+    "resp": {"device"},
     # Tiers are used by whoever has chunks: they know no engine and no agent.
     "storage": {"device"},
     "gateway": {"agent", "admin", "device", "messages", "transport", "codec"},
     # Tools that look at servers from outside: no agent, no engine, no memory.
-    "admin": {"agent", "device", "hostpool", "messages", "transport", "codec"},
+    "admin": {"agent", "device", "cache", "messages", "transport", "codec"},
     # An engine's process has no pool and no Redis: it talks to the agent and exports memory.
-    "client": {"agent", "hostpool", "resp"},
-    "integrations": {"agent", "hostpool", "resp", "messages", "transport", "codec"},
+    "client": {"agent", "cache", "resp"},
+    "integrations": {"agent", "cache", "resp", "messages", "transport", "codec"},
 }
 
-BANNED = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
+UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"} | {
+    "multiprocessing"
+}
+HEAVY = ("torch", "transformers", "safetensors", "triton", "matplotlib")
 
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module. at_runtime: not under TYPE_CHECKING. eager: when the file is."""
+    """One imported module. where: file and line. eager: imported when the file is.
+
+    at_runtime: not under TYPE_CHECKING.
+    """
 
     module: str
-    line: int
+    where: str
     at_runtime: bool
     eager: bool
 
+    def __str__(self) -> str:
+        return f"{self.where} imports {self.module}"
 
-def modules() -> list[Path]:
-    return sorted(ROOT.rglob("*.py"))
-
-
-def imports_of(path: Path) -> list[Import]:
-    return list(_walk(ast.parse(path.read_text(), str(path)), at_runtime=True, eager=True))
+    def is_of(self, *packages: str) -> bool:
+        return any(f"{self.module}.".startswith(f"{package}.") for package in packages)
 
 
-def _walk(node: ast.AST, at_runtime: bool, eager: bool) -> Iterator[Import]:
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            yield Import(alias.name, node.lineno, at_runtime, eager)
-    elif isinstance(node, ast.ImportFrom):
-        assert node.level == 0, "imports are absolute"
-        assert node.module is not None
-        yield Import(node.module, node.lineno, at_runtime, eager)
-        # `from package import name`: the name may be a module.
-        for alias in node.names:
-            yield Import(f"{node.module}.{alias.name}", node.lineno, at_runtime, eager)
-    elif isinstance(node, ast.If) and _is_type_checking(node.test):
-        for child in node.body:
-            yield from _walk(child, at_runtime=False, eager=False)
-        for child in node.orelse:
-            yield from _walk(child, at_runtime, eager)
-    else:
-        inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        for child in ast.iter_child_nodes(node):
-            yield from _walk(child, at_runtime, eager and not inside)
+@dataclass(frozen=True)
+class Module:
+    """One file. path: relative to the package."""
+
+    path: str
+    tree: ast.Module
+
+    @property
+    def name(self) -> str:
+        dotted = f"{PACKAGE}/{self.path}".removesuffix(".py").removesuffix("/__init__")
+        return dotted.replace("/", ".")
+
+    @property
+    def component(self) -> str:
+        """`agent` for agent/main.py, `keys` for keys.py, and nothing for the package itself."""
+        return component_of(self.name)
+
+    @property
+    def imports(self) -> list[Import]:
+        return list(self._walk(self.tree, at_runtime=True, eager=True))
+
+    def _walk(self, node: ast.AST, at_runtime: bool, eager: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            # The name may be a module, or lie in one.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                for child in node.body:
+                    yield from self._walk(child, at_runtime=False, eager=False)
+                children: list[ast.AST] = [*node.orelse]
+            else:
+                children = [*ast.iter_child_nodes(node)]
+            inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            for child in children:
+                yield from self._walk(child, at_runtime, eager and not inside)
+            return
+        for name in names:
+            yield Import(name, f"{self.path}:{node.lineno}", at_runtime, eager)
 
 
-def _is_type_checking(test: ast.expr) -> bool:
-    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
-        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
-    )
+def component_of(module: str) -> str:
+    first, _, rest = module.partition(".")
+    return rest.split(".")[0] if first == PACKAGE else ""
 
 
-def component(path: Path) -> str:
-    """`agent` for agent/core.py, `keys` for keys.py, and nothing for the package itself."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return "" if parts == ("__init__",) else parts[0]
-
-
-def components_of(path: Path) -> set[tuple[str, int]]:
-    """Our components that a file imports, types included, with line numbers."""
-    found = set()
-    for imported in imports_of(path):
-        first, _, rest = imported.module.partition(".")
-        name = rest.split(".")[0]
-        if first == PACKAGE and name in LEVELS:
-            found.add((name, imported.line))
-    return found
-
-
-def is_under(module: str, *packages: str) -> bool:
-    return any(module == package or module.startswith(package + ".") for package in packages)
-
-
-def ids(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-every_module = pytest.mark.parametrize("path", modules(), ids=ids)
+MODULES = [
+    Module(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(), str(path)))
+    for path in sorted(ROOT.rglob("*.py"))
+]
 
 
 def test_every_component_has_a_layer() -> None:
-    assert {component(path) for path in modules()} - {""} == set(LEVELS)
+    assert {module.component for module in MODULES} - {""} == set(LEVELS)
 
 
-@every_module
-def test_imports_point_downward(path: Path) -> None:
-    name = component(path)
-    level = LEVELS.get(name, len(LAYERS) - 1)
-    upward = [
-        f"{ids(path)}:{line} imports {other}"
-        for other, line in components_of(path)
-        if LEVELS[other] < level
+def test_imports_point_downward() -> None:
+    assert not [
+        str(each)
+        for module in MODULES
+        for each in module.imports
+        if (other := component_of(each.module)) in LEVELS
+        and LEVELS[other] < LEVELS.get(module.component, len(LAYERS) - 1)
     ]
-    assert not upward
 
 
-@every_module
-def test_strangers_do_not_meet(path: Path) -> None:
-    never = STRANGERS.get(component(path), set())
-    met = [f"{ids(path)}:{line} imports {n}" for n, line in components_of(path) if n in never]
-    assert not met
+def test_strangers_do_not_meet() -> None:
+    assert not [
+        str(each)
+        for module in MODULES
+        for each in module.imports
+        if component_of(each.module) in STRANGERS.get(module.component, ())
+    ]
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Late imports and those for types included."""
+    names = {module.name for module in MODULES}
+
+    def imported(name: str) -> str:
+        """The module of a name: itself, or what it is taken from."""
+        return name if name in names else name.rpartition(".")[0]
+
+    graph = {
+        module.name: {imported(each.module) for each in module.imports} - {module.name}
+        for module in MODULES
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # names the circle
 
 
 def test_components_do_not_import_each_other_in_a_circle() -> None:
     """Within a layer too. The tools at the top may borrow from one another."""
-    edges = {name: set[str]() for name in set(LEVELS) - LAYERS[0]}
-    for path in modules():
-        if (name := component(path)) in edges:
-            edges[name] |= {other for other, _ in components_of(path)} - {name}
-    while free := [name for name, below in edges.items() if not below]:
-        for name in free:
-            del edges[name]
-        for below in edges.values():
-            below.difference_update(free)
-    assert not edges, "these components import one another in a circle"
+    graph: dict[str, set[str]] = {name: set() for name in set(LEVELS) - LAYERS[0]}
+    for module in MODULES:
+        if module.component in graph:
+            others = {component_of(each.module) for each in module.imports}
+            graph[module.component] |= (others & set(LEVELS)) - {module.component}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
-@every_module
-def test_only_integrations_import_vllm(path: Path) -> None:
-    found = [i for i in imports_of(path) if is_under(i.module, "vllm") and i.at_runtime]
-    if component(path) == "integrations":
-        return
-    if ids(path) == "bench/engine.py":
-        # Its lower half runs in an engine's process.
-        found = [imported for imported in found if imported.eager]
-    assert not found
+def test_no_folder_is_crowded() -> None:
+    folders: dict[str, int] = {}
+    for module in MODULES:
+        folder = module.path.rpartition("/")[0]
+        folders[folder] = folders.get(folder, 0) + 1
+    assert not {folder: files for folder, files in folders.items() if files > MOST_FILES}
 
 
-@every_module
-def test_torch_is_imported_late(path: Path) -> None:
+def test_the_package_imports_nothing_that_is_not_in_the_wheel() -> None:
+    assert not [
+        str(each) for m in MODULES for each in m.imports if each.is_of("benchmarks", "tests")
+    ]
+
+
+def test_only_integrations_import_vllm() -> None:
+    assert not [
+        str(each)
+        for module in MODULES
+        for each in module.imports
+        if module.component != "integrations"
+        and each.is_of("vllm")
+        and each.at_runtime
+        # The lower half of this one runs in an engine's process.
+        and (each.eager or module.path != "demo/engine.py")
+    ]
+
+
+def test_torch_is_imported_late() -> None:
     """The agent starts without torch: a second of start and 200 MB."""
-    name = ids(path)
-    if name.startswith(("device/cuda", "integrations/", "storage/tensors")):
-        return
-    heavy = ("torch", "transformers", "safetensors", "triton", "matplotlib")
-    assert not [i for i in imports_of(path) if i.eager and is_under(i.module, *heavy)]
+    with_torch = ("device/cuda", "integrations/", "storage/tensors")
+    assert not [
+        str(each)
+        for module in MODULES
+        if not module.path.startswith(with_torch)
+        for each in module.imports
+        if each.eager and each.is_of(*HEAVY)
+    ]
 
 
-@every_module
-def test_nothing_is_pickled(path: Path) -> None:
-    assert not [i for i in imports_of(path) if is_under(i.module, *BANNED)]
-    # torch.load, numpy.load(allow_pickle=True) and multiprocessing's connections unpickle.
-    assert not [i for i in imports_of(path) if is_under(i.module, "multiprocessing")]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            assert (node.value.id, node.attr) not in {("torch", "load"), ("np", "load")}, (
-                node.lineno
-            )
-        if isinstance(node, ast.keyword):
-            assert node.arg != "allow_pickle", node.lineno
+def test_nothing_is_pickled() -> None:
+    """Nor read by what unpickles: torch.load, numpy.load, connections of multiprocessing."""
+    assert not [str(i) for m in MODULES for i in m.imports if i.is_of(*UNPICKLING)]
+    assert not [
+        f"{module.path}:{node.lineno}"
+        for module in MODULES
+        for node in ast.walk(module.tree)
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "np.load"))
+        or (isinstance(node, ast.keyword) and node.arg == "allow_pickle")
+    ]

@@ -180,6 +180,7 @@ def test_codes_as_torch_has_them() -> None:
     )
 
 
+@pytest.mark.servers
 def test_none_of_this_imports_torch() -> None:
     code = (
         "import sys\n"

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lmcache_redis import native
 from lmcache_redis.config import AgentConfig, ClientConfig, option_name, settings_table
 from lmcache_redis.version import __version__
 
+PACKAGE = "lmcache_redis"
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [*sorted((ROOT / "scripts").iterdir()), ROOT / ".ci" / "run"]
 
@@ -28,6 +30,7 @@ def script_id(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize("path", SCRIPTS, ids=script_id)
 def test_scripts_run_from_anywhere(path: Path) -> None:
     assert os.access(path, os.X_OK)
@@ -48,6 +51,34 @@ def test_no_script_names_a_registry() -> None:
     for path in [*SCRIPTS, ROOT / "Dockerfile"]:
         text = path.read_text()
         assert not re.search(r"https?://|--(extra-)?index-url|--find-links", text), path.name
+
+
+@pytest.mark.servers
+def test_the_wheel_has_the_product_alone(tmp_path: Path) -> None:
+    """No benchmark, test, peer, plot library or sink server comes with `pip install .`."""
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(ROOT / PACKAGE, source / PACKAGE, ignore=ignored)
+    shutil.copytree(ROOT / "benchmarks", source / "benchmarks", ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    words = ["wheel", source, "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", tmp_path]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *words], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        names = wheel.namelist()
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        required = re.findall(r"^Requires-Dist: (.*)$", wheel.read(metadata).decode(), re.MULTILINE)
+    assert {name.split("/")[0].split("-")[0] for name in names} == {PACKAGE}
+    assert sorted(name for name in names if name.startswith(f"{PACKAGE}/bench/")) == [
+        f"{PACKAGE}/bench/{name}.py" for name in ("__init__", "client", "run", "values")
+    ]
+    always = {re.split(r"[<>=;, ]", each)[0] for each in required if "extra ==" not in each}
+    assert always == {"hiredis", "msgspec", "numpy", "pyzmq", "redis", "rich", "typer", "xxhash"}
+    assert "glide" not in " ".join(required)
 
 
 def test_the_entry_points_lead_somewhere() -> None:
@@ -76,6 +107,7 @@ def test_the_compiled_part_is_there() -> None:
     assert native.guard is not None
 
 
+@pytest.mark.servers
 def test_the_agent_starts_without_torch() -> None:
     """What `lmcache-redis agent` imports, in a fresh interpreter."""
     code = (

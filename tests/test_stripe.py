@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.errors import FormatError
-from lmcache_redis.hashing import hash_chunks
-from lmcache_redis.keys import IPCCacheEngineKey, ObjectKey, key_stem, stripe_key
+from lmcache_redis.keys import IPCCacheEngineKey, ObjectKey, hash_chunks, key_stem, stripe_key
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.stripe import (
     HEADER_BYTES,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from lmcache_redis.resp.routes import SLOTS, slot_of
+from lmcache_redis.resp.topology import SLOTS, slot_of
 from tests.servers import RedisServer, free_port
 
 PATIENCE_S = 30.0

@@ -1,17 +1,44 @@
-"""Facts, measurements and rules together: what to change about the servers behind a cache."""
+"""What to change about the servers behind a cache: facts, measurements and rules together.
+
+Round trips and bytes a second are measured the way an agent moves stripes: a few of the usual
+size under names of our own that are no stripe's, each with an expiry from the moment it is
+written, so that nothing stays behind if we are killed; removed at the end. A server that is
+full evicts as much to make room for them.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
-from dataclasses import dataclass
+import itertools
+import secrets
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
-from lmcache_redis.admin.bandwidth import measure_bandwidth, measure_ping
-from lmcache_redis.admin.facts import gather
-from lmcache_redis.admin.findings import Facts, Finding, Need, Severity
-from lmcache_redis.admin.rules import by_importance, judge
-from lmcache_redis.admin.server import Node, Server
-from lmcache_redis.errors import RedisError
+from lmcache_redis.admin.facts import Facts, Need, gather
+from lmcache_redis.admin.rules import Finding, Severity, by_importance, judge
+from lmcache_redis.admin.server import CLIENT_NAME, CONNECT_TIMEOUT_S, OP_TIMEOUT_S, Node, Server
+from lmcache_redis.config import DEFAULT_SLOT_BYTES
+from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
+from lmcache_redis.keys import KEY_MAGIC
+from lmcache_redis.resp.bulk import ask_value, receive_value
+from lmcache_redis.resp.connect import Connector
+from lmcache_redis.resp.connection import Connection
+from lmcache_redis.resp.options import DEFAULT_GET_CONNECTIONS
+from lmcache_redis.resp.wire import ErrorReply, end_of_command, error_of, get_command, set_prefix
+from lmcache_redis.stripe import HEADER_BYTES
+
+PINGS = 51
+STRIPES = 8
+VALUE_BYTES = HEADER_BYTES + DEFAULT_SLOT_BYTES
+EXPIRES_S = 60
+# Each way is measured for this long, writing for this many rounds at most.
+_MEASURE_S = 0.6
+_ROUNDS = 12
+_DEADLINE_S = 20.0
+# Enough to find keys for each of a thousand servers.
+_ATTEMPTS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +68,119 @@ def findings_of(facts: Iterable[Facts]) -> tuple[Finding, ...]:
     """What the rules say of every server, each with its address. Pure."""
     return tuple(
         by_importance(
-            dataclasses.replace(finding, where=each.where)
-            for each in facts
-            for finding in judge(each)
+            replace(finding, where=each.where) for each in facts for finding in judge(each)
         )
     )
 
 
 def _examined(server: Server, node: Node, prefix: bytes, need: Need, bandwidth: bool) -> Facts:
-    facts = gather(server, node, need)
-    facts = dataclasses.replace(facts, ping_s=measure_ping(node))
+    facts = replace(gather(server, node, need), ping_s=measure_ping(node))
     if not bandwidth:
         return facts
     try:
-        measured = measure_bandwidth(server, node, prefix)
+        read_bytes_per_s, write_bytes_per_s = measure_bandwidth(server, node, prefix)
     except RedisError as error:
-        return dataclasses.replace(facts, bandwidth_refused=str(error))
-    return dataclasses.replace(
-        facts,
-        read_bytes_per_s=measured.read_bytes_per_s,
-        write_bytes_per_s=measured.write_bytes_per_s,
-    )
+        return replace(facts, bandwidth_refused=str(error))
+    return replace(facts, read_bytes_per_s=read_bytes_per_s, write_bytes_per_s=write_bytes_per_s)
+
+
+def measure_ping(node: Node, pings: int = PINGS) -> float:
+    """The median round trip in seconds. Raises RedisError."""
+    times = []
+    for _ in range(pings):
+        started = time.perf_counter()
+        node.ask("PING")
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def probe_keys(prefix: bytes, is_there: Callable[[bytes], bool] = lambda key: True) -> list[bytes]:
+    """Names that agents' rights cover (prefix and `lmcr1:`) and that name no stripe.
+
+    is_there: whether the node to be measured would hold the key. Raises RedisUnavailable
+    where it holds none that is tried.
+    """
+    base = prefix + KEY_MAGIC + b"doctor:"
+    tried = (b"%b%b" % (base, secrets.token_hex(16).encode()) for _ in range(_ATTEMPTS))
+    keys = list(itertools.islice(filter(is_there, tried), STRIPES))
+    if len(keys) < STRIPES:
+        raise RedisUnavailable("no key that begins with the key prefix falls on this server")
+    return keys
+
+
+def measure_bandwidth(server: Server, node: Node, prefix: bytes) -> tuple[float, float]:
+    """Bytes a second read over several connections, and written over one, as an agent does.
+
+    Raises RedisError where the server refuses, or takes longer than 20 s.
+    """
+    keys = probe_keys(prefix, lambda key: server.node_of(key) is node)
+    deadline = time.monotonic() + _DEADLINE_S
+    connector = Connector(node.endpoint, CONNECT_TIMEOUT_S, OP_TIMEOUT_S)
+    try:
+        write_bytes_per_s = _write(Connection(connector, CLIENT_NAME), keys, deadline)
+        read_bytes_per_s = _read(
+            [Connection(connector, CLIENT_NAME) for _ in range(DEFAULT_GET_CONNECTIONS)],
+            keys,
+            deadline,
+        )
+    finally:
+        connector.abort()
+        node.ask_all([("UNLINK", key) for key in keys])
+    return read_bytes_per_s, write_bytes_per_s
+
+
+def _write(connection: Connection, keys: list[bytes], deadline: float) -> float:
+    """All stripes sent before the first reply is read; the median of some rounds."""
+    # Not zeros: some networks compress.
+    value = memoryview(secrets.token_bytes(VALUE_BYTES))
+    heads = [set_prefix(key, VALUE_BYTES, EXPIRES_S) for key in keys]
+    tail = end_of_command(EXPIRES_S)
+
+    def one_round() -> float:
+        started = time.perf_counter()
+        connection.stream.arm(deadline)
+        for head in heads:
+            connection.stream.send((head, value, tail), len(head) + VALUE_BYTES + len(tail))
+        for reply in connection.receive(deadline, len(keys), len(keys)):
+            if isinstance(reply, ErrorReply):
+                raise error_of(reply)
+        return time.perf_counter() - started
+
+    connection.open()
+    try:
+        one_round()  # into fresh memory: not counted
+        until = time.perf_counter() + _MEASURE_S
+        times = [one_round()]
+        while len(times) < _ROUNDS and time.perf_counter() < until:
+            times.append(one_round())
+    finally:
+        connection.close()
+    return STRIPES * VALUE_BYTES / statistics.median(times)
+
+
+def _read(connections: list[Connection], keys: list[bytes], deadline: float) -> float:
+    """One thread, one GET outstanding on each connection."""
+    commands = itertools.cycle([get_command(key) for key in keys])
+    payload = memoryview(bytearray(DEFAULT_SLOT_BYTES))
+    received_bytes = 0
+    try:
+        for connection in connections:
+            connection.open()
+        started = time.perf_counter()
+        asked = deque(connections)
+        for connection in connections:
+            ask_value(connection, next(commands), deadline)
+        while asked:
+            connection = asked.popleft()
+            if receive_value(connection, payload, deadline) is None:
+                raise RedisProtocolError(
+                    "a value written a moment ago is gone: the server's memory is too small"
+                )
+            received_bytes += VALUE_BYTES
+            if time.perf_counter() < started + _MEASURE_S:
+                ask_value(connection, next(commands), deadline)
+                asked.append(connection)
+        return received_bytes / (time.perf_counter() - started)
+    finally:
+        for connection in connections:
+            connection.close()

@@ -1,4 +1,4 @@
-"""What can be seen of a server: INFO, CONFIG where it is allowed, and /sys where it is here.
+"""What can be seen of a server: INFO, CONFIG where it is allowed, and /sys on the same machine.
 
 Managed services forbid CONFIG, and a user may lack INFO too: what is refused is None in
 `Facts` and named in `Facts.unseen`.
@@ -7,50 +7,126 @@ Managed services forbid CONFIG, and a user may lack INFO too: what is refused is
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import ipaddress
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmcache_redis.admin.findings import Facts, Need
+from lmcache_redis.admin.names import gigabytes, shown_bytes
 from lmcache_redis.admin.server import Node, Server
 from lmcache_redis.errors import RedisError
 from lmcache_redis.resp.endpoint import Endpoint, Transport
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-SETTINGS = (
-    "maxmemory",
-    "maxmemory-policy",
-    "save",
-    "appendonly",
-    "stop-writes-on-bgsave-error",
-    "client-output-buffer-limit",
-    "proto-max-bulk-len",
-    "client-query-buffer-limit",
-    "maxclients",
-    "io-threads",
-    "disable-thp",
-)
-# Those of which INFO says nothing.
-_ONLY_CONFIG = "save, client-output-buffer-limit, io-threads, disable-thp"
 
-Info = Mapping[str, Any]
-Settings = Mapping[str, str]
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What prefill produces: bytes of KV a token, and tokens a second of all engines here."""
+
+    kv_bytes_per_token: int = 128 << 10
+    prefill_tokens_per_s: float = 8000.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.kv_bytes_per_token * self.prefill_tokens_per_s
+
+    @property
+    def sum(self) -> str:
+        return (
+            f"{shown_bytes(self.kv_bytes_per_token)} of KV a token x "
+            f"{self.prefill_tokens_per_s:,.0f} tokens/s of prefill = "
+            f"{gigabytes(self.bytes_per_s)}/s"
+        )
+
+
+def _from(info: str = "", setting: str = "") -> Any:
+    """A fact that the server states: by CONFIG GET of a setting, else in a field of INFO."""
+    return field(default=None, metadata={"info": info, "setting": setting})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What was seen of one server; None where it could not be. Sizes in bytes.
+
+    local: on this machine. private: not reachable by a public address. nodes: how many
+    servers share the keys. as_cluster: agents ask each of them for its own slots.
+    normal_buffer: hard limit, soft limit, soft seconds of client-output-buffer-limit. save:
+    the schedule as configured, "" for none. saved: whether a background save was seen since
+    the start. unseen: what was refused, in words.
+    """
+
+    where: str = ""
+    transport: Transport = Transport.TCP
+    local: bool = False
+    private: bool = True
+    has_password: bool = False
+    certificate_checked: bool = True
+    nodes: int = 1
+    as_cluster: bool = False
+    product: str = "redis"
+    version: tuple[int, ...] | None = None
+    role: str | None = _from("role")
+    cluster_enabled: bool | None = _from("cluster_enabled")
+    machine_bytes: int | None = _from("total_system_memory")
+    used_bytes: int | None = _from("used_memory")
+    maxmemory_bytes: int | None = _from("maxmemory", "maxmemory")
+    policy: str | None = _from("maxmemory_policy", "maxmemory-policy")
+    fragmentation: float | None = _from("mem_fragmentation_ratio")
+    evicted_keys: int | None = _from("evicted_keys")
+    save: str | None = _from(setting="save")
+    saved: bool | None = None
+    save_failed: bool | None = None
+    stops_writes: bool | None = _from(setting="stop-writes-on-bgsave-error")
+    append_only: bool | None = _from("aof_enabled", "appendonly")
+    replicas: int | None = _from("connected_slaves")
+    fork_us: int | None = _from("latest_fork_usec")
+    io_threads: int | None = _from(setting="io-threads")
+    cores: int | None = None
+    normal_buffer: tuple[int, int, int] | None = _from(setting="client-output-buffer-limit")
+    bulk_limit_bytes: int | None = _from(setting="proto-max-bulk-len")
+    query_buffer_bytes: int | None = _from(setting="client-query-buffer-limit")
+    clients: int | None = _from("connected_clients")
+    max_clients: int | None = _from("maxclients", "maxclients")
+    huge_pages: str | None = None
+    disable_huge_pages: bool | None = _from(setting="disable-thp")
+    unseen: tuple[str, ...] = ()
+    ping_s: float | None = None
+    read_bytes_per_s: float | None = None
+    write_bytes_per_s: float | None = None
+    bandwidth_refused: str = ""
+    need: Need = Need()
+
+
+_STATED = [f for f in dataclasses.fields(Facts) if f.metadata]
+SETTINGS = [f.metadata["setting"] for f in _STATED if f.metadata["setting"]]
 
 
 def gather(server: Server, node: Node, need: Need, huge_pages: Path = HUGE_PAGES) -> Facts:
     """The facts of one node, nothing measured. Raises RedisError where the connection fails."""
     unseen: list[str] = []
-    info = _info(node, unseen)
-    settings = _settings(node, unseen)
+    (info,) = node.ask_all([("INFO",)])
+    if isinstance(info, RedisError):
+        unseen.append("INFO is refused: memory, persistence, version and connections")
+    # One CONFIG GET for each: several in one are not understood before Redis 7.
+    replies = node.ask_all([("CONFIG", "GET", name) for name in SETTINGS])
+    if any(isinstance(reply, RedisError) for reply in replies):
+        only = "save, client-output-buffer-limit, io-threads, disable-thp"
+        unseen.append(f"CONFIG is refused: {only}")
     endpoint = node.endpoint
     local, private = _place(endpoint)
     return facts_of(
-        info,
-        settings,
+        info_of(info) if isinstance(info, bytes) else {},
+        {
+            name: reply[1].decode("utf-8", "replace")
+            for name, reply in zip(SETTINGS, replies, strict=True)
+            if isinstance(reply, list) and len(reply) == 2
+        },
         where=node.where,
         transport=endpoint.transport,
         local=local,
@@ -66,66 +142,56 @@ def gather(server: Server, node: Node, need: Need, huge_pages: Path = HUGE_PAGES
     )
 
 
-def facts_of(info: Info, settings: Settings, **known: Any) -> Facts:
+def facts_of(info: Mapping[str, Any], settings: Mapping[str, str], **known: Any) -> Facts:
     """Facts from the replies of INFO and CONFIG GET, either of which may be empty. Pure."""
+    stated = {
+        f.name: value
+        for f in _STATED
+        for text in (info.get(f.metadata["info"]), settings.get(f.metadata["setting"]))
+        if (value := _read(str(f.type), text)) is not None
+    }
+    if "io_threads" not in stated and _read("int", info.get("io_threads_active")):
+        stated["io_threads"] = 2  # INFO tells whether there are threads, not how many
+    save_s = _read("int", info.get("rdb_last_bgsave_time_sec"))
+    save_status = info.get("rdb_last_bgsave_status")
     valkey = info.get("valkey_version")
-    save_seconds = _number(info, "rdb_last_bgsave_time_sec")
-    saves = _number(info, "rdb_saves")
+    version = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", str(valkey or info.get("redis_version")))
     return Facts(
         product="valkey" if valkey else "redis",
-        version=_version(valkey or info.get("redis_version")),
-        role=_text(info, "role"),
-        cluster_enabled=_flag(info, "cluster_enabled"),
-        machine_bytes=_number(info, "total_system_memory"),
-        used_bytes=_number(info, "used_memory"),
-        maxmemory_bytes=_first(_size(settings, "maxmemory"), _number(info, "maxmemory")),
-        policy=settings.get("maxmemory-policy") or _text(info, "maxmemory_policy"),
-        fragmentation=_float(info, "mem_fragmentation_ratio"),
-        evicted_keys=_number(info, "evicted_keys"),
-        save=settings.get("save"),
-        saved=None if save_seconds is None else save_seconds >= 0 or bool(saves),
-        save_failed=info["rdb_last_bgsave_status"] != "ok"
-        if "rdb_last_bgsave_status" in info
-        else None,
-        stops_writes=_yes(settings, "stop-writes-on-bgsave-error"),
-        append_only=_first(_yes(settings, "appendonly"), _flag(info, "aof_enabled")),
-        replicas=_number(info, "connected_slaves"),
-        fork_us=_number(info, "latest_fork_usec"),
-        io_threads=_first(_size(settings, "io-threads"), _active_threads(info)),
-        normal_buffer=_normal_buffer(settings.get("client-output-buffer-limit")),
-        bulk_limit_bytes=_size(settings, "proto-max-bulk-len"),
-        query_buffer_bytes=_size(settings, "client-query-buffer-limit"),
-        clients=_number(info, "connected_clients"),
-        max_clients=_first(_size(settings, "maxclients"), _number(info, "maxclients")),
-        disable_huge_pages=_yes(settings, "disable-thp"),
+        version=tuple(int(part) for part in version.groups() if part) if version else None,
+        saved=None if save_s is None else save_s >= 0 or bool(_read("int", info.get("rdb_saves"))),
+        save_failed=None if save_status is None else save_status != "ok",
+        **stated,
         **known,
     )
 
 
-def _info(node: Node, unseen: list[str]) -> Info:
-    reply = node.ask_all([("INFO",)])[0]
-    if isinstance(reply, bytes):
-        return info_of(reply)
-    unseen.append("INFO is refused: memory, persistence, version and connections")
-    return {}
+def _normal_buffer(text: str) -> tuple[int, int, int] | None:
+    match = re.search(r"\bnormal (\d+) (\d+) (\d+)", text)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
-def info_of(reply: bytes) -> Info:
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "str": str,
+    "int": lambda text: int(float(text)),
+    "float": float,
+    "bool": lambda text: text == "yes" or (text != "no" and float(text) != 0),
+    "tuple[int, int, int]": _normal_buffer,
+}
+
+
+def _read(kind: str, text: Any) -> Any:
+    """A value of this type, or None where the server states none."""
+    try:
+        return None if text is None else _READERS[kind.removesuffix(" | None")](text)
+    except ValueError:
+        return None
+
+
+def info_of(reply: bytes) -> Mapping[str, str]:
     """What INFO says, by name. Pure."""
     lines = [line.partition(":") for line in reply.decode("utf-8", "replace").splitlines()]
     return {name: value for name, colon, value in lines if colon}
-
-
-def _settings(node: Node, unseen: list[str]) -> Settings:
-    """One CONFIG GET for each: several in one are not understood before Redis 7."""
-    replies = node.ask_all([("CONFIG", "GET", name) for name in SETTINGS])
-    settings: dict[str, str] = {}
-    for name, reply in zip(SETTINGS, replies, strict=True):
-        if isinstance(reply, list) and len(reply) == 2:
-            settings[name] = _decoded(reply[1])
-    if any(isinstance(reply, RedisError) for reply in replies):
-        unseen.append(f"CONFIG is refused: {_ONLY_CONFIG}")
-    return settings
 
 
 def _place(endpoint: Endpoint) -> tuple[bool, bool]:
@@ -141,63 +207,7 @@ def _place(endpoint: Endpoint) -> tuple[bool, bool]:
 
 def _huge_pages(path: Path) -> str | None:
     """The word in brackets: always, madvise or never."""
-    try:
-        match = re.search(r"\[(\w+)\]", path.read_text())
-    except OSError:
-        return None
-    return match.group(1) if match else None
-
-
-def _active_threads(info: Info) -> int | None:
-    """INFO tells whether there are threads, not how many: 2 stands for some."""
-    active = _flag(info, "io_threads_active")
-    return 2 if active else None
-
-
-def _normal_buffer(text: str | None) -> tuple[int, int, int] | None:
-    match = re.search(r"\bnormal (\d+) (\d+) (\d+)", text or "")
-    return (int(match[1]), int(match[2]), int(match[3])) if match else None
-
-
-def _version(text: object) -> tuple[int, ...] | None:
-    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", str(text or ""))
-    return tuple(int(part) for part in match.groups() if part) if match else None
-
-
-def _decoded(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-
-
-def _text(info: Info, name: str) -> str | None:
-    return str(info[name]) if name in info else None
-
-
-def _number(info: Info, name: str) -> int | None:
-    value = _float(info, name)
-    return None if value is None else int(value)
-
-
-def _float(info: Info, name: str) -> float | None:
-    try:
-        return float(info[name])
-    except (KeyError, ValueError):
-        return None
-
-
-def _flag(info: Info, name: str) -> bool | None:
-    value = _number(info, name)
-    return None if value is None else bool(value)
-
-
-def _size(settings: Settings, name: str) -> int | None:
-    value = settings.get(name, "")
-    return int(value) if value.isdigit() else None
-
-
-def _yes(settings: Settings, name: str) -> bool | None:
-    value = settings.get(name)
-    return None if value is None else value == "yes"
-
-
-def _first(preferred: Any, other: Any) -> Any:
-    return other if preferred is None else preferred
+    with contextlib.suppress(OSError):
+        if match := re.search(r"\[(\w+)\]", path.read_text()):
+            return match.group(1)
+    return None

@@ -4,25 +4,26 @@ unless asked to verify them; removes nothing."""
 from __future__ import annotations
 
 import enum
-import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from lmcache_redis.admin.cuts import Cut, cuts_of, present_of
-from lmcache_redis.admin.names import ChunkName, find_name
+from lmcache_redis.admin.names import ChunkName, find_name, show_key
 from lmcache_redis.admin.server import Server
 from lmcache_redis.admin.stripes import (
     State,
     Stripe,
     Use,
+    count_of,
     read_stripes,
     read_uses,
+    stripes_of,
     verify_payload,
 )
-from lmcache_redis.admin.survey import SeenChunk, Survey, stripes_of, survey
+from lmcache_redis.admin.survey import Cut, SeenChunk, Survey, cuts_of, present_of, survey
 from lmcache_redis.errors import FormatError
+from lmcache_redis.stripe import StripeHeader
 
 SAMPLE_CHUNKS = 2000
 SAMPLE_KEYS = 200_000
@@ -45,17 +46,22 @@ class ChunkReport:
     """A chunk, and each of its stripes (stripe_count 0 where no header tells how many)."""
 
     name: ChunkName
-    stripe_index: int | None
+    stripe_asked: int | None
     stripes: tuple[Stripe, ...]
     verdict: Verdict
     stripe_count: int
     verified: bool
     read_at_unix_s: float
+    ours: ClassVar[bool] = True
 
     @property
     def headed(self) -> Stripe | None:
         """The first stripe with a header of this chunk."""
         return next((s for s in self.stripes if s.is_ours), None)
+
+    @property
+    def header(self) -> StripeHeader | None:
+        return self.headed.header if self.headed else None
 
     @property
     def present(self) -> int:
@@ -64,12 +70,13 @@ class ChunkReport:
 
 @dataclass(frozen=True, slots=True)
 class OtherKey:
-    """A key that names no chunk of ours: why, and what is there."""
+    """A key, as redis-cli shows it, that names no chunk of ours: why, and what is there."""
 
-    key: bytes
+    key: str
     reason: str
-    kind: str
+    type: str
     value_bytes: int | None
+    ours: ClassVar[bool] = False
 
 
 def explain(server: Server, key: bytes, prefix: bytes, verify: bool) -> ChunkReport | OtherKey:
@@ -83,13 +90,12 @@ def explain(server: Server, key: bytes, prefix: bytes, verify: bool) -> ChunkRep
         node = server.node_of(key)
         kind = node.ask("TYPE", key).decode()
         length = node.ask("STRLEN", key) if kind == "string" else None
-        return OtherKey(key, str(error), kind, length)
-    stripes = stripes_of(server, name, index)
+        return OtherKey(show_key(key), str(error), kind, length)
+    found = stripes_of(server, name, index)
     if verify:
-        stripes = [verify_payload(server, name, stripe) for stripe in stripes]
-    headers = [s.header for s in stripes if s.is_ours and s.header is not None]
-    count = max((header.stripe_count for header in headers), default=0)
-    return ChunkReport(name, index, tuple(stripes), verdict_of(stripes), count, verify, time.time())
+        found = [verify_payload(server, name, stripe) for stripe in found]
+    verdict, count = verdict_of(found), count_of(found)
+    return ChunkReport(name, index, tuple(found), verdict, count, verify, time.time())
 
 
 def verdict_of(stripes: Sequence[Stripe]) -> Verdict:
@@ -105,18 +111,21 @@ def verdict_of(stripes: Sequence[Stripe]) -> Verdict:
         return Verdict.BROKEN
     if len(there) < len(stripes):
         return Verdict.INCOMPLETE
-    headers = [s.header for s in there if s.header is not None]
-    if len({(h.store_id, h.stripe_count) for h in headers}) > 1:
-        return Verdict.TORN
-    return Verdict.COMPLETE
+    stores = {(s.header.store_id, s.header.stripe_count) for s in there if s.header is not None}
+    return Verdict.TORN if len(stores) > 1 else Verdict.COMPLETE
+
+
+class Spread(list[float]):
+    """Values of which the smallest, the median and the largest are told."""
 
 
 @dataclass(slots=True)
 class Group:
     """Chunks of one model and layout. value_bytes: with headers, of stripes that are there.
 
-    incomplete: stripes missing, no_first of them stripe 0. idle_s, frequencies: of each
-    chunk's first stripe. stored_unix_s: where headers were read. damaged: found by `verify`.
+    incomplete: stripes missing, no_first of them stripe 0. idle_s, frequency: of each
+    chunk's first stripe. stored_unix_s: where headers were read. damaged: chunks, where
+    payloads were verified.
     """
 
     model: str
@@ -128,30 +137,24 @@ class Group:
     unknown_size: int = 0
     incomplete: int = 0
     no_first: int = 0
-    damaged: int = 0
-    idle_s: list[int] = field(default_factory=list)
-    frequencies: list[int] = field(default_factory=list)
-    stored_unix_s: list[float] = field(default_factory=list)
+    damaged: int | None = None
+    idle_s: Spread = field(default_factory=Spread)
+    frequency: Spread = field(default_factory=Spread)
+    stored_unix_s: Spread = field(default_factory=Spread)
 
-    def add(self, chunk: SeenChunk, mask: int, cut: Cut | None, use: Use) -> None:
+    def add(
+        self, chunk: SeenChunk, mask: int, cut: Cut | None, use: Use, stored_unix_s: float | None
+    ) -> None:
         self.workers.add(chunk.name.key.kv_rank)
         self.chunks += 1
         self.stripes += mask.bit_count()
-        if cut is None or not cut.chunk_bytes:
-            self.unknown_size += 1
-        else:
-            self.value_bytes += cut.value_bytes(mask)
-        if not mask & 1:
-            self.no_first += 1
-        if not mask & 1 or (cut and cut.missing(mask)):
-            self.incomplete += 1
-        if use.idle_s is not None:
-            self.idle_s.append(use.idle_s)
-        if use.frequency is not None:
-            self.frequencies.append(use.frequency)
-
-    def idle_median_s(self) -> float | None:
-        return statistics.median(self.idle_s) if self.idle_s else None
+        self.value_bytes += cut.value_bytes(mask) if cut else 0
+        self.unknown_size += not (cut and cut.chunk_bytes)
+        self.no_first += not mask & 1
+        self.incomplete += not mask & 1 or bool(cut and cut.missing(mask))
+        self.idle_s += [] if use.idle_s is None else [use.idle_s]
+        self.frequency += [] if use.frequency is None else [use.frequency]
+        self.stored_unix_s += [] if stored_unix_s is None else [stored_unix_s]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,41 +175,32 @@ def summarise(server: Server, prefix: bytes, *, everything: bool, verify: bool) 
     store times are not known, and sizes are those of the server's memory. verify: reads every
     payload, which then counts. Raises RedisError.
     """
-    found = survey(
-        server,
-        prefix,
-        most_chunks=None if everything else SAMPLE_CHUNKS,
-        most_keys=None if everything else SAMPLE_KEYS,
-    )
+    most = (None, None) if everything else (SAMPLE_CHUNKS, SAMPLE_KEYS)
+    found = survey(server, prefix, most_chunks=most[0], most_keys=most[1])
     chunks = list(found.chunks.values())
     uses = read_uses(server, [chunk.name.stripe(chunk.first) for chunk in chunks])
     of_form = cuts_of(server, chunks)
     cuts = [of_form.get(chunk.form) for chunk in chunks]
-    created: list[float | None] = [None] * len(chunks)
+    stored: list[float | None] = [None] * len(chunks)
     if server.untouched:
         heads = read_stripes(server, [(chunk.name, chunk.first) for chunk in chunks])
         for at, stripe in enumerate(heads):
             if stripe.is_ours and stripe.header is not None:
-                cuts[at] = Cut.of(stripe.header)
-                created[at] = stripe.header.created_unix_ms / 1000
+                cuts[at], stored[at] = Cut.of(stripe.header), stripe.stored_unix_s
     masks = present_of(server, list(zip(chunks, cuts, strict=True)))
-    groups: dict[tuple[str, bytes], Group] = {}
-    for at, chunk in enumerate(chunks):
-        model, namespace = chunk.name.key.model_name, chunk.name.namespace
-        group = groups.setdefault((model, namespace), Group(model, chunk.name.layout))
-        group.add(chunk, masks[at], cuts[at], uses[at])
-        stored_unix_s = created[at]
-        if stored_unix_s is not None:
-            group.stored_unix_s.append(stored_unix_s)
+    groups: dict[tuple[str, str], Group] = {}
+    for chunk, mask, cut, use, unix_s in zip(chunks, masks, cuts, uses, stored, strict=True):
+        names = chunk.name.key.model_name, chunk.name.layout
+        group = groups.setdefault(names, Group(*names))
+        group.add(chunk, mask, cut, use, unix_s)
         if verify:
-            group.damaged += _damaged(server, chunk, masks[at])
+            group.damaged = (group.damaged or 0) + _is_damaged(server, SeenChunk(chunk.name, mask))
     ordered = sorted(groups.values(), key=lambda g: (-g.value_bytes, g.model, g.layout))
     return Summary(tuple(ordered), found, server.untouched, verify, time.time())
 
 
-def _damaged(server: Server, chunk: SeenChunk, mask: int) -> bool:
+def _is_damaged(server: Server, chunk: SeenChunk) -> bool:
     """Whether a stripe that is there is not what its key says, payload included."""
-    there = SeenChunk(chunk.name, mask)
-    stripes = read_stripes(server, [(chunk.name, index) for index in there.indexes])
-    states = Counter(verify_payload(server, chunk.name, stripe).state for stripe in stripes)
+    stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])
+    states = [verify_payload(server, chunk.name, stripe).state for stripe in stripes]
     return any(state not in (State.WHOLE, State.MISSING) for state in states)

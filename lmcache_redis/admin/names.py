@@ -1,10 +1,11 @@
-"""Keys as people write and read them; layouts and ages as they are typed. Pure."""
+"""Keys, layouts, sizes and ages as people write and read them. Pure."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.keys import (
@@ -26,6 +27,15 @@ _AGE_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _TEXT_NAMESPACE = re.compile(rb"[0-9a-f]{16}")
 
 
+class Ranks(NamedTuple):
+    """The worker that stored a chunk."""
+
+    world_size: int
+    rank: int
+    local_world_size: int
+    local_rank: int
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkName:
     """What a Redis key says about its chunk: prefix, namespace (16 bytes), and the rest."""
@@ -41,14 +51,17 @@ class ChunkName:
 
     @property
     def layout(self) -> str:
-        """The namespace as text: what `lmcache-redis status` shows as layout."""
-        return show_layout(self.namespace)
+        """The namespace as text, as an agent writes it, or as hex: what `status` shows."""
+        is_text = _TEXT_NAMESPACE.fullmatch(self.namespace)
+        return self.namespace.decode() if is_text else self.namespace.hex()
 
     @property
-    def ranks(self) -> tuple[int, int, int, int]:
-        """World size, global rank, local world size, local rank."""
-        rank = self.key.kv_rank
-        return rank >> 24, rank >> 16 & 0xFF, rank >> 8 & 0xFF, rank & 0xFF
+    def shown_prefix(self) -> str:
+        return show_key(self.prefix)[1:-1]
+
+    @property
+    def ranks(self) -> Ranks:
+        return Ranks(*self.key.kv_rank.to_bytes(4, "big"))
 
     def stripe(self, index: int) -> bytes:
         """The Redis key of one of its stripes."""
@@ -85,8 +98,8 @@ def find_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
         with contextlib.suppress(FormatError):
             return parse_name(data, candidate)
     raise FormatError(
-        f"it names neither a stripe nor a chunk: those are {KEY_MAGIC.decode()}, a layout, a rank, "
-        "a model and a hash, whose lengths add up"
+        f"it names neither a stripe nor a chunk: those have {KEY_MAGIC.decode()}, a layout, a "
+        "rank, a model and a hash, with matching lengths"
     )
 
 
@@ -95,22 +108,28 @@ def read_key(text: str) -> bytes:
     text = _LIST_NUMBER.sub("", text).strip()
     if _HEX.fullmatch(text):
         return bytes.fromhex(text)
-    for quote in ('"', "'"):
-        if len(text) >= 2 and text[0] == text[-1] == quote:
-            text = text[1:-1]
-            break
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":
+        text = text[1:-1]
     raw = text.encode("utf-8", "surrogateescape")
     return _ESCAPE.sub(_unescaped, raw)
 
 
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    said = match.group(1)
+    if len(said) == 3:
+        return bytes.fromhex(said[1:].decode())
+    return _LETTERS.get(said, said)
+
+
 def show_key(data: bytes) -> str:
     """A key as redis-cli prints it, quotes included; `read_key` is the inverse."""
-    return '"' + "".join(map(_shown_byte, data)) + '"'
+    plain = (chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in data)
+    return '"' + "".join(_SHOWN.get(b, p) for b, p in zip(data, plain, strict=True)) + '"'
 
 
-def show_layout(namespace: bytes) -> str:
-    """A namespace as text: that of an agent is hex already, any other is shown as hex."""
-    return namespace.decode() if _TEXT_NAMESPACE.fullmatch(namespace) else namespace.hex()
+def printable(text: str) -> str:
+    """The text with everything that a terminal would act on escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def read_layout(text: str) -> frozenset[bytes]:
@@ -128,7 +147,7 @@ def read_layout(text: str) -> frozenset[bytes]:
         if len(digits) == 4 * NAMESPACE_BYTES:
             return namespaces_of(bytes.fromhex(digits))
     raise ConfigError(
-        f"--layout {text!r} is no layout: give the 16, 32 or 64 hex digits that "
+        f"--layout {text!r} is not a layout: give the 16, 32 or 64 hex digits that "
         "`lmcache-redis inspect` shows"
     )
 
@@ -144,18 +163,32 @@ def read_age(option: str, text: str | None) -> float | None:
         return None
     match = _AGE.fullmatch(text.strip().lower())
     if match is None:
-        raise ConfigError(f"{option} {text!r} is no time: write it as 45s, 30m, 12h, 7d or 2w")
+        raise ConfigError(
+            f"{option} {text!r} is not a duration: write it as 45s, 30m, 12h, 7d or 2w"
+        )
     return float(match.group(1)) * _AGE_UNITS[match.group(2)]
 
 
-def _unescaped(match: re.Match[bytes]) -> bytes:
-    said = match.group(1)
-    if len(said) == 3:
-        return bytes.fromhex(said[1:].decode())
-    return _LETTERS.get(said, said)
+def shown_age(seconds: float) -> str:
+    """The largest unit that fits: 45 s, 12 min, 3.5 h, 8.0 days."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 172_800:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86_400:.1f} days"
 
 
-def _shown_byte(byte: int) -> str:
-    if byte in _SHOWN:
-        return _SHOWN[byte]
-    return chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}"
+def shown_bytes(size_bytes: float) -> str:
+    """Two or three digits and a binary unit: 128 KiB, 1.5 GiB."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        value = size_bytes / 1024**power
+        if value >= 1:
+            return f"{value:.{0 if value >= 100 or value % 1 == 0 else 1}f} {unit}"
+    return f"{size_bytes:.0f} bytes"
+
+
+def gigabytes(size_bytes: float) -> str:
+    """Decimal gigabytes, as networks count: 1.05 GB."""
+    return f"{size_bytes / 1e9:.2f} GB"

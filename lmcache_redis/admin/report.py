@@ -1,144 +1,233 @@
-"""What the admin tools found, as JSON for programs. Sizes in bytes, times in seconds."""
+"""What the admin tools found: as JSON for programs, as lines of text for people.
+
+Sizes in bytes, times in seconds. Names come from keys that anyone may have written: what a
+terminal would act on is escaped, and nothing is cut off.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Any
 
 from lmcache_redis.admin.doctor import Diagnosis
-from lmcache_redis.admin.inspect import ChunkReport, OtherKey, Summary
-from lmcache_redis.admin.names import show_key
+from lmcache_redis.admin.inspect import ChunkReport, Group, OtherKey, Spread, Summary
+from lmcache_redis.admin.names import printable, show_key, shown_age, shown_bytes
 from lmcache_redis.admin.purge import Plan, Removal
-from lmcache_redis.admin.stripes import Stripe
+from lmcache_redis.admin.rules import Severity
+from lmcache_redis.admin.stripes import State, Stripe, Use
+from lmcache_redis.resp.endpoint import Transport
 
-Json = dict[str, Any]
+# The JSON fields of a type, and where another attribute holds one. Of other types: all fields.
+_FIELDS: dict[type, str] = {
+    ChunkReport: "ours chunk_key_hex=name.chunk_key key_prefix=name.shown_prefix "
+    "model=name.key.model_name layout=name.layout chunk_hash=name.key.chunk_hash "
+    "world_size=name.ranks.world_size rank=name.ranks.rank "
+    "local_world_size=name.ranks.local_world_size local_rank=name.ranks.local_rank "
+    "stripe_asked verdict verified stripe_count stripes_present=present "
+    "chunk_bytes=header.chunk_bytes fingerprint=header.fingerprint "
+    "memory_format=header.metadata.fmt.name stored_unix_s=headed.stored_unix_s stripes",
+    OtherKey: "ours key reason type value_bytes",
+    Stripe: "index state detail value_bytes store_id=header.store_id stored_unix_s "
+    "idle_s=use.idle_s frequency=use.frequency expires_in_s",
+    Summary: "whole=survey.whole keys_looked_at=survey.looked_at "
+    "database_keys=survey.database_keys other_keys=survey.other_keys verified groups",
+    Group: "model layout workers chunks stripes value_bytes chunks_of_unknown_size=unknown_size "
+    "incomplete without_stripe_0=no_first damaged idle_s frequency stored_unix_s",
+    Plan: "chunks=chunk_count stripes value_bytes groups",
+    Diagnosis: "exit_status findings facts",
+}
 
 
-def chunk_json(report: ChunkReport | OtherKey) -> Json:
+def as_json(found: Any) -> Any:
+    """A report as `json.dumps` takes it: enums as words, bytes as hex, sets as their size."""
+    if isinstance(found, Transport):
+        return found.value
+    if isinstance(found, enum.Enum):
+        return found.name.lower()
+    if isinstance(found, bytes):
+        return found.hex()
+    if isinstance(found, (set, frozenset)):
+        return len(found)
+    if isinstance(found, Mapping):
+        return {name: as_json(value) for name, value in found.items()}
+    if isinstance(found, Spread):
+        low_to_high = sorted(found)
+        names = {"min": 0, "median": len(found) // 2, "max": -1}
+        return {name: low_to_high[at] for name, at in names.items()} if found else None
+    if isinstance(found, (list, tuple)):
+        return [as_json(each) for each in found]
+    if not dataclasses.is_dataclass(found):
+        return found
+    words = _FIELDS.get(type(found), "").split() or [f.name for f in dataclasses.fields(found)]
+    pairs = [(name, path or name) for name, _, path in (word.partition("=") for word in words)]
+    return {name: as_json(_at(found, path)) for name, path in pairs}
+
+
+def _at(found: Any, path: str) -> Any:
+    """The attribute at a dotted path; None where one on the way is None."""
+    for name in path.split("."):
+        found = None if found is None else getattr(found, name)
+    return found
+
+
+def chunk_lines(report: ChunkReport | OtherKey) -> Iterator[str]:
     """`inspect KEY`."""
     if isinstance(report, OtherKey):
-        return {
-            "ours": False,
-            "key": show_key(report.key),
-            "reason": report.reason,
-            "type": report.kind,
-            "value_bytes": report.value_bytes,
-        }
-    name, header = report.name, report.headed.header if report.headed else None
+        size = "" if report.value_bytes is None else f" of {shown_bytes(report.value_bytes)}"
+        yield _line("key", report.key)
+        yield _line("not ours", report.reason)
+        yield _line("there is", "nothing" if report.type == "none" else f"a {report.type}{size}")
+        return
+    name, headed, header = report.name, report.headed, report.header
     world, rank, local_world, local_rank = name.ranks
-    return {
-        "ours": True,
-        "chunk_key_hex": name.chunk_key.hex(),
-        "key_prefix": show_key(name.prefix)[1:-1],
-        "model": name.key.model_name,
-        "layout": name.layout,
-        "chunk_hash": name.key.chunk_hash.hex(),
-        "world_size": world,
-        "rank": rank,
-        "local_world_size": local_world,
-        "local_rank": local_rank,
-        "stripe_asked": report.stripe_index,
-        "verdict": report.verdict.name.lower(),
-        "verified": report.verified,
-        "stripe_count": report.stripe_count,
-        "stripes_present": report.present,
-        "chunk_bytes": header.chunk_bytes if header else None,
-        "fingerprint": header.fingerprint.hex() if header else None,
-        "memory_format": header.metadata.fmt.name if header else None,
-        "stored_unix_s": header.created_unix_ms / 1000 if header else None,
-        "stripes": [_stripe_json(stripe) for stripe in report.stripes],
-    }
+    yield _line("chunk", show_key(name.chunk_key))
+    if report.stripe_asked is not None:
+        yield _line("asked for", f"stripe {report.stripe_asked}")
+    yield _line("model", printable(name.key.model_name))
+    yield _line("rank", f"{rank} of {world}; on its node {local_rank} of {local_world}")
+    yield _line("layout", name.layout)
+    yield _line("hash", name.key.chunk_hash.hex())
+    if headed is not None and header is not None:
+        stored_s = header.created_unix_ms / 1000
+        when = datetime.fromtimestamp(stored_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+        ago = shown_age(max(0.0, report.read_at_unix_s - stored_s))
+        yield _line("size", f"{shown_bytes(header.chunk_bytes)} as {header.metadata.fmt.name}")
+        yield _line("stored", f"{when}, {ago} ago, as {header.store_id.hex()}")
+        yield _line("last used", _use(headed.use))
+        if headed.expires_in_s is not None:
+            yield _line("expires", f"in {shown_age(headed.expires_in_s)}")
+    elif report.present:
+        yield _line("stored", "unknown: there is no whole header")
+    of = f"of {report.stripe_count} " if report.stripe_count else ""
+    checked = "headers read, payloads not (--verify)"
+    if report.verified:
+        checked = "payloads compared with their checksums"
+    yield _line("stripes", f"{report.present} {of}present, {checked}")
+    yield _line("verdict", report.verdict.value)
+    for stripe in report.stripes:
+        if stripe.state is not State.WHOLE:
+            yield _line("", f"stripe {stripe.index}: {stripe.detail}")
 
 
-def summary_json(summary: Summary) -> Json:
+def summary_lines(summary: Summary) -> Iterator[str]:
     """`inspect` without a key."""
-    return {
-        "whole": summary.survey.whole,
-        "keys_looked_at": summary.survey.looked_at,
-        "database_keys": summary.survey.database_keys,
-        "other_keys": len(summary.survey.other_keys),
-        "verified": summary.verified,
-        "groups": [
-            {
-                "model": group.model,
-                "layout": group.layout,
-                "workers": len(group.workers),
-                "chunks": group.chunks,
-                "stripes": group.stripes,
-                "value_bytes": group.value_bytes,
-                "chunks_of_unknown_size": group.unknown_size,
-                "incomplete": group.incomplete,
-                "without_stripe_0": group.no_first,
-                "damaged": group.damaged if summary.verified else None,
-                "idle_s": _spread(group.idle_s),
-                "frequency": _spread(group.frequencies),
-                "stored_unix_s": _spread(group.stored_unix_s),
-            }
-            for group in summary.groups
-        ],
-    }
+    found = summary.survey
+    if not summary.groups:
+        yield "no chunks are here" + ("" if found.whole else " among the keys looked at")
+    else:
+        rows = [["model", "layout", "workers", "chunks", "size", "incomplete", "last used"]]
+        rows += map(_row, summary.groups)
+        if summary.headers_read:
+            now_s = summary.read_at_unix_s
+            ages = [_ages([max(0.0, now_s - s) for s in g.stored_unix_s]) for g in summary.groups]
+            rows = [[*row, cell] for row, cell in zip(rows, ["stored", *ages], strict=True)]
+        if summary.verified:
+            damaged = [str(group.damaged) for group in summary.groups]
+            rows = [[*row, cell] for row, cell in zip(rows, ["damaged", *damaged], strict=True)]
+        yield from _table(rows)
+    if not found.whole:
+        share = found.looked_at / max(1, found.database_keys)
+        yield (
+            f"a sample: about {found.looked_at:,} of {found.database_keys:,} keys "
+            f"({share:.0%}) were looked at; --all looks at every one"
+        )
+    if found.other_keys:
+        keys = _count(len(found.other_keys), "key")
+        example = show_key(min(found.other_keys))
+        yield f"{keys} named like ours but naming no chunk, such as {example}"
+    if summary.groups and not summary.headers_read:
+        yield (
+            "sizes are memory usage, and store times are not shown: before Redis 7.2 reading "
+            "headers would count as a use; `lmcache-redis inspect KEY` reads those of one chunk"
+        )
 
 
-def plan_json(plan: Plan) -> Json:
+def plan_lines(plan: Plan, where: str) -> Iterator[str]:
     """What a purge would remove."""
-    return {
-        "chunks": len(plan.chunks),
-        "stripes": plan.stripes,
-        "value_bytes": plan.value_bytes or None,
-        "groups": [
-            {"model": model, "layout": layout, "chunks": chunks}
-            for (model, layout), chunks in sorted(plan.by_group().items())
-        ],
-    }
+    if not plan.chunks:
+        yield f"nothing to remove from {where}: no chunk matches (see `lmcache-redis inspect`)"
+        return
+    size = f", {shown_bytes(plan.value_bytes)}" if plan.value_bytes else ""
+    chunks, keys = _count(plan.chunk_count, "chunk"), _count(plan.stripes, "key")
+    yield f"to remove from {where}: {chunks} ({keys}{size})"
+    rows = [[printable(g["model"]), g["layout"], f"{g['chunks']:,}"] for g in plan.groups]
+    yield from _table([["model", "layout", "chunks"], *rows])
 
 
-def removal_json(removal: Removal) -> Json:
+def removal_lines(removal: Removal) -> Iterator[str]:
     """What a purge removed."""
-    return {
-        "chunks": removal.chunks,
-        "stripes": removal.stripes,
-        "value_bytes": removal.value_bytes,
-        "vanished": removal.vanished,
-        "used_again": removal.used_again,
-        "stored_again": removal.stored_again,
-        "left": dict(removal.left),
-        "left_examples": [show_key(key) for key in removal.examples],
-        "seconds": removal.seconds,
-    }
+    chunks, keys = _count(removal.chunks, "chunk"), _count(removal.stripes, "key")
+    size = shown_bytes(removal.value_bytes)
+    yield f"removed {chunks} ({keys}, {size}) in {removal.seconds:.1f} s"
+    if removal.vanished:
+        yield f"{_count(removal.vanished, 'key')} had already gone"
+    if removal.used_again:
+        yield f"{_count(removal.used_again, 'chunk')} used in the meantime: left"
+    if removal.stored_again:
+        yield f"{_count(removal.stored_again, 'key')} stored again in the meantime: left"
+    for reason, number in removal.left.most_common():
+        yield f"{_count(number, 'key')} left: {reason}"
+    yield from (f"  {key}" for key in removal.left_examples)
 
 
-def diagnosis_json(diagnosis: Diagnosis) -> Json:
+def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
     """`doctor`."""
-    findings = []
+    several = len(diagnosis.facts) > 1
+    counts = dict.fromkeys(Severity, 0)
     for finding in diagnosis.findings:
-        row = dataclasses.asdict(finding)
-        row["severity"] = finding.severity.name.lower()
-        findings.append(row)
-    facts = []
-    for each in diagnosis.facts:
-        row = dataclasses.asdict(each)
-        row["transport"] = each.transport.value
-        facts.append(row)
-    return {"exit_status": diagnosis.exit_status, "findings": findings, "facts": facts}
+        severity = finding.severity
+        counts[severity] += 1
+        label = severity.name if severity <= Severity.WARNING else severity.name.lower()
+        at = f"{finding.where}: " if several else ""
+        yield f"{label:<9} {at}{finding.topic}: {finding.seen}"
+        if finding.why:
+            yield f"{'':<12}why     {finding.why}"
+        for number, change in enumerate(finding.change):
+            yield f"{'':<12}{'' if number else 'change':<8}{change}"
+    said = ", ".join(f"{number} {severity.name.lower()}" for severity, number in counts.items())
+    yield f"{', '.join(each.where for each in diagnosis.facts)}: {said}"
 
 
-def _stripe_json(stripe: Stripe) -> Json:
-    return {
-        "index": stripe.index,
-        "state": stripe.state.name.lower(),
-        "detail": stripe.detail,
-        "value_bytes": stripe.value_bytes,
-        "store_id": stripe.header.store_id.hex() if stripe.header else None,
-        "stored_unix_s": stripe.header.created_unix_ms / 1000 if stripe.header else None,
-        "idle_s": stripe.use.idle_s,
-        "frequency": stripe.use.frequency,
-        "expires_in_s": stripe.expires_in_s,
-    }
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def _spread(values: list[int] | list[float]) -> Json | None:
-    """Smallest, median and largest; None where there is nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return {"min": ordered[0], "median": ordered[len(ordered) // 2], "max": ordered[-1]}
+def _line(label: str, text: str) -> str:
+    return f"{label:<11}{text}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
+        yield "  ".join(cells).rstrip()
+
+
+def _row(group: Group) -> list[str]:
+    size = shown_bytes(group.value_bytes)
+    if group.unknown_size:
+        size = "unknown" if group.unknown_size == group.chunks else f"more than {size}"
+    used = _ages(group.idle_s)
+    if not group.idle_s and group.frequency:
+        used = f"LFU counters {min(group.frequency)} to {max(group.frequency)}"
+    workers, chunks, incomplete = len(group.workers), group.chunks, group.incomplete
+    counts = (str(workers), f"{chunks:,}", size, f"{incomplete:,}")
+    return [printable(group.model), group.layout, *counts, used]
+
+
+def _ages(ages_s: Sequence[float]) -> str:
+    if not ages_s:
+        return "unknown"
+    least, most = shown_age(min(ages_s)), shown_age(max(ages_s))
+    return f"{least} ago" if least == most else f"{least} to {most} ago"
+
+
+def _use(use: Use) -> str:
+    if use.idle_s is not None:
+        return f"{shown_age(use.idle_s)} ago"
+    if use.frequency is not None:
+        return f"unknown: the server counts uses (LFU), here {use.frequency} of 255"
+    return "unknown: the server does not say"

@@ -1,49 +1,334 @@
-"""What to change about a server, and why: from facts alone. Pure.
-
-A rule looks at `Facts`, where None means that something could not be seen, and says one
-thing or nothing. `judge` asks them all.
-"""
+"""What to change about a server, and why: from facts alone, where None was not seen. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+import enum
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from lmcache_redis.admin import rules_memory as memory
-from lmcache_redis.admin import rules_way as way
-from lmcache_redis.admin.findings import Facts, Finding
+from lmcache_redis.admin.facts import HUGE_PAGES, Facts
+from lmcache_redis.admin.names import gigabytes, shown_bytes
+from lmcache_redis.config import DEFAULT_SLOT_BYTES
+from lmcache_redis.resp.endpoint import Transport
+from lmcache_redis.resp.options import DEFAULT_GET_CONNECTIONS
+from lmcache_redis.stripe import HEADER_BYTES
 
-# Of findings that matter equally, the earlier here comes first.
-RULES: tuple[Callable[[Facts], Finding | None], ...] = (
-    way.role,
-    way.one_of_a_cluster,
-    memory.memory_limit,
-    memory.policy,
-    memory.stopped_writes,
-    memory.snapshots,
-    way.password,
-    way.output_buffer,
-    way.value_limits,
-    way.loads,
-    way.latency,
-    memory.append_only,
-    way.connections,
-    way.stores,
-    way.io_threads,
-    way.encryption,
-    memory.huge_pages,
-    memory.replicas,
-    way.version,
-    memory.fragmentation,
-    way.unseen,
-)
+OLDEST_VERSION = (6, 2)
+STRIPE_BYTES = DEFAULT_SLOT_BYTES + HEADER_BYTES
+# An agent keeps one GET outstanding on a connection: a reply, and room to spare.
+LEAST_BUFFER_BYTES = 4 * STRIPE_BYTES
+_FEW_CORES = 2
+# Shares of the machine's memory: the most that is safe, the most beside forks, what to set.
+_MOST_OF_MEMORY, _MOST_WITH_FORKS, _ADVISED_OF_MEMORY = 0.85, 0.45, 0.75
+_SLOW_FORK_US = 100_000
+_LEAST_USED_BYTES = 1 << 30
+
+
+class Severity(enum.IntEnum):
+    """How much it matters; CRITICAL and WARNING make the doctor's exit status 1."""
+
+    CRITICAL = 0
+    WARNING = 1
+    HINT = 2
+    OK = 3
+
+
+CRITICAL, WARNING, HINT, OK = Severity
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing about one server: what was seen, why it matters here, how to change it."""
+
+    severity: Severity
+    topic: str
+    seen: str
+    why: str = ""
+    change: tuple[str, ...] = ()
+    where: str = ""
+
+
+def _set(name: str, value: str) -> tuple[str, str]:
+    """How to change a setting: the command for now, and the line that a restart reads."""
+    line = value.strip('"') if " " in value else value
+    return f"CONFIG SET {name} {value}", f"redis.conf: {name} {line}"
+
+
+_TOO_SMALL = f"a stripe is up to {shown_bytes(STRIPE_BYTES)}: the server would refuse stores"
+_THP_OFF = f"as root on the server's machine: echo madvise > {HUGE_PAGES}"
+
+# Why each topic matters and what to change, unless its rule below says so itself. Of findings
+# that matter equally, the earlier topic here comes first.
+ADVICE: dict[str, tuple[str, ...]] = {
+    "role": (
+        "a replica takes no writes: nothing would ever be stored",
+        "point --redis-url at the primary",
+    ),
+    "cluster": (
+        "it answers only for its own slots: stores and loads of all other keys fail",
+        "write redis+cluster://HOST:PORT instead of redis://HOST:PORT, for agents too",
+    ),
+    "maxmemory": ("",),
+    "maxmemory-policy": ("", *_set("maxmemory-policy", "allkeys-lru")),
+    "failed save": (
+        "by default (stop-writes-on-bgsave-error) the server then refuses every store",
+        *_set("save", '""'),
+    ),
+    "snapshots": (
+        "each save forks: the server stops while page tables are copied, and until the save "
+        "ends every store costs a second copy of the memory it overwrites",
+        *_set("save", '""'),
+    ),
+    "password": (
+        "any client that reaches the port can read KV, and plant KV that engines then use",
+        "ACL SETUSER default >PASSWORD, and LMCACHE_REDIS_PASSWORD for every agent",
+    ),
+    "client-output-buffer-limit": (
+        f"a stripe is up to {shown_bytes(STRIPE_BYTES)}: the server would close connections in "
+        "the middle of loads",
+        *_set("client-output-buffer-limit", '"normal 0 0 0"'),
+    ),
+    "proto-max-bulk-len": (_TOO_SMALL, *_set("proto-max-bulk-len", "512mb")),
+    "client-query-buffer-limit": (_TOO_SMALL, *_set("client-query-buffer-limit", "1gb")),
+    "bandwidth": ("agents get the same error",),
+    "load bandwidth": ("",),
+    "latency": ("", "move the server nearer, or start agents with more --get-connections"),
+    "append-only file": (
+        "every store goes to disk as well, and each rewrite forks; KV can be computed again",
+        *_set("appendonly", "no"),
+    ),
+    "maxclients": ("an agent that gets no connection treats the server as down",),
+    "store bandwidth": (
+        "what cannot be stored in time is dropped and computed again; engines do not wait",
+        "accept it if most prompts repeat; else a faster network, or more servers",
+    ),
+    "io-threads": (
+        "one core copies for all clients; with more threads the server reads and writes "
+        "sockets in parallel",
+    ),
+    "TLS": (
+        "KV and the password cross the network unencrypted; TLS costs bandwidth",
+        "redis.conf: tls-port 6380, tls-cert-file, tls-key-file; then --redis-url rediss://...",
+    ),
+    "transparent huge pages": (
+        "with them a fork copies 2 MiB for every write, and freed values leave memory that "
+        "cannot be returned to the system",
+        "redis.conf: disable-thp yes",
+        _THP_OFF,
+    ),
+    "replicas": (
+        "each receives every store again, and its first synchronisation forks or buffers a "
+        "copy of the cache; a lost cache only has to be filled again",
+        "run the cache without replicas, unless losing all of it at once is worse",
+    ),
+    "version": (
+        "older than 6.2, the oldest version that agents are tested with",
+        "run Redis 7.2 or Valkey 8, or later",
+    ),
+    "fragmentation": (
+        "that memory could hold KV; one cause is agents with different --slot-bytes",
+        *_set("activedefrag", "yes"),
+        "where that is refused: restart the server, which also empties it",
+    ),
+    "not seen": (
+        "this user or this service does not show it: rules that need it are skipped",
+        "ACL SETUSER USER +info +config|get, or see the service's own settings",
+    ),
+}
+_TOPICS = list(ADVICE)
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """What every rule says, the most important first; of equals, in the order of RULES."""
-    said = (rule(facts) for rule in RULES)
-    return by_importance(finding for finding in said if finding is not None)
+    """What every rule says, the most important first; of equals, in the order of ADVICE."""
+    findings = []
+    for rules in (_access, _memory, _persistence, _limits, _speed):
+        for finding in rules(facts):
+            if finding.severity is not OK:
+                why, *change = ADVICE[finding.topic]
+                finding = dataclasses.replace(
+                    finding, why=finding.why or why, change=finding.change or tuple(change)
+                )
+            findings.append(finding)
+    return by_importance(sorted(findings, key=lambda finding: _TOPICS.index(finding.topic)))
 
 
 def by_importance(findings: Iterable[Finding]) -> list[Finding]:
     """Sorted by severity; findings of one severity keep their order."""
     return sorted(findings, key=lambda finding: finding.severity)
+
+
+def _access(f: Facts) -> Iterator[Finding]:
+    if f.role not in (None, "master", "primary"):
+        yield Finding(CRITICAL, "role", f"the server is a {f.role}")
+    if f.cluster_enabled and not f.as_cluster:
+        yield Finding(CRITICAL, "cluster", "the server is one node of a Redis Cluster")
+    if f.version is not None:
+        seen = f"{f.product} {'.'.join(map(str, f.version))}"
+        yield Finding(OK if f.version >= OLDEST_VERSION else WARNING, "version", seen)
+    if f.unseen:
+        yield Finding(HINT, "not seen", "; ".join(f.unseen))
+    if f.has_password:
+        yield Finding(OK, "password", "set")
+    elif f.transport is Transport.UNIX:
+        yield Finding(OK, "password", "none: the socket's file permissions control access")
+    else:
+        yield Finding(HINT if f.local else CRITICAL, "password", "none")
+    if f.transport is Transport.TLS and not f.certificate_checked:
+        seen = "on, but the server's certificate is not checked"
+        why = "an attacker on the network path can read and replace KV"
+        change = "leave ssl_cert_reqs=none out of the URL, and name the CA with ssl_ca_certs"
+        yield Finding(WARNING, "TLS", seen, why, (change,))
+    elif f.transport is Transport.TLS:
+        yield Finding(OK, "TLS", "on")
+    elif f.transport is Transport.UNIX or f.local:
+        yield Finding(OK, "TLS", "off, on this machine")
+    else:
+        network = "private network" if f.private else "public address"
+        yield Finding(HINT if f.private else WARNING, "TLS", f"off, on a {network}")
+
+
+def _memory(f: Facts) -> Iterator[Finding]:
+    limit, machine, used, ratio = f.maxmemory_bytes, f.machine_bytes, f.used_bytes, f.fragmentation
+    advised_mb = int((machine or 0) * _ADVISED_OF_MEMORY) >> 20
+    change = _set("maxmemory", f"{advised_mb}mb" if advised_mb else "SIZE")
+    if limit == 0:
+        why = "a cache uses all memory it gets: the server grows until the system kills it"
+        yield Finding(CRITICAL, "maxmemory", "there is no memory limit", why, change)
+    elif limit is not None:
+        tokens = limit // f.need.kv_bytes_per_token
+        seen = f"{shown_bytes(limit)}, room for the KV of about {tokens:,} tokens"
+        if f.evicted_keys:
+            seen += f"; full, {f.evicted_keys:,} keys evicted so far"
+        if machine and limit > machine * _MOST_OF_MEMORY:
+            seen += f", on a machine that has {shown_bytes(machine)}"
+            why = "buffers and fragmentation come on top: the machine may run out of memory"
+            yield Finding(WARNING, "maxmemory", seen, why, change)
+        else:
+            yield Finding(OK, "maxmemory", seen)
+    if f.policy:
+        severity, why = WARNING, ""
+        if f.policy == "noeviction":
+            severity = CRITICAL
+            why = "a full server refuses every store: the cache keeps its oldest content forever"
+        elif f.policy.startswith("volatile-"):
+            why = "only keys that expire are evicted: unless every agent runs with --ttl-s, a full "
+            why += "server refuses every store"
+        elif f.policy == "allkeys-random":
+            why = (
+                "prefixes that all requests share are evicted as readily as those never read again"
+            )
+        yield Finding(severity if why else OK, "maxmemory-policy", f.policy, why)
+    if ratio is not None and used is not None and used >= _LEAST_USED_BYTES:
+        wasted = f": {shown_bytes(used * ratio)} for {shown_bytes(used)} of data"
+        high = ratio >= 1.5
+        seen = f"{ratio:.2f}" + (wasted if high else "")
+        yield Finding(HINT if high else OK, "fragmentation", seen)
+
+
+def _persistence(f: Facts) -> Iterator[Finding]:
+    if f.save_failed and f.stops_writes is not False:
+        yield Finding(CRITICAL, "failed save", "the last background save failed")
+    if f.save or (f.save is None and f.saved):
+        seen = f"save {f.save}" if f.save else "background saves have been made"
+        if f.fork_us and f.fork_us >= _SLOW_FORK_US:
+            seen += f"; the last fork stopped the server for {f.fork_us / 1000:.0f} ms"
+        limit, machine = f.maxmemory_bytes, f.machine_bytes or 0
+        if machine and (limit == 0 or (limit or 0) > machine * _MOST_WITH_FORKS):
+            why = f"{ADVICE['snapshots'][0]}; with this memory limit the machine has no room for "
+            yield Finding(CRITICAL, "snapshots", seen, why + "that copy")
+        else:
+            yield Finding(WARNING, "snapshots", seen)
+    elif (f.save, f.saved) != (None, None):
+        yield Finding(OK, "snapshots", "off" if f.save == "" else "none since the server started")
+    if f.append_only is not None:
+        on = f.append_only
+        yield Finding(WARNING if on else OK, "append-only file", "on" if on else "off")
+    if f.replicas:
+        yield Finding(HINT, "replicas", f"{f.replicas} attached")
+    topic = "transparent huge pages"
+    if f.disable_huge_pages:
+        yield Finding(OK, topic, "the server disables them for itself (disable-thp yes)")
+    elif f.huge_pages in ("never", "madvise"):
+        yield Finding(OK, topic, f.huge_pages)
+    elif f.huge_pages != "always":
+        look = f"on the server's machine: cat {HUGE_PAGES}"
+        yield Finding(HINT, topic, "cannot be seen from here", change=(look, _THP_OFF))
+    elif f.disable_huge_pages is None:
+        yield Finding(HINT, topic, "always; whether the server exempts itself is not seen")
+    elif f.save == "" and f.append_only is False and f.replicas == 0:
+        yield Finding(OK, topic, "in use, which speeds up first stores; nothing forks here")
+    else:
+        yield Finding(WARNING, topic, "always")
+
+
+def _limits(f: Facts) -> Iterator[Finding]:
+    if f.normal_buffer is not None:
+        hard, soft, soft_s = f.normal_buffer
+        severity = WARNING if 0 < soft < LEAST_BUFFER_BYTES else OK
+        if 0 < hard < LEAST_BUFFER_BYTES:
+            severity = CRITICAL
+        yield Finding(severity, "client-output-buffer-limit", f"normal {hard} {soft} {soft_s}")
+    for topic, limit, least in (
+        ("proto-max-bulk-len", f.bulk_limit_bytes, STRIPE_BYTES),
+        ("client-query-buffer-limit", f.query_buffer_bytes, LEAST_BUFFER_BYTES),
+    ):
+        if limit is not None and limit < least:
+            yield Finding(CRITICAL, topic, shown_bytes(limit))
+    if f.clients is not None and f.max_clients:
+        full = f.clients >= f.max_clients * 0.8
+        files = "where that is refused: raise the server's limit of open files first (LimitNOFILE)"
+        change = (*_set("maxclients", str(max(10_000, 2 * f.max_clients))), files) if full else ()
+        seen = f"{f.clients} of {f.max_clients} in use"
+        yield Finding(WARNING if full else OK, "maxclients", seen, change=change)
+
+
+def _speed(f: Facts) -> Iterator[Finding]:
+    # What this server has to carry of the bytes a second that prefill makes.
+    need = f.need.bytes_per_s / f.nodes
+    split = f" over {f.nodes} servers" if f.nodes > 1 else ""
+    read, write = f.read_bytes_per_s, f.write_bytes_per_s
+    if f.ping_s is not None:
+        most = DEFAULT_GET_CONNECTIONS * STRIPE_BYTES / max(f.ping_s, 1e-6)
+        severity = OK if most >= 2 * need else HINT if most >= need else WARNING
+        why = (
+            f"each of {DEFAULT_GET_CONNECTIONS} connections waits one round trip a stripe: at most "
+            f"{gigabytes(most)}/s, and prefill makes {gigabytes(need)}/s"
+        )
+        seen = f"{f.ping_s * 1000:.2f} ms a round trip (median PING)"
+        yield Finding(severity, "latency", seen, why if severity is not OK else "")
+    if f.bandwidth_refused:
+        yield Finding(WARNING, "bandwidth", f"could not be measured: {f.bandwidth_refused}")
+    if read is not None:
+        ratio = read / need
+        seen = f"loads {gigabytes(read)}/s; {f.need.sum}{split}"
+        change = (
+            "give the server cores of its own"
+            if f.local
+            else "give the server a faster network or more io-threads, or use more servers",
+            "see what your model needs: --kv-bytes-per-token and --prefill-tokens-per-s",
+        )
+        if ratio >= 2:
+            yield Finding(OK, "load bandwidth", f"{seen}: a hit is {ratio:.1f} times as fast")
+        elif ratio >= 1:
+            why = f"a hit is only {ratio:.1f} times as fast as computing the tokens again"
+            yield Finding(WARNING, "load bandwidth", seen, why, change)
+        else:
+            why = "a hit takes longer than computing the tokens again"
+            yield Finding(CRITICAL, "load bandwidth", seen, why, change)
+    if write is not None:
+        severity = OK if write >= need else HINT if write >= need / 4 else WARNING
+        seen = f"stores {gigabytes(write)}/s, prefill makes {gigabytes(need)}/s{split}"
+        yield Finding(severity, "store bandwidth", seen)
+    if f.io_threads is not None and f.io_threads > 1:
+        yield Finding(OK, "io-threads", str(f.io_threads))
+    elif f.io_threads is not None and f.cores is not None and f.cores <= _FEW_CORES:
+        yield Finding(OK, "io-threads", f"1, on {f.cores} cores shared with engines")
+    elif f.io_threads is not None:
+        slow = read is not None and read < need and not f.local
+        old = f.product == "redis" and f.version is not None and f.version < (8,)
+        reads = ("redis.conf: io-threads-do-reads yes",) if old else ()
+        restart = "then restart the server: not settable while it runs"
+        change = ("redis.conf: io-threads 4", *reads, restart)
+        seen = "1: one core moves every byte"
+        yield Finding(WARNING if slow else HINT, "io-threads", seen, change=change)

@@ -8,9 +8,10 @@ No message contains a secret.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lmcache_redis.errors import (
@@ -22,14 +23,10 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.bulk import BulkConnection, Found
-from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.deployment import Topology, parse_deployment
+from lmcache_redis.resp.commands import CommandClient, Question
 from lmcache_redis.resp.endpoint import Endpoint
 from lmcache_redis.resp.options import RedisOptions
-from lmcache_redis.resp.routes import Routes, ServerMap
-from lmcache_redis.resp.topology import find_servers
-from lmcache_redis.resp.wire import ErrorReply, error_of, get_command, pack_command
+from lmcache_redis.resp.wire import PING_COMMAND, ErrorReply, error_of, pack_command
 
 CLIENT_NAME = "lmcache-redis-admin"
 CONNECT_TIMEOUT_S = 3.0
@@ -43,14 +40,14 @@ Command = tuple[bytes | str | int, ...]
 
 @dataclass(eq=False)
 class Node:
-    """One process that holds keys, and one connection to it. For one thread.
+    """One process that holds keys.
 
     untouched: reading a value here does not count as a use (CLIENT NO-TOUCH, Redis 7.2), so
     that looking at the cache changes neither ages nor what is evicted next.
     """
 
     endpoint: Endpoint
-    connection: BulkConnection | None = field(default=None, repr=False)
+    client: CommandClient = dataclasses.field(repr=False)
     untouched: bool = False
 
     @property
@@ -71,14 +68,19 @@ class Node:
         """
         if not commands:
             return []
-        request = b"".join([pack_command(*command) for command in commands])
-        connection = self.open()
-        deadline = time.monotonic() + OP_TIMEOUT_S
+        packed = [pack_command(*command) for command in commands]
         try:
-            replies = connection.exchange((request,), len(commands), deadline)
+            replies = self.client.exchange(self.endpoint, packed, _deadline())
         except RedisError as error:
             raise _lost(error, self.where) from None
         return [_said(r, self.where) if isinstance(r, ErrorReply) else r for r in replies]
+
+    def scan(self, pattern: bytes, step_keys: int) -> Iterator[tuple[list[bytes], bool]]:
+        """The strings that each SCAN finds, and whether it was the last. Raises RedisError."""
+        try:
+            yield from self.client.scan_steps(self.endpoint, pattern, step_keys, _deadline)
+        except RedisError as error:
+            raise _lost(error, self.where) from None
 
     def get(self, key: bytes, payload_bytes: int) -> tuple[bytes, memoryview] | None:
         """The header and the payload of a value; None if it is not there, or has another length.
@@ -88,40 +90,22 @@ class Node:
         if payload_bytes > MAX_STRIPE_BYTES:
             raise RedisProtocolError(f"a value of {payload_bytes:,} bytes at Redis at {self.where}")
         payload = memoryview(bytearray(payload_bytes))
-        connection = self.open()
-        deadline = time.monotonic() + OP_TIMEOUT_S
         try:
-            found = connection.get_stripe(get_command(key), payload, deadline)
+            header = self.client.get(self.endpoint, key, payload, _deadline())
         except RedisError as error:
             raise _lost(error, self.where) from None
-        return (bytes(connection.header), payload) if found is Found.VALUE else None
-
-    def open(self) -> BulkConnection:
-        """The connection, or a new one where that was lost. Raises RedisError and ConfigError."""
-        if self.connection is None or not self.connection.is_open:
-            connector = Connector(self.endpoint, CONNECT_TIMEOUT_S, OP_TIMEOUT_S)
-            self.connection = BulkConnection(connector, CLIENT_NAME)
-            self.connection.open()
-            (reply,) = self.connection.exchange(
-                (pack_command("CLIENT", "NO-TOUCH", "ON"),), 1, time.monotonic() + OP_TIMEOUT_S
-            )
-            self.untouched = not isinstance(reply, ErrorReply)
-        return self.connection
-
-    def close(self) -> None:
-        if self.connection is not None:
-            self.connection.close()
+        return None if header is None else (header, payload)
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
     """Where keys are: at least one node, each key on exactly one of them.
 
-    routes: which node has a key; None where there is one node that has them all.
+    client: what all of them are asked by.
     """
 
     nodes: tuple[Node, ...]
-    routes: Routes[Node] | None = None
+    client: CommandClient = dataclasses.field(repr=False)
 
     @property
     def where(self) -> str:
@@ -133,36 +117,31 @@ class Server:
 
     def node_of(self, key: bytes) -> Node:
         """The node that holds `key`. Raises RedisUnavailable where none does."""
-        node = self.routes.node_of(key) if self.routes else self.nodes[0]
-        if node is None:
-            raise RedisUnavailable(
-                f"no server of the cluster at {self.where} has the slot of this key: see "
-                "`redis-cli --cluster check`"
-            )
-        return node
+        endpoint = self.client.routes(_deadline()).node_of(key)
+        for node in self.nodes:
+            if node.endpoint == endpoint:
+                return node
+        raise RedisUnavailable(
+            f"no server of the cluster at {self.where} has the slot of this key: see "
+            "`redis-cli --cluster check`"
+        )
 
     @property
     def is_cluster(self) -> bool:
         """Whether keys are spread over nodes by their slots."""
-        return self.routes is not None and self.routes.is_cluster
+        return self.client.is_cluster
 
     def ask_all(self, commands: Sequence[tuple[bytes, Command]]) -> list[Any]:
         """Replies to (key, command) pairs, each asked of its key's node, in the given order.
 
         On one node the commands are carried out in that order. Raises as `Node.ask_all`.
         """
-        if len(self.nodes) == 1:
-            return self.nodes[0].ask_all([command for _, command in commands])
-        places: dict[Node, list[int]] = {}
-        for place, (key, _) in enumerate(commands):
-            places.setdefault(self.node_of(key), []).append(place)
-        replies: list[Any] = [None] * len(commands)
-        for node, of_node in places.items():
-            for place, reply in zip(
-                of_node, node.ask_all([commands[at][1] for at in of_node]), strict=True
-            ):
-                replies[place] = reply
-        return replies
+        questions = [Question(key, pack_command(*command)) for key, command in commands]
+        answers = self.client.ask(questions, _deadline())
+        failure = next((each for each in answers if isinstance(each, RedisError)), None)
+        if failure is not None:
+            raise _lost(failure, self.where) from None
+        return [_said(r, self.where) if isinstance(r, ErrorReply) else r for r in answers]
 
 
 @contextlib.contextmanager
@@ -172,27 +151,25 @@ def open_server(options: RedisOptions) -> Iterator[Server]:
     Raises ConfigError for a URL that is none, and RedisError, saying what to change, where
     the server cannot be reached or does not let us in.
     """
-    nodes: dict[Endpoint, Node] = {}
+    options = dataclasses.replace(
+        options, connect_timeout_s=CONNECT_TIMEOUT_S, op_timeout_s=OP_TIMEOUT_S
+    )
+    client = CommandClient(options, CLIENT_NAME, pack_command("CLIENT", "NO-TOUCH", "ON"))
     try:
-        server_map = _servers(options)
-        for endpoint in server_map.servers:
-            node = nodes[endpoint] = Node(endpoint)
-            node.ask("PING")
-        yield Server(tuple(nodes.values()), Routes(server_map, nodes))
+        endpoints = client.routes(_deadline()).nodes
+        nodes = {endpoint: Node(endpoint, client) for endpoint in endpoints}
+        for endpoint, node in nodes.items():
+            (reply,) = client.exchange(endpoint, [PING_COMMAND], _deadline())
+            if isinstance(reply, ErrorReply):
+                raise _said(reply, endpoint.where)
+            node.untouched = client.accepts_setup(endpoint)
+        yield Server(tuple(nodes.values()), client)
     finally:
-        for node in nodes.values():
-            node.close()
+        client.close()
 
 
-def _servers(options: RedisOptions) -> ServerMap:
-    """The server itself, the master that Sentinels name, or a cluster's shards."""
-    deployment = parse_deployment(options)
-    if deployment.topology is Topology.STANDALONE:
-        return ServerMap((deployment.server,))
-    found = find_servers(deployment, (), CONNECT_TIMEOUT_S)
-    if not found.servers:
-        raise RedisUnavailable(f"{deployment.where} has no master just now: try again")
-    return found
+def _deadline() -> float:
+    return time.monotonic() + OP_TIMEOUT_S
 
 
 def _lost(error: RedisError, where: str) -> RedisError:

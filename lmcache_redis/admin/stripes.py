@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -61,6 +62,10 @@ class Stripe:
         """Written for this very key, beyond doubt: a whole header that names it."""
         return self.header is not None and self.state is not State.FOREIGN
 
+    @property
+    def stored_unix_s(self) -> float | None:
+        return self.header.created_unix_ms / 1000 if self.header else None
+
 
 def judge(name: ChunkName, index: int, kind: str, value_bytes: int, head: bytes) -> Stripe:
     """What a value is that has the type `kind`, a length and these first 512 bytes."""
@@ -92,28 +97,51 @@ def _mismatch(name: ChunkName, index: int, header: StripeHeader) -> str:
     return ""
 
 
-def read_stripes(server: Server, wanted: Sequence[tuple[ChunkName, int]]) -> list[Stripe]:
-    """What stands under the keys of (chunk, stripe index) pairs. Raises RedisError."""
-    stripes: list[Stripe] = []
-    for start in range(0, len(wanted), BATCH_KEYS):
-        batch = wanted[start : start + BATCH_KEYS]
-        replies = server.ask_all([(k, c) for n, i in batch for k, c in _questions(n.stripe(i))])
-        per_key = len(replies) // len(batch)
-        stripes += [
-            _stripe(name, index, replies[at * per_key : (at + 1) * per_key])
-            for at, (name, index) in enumerate(batch)
-        ]
-    return stripes
+def ask_each(
+    server: Server, keys: Sequence[bytes], questions: Callable[[bytes], list[Command]]
+) -> Iterator[list[Any]]:
+    """For each key the replies to its questions, many keys in a pipeline. Raises RedisError."""
+    for start in range(0, len(keys), BATCH_KEYS):
+        asked = [(key, questions(key)) for key in keys[start : start + BATCH_KEYS]]
+        replies = iter(server.ask_all([(key, command) for key, some in asked for command in some]))
+        yield from (list(islice(replies, len(some))) for _, some in asked)
+
+
+def exist(server: Server, keys: Sequence[bytes]) -> list[bool]:
+    """Which keys are there. Counts as no use. Raises RedisError."""
+    return [reply == 1 for (reply,) in ask_each(server, keys, lambda key: [("EXISTS", key)])]
 
 
 def read_uses(server: Server, keys: Sequence[bytes]) -> list[Use]:
     """When keys were last used; nothing of their values is read. Raises RedisError."""
-    uses: list[Use] = []
-    for start in range(0, len(keys), BATCH_KEYS):
-        batch = keys[start : start + BATCH_KEYS]
-        replies = server.ask_all([(key, command) for key in batch for command in _use_of(key)])
-        uses += [_use(replies[at], replies[at + 1]) for at in range(0, len(replies), 2)]
-    return uses
+    return [_use(*replies) for replies in ask_each(server, keys, _use_of)]
+
+
+def read_stripes(server: Server, wanted: Sequence[tuple[ChunkName, int]]) -> list[Stripe]:
+    """What stands under the keys of (chunk, stripe index) pairs. Raises RedisError."""
+    keys = [name.stripe(index) for name, index in wanted]
+    read = ask_each(server, keys, _questions)
+    return [_stripe(*pair, *replies) for pair, replies in zip(wanted, read, strict=True)]
+
+
+def stripes_of(server: Server, name: ChunkName, hint: int | None = None) -> list[Stripe]:
+    """Every stripe a chunk should have, each read; all that can be found where none says.
+
+    hint: a stripe index to ask first, beside 0. Raises RedisError.
+    """
+    asked = sorted({0, hint or 0})
+    known = read_stripes(server, [(name, index) for index in asked])
+    if not count_of(known):
+        others = read_stripes(server, [(name, i) for i in range(BATCH_KEYS) if i not in asked])
+        known += [stripe for stripe in others if stripe.state is not State.MISSING]
+    have = {stripe.index for stripe in known}
+    known += read_stripes(server, [(name, i) for i in range(count_of(known)) if i not in have])
+    return sorted(known, key=lambda stripe: stripe.index)
+
+
+def count_of(stripes: Sequence[Stripe]) -> int:
+    """How many stripes their chunk has; 0 where no header tells."""
+    return max((s.header.stripe_count for s in stripes if s.is_ours and s.header), default=0)
 
 
 def verify_payload(server: Server, name: ChunkName, stripe: Stripe) -> Stripe:
@@ -123,60 +151,52 @@ def verify_payload(server: Server, name: ChunkName, stripe: Stripe) -> Stripe:
     key = name.stripe(stripe.index)
     found = server.node_of(key).get(key, stripe.header.payload_bytes)
     if found is None:
-        # Gone, or another: as it stands now.
+        # Gone, or replaced: judged as it is now.
         return read_stripes(server, [(name, stripe.index)])[0]
     header, payload = found
-    value_bytes = len(header) + payload.nbytes
-    again = judge(name, stripe.index, "string", value_bytes, header)
-    state, detail = again.state, again.detail
-    if state is State.WHOLE and again.header is not None:
+    again = judge(name, stripe.index, "string", len(header) + payload.nbytes, header)
+    if again.state is State.WHOLE and again.header is not None:
         checksum = xxh3_64_intdigest(payload)
         if checksum != again.header.checksum:
-            state = State.DAMAGED
             detail = f"its payload's checksum is {checksum:016x}, not {again.header.checksum:016x}"
-    return Stripe(
-        stripe.index, state, detail, value_bytes, again.header, stripe.use, stripe.expires_in_s
-    )
+            again = replace(again, state=State.DAMAGED, detail=detail)
+    return replace(again, use=stripe.use, expires_in_s=stripe.expires_in_s)
 
 
 def _use_of(key: bytes) -> list[Command]:
     return [("OBJECT", "IDLETIME", key), ("OBJECT", "FREQ", key)]
 
 
-def _questions(key: bytes) -> list[tuple[bytes, Command]]:
+def _questions(key: bytes) -> list[Command]:
     """Use first: on a server without CLIENT NO-TOUCH, reading the value counts as one."""
-    commands: list[Command] = [
-        *_use_of(key),
-        ("TYPE", key),
-        ("PTTL", key),
-        ("STRLEN", key),
-        ("GETRANGE", key, 0, HEADER_BYTES - 1),
-    ]
-    return [(key, command) for command in commands]
+    head: Command = ("GETRANGE", key, 0, HEADER_BYTES - 1)
+    return [*_use_of(key), ("TYPE", key), ("PTTL", key), ("STRLEN", key), head]
 
 
-def _stripe(name: ChunkName, index: int, replies: Sequence[Any]) -> Stripe:
-    idle, frequency, kind, ttl_ms, length, head = replies
-    if isinstance(kind, RedisError) and isinstance(head, RedisError):
-        return Stripe(index, State.UNREADABLE, str(head))
+def _stripe(
+    name: ChunkName,
+    index: int,
+    idle: Any,
+    freq: Any,
+    kind: Any,
+    ttl_ms: Any,
+    length: Any,
+    head: Any,
+) -> Stripe:
+    """Judged by the replies to `_questions`."""
+    refused = next((r for r in (head, length) if isinstance(r, RedisError)), None)
     if isinstance(kind, RedisError):
+        if isinstance(head, RedisError):
+            return Stripe(index, State.UNREADABLE, str(head))
         # Without TYPE the rest still tells a string from what is not there.
         kind = b"string" if isinstance(head, bytes) and length else b"none"
-    kind = kind.decode()
-    refused = next((r for r in (head, length) if isinstance(r, RedisError)), None)
-    if kind == "string" and refused is not None:
+    if kind == b"string" and refused is not None:
         return Stripe(index, State.UNREADABLE, str(refused))
-    judged = judge(name, index, kind, *((length, head) if refused is None else (0, b"")))
-    expires = ttl_ms / 1000 if isinstance(ttl_ms, int) and ttl_ms >= 0 else None
-    return Stripe(
-        index,
-        judged.state,
-        judged.detail,
-        judged.value_bytes,
-        judged.header,
-        _use(idle, frequency),
-        expires,
-    )
+    if refused is not None:
+        length, head = 0, b""
+    expires_in_s = ttl_ms / 1000 if isinstance(ttl_ms, int) and ttl_ms >= 0 else None
+    judged = judge(name, index, kind.decode(), length, head)
+    return replace(judged, use=_use(idle, freq), expires_in_s=expires_in_s)
 
 
 def _use(idle: Any, frequency: Any) -> Use:

@@ -1,24 +1,33 @@
-"""Which chunks a server holds: SCAN in small steps, names alone, no value is read.
+"""Which chunks a server holds, and how they are cut: by SCAN and key names alone.
 
 A SCAN meets every key that is there from its beginning to its end at least once; keys that
 come or go meanwhile may be met or not.
+
+Chunks of one form (layout, model, worker) are cut alike. A header says how, but where reading
+one counts as a use, it would make a chunk look younger than it is: there the highest index
+tells how many stripes there are, and MEMORY USAGE about how large they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lmcache_redis.admin.names import ChunkName, parse_name
-from lmcache_redis.admin.server import Node, Server
-from lmcache_redis.admin.stripes import BATCH_KEYS, State, Stripe, read_stripes
-from lmcache_redis.errors import FormatError, RedisProtocolError
+from lmcache_redis.admin.server import Server
+from lmcache_redis.admin.stripes import ask_each, exist, read_stripes
+from lmcache_redis.errors import FormatError
 from lmcache_redis.keys import KEY_MAGIC
 from lmcache_redis.resp.wire import escape_pattern
+from lmcache_redis.stripe import HEADER_BYTES, StripeHeader
 
 # What one SCAN looks at: a fraction of a millisecond of the server's.
 STEP_KEYS = 500
 _INDEX_BYTES = 2
+# Chunks of one form that are asked for a header before it is called unknown.
+_ATTEMPTS = 16
+# Stripes past the highest one seen that are looked for at a time.
+_AHEAD = 32
 
 Form = tuple[bytes, str, int]
 
@@ -29,6 +38,11 @@ class SeenChunk:
 
     name: ChunkName
     stripes: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many stripes were seen."""
+        return self.stripes.bit_count()
 
     @property
     def first(self) -> int:
@@ -71,11 +85,14 @@ def survey(
     looks at. Raises RedisError.
     """
     found = Survey()
+    pattern = prefix + KEY_MAGIC
+    if namespaces is not None and len(namespaces) == 1:
+        pattern += next(iter(namespaces))
     for number, node in enumerate(server.nodes, start=1):
         found.database_keys += int(node.ask("DBSIZE"))
         enough = most_chunks and -(-most_chunks * number // len(server.nodes))
         looked_at = 0
-        for keys, is_last in _steps(node, _pattern(prefix, namespaces)):
+        for keys, is_last in node.scan(escape_pattern(pattern) + b"*", STEP_KEYS):
             looked_at += STEP_KEYS
             for key in keys:
                 _add(found, key, prefix, namespaces)
@@ -90,53 +107,11 @@ def survey(
     return found
 
 
-def stripes_of(server: Server, name: ChunkName, hint: int | None = None) -> list[Stripe]:
-    """Every stripe a chunk should have, each read; all that can be found where none says.
-
-    hint: a stripe index to ask first, beside 0. Raises RedisError.
-    """
-    asked = sorted({0, hint or 0})
-    known = read_stripes(server, [(name, index) for index in asked])
-    headers = [s.header for s in known if s.is_ours and s.header is not None]
-    if not headers:
-        others = read_stripes(server, [(name, i) for i in range(BATCH_KEYS) if i not in asked])
-        known += [stripe for stripe in others if stripe.state is not State.MISSING]
-        headers = [s.header for s in known if s.is_ours and s.header is not None]
-    count = max((header.stripe_count for header in headers), default=0)
-    have = {stripe.index for stripe in known}
-    known += read_stripes(server, [(name, i) for i in range(count) if i not in have])
-    return sorted(known, key=lambda stripe: stripe.index)
-
-
-def _pattern(prefix: bytes, namespaces: frozenset[bytes] | None) -> bytes:
-    start = prefix + KEY_MAGIC
-    if namespaces is not None and len(namespaces) == 1:
-        start += next(iter(namespaces))
-    return escape_pattern(start) + b"*"
-
-
-def _steps(node: Node, pattern: bytes) -> Iterator[tuple[list[bytes], bool]]:
-    """What each SCAN finds, and whether it was the last."""
-    cursor = b"0"
-    while True:
-        # TYPE string: other types are not ours, whatever they are called.
-        reply = node.ask("SCAN", cursor, "MATCH", pattern, "COUNT", STEP_KEYS, "TYPE", "string")
-        match reply:
-            case [bytes() as cursor, list() as found] if cursor.isdigit():
-                keys = [key for key in found if isinstance(key, bytes)]
-                yield keys, cursor == b"0"
-            case _:
-                raise RedisProtocolError("the reply to a SCAN is no cursor and keys")
-        if cursor == b"0":
-            return
-
-
 def _add(found: Survey, key: bytes, prefix: bytes, namespaces: frozenset[bytes] | None) -> None:
-    # Whatever the server matched: names are compared here.
-    index = int.from_bytes(key[-_INDEX_BYTES:], "big")
-    seen = found.chunks.get(key[:-_INDEX_BYTES])
-    if seen is not None:
-        seen.stripes |= 1 << index
+    # Names are compared here: the pattern is only the server's first choice.
+    chunk_key, index = key[:-_INDEX_BYTES], int.from_bytes(key[-_INDEX_BYTES:], "big")
+    if chunk_key in found.chunks:
+        found.chunks[chunk_key].stripes |= 1 << index
         return
     try:
         name, parsed_index = parse_name(key, prefix)
@@ -147,4 +122,82 @@ def _add(found: Survey, key: bytes, prefix: bytes, namespaces: frozenset[bytes] 
     if parsed_index is None:
         found.other_keys.add(key)
     elif namespaces is None or name.namespace in namespaces:
-        found.chunks[key[:-_INDEX_BYTES]] = SeenChunk(name, 1 << parsed_index)
+        found.chunks[chunk_key] = SeenChunk(name, 1 << parsed_index)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a chunk is cut into stripes. chunk_bytes 0: how large it is, is not known."""
+
+    chunk_bytes: int
+    stripe_payload_bytes: int
+    stripe_count: int
+
+    @staticmethod
+    def of(header: StripeHeader) -> Cut:
+        payload = header.payload_bytes
+        if header.stripe_index and header.stripe_index == header.stripe_count - 1:
+            payload = header.payload_offset // header.stripe_index
+        return Cut(header.chunk_bytes, payload, header.stripe_count)
+
+    def value_bytes(self, stripes: int) -> int:
+        """Bytes of the values of these stripes (a bit each), headers included."""
+        if not self.chunk_bytes:
+            return 0
+        inside = stripes & ((1 << self.stripe_count) - 1)
+        total = inside.bit_count() * (HEADER_BYTES + self.stripe_payload_bytes)
+        if inside >> (self.stripe_count - 1):
+            total -= self.stripe_count * self.stripe_payload_bytes - self.chunk_bytes
+        return total
+
+    def missing(self, stripes: int) -> list[int]:
+        """Indexes of the stripes that are not among these."""
+        return [i for i in range(self.stripe_count) if not stripes >> i & 1]
+
+
+def cuts_of(server: Server, chunks: Sequence[SeenChunk]) -> dict[Form, Cut]:
+    """How the chunks of each form are cut; uses nothing. Raises RedisError.
+
+    Exact where headers can be read without that counting as a use (a form without any whole
+    header is left out then); elsewhere sizes are what the server's memory has, a little more.
+    """
+    by_form: dict[Form, list[SeenChunk]] = {}
+    for chunk in chunks:
+        by_form.setdefault(chunk.form, []).append(chunk)
+    if not server.untouched:
+        return {form: _reckoned(server, some) for form, some in by_form.items()}
+    cuts: dict[Form, Cut] = {}
+    for form, some in by_form.items():
+        for stripe in read_stripes(server, [(c.name, c.first) for c in some[:_ATTEMPTS]]):
+            if stripe.is_ours and stripe.header is not None:
+                cuts.setdefault(form, Cut.of(stripe.header))
+    return cuts
+
+
+def _reckoned(server: Server, chunks: Sequence[SeenChunk]) -> Cut:
+    """From the chunk with the highest stripe index, no value read."""
+    chunk = max(chunks, key=lambda chunk: chunk.stripes)
+    last, found = chunk.stripes.bit_length() - 1, [True]
+    while any(found):
+        found = exist(server, [chunk.name.stripe(last + 1 + at) for at in range(_AHEAD)])
+        last += max((at for at, there in enumerate(found, start=1) if there), default=0)
+    sized = [chunk.name.stripe(chunk.first), chunk.name.stripe(last)]
+    usages = [u for (u,) in ask_each(server, sized, lambda key: [("MEMORY", "USAGE", key)])]
+    if not all(isinstance(usage, int) and usage > HEADER_BYTES for usage in usages):
+        return Cut(0, 0, last + 1)
+    each, final = (usage - HEADER_BYTES for usage in usages)
+    return Cut(each * last + final, each, last + 1)
+
+
+def present_of(server: Server, chunks: Sequence[tuple[SeenChunk, Cut | None]]) -> list[int]:
+    """For each chunk the stripes seen, and of the others those that are there (EXISTS)."""
+    masks = [chunk.stripes for chunk, _ in chunks]
+    asked = [
+        (at, index)
+        for at, (chunk, cut) in enumerate(chunks)
+        for index in (cut.missing(chunk.stripes) if cut else ())
+    ]
+    there = exist(server, [chunks[at][0].name.stripe(index) for at, index in asked])
+    for (at, index), is_there in zip(asked, there, strict=True):
+        masks[at] |= is_there << index
+    return masks

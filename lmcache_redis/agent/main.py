@@ -12,13 +12,12 @@ from collections.abc import Iterator
 
 import zmq
 
-from lmcache_redis.agent.core import Core
-from lmcache_redis.agent.disk import Disk
+from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.service import Service
+from lmcache_redis.cache.memory import Arena
 from lmcache_redis.config import AgentConfig, endpoint_path, ensure_private
 from lmcache_redis.embedded import EmbeddedRedis
 from lmcache_redis.errors import ConfigError, DeviceError
-from lmcache_redis.hostpool import Arena
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.transport import bind_router
@@ -47,18 +46,16 @@ def run_agent(config: AgentConfig) -> int:
         stack.callback(arena.close)
         plane = RedisPlane(_redis_options(config, url))
         plane.start()
-        core = Core(config, arena, plane)
-        if config.disk_path is not None:
-            core.disk = Disk(core, config.disk_path, config.disk_size)
-            stack.callback(core.disk.close)
-        service = Service(core, router)
+        agent = Agent.of(config, arena, plane)
+        stack.callback(agent.jobs.cache.close, 0.0)
+        service = Service(agent, router)
         _stop_on_signals(service)
         _say_ready(config, plane, started_s)
         _prefault(stack, arena)
         try:
             service.run()
         finally:
-            _stop(service, core, config)
+            _stop(service, agent)
     return 0
 
 
@@ -141,26 +138,25 @@ def _say_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None
         logger.warning("Redis is not available yet: %s", state.reason)
 
 
-def _stop(service: Service, core: Core, config: AgentConfig) -> None:
-    deadline_s = time.monotonic() + config.shutdown_deadline_s
-    logger.info("stopping: writes have %.1f s to finish", config.shutdown_deadline_s)
+def _stop(service: Service, agent: Agent) -> None:
+    shutdown_s = agent.config.shutdown_deadline_s
+    deadline_s = time.monotonic() + shutdown_s
+    logger.info("stopping: writes have %.1f s to finish", shutdown_s)
     service.drain(deadline_s)
-    if core.disk is not None:
-        core.disk.close()
-    copied = core.copies.close(max(0.1, deadline_s - time.monotonic()))
-    core.plane.close(max(0.1, deadline_s - time.monotonic()))
-    core.run_posted()
-    _unpin(core, copied)
-    core.wakeup.close()
+    copied = agent.jobs.copies.close(max(0.1, deadline_s - time.monotonic()))
+    agent.jobs.cache.close(max(0.1, deadline_s - time.monotonic()))
+    agent.loop.run_posted()
+    _unpin(agent, copied)
+    agent.loop.wakeup.close()
     logger.info("stopped")
 
 
-def _unpin(core: Core, copied: bool) -> None:
+def _unpin(agent: Agent, copied: bool) -> None:
     """Give the pool's pages back to the system, unless a device may still be at work on them."""
     if not copied:
         logger.error("a device does not answer: what it works on is left to its driver")
         return
     try:
-        core.unpin_pool()
+        agent.pinned_pool.unpin()
     except DeviceError as error:
         logger.error("the host pool stays pinned to the end of this process: %s", error)

@@ -13,7 +13,7 @@ import msgspec
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.registration import Registration
-from lmcache_redis.device.handles import is_running
+from lmcache_redis.processes import is_running
 
 # After its own HELLO a worker registers at once, after another's of its engine within this time:
 # links greet a new agent every half second.
@@ -28,7 +28,7 @@ class Peer:
     hello: m.Hello
     last_heard_s: float
     greeted_s: float  # when it said HELLO
-    welcomed: bool = False  # it has said something since, so it knows that it is
+    welcomed: bool = False  # it has sent a message since, so it knows
     registration: Registration | None = None
     mapping: bool = False  # its registration is in progress
 

@@ -6,11 +6,14 @@ retrieve that uses it, on release, or when the session ends or times out.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from lmcache_redis.cache.pool import Entry, HostPool
 from lmcache_redis.errors import WireError
-from lmcache_redis.hostpool import Entry, HostPool
+
+logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1 << 16
 
@@ -32,7 +35,7 @@ class Tally:
     reasons: set[str] = field(default_factory=set)
 
     def sentence(self, request_id: str) -> str | None:
-        """The line, or None where nothing happened that anybody wants to read."""
+        """The line, or None where there is nothing to say."""
         parts = []
         if self.asked:
             from_disk = f", {self.from_disk} from disk" if self.from_disk else ""
@@ -130,21 +133,25 @@ class Sessions:
         session.expires_s = now_s + self._timeout_s
         return session
 
-    def end(self, session: Session) -> str | None:
-        """Unpins everything; the session goes when nothing of it is in progress any more.
-
-        Returns its line for the log if it is gone.
-        """
+    def end(self, session: Session) -> None:
+        """Unpins everything; the session goes when nothing of it is in progress any more."""
         session.ended = True
         session.release_all()
-        return self.settle(session)
+        self._settle(session)
 
-    def settle(self, session: Session) -> str | None:
-        """Removes an ended session that has nothing in progress; returns its line for the log."""
+    def finish(self, session: Session) -> None:
+        """One store or retrieve of the session is over."""
+        session.busy -= 1
+        self._settle(session)
+
+    def _settle(self, session: Session) -> None:
+        """Removes an ended session that has nothing in progress, and logs its line."""
         if not session.ended or session.busy or self._sessions.get(session.key) is not session:
-            return None
+            return
         del self._sessions[session.key]
-        return session.tally.sentence(session.key[1])
+        line = session.tally.sentence(session.key[1])
+        if line is not None:
+            logger.debug("%s", line)  # the minute's line has one for all of them
 
     def expired(self, now_s: float) -> list[Session]:
         """Sessions whose time is over."""

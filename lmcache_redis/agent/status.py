@@ -1,43 +1,49 @@
-"""The document that STATUS answers with."""
+"""What an agent says of itself: the document that STATUS answers with, and one line a minute."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
-from lmcache_redis.agent.core import Core
-from lmcache_redis.agent.peers import Peers
-from lmcache_redis.agent.writes import Writes
+from lmcache_redis.agent.parts import Agent
 from lmcache_redis.version import __version__
 
+Line = tuple[int, str]
 
-def status_report(core: Core, peers: Peers, writes: Writes) -> dict[str, Any]:
-    """Everything somebody who looks after the agent wants to see, ready for JSON."""
-    pool, config = core.pool, core.config
-    slot_bytes = core.arena.slot_bytes
+# What ordinary work and ordinary eviction never cause.
+_SERIOUS = ("miss_corrupt", "miss_foreign", "wire_errors")
+_REASONS = ("lookups_timed_out", "sessions_timed_out", "retrieves_failed", "wire_errors")
+
+
+def status_report(agent: Agent) -> dict[str, Any]:
+    """What an operator of the agent wants to see, ready for JSON."""
+    config, peers, jobs = agent.config, agent.peers, agent.jobs
+    pool, queues = jobs.cache.pool, jobs.cache.queues
     return {
         "version": __version__,
         "pid": os.getpid(),
         "endpoint": config.endpoint,
         "chunk_size_tokens": config.chunk_size_tokens,
-        "redis": _redis(core),
+        "redis": _redis(agent),
         "pool": {
             "slots": pool.slot_count,
-            "slot_bytes": slot_bytes,
+            "slot_bytes": agent.arena.slot_bytes,
             "used_slots": pool.used_slots,
             "pinned_slots": pool.pinned_slots,
             "chunks": len(pool),
             "evictions": pool.evictions,
         },
         "queues": {
-            "writes": len(writes),
-            "write_bytes": writes.queued_bytes,
-            "copies": core.copies.backlog,
-            "jobs": sum(session.busy for session in core.sessions),
-            "disk_writes": core.disk.backlog if core.disk is not None else 0,
+            "writes": len(queues[-1]),
+            "write_bytes": queues[-1].queued_bytes,
+            "copies": jobs.copies.backlog,
+            "jobs": sum(session.busy for session in jobs.sessions),
+            "disk_writes": sum(map(len, queues[:-1])),
         },
-        "disk": _disk(core),
-        "sessions": len(core.sessions),
+        "disk": _disk(agent),
+        "sessions": len(jobs.sessions),
         "engines": [
             {
                 "engine_id": peer.engine_id,
@@ -53,28 +59,28 @@ def status_report(core: Core, peers: Peers, writes: Writes) -> dict[str, Any]:
             for peer in peers
             if peer.registration is not None
         ],
-        "counters": core.metrics.snapshot(),
+        "counters": jobs.cache.metrics.snapshot(),
     }
 
 
-def _disk(core: Core) -> dict[str, Any] | None:
+def _disk(agent: Agent) -> dict[str, Any] | None:
     """None without a disk tier."""
-    disk = core.disk
+    disk = agent.disk
     if disk is None:
         return None
     return {
         "directory": disk.directory,
-        "up": disk.is_up,
-        "reason": disk.reason,
+        "up": disk.state.up,
+        "reason": disk.state.reason,
         "limit_bytes": disk.limit_bytes,
         "used_bytes": disk.used_bytes,
     }
 
 
-def _redis(core: Core) -> dict[str, Any]:
-    state, stats = core.plane.state, core.plane.stats()
+def _redis(agent: Agent) -> dict[str, Any]:
+    state, stats = agent.plane.state, agent.plane.stats()
     return {
-        "server": core.plane.where,
+        "server": agent.plane.where,
         "up": state.up,
         "reason": state.reason,
         "bytes_in": stats.bytes_in,
@@ -85,3 +91,36 @@ def _redis(core: Core) -> dict[str, Any]:
         "connections_lost": stats.connections_lost,
         "errors": stats.errors,
     }
+
+
+def summary(before: Mapping[str, int], after: Mapping[str, int]) -> Line | None:
+    """A log level and a line; None where nothing happened.
+
+    before, after: two snapshots of the agent's `Metrics`.
+    """
+    grown = {name: n - before[name] for name, n in after.items() if n > before[name]}
+    parts = []
+    if "lookups" in grown:
+        hits = {place: grown.get(f"hit_chunks_{place}", 0) for place in ("pool", "disk", "redis")}
+        parts.append(
+            f"{sum(hits.values())} of {grown.get('lookup_chunks', 0)} chunks hit in "
+            f"{grown['lookups']} lookups (host pool {hits['pool']}, disk {hits['disk']}, "
+            f"Redis {hits['redis']})"
+        )
+    for counter, done in (
+        ("retrieved_chunks", "retrieved"),
+        ("gathered_chunks", "gathered"),
+        ("stored_chunks", "stored in Redis"),
+        ("disk_stored_chunks", "stored on disk"),
+    ):
+        if counter in grown:
+            parts.append(f"{grown[counter]} {done}")
+    parts += [
+        f"{name} {n}"
+        for name, n in grown.items()
+        if name.startswith(("miss_", "drop_")) or name in _REASONS
+    ]
+    if not parts:
+        return None
+    level = logging.WARNING if any(name in grown for name in _SERIOUS) else logging.INFO
+    return level, "since the last such line: " + ", ".join(parts)

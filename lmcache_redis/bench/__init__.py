@@ -1,1 +1,9 @@
-"""Benchmarks: what is claimed about speed comes from here, with the machine named."""
+"""`lmcache-redis bench`: how fast this machine and a server move and find chunks.
+
+values      the memory that chunks are stored from and loaded into; it shows what arrived
+client      the data plane, used as an agent uses it
+run         rounds of writes, reads and lookups, and their medians
+
+The benchmarks beside other clients, of a GPU and of a whole engine are in `benchmarks/` of the
+repository, which imports `values` and `client` from here.
+"""

@@ -1,22 +1,21 @@
-"""`inspect`, `purge` and `doctor`: looking after the Redis behind the cache."""
+"""`inspect`, `purge` and `doctor`: commands for the operators of the Redis behind the cache."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmcache_redis.cli.options import agent_config
+from lmcache_redis.cli.options import config_from
+from lmcache_redis.config import AgentConfig
 from lmcache_redis.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lmcache_redis.admin.purge import Pace, Plan, Removal
     from lmcache_redis.admin.server import Server
-    from lmcache_redis.resp.options import RedisOptions
 
 RedisUrl = Annotated[
     str | None,
@@ -24,25 +23,23 @@ RedisUrl = Annotated[
         "--redis-url",
         envvar="LMCACHE_REDIS_URL",
         show_envvar=True,
-        help="URL of the server, as for the agent; a password may come from "
+        help="URL of the server, as for the agent. The password may come from "
         "LMCACHE_REDIS_PASSWORD or LMCACHE_REDIS_PASSWORD_FILE.",
     ),
 ]
 RedisUsername = Annotated[
     str | None, typer.Option("--redis-username", help="ACL user, if not in the URL.")
 ]
-KeyPrefix = Annotated[
-    str | None, typer.Option("--key-prefix", help="What the agents put before every key.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+KeyPrefix = Annotated[str | None, typer.Option("--key-prefix", help="The agents' key prefix.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def inspect(
     key: Annotated[
         str | None,
         typer.Argument(
-            help="A key: hex, text with \\xNN, or as redis-cli prints it; of a stripe, or of a "
-            "chunk without its stripe index.",
+            help="A stripe's key, or a chunk's without the stripe index: in hex, with \\xNN "
+            "escapes, or as redis-cli prints it.",
             show_default="all chunks, by model and layout",
         ),
     ] = None,
@@ -53,7 +50,7 @@ def inspect(
         bool,
         typer.Option(
             "--verify",
-            help="Read payloads too and compare their checksums; before Redis 7.2 that counts "
+            help="Also read payloads and compare their checksums. Before Redis 7.2 this counts "
             "as a use.",
         ),
     ] = False,
@@ -71,54 +68,55 @@ def inspect(
       lmcache-redis inspect '"lmcr1:..."'
     """
     if key is not None and everything:
-        raise ConfigError("--all goes without a KEY: leave one of them out")
-    from lmcache_redis.admin import names, report, text
+        raise ConfigError("--all cannot be combined with a KEY: leave one of them out")
     from lmcache_redis.admin.inspect import explain, summarise
+    from lmcache_redis.admin.names import read_key
+    from lmcache_redis.admin.report import chunk_lines, summary_lines
 
-    with _server(redis_url, redis_username, key_prefix) as (server, options):
+    with _server(redis_url, redis_username, key_prefix) as (server, prefix):
         if key is not None:
-            found = explain(server, names.read_key(key), options.key_prefix, verify)
-            _print(as_json, report.chunk_json, text.chunk_lines, found)
+            chunk = explain(server, read_key(key), prefix, verify)
+            _print(as_json, chunk, chunk_lines(chunk))
         else:
-            summary = summarise(server, options.key_prefix, everything=everything, verify=verify)
-            _print(as_json, report.summary_json, text.summary_lines, summary)
+            summary = summarise(server, prefix, everything=everything, verify=verify)
+            _print(as_json, summary, summary_lines(summary))
 
 
 def purge(
     model: Annotated[
-        list[str] | None, typer.Option("--model", help="Of this model; may be given again.")
+        list[str] | None, typer.Option("--model", help="Chunks of this model; repeatable.")
     ] = None,
     layout: Annotated[
         list[str] | None,
-        typer.Option("--layout", help="Of this layout, as `inspect` shows it; may be given again."),
+        typer.Option("--layout", help="Chunks of this layout, as `inspect` shows it; repeatable."),
     ] = None,
     idle_longer_than: Annotated[
         str | None,
-        typer.Option("--idle-longer-than", help="Not read from Redis for that long: 12h, 7d, 2w."),
+        typer.Option("--idle-longer-than", help="Chunks not read from Redis for 12h, 7d, 2w."),
     ] = None,
     stored_longer_than: Annotated[
         str | None,
-        typer.Option("--stored-longer-than", help="Stored so long ago, whoever reads it."),
+        typer.Option("--stored-longer-than", help="Chunks stored this long ago, read or not."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--everything", help="All chunks under the key prefix.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be removed, and end.")
+        bool, typer.Option("--dry-run", help="Show what would be removed, and stop.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     keys_per_second: Annotated[
-        float, typer.Option("--keys-per-second", help="Remove at most so many keys a second.")
+        float, typer.Option("--keys-per-second", help="Remove at most this many keys a second.")
     ] = 2000,
     redis_url: RedisUrl = None,
     redis_username: RedisUsername = None,
     key_prefix: KeyPrefix = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove chunks by model, layout or age, at a bounded rate; conditions add up.
+    """Remove chunks by model, layout or age, at a bounded rate. All given conditions must hold.
 
-    Only keys whose value has a whole header of ours that agrees with the key are removed.
-    Agents may run beside it: a chunk that vanishes is a miss.
+    Removes a key only if its value has an intact header that agrees with the key. Agents may
+    run at the same time: a chunk that vanishes is a miss.
 
     Examples:
 
@@ -126,37 +124,45 @@ def purge(
 
       lmcache-redis purge --idle-longer-than 7d --yes
     """
-    from lmcache_redis.admin import names, report, text
-    from lmcache_redis.admin.purge import Pace, Removal, Selection, choose
+    from lmcache_redis.admin.names import read_age, read_layout
+    from lmcache_redis.admin.purge import Pace, Removal, Selection, choose, remove
+    from lmcache_redis.admin.report import plan_lines, removal_lines
 
-    namespaces = [names.read_layout(each) for each in layout or ()]
     selection = Selection(
         models=frozenset(model or ()),
-        namespaces=frozenset().union(*namespaces) if namespaces else None,
-        idle_longer_than_s=names.read_age("--idle-longer-than", idle_longer_than),
-        stored_longer_than_s=names.read_age("--stored-longer-than", stored_longer_than),
+        namespaces=frozenset().union(*map(read_layout, layout)) if layout else None,
+        idle_longer_than_s=read_age("--idle-longer-than", idle_longer_than),
+        stored_longer_than_s=read_age("--stored-longer-than", stored_longer_than),
         everything=everything,
     )
     pace = Pace(keys_per_second)
-    if not (yes or dry_run or _on_terminal()):
+    if not (yes or dry_run or sys.stdin.isatty()):
         raise ConfigError(
             "there is no terminal to ask on: give --yes to remove without asking, or --dry-run"
         )
-    with _server(redis_url, redis_username, key_prefix) as (server, options):
-        plan = choose(server, options.key_prefix, selection)
-        if dry_run or not plan.chunks:
-            _print(as_json, report.plan_json, lambda p: text.plan_lines(p, server.where), plan)
+    with _server(redis_url, redis_username, key_prefix) as (server, prefix):
+        plan = choose(server, prefix, selection)
+        ends_here = dry_run or not plan.chunks
+        if ends_here or not as_json:
+            _print(as_json, plan, plan_lines(plan, server.where))
+        if ends_here:
             return
-        if not as_json:
-            print(*text.plan_lines(plan, server.where), sep="\n")
         if not yes and not typer.confirm("Remove them?", err=as_json):
             raise typer.Exit(1)
         removal = Removal()
+        shown = sys.stderr.isatty()
+
+        def progress(keys: int) -> None:
+            if shown:
+                print(f"\r{keys:,} of {plan.stripes:,} keys", end="", file=sys.stderr, flush=True)
+
         try:
-            _remove(server, plan, pace, removal)
+            remove(server, plan, pace, removal, progress)
         finally:
-            # Also where it was interrupted or the server went away: what was done is done.
-            _print(as_json, report.removal_json, text.removal_lines, removal)
+            # Also after an interrupt or a lost server: what was removed is reported.
+            if shown:
+                print(file=sys.stderr)
+            _print(as_json, removal, removal_lines(removal))
 
 
 def doctor(
@@ -164,89 +170,62 @@ def doctor(
         bool,
         typer.Option(
             "--bandwidth/--no-bandwidth",
-            help="Write and read 8 MiB under temporary keys to measure it.",
+            help="Measure bandwidth: write and read 8 MiB under temporary keys.",
         ),
     ] = True,
     kv_bytes_per_token: Annotated[
-        int, typer.Option("--kv-bytes-per-token", min=1, help="Of the model; 131072 is an 8B's.")
+        int,
+        typer.Option("--kv-bytes-per-token", min=1, help="Of the model; 131072 suits an 8B model."),
     ] = 128 << 10,
     prefill_tokens_per_s: Annotated[
-        float, typer.Option("--prefill-tokens-per-s", min=1, help="Of all engines together.")
+        float,
+        typer.Option("--prefill-tokens-per-s", min=1, help="Prefill rate of all engines together."),
     ] = 8000,
     redis_url: RedisUrl = None,
     redis_username: RedisUsername = None,
     key_prefix: KeyPrefix = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look at a server and say what to change, and why, the most important first.
+    """Check a server and say what to change and why, the most important first.
 
-    Changes nothing. Exit status: 0 where nothing is critical and nothing warns, 1 else, 2 for
-    a wrong option.
+    Changes nothing. Exit status: 1 for a critical finding or a warning, 2 for a wrong option,
+    else 0.
     """
-    from lmcache_redis.admin import report, text
     from lmcache_redis.admin.doctor import diagnose
-    from lmcache_redis.admin.findings import Need
+    from lmcache_redis.admin.facts import Need
+    from lmcache_redis.admin.report import diagnosis_lines
 
     need = Need(kv_bytes_per_token, prefill_tokens_per_s)
-    with _server(redis_url, redis_username, key_prefix) as (server, options):
-        diagnosis = diagnose(server, options.key_prefix, need, bandwidth=bandwidth)
-    _print(as_json, report.diagnosis_json, text.diagnosis_lines, diagnosis)
+    with _server(redis_url, redis_username, key_prefix) as (server, prefix):
+        diagnosis = diagnose(server, prefix, need, bandwidth=bandwidth)
+    _print(as_json, diagnosis, diagnosis_lines(diagnosis))
     raise typer.Exit(diagnosis.exit_status)
 
 
 @contextmanager
 def _server(
     url: str | None, username: str | None, key_prefix: str | None
-) -> Iterator[tuple[Server, RedisOptions]]:
-    """The server that options and environment name, by the agent's own rules."""
-    config = agent_config({"redis_url": url, "redis_username": username, "key_prefix": key_prefix})
+) -> Iterator[tuple[Server, bytes]]:
+    """The server that options and environment name, by the agent's own rules; the key prefix."""
+    named = {"redis_url": url, "redis_username": username, "key_prefix": key_prefix}
+    config = config_from(AgentConfig, named)
     if not config.redis_url:
         raise ConfigError(
-            "no server is named: give --redis-url or set LMCACHE_REDIS_URL (of an agent with an "
-            "embedded Redis, `lmcache-redis status` shows it)"
+            "no server is named: give --redis-url or set LMCACHE_REDIS_URL (`lmcache-redis status` "
+            "shows the URL of an agent's embedded Redis)"
         )
     from lmcache_redis.admin.server import open_server
     from lmcache_redis.resp.options import RedisOptions
 
     options = RedisOptions(
-        url=config.redis_url,
-        key_prefix=config.key_prefix,
-        username=config.redis_username,
-        password=config.redis_password,
+        url=config.redis_url, username=config.redis_username, password=config.redis_password
     )
     with open_server(options) as server:
-        yield server, options
+        yield server, config.key_prefix
 
 
-def _print(
-    as_json: bool,
-    to_json: Callable[[Any], dict[str, Any]],
-    to_lines: Callable[[Any], Iterable[str]],
-    found: Any,
-) -> None:
-    if as_json:
-        print(json.dumps(to_json(found), indent=2))
-        return
-    for line in to_lines(found):
+def _print(as_json: bool, found: Any, lines: Iterable[str]) -> None:
+    from lmcache_redis.admin import report
+
+    for line in [json.dumps(report.as_json(found), indent=2)] if as_json else lines:
         print(line)
-
-
-def _remove(server: Server, plan: Plan, pace: Pace, removal: Removal) -> None:
-    """Remove, with a counter on a terminal."""
-    from lmcache_redis.admin.purge import remove
-
-    shown = sys.stderr.isatty()
-
-    def progress(keys: int) -> None:
-        if shown:
-            print(f"\r{keys:,} of {plan.stripes:,} keys", end="", file=sys.stderr, flush=True)
-
-    try:
-        remove(server, plan, pace, removal, progress)
-    finally:
-        if shown:
-            print(file=sys.stderr)
-
-
-def _on_terminal() -> bool:
-    return sys.stdin.isatty()

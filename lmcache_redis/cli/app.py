@@ -1,4 +1,4 @@
-"""The commands. Each imports what it needs when it runs: `--help` is quick."""
+"""The commands. Each imports what it needs when it runs, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import typer
 from rich.console import Console
 
 from lmcache_redis.cli import admin
-from lmcache_redis.cli.gateway import gateway
-from lmcache_redis.cli.options import agent_config, takes_agent_options
+from lmcache_redis.cli.bench import bench
+from lmcache_redis.cli.options import config_from, takes_options_of
 from lmcache_redis.cli.starting import start_again_if_needed
 from lmcache_redis.config import AgentConfig, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
+from lmcache_redis.gateway.config import GatewayConfig
 from lmcache_redis.version import __version__
 
 app = typer.Typer(
@@ -24,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help=(
-        "A KV cache for vLLM that lives in Redis or Valkey.\n\n"
+        "A KV cache for vLLM in Redis or Valkey.\n\n"
         "Run one [bold]agent[/bold] per node, and start vLLM with [bold]--kv-transfer-config "
         '\'{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}\'[/bold]: prompt prefixes '
         "that any replica has computed are loaded instead of computed again.\n\n"
@@ -34,15 +35,15 @@ app = typer.Typer(
 
 EndpointOption = Annotated[
     str | None,
-    typer.Option("--endpoint", help="Where the agent listens.", show_default="the agent's default"),
+    typer.Option("--endpoint", help="The agent's endpoint.", show_default="the agent's default"),
 ]
-TimeoutOption = Annotated[float, typer.Option("--timeout-s", help="How long to wait, in seconds.")]
+TimeoutOption = Annotated[float, typer.Option("--timeout-s", help="Deadline for the answer.")]
 
 
 @app.command()
-@takes_agent_options
+@takes_options_of(AgentConfig)
 def agent(**options: object) -> None:
-    """Run the agent of this node: it keeps KV in Redis for every vLLM engine here.
+    """Run this node's agent, which caches KV in Redis for all vLLM engines of the node.
 
     Examples:
 
@@ -50,20 +51,38 @@ def agent(**options: object) -> None:
 
       lmcache-redis agent --redis-url redis://cache.example:6379 --pool-bytes 16GiB
     """
-    config = agent_config(options)
-    _log_to_stderr(config)
+    config = config_from(AgentConfig, options)
+    _log_to_stderr(config.log_level)
     from lmcache_redis.agent.main import run_agent
 
     raise typer.Exit(run_agent(config))
 
 
 @app.command()
+@takes_options_of(GatewayConfig)
+def gateway(**options: object) -> None:
+    """Serve chunks to LMCache clients over TCP (lm://), from memory, disk and Redis.
+
+    Examples:
+
+      lmcache-redis gateway --redis-url redis://cache.example:6379
+
+      lmcache-redis gateway --listen lm://0.0.0.0:65432 --allowed-peers 10.0.0.0/8 --redis-url ...
+    """
+    config = config_from(GatewayConfig, options)
+    _log_to_stderr(config.log_level)
+    from lmcache_redis.gateway.main import run_gateway
+
+    raise typer.Exit(run_gateway(config))
+
+
+@app.command()
 def status(
     endpoint: EndpointOption = None,
     timeout_s: TimeoutOption = 2.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what the agent holds, how Redis is, and what was counted."""
+    """Show what the agent holds, the state of Redis, and all counters."""
     from lmcache_redis.cli.tables import status_tables
     from lmcache_redis.client.control import ControlClient
 
@@ -78,7 +97,7 @@ def status(
 
 @app.command()
 def ping(endpoint: EndpointOption = None, timeout_s: TimeoutOption = 2.0) -> None:
-    """Ask the agent for a sign of life."""
+    """Check that the agent answers, and show the round trip."""
     from lmcache_redis.client.control import ControlClient
 
     info = ControlClient(endpoint or default_endpoint(), timeout_s).ping()
@@ -87,18 +106,20 @@ def ping(endpoint: EndpointOption = None, timeout_s: TimeoutOption = 2.0) -> Non
     )
 
 
-app.command()(gateway)
 app.command()(admin.inspect)
 app.command()(admin.purge)
 app.command()(admin.doctor)
+app.command()(bench)
 
 
 @app.command()
 def demo(
     output_dir: Annotated[
-        Path, typer.Option("--output-dir", help="Where results, plot and logs go.")
+        Path, typer.Option("--output-dir", help="Directory for results, plot and logs.")
     ] = Path("demo-output"),
-    prompts: Annotated[int, typer.Option("--prompts", min=1, max=64)] = 4,
+    prompts: Annotated[
+        int, typer.Option("--prompts", min=1, max=64, help="Number of prompts.")
+    ] = 4,
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", min=512, max=32_768, help="Tokens of each prompt.")
     ] = 4097,
@@ -106,21 +127,10 @@ def demo(
         int, typer.Option("--max-tokens", min=1, max=256, help="Tokens compared per prompt.")
     ] = 16,
 ) -> None:
-    """Run the main job here: answer prompts cold, restart everything, answer them from Redis."""
+    """Answer prompts cold, restart everything, and answer them again from Redis."""
     from lmcache_redis.demo.run import run_demo
 
     raise typer.Exit(run_demo(output_dir, prompts, prompt_tokens, max_tokens))
-
-
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,  # the benchmarks' own help is the one that teaches
-)
-def bench(context: typer.Context) -> None:
-    """Measure this machine, beside peers. `lmcache-redis bench --help` lists what there is."""
-    from lmcache_redis.bench.__main__ import main as run_bench
-
-    raise typer.Exit(run_bench(context.args))
 
 
 @app.command()
@@ -130,7 +140,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Runs a command; an error of ours is one sentence, exit status 2 where a setting is wrong."""
+    """Runs a command. An error of ours prints one sentence; exit status 2 for a wrong setting."""
     start_again_if_needed(sys.argv[1] if len(sys.argv) > 1 else "")
     try:
         app()
@@ -145,11 +155,11 @@ def _fail(error: Exception, status: int) -> None:
     sys.exit(status)
 
 
-def _log_to_stderr(config: AgentConfig) -> None:
+def _log_to_stderr(level: str) -> None:
     import logging
 
     logging.basicConfig(
-        level=config.log_level.upper(),
+        level=level.upper(),
         format="%(asctime)s %(levelname)s %(message)s",
         stream=sys.stderr,
     )

@@ -1,13 +1,13 @@
-"""What a command needs to be true of its process before it begins.
+"""What a command has to set up in its process before it starts.
 
 A password in `--redis-url` would stay in the process list, where every user of the machine
 sees it: the URL moves into the environment, which only this user can read.
 
-The agent copies pages of a megabyte that nobody reads again soon. glibc streams a copy past
-the caches only from three quarters of the last-level cache on; below that each line of the
-target is read before it is overwritten. With the threshold at 256 KiB two threads copy
-256 MiB in 14 ms instead of 25 (docs/performance.md). It is read at the start of a process
-and cannot be changed later:
+The agent copies pages of about a megabyte that are not read again soon. glibc bypasses the
+caches only for copies larger than three quarters of the last-level cache; for smaller ones each
+line of the target is read before it is overwritten. With the threshold at 256 KiB two threads
+copy 256 MiB in 14 ms instead of 25 (docs/performance.md). glibc reads it at the start of a
+process:
 https://sourceware.org/glibc/manual/latest/html_node/Hardware-Capability-Tunables.html
 """
 
@@ -26,7 +26,7 @@ THRESHOLD_SETTING = f"{_THRESHOLD}={256 << 10:#x}"
 
 
 def start_again_if_needed(command: str) -> None:
-    """Replaces this process by itself, once, with what it needs; the process id stays."""
+    """Replaces this process, once, by one with the right environment; the process id stays."""
     words, environment = without_secrets(sys.orig_argv[1:])
     if command == "agent":
         environment |= _tuned(os.environ.get(TUNABLES_VARIABLE, ""))
@@ -57,7 +57,7 @@ def without_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _tuned(before: str) -> dict[str, str]:
-    """The setting as a variable, unless it is there already, be it somebody else's."""
+    """The setting as a variable, unless the variable already has one."""
     if _THRESHOLD in before or not applies():
         return {}
     return {TUNABLES_VARIABLE: ":".join(filter(None, (before, THRESHOLD_SETTING)))}

@@ -1,1 +1,1 @@
-"""Engine-neutral adapters: what a scheduler and its workers say to the agent of their node."""
+"""Engine-neutral clients of the agent: one for an engine's scheduler, one for each worker."""

@@ -1,12 +1,14 @@
-"""A worker's side in the form of the original interface: transfers by request id.
+"""The worker's client with the interface of LMCache's multiprocess adapter: by request id.
 
-vLLM's connector uses `WorkerClient` itself; this is for engines that were written for LMCache's
-multiprocess adapters (docs/compatibility.md).
+vLLM's connector uses `WorkerClient` itself. This class serves engines that were written for
+LMCache's adapters (docs/compatibility.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 from lmcache_redis.client.operations import LoadStoreOp
@@ -16,34 +18,23 @@ from lmcache_redis.client.worker import WorkerClient
 _T = TypeVar("_T", Store, Retrieve)
 
 
+@dataclass(slots=True)
+class _Requests:
+    """Transfers in flight by request id, and results that are still to be reported."""
+
+    stores: dict[str, list[Store]] = field(default_factory=dict)
+    retrieves: dict[str, list[Retrieve]] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)  # finished, their blocks held for stores
+    reported: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
+
+
 class LMCacheMPWorkerAdapter(WorkerClient):
     """Stores and retrieves by request id. Arguments as for `WorkerClient`."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        model_name: str,
-        world_size: int,
-        worker_id: int,
-        block_size_tokens: int,
-        *,
-        engine_id: str,
-        agent_dead_after_s: float = 1.5,
-    ) -> None:
-        self._stores: dict[str, list[Store]] = {}
-        self._retrieves: dict[str, list[Retrieve]] = {}
-        self._held: set[str] = set()
-        self._reported: set[str] = set()
-        self._failed_blocks: set[int] = set()
-        super().__init__(
-            endpoint,
-            model_name,
-            world_size,
-            worker_id,
-            block_size_tokens,
-            engine_id=engine_id,
-            agent_dead_after_s=agent_dead_after_s,
-        )
+    @cached_property
+    def _requests(self) -> _Requests:
+        return _Requests()
 
     def submit_store_request(
         self,
@@ -55,8 +46,8 @@ class LMCacheMPWorkerAdapter(WorkerClient):
     ) -> None:
         """Starts a store, see ``WorkerClient.begin_store``."""
         store = self.begin_store(request_id, op, event, cache_salt=cache_salt)
-        self._stores.setdefault(request_id, []).append(store)
-        self._reported.discard(request_id)
+        self._requests.stores.setdefault(request_id, []).append(store)
+        self._requests.reported.discard(request_id)
 
     def submit_retrieve_request(
         self,
@@ -68,7 +59,7 @@ class LMCacheMPWorkerAdapter(WorkerClient):
     ) -> None:
         """Starts a retrieve, see ``WorkerClient.begin_retrieve``."""
         retrieve = self.begin_retrieve(request_id, op, event, cache_salt=cache_salt)
-        self._retrieves.setdefault(request_id, []).append(retrieve)
+        self._requests.retrieves.setdefault(request_id, []).append(retrieve)
 
     def batched_submit_store_requests(
         self,
@@ -78,10 +69,8 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         *,
         cache_salts: Sequence[str | bytes] | None = None,
     ) -> None:
-        """``submit_store_request`` for each pair (and its salt), all after one ``event``."""
-        salts = [""] * len(ops) if cache_salts is None else cache_salts
-        for request_id, op, salt in zip(request_ids, ops, salts, strict=True):
-            self.submit_store_request(request_id, op, event, cache_salt=salt)
+        """``submit_store_request`` for each request, with its op and salt, after one ``event``."""
+        _submit_each(self.submit_store_request, request_ids, ops, event, cache_salts)
 
     def batched_submit_retrieve_requests(
         self,
@@ -91,40 +80,50 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         *,
         cache_salts: Sequence[str | bytes] | None = None,
     ) -> None:
-        """``submit_retrieve_request`` for each pair (and its salt), all after one ``event``."""
-        salts = [""] * len(ops) if cache_salts is None else cache_salts
-        for request_id, op, salt in zip(request_ids, ops, salts, strict=True):
-            self.submit_retrieve_request(request_id, op, event, cache_salt=salt)
+        """As `batched_submit_store_requests`, for retrieves."""
+        _submit_each(self.submit_retrieve_request, request_ids, ops, event, cache_salts)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Request ids whose stores, and whose retrieves, are over since the last call.
+        """Ids of requests whose stores, and whose retrieves, have ended since the last call.
 
-        ``finished_req_ids`` are requests that the engine has finished and whose blocks it
-        holds for their stores. A store is reported only after that, and once, although an engine
-        that schedules asynchronously may repeat the id in the calls that follow; after a call
-        without it, the id is another request's. Failed retrieves are reported too, see
+        ``finished_req_ids`` are requests that the engine has finished and whose blocks it holds
+        for their stores. Only such a store is reported, and only once, although an engine with
+        asynchronous scheduling may repeat the id in later calls. After a call without it, the id
+        belongs to a new request. Failed retrieves are reported too, see
         ``get_block_ids_with_load_errors``.
         """
-        self._reported &= finished_req_ids
-        self._held |= finished_req_ids - self._reported
-        _take_ended(self._stores)
-        stored = {r for r in self._held if r not in self._stores}
-        self._held -= stored
-        self._reported |= stored
-        loaded = _take_ended(self._retrieves)
+        requests = self._requests
+        requests.reported &= finished_req_ids
+        requests.held |= finished_req_ids - requests.reported
+        _pop_ended(requests.stores)
+        stored = {r for r in requests.held if r not in requests.stores}
+        requests.held -= stored
+        requests.reported |= stored
+        loaded = _pop_ended(requests.retrieves)
         for retrieves in loaded.values():
-            for retrieve in retrieves:
-                self._failed_blocks |= retrieve.failed_blocks
+            requests.failed_blocks.update(*(retrieve.failed_blocks for retrieve in retrieves))
         return stored, set(loaded)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Ids of blocks whose retrieve failed, since the last call."""
-        failed, self._failed_blocks = self._failed_blocks, set()
+        """Ids of blocks whose retrieve has failed since the last call."""
+        failed, self._requests.failed_blocks = self._requests.failed_blocks, set()
         return failed
 
 
-def _take_ended(transfers: dict[str, list[_T]]) -> dict[str, list[_T]]:
-    """Takes out the requests whose transfers are all over."""
+def _submit_each(
+    submit: Callable[..., None],
+    request_ids: Sequence[str],
+    ops: Sequence[LoadStoreOp],
+    event: InterprocessEvent | None,
+    cache_salts: Sequence[str | bytes] | None,
+) -> None:
+    salts = [""] * len(ops) if cache_salts is None else cache_salts
+    for request_id, op, salt in zip(request_ids, ops, salts, strict=True):
+        submit(request_id, op, event, cache_salt=salt)
+
+
+def _pop_ended(transfers: dict[str, list[_T]]) -> dict[str, list[_T]]:
+    """Removes and returns the requests whose transfers have all ended."""
     ended = {r: each for r, each in transfers.items() if all(t.over for t in each)}
     for request_id in ended:
         del transfers[request_id]

@@ -1,4 +1,4 @@
-"""Questions that tools ask an agent: is it there, and how does it do?"""
+"""Status requests of command-line tools to an agent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _A = TypeVar("_A", bound=m.Message)
 
 
 class AgentUnreachable(LMCacheRedisError):
-    """Nobody answered at the endpoint in time."""
+    """No agent answered at the endpoint in time."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class PingInfo:
 
 
 class ControlClient:
-    """Asks the agent at ``endpoint``; every question waits at most ``timeout_s``."""
+    """Sends requests to the agent at ``endpoint``; each waits at most ``timeout_s``."""
 
     def __init__(self, endpoint: str, timeout_s: float = 2.0) -> None:
         self._endpoint = endpoint
         self._timeout_s = timeout_s
 
     def ping(self) -> PingInfo:
-        """A round trip. Raises ``AgentUnreachable``."""
+        """Measures a round trip. Raises ``AgentUnreachable``."""
         started_s = time.perf_counter()
         pong = self._ask(m.Ping(1), m.Pong)
         return PingInfo(time.perf_counter() - started_s, pong.agent_pid, pong.package_version)

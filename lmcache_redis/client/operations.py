@@ -1,4 +1,4 @@
-"""What a load or a store is about: blocks on one side, chunks on the other."""
+"""The operands of a load or a store: blocks, and the chunks that they hold."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lmcache_redis.messages import ChunkNames
 
 @dataclass(frozen=True)
 class LoadStoreOp:
-    """Whole chunks of one request and the blocks that hold them, or shall hold them.
+    """Whole chunks of one request, and the blocks to store them from or to load them into.
 
-    Exactly one of ``token_ids`` and ``block_hashes`` is given. The order is that of LMCache's
-    class of this name.
+    Exactly one of ``token_ids`` and ``block_hashes`` is given. The order of the fields is that of
+    LMCache's class of this name.
 
-    block_ids: ids of paged blocks in token order, ``blocks_per_chunk`` a chunk.
-    token_ids: all tokens of the request up to ``end``, or more (token mode); the chunks of
-        ``[start, end)`` are meant, both multiples of the chunk size.
+    block_ids: ids of paged blocks in token order, ``blocks_per_chunk`` per chunk.
+    token_ids: all tokens of the request up to ``end``, or more (token mode). The operation covers
+        the chunks of ``[start, end)``; both are multiples of the chunk size.
     block_hashes: the engine's hash of each of these blocks (hash mode).
-    skip_first_n_tokens: blocks of that many leading tokens are not written by a load,
-        because other requests may be reading them.
+    skip_first_n_tokens: a load does not write the blocks of this many leading tokens, because
+        other requests may be reading them.
 
     Raises TypeError for hashes in place of token ids and the other way round, ValueError for
-    what does not go together.
+    inconsistent arguments.
     """
 
     block_ids: Sequence[int]
@@ -56,8 +56,9 @@ def check_names(
     block_hashes: Sequence[bytes] | None,
     cache_salt: str | bytes = "",
 ) -> None:
-    """Raises TypeError or ValueError unless one is given, each is what it is called, and a salt
-    comes with token ids only.
+    """Checks that exactly one is given, of the right type, and a salt only with token ids.
+
+    Raises TypeError or ValueError.
     """
     if (block_hashes is None) == (token_ids is None):
         raise ValueError("give exactly one of block_hashes and token_ids")
@@ -66,7 +67,7 @@ def check_names(
     if block_hashes is not None:
         if cache_salt:
             raise ValueError("block hashes cover the salt: a cache_salt is for token_ids")
-        # The first alone: there may be thousands, and the agent refuses what is none.
+        # Only the first is checked: there may be thousands, and the agent checks each.
         if len(block_hashes) and not isinstance(block_hashes[0], bytes):
             raise TypeError(
                 f"a block hash is bytes, not {type(block_hashes[0]).__name__}: "
@@ -91,10 +92,10 @@ def chunk_names(
 ) -> ChunkNames:
     """The names of the whole chunks among ``block_hashes``, or of ``token_ids[start:end]``.
 
-    A chunk is named by the hash of its last block: block hashes are chained, so
-    that one covers every token before it. Token ids are hashed by the agent, after
-    ``cache_salt`` (text as UTF-8). Without ``blocks_per_chunk`` there are no chunks. Raises as
-    `check_names` does, and FormatError for a salt of more than 4,096 bytes.
+    The hash of its last block names a chunk: block hashes are chained, so it covers every token
+    before it. The agent hashes token ids after ``cache_salt`` (text as UTF-8). If
+    ``blocks_per_chunk`` is 0 there are no chunks. Raises as `check_names` does, and FormatError for
+    a salt of more than 4,096 bytes.
     """
     check_names(token_ids, block_hashes, cache_salt)
     if not blocks_per_chunk:

@@ -1,6 +1,6 @@
-"""A worker's side: hands its paged KV cache over once, then only block ids.
+"""The worker's client: registers its paged KV cache once, then sends only block ids.
 
-Who may touch which blocks, and until when, is decided in ``ownership``.
+``ownership`` decides when the engine may reuse the blocks of a transfer.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.link import AgentLink, Call
-from lmcache_redis.client.liveness import AgentProcess, ProcessState
+from lmcache_redis.client.calls import Call
+from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.operations import LoadStoreOp, chunk_names
 from lmcache_redis.client.ownership import RETRIEVE_LEASE_S, STEP_S, STORE_LEASE_S
-from lmcache_redis.client.transfers import InterprocessEvent, Retrieve, Store
+from lmcache_redis.client.transfers import AgentProcess, InterprocessEvent, Retrieve, Store
+from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.opening import export_kv_caches
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class WorkerClient:
     """Stores and retrieves the blocks of one worker through the agent of its node.
 
-    endpoint, model_name, world_size, engine_id: as for the scheduler's adapter.
+    endpoint, model_name, world_size, engine_id: as for `LMCacheMPSchedulerAdapter`.
     worker_id: this worker's rank in the world.
     block_size_tokens: tokens of one paged block.
     """
@@ -53,10 +53,10 @@ class WorkerClient:
         self._block_size_tokens = block_size_tokens
         self._caches: tuple[KVLayout, tuple[m.StorageHandle, ...]] | None = None
         self._held_caches: Mapping[str, torch.Tensor] = {}
-        self._registered: m.Welcome | None = None  # that of the agent which has mapped the memory
+        self._registered: m.Welcome | None = None  # of the agent that has mapped the memory
         self._agent: AgentProcess | None = None
         self._registrations = 0  # sent so far
-        self._mapped = 0  # the last of them that an agent has carried out
+        self._mapped = 0  # the last of them that an agent has completed
         self.link = AgentLink(
             endpoint,
             engine_id=engine_id,
@@ -80,11 +80,11 @@ class WorkerClient:
     ) -> None:
         """Exports the paged KV cache and registers it, now and with every later agent.
 
-        kv_caches: one tensor a layer, of which one dimension is ``num_blocks`` long. CPU tensors
+        kv_caches: one tensor per layer; one of its dimensions is ``num_blocks`` long. CPU tensors
             move into shared memory, in place.
-        identity: whatever else decides the bytes of a chunk (model revision, backend, ...).
-        block_strides: bytes between blocks, by tensor, where the engine knows them.
-        Raises ``DeviceError`` where the memory cannot be exported.
+        identity: everything else that decides the bytes of a chunk (model revision, backend, ...).
+        block_strides: bytes between blocks, by tensor, if the engine knows them.
+        Raises ``DeviceError`` if the memory cannot be exported.
         """
         exported = export_kv_caches(kv_caches, num_blocks, block_strides)
         layout = KVLayout(
@@ -97,14 +97,14 @@ class WorkerClient:
             page_format=exported.page_format,
         )
         self._caches = (layout, exported.storages)
-        self._held_caches = kv_caches  # the memory lives as long as somebody holds the tensors
+        self._held_caches = kv_caches  # a reference keeps the memory alive
         if self.link.welcome is not None:
             self._register(self.link.welcome)
 
     @property
     def ready(self) -> bool:
-        """Whether an agent has mapped this worker's memory and is still there."""
-        # In this order: the next agent's welcome is there before the link is online again.
+        """Whether an agent has mapped this worker's memory and is alive."""
+        # In this order: the link stores the WELCOME of a new agent before it is online again.
         return self.link.online and self._registered is self.link.welcome
 
     @property
@@ -113,7 +113,7 @@ class WorkerClient:
         return self._caches is not None and self._caches[0].device == "cuda"
 
     def num_blocks_per_chunk(self) -> int:
-        """Paged blocks of one chunk; 0 while no agent has been met."""
+        """Paged blocks of one chunk; 0 before the first WELCOME."""
         welcome = self.link.welcome
         return 0 if welcome is None else welcome.chunk_size_tokens // self._block_size_tokens
 
@@ -122,9 +122,9 @@ class WorkerClient:
         self._agent = agent = AgentProcess(welcome)
         if self._caches is None:
             return
-        if agent.state() is ProcessState.UNKNOWN:
+        if not agent.visible:
             logger.error(
-                "the agent cannot be used: its process cannot be seen from the engine, so its end "
+                "the agent cannot be used: its process is not visible from the engine, so its end "
                 "would go unnoticed: let both share one PID namespace "
                 "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)"
             )
@@ -166,10 +166,10 @@ class WorkerClient:
         *,
         cache_salt: str | bytes = "",
     ) -> Store:
-        """Starts a store of ``op``'s chunks; ``event`` tells when its blocks may be read (CUDA).
+        """Starts a store of ``op``'s chunks. The agent reads the blocks after ``event`` (CUDA).
 
-        ``cache_salt`` is whatever their KV depends on beside ``op``'s token ids (salt, LoRA,
-        images); block hashes cover it. Raises ``ValueError``, ``TypeError`` where it is none.
+        ``cache_salt`` stands for everything else that the KV of ``op``'s token ids depends on
+        (salt, LoRA, images); block hashes cover it. Raises ``ValueError``, ``TypeError``.
         """
         lease_ns = _lease(STORE_LEASE_S if event is None else STEP_S + STORE_LEASE_S)
         call = self.link.submit(
@@ -192,7 +192,7 @@ class WorkerClient:
     ) -> Retrieve:
         """Starts a retrieve of ``op``'s chunks, which a lookup has pinned, into its blocks.
 
-        ``event`` tells when the blocks may be written (CUDA). ``cache_salt``: as for the store.
+        The agent writes the blocks after ``event`` (CUDA). ``cache_salt``: as for `begin_store`.
         """
         lease_ns = _lease(RETRIEVE_LEASE_S)
         registrations = self._registrations
@@ -212,17 +212,17 @@ class WorkerClient:
         )  # fmt: skip
 
     def shutdown(self) -> bool:
-        """Takes the memory from the agent and closes the connection.
+        """Unregisters the memory and closes the connection.
 
-        Returns whether it is certain that no agent touches the memory from now on.
+        Returns whether it is certain that no agent accesses the memory any more.
         """
         call = self.link.submit(m.UnregisterKVCache) if self.link.online else None
         closed = call is not None and call.wait(1.0) and isinstance(call.answer, m.Done)
         self.link.close()
-        return closed or self._agent is None or self._agent.state() is ProcessState.GONE
+        return closed or self._agent is None or self._agent.has_ended()
 
     def _blocks_per_chunk(self, op: LoadStoreOp) -> int:
-        # Where no agent was ever met, the whole operation counts as one chunk.
+        # Before the first WELCOME the whole operation counts as one chunk.
         return self.num_blocks_per_chunk() or max(1, len(op))
 
     def _names(self, request_id: str, op: LoadStoreOp, cache_salt: str | bytes) -> m.ChunkNames:

@@ -51,7 +51,7 @@ def _end_children(spared: set[int]) -> None:
 
 
 def _children() -> set[int]:
-    """Processes whose parent this process is, ended ones that nobody waited for included."""
+    """Processes whose parent this process is, ended ones that were not waited for included."""
     children = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

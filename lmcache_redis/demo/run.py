@@ -25,10 +25,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lmcache_redis.bench.agent import AgentServer
-from lmcache_redis.bench.engine import EngineProcess
-from lmcache_redis.bench.model import CPU_SHAPE, CUDA_SHAPE, ModelShape, make_model, make_prompts
+from lmcache_redis.demo.agent import AgentServer
 from lmcache_redis.demo.ending import ended_in_order
+from lmcache_redis.demo.engine import EngineProcess
+from lmcache_redis.demo.model import CPU_SHAPE, CUDA_SHAPE, ModelShape, make_model, make_prompts
 from lmcache_redis.demo.report import PromptResult, result_table, write_plot, write_results
 from lmcache_redis.embedded import EmbeddedRedis
 from lmcache_redis.errors import ConfigError
@@ -42,7 +42,7 @@ _PROCESSES_BYTES = 2 * _GIB
 
 # A busy laptop may stall a process for a second. In production that is a miss, by default; here
 # it would only hide what is to be seen. The times shown include every such wait.
-_PATIENCE = {"op_timeout_s": 10, "lookup_deadline_s": 10}
+_DEADLINES = {"op_timeout_s": 10, "lookup_deadline_s": 10}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def _measure(console: Console, plan: _Plan, output_dir: Path) -> list[PromptResu
             log_path = output_dir / log_name
             log_path.unlink(missing_ok=True)
             return AgentServer(
-                endpoint, redis.url, log_path, pool_bytes=plan.pool_bytes, **_PATIENCE
+                endpoint, redis.url, log_path, pool_bytes=plan.pool_bytes, **_DEADLINES
             )
 
         with _started(console, "agent", agent("agent-cold.log")) as cold_agent:

@@ -1,9 +1,9 @@
-"""From tensors to segments: find the block dimension, and what lies inside a block.
+"""From tensors to segments: find the block dimension, and cut each block into pages.
 
-Nothing is assumed of an attention backend but that one dimension of each tensor counts
-blocks. What lies inside a block is opaque bytes: dense where it is dense, one segment for
-each dense run where it is not (K and V as the outer dimension give two). Pure arithmetic
-over shapes and strides; a tensor that is not understood is refused, never guessed at.
+An attention backend has to lay out its tensors so that one dimension of each counts blocks. The
+inside of a block is opaque bytes: one page where it is dense, one segment for each dense run where
+it is not (K and V as the outer dimension give two). Pure arithmetic over shapes and strides: a
+tensor that fits no rule is refused.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from lmcache_redis.device.layout import MAX_SEGMENTS, Segment, coalesce_with_places
-from lmcache_redis.errors import DeviceError
+from lmcache_redis.device.layout import MAX_SEGMENTS, Segment, coalesce
+from lmcache_redis.dtypes import dtype_name
+from lmcache_redis.errors import DeviceError, FormatError
+
+if TYPE_CHECKING:
+    import torch
 
 _MAX_PIECES = 1 << 20  # before pieces that touch are merged
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A tensor's place in storage number ``storage``: ``offset`` and ``strides`` in bytes."""
+    """A tensor in storage number ``storage``; ``offset`` and ``strides`` in bytes."""
 
     name: str
     dtype: str
@@ -35,7 +39,7 @@ class TensorView:
     strides: tuple[int, ...]
 
     def refuse(self, reason: str) -> DeviceError:
-        """The error that says why this tensor cannot be used, with all there is to know."""
+        """The error for a tensor that cannot be used: it names shape, strides and dtype."""
         return DeviceError(
             f"KV cache tensor {self.name!r} {reason} (shape {list(self.shape)}, strides "
             f"{list(self.strides)} bytes, {self.dtype})"
@@ -57,7 +61,7 @@ class PagedSegments(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A tensor's block: where block 0 is, the way to the next, and the dimensions inside."""
+    """A tensor's blocks: ``stride`` bytes apart, with the dimensions inside one."""
 
     view: TensorView
     stride: int
@@ -65,7 +69,7 @@ class _Block(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """A block cut into pages: ``runs`` times (one for each index of ``outer``) ``page_bytes``."""
+    """A block cut into pages of ``page_bytes``, one for each index of ``outer``."""
 
     page_bytes: int
     in_page: tuple[Dim, ...]
@@ -80,15 +84,15 @@ def find_segments(
 ) -> PagedSegments:
     """Coalesced segments that cover every byte of every tensor.
 
-    Holes inside a block are copied along where they belong to no other tensor and are
-    inside the block's stride; otherwise the block is cut into its dense runs.
+    Holes inside a block are copied too where they are within the block's stride and belong to no
+    other tensor; otherwise the block is cut into its dense runs.
 
     Args:
         views: tensors in chunk order. Two names for one tensor are copied once.
         num_blocks: blocks as the engine numbers them.
-        block_strides: bytes from block to block, by tensor name, where the engine says so.
-            Settles which dimension counts blocks if several have that size, and lets a
-            dimension of a multiple of it count equal, consecutive parts of blocks.
+        block_strides: bytes from block to block, by tensor name, where the engine reports them.
+            They decide which dimension counts blocks if several have that size, and let one of
+            a multiple of that size count equal, consecutive parts of blocks.
 
     Raises:
         DeviceError: no dimension, or more than one, may count blocks; the tensor overlaps
@@ -105,18 +109,18 @@ def find_segments(
     if sum(pieces) > _MAX_PIECES:
         raise _scattered(views, pieces, sum(pieces), _MAX_PIECES)
     pages = [_segments(block, cut) for block, cut in zip(blocks, cuts, strict=True)]
-    segments, places = coalesce_with_places([piece for tensor in pages for piece in tensor])
+    segments, merged = coalesce([piece for tensor in pages for piece in tensor])
     if len(segments) > MAX_SEGMENTS:
         raise _scattered(views, pieces, len(segments), MAX_SEGMENTS)
     digest = hashlib.blake2b(digest_size=16, person=b"lmcr-pages-1")
-    place = iter(places)
+    locations = iter(merged)
     for view, cut, tensor in zip(views, cuts, pages, strict=True):
         description = [
             view.name,
             view.dtype,
             cut.in_page,
             [dim.size for dim in cut.outer],
-            list(itertools.islice(place, len(tensor))),
+            list(itertools.islice(locations, len(tensor))),
         ]
         digest.update(json.dumps(description, separators=(",", ":")).encode("ascii"))
     return PagedSegments(segments, digest.hexdigest())
@@ -152,8 +156,8 @@ def _block(view: TensorView, num_blocks: int, hint: int | None) -> _Block:
 def block_dimension(view: TensorView, num_blocks: int, hint: int | None) -> tuple[int, int]:
     """Which dimension counts blocks, and into how many parts a kernel has cut each.
 
-    Parts are believed only where the engine says how far apart blocks are: 2 * num_blocks
-    rows may be halves of blocks, but also all of K before all of V.
+    More than one part takes the engine's block stride as proof: 2 * num_blocks rows may be halves
+    of blocks, but also all of K before all of V.
     """
     multiples = [
         (dim, size // num_blocks) for dim, size in enumerate(view.shape) if size % num_blocks == 0
@@ -177,7 +181,7 @@ def block_dimension(view: TensorView, num_blocks: int, hint: int | None) -> tupl
 
 
 def _cut(block: _Block, *, allow_holes: bool) -> _Cut:
-    """Grow the page outward from one element, as long as it is dense (or, with leave, holey)."""
+    """Grow the page outward from one element while it is dense, or while holes are allowed."""
     page_bytes = block.view.itemsize
     in_page: set[Dim] = set()
     holes = False
@@ -209,8 +213,8 @@ def _segments(block: _Block, cut: _Cut) -> list[Segment]:
 def _in_conflict(blocks: Sequence[_Block], cuts: Sequence[_Cut], num_blocks: int) -> set[int]:
     """Tensors with holes whose pages might cover bytes of another tensor.
 
-    Segments whose whole ranges overlap share memory; they keep apart only if they advance
-    by one stride, all begin within one stride, and their pages do not meet there.
+    Segments whose whole ranges overlap are disjoint only if they have one stride, all begin
+    within one stride, and their pages do not overlap there.
     """
     if not any(cut.holes for cut in cuts):
         return set()
@@ -218,23 +222,26 @@ def _in_conflict(blocks: Sequence[_Block], cuts: Sequence[_Cut], num_blocks: int
     for index, (block, cut) in enumerate(zip(blocks, cuts, strict=True)):
         for segment in _segments(block, cut):
             owners.setdefault(segment, []).append(index)
-    conflicts: set[int] = set()
-    cluster: list[Segment] = []
-    end = 0
+    clusters: list[list[Segment]] = []
+    storage, end = -1, 0
     for segment in sorted(owners, key=lambda segment: (segment.storage, segment.offset)):
-        if cluster and (cluster[0].storage != segment.storage or segment.offset >= end):
-            if _meet(cluster):
-                conflicts.update(index for each in cluster for index in owners[each])
-            cluster, end = [], 0
-        cluster.append(segment)
-        last = segment.offset + (num_blocks - 1) * segment.block_stride + segment.page_bytes
-        end = max(end, last)
-    if _meet(cluster):
-        conflicts.update(index for each in cluster for index in owners[each])
+        if segment.storage != storage or segment.offset >= end:
+            clusters.append([])
+            storage, end = segment.storage, 0
+        clusters[-1].append(segment)
+        last_page = segment.offset + (num_blocks - 1) * segment.block_stride
+        end = max(end, last_page + segment.page_bytes)
+    conflicts = {
+        index
+        for cluster in clusters
+        if _overlap(cluster)
+        for segment in cluster
+        for index in owners[segment]
+    }
     return {index for index in conflicts if cuts[index].holes}
 
 
-def _meet(cluster: Sequence[Segment]) -> bool:
+def _overlap(cluster: Sequence[Segment]) -> bool:
     first = cluster[0]
     reach = 0
     for segment in cluster:
@@ -243,3 +250,54 @@ def _meet(cluster: Sequence[Segment]) -> bool:
             return True
         reach = begin + segment.page_bytes
     return reach > first.block_stride
+
+
+def view_tensors(
+    kv_caches: Mapping[str, torch.Tensor], device_type: str
+) -> tuple[list[TensorView], list[torch.UntypedStorage]]:
+    """Each tensor as a `TensorView`, and the distinct storages in order of appearance.
+
+    Raises:
+        DeviceError: no tensors; a value that is no dense tensor on ``device_type``; an unknown
+            dtype; or two storages over the same memory, which cannot be shared as one.
+    """
+    if not kv_caches:
+        raise DeviceError("the engine registered no KV cache tensors")
+    views: list[TensorView] = []
+    storages: list[torch.UntypedStorage] = []
+    numbers: dict[int, int] = {}
+    for name, tensor in kv_caches.items():
+        if not hasattr(tensor, "untyped_storage"):
+            raise DeviceError(
+                f"KV cache {name!r} is a {type(tensor).__name__}, not one tensor: layers of this "
+                "kind (Mamba states, for instance) are not supported"
+            )
+        if tensor.device.type != device_type:
+            raise DeviceError(f"KV cache {name!r} is on {tensor.device}, not on {device_type}")
+        try:
+            dtype = dtype_name(tensor.dtype)
+        except FormatError as error:
+            raise DeviceError(f"KV cache {name!r}: {error}") from error
+        storage = tensor.untyped_storage()
+        number = numbers.setdefault(storage._cdata, len(storages))
+        if number == len(storages):
+            storages.append(storage)
+        itemsize = tensor.element_size()
+        views.append(
+            TensorView(
+                name=name,
+                dtype=dtype,
+                itemsize=itemsize,
+                storage=number,
+                offset=tensor.storage_offset() * itemsize,
+                shape=tuple(tensor.shape),
+                strides=tuple(stride * itemsize for stride in tensor.stride()),
+            )
+        )
+    ranges = sorted((storage.data_ptr(), storage.nbytes()) for storage in storages)
+    for (address, nbytes), (following, _) in itertools.pairwise(ranges):
+        if address + nbytes > following:
+            raise DeviceError(
+                "two storages of the KV cache lie over the same memory: it cannot be shared"
+            )
+    return views, storages

@@ -1,17 +1,16 @@
-"""GPU memory by name: CUDA IPC through torch, with nothing pickled and nothing trusted.
+"""CUDA IPC through torch, with nothing pickled and nothing trusted.
 
-The engine exports each storage of its KV cache once; the agent opens each once. What travels
-is `lmcache_redis.device.handles.CudaIPCHandle`. Torch's own handle is reduced to CUDA's 64
-bytes, which every torch opens, so engine and agent may run different versions of it. The GPU
-travels as its UUID, so they may see different CUDA_VISIBLE_DEVICES.
+The engine exports each storage of its KV cache once; the agent opens each once. A
+`lmcache_redis.device.handles.CudaIPCHandle` goes over the wire. Torch's own handle is reduced to
+CUDA's 64 bytes, which every torch opens, so engine and agent may run different versions. A GPU is
+named by its UUID, so they may see different CUDA_VISIBLE_DEVICES.
 
-What engine and agent must share: the GPU, the PID namespace (process ids tell whether the engine is
-there), and ``/dev/shm``, which in containers comes with the IPC namespace: CUDA's events between
-processes and torch's counters lie there. Each is checked here, with a sentence of its own.
+Engine and agent must share the GPU, the PID namespace (process ids tell whether the engine runs),
+and ``/dev/shm``, which in containers comes with the IPC namespace and holds CUDA's interprocess
+events and torch's counters. Each is checked here, with an error of its own.
 
-Only memory from ``cudaMalloc`` can be exported. Expandable segments, cudaMallocAsync and
-vLLM's cumem allocator (sleep mode) map memory in other ways: they are recognised here, and
-the error names the setting to change.
+Only memory from ``cudaMalloc`` can be exported. Expandable segments, cudaMallocAsync and vLLM's
+cumem allocator (sleep mode) map memory in other ways: the error names the setting to change.
 
 Sources: ``torch/multiprocessing/reductions.py``, ``torch/csrc/StorageSharing.cpp`` and
 ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch; "Interprocess Communication" in NVIDIA's CUDA
@@ -25,14 +24,11 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 
-from lmcache_redis.device.blocks import find_segments
-from lmcache_redis.device.handles import CudaIPCHandle, process_start_time
-from lmcache_redis.device.layout import Segment
-from lmcache_redis.device.tensors import view_tensors
+from lmcache_redis.device.blocks import find_segments, view_tensors
+from lmcache_redis.device.handles import CudaIPCHandle, ExportedCaches, check_exporter, own_process
 from lmcache_redis.dtypes import dtype_name, itemsize, torch_dtype
 from lmcache_redis.errors import DeviceError, FormatError
 
@@ -43,29 +39,21 @@ _REF_COUNTER_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+(_[0-9]+)?")
 _MAX_BYTES = 2**63 - 1
 _SHM_DIRECTORY = "/dev/shm"
 
-_EXPANDABLE_SENTENCE = (
+_EXPANDABLE_REFUSAL = (
     "the KV cache lies in expandable segments, which CUDA cannot share between processes: start "
     "the engine without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF)"
 )
-
-
-class ExportedStorages(NamedTuple):
-    """What `export_cuda_caches` returns: what a `KVLayout` and a registration need."""
-
-    segments: tuple[Segment, ...]
-    handles: list[CudaIPCHandle]
-    page_format: str
 
 
 def export_cuda_caches(
     kv_caches: Mapping[str, torch.Tensor],
     num_blocks: int,
     block_strides: Mapping[str, int] | None = None,
-) -> ExportedStorages:
-    """Name the storages of an engine's KV cache on one GPU, each as a flat uint8 tensor.
+) -> ExportedCaches:
+    """Export the storages of an engine's KV cache on one GPU, each as a flat uint8 tensor.
 
-    Waits for the GPU first, so that nothing the engine has begun (the zeroing of its new cache)
-    overtakes what is loaded later. The names are good for as long as the tensors live.
+    Waits for the GPU first, so that work in flight (the zeroing of the new cache) cannot overwrite
+    what is loaded later. The handles are valid for as long as the tensors live.
 
     Args:
         kv_caches: layer name to tensor, in the order that a chunk will have.
@@ -73,7 +61,7 @@ def export_cuda_caches(
 
     Raises:
         DeviceError: a tensor is not understood or on another device, or CUDA cannot export
-            its memory; the sentence names the setting to change.
+            its memory; the error names the setting to change.
     """
     views, storages = view_tensors(kv_caches, "cuda")
     devices = {storage.device for storage in storages}
@@ -81,8 +69,8 @@ def export_cuda_caches(
         raise DeviceError(f"the KV cache of one worker lies on {len(devices)} GPUs")
     segments, page_format = find_segments(views, num_blocks, block_strides)
     torch.cuda.synchronize(devices.pop())
-    handles = [CudaIPCWrapper(_flat(storage)).handle for storage in storages]
-    return ExportedStorages(segments, handles, page_format)
+    handles = tuple(CudaIPCWrapper(_flat(storage)).handle for storage in storages)
+    return ExportedCaches("cuda", segments, handles, page_format)
 
 
 class CudaIPCWrapper:
@@ -107,13 +95,12 @@ class CudaIPCWrapper:
             shared = storage._share_cuda_()
         except RuntimeError as error:
             raise DeviceError(refusal(str(error))) from error
-        # (device, handle, size, offset, counter, its offset, event, whether to wait for it):
-        # the event is not passed on, for the exporter has waited for the GPU instead.
+        # The last two are an event and whether to wait for it: the exporter has waited for the GPU.
         _, handle, size_bytes, offset_bytes, counter, counter_offset, _, _ = shared
-        pid = os.getpid()
+        pid, pid_start_time = own_process()
         self.handle = CudaIPCHandle(
             pid=pid,
-            pid_start_time=process_start_time(pid),
+            pid_start_time=pid_start_time,
             device_uuid=device_uuid(tensor.device.index),
             memory_handle=bare_memory_handle(bytes(handle)),
             storage_size_bytes=size_bytes,
@@ -141,7 +128,9 @@ class CudaIPCWrapper:
         """
         handle = self.handle
         check_handle(handle)
-        _check_exporter(handle)
+        check_exporter(handle)
+        if handle.pid == os.getpid():
+            raise DeviceError("a CUDA IPC handle cannot be opened by the process that made it")
         index = device_index(handle.device_uuid)
         _check_shared_memory(handle)
         try:
@@ -167,7 +156,7 @@ class CudaIPCWrapper:
 
 
 def bare_memory_handle(torch_handle: bytes) -> bytes:
-    """CUDA's 64 bytes out of what torch returns: version, kind ('c' or 'e'), then the handle.
+    """CUDA's 64 bytes of torch's handle: version, kind ('c' or 'e'), then the 64 bytes.
 
     Raises:
         DeviceError: it is a handle of expandable segments, or no handle known here.
@@ -175,7 +164,7 @@ def bare_memory_handle(torch_handle: bytes) -> bytes:
     if len(torch_handle) == MEMORY_HANDLE_BYTES:
         return torch_handle
     if len(torch_handle) > 2 and torch_handle[1] == _EXPANDABLE:
-        raise DeviceError(_EXPANDABLE_SENTENCE)
+        raise DeviceError(_EXPANDABLE_REFUSAL)
     if len(torch_handle) == MEMORY_HANDLE_BYTES + 2 and torch_handle[1:2] == b"c":
         return torch_handle[2:]
     raise DeviceError(
@@ -185,9 +174,9 @@ def bare_memory_handle(torch_handle: bytes) -> bytes:
 
 
 def refusal(error: str) -> str:
-    """What to tell the user when torch could not export memory: the setting to change."""
+    """The message for an error of torch's export: it names the setting to change."""
     if "expandable_segments" in error:
-        return _EXPANDABLE_SENTENCE
+        return _EXPANDABLE_REFUSAL
     if "cudaMallocAsync" in error:
         return (
             "the KV cache was allocated by cudaMallocAsync, which CUDA IPC does not share: start "
@@ -247,7 +236,7 @@ def device_uuid(index: int) -> str:
 
 
 def device_index(uuid: str) -> int:
-    """The number of a GPU in this process, without making a context on any other.
+    """The index of a GPU in this process, found without making a context on any other.
 
     Raises:
         DeviceError: this process does not see it.
@@ -266,19 +255,11 @@ def device_index(uuid: str) -> int:
     return uuids.index(uuid)
 
 
-def _check_exporter(handle: CudaIPCHandle) -> None:
-    if process_start_time(handle.pid) != handle.pid_start_time:
-        raise DeviceError(f"process {handle.pid}, which exported the KV cache, has ended")
-    if handle.pid == os.getpid():
-        raise DeviceError("a CUDA IPC handle cannot be opened by the process that made it")
-
-
 def _check_shared_memory(handle: CudaIPCHandle) -> None:
     """Raise DeviceError unless this process has the exporter's ``/dev/shm``, as the same user.
 
-    Without it memory is opened all the same, and no event is: CUDA keeps those that processes share
-    in shared memory. Every copy would fail then. Torch's counter, which the exporter holds as long
-    as the storage, tells.
+    Without it memory would open and every event fail, which CUDA keeps in shared memory. The check
+    looks for torch's counter, which the exporter holds as long as the storage.
     """
     name = _SHM_DIRECTORY + handle.ref_counter_handle.decode("ascii")
     try:

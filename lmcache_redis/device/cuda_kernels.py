@@ -1,18 +1,17 @@
 """Gather and scatter as Triton kernels: one launch for all pages of one chunk, or of several.
 
-A program moves one tile of one chunk (`lmcache_redis.device.table`). Nothing is compiled in but
-the widths of its accesses: addresses, strides and page sizes come out of the table, which stays on
-the GPU, so any layout runs through the same code and only block ids travel to a launch.
+A program moves one tile of one chunk (`lmcache_redis.device.table`). Only the widths of its
+accesses are compiled in: addresses, strides and page sizes come from the table, which stays on the
+GPU, so one kernel serves every layout and a launch is sent block ids alone.
 
-What makes it fast: a thread has four 16-byte loads in flight before its first store, its
-neighbours read the next 16 bytes, and a program's 32 registers a thread leave room for as many
-programs as a multiprocessor takes. What makes it safe: ids were checked by `pack_ids`,
-and a unit is moved exactly where the table says that one is.
+It is fast because a thread has four 16-byte loads in flight before its first store, its neighbours
+read the next 16 bytes, and 32 registers a thread let a multiprocessor run as many programs as it
+takes. It is safe because `pack_ids` has checked the ids and the table addresses only pages.
 
 Under ``TRITON_INTERPRET=1``, set before Triton is imported, the same code runs on CPU tensors.
 """
 
-# Kernels are a language of their own: what is typed here is what surrounds them.
+# Kernels are not typed: only the code around them is.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="no-redef"
 
@@ -26,13 +25,12 @@ import torch
 import triton
 import triton.language as tl
 
-from lmcache_redis.device.cuda_copies import BlockIds
-from lmcache_redis.device.table import COLUMNS, SKIPPED, SegmentTable, Tiles
+from lmcache_redis.device.table import COLUMNS, SKIPPED, BlockIds, SegmentTable, Tiles
 from lmcache_redis.errors import DeviceError
 
 _WARPS = 4
-# Threads that find a kernel not compiled yet take turns: Triton keeps no lock of its own. What is
-# held here waits for no GPU: one that hangs in a launch must not keep others from theirs.
+# One thread compiles at a time: Triton has no lock of its own. Nothing under this lock waits for a
+# GPU: a launch that hangs must not block the launches of other GPUs.
 _compiling = threading.Lock()
 
 _COLUMN_COUNT = tl.constexpr(len(COLUMNS))
@@ -47,7 +45,7 @@ def _move_tile(
     WIDTH: tl.constexpr,
     SCATTER: tl.constexpr,
 ):
-    # As few elements a unit as there are types for: 16 bytes are four of four.
+    # As few elements a unit as the types allow: 16 bytes are four of four.
     if WIDTH >= 4:
         element: tl.constexpr = tl.int32
         per_unit: tl.constexpr = WIDTH // 4
@@ -72,8 +70,7 @@ def _move_tile(
     part = tl.arange(0, per_unit)[None, :]
     page_parts = page.to(tl.pointer_type(element))[:, None] + part
     stage_parts = stage.to(tl.pointer_type(element))[:, None] + part
-    # Read out of a table, an address tells the compiler nothing: this is what makes one access
-    # of a unit.
+    # The compiler knows nothing of an address from a table: these hints make a unit one access.
     page_parts = tl.max_contiguous(tl.multiple_of(page_parts, (1, WIDTH)), (1, per_unit))
     stage_parts = tl.max_contiguous(tl.multiple_of(stage_parts, (1, WIDTH)), (1, per_unit))
     if SCATTER:
@@ -129,17 +126,16 @@ class TritonCopies:
         self._launch(block_ids, staging, scatter=True)
 
     def warm_up(self) -> None:
-        """Compile and launch both kernels, on a block that is skipped; waits for them.
+        """Compile and launch both kernels on a block that is skipped, and wait for them.
 
-        A chunk of more blocks may allow wider accesses: those kernels are compiled when the first
-        such chunk comes.
+        A chunk of more blocks may allow wider accesses: its first launch compiles those kernels.
         """
         host = np.full((1, 1), SKIPPED, dtype=np.int64)
         block_ids = BlockIds(host, torch.from_numpy(host).to(self._device))
         staging = torch.empty(self._table.block_bytes, dtype=torch.uint8, device=self._device)
         self.gather(block_ids, staging)
         self.scatter(block_ids, staging)
-        block_ids.device.cpu()  # raises what the launches have done
+        block_ids.device.cpu()  # raises their errors
 
     def _launch(self, block_ids: BlockIds, staging: torch.Tensor, *, scatter: bool) -> None:
         chunks, n_blocks = block_ids.device.shape
@@ -166,13 +162,13 @@ class TritonCopies:
         found = self._rows.get(n_blocks)
         if found is None:
             tiles = self._table.tiles(n_blocks)
-            # Of pageable memory: the copy is over when this returns, for every stream.
+            # From pageable memory: the copy is complete for every stream when this returns.
             found = self._rows[n_blocks] = (tiles, torch.from_numpy(tiles.rows).to(self._device))
         return found
 
 
 def _check_staging(staging: torch.Tensor, chunks: int, tiles: Tiles) -> None:
-    """Raise DeviceError unless a kernel may use that much of it, in accesses that wide."""
+    """Raise DeviceError unless staging is as large and as aligned as the launch needs."""
     needed = (chunks - 1) * tiles.staging_stride_bytes + tiles.chunk_bytes
     if staging.numel() < needed or not staging.is_contiguous():
         raise DeviceError(f"{staging.numel()} bytes of staging, of which {needed} are needed")

@@ -1,17 +1,19 @@
-"""Names of an engine's memory that another process can open. Wire types; free of torch.
+"""Handles of an engine's memory, by which the agent opens it. Wire types; free of torch.
 
-A handle is no capability: whoever receives one checks it against the memory that it really
-opened (`lmcache_redis.device.cpu`, `lmcache_redis.device.cuda_ipc`) before use.
+A handle proves nothing: the agent checks it against the memory that it opened before use
+(`lmcache_redis.device.mapping`, `lmcache_redis.device.cuda_ipc`).
 """
 
 from __future__ import annotations
 
 import os
-from typing import Union
+from typing import NamedTuple
 
 import msgspec
 
+from lmcache_redis.device.layout import Segment
 from lmcache_redis.errors import DeviceError
+from lmcache_redis.processes import process_start_time
 
 
 class SharedMemoryHandle(
@@ -19,8 +21,8 @@ class SharedMemoryHandle(
 ):
     """Shared memory that process ``pid`` keeps open as ``fd``: ``/proc/<pid>/fd/<fd>``.
 
-    ``pid_start_time`` (clock ticks since boot) tells the process from a later one with its
-    number, ``device`` and ``inode`` tell the memory from another file behind a reused fd.
+    ``pid_start_time`` (clock ticks since boot) distinguishes the process from a later one with its
+    id, ``device`` and ``inode`` the memory from another file behind a reused fd.
     """
 
     pid: int
@@ -32,16 +34,16 @@ class SharedMemoryHandle(
 
 
 class CudaIPCHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="CUDA_IPC"):
-    """One tensor in GPU memory: a CUDA IPC handle of its allocation, and what it is there.
+    """One tensor in GPU memory: a CUDA IPC handle of its allocation, and its position and type.
 
     Attributes:
         pid, pid_start_time: the exporting process; the memory dies with it.
-        device_uuid: the GPU, whatever its number is in either process.
-        memory_handle: the 64 bytes of CUDA's ``cudaIpcMemHandle_t``. Torch wraps them in a
-            format that changes with its version; bare, every version opens them.
+        device_uuid: the GPU, whatever its index is in either process.
+        memory_handle: the 64 bytes of CUDA's ``cudaIpcMemHandle_t``, which every torch opens.
+            Torch's own wrapping of them differs between versions.
         storage_size_bytes, storage_offset_bytes: the storage inside the allocation.
         ref_counter_handle, ref_counter_offset: torch's shared count of users, which releasing
-            the storage decrements; named as torch names it.
+            the storage decrements.
         dtype, shape, stride: the tensor; contiguous, at offset 0 of the storage. Elements.
     """
 
@@ -58,33 +60,48 @@ class CudaIPCHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     stride: tuple[int, ...]
 
 
-StorageHandle = Union[SharedMemoryHandle, CudaIPCHandle]  # noqa: UP007 (resolved at run time)
+StorageHandle = SharedMemoryHandle | CudaIPCHandle
 
 
-def process_start_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot: field 22 of ``/proc/<pid>/stat``.
+class ExportedCaches(NamedTuple):
+    """What a registration needs of an engine's KV cache; ``page_format`` as in `KVLayout`."""
 
-    Raises:
-        DeviceError: there is no such process to be seen from here.
-    """
-    try:
-        with open(f"/proc/{int(pid)}/stat", "rb") as stat:
-            fields = stat.read()
-    except OSError as error:
-        raise _unseen(pid, error) from error
-    # The command name, field 2, may itself hold spaces and parentheses.
-    return int(fields[fields.rindex(b")") + 2 :].split()[19])
+    device: str
+    segments: tuple[Segment, ...]
+    storages: tuple[StorageHandle, ...]
+    page_format: str
+
+
+def own_process() -> tuple[int, int]:
+    """``pid`` and ``pid_start_time`` of this process. Raises DeviceError without ``/proc``."""
+    pid = os.getpid()
+    started = process_start_time(pid)
+    if started is None:
+        raise _unseen(pid)
+    return pid, started
+
+
+def check_exporter(handle: StorageHandle) -> None:
+    """Raise DeviceError unless the process that made the handle can be seen and is the same."""
+    started = process_start_time(handle.pid)
+    if started is None:
+        raise _unseen(handle.pid)
+    if started != handle.pid_start_time:
+        raise DeviceError(
+            f"process {handle.pid} is not the engine that registered: that one has ended "
+            "(or runs in another PID namespace)"
+        )
 
 
 def check_owner(pid: int) -> None:
     """Raise DeviceError unless process ``pid`` runs as this process's effective user.
 
-    Its end is not seen here: `is_running` after this tells that it was the right process.
+    It does not tell whether it is the right process: `is_running` after this does.
     """
     try:
         owner = os.stat(f"/proc/{int(pid)}").st_uid
     except OSError as error:
-        raise _unseen(pid, error) from error
+        raise _unseen(pid) from error
     if owner != os.geteuid():
         raise DeviceError(
             f"process {pid} runs as user {owner} and this one as user {os.geteuid()}: run engine "
@@ -92,20 +109,9 @@ def check_owner(pid: int) -> None:
         )
 
 
-def _unseen(pid: int, error: OSError) -> DeviceError:
+def _unseen(pid: int) -> DeviceError:
     return DeviceError(
-        f"process {pid} cannot be seen ({os.strerror(error.errno or 0)}): it has ended, or it "
-        "runs in another container; let engine and agent share one PID namespace "
-        "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)"
+        f"process {pid} cannot be seen: it has ended, or it runs in another container; let engine "
+        "and agent share one PID namespace (docker run --pid=container:NAME, "
+        "shareProcessNamespace in Kubernetes)"
     )
-
-
-def is_running(pid: int, pid_start_time: int) -> bool:
-    """Whether that very process still exists; a zombie has given up its memory."""
-    try:
-        with open(f"/proc/{int(pid)}/stat", "rb") as stat:
-            fields = stat.read()
-    except OSError:
-        return False
-    rest = fields[fields.rindex(b")") + 2 :].split()
-    return int(rest[19]) == pid_start_time and rest[0] not in (b"Z", b"X")

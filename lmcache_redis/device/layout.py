@@ -1,19 +1,19 @@
 """Where the pages of a paged KV cache lie: segments, and the layout that names their bytes.
 
-A worker describes its KV cache once, at registration; the description comes over a wire and
-is checked before any address is made of it. Nothing here knows torch or a device.
+A worker sends its layout once, at registration; it is checked before any address is computed from
+it. Free of torch.
 
-Two engines may exchange chunks exactly when their layouts have one fingerprint. It covers
-what decides the bytes of a chunk (identity, dtype, block and chunk size, page sizes and
-the order of elements in a page) and leaves out where the pages happen to lie (offsets,
-strides, number of blocks), which differs between equal engines.
+Two engines may exchange chunks exactly when their layouts have one fingerprint. It covers what
+decides the bytes of a chunk (identity, dtype, block and chunk size, page sizes, the order of
+elements in a page) and leaves out where pages lie (offsets, strides, number of blocks), which
+differs between equal engines.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -27,8 +27,8 @@ _MAX_ADDRESS = 2**63 - 1
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Equally sized pages, one a block: block ``b`` is at ``offset + b * block_stride``.
 
-    All in bytes; ``storage`` counts the storages that were registered. ``block_stride`` may
-    exceed ``page_bytes``: what lies between two pages is padding or another segment's.
+    All in bytes; ``storage`` is an index of the registered storages. ``block_stride`` may exceed
+    ``page_bytes``: padding or another segment lies between two pages.
     """
 
     storage: int
@@ -41,13 +41,12 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that decides a chunk's bytes, and where its pages are.
 
     Attributes:
-        identity: pairs that name what else changes the bytes (model, revision, ranks, ...).
+        identity: name and value of what else changes the bytes (model, revision, ranks, ...).
         dtype: torch-free name of the elements' type.
         device: ``"cpu"`` or ``"cuda"``; not part of the fingerprint.
         segments: in chunk order; a chunk is all pages of segment 0, then all of segment 1, ...
-        page_format: digest of how tensors' elements are ordered in the pages, as the export
-            functions return it. Head-major and token-major pages have equal sizes: this is
-            what tells them apart.
+        page_format: digest of the order of elements in the pages, from `find_segments`. It
+            distinguishes head-major from token-major pages, which have equal sizes.
     """
 
     identity: tuple[tuple[str, str], ...]
@@ -70,7 +69,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"the chunk size, {chunk_size_tokens} tokens, is not a multiple of the engine's "
                 f"block size, {self.block_size_tokens} tokens: start the agent with a "
-                "--chunk-size that is, or the engine with another --block-size"
+                "--chunk-size-tokens that is, or the engine with another --block-size"
             )
         return blocks
 
@@ -138,28 +137,23 @@ def _fault(segment: Segment, num_blocks: int, storage_sizes: Sequence[int]) -> s
     return None
 
 
-class Place(NamedTuple):
-    """Where a segment's pages went: into pages of segment ``segment``, from ``offset`` on."""
+class MergedAt(NamedTuple):
+    """Where a segment's pages are after merging: from ``offset`` on in those of ``segment``."""
 
     segment: int
     offset: int
 
 
-def coalesce(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+def coalesce(segments: Sequence[Segment]) -> tuple[tuple[Segment, ...], tuple[MergedAt, ...]]:
     """Merge segments that touch inside every block into one with a larger page.
 
-    Fewer, larger copies for the same bytes: layouts that pack all layers of a block
-    together become a single segment. A merged segment stands where the first of its parts
-    stood; the order is otherwise kept. Exact duplicates (layers that share one KV cache) are
-    copied once. Segments that overlap otherwise are left as they are.
+    The same bytes take fewer, larger copies: layouts that pack all layers of a block together
+    become a single segment. A merged segment takes the position of its first part; the order is
+    otherwise kept. Exact duplicates (layers that share one KV cache) are copied once. Segments
+    that overlap otherwise are left as they are.
+
+    Returns the merged segments, and for each given segment where its pages are now.
     """
-    return coalesce_with_places(tuple(segments))[0]
-
-
-def coalesce_with_places(
-    segments: Sequence[Segment],
-) -> tuple[tuple[Segment, ...], tuple[Place, ...]]:
-    """As `coalesce`, and for each segment that was given where it is now."""
     groups: dict[tuple[int, int], list[int]] = {}
     for position, segment in enumerate(segments):
         groups.setdefault((segment.storage, segment.block_stride), []).append(position)
@@ -182,9 +176,9 @@ def coalesce_with_places(
                 current, parts = segment, [position]
         merged.append((current, parts))
     merged.sort(key=lambda item: min(item[1]))
-    places = {
-        position: Place(index, segments[position].offset - whole.offset)
+    found = {
+        position: MergedAt(index, segments[position].offset - whole.offset)
         for index, (whole, parts) in enumerate(merged)
         for position in parts
     }
-    return tuple(whole for whole, _ in merged), tuple(places[i] for i in range(len(segments)))
+    return tuple(whole for whole, _ in merged), tuple(found[i] for i in range(len(segments)))

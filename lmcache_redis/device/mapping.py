@@ -1,10 +1,9 @@
-"""A mapping of another process's memory, which that process may still truncate.
+"""Another process's memory, mapped: that process may truncate it, and calls in progress use it.
 
-Before it is opened: it must be memory and no file (tmpfs: /dev/shm or a memfd), this user's, the
-one that was registered, and as large. It is sealed against shrinking where its maker allows that;
-torch does not (it makes no memfd). So its size is looked at again before and after each copy, and
-an access in between to what is no longer there does not end this process
-(`lmcache_redis.native.guard`; where that was not built, it does).
+Memory is opened only if it is tmpfs (/dev/shm or a memfd), this user's, what was registered, and as
+large. It is sealed against shrinking where its maker allows that; torch does not (it makes no
+memfd). So its size is read again before and after each call. An access in between to missing pages
+does not end this process (`lmcache_redis.native.guard`; where that was not built, it does).
 """
 
 from __future__ import annotations
@@ -15,9 +14,11 @@ import fcntl
 import mmap
 import os
 import stat
+import threading
+from collections.abc import Iterator
 
 from lmcache_redis import native
-from lmcache_redis.device.handles import SharedMemoryHandle, process_start_time
+from lmcache_redis.device.handles import SharedMemoryHandle, check_exporter
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.madvise import address_of, fault_in
 
@@ -27,10 +28,41 @@ _STATFS_BYTES = 256  # more than any platform's struct statfs; f_type comes firs
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+class UseCount:
+    """Calls in progress on a mapping, which `close` waits for before it is unmapped."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._in_progress = 0
+        self._closed = False
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """One call. Raises DeviceError after `close`."""
+        with self._changed:
+            if self._closed:
+                raise DeviceError("the worker's KV cache is no longer mapped")
+            self._in_progress += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._in_progress -= 1
+                self._changed.notify_all()
+
+    def close(self) -> bool:
+        """Wait for the calls in progress. True for the first caller, which has to unmap."""
+        with self._changed:
+            first = not self._closed
+            self._closed = True
+            self._changed.wait_for(lambda: self._in_progress == 0)
+            return first
+
+
 class SharedMapping:
     """The memory that a handle names, until ``close``; every page of it is present.
 
-    Raises DeviceError where the handle does not lead to it; the sentence says what to change.
+    Raises DeviceError where the handle does not lead to it.
     """
 
     def __init__(self, handle: SharedMemoryHandle) -> None:
@@ -49,7 +81,7 @@ class SharedMapping:
             raise DeviceError(f"the engine's KV cache cannot be mapped: {error}") from error
 
     def check(self) -> None:
-        """Raise DeviceError where the memory was taken away, now or before: copies are void."""
+        """Raise DeviceError where the memory is or was truncated: copies are void."""
         lost = native.guard is not None and native.guard.is_lost(self._guard)
         if lost or self.memory.size() < self._size_bytes:  # of the file, now
             raise DeviceError("the engine has truncated its KV cache: it cannot be copied")
@@ -64,7 +96,7 @@ class SharedMapping:
 
 def _open(handle: SharedMemoryHandle) -> mmap.mmap:
     name = f"/proc/{handle.pid}/fd/{handle.fd}"
-    process_start_time(handle.pid)  # for its sentence, where there is no such process
+    check_exporter(handle)  # for its message: without that process the name does not exist
     try:
         # O_PATH first: opening a device or a pipe that a forged handle names could do harm.
         peek = os.open(name, os.O_PATH | os.O_CLOEXEC)
@@ -89,13 +121,7 @@ def _open(handle: SharedMemoryHandle) -> mmap.mmap:
 
 def _verify(handle: SharedMemoryHandle, peek: int, name: str) -> None:
     found = os.fstat(peek)
-    # After the opening: if that process still runs now, the name led into it then.
-    started = process_start_time(handle.pid)
-    if started != handle.pid_start_time:
-        raise DeviceError(
-            f"process {handle.pid} is not the engine that registered: that one has ended "
-            "(or runs in another PID namespace)"
-        )
+    check_exporter(handle)  # after the opening: that process runs now, so the name led into it
     if (found.st_dev, found.st_ino) != (handle.device, handle.inode):
         raise DeviceError(f"{name} is no longer the memory that was registered")
     if not stat.S_ISREG(found.st_mode) or _file_system(peek) != _TMPFS_MAGIC:
@@ -109,7 +135,7 @@ def _verify(handle: SharedMemoryHandle, peek: int, name: str) -> None:
 
 
 def _file_system(fd: int) -> int:
-    """The kind of file system that a file lies in. Raises OSError."""
+    """The type of the file system of a file. Raises OSError."""
     found = ctypes.create_string_buffer(_STATFS_BYTES)
     if _libc.fstatfs(fd, found) != 0:
         raise OSError(ctypes.get_errno(), "fstatfs")

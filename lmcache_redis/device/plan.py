@@ -1,4 +1,4 @@
-"""Which page goes to which byte of which slot: pure index arithmetic, no memory touched.
+"""Which page goes to which byte of which slot: pure index arithmetic.
 
 The bytes of a chunk are segment-major: all pages of segment 0 in token order, then all of
 segment 1, and so on. They are cut into stripes of ``stripe_payload_bytes`` (the last may be
@@ -37,7 +37,7 @@ class Copy(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One chunk of a call: its blocks in token order, its slots, and its blocks to leave alone."""
+    """One chunk of a call: its blocks in token order, its slots, and how many blocks to skip."""
 
     block_ids: Sequence[int]
     slots: Sequence[memoryview]
@@ -49,7 +49,7 @@ _copy = functools.partial(tuple.__new__, Copy)
 
 
 class _Shape(NamedTuple):
-    """A plan but for the block ids: copy ``i`` begins at ``base + ids[block] * stride``."""
+    """A plan without block ids: copy ``i`` begins at ``base + ids[block] * stride``."""
 
     storage: list[int]
     slot: list[int]
@@ -63,12 +63,12 @@ class _Shape(NamedTuple):
 class Planner:
     """Plans copies for one layout, which must have passed `KVLayout.check`. Thread-safe.
 
-    Plans of chunks whose blocks are neighbours in the same places differ only in the
-    offsets on the device; all else is computed once and kept.
+    Plans of chunks that have neighbouring blocks at the same positions differ only in the offsets
+    on the device; everything else is computed once and kept.
     """
 
     def __init__(self, layout: KVLayout) -> None:
-        self.layout = layout
+        self._num_blocks = layout.num_blocks
         self.block_bytes = layout.block_bytes
         columns = [(s.storage, s.offset, s.page_bytes, s.block_stride) for s in layout.segments]
         self._segments = np.array(columns, dtype=np.int64).reshape(-1, 4)
@@ -90,7 +90,7 @@ class Planner:
         Raises:
             DeviceError: an id, a size or a count is out of bounds.
         """
-        ids = self.checked_ids(block_ids)
+        ids = checked_ids(block_ids, self._num_blocks)
         chunk_bytes = len(ids) * self.block_bytes
         if chunk_bytes > _MAX_BYTES or not 0 < stripe_payload_bytes <= _MAX_BYTES:
             raise DeviceError(
@@ -106,14 +106,10 @@ class Planner:
         )
         return list(map(_copy, columns))
 
-    def checked_ids(self, block_ids: Sequence[int]) -> _Int64s:
-        """The ids as an array. Raises DeviceError for one that is no block of the layout."""
-        return checked_ids(block_ids, self.layout.num_blocks)
-
     def _make_shape(
         self, n_blocks: int, follows: bytes, stripe_payload_bytes: int, skip_blocks: int
     ) -> _Shape:
-        """The plan of a chunk; ``follows[k]`` tells whether block ``k + 1`` lies next to ``k``."""
+        """The plan of a chunk; ``follows[k]``: block ``k + 1`` lies next to block ``k``."""
         blocks = np.arange(skip_blocks, n_blocks, dtype=np.int64)
         begins = np.ones(n_blocks, dtype=np.bool_)
         begins[1:] = ~np.frombuffer(follows, dtype=np.bool_)
@@ -171,13 +167,6 @@ def checked_ids(block_ids: Sequence[int], num_blocks: int) -> _Int64s:
             f"block ids from {ids.min()} to {ids.max()}; the KV cache has {num_blocks} blocks"
         )
     return ids
-
-
-def plan_chunk(
-    layout: KVLayout, block_ids: Sequence[int], stripe_payload_bytes: int, skip_blocks: int = 0
-) -> list[Copy]:
-    """One chunk's copies, for those who plan once; see `Planner.copies`."""
-    return Planner(layout).copies(block_ids, stripe_payload_bytes, skip_blocks)
 
 
 def chunks_of_call(

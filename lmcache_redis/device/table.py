@@ -1,11 +1,11 @@
-"""What a copy kernel is driven by: where each piece of each page lies, as one table of numbers.
+"""The table that drives a copy kernel: where each piece of each page lies. Pure arithmetic.
 
 A launch moves whole chunks between pages and *staging*, contiguous memory in which a chunk lies
 as `lmcache_redis.device.plan` defines it: all pages of segment 0 in token order, then all of
 segment 1, and so on. Its work is cut into *tiles*, one for each program of the kernel:
 
     a page of more than a tile   is cut into equal parts, a tile each
-    smaller pages                share a tile: those of neighbouring places in the chunk
+    smaller pages                share a tile: those that are neighbours in the chunk
 
 A tile is a row of `COLUMNS` numbers, and moves `units` times `width_bytes`: unit ``u`` belongs to
 the chunk's block ``b = first_block + u // period`` and lies
@@ -14,18 +14,17 @@ the chunk's block ``b = first_block + u // period`` and lies
     at staged + u * width                                        in the chunk's staging
 
 The width is the widest of 16, 8, 4, 2 and 1 bytes that divides all of it: the segment's address,
-its stride, its page and the place of its pages in the chunk. So every access is aligned, and no
+its stride, its page and the offset of its pages in the chunk. So every access is aligned, and no
 unit is cut. The rows depend on the layout and on the number of blocks in a chunk, which is the
-same for all chunks of a worker: they are made once. Pure arithmetic; no memory is touched.
+same for all chunks of a worker: they are made once.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +33,11 @@ from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.device.plan import checked_ids
 from lmcache_redis.errors import DeviceError
 
+if TYPE_CHECKING:
+    import torch
+
 COLUMNS = ("address", "block_stride", "staged", "first_block", "period", "units", "width", "spare")
-SKIPPED = -1  # in place of a block id: that page is neither read nor written
+SKIPPED = -1  # instead of a block id: that page is neither read nor written
 WIDEST_BYTES = 16
 # 8 KiB a tile at the widest: four 16-byte loads for each of 128 threads. Sixteen such programs
 # fit a multiprocessor, which is several times the bytes that must be in flight at full speed.
@@ -43,13 +45,22 @@ UNITS_PER_TILE = 512
 _MAX_CHUNKS = 65_535  # the second dimension of a CUDA grid
 _MAX_TILES = 2**31 - 1
 _MAX_BYTES = 2**62
-_KEPT_TABLES = 8
 
 _Int64s = npt.NDArray[np.int64]
 
 
+class BlockIds(NamedTuple):
+    """The same ids twice, ``[chunks, n_blocks]`` int64: as `pack_ids` made them, and on the GPU.
+
+    The copy to ``device`` may still be in flight on the current CUDA stream.
+    """
+
+    host: _Int64s
+    device: torch.Tensor
+
+
 class Storage(NamedTuple):
-    """Mapped memory: where it begins, and its size."""
+    """Mapped memory."""
 
     address: int
     size_bytes: int
@@ -57,16 +68,15 @@ class Storage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tiles of one chunk of ``n_blocks``.
+    """The tiles of one chunk.
 
     Attributes:
         rows: ``[tiles, len(COLUMNS)]``, one tile a row.
-        chunk_bytes: what is moved for a chunk.
+        chunk_bytes: of a chunk without padding.
         staging_stride_bytes: from chunk to chunk in staging, so that each begins aligned.
         widths: the widths that occur, widest first; at most two.
     """
 
-    n_blocks: int
     rows: _Int64s
     chunk_bytes: int
     staging_stride_bytes: int
@@ -74,10 +84,9 @@ class Tiles:
 
 
 class SegmentTable:
-    """The tiles of one layout in memory that is mapped. Thread-safe.
+    """The tiles of one layout in mapped memory.
 
     Args:
-        layout: checked here against the storages.
         storages: one for each storage that the segments name.
         units_per_tile: most units that a program of the kernel moves.
 
@@ -92,7 +101,6 @@ class SegmentTable:
         units_per_tile: int = UNITS_PER_TILE,
     ) -> None:
         layout.check([storage.size_bytes for storage in storages])
-        self.layout = layout
         self.block_bytes = layout.block_bytes
         self.units_per_tile = units_per_tile
         segments = layout.segments
@@ -102,9 +110,9 @@ class SegmentTable:
         self._page_bytes = np.array([s.page_bytes for s in segments], dtype=np.int64)
         self._block_stride = np.array([s.block_stride for s in segments], dtype=np.int64)
         self._before = np.cumsum(self._page_bytes) - self._page_bytes
-        self.tiles = functools.lru_cache(_KEPT_TABLES)(self._make_tiles)
 
-    def _make_tiles(self, n_blocks: int) -> Tiles:
+    def tiles(self, n_blocks: int) -> Tiles:
+        """The tiles of a chunk. Raises DeviceError where it is empty or too large."""
         chunk_bytes = n_blocks * self.block_bytes
         if not 0 < chunk_bytes <= _MAX_BYTES:
             raise DeviceError(f"a chunk of {n_blocks} blocks, {chunk_bytes} bytes")
@@ -145,7 +153,6 @@ class SegmentTable:
         rows[:, 5] = units
         rows[:, 6] = width[of]
         return Tiles(
-            n_blocks=n_blocks,
             rows=rows,
             chunk_bytes=chunk_bytes,
             staging_stride_bytes=staging_stride_bytes(chunk_bytes),
@@ -161,11 +168,11 @@ def pack_ids(
     Args:
         chunks: block ids in token order.
         num_blocks: blocks of the layout.
-        skip_blocks: for each chunk how many of its first blocks are left alone.
+        skip_blocks: how many of each chunk's first blocks are skipped.
 
     Raises:
         DeviceError: an id is no block, the chunks differ in length, or a count is out of
-            bounds. A kernel checks nothing: what is not refused here is touched.
+            bounds. A kernel checks nothing: every id that passes here is accessed.
     """
     if not 0 < len(chunks) <= _MAX_CHUNKS:
         raise DeviceError(f"{len(chunks)} chunks for one launch")

@@ -5,14 +5,19 @@ The command's options are made from the fields, so they cannot disagree with the
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 import os
 import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from lmcache_redis.config import MIN_SLOT_BYTES, machine_share, option_name
+from lmcache_redis.config import (
+    LOG_LEVELS,
+    MIN_SLOT_BYTES,
+    check_between,
+    check_one_of,
+    machine_share,
+    setting,
+)
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.lm_wire import MAX_WIRE_LENGTH
 
@@ -23,122 +28,111 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def _setting(
-    help_text: str, default: Any = dataclasses.MISSING, *, shown: str = "", **more: Any
-) -> Any:
-    meta = {"help": help_text, "shown": shown, "size": more.pop("size", False)}
-    if default is not dataclasses.MISSING:
-        more["default"] = default
-    return field(metadata=meta, **more)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
     """All settings of a gateway. Raises ``ConfigError`` for impossible values."""
 
-    listen: str = _setting(
-        "where to listen: lm://ADDRESS:PORT, an IPv6 address in brackets; the protocol has no "
-        "password, so beyond loopback it takes --allowed-peers, --tls-client-ca or --allow-anyone",
+    listen: str = setting(
+        "address to listen on: lm://ADDRESS:PORT, an IPv6 address in brackets; the protocol has no "
+        "password, so beyond loopback it needs --allowed-peers, --tls-client-ca or --allow-anyone",
         DEFAULT_LISTEN,
     )
-    redis_url: str | None = _setting(
-        "where Redis is: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://; "
-        "without one chunks live in this process and on its disk only",
+    redis_url: str | None = setting(
+        "redis://, unix://, redis+sentinel:// or redis+cluster://, with TLS rediss://, "
+        "rediss+sentinel:// or rediss+cluster://; "
+        "without it chunks are only in memory and on disk",
         None,
         repr=False,  # it may hold a password
     )
-    redis_username: str | None = _setting("ACL user, if not in the URL", None)
-    redis_password: str | None = field(
-        default=None,
+    redis_username: str | None = setting("ACL user, if not in the URL", None)
+    redis_password: str | None = setting(
+        "password, if not in the URL; ..._PASSWORD_FILE names a file that contains it",
+        None,
+        environment_only="LMCACHE_REDIS_PASSWORD",
         repr=False,
-        metadata={
-            "help": "password, if not in the URL; ..._PASSWORD_FILE names a file that holds it",
-            "environment_only": "LMCACHE_REDIS_PASSWORD",
-            "shown": "",
-        },
     )
-    key_prefix: bytes = _setting("put before every key, to share a server with others", b"")
-    memory_bytes: int = _setting(
-        "chunks kept in this process, in front of disk and Redis; 0: none",
-        default_factory=lambda: machine_share(4 << 30),
+    key_prefix: bytes = setting("prefix of every key, for a server that others use too", b"")
+    memory_bytes: int = setting(
+        "memory tier, in front of disk and Redis; 0: none",
+        lambda: machine_share(4 << 30),
         shown="4GiB, at most a quarter of the machine's memory",
         size=True,
     )
-    disk_path: str | None = _setting(
-        "a directory of this node that keeps chunks as well, and across restarts", None
-    )
-    disk_size: int = _setting("most that files in --disk-path may take", 64 << 30, size=True)
-    buffer_bytes: int = _setting(
-        "memory of payloads on their way, a hard limit",
-        default_factory=lambda: machine_share(1 << 30),
+    disk_path: str | None = setting("directory for the disk tier, which survives restarts", None)
+    disk_size: int = setting("maximum total size of the files in --disk-path", 64 << 30, size=True)
+    buffer_bytes: int = setting(
+        "memory for payloads in flight, a hard limit",
+        lambda: machine_share(1 << 30),
         shown="1GiB, at most a quarter of the machine's memory",
         size=True,
     )
-    slot_bytes: int = _setting(
-        "piece of that memory; a payload takes whole ones", 256 << 10, size=True
+    slot_bytes: int = setting(
+        "slot size in that memory; a payload takes whole slots", 256 << 10, size=True
     )
-    max_payload_bytes: int | None = _setting(
-        "largest chunk; a client that sends a larger one is disconnected",
+    max_payload_bytes: int | None = setting(
+        "maximum chunk size; a client that sends a larger chunk is disconnected",
         None,
         shown="a quarter of --buffer-bytes",
         size=True,
     )
-    max_connections: int = _setting("clients at a time; more are turned away", 1024)
-    threads: int = _setting("calls to memory, disk and Redis at a time", 16)
-    payload_threads: int = _setting(
-        "threads that move payloads of 256 KiB and more between sockets and memory",
-        default_factory=lambda: min(max(2, (os.cpu_count() or 1) // 2), 8),
-        shown="half as many as CPUs, 2 to 8",
+    max_connections: int = setting(
+        "maximum number of clients; further clients are disconnected", 1024
     )
-    stall_timeout_s: float = _setting(
-        "within it a message under way must be done or further by 256 KiB and an eighth of its "
-        "length, or the client is disconnected; within a fifth of it while somebody waits for "
-        "room in the buffers",
+    threads: int = setting("concurrent calls to memory, disk and Redis", 16)
+    payload_threads: int = setting(
+        "threads that move payloads of 256 KiB and more between sockets and memory",
+        lambda: min(max(2, (os.cpu_count() or 1) // 2), 8),
+        shown="half the number of CPUs, 2 to 8",
+    )
+    stall_timeout_s: float = setting(
+        "time in which a message in flight must complete, or progress by the larger of 256 KiB and "
+        "an eighth of its length, or the client is disconnected; a fifth of it while another "
+        "client waits for buffer space",
         10.0,
     )
-    idle_timeout_s: float = _setting(
-        "a client that begins no request for so long is disconnected; 0: never", 86_400.0
+    idle_timeout_s: float = setting(
+        "a client without a request for this long is disconnected; 0: never", 86_400.0
     )
-    shutdown_deadline_s: float = _setting("how long requests may go on once the gateway stops", 5.0)
-    tls_cert: str | None = _setting(
-        "PEM file of the server's certificate chain; turns TLS on", None
+    shutdown_deadline_s: float = setting(
+        "maximum time for requests in progress when the gateway stops", 5.0
     )
-    tls_key: str | None = _setting("PEM file of its private key, if that is another file", None)
-    tls_client_ca: str | None = _setting(
-        "PEM file of the authorities one of which must have signed a client's certificate", None
+    tls_cert: str | None = setting("PEM file of the server's certificate chain; turns TLS on", None)
+    tls_key: str | None = setting("PEM file of its private key, if separate", None)
+    tls_client_ca: str | None = setting(
+        "PEM file of the authorities that may sign client certificates; clients then need one", None
     )
-    allowed_peers: str | None = _setting(
+    allowed_peers: str | None = setting(
         "networks that may connect, separated by commas: 10.0.0.0/8,fd00::/8,192.168.1.7",
         None,
         shown="all",
     )
-    allow_anyone: bool = _setting(
-        "listen beyond loopback though whoever reaches the address can read and replace chunks",
+    allow_anyone: bool = setting(
+        "listen beyond loopback although any client can read and replace chunks",
         False,
     )
-    log_level: str = _setting("debug, info, warning or error", "info")
+    log_level: str = setting("debug, info, warning or error", "info")
 
     def __post_init__(self) -> None:
-        _between("buffer_bytes", self.buffer_bytes, MIN_SLOT_BYTES, 1 << 50)
+        check_between("buffer_bytes", self.buffer_bytes, MIN_SLOT_BYTES, 1 << 50)
         most_slot_bytes = min(self.buffer_bytes, 512 << 20) // MIN_SLOT_BYTES * MIN_SLOT_BYTES
-        _between("slot_bytes", self.slot_bytes, MIN_SLOT_BYTES, most_slot_bytes)
-        _between("memory_bytes", self.memory_bytes, 0, 1 << 50)
-        _between("disk_size", self.disk_size, 1 << 20, 1 << 60)
-        _between("max_payload_bytes", self.payload_limit_bytes, 1, MAX_WIRE_LENGTH)
+        check_between("slot_bytes", self.slot_bytes, MIN_SLOT_BYTES, most_slot_bytes)
+        check_between("memory_bytes", self.memory_bytes, 0, 1 << 50)
+        check_between("disk_size", self.disk_size, 1 << 20, 1 << 60)
+        check_between("max_payload_bytes", self.payload_limit_bytes, 1, MAX_WIRE_LENGTH)
         if self.payload_limit_bytes > self.usable_buffer_bytes:
             raise ConfigError(
                 f"--max-payload-bytes is {self.payload_limit_bytes}, more than the "
                 f"{self.usable_buffer_bytes} bytes of slots in --buffer-bytes: change one of them"
             )
-        _between("max_connections", self.max_connections, 1, 1 << 16)
-        _between("threads", self.threads, 1, 256)
-        _between("payload_threads", self.payload_threads, 1, 64)
-        _between("stall_timeout_s", self.stall_timeout_s, 0.1, 3600)
-        _between("idle_timeout_s", self.idle_timeout_s, 0, 10**9)
-        _between("shutdown_deadline_s", self.shutdown_deadline_s, 0, 600)
+        check_between("max_connections", self.max_connections, 1, 1 << 16)
+        check_between("threads", self.threads, 1, 256)
+        check_between("payload_threads", self.payload_threads, 1, 64)
+        check_between("stall_timeout_s", self.stall_timeout_s, 0.1, 3600)
+        check_between("idle_timeout_s", self.idle_timeout_s, 0, 10**9)
+        check_between("shutdown_deadline_s", self.shutdown_deadline_s, 0, 600)
         if not (self.memory_bytes or self.disk_path or self.redis_url):
             raise ConfigError(
-                "there is nowhere to keep chunks: give --redis-url, --memory-bytes or --disk-path"
+                "there is no tier for chunks: give --redis-url, --memory-bytes or --disk-path"
             )
         if self.tls_cert is None and (self.tls_key or self.tls_client_ca):
             raise ConfigError("--tls-key and --tls-client-ca need --tls-cert: give that as well")
@@ -146,14 +140,11 @@ class GatewayConfig:
         restricted = parse_networks(self.allowed_peers) or self.tls_client_ca
         if not (is_loopback or restricted or self.allow_anyone):
             raise ConfigError(
-                f"--listen {self.listen} is beyond loopback, where whoever reaches it can read and "
-                "replace chunks: give --allowed-peers or --tls-client-ca, or --allow-anyone if "
-                "that is meant"
+                f"--listen {self.listen} is beyond loopback, where any client can read and replace "
+                "chunks: give --allowed-peers or --tls-client-ca, or --allow-anyone if that is "
+                "intended"
             )
-        if self.log_level not in ("debug", "info", "warning", "error"):
-            raise ConfigError(
-                f"--log-level is {self.log_level!r}: choose one of debug, info, warning, error"
-            )
+        check_one_of("log_level", self.log_level, LOG_LEVELS)
 
     @property
     def usable_buffer_bytes(self) -> int:
@@ -196,8 +187,3 @@ def parse_networks(text: str | None) -> tuple[Network, ...] | None:
         raise ConfigError(
             f"--allowed-peers is {text!r} ({error}): write networks as 10.0.0.0/8,fd00::/8"
         ) from error
-
-
-def _between(name: str, value: Any, least: float, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise ConfigError(f"{option_name(name)} is {value!r}: set it to {least:g} to {most:g}")

@@ -6,11 +6,11 @@ FAIL for what they cannot understand; LIST and HEALTH look at nothing but the co
 end of a request cannot be known, or is not worth waiting for, the connection is closed: an
 unknown command, after a FAIL, and a PUT whose length is negative or over the limit.
 
-A request is finished before the next is read, but for one thing: of a PUT that can be had from
-memory, the way through the tiers below goes on (`storing`) until the connection has another PUT
-to store, or a question that these tiers answer.
+A request is finished before the next is read, with one exception: a PUT that is in memory is
+written through to the tiers below (`tiers.Storing`) until the connection has another PUT to store,
+or a question that these tiers answer.
 
-Tiers block, so they are called on the threads of `Shared`; only what one has in memory is sent
+Tiers block, so they are called on threads; only what one has in memory is sent
 from there at once. The slots of a payload are taken as its bytes come, and for a GET while the
 tier waits; a GET that finds no slots free gives its thread back, waits for its turn and asks the
 tier again.
@@ -22,17 +22,21 @@ import asyncio
 import functools
 
 from lmcache_redis.errors import FormatError
-from lmcache_redis.gateway.keytext import object_key_of
-from lmcache_redis.gateway.payloads import FAILED, SUCCEEDED, list_reply_of, metadata_of
 from lmcache_redis.gateway.shared import Shared
 from lmcache_redis.gateway.slots import Lease
-from lmcache_redis.gateway.storing import Receiving, Storing
 from lmcache_redis.gateway.stream import Gone, Stream
-from lmcache_redis.gateway.tiers import Loading, borrowed, listed, load
+from lmcache_redis.gateway.tiers import Loading, Receiving, Storing, borrowed, listed
+from lmcache_redis.gateway.wire import (
+    FAILED,
+    SUCCEEDED,
+    list_reply_of,
+    metadata_of,
+    object_key_of,
+)
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.lm_wire import ClientCommand, ClientMetaMessage
 
-HEADER_BYTES = ClientMetaMessage.packlength()
+_HEADER_BYTES = ClientMetaMessage.packlength()
 # A chunk may be replaced by a larger one between two tries of a GET.
 _TRIES = 4
 
@@ -48,13 +52,13 @@ class OutOfStep(Exception):
 
 
 class Connection:
-    """Serves one stream. peer: who it is, for log lines."""
+    """Serves one stream. peer: the client's address, for log lines."""
 
     def __init__(self, stream: Stream, peer: str, shared: Shared) -> None:
         self.stream = stream
         self.peer = peer
         self._shared = shared
-        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._header = memoryview(bytearray(_HEADER_BYTES))
         self._busy = False
         self._stopping = False
         self._storing: Storing | None = None
@@ -81,10 +85,10 @@ class Connection:
             await self._written_through()
 
     def stop(self) -> None:
-        """No request after the one that is under way."""
+        """The request in flight is finished; no later one is served."""
         self._stopping = True
         if not self._busy and not self.stream.in_message:
-            self.stream.close()
+            self.stream.end_requests()
 
     # ------------------------------------------------------------ requests
 
@@ -102,7 +106,7 @@ class Connection:
             key = self._key()
             await self._written_through()
             shared = self._shared
-            there = key is not None and await shared.on_thread(shared.backend.contains, key)
+            there = key is not None and await shared.threads.call(shared.backend.contains, key)
             await send([SUCCEEDED if there else FAILED])
         elif command == ClientCommand.LIST:
             counters.lists += 1
@@ -137,7 +141,7 @@ class Connection:
         except BaseException:
             payload.lease.release()
             raise
-        self._storing = Storing(shared, key, metadata, payload.lease, payload.room)
+        self._storing = Storing(shared, key, payload)
         await self._storing.visible()
 
     async def _get(self) -> None:
@@ -156,10 +160,10 @@ class Connection:
         needed: int | None = None
         for _ in range(_TRIES):
             lease = None if needed is None else await shared.slots.take(needed)
-            loading = Loading(shared.slots, lease, shared.max_payload_bytes)
+            loading = Loading(shared, lease)
             try:
-                found = await shared.on_thread(load, shared.backend, key, loading)
-                if found and loading.lease is not None:
+                found = await shared.threads.call(shared.backend.get_bytes, key, loading)
+                if found is not None and loading.lease is not None:
                     shared.counters.hits += 1
                     await self._send_payload(loading.reply, *loading.lease.views)
                     return True
@@ -182,7 +186,7 @@ class Connection:
             await self._send_payload(list_reply_of(lease.nbytes), *lease.views)
 
     async def _list_into_slots(self) -> Lease | None:
-        text = await self._shared.on_thread(listed, self._shared.backend)
+        text = await self._shared.threads.call(listed, self._shared.backend)
         if len(text) > self._shared.max_payload_bytes:
             self._complain("list", "a LIST of %d bytes is over --max-payload-bytes", len(text))
             return None
@@ -200,7 +204,7 @@ class Connection:
     # ------------------------------------------------------------ inside
 
     async def _written_through(self) -> None:
-        """Returns when the PUT before, if it is under way, is in all tiers."""
+        """Returns when the PUT before, if it is in flight, is in all tiers."""
         storing, self._storing = self._storing, None
         if storing is not None:
             await storing.done()

@@ -1,87 +1,110 @@
-"""Threads that move large payloads between sockets and buffers, so that the loop does not.
+"""Transfers between sockets and buffers, and the threads that move the large ones.
 
-The kernel copies payloads, and while it does the thread that asked it can do nothing else. So the
-loop leaves that to a few threads here. They share one epoll: a transfer is armed for one event,
-whichever thread gets that moves as much as the socket takes or gives at once, up to a turn, and
-arms it again. A slow client costs an entry in the epoll and holds no thread; several fast ones
-take turns.
+A transfer moves in turns: as many bytes as the socket takes or gives at once, up to a budget. The
+loop gives the turns of small ones. For large ones it would do nothing else while the kernel copies
+(or TLS encrypts), so a few threads here give those. The threads share one epoll: a transfer is
+armed for one event, the thread that gets it gives a turn and arms it again. A slow client costs
+an entry in the epoll and holds no thread; several fast ones take turns.
 
-A transfer has a lock, which a thread holds for its turn, and which is all there is: nobody waits
-for the transfer of somebody else. It ends when all bytes have moved or there is nowhere to put
-more, with the client, or with `cancel`: then no thread uses its buffers or its socket any more.
+One thread at a time has a transfer, without a lock: it is armed only between turns. To end one
+early, shut the socket down: the next turn raises.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
+import socket
+import ssl
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
-# So much in one call into the kernel: one that takes long keeps the socket locked meanwhile,
-# and what the other side acknowledges has to wait (32 MiB at once are a quarter slower).
-PIECE_BYTES = 1 << 20
-_TURN_BYTES = 2 << 20
-_MOST_BUFFERS = 512  # of one call; the kernel's limit is 1,024
+TURN_BYTES = 2 << 20
+# Of one call into the kernel: one that takes long keeps the socket locked meanwhile, and
+# acknowledgements of the peer have to wait (32 MiB at once are a quarter slower).
+_PIECE_BYTES = 1 << 20
+_TLS_PIECE_BYTES = 64 << 10  # sent as a whole or not yet, so `left` shows progress only after it
+_MAX_BUFFERS = 512  # of one call; the kernel's limit is 1,024
 
-Ended = Callable[[Exception | None], None]
+WAITS = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+Ended = Callable[[], object]
 More = Callable[[int], Sequence[memoryview]]
 
 
-class Transfer:
-    """One payload on its way. left: bytes to go; any thread may read it.
+class Channel:
+    """A socket that does not block: how to move bytes, with TLS or without.
 
-    buffers: in order; the client ends it with ConnectionError. ended: called once, on a thread of
-    the movers, unless the transfer was cancelled; it may not block. more: called there too, where
-    `left` is more than the buffers hold and they are full; if it gives none, the transfer ends.
+    Both calls take buffers in order, move what they can and return how many bytes that was.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.fd = sock.fileno()
+        self.receive: Callable[[list[memoryview]], int] = partial(os.readv, self.fd)
+        self.send: Callable[[list[memoryview]], int] = partial(os.writev, self.fd)
+        self.decrypted_bytes: Callable[[], int] = int  # and not received: no event tells of them
+        if isinstance(sock, ssl.SSLSocket):
+            self.receive = lambda views: sock.recv_into(views[0])
+            self.send = lambda views: sock.send(views[0][:_TLS_PIECE_BYTES])
+            self.decrypted_bytes = sock.pending
+
+
+class Transfer:
+    """Bytes of one message in one direction. One thread at a time.
+
+    left: bytes to go; any thread may read it. more: called with `left` for further buffers, in
+    order, when the present ones are full; when it gives none the transfer is over.
+    events: what the socket has to be ready for before the next turn. error: of a thread's turn.
     """
 
     def __init__(
         self,
-        fd: int,
+        channel: Channel,
         buffers: Sequence[memoryview],
         *,
         sending: bool,
-        ended: Ended,
         left: int | None = None,
         more: More | None = None,
     ) -> None:
-        self.fd = fd
+        self.fd = channel.fd
         self.left = sum(map(len, buffers)) if left is None else left
-        self.ended = ended
-        self.more = more
-        self.is_short = False  # of buffers
-        self.events = (select.EPOLLOUT if sending else select.EPOLLIN) | select.EPOLLONESHOT
-        self.lock = threading.Lock()
-        self.is_cancelled = False
-        self.is_over = False  # under the lock
-        self._call = os.writev if sending else os.readv
+        self.error: Exception | None = None
+        self.events = self._own_events = select.EPOLLOUT if sending else select.EPOLLIN
+        self._more = more
+        self._call = channel.send if sending else channel.receive
+        self._decrypted_bytes = int if sending else channel.decrypted_bytes
         self._buffers = [each for each in reversed(buffers) if each]  # the last one is next
 
-    def turn(self) -> None:
-        """Move what can be moved now. Raises OSError when the client is gone."""
-        until = max(0, self.left - _TURN_BYTES)
-        while self.left > until and not self.is_cancelled:
+    def turn(self, budget: int) -> bool:
+        """Moves what can be moved now; whether the transfer is over. Raises OSError.
+
+        budget: bytes, at most; what TLS has decrypted is received beyond it.
+        """
+        self.events = self._own_events
+        until = self.left - budget
+        while self.left and (self.left > until or self._decrypted_bytes()):
             if not self._buffers and not self._has_more():
-                return
+                return True
             try:
-                moved = self._call(self.fd, self._piece())
-            except BlockingIOError:
-                return
+                moved = self._call(self._piece())
+            except WAITS as wait:
+                self.events = events_of(wait, self._own_events)
+                return False
             if not moved:
                 raise ConnectionError("the client closed its side")
             self._advance(moved)
+        return not self.left
 
     def _has_more(self) -> bool:
-        self._buffers = [] if self.more is None else [*reversed(self.more(self.left))]
-        self.is_short = not self._buffers
-        return not self.is_short
+        self._buffers = [] if self._more is None else [*reversed(self._more(self.left))]
+        return bool(self._buffers)
 
     def _piece(self) -> list[memoryview]:
+        if self.left <= _PIECE_BYTES:
+            return self._buffers[: -_MAX_BUFFERS - 1 : -1]
         piece: list[memoryview] = []
-        room = PIECE_BYTES
-        for buffer in self._buffers[: -_MOST_BUFFERS - 1 : -1]:
+        room = _PIECE_BYTES
+        for buffer in self._buffers[: -_MAX_BUFFERS - 1 : -1]:
             piece.append(buffer[:room])
             room -= len(piece[-1])
             if not room:
@@ -90,25 +113,23 @@ class Transfer:
 
     def _advance(self, nbytes: int) -> None:
         self.left -= nbytes
+        if not self.left:
+            self._buffers.clear()
+            return
         while self._buffers and nbytes >= len(self._buffers[-1]):
             nbytes -= len(self._buffers.pop())
         if nbytes:
             self._buffers[-1] = self._buffers[-1][nbytes:]
 
-    def let_go(self) -> None:
-        """Refer to the buffers no longer."""
-        self._buffers.clear()
-        self.more = None
-
 
 class Movers:
-    """Thread-safe. The sockets do not block, and nobody else reads or writes them meanwhile."""
+    """Thread-safe. The sockets do not block, and nothing else reads or writes them meanwhile."""
 
     def __init__(self, threads: int) -> None:
         self._epoll = select.epoll()
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._stop, select.EPOLLIN)
-        self._transfers: dict[int, Transfer] = {}
+        self._transfers: dict[int, tuple[Transfer, Ended]] = {}
         self._threads = [
             threading.Thread(target=self._run, name=f"gateway-mover-{number}", daemon=True)
             for number in range(threads)
@@ -116,21 +137,22 @@ class Movers:
         for thread in self._threads:
             thread.start()
 
-    def begin(self, transfer: Transfer) -> None:
-        """From now on the buffers and the socket are the movers'. Raises OSError."""
-        self._transfers[transfer.fd] = transfer
-        # At once, perhaps, on a thread: so it is in the dict already.
-        self._epoll.register(transfer.fd, transfer.events)
+    def begin(self, transfer: Transfer, ended: Ended) -> None:
+        """Moves it until it is over or has an error. Raises OSError where the epoll is full.
 
-    def cancel(self, transfer: Transfer) -> None:
-        """End it as it is, unless it has ended; waits for the call under way, a millisecond."""
-        transfer.is_cancelled = True
-        with transfer.lock:
-            if not transfer.is_over:
-                self._end(transfer)
+        ended: called once, then, on one of the threads; must not block. Until then buffers and
+        socket are the threads'.
+        """
+        self._transfers[transfer.fd] = transfer, ended
+        # A thread may have it at once, so it is in the dict already.
+        try:
+            self._epoll.register(transfer.fd, transfer.events | select.EPOLLONESHOT)
+        except OSError:
+            del self._transfers[transfer.fd]
+            raise
 
     def close(self) -> None:
-        """End the threads. No transfer may be under way."""
+        """Ends the threads. No transfer may be in flight."""
         os.eventfd_write(self._stop, 1)
         for thread in self._threads:
             thread.join()
@@ -145,27 +167,20 @@ class Movers:
                 self._serve(fd)
 
     def _serve(self, fd: int) -> None:
-        transfer = self._transfers.get(fd)
-        if transfer is None:
-            return  # the event is of one that was cancelled
-        error: Exception | None = None
-        with transfer.lock:
-            if transfer.is_over:
+        transfer, ended = self._transfers[fd]
+        try:
+            if not transfer.turn(TURN_BYTES):
+                self._epoll.modify(fd, transfer.events | select.EPOLLONESHOT)
                 return
-            try:
-                transfer.turn()
-                if transfer.left and not transfer.is_short:
-                    self._epoll.modify(fd, transfer.events)
-                    return
-            except Exception as problem:  # whatever it is, whoever waits for the end must be told
-                error = problem
-            self._end(transfer)
-        transfer.ended(error)
-        del error  # with its traceback it refers to this frame
+        except Exception as error:  # also a fault of `more`: the owner has to learn of it
+            transfer.error = error
+        self._epoll.unregister(fd)
+        del self._transfers[fd], transfer
+        ended()
 
-    def _end(self, transfer: Transfer) -> None:
-        transfer.is_over = True
-        self._transfers.pop(transfer.fd, None)
-        with contextlib.suppress(OSError):  # it never was
-            self._epoll.unregister(transfer.fd)
-        transfer.let_go()
+
+def events_of(wait: OSError, own: int) -> int:
+    """What a socket that would have blocked has to be ready for; own: where TLS does not say."""
+    if isinstance(wait, ssl.SSLWantReadError):
+        return select.EPOLLIN
+    return select.EPOLLOUT if isinstance(wait, ssl.SSLWantWriteError) else own

@@ -1,18 +1,17 @@
 """The server: who may connect, what all connections share, and how it ends.
 
-One loop, one task for each client. The server accepts by itself instead of through asyncio's
-server, so that a client that may not connect is turned away before TLS spends anything on it,
-and counts against the limit from its first moment.
+One loop, one task for each client. The server accepts without asyncio's server, so that a client
+that may not connect is turned away before TLS spends anything on it, and a client counts against
+the limit from its first moment.
 
 `stop` lets every request that has begun finish, within a deadline; then it cuts off what is left.
-What the tiers still write is theirs: whoever made the backend flushes and closes it afterwards.
+What the tiers still write is theirs: the owner of the backend flushes and closes it afterwards.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import math
 import socket
@@ -20,32 +19,20 @@ import ssl
 from typing import Any
 
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.gateway.access import is_allowed, listening, prepare, tls_context
 from lmcache_redis.gateway.config import GatewayConfig, parse_listen, parse_networks
-from lmcache_redis.gateway.connection import HEADER_BYTES, Connection
-from lmcache_redis.gateway.counting import Counters, QuietLog
+from lmcache_redis.gateway.connection import Connection
 from lmcache_redis.gateway.movers import Movers
-from lmcache_redis.gateway.shared import Dropped, Shared
+from lmcache_redis.gateway.shared import CallThreads, Counters, Dropped, QuietLog, Shared
 from lmcache_redis.gateway.slots import SlotPool
 from lmcache_redis.gateway.stream import Stream
-from lmcache_redis.gateway.threads import CallThreads
-from lmcache_redis.gateway.tls import FeedingProtocol, tls_context
 from lmcache_redis.storage.interface import LMCBackendInterface
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 1024
 _LEAST_CHECK_S, _MOST_CHECK_S = 0.02, 1.0
-_HURRIED = 5  # so many times as fast messages have to move on while somebody waits for slots
+_HURRIED = 5  # messages have to move so many times as fast while others wait for slots
 _PAUSE_AFTER_ACCEPT_ERROR_S = 0.2
-# On its way to a client on this machine: enough, for there is no distance, and little enough to
-# stay in the processor's cache. Others get what the kernel finds right for their distance.
-_NEAR_SEND_BYTES = 512 << 10
-# A client that vanished without a word is noticed after two minutes.
-_KEEPALIVE = (
-    (socket.TCP_KEEPIDLE, 60),
-    (socket.TCP_KEEPINTVL, 15),
-    (socket.TCP_KEEPCNT, 4),
-)
 
 
 class Gateway:
@@ -99,7 +86,7 @@ class Gateway:
         return f"lm://[{host}]:{port}" if ":" in host else f"lm://{host}:{port}"
 
     def stats(self) -> dict[str, int]:
-        """Counters, and what is held now. From any thread."""
+        """Counters, and connections and slots in use. From any thread."""
         return {
             **self.counters.snapshot(),
             "open_connections": len(self._clients),
@@ -109,7 +96,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Listens and serves from now on. Raises ConfigError where the address cannot be had."""
-        self._listener = _listen(*parse_listen(self.config.listen))
+        self._listener = listening(*parse_listen(self.config.listen))
         self._movers = Movers(self.config.payload_threads)
         self._background = [
             asyncio.ensure_future(self._accept(self._listener, self._movers)),
@@ -136,7 +123,7 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._clients, *self._background, return_exceptions=True)
         # A call into a tier that still runs keeps its slots in its views.
-        self._shared.threads.shutdown(wait=False, cancel_futures=True)
+        self._shared.threads.end()
         self._shared.slots.close()
         if self._movers is not None:
             self._movers.close()
@@ -150,7 +137,7 @@ class Gateway:
             try:
                 accepted, peer = await loop.sock_accept(listener)
             except OSError as error:
-                # Out of descriptors, or a client that was gone already: neither is for ever.
+                # Out of descriptors, or the client is gone already: both pass.
                 self._shared.log.warning("accept", "a client cannot be accepted: %s", error)
                 await asyncio.sleep(_PAUSE_AFTER_ACCEPT_ERROR_S)
                 continue
@@ -160,55 +147,35 @@ class Gateway:
                 self._shared.log.warning("refused", "%s is turned away: %s", peer[0], problem)
                 accepted.close()
                 continue
-            stream = Stream(loop, HEADER_BYTES, movers)
-            task = asyncio.ensure_future(self._serve(accepted, stream, f"{peer[0]} port {peer[1]}"))
+            task = asyncio.ensure_future(self._serve(accepted, movers, f"{peer[0]} port {peer[1]}"))
             self._clients.add(task)
             task.add_done_callback(self._served)
 
     def _refuses(self, host: str) -> str | None:
         if len(self._clients) >= self.config.max_connections:
             return f"there are {len(self._clients)} clients already (--max-connections)"
-        if self._networks is None:
-            return None
-        address = ipaddress.ip_address(host.partition("%")[0])
-        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-            address = address.ipv4_mapped
-        if any(address in network for network in self._networks):
-            return None
-        return "it is in none of --allowed-peers"
+        if not is_allowed(host, self._networks):
+            return "it is in none of --allowed-peers"
+        return None
 
-    async def _serve(self, accepted: socket.socket, stream: Stream, peer: str) -> None:
-        loop = asyncio.get_running_loop()
-        accepted.setblocking(False)
-        try:
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE:
-                accepted.setsockopt(socket.IPPROTO_TCP, option, value)
-            if accepted.getsockname()[0] == accepted.getpeername()[0]:
-                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR_SEND_BYTES)
-            await loop.connect_accepted_socket(
-                lambda: stream if self._tls is None else FeedingProtocol(stream),
-                accepted,
-                ssl=self._tls,
-                ssl_handshake_timeout=self.config.stall_timeout_s if self._tls else None,
-            )
-        except OSError as error:  # of TLS too
-            accepted.close()
-            self.counters.failed_handshakes += 1
-            self._shared.log.warning("handshake", "%s did not get connected: %s", peer, error)
-            return
-        connection = Connection(stream, peer, self._shared)
-        self._connections.add(connection)
-        if self._stopping:
-            connection.stop()
-        try:
-            await connection.serve()
-        finally:
-            stream.close()
-            with contextlib.suppress(asyncio.CancelledError):
-                await stream.lost
-            self._connections.discard(connection)
+    async def _serve(self, accepted: socket.socket, movers: Movers, peer: str) -> None:
+        with contextlib.closing(Stream(accepted, movers)) as stream:
+            try:
+                prepare(accepted)
+                if self._tls is not None:
+                    await stream.start_tls(self._tls, self.config.stall_timeout_s)
+            except OSError as error:
+                self.counters.failed_handshakes += 1
+                self._shared.log.warning("handshake", "%s did not get connected: %s", peer, error)
+                return
+            connection = Connection(stream, peer, self._shared)
+            self._connections.add(connection)
+            if self._stopping:
+                connection.stop()
+            try:
+                await connection.serve()
+            finally:
+                self._connections.discard(connection)
 
     def _served(self, task: asyncio.Task[None]) -> None:
         self._clients.discard(task)
@@ -226,38 +193,19 @@ class Gateway:
             now_s = loop.time()
             timeout_s = stall_s / (_HURRIED if self._shared.slots.is_short else 1)
             for connection in self._connections:
-                if connection.stream.stalled(now_s, timeout_s):
+                stream, peer = connection.stream, connection.peer
+                if stream.stalled(now_s, timeout_s):
                     self.counters.stalled += 1
-                    self._shared.log.warning(
-                        "stalled", "%s is disconnected: too little moved for %g s",
-                        connection.peer, timeout_s,
-                    )  # fmt: skip
-                    connection.stream.abort()
-                elif connection.stream.idle_s(now_s) > idle_s:
+                    kind, problem = "stalled", f"too little moved for {timeout_s:g} s"
+                elif stream.idle_s(now_s) > idle_s:
                     self.counters.idle += 1
-                    self._shared.log.warning(
-                        "idle", "%s is disconnected: no request for %g s", connection.peer, idle_s
-                    )
-                    connection.stream.abort()
+                    kind, problem = "idle", f"no request for {idle_s:g} s"
+                else:
+                    continue
+                self._shared.log.warning(kind, "%s is disconnected: %s", peer, problem)
+                stream.abort()
 
 
 def _say_if_failed(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.critical("the gateway no longer works, start it again", exc_info=error)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(
-        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC
-    )
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"--listen: {host} port {port} cannot be had ({error.strerror}): choose another one"
-        ) from error
-    listener.setblocking(False)
-    return listener

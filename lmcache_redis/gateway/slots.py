@@ -1,14 +1,16 @@
-"""Memory for payloads on their way: a fixed arena, cut into slots.
+"""Memory for payloads in flight: a fixed arena, cut into slots.
 
 A payload that is sent gets all of its slots at once, or waits. One that is received gets them as
-its bytes come: `extend` gives one slot at first, then as many as it has. Who only announces
-a payload so has a slot, and a slow client no more than twice of what it sent.
+its bytes come: `extend` gives one slot at first, then as many as it has. A client that only
+announces a payload has a slot, and a slow one no more than twice of what it sent.
 
 No two wait for each other: parts are given only as long as the largest payload would still fit.
 Where it would not, a payload waits, first come first served, for all the slots that it still
 needs, and then never again.
 
-Slots that are neighbours are one buffer, and a payload gets neighbours where there are any.
+Slots that are neighbours are one buffer, of which a tier writes and reads stripes without a copy;
+a payload gets neighbours where there are enough.
+
 `try_take` and `try_extend` may be called from any thread and never wait nor overtake; everything
 else belongs to the loop's thread.
 """
@@ -17,11 +19,61 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from bisect import bisect_left
 from collections import deque
 from types import TracebackType
 
-from lmcache_redis.gateway.runs import FreeRuns
-from lmcache_redis.hostpool import Arena
+from lmcache_redis.cache.memory import Arena
+
+
+class FreeRuns:
+    """All of `count` slots at first. Not thread-safe."""
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        self._starts = [0] * bool(count)
+        self._ends = [count] * bool(count)
+
+    def take(self, wanted: int, after: int = 0) -> list[range]:
+        """So many slots, of which there must be enough: in one run, or else in a few.
+
+        after: the slot from which on a run is looked for first.
+        """
+        self.free -= wanted
+        if not wanted:
+            return []
+        first = bisect_left(self._starts, after)
+        for at in (*range(first, len(self._starts)), *range(first)):
+            if self._ends[at] - self._starts[at] >= wanted:
+                return [self._cut(at, wanted)]
+        taken: list[range] = []
+        while wanted:
+            at = max(range(len(self._starts)), key=lambda n: self._ends[n] - self._starts[n])
+            taken.append(self._cut(at, min(wanted, self._ends[at] - self._starts[at])))
+            wanted -= len(taken[-1])
+        return taken
+
+    def give_back(self, run: range) -> None:
+        """A run that was taken is free again, joined with what is free beside it."""
+        self.free += len(run)
+        start, end = run.start, run.stop
+        at = bisect_left(self._starts, start)
+        if at < len(self._starts) and self._starts[at] == end:
+            end = self._ends[at]
+            del self._starts[at], self._ends[at]
+        if at > 0 and self._ends[at - 1] == start:
+            self._ends[at - 1] = end
+            return
+        self._starts.insert(at, start)
+        self._ends.insert(at, end)
+
+    def _cut(self, at: int, wanted: int) -> range:
+        """The first slots of a run."""
+        start = self._starts[at]
+        self._starts[at] = start + wanted
+        if self._starts[at] == self._ends[at]:
+            del self._starts[at], self._ends[at]
+        return range(start, start + wanted)
 
 
 class Lease:
@@ -108,7 +160,7 @@ class SlotPool:
 
     @property
     def is_short(self) -> bool:
-        """Whether somebody waits for slots."""
+        """Whether a payload waits for slots."""
         return bool(self._waiting)
 
     def empty(self) -> Lease:
@@ -136,7 +188,7 @@ class SlotPool:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 waiter.result().release()
-            self.give_back([])  # whoever waited behind may be next
+            self.give_back([])  # the one behind may be next
             raise
 
     def give_back(self, runs: list[range]) -> None:

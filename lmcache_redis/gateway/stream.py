@@ -1,45 +1,36 @@
-"""One client's socket on the loop: receives exactly what is asked for, sends without joining.
+"""One client's socket on the loop, with TLS or without: exact receives, sends without joins.
 
-Receiving goes from the kernel straight into the caller's buffers, which for a payload are asked
-for as its bytes come. While nothing is asked for, one request header at most is read ahead; then
-reading pauses, and with it, through TCP, the client.
+Bytes go from the kernel (or from TLS) straight into the caller's buffers and out of them. Large
+transfers move on threads of the `Movers`, in both directions; the loop gives all others their turns
+when the socket is ready. When a receive or send returns, however it ends, the buffers are the
+caller's again.
 
-Sending hands all buffers to the kernel in one `writev`. What it does not take goes on when it
-takes more: a small piece is then left to the transport, whose notice that it is out says when.
-With TLS everything goes through the transport, piece by piece. Either way no more than one piece
-is copied, and when `send` returns the buffers are the caller's again.
-
-What is large moves on a thread of the `Movers`, in both directions, and the loop only waits for
-the end of it. Reading is paused meanwhile: the transport does nothing with its socket and cannot
-close it under the hands of the thread. With TLS nothing moves there.
-
-With TLS what is received comes through `feed` and is copied, for at the end of a stream both
-asyncio and uvloop lose what does not fit into one `get_buffer`. One such portion, as large as
-they decrypt at once (256 KiB), is what may be waiting then.
-
-A message under way has to move on: `stalled` says when it did not. While it waits for room, its
-client is not to blame. `idle_s` says for how long a client has not begun a request.
+A message in flight has to make progress: `stalled` says when it did not. Time in which it waits
+for room is not the client's. `idle_s` says for how long a client has not begun a request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-from collections import deque
-from collections.abc import Coroutine, Sequence
-from typing import Protocol, cast
+import math
+import select
+import socket
+import ssl
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
 
-from lmcache_redis.gateway.movers import Movers, Transfer
+from lmcache_redis.gateway.movers import TURN_BYTES, WAITS, Channel, Movers, Transfer, events_of
 
-# From this size on a thread is worth the way to it and back.
+# From this size on a thread is worth the hop to it and back.
 MOVED_BYTES = 256 << 10
-PIECE_BYTES = 64 << 10
-# Of a message under way, so much (or what is left) has to move within each stall time-out, and an
-# eighth of it where that is more: so none is under way for more than eight of them.
+# Of a message in flight, so much (or all that is left) has to move within each stall timeout, and
+# an eighth of it where that is more: so none is in flight for more than eight of them.
 LEAST_PROGRESS_BYTES = 256 << 10
 MOST_STALL_TIMEOUTS = 8
-_MOST_BUFFERS = 512  # of one writev; the kernel's limit is 1,024
+_UNREAD_BYTES = 64 << 10
+_NEVER = math.inf
 
 
 class Gone(ConnectionError):
@@ -56,308 +47,194 @@ class Room(Protocol):
         """As soon as there is some."""
 
 
-class Stream(asyncio.BufferedProtocol):
-    """See above. At most one `receive` or `send` at a time; the loop's thread only."""
+class Stream:
+    """See above. At most one `receive` or `send` at a time; the loop's thread only.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, ahead_bytes: int, movers: Movers) -> None:
-        self._loop = loop
+    sock: must not block; the stream closes it.
+    """
+
+    def __init__(self, sock: socket.socket, movers: Movers) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._channel = Channel(sock)
         self._movers = movers
-        self._moving: Transfer | None = None
-        self._moved: asyncio.Future[Exception | None] | None = None  # the end of that
-        self._ahead = memoryview(bytearray(ahead_bytes))
-        self._ahead_filled = 0
-        self._fed: deque[memoryview] = deque()
-        self._wanted: list[memoryview] = []  # the last one is next
-        self._left = 0  # bytes of the message under way, either direction
-        self._started = False  # a byte of the request came
-        self._idle_from_s = loop.time()
-        self._watched_from: tuple[float, int] | None = None
-        self._least_progress = LEAST_PROGRESS_BYTES
-        self._waiter: asyncio.Future[None] | None = None
-        self._reading = True
-        self._write_paused = False
-        self._ended = False
-        self.lost: asyncio.Future[None] = loop.create_future()
+        self._transfer: Transfer | None = None
+        self._idle_from_s = self._loop.time()  # _NEVER: a request has begun
+        self._watched_from_s = _NEVER
+        self._watched_left = 0  # bytes at that time
+        self._least_progress_bytes = LEAST_PROGRESS_BYTES
+        self._is_read_by_loop = False
+        self._readable: asyncio.Future[None] | None = None
 
-    # ------------------------------------------------------------ what a connection calls
+    async def start_tls(self, context: ssl.SSLContext, timeout_s: float) -> None:
+        """The handshake, before anything else. Raises OSError."""
+        self._sock = context.wrap_socket(
+            self._sock, server_side=True, do_handshake_on_connect=False
+        )
+        self._channel = Channel(self._sock)
+        try:
+            await asyncio.wait_for(self._handshake(self._sock), timeout_s)
+        except asyncio.TimeoutError:
+            raise Gone(f"no TLS handshake within {timeout_s:g} s") from None
 
     async def receive_header(self, header: memoryview) -> None:
         """Fills it with the next request, which may begin at any time, or raises `Gone`."""
-        self._left = len(header)
-        self._started = False
         self._idle_from_s = self._loop.time()
-        await self._fill([header])
-        self._watched_from = None
+        if not self._channel.decrypted_bytes():
+            # Most often it is not there yet; if it is, other clients come first.
+            await self._ready(select.EPOLLIN)
+        await self._move(Transfer(self._channel, [header], sending=False))
+        self._idle_from_s = self._watched_from_s = _NEVER
 
     async def receive_payload(self, nbytes: int, room: Room) -> None:
         """Receives what follows a header to where `room` says, or raises `Gone`."""
-        self._left = nbytes
-        self._watch()
-        while self._left:
-            views = room.try_next(self._left)
-            if not views:
-                views = await self._not_watched(room.next(self._left))
-            await self._fill(views, room)
-        self._watched_from = None
+        left = nbytes
+        self._watch(left)
+        while left:
+            if not (views := room.try_next(left)):
+                from_s, self._watched_from_s = self._watched_from_s, _NEVER
+                from_s -= self._loop.time()
+                views = await room.next(left)
+                self._watched_from_s = from_s + self._loop.time()
+            transfer = Transfer(self._channel, views, sending=False, left=left, more=room.try_next)
+            await self._move(transfer)
+            left = transfer.left
+        self._watched_from_s = _NEVER
+
+    async def send(self, buffers: Sequence[bytes | memoryview]) -> None:
+        """Sends all buffers in order, or raises `Gone`."""
+        views = [memoryview(each) for each in buffers]
+        transfer = Transfer(self._channel, views, sending=True)
+        self._watch(transfer.left)
+        await self._move(transfer)
+        self._watched_from_s = _NEVER
 
     @property
     def in_message(self) -> bool:
         """Whether the request that is being received has begun."""
-        return self._started
+        return self._idle_from_s == _NEVER
 
     def idle_s(self, now_s: float) -> float:
-        """For how long the client could have begun a request, and has not."""
-        return 0.0 if self._started else now_s - self._idle_from_s
-
-    async def send(self, buffers: Sequence[bytes | memoryview]) -> None:
-        """Sends all buffers in order, or raises `Gone`."""
-        left = [memoryview(each) for each in reversed(buffers) if each]
-        self._left = sum(map(len, left))
-        self._watch()
-        while left:
-            self._raise_if_gone()
-            if self._direct and not self._transport.get_write_buffer_size():
-                if self._left >= MOVED_BYTES:
-                    await self._move(left[::-1])
-                    break
-                self._advance(left, self._write_now(left))
-                if not left:
-                    break
-            piece = bytes(left[-1][:PIECE_BYTES])
-            self._transport.write(piece)
-            self._advance(left, len(piece))
-            if self._write_paused:
-                await self._wait()
-        self._watched_from = None
-
-    def close(self) -> None:
-        """Closes when everything sent is out; a client that does not take it is cut off."""
-        if not self.lost.done():
-            self._left = 1
-            self._watch()
-        self._transport.close()  # also a lost one: some transports ask for it
-
-    def abort(self) -> None:
-        """Closes at once."""
-        if self._moving is not None and self._moved is not None:
-            # The socket may not be closed, and its number used again, while a thread has it.
-            self._movers.cancel(self._moving)
-            _tell(self._moved, Gone("the connection was aborted"))
-        self._transport.abort()
+        """For how long the client could have begun a request, and has not; negative: it has."""
+        return now_s - self._idle_from_s
 
     def stalled(self, now_s: float, timeout_s: float) -> bool:
-        """Whether a message under way did not move on for that long. To be asked regularly."""
-        if self._watched_from is None:
+        """Whether a message in flight made no progress for that long. To be asked regularly."""
+        if self._watched_from_s == _NEVER or self._transfer is None:
             return False
-        from_s, left = self._watched_from
-        left_now = self._left if self._moving is None else self._moving.left
-        if left - left_now >= self._least_progress:
-            self._watched_from = now_s, left_now
-            return False
-        return now_s - from_s > timeout_s
+        left = self._transfer.left
+        if self._watched_left - left >= self._least_progress_bytes:
+            self._watched_from_s, self._watched_left = now_s, left
+        return now_s - self._watched_from_s > timeout_s
 
-    # ------------------------------------------------------------ what the loop calls
+    def end_requests(self) -> None:
+        """What has not come yet is not received any more; replies are sent."""
+        self._shut_down(socket.SHUT_RD)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        # Any rest that the kernel did not take pauses the writer.
-        self._transport.set_write_buffer_limits(high=1, low=0)
-        self._direct = transport.get_extra_info("ssl_object") is None
-        self._fd: int = transport.get_extra_info("socket").fileno()
+    def abort(self) -> None:
+        """A receive or send in flight raises `Gone` soon, and so does every later one."""
+        self._watched_from_s = _NEVER
+        if not self.in_message:
+            self._idle_from_s = self._loop.time()
+        self._shut_down(socket.SHUT_RDWR)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._wanted[-1] if self._wanted else self._ahead[self._ahead_filled :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        if not self._wanted:
-            self._ahead_filled += nbytes
-            if self._ahead_filled == len(self._ahead):
-                self._pause_reading()
-            return
-        self._count(nbytes)
-        self._advance_wanted(nbytes)
-        if not self._wanted:
-            self._wake()
-
-    def feed(self, data: bytes) -> None:
-        """What was received with TLS."""
-        self._fed.append(memoryview(data))
-        self._use_fed()
-        if self._fed:
-            self._pause_reading()
-
-    def eof_received(self) -> bool:
-        self._ended = True
-        if self._wanted:
-            self._wake(Gone("the client closed its side"))
-        # A reply may still be due. TLS cannot do that and closes on its own.
-        return self._direct
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._ended = True
-        self._reading = False
-        self._watched_from = None
-        self._wake(Gone(f"the connection was lost: {exc}"))
-        if not self.lost.done():
-            self.lost.set_result(None)
-
-    def pause_writing(self) -> None:
-        self._write_paused = True
-
-    def resume_writing(self) -> None:
-        self._write_paused = False
-        if not self._wanted:
-            self._wake()
+    def close(self) -> None:
+        """Closes; what was sent still arrives. No receive or send may be in flight."""
+        if self._is_read_by_loop:
+            self._is_read_by_loop = False
+            self._loop.remove_reader(self._channel.fd)
+        with contextlib.suppress(OSError, ValueError):
+            if isinstance(self._sock, ssl.SSLSocket):
+                self._sock.unwrap()  # says that this is the end; the client's answer is not read
+        with contextlib.suppress(OSError):
+            # To close with bytes unread is a reset, which takes replies from the client.
+            socket.socket.recv(self._sock, _UNREAD_BYTES)
+        self._sock.close()
 
     # ------------------------------------------------------------ inside
 
-    async def _fill(self, views: Sequence[memoryview], room: Room | None = None) -> None:
-        """Fills all views, and where a thread does it those as well that `room` has at once."""
-        self._wanted = [*reversed(views)]
-        self._use_ahead()
-        self._use_fed()
-        if self._wanted and room is not None and self._left >= MOVED_BYTES and self._direct:
-            left, self._wanted = self._wanted[::-1], []
-            await self._move(left, room)
-        elif self._wanted:
-            self._raise_if_gone(reading=True)
-            self._resume_reading()
-            await self._wait()
+    async def _handshake(self, sock: ssl.SSLSocket) -> None:
+        while True:
+            try:
+                return sock.do_handshake()
+            except WAITS as wait:
+                events = events_of(wait, 0)
+            await self._ready(events)
 
-    async def _not_watched(
-        self, room: Coroutine[None, None, Sequence[memoryview]]
-    ) -> Sequence[memoryview]:
-        watched_from, self._watched_from = self._watched_from, None
-        asked_s = self._loop.time()
-        views = await room
-        if watched_from is not None:
-            from_s, left = watched_from
-            self._watched_from = from_s + self._loop.time() - asked_s, left
-        return views
-
-    async def _move(self, buffers: Sequence[memoryview], room: Room | None = None) -> None:
-        """Has all buffers moved by a thread. However it ends, they are the caller's again.
-
-        room: they are received, and what it has at once after them; without it they are sent.
-        """
-        self._raise_if_gone(reading=room is not None)
-        self._pause_reading()
-        moved: asyncio.Future[Exception | None] = self._loop.create_future()
-
-        def ended(error: Exception | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                self._loop.call_soon_threadsafe(_tell, moved, error)
-
-        transfer = Transfer(
-            self._fd, buffers, sending=room is None, ended=ended,
-            left=self._left, more=None if room is None else room.try_next,
-        )  # fmt: skip
-        self._moving, self._moved = transfer, moved
+    async def _move(self, transfer: Transfer) -> None:
+        self._transfer, nbytes = transfer, transfer.left
+        is_large = nbytes >= MOVED_BYTES
         try:
-            self._movers.begin(transfer)
-            # A result, also where it is an error: raised by the future it would refer to itself
-            # through this frame, and the buffers of the frames above would wait for the collector.
-            error = await moved
-        except BaseException:
-            self._movers.cancel(transfer)
-            raise
-        finally:
-            self._moving = self._moved = None
-            self._left = transfer.left
-        if error is None:
-            return
-        try:
-            if isinstance(error, OSError):
-                raise Gone(f"the connection was lost: {error.strerror or error}")
-            raise error
-        finally:
-            del error
-
-    def _use_ahead(self) -> None:
-        """Moves what was read ahead to where it is wanted now."""
-        taken = 0
-        while self._wanted and taken < self._ahead_filled:
-            nbytes = min(len(self._wanted[-1]), self._ahead_filled - taken)
-            self._wanted[-1][:nbytes] = self._ahead[taken : taken + nbytes]
-            taken += nbytes
-            self._advance_wanted(nbytes)
-        if taken:
-            rest = bytes(self._ahead[taken : self._ahead_filled])
-            self._ahead[: len(rest)] = rest
-            self._ahead_filled = len(rest)
-            self._count(taken)
-
-    def _use_fed(self) -> None:
-        while self._wanted and self._fed:
-            source, target = self._fed.popleft(), self._wanted[-1]
-            nbytes = min(len(source), len(target))
-            target[:nbytes] = source[:nbytes]
-            if nbytes < len(source):
-                self._fed.appendleft(source[nbytes:])
-            self.buffer_updated(nbytes)
-
-    def _count(self, nbytes: int) -> None:
-        if not self._started:
-            self._started = True
-            self._watch()
-        self._left -= nbytes
-
-    def _advance_wanted(self, nbytes: int) -> None:
-        rest = self._wanted.pop()[nbytes:]
-        if rest:
-            self._wanted.append(rest)
-
-    def _write_now(self, left: Sequence[memoryview]) -> int:
-        """How much the kernel takes at once."""
-        try:
-            return os.writev(self._fd, left[: -_MOST_BUFFERS - 1 : -1])
-        except (BlockingIOError, InterruptedError):
-            return 0
+            while not transfer.turn(0 if is_large else TURN_BYTES):
+                if is_large:
+                    return await self._move_on_thread(transfer)
+                if self._watched_from_s == _NEVER and transfer.left < nbytes:
+                    self._idle_from_s = _NEVER
+                    self._watch(transfer.left)
+                await self._ready(transfer.events)
         except OSError as error:
-            raise Gone(f"the connection was lost: {error.strerror}") from error
-
-    def _advance(self, left: list[memoryview], nbytes: int) -> None:
-        self._left -= nbytes
-        while left and nbytes >= len(left[-1]):
-            nbytes -= len(left.pop())
-        if nbytes:
-            left[-1] = left[-1][nbytes:]
-
-    def _watch(self) -> None:
-        self._watched_from = self._loop.time(), self._left
-        self._least_progress = max(LEAST_PROGRESS_BYTES, self._left // MOST_STALL_TIMEOUTS)
-
-    async def _wait(self) -> None:
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
+            raise Gone(f"the connection was lost: {error.strerror or error}") from error
         finally:
-            self._waiter = None
-            self._wanted = []
+            self._transfer = None  # it refers to buffers
+            if transfer.left < nbytes:
+                self._idle_from_s = _NEVER
 
-    def _wake(self, error: Gone | None = None) -> None:
-        if self._waiter is None or self._waiter.done():
+    async def _move_on_thread(self, transfer: Transfer) -> None:
+        moved: asyncio.Future[None] = self._loop.create_future()
+        self._movers.begin(transfer, partial(self._loop.call_soon_threadsafe, _tell, moved))
+        is_cancelled = False
+        while not moved.done():  # until then a thread uses the buffers
+            try:
+                await asyncio.wait([moved])
+            except asyncio.CancelledError:  # noqa: PERF203 - once, if at all
+                is_cancelled = True
+                self.abort()
+        error, transfer.error = transfer.error, None
+        try:
+            if is_cancelled:
+                raise asyncio.CancelledError
+            if error is not None:
+                raise error
+        finally:
+            del error  # it refers to this frame: buffers would wait for the garbage collector
+
+    async def _ready(self, events: int) -> None:
+        """Returns when the socket is ready for it."""
+        ready: asyncio.Future[None] = self._loop.create_future()
+        if events == select.EPOLLOUT:
+            self._loop.add_writer(self._channel.fd, _tell, ready)
+            try:
+                await ready
+            finally:
+                self._loop.remove_writer(self._channel.fd)
             return
-        if error is None:
-            self._waiter.set_result(None)
+        if not self._is_read_by_loop:
+            self._is_read_by_loop = True
+            self._loop.add_reader(self._channel.fd, self._can_be_read)
+        self._readable = ready
+        try:
+            await ready
+        finally:
+            self._readable = None
+
+    def _can_be_read(self) -> None:
+        """Stays registered between requests, to save system calls, until no receive waits."""
+        if self._readable is not None:
+            _tell(self._readable)
         else:
-            self._waiter.set_exception(error)
+            self._is_read_by_loop = False
+            self._loop.remove_reader(self._channel.fd)
 
-    def _raise_if_gone(self, *, reading: bool = False) -> None:
-        if self.lost.done() or self._transport.is_closing() or (reading and self._ended):
-            raise Gone("the client closed its side or was lost")
+    def _watch(self, left: int) -> None:
+        self._watched_from_s, self._watched_left = self._loop.time(), left
+        self._least_progress_bytes = max(LEAST_PROGRESS_BYTES, left // MOST_STALL_TIMEOUTS)
 
-    def _pause_reading(self) -> None:
-        if self._reading:
-            self._reading = False
-            self._transport.pause_reading()
-
-    def _resume_reading(self) -> None:
-        if not self._reading:
-            self._reading = True
-            self._transport.resume_reading()
+    def _shut_down(self, how: int) -> None:
+        # Not the method of SSLSocket: that would go on without TLS.
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, how)
 
 
-def _tell(moved: asyncio.Future[Exception | None], error: Exception | None) -> None:
-    if not moved.done():
-        moved.set_result(error)
+def _tell(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -1,4 +1,4 @@
-"""The compiled part: what is done for every stripe, without the GIL. Optional.
+"""The native extension: what is done for every stripe, without the GIL. Optional.
 
 `moves` is the module that `module.c` makes, or None where it was not built (no C compiler when the
 package was installed) or is not wanted (LMCACHE_REDIS_NATIVE=0); `why_not` says which. Without it
@@ -25,7 +25,7 @@ def _load(name: str) -> tuple[ModuleType | None, str]:
         return importlib.import_module(f"lmcache_redis.native.{name}"), ""
     except ImportError as error:
         return None, (
-            f"the compiled part of lmcache_redis is missing ({error}): install a C compiler "
+            f"the native extension of lmcache_redis is missing ({error}): install a C compiler "
             "(gcc) and reinstall the package"
         )
 

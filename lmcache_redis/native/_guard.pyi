@@ -1,7 +1,7 @@
-"""Mappings of memory that other processes may truncate; `guard.c` has the how,
-`lmcache_redis.device.mapping` the use.
+"""Mappings of memory that other processes may truncate; implemented in `guard.c`, used by
+`lmcache_redis.device.mapping`.
 
-An access that would be SIGBUS finds fresh pages in place of the whole mapping from then on.
+After an access that would raise SIGBUS, fresh pages replace the whole mapping.
 """
 
 def add(address: int, nbytes: int, /) -> int:
@@ -11,4 +11,4 @@ def is_lost(number: int, /) -> bool:
     """Whether pages of it were missing when they were accessed."""
 
 def drop(number: int, /) -> None:
-    """Guard it no longer; before it is unmapped."""
+    """Stop guarding it; call this before unmapping."""

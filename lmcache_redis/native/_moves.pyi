@@ -1,48 +1,43 @@
-"""Stripes between slots and sockets; `moves.c` has the how, `lmcache_redis.resp.moving` the use.
+"""Stripes between slots and sockets; `moves.c` has the how, `lmcache_redis.resp.bulk` the use.
 And commands of many keys, packed (`lmcache_redis.resp.wire`).
 
-A task is ``(command, header, payload, end)``, all buffers. To load: the packed GET; ``$length``
-CRLF and the expected header, its unknown fields zero; the slot; nothing. To store: the packed SET
-up to its value; the header, into which the checksums are written; the slot; what ends the command.
-Payloads have more than 240 bytes.
-
-The first `under_way` tasks have been asked for on the first lanes, in order. The others are sent
-in order as lanes become free. Without `drain` the call ends once all have been sent, so that
-lanes are busy while the caller looks at what was done; with it, once all have been done.
-It ends early when nothing came for `quiet_ms`, when `until` (`time.monotonic()`) has passed, and
-when anything happens that is not as expected.
+`load` and `store` take the fields of `resp.bulk.Call` and `quiet_ms`, and return those of
+`resp.bulk.Moved`. A lane is ``(file descriptor, progress)``: a buffer of PROGRESS_BYTES, which the
+caller keeps from call to call and never reads. Without `drain` a call ends once all tasks have been
+sent, so that lanes are busy while the caller looks at what was done; with it, once all are
+finished. It ends early when nothing came for `quiet_ms`, when `until` has passed, and with the
+first stripe that does not end well.
 """
 
 from typing_extensions import Buffer
 
+Lane = tuple[int, bytearray]
 Task = tuple[Buffer, Buffer, Buffer, Buffer]
+# Lanes of the tasks that were sent; results; whether the last was sent whole.
+Result = tuple[list[int], list[bytes | tuple[int, int, bytes]], int]
 
-# lanes: for each task that was sent the number of its lane. done: for each that is done, in order
-# (those under way first), its store id (nothing after a store). why: see `resp.moving.Why`. lane:
-# the one on which the next task could not be sent, or -1. moved: bytes, of the payload and what
-# follows it (PART), of a load's other reply that stand in the slot behind `first` (REPLY), or of
-# the whole command (SENT_PART). error: errno, 0 where the connection was closed (LOST, SEND_LOST).
-# first: what came of the reply before its payload (REPLY, PART, VALUE).
-# tail: the two bytes after the payload (PART, VALUE).
-Result = tuple[list[int], list[bytes], int, int, int, int, bytes, bytes]
+PROGRESS_BYTES: int
 
 def load(
-    lanes: list[int],
+    lanes: list[Lane],
     tasks: list[Task],
-    under_way: int,
+    in_flight: int,
+    is_sending: bool,
     drain: bool,
-    quiet_ms: int,
     until: float,
     verify: bool,
+    quiet_ms: int,
     /,
 ) -> Result: ...
 def store(
-    lanes: list[int],
+    lanes: list[Lane],
     tasks: list[Task],
-    under_way: int,
+    in_flight: int,
+    is_sending: bool,
     drain: bool,
-    quiet_ms: int,
     until: float,
+    verify: bool,
+    quiet_ms: int,
     /,
 ) -> Result: ...
 def keys_commands(name: bytes, keys: list[bytes], group_keys: int, /) -> bytes: ...

@@ -1,9 +1,9 @@
-/* Mappings of memory that other processes may truncate: an access to them does not end this one.
+/* Mappings of memory that other processes may truncate: an access to them does not end this process.
 
-   An access to a shared mapping behind the end of its file raises SIGBUS. For a mapping that was added
-   here the handler puts fresh pages in its place, marks it as lost, and lets the access go on: whoever
-   copied asks afterwards (libwayland does so with the pools of its clients). Any other SIGBUS goes to
-   whom it would have gone before. _guard.pyi has the Python side.
+   An access to a shared mapping behind the end of its file raises SIGBUS. For a guarded mapping the
+   handler maps fresh pages over it, marks it as lost, and returns, so the access succeeds; the copying
+   thread asks afterwards (libwayland does the same with its clients' pools). Any other SIGBUS goes to
+   the previous handler. _guard.pyi documents the Python side.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h> /* setup.py limits it to the stable ABI */
@@ -17,7 +17,7 @@
 
 #define MOST_GUARDS 4096
 
-/* Written under the GIL, read by the handler at any moment. start is 0 where there is none. */
+/* Written under the GIL, read by the handler at any time. start is 0 in a free entry. */
 typedef struct {
     _Atomic(uintptr_t) start;
     _Atomic(size_t) nbytes;
@@ -25,7 +25,7 @@ typedef struct {
 } Guard;
 
 static Guard guards[MOST_GUARDS];
-static _Atomic(int) used; /* guards before this one have been in use */
+static _Atomic(int) used; /* no entry from this one on was ever in use */
 static struct sigaction previous;
 static bool installed;
 
@@ -44,41 +44,37 @@ static Guard *guard_of(uintptr_t address, uintptr_t *start, size_t *nbytes)
 
 static void on_sigbus(int signum, siginfo_t *info, void *Py_UNUSED(context))
 {
-    const int before = errno;
+    const int saved_errno = errno;
     uintptr_t start;
     size_t nbytes;
     Guard *guard = NULL;
-    if (info->si_code > 0) { /* an access, no kill(2) */
+    if (info->si_code > 0) { /* an access, not kill(2) */
         guard = guard_of((uintptr_t)info->si_addr, &start, &nbytes);
     }
     if (guard != NULL) {
         atomic_store(&guard->lost, true);
         const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
         if (mmap((void *)start, nbytes, PROT_READ | PROT_WRITE, flags, -1, 0) != MAP_FAILED) {
-            errno = before;
+            errno = saved_errno;
             return;
         }
     }
-    /* The access is made again, or the signal sent again, and meets the previous handler. */
+    /* The access repeats, or the signal is raised again, and reaches the previous handler. */
     sigaction(SIGBUS, &previous, NULL);
     if (info->si_code <= 0) {
         raise(signum);
     }
-    errno = before;
+    errno = saved_errno;
 }
 
 static bool install(void)
 {
+    struct sigaction action = {.sa_sigaction = on_sigbus, .sa_flags = SA_SIGINFO | SA_ONSTACK};
     if (!installed) {
-        struct sigaction action = {.sa_sigaction = on_sigbus, .sa_flags = SA_SIGINFO | SA_ONSTACK};
         sigemptyset(&action.sa_mask);
-        if (sigaction(SIGBUS, &action, &previous) != 0) {
-            PyErr_SetFromErrno(PyExc_OSError);
-            return false;
-        }
-        installed = true;
+        installed = sigaction(SIGBUS, &action, &previous) == 0;
     }
-    return true;
+    return installed;
 }
 
 static PyObject *add(PyObject *Py_UNUSED(self), PyObject *args)
@@ -93,7 +89,7 @@ static PyObject *add(PyObject *Py_UNUSED(self), PyObject *args)
         return NULL;
     }
     if (!install()) {
-        return NULL;
+        return PyErr_SetFromErrno(PyExc_OSError);
     }
     for (int i = 0; i < MOST_GUARDS; i++) {
         if (atomic_load(&guards[i].start) == 0) {
@@ -106,8 +102,7 @@ static PyObject *add(PyObject *Py_UNUSED(self), PyObject *args)
             return PyLong_FromLong(i);
         }
     }
-    PyErr_Format(PyExc_OSError, "%d mappings are guarded already", MOST_GUARDS);
-    return NULL;
+    return PyErr_Format(PyExc_OSError, "%d mappings are guarded already", MOST_GUARDS);
 }
 
 static Guard *numbered(PyObject *args)
@@ -141,8 +136,8 @@ static PyObject *drop(PyObject *Py_UNUSED(self), PyObject *args)
 
 static PyMethodDef methods[] = {
     {"add", add, METH_VARARGS, "Guard a mapping; see _guard.pyi."},
-    {"is_lost", is_lost, METH_VARARGS, "Whether an access to it would have been SIGBUS."},
-    {"drop", drop, METH_VARARGS, "Guard it no longer."},
+    {"is_lost", is_lost, METH_VARARGS, "Whether pages of it were missing when accessed."},
+    {"drop", drop, METH_VARARGS, "Stop guarding it."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -3,17 +3,19 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h> /* setup.py limits it to the stable ABI */
 
-#include <limits.h>
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "moves.h"
 #include "xxh3.h"
 
-/* A call, and the buffers that its tasks point into. */
+#define PROGRESS_BYTES (sizeof(Progress) + _Alignof(Progress))
+
+/* A call, and the buffers that its lanes and tasks point into. */
 typedef struct {
     Call call;
-    Py_buffer buffers[4 * MOST_TASKS];
+    Py_buffer buffers[MOST_LANES + 4 * MOST_TASKS];
     int count;
 } Held;
 
@@ -22,46 +24,6 @@ static void release_all(Held *held)
     while (held->count > 0) {
         PyBuffer_Release(&held->buffers[--held->count]);
     }
-}
-
-static bool take_lanes(Call *call, PyObject *fds)
-{
-    const Py_ssize_t count = PyList_Size(fds);
-    if (count < 0) {
-        return false;
-    }
-    if (count < 1 || count > MOST_LANES) {
-        PyErr_Format(PyExc_ValueError, "%zd lanes: 1 to %d are possible", count, MOST_LANES);
-        return false;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        const long fd = PyLong_AsLong(PyList_GetItem(fds, i));
-        if (fd < 0 || fd > INT_MAX) {
-            if (!PyErr_Occurred()) {
-                PyErr_Format(PyExc_ValueError, "%ld is no file descriptor", fd);
-            }
-            return false;
-        }
-        call->fds[i] = (int)fd;
-    }
-    call->lanes = (int)count;
-    return true;
-}
-
-static bool check_task(const Call *call, const Task *task)
-{
-    if (task->payload.nbytes <= XXH3_SHORT_BYTES) {
-        PyErr_Format(PyExc_ValueError, "a payload of %zu bytes: more than %d are needed",
-                     task->payload.nbytes, XXH3_SHORT_BYTES);
-        return false;
-    }
-    const size_t least = call->is_load ? HEADER_BYTES + 1 : HEADER_BYTES;
-    const size_t most = call->is_load ? HEADER_BYTES + MOST_HEAD_BYTES : HEADER_BYTES;
-    if (task->header.nbytes < least || task->header.nbytes > most) {
-        PyErr_Format(PyExc_ValueError, "a header of %zu bytes", task->header.nbytes);
-        return false;
-    }
-    return true;
 }
 
 static bool take_buffer(Held *held, PyObject *given, int flags, Bytes *bytes)
@@ -73,6 +35,51 @@ static bool take_buffer(Held *held, PyObject *given, int flags, Bytes *bytes)
     held->count++;
     bytes->data = buffer->buf;
     bytes->nbytes = (size_t)buffer->len;
+    return true;
+}
+
+/* Lanes are tuples (file descriptor, progress). */
+static bool take_lanes(Held *held, PyObject *lanes)
+{
+    Call *call = &held->call;
+    const Py_ssize_t count = PyList_Size(lanes);
+    if (count < 0) {
+        return false;
+    }
+    if (count < 1 || count > MOST_LANES) {
+        PyErr_Format(PyExc_ValueError, "%zd lanes: 1 to %d are possible", count, MOST_LANES);
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *lane = PyList_GetItem(lanes, i), *progress;
+        Bytes bytes;
+        if (!PyTuple_Check(lane)) {
+            PyErr_SetString(PyExc_TypeError, "a lane is a tuple (descriptor, progress)");
+            return false;
+        }
+        if (!PyArg_ParseTuple(lane, "iO:lane", &call->fds[i], &progress) ||
+            !take_buffer(held, progress, PyBUF_WRITABLE, &bytes)) {
+            return false;
+        }
+        if (call->fds[i] < 0 || bytes.nbytes < PROGRESS_BYTES) {
+            PyErr_Format(PyExc_ValueError, "lane %zd has no file descriptor or room", i);
+            return false;
+        }
+        const uintptr_t past = (uintptr_t)bytes.data % _Alignof(Progress);
+        call->progress[i] = (Progress *)(bytes.data + (past ? _Alignof(Progress) - past : 0));
+    }
+    call->lanes = (int)count;
+    return true;
+}
+
+static bool check_task(const Call *call, const Task *task)
+{
+    const size_t least = call->is_load ? HEADER_BYTES + 1 : HEADER_BYTES;
+    const size_t most = call->is_load ? HEADER_BYTES + MOST_HEAD_BYTES : HEADER_BYTES;
+    if (task->header.nbytes < least || task->header.nbytes > most) {
+        PyErr_Format(PyExc_ValueError, "a header of %zu bytes", task->header.nbytes);
+        return false;
+    }
     return true;
 }
 
@@ -92,17 +99,21 @@ static bool take_task(Held *held, PyObject *given, Task *task)
            take_buffer(held, end, PyBUF_SIMPLE, &task->end) && check_task(&held->call, task);
 }
 
-/* The first tasks are under way, on the first lanes; the other lanes are idle. */
-static bool take_tasks(Held *held, PyObject *tasks, int under_way)
+/* The first tasks are in flight, on the first lanes; the other lanes are idle. */
+static bool take_tasks(Held *held, PyObject *tasks, int in_flight)
 {
     Call *call = &held->call;
     const Py_ssize_t count = PyList_Size(tasks);
     if (count < 0) {
         return false;
     }
-    if (count > MOST_TASKS || under_way < 0 || under_way > count || under_way > call->lanes) {
-        PyErr_Format(PyExc_ValueError, "%zd tasks, %d of them under way on %d lanes", count,
-                     under_way, call->lanes);
+    if (count > MOST_TASKS || in_flight < 0 || in_flight > count || in_flight > call->lanes) {
+        PyErr_Format(PyExc_ValueError, "%zd tasks, %d of them in flight on %d lanes", count,
+                     in_flight, call->lanes);
+        return false;
+    }
+    if (call->sending && !in_flight) {
+        PyErr_SetString(PyExc_ValueError, "no task is in flight that could be sent in part");
         return false;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -112,63 +123,52 @@ static bool take_tasks(Held *held, PyObject *tasks, int under_way)
         }
     }
     call->count = (int)count;
-    call->asked = under_way;
-    for (int lane = call->lanes - 1; lane >= under_way; lane--) {
+    call->asked = in_flight;
+    for (int lane = call->lanes - 1; lane >= in_flight; lane--) {
         call->idle[call->idle_count++] = lane;
     }
     return true;
 }
 
-static PyObject *result_of(const Call *call, int under_way)
+/* Of a stripe: its store id, or (end, error, data). */
+static PyObject *finished(const Call *call, int i)
 {
-    PyObject *lanes = PyList_New(call->asked - under_way);
+    const Result *bad = &call->bad;
+    if (i == call->done - 1 && bad->end > DONE) {
+        const char *data = bad->nbytes ? (const char *)bad->data : "";
+        return Py_BuildValue("iiy#", bad->end, bad->end == LOST ? bad->error : 0, data,
+                             (Py_ssize_t)bad->nbytes);
+    }
+    return PyBytes_FromStringAndSize((const char *)call->store_ids[i],
+                                     call->is_load ? STORE_ID_BYTES : 0);
+}
+
+static PyObject *result_of(const Call *call, int in_flight)
+{
+    PyObject *lanes = PyList_New(call->asked - in_flight);
     PyObject *done = PyList_New(call->done);
-    PyObject *first = NULL, *tail = NULL;
-    if (lanes == NULL || done == NULL) {
-        goto failed;
-    }
-    for (int i = under_way; i < call->asked; i++) {
+    bool good = lanes != NULL && done != NULL;
+    for (int i = in_flight; good && i < call->asked; i++) {
         PyObject *lane = PyLong_FromLong(call->tasks[i].lane);
-        if (lane == NULL) {
-            goto failed;
-        }
-        PyList_SetItem(lanes, i - under_way, lane);
+        good = lane != NULL && PyList_SetItem(lanes, i - in_flight, lane) == 0;
     }
-    for (int i = 0; i < call->done; i++) {
-        PyObject *store_id =
-            PyBytes_FromStringAndSize((const char *)call->store_ids[i],
-                                      call->is_load ? STORE_ID_BYTES : 0);
-        if (store_id == NULL) {
-            goto failed;
-        }
-        PyList_SetItem(done, i, store_id);
+    for (int i = 0; good && i < call->done; i++) {
+        PyObject *result = finished(call, i);
+        good = result != NULL && PyList_SetItem(done, i, result) == 0;
     }
-    const bool replied = call->why == REPLY || call->why == PART || call->why == VALUE;
-    first = PyBytes_FromStringAndSize((const char *)call->first,
-                                      replied ? (Py_ssize_t)call->first_bytes : 0);
-    tail = PyBytes_FromStringAndSize((const char *)call->tail, sizeof call->tail);
-    if (first == NULL || tail == NULL) {
-        goto failed;
-    }
-    const bool sending = call->why == SENT_PART || call->why == SEND_LOST;
-    const int lane = sending ? call->tasks[call->asked].lane : -1;
-    return Py_BuildValue("NNiiniNN", lanes, done, call->why, lane, (Py_ssize_t)call->moved,
-                         call->error, first, tail);
-failed:
+    PyObject *result = good ? Py_BuildValue("OOi", lanes, done, call->sending) : NULL;
     Py_XDECREF(lanes);
     Py_XDECREF(done);
-    Py_XDECREF(first);
-    Py_XDECREF(tail);
-    return NULL;
+    return result;
 }
 
 static PyObject *run(PyObject *args, bool is_load)
 {
-    PyObject *fds, *tasks;
-    int under_way, drain, quiet_ms, verify = 1;
+    PyObject *lanes, *tasks;
+    int in_flight, is_sending, drain, verify, quiet_ms;
     double until;
-    if (!PyArg_ParseTuple(args, is_load ? "OOipidp" : "OOipid", &fds, &tasks, &under_way, &drain,
-                          &quiet_ms, &until, &verify)) {
+    if (!PyArg_ParseTuple(args, "OOippdpi", &lanes, &tasks, &in_flight, &is_sending, &drain, &until,
+                          &verify, &quiet_ms)) {
         return NULL;
     }
     Held *held = malloc(sizeof *held);
@@ -178,20 +178,19 @@ static PyObject *run(PyObject *args, bool is_load)
     Call *call = &held->call;
     held->count = 0;
     call->is_load = is_load;
+    call->sending = is_sending ? EAGAIN : 0;
     call->drain = drain;
     call->verify = verify;
     call->quiet_ms = quiet_ms;
     call->until = until;
     call->lanes = call->idle_count = call->count = call->asked = call->done = 0;
-    call->error = 0;
-    call->moved = call->first_bytes = 0;
-    memset(call->tail, 0, sizeof call->tail);
+    call->bad = (Result){.end = WAIT};
     PyObject *result = NULL;
-    if (take_lanes(call, fds) && take_tasks(held, tasks, under_way)) {
+    if (take_lanes(held, lanes) && take_tasks(held, tasks, in_flight)) {
         Py_BEGIN_ALLOW_THREADS
         move(call);
         Py_END_ALLOW_THREADS
-        result = result_of(call, under_way);
+        result = result_of(call, in_flight);
     }
     release_all(held);
     free(held);
@@ -337,5 +336,9 @@ PyMODINIT_FUNC PyInit__moves(void)
 {
     for (const char *const *widest = VECTORS; !xxh3_use(*widest); widest++) {
     }
-    return PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module);
+    if (made != NULL) {
+        PyModule_AddIntConstant(made, "PROGRESS_BYTES", (long)PROGRESS_BYTES);
+    }
+    return made;
 }

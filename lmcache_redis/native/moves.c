@@ -1,11 +1,12 @@
-/* A call works on several connections ("lanes") that each have one command under way. It sends what
- * waits on lanes that are free, and receives replies in the order in which they were asked for. It
- * does only what goes well: whatever else happens on a lane (another reply, a wait of more than some
- * milliseconds, the end of the connection) ends the call, which says how far it came, and Python
- * goes on from there.
+/* A call works on several connections ("lanes") with one stripe in flight on each. It sends the
+ * requests that wait on lanes that are free, and receives replies in the order of the requests. Each
+ * stripe ends with a definite result: stored or loaded, another reply of the server, or a connection
+ * that is lost or out of step. A call that meets a wait returns; the next one goes on where it
+ * stopped, by the `Progress` of each lane. Deadlines, and what a result means, are the caller's.
  *
  * Sockets may block or not: every call here is MSG_DONTWAIT, and waits are in poll().
  */
+#define _GNU_SOURCE /* memmem */
 #include "moves.h"
 
 #include <errno.h>
@@ -14,8 +15,6 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <time.h>
-
-#include "xxh3.h"
 
 /* A payload is hashed in pieces of that size, while they are warm from the socket. */
 #define PIECE_BYTES (128 << 10)
@@ -47,72 +46,70 @@ static int wait_for(const Call *call, int fd, short events)
     }
 }
 
-/* Bytes received, at least one; 0: none came in time; -1: the connection is lost (call->error). */
-static ssize_t receive(Call *call, int fd, struct iovec *parts, size_t count)
+/* WAIT: nothing can be done for now. LOST: call->bad.error says why. 0: go on. */
+static int wait_or_lost(Call *call, int fd, short events)
+{
+    if (errno == EAGAIN || errno == EWOULDBLOCK) {
+        const int ready = wait_for(call, fd, events);
+        if (ready >= 0) {
+            return ready ? 0 : WAIT;
+        }
+    }
+    call->bad.error = errno;
+    return LOST;
+}
+
+/* Receive some bytes into parts, and add them to `got`. 0: at least one came; else as above. */
+static int receive(Call *call, int fd, struct iovec *parts, size_t count, size_t *got)
 {
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
     for (;;) {
         const ssize_t received = recvmsg(fd, &message, MSG_DONTWAIT);
         if (received > 0) {
-            return received;
+            *got += (size_t)received;
+            return 0;
         }
         if (received == 0) {
-            call->error = 0;
-            return -1;
-        }
-        if (errno == EAGAIN || errno == EWOULDBLOCK) {
-            const int ready = wait_for(call, fd, POLLIN);
-            if (ready == 0) {
-                return 0;
-            }
-            if (ready > 0) {
-                continue;
-            }
+            call->bad.error = 0;
+            return LOST;
         }
         if (errno != EINTR) {
-            call->error = errno;
-            return -1;
+            const int result = wait_or_lost(call, fd, POLLIN);
+            if (result) {
+                return result;
+            }
         }
     }
 }
 
-/* True: sent. False: call->why says what happened, call->moved how much was sent. */
-static bool send_all(Call *call, int fd, struct iovec *parts, size_t count)
+/* Send what is left of a request. 0: all was sent; else as above. */
+static int send_rest(Call *call, int fd, struct iovec *parts, size_t count, size_t *sent)
 {
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
-    call->moved = 0;
-    while (message.msg_iovlen) {
-        ssize_t sent = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-        if (sent < 0) {
-            if (errno == EINTR) {
-                continue;
-            }
-            if (errno == EAGAIN || errno == EWOULDBLOCK) {
-                const int ready = wait_for(call, fd, POLLOUT);
-                if (ready > 0) {
-                    continue;
-                }
-                if (ready == 0) {
-                    call->why = SENT_PART;
-                    return false;
-                }
-            }
-            call->why = SEND_LOST;
-            call->error = errno;
-            return false;
-        }
-        call->moved += (size_t)sent;
-        while (message.msg_iovlen && (size_t)sent >= message.msg_iov->iov_len) {
-            sent -= (ssize_t)message.msg_iov->iov_len;
+    size_t skip = *sent;
+    for (;;) {
+        while (message.msg_iovlen && skip >= message.msg_iov->iov_len) {
+            skip -= message.msg_iov->iov_len;
             message.msg_iov++;
             message.msg_iovlen--;
         }
-        if (message.msg_iovlen) {
-            message.msg_iov->iov_base = (char *)message.msg_iov->iov_base + sent;
-            message.msg_iov->iov_len -= (size_t)sent;
+        if (!message.msg_iovlen) {
+            return 0;
+        }
+        message.msg_iov->iov_base = (char *)message.msg_iov->iov_base + skip;
+        message.msg_iov->iov_len -= skip;
+        skip = 0;
+        const ssize_t now_sent = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (now_sent >= 0) {
+            *sent += (size_t)now_sent;
+            skip = (size_t)now_sent;
+        } else if (errno != EINTR) {
+            const int result = wait_or_lost(call, fd, POLLOUT);
+            if (result) {
+                return result;
+            }
         }
     }
-    return true;
 }
 
 static uint64_t xxh3_of(const uint8_t *data, size_t nbytes)
@@ -124,7 +121,8 @@ static uint64_t xxh3_of(const uint8_t *data, size_t nbytes)
 
 /* ---- SET ---- */
 
-/* Write the checksums of payload and header into the header. */
+/* Write the checksums of payload and header into the header. Short payloads have another kind of
+ * checksum, which the caller knows: their headers come sealed, and it judges what is loaded. */
 static void seal(uint8_t *header, const uint8_t *payload, size_t nbytes)
 {
     const uint64_t of_payload = xxh3_of(payload, nbytes);
@@ -134,46 +132,124 @@ static void seal(uint8_t *header, const uint8_t *payload, size_t nbytes)
     memcpy(header + OWN_CHECKSUM_AT, &own, CHECKSUM_BYTES);
 }
 
-static bool send_set(Call *call, const Task *task)
+static int send_set(Call *call, const Task *task, Progress *progress)
 {
-    seal(task->header.data, task->payload.data, task->payload.nbytes);
+    if (!progress->sent && task->payload.nbytes > XXH3_SHORT_BYTES) {
+        seal(task->header.data, task->payload.data, task->payload.nbytes);
+    }
     struct iovec parts[4] = {
         {task->command.data, task->command.nbytes},
         {task->header.data, task->header.nbytes},
         {task->payload.data, task->payload.nbytes},
         {task->end.data, task->end.nbytes},
     };
-    return send_all(call, call->fds[task->lane], parts, 4);
+    return send_rest(call, call->fds[task->lane], parts, 4, &progress->sent);
 }
 
-static int receive_ok(Call *call, const Task *task)
+/* ---- replies that are not the expected one ---- */
+
+static int ends(Call *call, int end, const uint8_t *data, size_t nbytes)
 {
-    call->first_bytes = 0;
-    while (call->first_bytes < OK_BYTES) {
-        struct iovec part = {call->first + call->first_bytes,
-                             sizeof call->first - call->first_bytes};
-        const ssize_t received = receive(call, call->fds[task->lane], &part, 1);
-        if (received < 0) {
-            return LOST;
+    call->bad.data = data;
+    call->bad.nbytes = nbytes;
+    return end;
+}
+
+/* The length in a line "$n", as servers write it: -1 for a null, -2 for what is none. */
+static int64_t length_of(const uint8_t *line, size_t nbytes)
+{
+    if (nbytes == 3 && line[1] == '-' && line[2] == '1') {
+        return -1;
+    }
+    if (nbytes < 2 || nbytes > 14 || (line[1] == '0' && nbytes > 2)) {
+        return -2;
+    }
+    int64_t length = 0;
+    for (size_t i = 1; i < nbytes; i++) {
+        if (line[i] < '0' || line[i] > '9') {
+            return -2;
         }
-        if (received == 0) {
-            return call->first_bytes ? REPLY : QUIET;
+        length = 10 * length + (line[i] - '0');
+    }
+    return length <= ((int64_t)1 << 40) ? length : -2;
+}
+
+/* Receive the first line of another reply, which begins with one of `kinds`. 0: it has come. */
+static int receive_line(Call *call, const Task *task, Progress *p, const char *kinds)
+{
+    while (!p->line) {
+        if (p->got && !memchr(kinds, p->first[0], strlen(kinds))) {
+            return GARBAGE;
         }
-        call->first_bytes += (size_t)received;
-        const size_t most = call->first_bytes < OK_BYTES ? call->first_bytes : OK_BYTES;
-        if (call->first_bytes > OK_BYTES || memcmp(call->first, OK_LINE, most) != 0) {
-            return REPLY;
+        const size_t have = p->got < sizeof p->first ? p->got : sizeof p->first;
+        const uint8_t *end = have > 1 ? memmem(p->first, have, "\r\n", 2) : NULL;
+        if (end != NULL) {
+            p->line = (size_t)(end - p->first) + 2;
+            return 0;
+        }
+        if (have == sizeof p->first) {
+            return GARBAGE;
+        }
+        struct iovec part = {p->first + have, sizeof p->first - have};
+        const int result = receive(call, call->fds[task->lane], &part, 1, &p->got);
+        if (result) {
+            return result;
         }
     }
-    return DONE;
+    return 0;
+}
+
+/* Go on with a reply that is not the expected value. */
+static int receive_other(Call *call, const Task *task, Progress *p)
+{
+    const size_t wanted = task->header.nbytes;
+    if (!p->is_other) {
+        p->is_other = true;
+        if (p->got > wanted) {
+            const size_t behind = p->got - wanted, room = sizeof p->first - wanted;
+            memcpy(p->first + wanted, task->payload.data, behind < room ? behind : room);
+        }
+    }
+    int result = receive_line(call, task, p, "-$_");
+    if (result) {
+        return result;
+    }
+    const size_t line = p->line - 2;
+    const int64_t length = p->first[0] == '$' ? length_of(p->first, line) : -1;
+    if (length >= 0) {
+        const size_t kept = length < HEADER_BYTES ? (size_t)length : HEADER_BYTES;
+        while (!result && p->got < p->line + kept) {
+            struct iovec part = {p->first + p->got, p->line + kept - p->got};
+            result = receive(call, call->fds[task->lane], &part, 1, &p->got);
+        }
+        return result ? result : ends(call, OTHER_LENGTH, p->first + p->line, kept);
+    }
+    if (length < -1 || p->got != p->line || (p->first[0] == '_' && line != 1)) {
+        return GARBAGE;
+    }
+    return p->first[0] == '-' ? ends(call, LINE, p->first, line) : NOTHING;
+}
+
+static int receive_ok(Call *call, const Task *task, Progress *p)
+{
+    const int result = receive_line(call, task, p, "+-:");
+    if (result) {
+        return result;
+    }
+    if (p->got != p->line) {
+        return GARBAGE;
+    }
+    return p->line == OK_BYTES && memcmp(p->first, OK_LINE, OK_BYTES) == 0
+               ? DONE
+               : ends(call, LINE, p->first, p->line - 2);
 }
 
 /* ---- GET ---- */
 
-static bool send_get(Call *call, const Task *task)
+static int send_get(Call *call, const Task *task, Progress *progress)
 {
     struct iovec part = {task->command.data, task->command.nbytes};
-    return send_all(call, call->fds[task->lane], &part, 1);
+    return send_rest(call, call->fds[task->lane], &part, 1, &progress->sent);
 }
 
 /* Whether a header is the expected one: its own checksum, and every field that is known. */
@@ -193,90 +269,68 @@ static bool is_expected(const uint8_t *header, const uint8_t *expected)
     return memcmp(masked, expected, HEADER_BYTES) == 0;
 }
 
-static int receive_value(Call *call, const Task *task)
+static int receive_value(Call *call, const Task *task, Progress *p)
 {
     const int fd = call->fds[task->lane];
     const uint8_t *expected = task->header.data;
     const size_t wanted = task->header.nbytes, head = wanted - HEADER_BYTES;
-    const uint8_t *header = call->first + head;
+    const uint8_t *header = p->first + head;
     uint8_t *payload = task->payload.data;
-    const size_t nbytes = task->payload.nbytes;
+    const size_t nbytes = task->payload.nbytes, whole = wanted + nbytes + sizeof p->tail;
 
-    call->first_bytes = call->moved = 0;
-    while (call->first_bytes < wanted) {
+    if (p->is_other) {
+        return receive_other(call, task, p);
+    }
+    while (p->got < wanted) {
         /* With the first piece of the payload, which most often is there as well. */
         struct iovec parts[2] = {
-            {call->first + call->first_bytes, wanted - call->first_bytes},
+            {p->first + p->got, wanted - p->got},
             {payload, nbytes < PIECE_BYTES ? nbytes : PIECE_BYTES},
         };
-        const ssize_t received = receive(call, fd, parts, 2);
-        if (received < 0) {
-            return LOST;
+        const int result = receive(call, fd, parts, 2, &p->got);
+        if (result) {
+            return result;
         }
-        if (received == 0) {
-            return call->first_bytes ? REPLY : QUIET;
+        if (memcmp(p->first, expected, p->got < head ? p->got : head)) {
+            return receive_other(call, task, p);
         }
-        call->first_bytes += (size_t)received;
-        if (call->first_bytes > wanted) {
-            call->moved = call->first_bytes - wanted;
-            call->first_bytes = wanted;
-        }
-        if (memcmp(call->first, expected, call->first_bytes < head ? call->first_bytes : head)) {
-            return REPLY;
-        }
-    }
-    Xxh3 hash;
-    xxh3_begin(&hash);
-    if (call->verify && call->moved) {
-        xxh3_update(&hash, payload, call->moved, nbytes);
-    }
-    const size_t whole = nbytes + sizeof call->tail;
-    while (call->moved < whole) {
-        const bool in_payload = call->moved < nbytes;
-        ssize_t received;
-        if (in_payload && nbytes - call->moved <= PIECE_BYTES) {
-            /* The last piece, and the CRLF in the same call where it is there. */
-            struct iovec parts[2] = {{payload + call->moved, nbytes - call->moved},
-                                     {call->tail, sizeof call->tail}};
-            struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
-            received = recvmsg(fd, &message, MSG_DONTWAIT);
-        } else if (in_payload) {
-            received = recv(fd, payload + call->moved, PIECE_BYTES, MSG_DONTWAIT);
-        } else {
-            received = recv(fd, call->tail + (call->moved - nbytes), whole - call->moved,
-                            MSG_DONTWAIT);
-        }
-        if (received > 0) {
-            call->moved += (size_t)received;
-            if (call->verify && in_payload) {
-                xxh3_update(&hash, payload, call->moved < nbytes ? call->moved : nbytes, nbytes);
-            }
-            continue;
-        }
-        if (received < 0 && errno == EINTR) {
-            continue;
-        }
-        if (received < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-            const int ready = wait_for(call, fd, POLLIN);
-            if (ready > 0) {
-                continue;
-            }
-            if (ready == 0) {
-                return PART;
+        if (p->got >= wanted) {
+            xxh3_begin(&p->hash);
+            if (call->verify) {
+                xxh3_update(&p->hash, payload, p->got - wanted, nbytes);
             }
         }
-        call->error = received < 0 ? errno : 0;
-        return LOST;
     }
-    if (memcmp(call->tail, "\r\n", sizeof call->tail) || !is_expected(header, expected + head)) {
-        return VALUE;
-    }
-    if (call->verify) {
-        uint64_t checksum;
-        memcpy(&checksum, header + PAYLOAD_CHECKSUM_AT, CHECKSUM_BYTES);
-        if (checksum != xxh3_end(&hash, payload, nbytes)) {
-            return VALUE;
+    while (p->got < whole) {
+        const size_t there = p->got - wanted;
+        /* The last piece, and the CRLF in the same call where it is there. */
+        struct iovec parts[2] = {{payload + there, nbytes - there}, {p->tail, sizeof p->tail}};
+        size_t count = 2;
+        if (there >= nbytes) {
+            parts[0] = (struct iovec){p->tail + (there - nbytes), whole - p->got};
+            count = 1;
+        } else if (nbytes - there > PIECE_BYTES) {
+            parts[0].iov_len = PIECE_BYTES;
+            count = 1;
         }
+        const int result = receive(call, fd, parts, count, &p->got);
+        if (result) {
+            return result;
+        }
+        if (call->verify && there < nbytes) {
+            const size_t now_there = p->got - wanted;
+            xxh3_update(&p->hash, payload, now_there < nbytes ? now_there : nbytes, nbytes);
+        }
+    }
+    if (memcmp(p->tail, "\r\n", sizeof p->tail)) {
+        return GARBAGE;
+    }
+    uint64_t checksum;
+    memcpy(&checksum, header + PAYLOAD_CHECKSUM_AT, CHECKSUM_BYTES);
+    if (!is_expected(header, expected + head) ||
+        (call->verify && (nbytes <= XXH3_SHORT_BYTES ||
+                          checksum != xxh3_end(&p->hash, payload, nbytes)))) {
+        return ends(call, MISMATCH, header, HEADER_BYTES);
     }
     memcpy(call->store_ids[call->done], header + STORE_ID_AT, STORE_ID_BYTES);
     return DONE;
@@ -284,30 +338,46 @@ static int receive_value(Call *call, const Task *task)
 
 /* ---- the call ---- */
 
-/* Tasks are asked for in order, and done in that order. */
+/* Send the next request, or what is left of the last one. False: that has to wait, or failed. */
+static bool send_next(Call *call)
+{
+    if (!call->sending) {
+        call->tasks[call->asked].lane = call->idle[--call->idle_count];
+        memset(call->progress[call->tasks[call->asked].lane], 0, offsetof(Progress, first));
+        call->asked++;
+    }
+    const Task *task = &call->tasks[call->asked - 1];
+    Progress *progress = call->progress[task->lane];
+    const int result =
+        call->is_load ? send_get(call, task, progress) : send_set(call, task, progress);
+    call->sending = result == LOST ? call->bad.error : result == WAIT ? EAGAIN : 0;
+    return !call->sending;
+}
+
+/* Requests are sent in order, and finished in that order. */
 void move(Call *call)
 {
-    call->why = DONE;
     for (;;) {
-        while (call->asked < call->count && call->idle_count) {
-            Task *task = &call->tasks[call->asked];
-            task->lane = call->idle[call->idle_count - 1];
-            if (!(call->is_load ? send_get(call, task) : send_set(call, task))) {
+        while (call->sending || (call->asked < call->count && call->idle_count)) {
+            if (!send_next(call)) {
                 return;
             }
-            call->idle_count--;
-            call->asked++;
         }
         if (call->done == call->asked || (!call->drain && call->asked == call->count)) {
             return;
         }
         const Task *front = &call->tasks[call->done];
-        call->why = call->is_load ? receive_value(call, front) : receive_ok(call, front);
-        if (call->why != DONE) {
+        Progress *progress = call->progress[front->lane];
+        call->bad.end = call->is_load ? receive_value(call, front, progress)
+                                      : receive_ok(call, front, progress);
+        if (call->bad.end == WAIT) {
+            return;
+        }
+        call->done++;
+        if (call->bad.end != DONE) {
             return;
         }
         call->idle[call->idle_count++] = front->lane;
-        call->done++;
         if (now() >= call->until) {
             return;
         }

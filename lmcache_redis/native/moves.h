@@ -6,6 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "xxh3.h"
+
 /* The header of a stripe: stripe.py has all of it. A reader does not know these fields before. */
 #define HEADER_BYTES 512
 #define STORE_ID_AT 8
@@ -17,15 +19,29 @@
 
 #define MOST_LANES 64
 #define MOST_TASKS 256
-#define MOST_HEAD_BYTES 32 /* "$", a length and CRLF */
+#define MOST_HEAD_BYTES 32   /* "$", a length and CRLF */
+#define MOST_LINE_BYTES 4096 /* of an error reply */
 
-/* How a call ended; resp/moving.py says what each means. */
-enum { DONE, QUIET, REPLY, PART, VALUE, LOST, SENT_PART, SEND_LOST };
+/* What became of a stripe; resp/bulk.py says what each means. From OTHER_LENGTH on the connection
+ * is out of step. WAIT: it is not finished. */
+enum { WAIT = -1, DONE, NOTHING, LINE, MISMATCH, OTHER_LENGTH, GARBAGE, LOST };
 
 typedef struct {
     uint8_t *data;
     size_t nbytes;
 } Bytes;
+
+/* How far the stripe on a lane has come; kept by the caller between calls. Zeroed at its begin, up
+ * to `first`. */
+typedef struct {
+    size_t sent; /* bytes of the request */
+    size_t got;  /* bytes of the reply: `first`, then the payload, then `tail` */
+    size_t line; /* bytes of the first line of a reply that is not the expected one; 0: not whole */
+    bool is_other;
+    uint8_t tail[2]; /* what follows the payload */
+    Xxh3 hash;
+    uint8_t first[MOST_LINE_BYTES];
+} Progress;
 
 typedef struct {
     Bytes command; /* of a SET: what comes before the header */
@@ -36,26 +52,30 @@ typedef struct {
 } Task;
 
 typedef struct {
+    int end;   /* WAIT where it is none */
+    int error; /* LOST: errno; 0 where the connection was closed */
+    /* DONE: the store id of a load. LINE: the line. MISMATCH, OTHER_LENGTH: the header. */
+    const uint8_t *data;
+    size_t nbytes;
+} Result;
+
+typedef struct {
     int fds[MOST_LANES];
+    Progress *progress[MOST_LANES];
     int idle[MOST_LANES]; /* lanes; the last is used first */
     int lanes, idle_count;
     Task tasks[MOST_TASKS];
-    int count, asked, done; /* tasks before `done` are done, before `asked` under way */
+    int count, asked, done; /* tasks before `done` are finished, before `asked` in flight */
     int quiet_ms;
     double until; /* CLOCK_MONOTONIC, seconds */
     bool is_load, verify, drain;
 
-    int why;
-    int error;          /* errno; 0 where a connection was closed */
-    size_t moved;       /* REPLY: bytes behind `first`, in the payload; PART: of payload and tail;
-                           SENT_PART: of the whole command */
-    size_t first_bytes; /* of `first` that came */
-    uint8_t first[MOST_HEAD_BYTES + HEADER_BYTES]; /* what comes of a reply before its payload */
-    uint8_t tail[2];                               /* what follows the payload */
-    uint8_t store_ids[MOST_TASKS][STORE_ID_BYTES]; /* of tasks that are done */
+    int sending; /* 0, EAGAIN where the last task in flight was sent in part, else its errno */
+    Result bad;  /* of the task before `done`, where it did not end well */
+    uint8_t store_ids[MOST_TASKS][STORE_ID_BYTES];
 } Call;
 
-/* Send and receive what can be, and say in `why` how it ended. */
+/* Send and receive what can be, and return at the first stripe that does not end well. */
 void move(Call *call);
 
 #endif

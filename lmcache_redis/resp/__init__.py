@@ -1,26 +1,21 @@
 """The Redis data plane. `RedisPlane` is the door; docs/data-plane.md has the whole story.
 
-options, endpoint   what the user decided, and the server that a URL names
-deployment          the Sentinels or cluster nodes that a URL names
-connect, greeting   connections made and let in, by a deadline
-stream              a socket, and one deadline for all calls on it
+options, endpoint   what the user decided; the servers that a URL names
+outcomes            what the plane is asked for and what it answers
+stream, connect     a socket with a deadline; connections made and let in
 wire, connection    RESP as bytes, bounded; commands out and replies in
-bulk                stripes straight between sockets and slots
-talk, scan          commands sent ahead of their replies; which keys exist, in groups
-breaker, health     whether the server is worth asking
-jobs, queues        work that is answered exactly once, and how it reaches threads
-readjob, writejob   the work of one chunk; bundles: of many small ones together
-worker, lanes       a thread with a connection; with several: reader, writer, control
-moving, batches     the compiled part, and how a thread has it move many stripes at once
-node                one server: its queues and workers, its health
-topology, routes    which servers there are, and which has a key
-nodes, fanout       all of them, and one call over many
-admission           what is worth queueing
-chunks, calls       chunks in and out; questions about keys, and removals
+bulk                stripes between sockets and slots: one call for many, native or in Python
+jobs                work that is answered exactly once
+health              whether a server is worth asking
+worker              a thread with its connections and its queue: one class for reads and writes
+reading, writing    a chunk in flight, and what follows from the end of a stripe
+control, query      questions about keys and removals: of one server, of all
+topology, node      which servers there are and which has a key; each with its threads
 plane               all of it, started and closed together
+commands            a blocking client for small questions, apart from the plane
 """
 
-from lmcache_redis.resp.deployment import check_url
+from lmcache_redis.resp.endpoint import check_url
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.outcomes import (
     CallOutcome,

@@ -3,14 +3,18 @@
 States: NEW (not connected), OPEN, CLOSED (for good: after a time-out, a lost connection or
 a reply that makes no sense, what comes next on the socket cannot be known). An error reply
 leaves the connection in step and OPEN.
+
+A `Pipeline` sends commands before earlier replies have come. Replies come in order; what was not
+received when it is over has to be (`Pipeline.finish`) before the connection is used otherwise.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from lmcache_redis.errors import (
@@ -20,7 +24,6 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.moving import Moved, Why
 from lmcache_redis.resp.stream import Stream
 from lmcache_redis.resp.wire import (
     LEAST_REPLY_BYTES,
@@ -32,7 +35,8 @@ from lmcache_redis.resp.wire import (
 )
 
 _RECEIVE_BYTES = 64 << 10
-_OK_LINE = b"+OK\r\n"
+# Requests that go out on the thread of a caller, who has other things to do.
+_AT_ONCE = 2
 
 
 class ConnectionState(enum.Enum):
@@ -49,15 +53,7 @@ class Connection:
     `time.monotonic()` seconds; no step waits longer than the connector's op time-out.
     """
 
-    __slots__ = (
-        "_connector",
-        "_name",
-        "_receive_view",
-        "_replies",
-        "_stream",
-        "opened_at",
-        "state",
-    )
+    __slots__ = ("_connector", "_name", "_replies", "_stream", "_view", "opened_at", "state")
 
     def __init__(self, connector: Connector, name: str) -> None:
         self.state = ConnectionState.NEW
@@ -66,16 +62,18 @@ class Connection:
         self._name = name
         self._stream: Stream | None = None
         self._replies = ReplyBuffer()
-        self._receive_view = memoryview(bytearray(_RECEIVE_BYTES))
+        self._view = memoryview(bytearray(_RECEIVE_BYTES))
 
     @property
     def is_open(self) -> bool:
         return self.state is ConnectionState.OPEN
 
     @property
-    def fileno(self) -> int:
-        """The socket's, for the compiled part; -1 where that cannot use it (TLS)."""
-        return -1 if self._stream is None else self._stream.plain_fileno()
+    def stream(self) -> Stream:
+        """The socket, for stripes. Raises RedisUnavailable unless it is open."""
+        if self._stream is None:
+            raise RedisUnavailable("the connection is closed")
+        return self._stream
 
     def open(self, deadline: float = math.inf) -> None:
         """Connect. Raises what `Connector.open` raises."""
@@ -90,74 +88,20 @@ class Connection:
             self._connector.discard(self._stream)
             self._stream = None
 
+    def fail(self, error: RedisError) -> NoReturn:
+        """Close, because what comes next is not known, and raise the error."""
+        self.close()
+        raise error
+
     def check_idle(self) -> None:
         """Close if the server has closed, or said something unasked."""
         if self._stream is not None and not self._stream.is_quiet():
             self.close()
 
-    # ------------------------------------------------------------- replies
-
-    def receive_replies(self, deadline: float, least: int = 1) -> list[Reply]:
-        """The next replies that are whole, at least so many."""
-        stream = self._usable()
-        view = self._receive_view
-        replies: list[Reply] = []
-        try:
-            stream.arm(deadline)
-            # All that so many replies must have, in one call: they come in pieces otherwise.
-            wanted = LEAST_REPLY_BYTES * least - self._replies.pending_bytes
-            if least > 1 and 0 < wanted <= view.nbytes:
-                stream.receive_exactly((view[:wanted],), wanted)
-                self._replies.feed(view[:wanted])
-                replies = self._replies.take()
-            while len(replies) < least:
-                received = stream.receive_some(view)
-                data = bytes(view[:received])
-                if data == _OK_LINE and not self._replies.pending_bytes:
-                    replies.append(b"OK")
-                else:
-                    self._replies.feed(data)
-                    replies += self._replies.take()
-        except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
-            self.fail(error)
-        return replies
-
-    def receive_reply(self, deadline: float, begun: Moved | None = None) -> Reply:
-        """The one reply that is outstanding. begun: what of it has come."""
-        stream = self._usable()
-        view = self._receive_view
-        try:
-            if begun is not None and begun.why is Why.LOST:
-                raise stream.lost(begun.error)
-            stream.arm(deadline)
-            if begun is None:
-                received = stream.receive_some(view)
-            else:
-                received = len(begun.first)
-                view[:received] = begun.first
-        except (RedisTimeout, RedisUnavailable) as error:
-            self.fail(error)
-        if view[:received] == _OK_LINE and not self._replies.pending_bytes:
-            return b"OK"
-        try:
-            self._replies.feed(view[:received])
-            replies = self._replies.take()
-        except RedisProtocolError as error:
-            self.fail(error)
-        return self._exactly(1, replies, deadline)[0]
-
-    def call(self, request: bytes, reply_count: int, deadline: float) -> list[Reply]:
-        """`exchange`, but the first error reply is raised (`wire.error_of`)."""
-        return without_errors(self.exchange((request,), reply_count, deadline))
-
-    def exchange(self, requests: Iterable[bytes], reply_count: int, deadline: float) -> list[Reply]:
-        """Send packed commands and receive exactly their replies, errors among them."""
-        self.send(requests, deadline)
-        return self._exactly(reply_count, [], deadline)
-
     def send(self, requests: Iterable[bytes], deadline: float) -> None:
         """Send packed commands. The server works on some while more of `requests` is made."""
-        stream = self._usable()
+        stream = self.stream
+        # Outside: a deadline that has passed before anything was sent costs no connection.
         stream.arm(deadline)
         try:
             for request in requests:
@@ -168,37 +112,96 @@ class Connection:
     def send_at_once(self, request: bytes) -> int:
         """Send of packed commands what can be sent without waiting; how many bytes that was.
 
-        Where the connection is lost that is none: whoever sends the rest is told.
+        Where the connection is lost that is none: who sends the rest is told.
         """
         return 0 if self._stream is None else self._stream.send_at_once(request)
 
-    def check_in_step(self) -> None:
-        """Close, and raise RedisProtocolError, if more has come than replies to what was asked."""
-        if self._replies.pending_bytes:
-            self.fail(RedisProtocolError("more replies came than were asked for"))
-
-    def _exactly(self, reply_count: int, replies: list[Reply], deadline: float) -> list[Reply]:
-        """So many replies and not a byte more, of which `replies` have come."""
-        if len(replies) < reply_count:
-            replies += self.receive_replies(deadline, reply_count - len(replies))
-        if len(replies) > reply_count:
-            self.fail(RedisProtocolError("more replies came than were asked for"))
-        self.check_in_step()
+    def receive(self, deadline: float, least: int, most: int) -> list[Reply]:
+        """The next replies that are whole, at least and at most so many."""
+        stream, view = self.stream, self._view
+        replies: list[Reply] = []
+        try:
+            stream.arm(deadline)
+            # All that so many replies must have, in one call: they come in pieces otherwise.
+            wanted = LEAST_REPLY_BYTES * least - self._replies.pending_bytes
+            if least > 1 and 0 < wanted <= view.nbytes:
+                stream.receive_exactly(view[:wanted])
+                self._replies.feed(view[:wanted])
+                replies = self._replies.take()
+            while len(replies) < least:
+                self._replies.feed(view[: stream.receive_some(view)])
+                replies += self._replies.take()
+            if len(replies) > most or (len(replies) == most and self._replies.pending_bytes):
+                raise RedisProtocolError("more replies came than were asked for")
+        except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
+            self.fail(error)
         return replies
+
+    def exchange(self, requests: Iterable[bytes], replies: int, deadline: float) -> list[Reply]:
+        """Send packed commands and receive exactly their replies, errors among them."""
+        self.send(requests, deadline)
+        return self.receive(deadline, replies, replies)
+
+    def call(self, request: bytes, replies: int, deadline: float) -> list[Reply]:
+        """`exchange`, but the first error reply is raised (`wire.error_of`)."""
+        return without_errors(self.exchange((request,), replies, deadline))
 
     def ping(self, deadline: float) -> None:
         """Raises what `call` raises unless the server answers PONG."""
         if self.call(PING_COMMAND, 1, deadline) != [PONG]:
             self.fail(RedisProtocolError("the reply to a PING is no PONG"))
 
-    # -------------------------------------------------------------- inside
 
-    def _usable(self) -> Stream:
-        if self._stream is None:
-            raise RedisUnavailable("the connection is closed")
-        return self._stream
+class Pipeline:
+    """On a connection that is open; everything ends by `deadline` (`time.monotonic()`).
 
-    def fail(self, error: RedisError) -> NoReturn:
-        """Close, because nobody knows what comes next, and raise the error."""
-        self.close()
-        raise error
+    Every method raises what `Connection.exchange` does.
+    """
+
+    def __init__(self, connection: Connection, deadline: float) -> None:
+        self.outstanding = 0
+        self._connection = connection
+        self._deadline = deadline
+        # What `send_at_once` left.
+        self._unsent: Iterable[bytes] = ()
+
+    def send(self, requests: Iterable[bytes], replies: int) -> None:
+        """Send packed commands, to which there will be so many replies."""
+        unsent, self._unsent = self._unsent, ()
+        self._connection.send(itertools.chain(unsent, requests), self._deadline)
+        self.outstanding += replies
+
+    def send_at_once(self, requests: Iterator[bytes], replies: int) -> None:
+        """As `send`, but never waits nor raises: what does not go out now goes before what follows.
+
+        Takes the first few of `requests`. Only as the first of a pipeline.
+        """
+        left: tuple[bytes, ...] = ()
+        for request in itertools.islice(requests, _AT_ONCE):
+            sent = self._connection.send_at_once(request)
+            if sent < len(request):
+                left = (request[sent:],)
+                break
+        self._unsent = itertools.chain(left, requests)
+        self.outstanding += replies
+
+    def receive(self, least: int) -> Sequence[Reply]:
+        """The next replies, at least so many; raises the first error among them."""
+        return without_errors(self._receive(least))
+
+    def exchange(self, requests: Iterable[bytes], replies: int) -> Sequence[Reply]:
+        """`send`, and all replies, errors among them. Only where none is outstanding."""
+        self.send(requests, replies)
+        return self._receive(replies) if replies else ()
+
+    def finish(self, deadline: float) -> None:
+        """Receive what is still outstanding, and drop it."""
+        self._deadline = deadline
+        if self.outstanding:
+            self._receive(self.outstanding)
+
+    def _receive(self, least: int) -> Sequence[Reply]:
+        self.send((), 0)
+        replies = self._connection.receive(self._deadline, least, self.outstanding)
+        self.outstanding -= len(replies)
+        return replies

@@ -13,18 +13,28 @@ names of parameters: with a password wrongly escaped, any other part may be a pi
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import os
+import re
 from dataclasses import dataclass, field
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp.options import RedisOptions
 
 DEFAULT_PORT = 6379
+WRONG_SCHEME = (
+    "the Redis URL must begin with redis://, unix:// (socket path), redis+sentinel:// or "
+    "redis+cluster://; for TLS with rediss://, rediss+sentinel:// or rediss+cluster://"
+)
 _ESCAPE = "characters like : / ? # @ in a user or password must be percent-encoded"
 _TLS_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _TLS_PARAMETERS = (*_TLS_FILES, "ssl_password", "ssl_cert_reqs", "ssl_check_hostname")
+
+_SENTINEL_PORT = 26379
+_SENTINEL_PARAMETERS = ("sentinel_username", "sentinel_password")
+_PARTS = re.compile(r"(?:([^/?#]*)@)?([^/?#@]*)(/[^?#]*)?(?:\?([^#]*))?")
 
 
 class Transport(enum.Enum):
@@ -97,9 +107,7 @@ def _split(url: str) -> tuple[Transport, SplitResult]:
     try:
         transport = Transport(scheme.lower() if separator else "")
     except ValueError:
-        raise ConfigError(
-            "the Redis URL must begin with redis://, rediss:// (TLS) or unix:// (socket path)"
-        ) from None
+        raise ConfigError(WRONG_SCHEME) from None
     if any(character.isspace() or not character.isprintable() for character in url):
         raise ConfigError(f"the Redis URL contains white space: {_ESCAPE}")
     try:
@@ -187,3 +195,116 @@ def _tls(parameters: dict[str, str]) -> tuple[tuple[str, str | bool], ...]:
             raise ConfigError("ssl_check_hostname in the Redis URL must be true or false")
         settings["ssl_check_hostname"] = text in ("true", "1", "yes")
     return tuple(sorted(settings.items()))
+
+
+# -------------------------------------------------- several servers at one URL
+
+
+class Topology(enum.Enum):
+    STANDALONE = "standalone"
+    SENTINEL = "sentinel"
+    CLUSTER = "cluster"
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Where to begin.
+
+    seeds: the server itself, the Sentinels, or some nodes of the cluster. server: how data
+    servers are let in; its address means something only for a single server.
+    """
+
+    topology: Topology
+    seeds: tuple[Endpoint, ...]
+    server: Endpoint
+    service: str = ""
+
+    def at(self, host: str, port: int) -> Endpoint:
+        """The data server at an address."""
+        return dataclasses.replace(self.server, host=host, port=port)
+
+    @property
+    def where(self) -> str:
+        """What messages call it."""
+        places = ",".join(seed.where for seed in self.seeds)
+        if self.topology is Topology.STANDALONE:
+            return places
+        named = f" {self.service}" if self.service else ""
+        return f"{self.topology.value}{named} at {places}"
+
+
+def check_url(options: RedisOptions) -> None:
+    """Raises ConfigError, saying what to change, unless the URL names servers."""
+    parse_deployment(options)
+
+
+def parse_deployment(options: RedisOptions) -> Deployment:
+    """The servers that `options` names. Raises ConfigError; touches no network."""
+    scheme, _, rest = options.url.partition("://")
+    transport, plus, kind = scheme.lower().partition("+")
+    if not plus:
+        server = parse_endpoint(options)
+        return Deployment(Topology.STANDALONE, (server,), server)
+    if transport not in ("redis", "rediss") or kind not in ("sentinel", "cluster"):
+        raise ConfigError(WRONG_SCHEME)
+    topology = Topology(kind)
+    parts = _PARTS.fullmatch(rest)
+    if parts is None:
+        raise ConfigError(
+            "the Redis URL cannot be read: characters like : / ? # @ in a user or password must "
+            "be percent-encoded"
+        )
+    user, hosts, path, query = (part or "" for part in parts.groups())
+    service, db = _service_and_db(topology, path)
+    ours, sentinels = _split_query(topology, query)
+    prefix = f"{transport}://{user}@" if user else f"{transport}://"
+
+    def endpoint(host: str) -> Endpoint:
+        return parse_endpoint(dataclasses.replace(options, url=f"{prefix}{host}/{db}{ours}"))
+
+    default_port = _SENTINEL_PORT if topology is Topology.SENTINEL else DEFAULT_PORT
+    seeds = tuple(endpoint(host) for host in _hosts(hosts, default_port))
+    server = seeds[0]
+    if topology is Topology.SENTINEL:
+        seeds = tuple(
+            dataclasses.replace(
+                seed,
+                db=0,
+                username=sentinels.get("sentinel_username"),
+                password=sentinels.get("sentinel_password"),
+            )
+            for seed in seeds
+        )
+    return Deployment(topology, seeds, server, service)
+
+
+def _hosts(text: str, default_port: int) -> list[str]:
+    hosts = text.split(",")
+    if not all(hosts):
+        raise ConfigError("the Redis URL has an empty host: write HOST:PORT,HOST:PORT")
+    # A port follows the last colon outside the brackets of an IPv6 address.
+    return [h if ":" in h.rpartition("]")[2] else f"{h}:{default_port}" for h in hosts]
+
+
+def _service_and_db(topology: Topology, path: str) -> tuple[str, str]:
+    words = [unquote(word) for word in path.split("/") if word]
+    if topology is Topology.CLUSTER:
+        if words not in ([], ["0"]):
+            raise ConfigError("a Redis Cluster has no databases: end the URL after the hosts")
+        return "", "0"
+    if not words:
+        raise ConfigError("name the master that Sentinel watches: redis+sentinel://HOST:PORT/NAME")
+    if len(words) > 2:
+        raise ConfigError("write redis+sentinel://HOST:PORT/NAME or .../NAME/DB")
+    return words[0], words[1] if len(words) == 2 else "0"
+
+
+def _split_query(topology: Topology, query: str) -> tuple[str, dict[str, str]]:
+    """Parameters of data servers as a query again, and those of Sentinels."""
+    given = parse_qsl(query, keep_blank_values=True)
+    if any(name == "db" for name, _ in given):
+        raise ConfigError("write the database after the name: redis+sentinel://HOST:PORT/NAME/DB")
+    allowed = _SENTINEL_PARAMETERS if topology is Topology.SENTINEL else ()
+    sentinels = {name: value for name, value in given if name in allowed}
+    ours = [(name, value) for name, value in given if name not in allowed]
+    return f"?{urlencode(ours)}" if ours else "", sentinels

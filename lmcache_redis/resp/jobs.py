@@ -1,24 +1,33 @@
 """Work for the plane's threads, each piece answered exactly once whatever happens.
 
-A job is a number of steps: a chunk's stripes, or one call. A thread brackets each step with
-`begin` and `end`; `stop` ends the job early, from any thread. The answer is given when the
-outcome is decided and no step is under way: until then a socket may use the job's slots.
-With the answer the job lets go of chunk and callback, so that a queue which still holds the
-job holds no slot.
+A job is a chunk in flight (`reading`, `writing`) or a question about keys (`control`); its steps
+are stripes, or the whole question. The outcome is decided by the last step, by the first that
+fails, or by a stop from any thread. It is answered when no step is in flight, because until then a
+socket may use the job's slots. All jobs of a plane share one lock: what a call of a mover did for
+many stripes is accounted for at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from lmcache_redis.resp.outcomes import CallOutcome, ReadOutcome, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
 OutcomeT = TypeVar("OutcomeT", bound=enum.Enum)
+TaskT = TypeVar("TaskT")
+# The longest wait without a look at the clock.
+_LONGEST_WAIT_S = 3600.0
 
 
 class Stop(enum.Enum):
@@ -29,179 +38,356 @@ class Stop(enum.Enum):
     CANCELLED = enum.auto()
 
 
-class Job(Generic[OutcomeT]):
-    """Ends `good` after `steps` steps, or with the first other outcome a step or stop brings.
+class ServerState(Protocol):
+    """A server that jobs need."""
 
-    deadline: `time.monotonic()` seconds. It counts from `JobRegistry.add` on, and leaves the
-    registry when it has been answered. nodes: the servers that it cannot do without (`node`).
-    Subclasses define `_answer`.
+    @property
+    def is_up(self) -> bool: ...
+
+
+class Job(ABC, Generic[OutcomeT]):
+    """Ends `good` after its steps, or with the first other outcome that a step or stop brings.
+
+    deadline: `time.monotonic()` seconds. nodes: the servers that it cannot do without (None: one
+    that is not there). in_flight: steps of which a socket may use the memory. Fields change under
+    the lock of `Jobs`.
     """
 
     __slots__ = (
-        "_answered",
-        "_good",
-        "_in_flight",
-        "_lock",
-        "_outcome",
-        "_registry",
-        "_steps_left",
+        "answered",
         "created_at",
         "deadline",
+        "in_flight",
         "nodes",
+        "outcome",
+        "steps_left",
     )
+    good: ClassVar[enum.Enum]
 
-    def __init__(self, steps: int, good: OutcomeT, deadline: float, registry: JobRegistry) -> None:
+    def __init__(self, steps: int, deadline: float, created_at: float) -> None:
         self.deadline = deadline
-        self.created_at = time.monotonic()
-        self.nodes: tuple[object, ...] = ()
-        self._registry = registry
-        self._good = good
-        self._lock = threading.Lock()
-        self._steps_left = steps
-        self._in_flight = 0
-        self._outcome: OutcomeT | None = None
-        self._answered = False
-
-    def begin(self, step: int = 0) -> bool:
-        """False: the job has ended or is past its deadline; leave this step alone."""
-        if self.deadline <= time.monotonic():
-            self.stop(Stop.TIMED_OUT)
-            return False
-        with self._lock:
-            if self._outcome is not None:
-                return False
-            self._in_flight += 1
-            return True
-
-    # These run for every stripe, with caches full of payload: the usual case is one frame.
-
-    def release(self, steps: int = 1) -> None:
-        """A begun step lets go of the slots: it is to be advanced, or begun again, later."""
-        with self._lock:
-            self._in_flight -= steps
-            if self._outcome is None:
-                return
-            final = self._decide(None)
-        self._conclude(final)
+        self.created_at = created_at
+        self.nodes: tuple[ServerState | None, ...] = ()
+        self.steps_left = steps
+        self.in_flight = 0
+        self.outcome: OutcomeT | None = None
+        self.answered = False
 
     def advance(self, outcome: OutcomeT | None = None) -> None:
-        """A released step is over, well (None) or with the outcome that ends the job."""
-        with self._lock:
-            if outcome is None:
-                self._steps_left -= 1
-                if self._steps_left == 0:
-                    outcome = self._good
-                elif self._outcome is None:
-                    return
-            final = self._decide(outcome)
-        self._conclude(final)
+        """Under the lock: a step is over, well (None) or with the outcome that ends the job."""
+        if outcome is None:
+            self.steps_left -= 1
+            if self.steps_left:
+                return
+            outcome = self.good  # type: ignore[assignment]
+        if self.outcome is None:
+            self.outcome = outcome
 
-    def end(self, outcome: OutcomeT | None = None) -> None:
-        """A begun step is over: `release` and `advance` at once."""
-        with self._lock:
-            self._in_flight -= 1
-            if outcome is None:
-                self._steps_left -= 1
-                if self._steps_left == 0:
-                    outcome = self._good
-                elif self._outcome is None:
-                    return
-            final = self._decide(outcome)
-        self._conclude(final)
+    @abstractmethod
+    def leave(self, jobs: Jobs) -> None:
+        """Under the lock, before the answer: be counted, and be known no more."""
 
-    def stop(self, reason: Stop) -> None:
-        """End the job unless its outcome is decided. Answered once no step is under way."""
-        with self._lock:
-            final = self._decide(type(self._good)[reason.name])
-        self._conclude(final)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the outcome is decided."""
-        return self._outcome is not None
-
-    def _decide(self, outcome: OutcomeT | None) -> OutcomeT | None:
-        """Under the lock: note an outcome; the one to answer with if that time has come."""
-        if self._outcome is None:
-            self._outcome = outcome
-        if self._outcome is None or self._in_flight or self._answered:
-            return None
-        self._answered = True
-        return self._outcome
-
-    def _conclude(self, final: OutcomeT | None) -> None:
-        if final is None:
-            return
-        self._tell(self._answer, final)
-        self._registry.discard(self)
-
-    @staticmethod
-    def _tell(answer: Callable[..., None], *what: object) -> None:
-        """Call a caller's callback: its bug must not end a thread that serves others."""
-        try:
-            answer(*what)
-        except Exception:
-            logger.exception("the callback of a Redis job failed")
-
-    def _answer(self, outcome: OutcomeT) -> None:
-        """Tell whoever waits. Called once, outside the lock, on the thread that ended the job."""
-        raise AssertionError("a kind of job that answers nobody")
+    @abstractmethod
+    def answer(self, outcome: OutcomeT) -> None:
+        """Tell the caller. Called once, outside the lock, on the thread that ended the job."""
 
 
-class JobRegistry:
-    """Every job that is not answered yet. Thread-safe."""
+JobT = TypeVar("JobT", bound=Job[Any])
 
-    __slots__ = ("_changed", "_jobs", "_waiting")
+
+class Jobs:
+    """Every job that is not answered, the clock of their deadlines, and what they came to.
+
+    started, closing, closed: how far the plane has come in its life. Thread-safe.
+    """
 
     def __init__(self) -> None:
+        self.started = self.closing = self.closed = False
+        self.lock = threading.Lock()
+        self.bytes_in = self.bytes_out = self.keys_scanned = self.keys_removed = 0
+        self.reads = dict.fromkeys(ReadOutcome, 0)
+        self.writes = dict.fromkeys(WriteOutcome, 0)
+        self.calls = dict.fromkeys(CallOutcome, 0)
+        # The transfers among them, by chunk.
+        self.transfers: dict[Any, Job[Any]] = {}
         # Changed without a lock: each change is one operation of a set, in C.
         self._jobs: set[Job[Any]] = set()
-        self._changed = threading.Condition()
+        self._emptied = threading.Condition()
         self._waiting = 0
+        self.timekeeper = Timekeeper(self._expire)
 
-    def add(self, jobs: Iterable[Job[Any]]) -> None:
+    def check_usable(self) -> None:
+        """Raises RuntimeError unless the plane runs."""
+        if not self.started or self.closed:
+            raise RuntimeError("the Redis plane is not running")
+
+    def enter(self, jobs: Collection[JobT]) -> Sequence[JobT]:
+        """From here on the jobs will be answered. Those that can be tried: queue these."""
         self._jobs.update(jobs)
+        if cancelled := [job for job in jobs if job.answered]:
+            self._jobs.difference_update(cancelled)
+        refused = self.refuse(jobs)
+        accepted = [job for job in jobs if job not in refused] if refused else list(jobs)
+        if accepted:
+            self.timekeeper.watch(min([job.deadline for job in accepted]))
+        return accepted
 
-    def discard(self, job: Job[Any]) -> None:
-        self._jobs.discard(job)
-        if self._waiting and not self._jobs:
-            with self._changed:
-                self._changed.notify_all()
+    def refuse(self, jobs: Collection[Job[Any]]) -> Collection[Job[Any]]:
+        """The jobs that cannot be tried: they are answered, on the timekeeper's thread.
+
+        To be called again once they have been queued: the server may have gone meanwhile.
+        """
+        if self.closing:
+            reason, refused = Stop.CANCELLED, jobs
+        else:
+            nodes = {job.nodes for job in jobs}
+            down = {node for some in nodes for node in some if node is None or not node.is_up}
+            reason, refused = Stop.UNAVAILABLE, ()
+            if down:
+                refused = [job for job in jobs if not down.isdisjoint(job.nodes)]
+        if refused:
+            self.timekeeper.post(partial(self.stop, refused, reason))
+        return refused
+
+    def begin(self, job: Job[Any]) -> bool:
+        """A step is in flight. False: the job has ended or is late; leave this step alone."""
+        return bool(self.begin_all([(job,)]))
+
+    def begin_all(self, tasks: Sequence[TaskT]) -> list[TaskT]:
+        """The tasks, each beginning with its job, that are in flight from here on."""
+        now = time.monotonic()
+        begun: list[TaskT] = []
+        late: list[Job[Any]] = []
+        with self.lock:
+            for task in tasks:
+                job: Job[Any] = task[0]  # type: ignore[index]
+                if job.outcome is not None:
+                    continue
+                if job.deadline <= now:
+                    late.append(job)
+                    continue
+                job.in_flight += 1
+                begun.append(task)
+        if late:
+            self.stop(late, Stop.TIMED_OUT)
+        return begun
+
+    def release(self, jobs: Iterable[Job[Any]]) -> None:
+        """A step of each is not in flight any more; it is not over."""
+        jobs = list(jobs)
+        with self.lock:
+            for job in jobs:
+                job.in_flight -= 1
+        self.conclude(jobs)
+
+    def end(self, job: Job[OutcomeT], outcome: OutcomeT | None = None) -> None:
+        """A step that was in flight is over."""
+        with self.lock:
+            job.in_flight -= 1
+            job.advance(outcome)
+        self.conclude((job,))
+
+    def stop(self, jobs: Collection[Job[Any]], reason: Stop) -> None:
+        """End the jobs whose outcome is not decided. Answered once no step is in flight."""
+        with self.lock:
+            for job in jobs:
+                if job.outcome is None:
+                    job.outcome = type(job.good)[reason.name]
+        self.conclude(jobs)
 
     def stop_all(
-        self, reason: Stop, kind: type[Job[Any]] | None = None, node: object = None
+        self, reason: Stop, but: tuple[type[Job[Any]], ...] = (), node: object = None
     ) -> None:
-        """Stop every job (of a kind; that needs a node)."""
-        for job in self._snapshot():
-            if (kind is None or isinstance(job, kind)) and (node is None or node in job.nodes):
-                job.stop(reason)
+        """Stop every job (but of some kinds; that needs a node)."""
+        self.stop(
+            [
+                job
+                for job in list(self._jobs)
+                if not isinstance(job, but) and (node is None or node in job.nodes)
+            ],
+            reason,
+        )
+
+    def conclude(self, jobs: Iterable[Job[Any]]) -> None:
+        """Answer those jobs whose time for that has come."""
+        final: list[Job[Any]] = []
+        with self.lock:
+            for job in jobs:
+                if job.outcome is not None and not job.in_flight and not job.answered:
+                    job.answered = True
+                    job.leave(self)
+                    final.append(job)
+        if not final:
+            return
+        for job in final:
+            _answer(job)
+        self._jobs.difference_update(final)
+        if self._waiting and not self._jobs:
+            with self._emptied:
+                self._emptied.notify_all()
 
     def needs(self, node: object) -> bool:
-        """Whether a job that is not answered yet cannot do without the node."""
-        return any(node in job.nodes for job in self._snapshot())
+        """Whether a job that is not answered cannot do without the node."""
+        return any(node in job.nodes for job in list(self._jobs))
 
-    def expire(self, now: float) -> float | None:
-        """Stop jobs past their deadlines; the soonest deadline still to come, if any."""
-        soonest: float | None = None
-        for job in self._snapshot():
-            if job.deadline <= now:
-                job.stop(Stop.TIMED_OUT)
-            elif soonest is None or job.deadline < soonest:
-                soonest = job.deadline
-        return soonest
+    def count(self, kind: type[Job[Any]]) -> int:
+        return sum(isinstance(job, kind) for job in list(self._jobs))
 
     def wait_empty(self, deadline: float) -> bool:
         """Wait until every job is answered; False if that takes past the deadline."""
-        with self._changed:
+        with self._emptied:
             self._waiting += 1
             try:
                 left_s = max(0.0, deadline - time.monotonic())
-                return self._changed.wait_for(lambda: not self._jobs, timeout=left_s)
+                return self._emptied.wait_for(lambda: not self._jobs, timeout=left_s)
             finally:
                 self._waiting -= 1
 
-    def count(self, kind: type[Job[Any]]) -> int:
-        return sum(isinstance(job, kind) for job in self._snapshot())
+    def _expire(self, now: float) -> float | None:
+        """Stop jobs past their deadlines; the soonest deadline still to come, if any."""
+        jobs = list(self._jobs)
+        self.stop([job for job in jobs if job.deadline <= now], Stop.TIMED_OUT)
+        return min([job.deadline for job in jobs if job.deadline > now], default=None)
 
-    def _snapshot(self) -> list[Job[Any]]:
-        return list(self._jobs)
+
+def _answer(job: Job[Any]) -> None:
+    try:
+        job.answer(job.outcome)
+    except Exception:
+        # A caller's bug must not end a thread that serves others.
+        logger.exception("the callback of a Redis job failed")
+
+
+class TaskQueue(Generic[TaskT]):
+    """First in, first out, but what is urgent goes first. Thread-safe.
+
+    Each change is one operation of a deque, in C; a thread waits on a lock of its own. A
+    `threading.Condition` would cost a scan of keys several hundredths of a millisecond.
+    """
+
+    __slots__ = ("_ordinary", "_urgent", "_waiters", "closed")
+
+    def __init__(self) -> None:
+        self._ordinary: deque[TaskT] = deque()
+        self._urgent: deque[TaskT] = deque()
+        self._waiters: deque[threading.Lock] = deque()
+        self.closed = False
+
+    def put(self, tasks: Iterable[TaskT], urgent: bool = False) -> None:
+        (self._urgent if urgent else self._ordinary).extend(tasks)
+        if self.closed:
+            self.close()
+        self._wake_all()
+
+    def take(self) -> TaskT | None:
+        """The next task, once there is one. None: closed."""
+        while self.wait():
+            # Another thread may take what was waited for.
+            for task in self.take_some(1):
+                return task
+        return None
+
+    def take_some(self, most: int, urgent: bool = False) -> list[TaskT]:
+        """The next tasks that are there, at most so many. urgent: only such."""
+        some: list[TaskT] = []
+        for tasks in (self._urgent,) if urgent else (self._urgent, self._ordinary):
+            with contextlib.suppress(IndexError):
+                while len(some) < most:
+                    some.append(tasks.popleft())
+        return some
+
+    def wait(self) -> bool:
+        """Wait until there is a task, which another thread may take first; False if closed."""
+        while not self.closed:
+            if self._urgent or self._ordinary:
+                return True
+            waiter = threading.Lock()
+            waiter.acquire()
+            # First in line, then another look: what is put in between wakes no other.
+            self._waiters.append(waiter)
+            if self.closed or self._urgent or self._ordinary:
+                self._wake_all()
+            waiter.acquire()
+        return False
+
+    def _wake_all(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._waiters.popleft().release()
+
+    def __len__(self) -> int:
+        """Tasks that wait."""
+        return len(self._urgent) + len(self._ordinary)
+
+    def close(self) -> None:
+        """From now on there is no task. What is in the queue is dropped."""
+        self.closed = True
+        self._ordinary.clear()
+        self._urgent.clear()
+        self._wake_all()
+
+
+class Timekeeper:
+    """A thread that ends jobs whose time has passed, while others wait for the network.
+
+    It also runs what must be answered at once but not on the caller's own thread.
+    expire: given the time, ends what is late and says when to come again (None: nothing).
+    """
+
+    def __init__(self, expire: Callable[[float], float | None]) -> None:
+        self._expire = expire
+        self._changed = threading.Condition(threading.Lock())
+        self._posts: deque[Callable[[], None]] = deque()
+        self._wake_at = float("inf")
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="lmcr-time", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def watch(self, deadline: float) -> None:
+        """Be there when `deadline` passes."""
+        with self._changed:
+            if deadline < self._wake_at:
+                self._wake_at = deadline
+                self._changed.notify()
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Run `action` soon. Raises RuntimeError when closed."""
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the Redis plane is closed")
+            self._posts.append(action)
+            self._changed.notify()
+
+    def close(self, timeout_s: float) -> bool:
+        """Run what was posted, then end. False if that takes longer than `timeout_s`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread.ident is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._posts and not self._closed:
+                    left = self._wake_at - time.monotonic()
+                    if left <= 0:
+                        break
+                    self._changed.wait(min(left, _LONGEST_WAIT_S))
+                posts, self._posts = self._posts, deque()
+                if self._closed and not posts:
+                    return
+                late = self._wake_at <= time.monotonic()
+                if late:
+                    # Deadlines that come in while expire runs are not overlooked.
+                    self._wake_at = float("inf")
+            for action in posts:
+                action()
+            if late:
+                soonest = self._expire(time.monotonic())
+                if soonest is not None:
+                    self.watch(soonest)

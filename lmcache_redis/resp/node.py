@@ -1,100 +1,87 @@
-"""One data server: its queues, the threads and connections that serve them, its health."""
+"""The data servers of a plane: their queues, threads and health; started and retired with the map.
+
+A `Node` is one server. There is one, or with Sentinel the master's, or one for each shard of a
+cluster; `Nodes` keeps them by the map that a `Watcher` finds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import threading
+import time
 
-from lmcache_redis.errors import RedisError, RedisRedirect
+from lmcache_redis.errors import ConfigError, RedisError, RedisRedirect
 from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.control import CallJob, Controller
-from lmcache_redis.resp.endpoint import Endpoint
+from lmcache_redis.resp.control import Controller, Query
+from lmcache_redis.resp.endpoint import Deployment, Endpoint, Topology
 from lmcache_redis.resp.health import Health
+from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
 from lmcache_redis.resp.options import RedisOptions
-from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.reader import Reader
-from lmcache_redis.resp.readjob import AnyRead, ReadTask
-from lmcache_redis.resp.worker import Worker
-from lmcache_redis.resp.writejob import AnyWrite, WriteTask
-from lmcache_redis.resp.writer import Writer
+from lmcache_redis.resp.outcomes import PlaneState
+from lmcache_redis.resp.reading import Read, Reader
+from lmcache_redis.resp.topology import (
+    Hop,
+    Routes,
+    ServerMap,
+    Watcher,
+    find_servers,
+    next_hop,
+)
+from lmcache_redis.resp.worker import Task, Worker
+from lmcache_redis.resp.writing import Writer
+
+logger = logging.getLogger(__name__)
+
+# A cluster tells by redirections that its map has changed; Sentinel has no such way.
+_REFRESH_S = {Topology.SENTINEL: 1.0, Topology.CLUSTER: 15.0}
+# A shard that lost its last slot still answers, with redirections, what was sent to it before.
+_GRACE_S = 5.0
+_REPEAT_AFTER_S = 60.0
 
 
 class Node:
-    """Takes work whether the server is up or not; `is_up` says whether that is any use.
+    """One server. Takes work whether it is up or not; `is_up` says whether that is any use."""
 
-    on_down: called with the node, on any thread, when its server went down. remove: see
-    `writer`. follow_read, follow_write: given a task that a cluster's node redirected; False
-    if nobody else can do it. stale: called when the server turned out to be a replica.
-    """
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        options: RedisOptions,
-        get_connections: int,
-        set_connections: int,
-        *,
-        on_down: Callable[[Node], None],
-        remove: Callable[[bytes, int], None],
-        follow_read: Callable[[Node, ReadTask, RedisRedirect], bool],
-        follow_write: Callable[[Node, WriteTask, RedisRedirect], bool],
-        stale: Callable[[RedisError], None],
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, nodes: Nodes) -> None:
+        options = self.options = nodes.options
         self.endpoint = endpoint
+        self.jobs = nodes.jobs
+        self._nodes = nodes
         self.connector = Connector(endpoint, options.connect_timeout_s, options.op_timeout_s)
         self.health = Health(
             self.connector,
             options.probe_interval_s,
             options.heartbeat_s,
             options.op_timeout_s,
-            on_down=lambda: on_down(self),
+            on_down=lambda: nodes.node_is_down(self),
         )
-        self.reads: TaskQueue[AnyRead] = TaskQueue()
-        self._calls: TaskQueue[CallJob] = TaskQueue()
-        self._patience_s = options.connect_timeout_s + options.op_timeout_s
-        connector, health = self.connector, self.health
-        self._controller = Controller(
-            "control", connector, health, self._calls, options.op_timeout_s
-        )
-        self._workers: list[Worker] = [self._controller]
-        threads = options.network_threads
-        self._workers += [
-            Reader(
-                f"get-{number}",
-                connector,
-                health,
-                self.reads,
-                connections,
-                options.op_timeout_s,
-                lambda task, redirect: follow_read(self, task, redirect),
-                options.verify_checksums,
-            )
-            for number, connections in enumerate(_shares(get_connections, threads))
-        ]
-        shares = _shares(set_connections, threads)
-        self._writes: list[TaskQueue[AnyWrite]] = [TaskQueue() for _ in shares]
-        self._workers += [
-            Writer(
-                f"set-{number}",
-                connector,
-                health,
-                self._writes[number],
-                connections,
-                options.op_timeout_s,
-                remove,
-                lambda task, redirect: follow_write(self, task, redirect),
-                stale,
-                options.ttl_s,
-            )
-            for number, connections in enumerate(shares)
+        self.reads: TaskQueue[Task] = TaskQueue()
+        self._queries: TaskQueue[Query] = TaskQueue()
+        self._controller = Controller("control", self, self._queries)
+        readers = _shares(options.get_connections, nodes.shards, options.network_threads)
+        writers = _shares(options.set_connections, nodes.shards, options.network_threads)
+        self._writes: list[TaskQueue[Task]] = [TaskQueue() for _ in writers]
+        self._workers: list[Worker] = [
+            self._controller,
+            *[Reader(f"get-{n}", self, self.reads, count) for n, count in enumerate(readers)],
+            *[Writer(f"set-{n}", self, self._writes[n], count) for n, count in enumerate(writers)],
         ]
 
-    def call(self, job: CallJob) -> None:
-        """Queue a call."""
-        self._controller.put(job)
+    def ask(self, query: Query) -> None:
+        """Queue a query."""
+        self._controller.put(query)
 
-    def writes(self, chunk_key: bytes) -> TaskQueue[AnyWrite]:
+    def writes(self, chunk_key: bytes) -> TaskQueue[Task]:
         """The queue for all stripes of a chunk that this server gets."""
         return self._writes[hash(chunk_key) % len(self._writes)]
+
+    def redirect(self, task: Task, redirect: RedisRedirect) -> bool:
+        """See `worker.Server`."""
+        return self._nodes.redirect(self, task, redirect)
+
+    def is_replica(self) -> None:
+        """See `worker.Server`."""
+        self._nodes.map_is_old()
 
     @property
     def is_up(self) -> bool:
@@ -112,21 +99,238 @@ class Node:
 
     def stop(self) -> None:
         """Drop what is queued, and wake every thread that waits: all of them end."""
-        self.reads.close()
-        self._calls.close()
-        for queue in self._writes:
+        for queue in (self.reads, *self._writes):
             queue.close()
+        self._queries.close()
         self.health.close()
         self.connector.abort()
 
     def join(self) -> int:
         """Wait for the threads' ends; how many did not come in time."""
-        ended = [worker.join(self._patience_s) for worker in self._workers]
-        ended.append(self.health.join(self._patience_s))
+        timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
+        ended = [worker.join(timeout_s) for worker in self._workers]
+        ended.append(self.health.join(timeout_s))
         return ended.count(False)
 
 
-def _shares(connections: int, threads: int) -> list[int]:
-    """How many of the connections each thread gets: at least one."""
+def _shares(connections: int, shards: int, threads: int) -> list[int]:
+    """How many of the connections to one of the shards each thread gets: at least one."""
+    connections = -(-connections // shards)
     threads = min(threads, connections)
     return [(connections + number) // threads for number in range(threads)]
+
+
+class Nodes:
+    """Thread-safe. The map is adopted on the watcher's thread; a single server needs none."""
+
+    def __init__(self, deployment: Deployment, options: RedisOptions, jobs: Jobs) -> None:
+        self.deployment = deployment
+        self.options = options
+        self.jobs = jobs
+        self.shards = 1
+        self._lock = threading.RLock()
+        self._mapped = threading.Event()
+        self._nodes: dict[Endpoint, Node] = {}
+        self._retiring: dict[Node, float] = {}  # and until when they may be needed
+        self._retired = _Sums()
+        self._closed = False
+        self._map_error = "the servers have not been looked up yet"
+        self._map_error_since = time.monotonic()
+        self._said_at = 0.0
+        self._watcher: Watcher | None = None
+        if deployment.topology is Topology.STANDALONE:
+            self._nodes[deployment.server] = Node(deployment.server, self)
+            self.routes: Routes[Node] = Routes(ServerMap((deployment.server,)), self._nodes)
+        else:
+            self.routes = Routes(ServerMap(()), {})
+            self._watcher = Watcher(
+                self._find,
+                self._adopt,
+                self._not_found,
+                lambda: not self.routes.nodes or not all(n.is_up for n in self.routes.nodes),
+                retry_s=options.probe_interval_s,
+                refresh_s=_REFRESH_S[deployment.topology],
+            )
+
+    # ------------------------------------------------------------- life cycle
+
+    def start(self) -> None:
+        if self._watcher is not None:
+            self._watcher.start()
+            return
+        self._mapped.set()
+        for node in self._nodes.values():
+            node.start()
+
+    def close(self, patience_s: float) -> int:
+        """End all threads; how many did not end in time."""
+        with self._lock:
+            self._closed = True
+            nodes = [*self._nodes.values(), *self._retiring]
+        if self._watcher is not None:
+            self._watcher.close()
+        for node in nodes:
+            node.stop()
+        left = sum(node.join() for node in nodes)
+        if self._watcher is not None:
+            left += not self._watcher.join(patience_s)
+        return left
+
+    # ------------------------------------------------------------- any thread
+
+    def redirect(self, node: Node, task: Task, redirect: RedisRedirect) -> bool:
+        """Queue a stripe that `node` redirected at another node; False if there is none."""
+        job, index, hop = task
+        target = self.follow(node, hop, redirect)
+        if target is None:
+            return False
+        if target not in job.nodes:
+            job.nodes = (*job.nodes, target)
+        queue = target.reads if isinstance(job, Read) else target.writes(job.chunk_key)
+        queue.put(((job, index, next_hop(hop, redirect)),), urgent=True)
+        return True
+
+    def follow(self, node: Node, hop: Hop | None, redirect: RedisRedirect) -> Node | None:
+        """The node that `node` redirected to, a new one if it is not on the map (yet).
+
+        None: there were too many redirections already, or it is no cluster.
+        """
+        if not self.routes.is_cluster or next_hop(hop, redirect) is None:
+            return None
+        if not redirect.asking:
+            self.map_is_old()
+        target = self.deployment.at(redirect.host or node.endpoint.host, redirect.port)
+        with self._lock:
+            found = self._nodes.get(target)
+            if found is None:
+                found = self._nodes[target] = Node(target, self)
+                if self._closed:
+                    return found  # never started: its tasks end with the plane
+                found.start()
+            return found
+
+    def node_is_down(self, node: Node) -> None:
+        """Called on any thread once the node is not up any more."""
+        self.jobs.stop_all(Stop.UNAVAILABLE, node=node)
+        self.map_is_old()
+
+    def map_is_old(self) -> None:
+        """Have the servers looked up soon."""
+        if self._watcher is not None:
+            self._watcher.hint()
+
+    def wait_probed(self, timeout_s: float) -> PlaneState:
+        deadline = time.monotonic() + timeout_s
+        self._mapped.wait(timeout_s)
+        for node in self.routes.nodes:
+            node.health.wait_probed(max(0.0, deadline - time.monotonic()))
+        return self.state
+
+    @property
+    def state(self) -> PlaneState:
+        nodes = self.routes.nodes
+        if not nodes:
+            return PlaneState(False, self._mapped.is_set(), self._map_error, self._map_error_since)
+        states = [node.health.state for node in nodes]
+        if len(states) == 1:
+            return states[0]
+        down = [state for state in states if not state.up]
+        reason = next((state.reason for state in down or states if state.reason), "")
+        if down:
+            reason = f"{len(down)} of {len(states)} shards are down: {reason}"
+        return PlaneState(
+            up=len(down) < len(states),
+            probed=all(state.probed for state in states),
+            reason=reason,
+            since=max(state.since for state in states),
+        )
+
+    @property
+    def open_streams(self) -> int:
+        return sum(node.connector.open_streams for node in self._all())
+
+    @property
+    def connects(self) -> int:
+        return self._retired.connects + sum(node.connector.connects for node in self._all())
+
+    @property
+    def connections_lost(self) -> int:
+        return self._retired.lost + sum(node.connections_lost for node in self._all())
+
+    @property
+    def errors(self) -> int:
+        return self._retired.errors + sum(node.health.errors for node in self._all())
+
+    def _all(self) -> list[Node]:
+        with self._lock:
+            return [*self._nodes.values(), *self._retiring]
+
+    # ------------------------------------------------------- watcher's thread
+
+    def _find(self) -> ServerMap:
+        known = [node.endpoint for node in self.routes.nodes if node.is_up]
+        timeout_s = self.options.connect_timeout_s
+        return find_servers(self.deployment, known, timeout_s, wanted=lambda: not self._closed)
+
+    def _adopt(self, found: ServerMap) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self.shards = max(1, len(found.servers))
+            before = self.routes.nodes
+            for server in found.servers:
+                node = self._nodes.get(server)
+                if node is None:
+                    node = self._nodes[server] = Node(server, self)
+                    node.start()
+            self.routes = Routes(found, self._nodes)
+            grace_s = _GRACE_S if found.ranges is not None else 0.0
+            until = time.monotonic() + grace_s
+            for server in [server for server in self._nodes if server not in found.servers]:
+                self._retiring[self._nodes.pop(server)] = until
+        if found.servers:
+            self._map_error = ""
+        elif not self._map_error:
+            self._map_error = "Sentinel names a server as master that is a replica"
+            self._map_error_since = time.monotonic()
+        if set(before) != set(self.routes.nodes):
+            places = ", ".join(server.where for server in found.servers) or "no server"
+            logger.info("%s: the data is with %s", self.deployment.where, places)
+        self._sweep()
+        self._mapped.set()
+
+    def _not_found(self, error: RedisError | ConfigError) -> None:
+        self._sweep()
+        if not self.routes.nodes:
+            self._map_error = str(error)
+        now = time.monotonic()
+        if now - self._said_at > _REPEAT_AFTER_S:
+            self._said_at = now
+            logger.warning("%s: the servers cannot be looked up: %s", self.deployment.where, error)
+        self._mapped.set()
+
+    def _sweep(self) -> None:
+        """End the nodes that were retired, once nothing needs them any more."""
+        now = time.monotonic()
+        for node, until in list(self._retiring.items()):
+            if node.is_up and now < until and self.jobs.needs(node):
+                continue
+            node.stop()
+            self.jobs.stop_all(Stop.UNAVAILABLE, node=node)
+            if left := node.join():
+                logger.warning("%d threads of a retired server did not end", left)
+            self._retired.add(node)
+            with self._lock:
+                del self._retiring[node]
+
+
+class _Sums:
+    """What nodes counted that are no more."""
+
+    def __init__(self) -> None:
+        self.connects = self.lost = self.errors = 0
+
+    def add(self, node: Node) -> None:
+        self.connects += node.connector.connects
+        self.lost += node.connections_lost
+        self.errors += node.health.errors

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lmcache_redis.stripe import ChunkFrame
+from lmcache_redis.stripe import ChunkFrame, StripeHeader
 
 
 class _Outcome(enum.Enum):
@@ -42,7 +42,7 @@ class WriteOutcome(_Outcome):
 
 
 class CallOutcome(_Outcome):
-    """How a scan, an exists or a clear ended. Its result means something only if DONE."""
+    """How a call about keys ended. Its result means something only if DONE."""
 
     DONE = "done"
     TIMED_OUT = "not answered before its deadline"
@@ -69,6 +69,23 @@ class ClearResult(NamedTuple):
 
     outcome: CallOutcome
     removed: int = 0
+
+
+class RemoveResult(NamedTuple):
+    """removed: how many stripes were there and were deleted, also where it is not DONE."""
+
+    outcome: CallOutcome
+    removed: int = 0
+
+
+class DescribeResult(NamedTuple):
+    """headers: for each key in order what its value says, None where there is none or another's.
+
+    Empty unless DONE.
+    """
+
+    outcome: CallOutcome
+    headers: Sequence[StripeHeader | None] = ()
 
 
 class ChunkIO:

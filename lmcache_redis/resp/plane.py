@@ -1,51 +1,52 @@
 """The Redis data plane: chunks between slots and Redis, every call answered.
 
 Each data server is a `Node` with threads and connections of its own: readers, writers, one
-controller, one health prober. There is one node, or with Sentinel the master's, or one for each
-shard of a cluster; a `Watcher` keeps the map of those two. A timekeeper without a connection
-answers what is late or cannot be tried. Callers hand in jobs from any thread and never wait. Each
-callback is called exactly once, on a thread of the plane, by the job's deadline (a wait on a
-socket may overrun it by milliseconds), and must only enqueue.
+controller, one health prober. A timekeeper without a connection answers what is late or cannot be
+tried. Callers hand in jobs from any thread and never wait. Each callback is called exactly once, on
+a thread of the plane, by the job's deadline (a wait on a socket may overrun it by milliseconds),
+and must only enqueue.
 
 When a server goes down (`health`), everything pending that needs it is answered UNAVAILABLE, and
-so is whatever comes until a probe finds it up again. docs/data-plane.md has what happens when.
+so is what comes until a probe finds it up again. docs/data-plane.md has what happens when.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from lmcache_redis import native
-from lmcache_redis.errors import RedisRedirect
-from lmcache_redis.resp.admission import Admission
-from lmcache_redis.resp.calls import Calls
-from lmcache_redis.resp.chunks import Chunks
-from lmcache_redis.resp.control import ClearJob, EachJob, QueryJob
-from lmcache_redis.resp.deployment import parse_deployment
-from lmcache_redis.resp.endpoint import Transport
-from lmcache_redis.resp.jobs import JobRegistry, Stop
-from lmcache_redis.resp.node import Node
-from lmcache_redis.resp.nodes import Nodes
+from lmcache_redis.keys import stripe_key
+from lmcache_redis.resp.control import RemoveJob
+from lmcache_redis.resp.endpoint import parse_deployment
+from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
+from lmcache_redis.resp.node import Node, Nodes
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.outcomes import (
     ChunkIO,
     ClearResult,
+    DescribeResult,
     ExistsResult,
     PlaneState,
     PlaneStats,
     ReadOutcome,
+    RemoveResult,
     ScanResult,
     WriteOutcome,
 )
-from lmcache_redis.resp.queues import Timekeeper
-from lmcache_redis.resp.readjob import ReadBundle, ReadJob, ReadTask
-from lmcache_redis.resp.routes import MAX_HOPS, Hop
-from lmcache_redis.resp.stats import Counts
-from lmcache_redis.resp.writejob import WriteJob, WriteTask
+from lmcache_redis.resp.query import Queries
+from lmcache_redis.resp.reading import Read
+from lmcache_redis.resp.worker import Task
+from lmcache_redis.resp.writing import Write
+from lmcache_redis.stripe import STORE_ID_BYTES
 
 logger = logging.getLogger(__name__)
+
+# Submitted together: a thread takes these up while the next are being prepared.
+_BATCH_STRIPES = 32
 
 
 class RedisPlane:
@@ -54,42 +55,22 @@ class RedisPlane:
     def __init__(self, options: RedisOptions) -> None:
         self.options = options
         self.deployment = parse_deployment(options)
-        self._registry = JobRegistry()
-        self._counts = Counts()
-        self._timekeeper = Timekeeper(self._registry.expire)
-        self._nodes = Nodes(
-            self.deployment,
-            options,
-            self._registry,
-            remove=self.remove,
-            follow_read=self._follow_read,
-            follow_write=self._follow_write,
-        )
-        self._admission = Admission(self._registry, self._timekeeper)
-        self._calls = Calls(
-            self._nodes, self._registry, self._admission, self._timekeeper, self._counts
-        )
-        self._chunks = Chunks(
-            options,
-            self._nodes,
-            self._registry,
-            self._admission,
-            self._timekeeper,
-            self._counts,
-            self.remove,
-            tls=self.deployment.server.transport is Transport.TLS,
-        )
+        self._jobs = Jobs()
+        self._nodes = Nodes(self.deployment, options, self._jobs)
+        self._queries = Queries(self._nodes, self._jobs)
+        # Seeded by the operating system: no two planes give a store the same id.
+        self._random = random.Random()
 
     # ------------------------------------------------------------- life cycle
 
     def start(self) -> None:
         """Start the threads; returns at once, whether the server is there or not."""
-        if self._admission.started:
+        if self._jobs.started:
             raise RuntimeError("a Redis plane is started once")
-        self._admission.started = True
+        self._jobs.started = True
         if native.moves is None:
             logger.warning("Stripes are moved by Python, which is slower: %s", native.why_not)
-        self._timekeeper.start()
+        self._jobs.timekeeper.start()
         self._nodes.start()
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
@@ -102,20 +83,22 @@ class RedisPlane:
         Every callback has been called on return. Takes a little longer than `deadline_s`
         when Redis does not answer; False if a thread could not be ended (it is a daemon).
         """
-        if not self._admission.started or self._admission.closing:
+        jobs = self._jobs
+        if not jobs.started or jobs.closing:
             return True
-        self._admission.closing = True
+        jobs.closing = True
         deadline = time.monotonic() + deadline_s
         # Callbacks come on threads of the plane to the last: the timekeeper stops the jobs.
-        self._timekeeper.post(self._cancel_all_but_writes)
-        self._registry.wait_empty(deadline)
-        self._timekeeper.post(self._cancel_all)
-        patience_s = self.options.connect_timeout_s + self.options.op_timeout_s
-        left = self._nodes.close(patience_s)
+        post = jobs.timekeeper.post
+        post(lambda: jobs.stop_all(Stop.CANCELLED, but=(Write, RemoveJob)))
+        jobs.wait_empty(deadline)
+        post(lambda: jobs.stop_all(Stop.CANCELLED))
+        timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
+        left = self._nodes.close(timeout_s)
         # Whatever was submitted meanwhile.
-        self._timekeeper.post(self._cancel_all)
-        self._admission.closed = True
-        left += not self._timekeeper.close(patience_s)
+        post(lambda: jobs.stop_all(Stop.CANCELLED))
+        jobs.closed = True
+        left += not jobs.timekeeper.close(timeout_s)
         if left:
             logger.warning("%d threads of the Redis plane did not end", left)
         return not left
@@ -139,21 +122,22 @@ class RedisPlane:
 
     def stats(self) -> PlaneStats:
         """Counts since the start, all of one moment."""
-        counts = self._counts
-        with counts.lock:
+        jobs, nodes = self._jobs, self._nodes
+        with jobs.lock:
+            transfers = list(jobs.transfers.values())
             return PlaneStats(
-                bytes_in=counts.bytes_in,
-                bytes_out=counts.bytes_out,
-                reads=dict(counts.reads),
-                writes=dict(counts.writes),
-                calls=dict(counts.calls),
-                keys_scanned=counts.keys_scanned,
-                keys_removed=counts.keys_removed,
-                connects=self._nodes.connects,
-                connections_lost=self._nodes.connections_lost,
-                errors=self._nodes.errors,
-                queued_reads=self._chunks.reads,
-                queued_writes=self._chunks.writes,
+                bytes_in=jobs.bytes_in,
+                bytes_out=jobs.bytes_out,
+                reads=dict(jobs.reads),
+                writes=dict(jobs.writes),
+                calls=dict(jobs.calls),
+                keys_scanned=jobs.keys_scanned,
+                keys_removed=jobs.keys_removed,
+                connects=nodes.connects,
+                connections_lost=nodes.connections_lost,
+                errors=nodes.errors,
+                queued_reads=sum(isinstance(job, Read) for job in transfers),
+                queued_writes=sum(isinstance(job, Write) for job in transfers),
             )
 
     # ---------------------------------------------------------------- chunks
@@ -166,7 +150,24 @@ class RedisPlane:
         self, chunks: Sequence[ChunkIO], done: Callable[[ChunkIO, ReadOutcome], None]
     ) -> None:
         """Load chunks, in this order; `done` is called for each. Cheaper than one by one."""
-        self._chunks.read_all(chunks, done)
+        self._check(chunks, writable=True)
+        ttl_s = self.options.ttl_s if self.options.ttl_refresh else 0
+        remove = self._queries.remove_soon
+        for some in _batches(chunks):
+            now = time.monotonic()
+            jobs = [Read(chunk, done, remove, now, ttl_s) for chunk in some]
+            nodes = self._place(some, jobs)
+            accepted = self._jobs.enter(jobs)
+            by_node: dict[Node, list[Task]] = {}
+            for job in accepted:
+                for index, node in enumerate(nodes[job]):
+                    if node not in by_node:
+                        by_node[node] = []
+                    by_node[node].append((job, index, None))
+            for node, tasks in by_node.items():
+                node.reads.put(tasks)
+            # A server may have gone, or the plane been closed, while they were queued.
+            self._jobs.refuse(accepted)
 
     def write(self, chunk: ChunkIO, done: Callable[[ChunkIO, WriteOutcome], None]) -> None:
         """Store a chunk from its slots, which must not change until `done`."""
@@ -176,29 +177,66 @@ class RedisPlane:
         self, chunks: Sequence[ChunkIO], done: Callable[[ChunkIO, WriteOutcome], None]
     ) -> None:
         """Store chunks, in this order; `done` is called for each. Cheaper than one by one."""
-        self._chunks.write_all(chunks, done)
-
-    def write_filling(self, chunk: ChunkIO, done: Callable[[ChunkIO, WriteOutcome], None]) -> None:
-        """Store a chunk while its slots are being filled: a stripe is sent after it is `filled`.
-
-        Nobody can see the chunk before all are. Whoever cannot fill them all cancels it: what was
-        sent is removed. The deadline is the chunk's, as for any other.
-        """
-        self._chunks.write_filling(chunk, done)
-
-    def filled(self, chunk: ChunkIO, slots: int) -> None:
-        """The first ``slots`` slots of such a chunk have their bytes, which will not change.
-
-        Does nothing where the chunk was answered.
-        """
-        self._chunks.filled(chunk, slots)
+        self._check(chunks, writable=False)
+        remove = self._queries.remove_soon
+        for some in _batches(chunks):
+            now = time.monotonic()
+            unix_ms = max(0, int(time.time() * 1000))
+            # Chunks of one stripe cannot be torn: one id does for all of them.
+            store_id = self._new_store_id()
+            jobs: list[Write] = []
+            for chunk in some:
+                if chunk.frame.stripe_count > 1:
+                    store_id = self._new_store_id()
+                jobs.append(Write(chunk, done, remove, now, store_id, unix_ms))
+            nodes = self._place(some, jobs)
+            accepted = self._jobs.enter(jobs)
+            by_queue: dict[TaskQueue[Task], list[Task]] = {}
+            for job in accepted:
+                queues = [node.writes(job.chunk_key) for node in nodes[job]]
+                job.first_queue = queues[0]
+                # Stripe 0 goes when all others are there.
+                for index in range(len(queues) > 1, len(queues)):
+                    by_queue.setdefault(queues[index], []).append((job, index, None))
+            for queue, tasks in by_queue.items():
+                queue.put(tasks)
+            self._jobs.refuse(accepted)
 
     def cancel(self, chunk: ChunkIO) -> None:
         """End a read or write early: CANCELLED as soon as no socket uses its slots.
 
         Does nothing to a chunk that was answered, or whose outcome is decided already.
         """
-        self._chunks.cancel(chunk)
+        job = self._jobs.transfers.get(chunk)
+        if job is not None:
+            self._jobs.timekeeper.post(lambda: self._jobs.stop((job,), Stop.CANCELLED))
+
+    def _check(self, chunks: Sequence[ChunkIO], writable: bool) -> None:
+        """All of them, before any is begun."""
+        for chunk in chunks:
+            chunk.check(writable)
+        self._jobs.check_usable()
+        if len(set(chunks)) < len(chunks) or not self._jobs.transfers.keys().isdisjoint(chunks):
+            raise RuntimeError("the chunk is being read or written already")
+
+    def _place(self, chunks: Sequence[ChunkIO], jobs: Sequence[Any]) -> dict[Any, list[Any]]:
+        """The node of each stripe of each job, which is known from now on."""
+        routes = self._nodes.routes
+        nodes: dict[Any, list[Any]] = {}
+        single = routes.node_of(b"")
+        for chunk, job in zip(chunks, jobs, strict=True):
+            if routes.is_cluster:
+                keys = [stripe_key(chunk.key, index) for index in range(chunk.frame.stripe_count)]
+                nodes[job] = [routes.node_of(key) for key in keys]
+                job.nodes = tuple(dict.fromkeys(nodes[job]))
+            else:
+                nodes[job] = [single] * chunk.frame.stripe_count
+                job.nodes = (single,)
+        self._jobs.transfers.update(zip(chunks, jobs, strict=True))
+        return nodes
+
+    def _new_store_id(self) -> bytes:
+        return self._random.getrandbits(8 * STORE_ID_BYTES).to_bytes(STORE_ID_BYTES, "little")
 
     # ------------------------------------------------------------------ keys
 
@@ -206,17 +244,35 @@ class RedisPlane:
         self, keys: Sequence[bytes], deadline: float, done: Callable[[ScanResult], None]
     ) -> None:
         """How many of the (stripe 0) keys exist from the first on; deadline is monotonic."""
-        self._calls.scan(keys, deadline, done)
+        self._queries.scan(keys, deadline, done)
 
     def exists(
         self, keys: Sequence[bytes], deadline: float, done: Callable[[ExistsResult], None]
     ) -> None:
         """Which of the (stripe 0) keys exist."""
-        self._calls.exists(keys, deadline, done)
+        self._queries.exists(keys, deadline, done)
 
-    def remove(self, chunk_key: bytes, stripe_count: int) -> None:
-        """UNLINK the stripes of a chunk, within seconds or not at all; nobody is told."""
-        self._calls.remove(chunk_key, stripe_count)
+    def describe(
+        self, keys: Sequence[bytes], deadline: float, done: Callable[[DescribeResult], None]
+    ) -> None:
+        """What the headers under the (stripe 0) keys say."""
+        self._queries.describe(keys, deadline, done)
+
+    def remove(
+        self,
+        chunk_key: bytes,
+        stripe_count: int,
+        deadline: float | None = None,
+        done: Callable[[RemoveResult], None] | None = None,
+    ) -> None:
+        """UNLINK the stripes of a chunk, stripe 0 first.
+
+        Without `done`, in the background: within seconds or not at all.
+        """
+        if done is None or deadline is None:
+            self._queries.remove_soon(chunk_key, stripe_count)
+        else:
+            self._queries.remove(chunk_key, stripe_count, deadline, done)
 
     def clear(
         self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
@@ -225,42 +281,18 @@ class RedisPlane:
 
         Raises ValueError for a prefix that is not of our keys (user prefix + b"lmcr1:" ...).
         """
-        self._calls.clear(key_prefix, deadline, done)
-
-    # ---------------------------------------------------------------- inside
-
-    def _cancel_all_but_writes(self) -> None:
-        for kind in (ReadJob, ReadBundle, QueryJob, EachJob, ClearJob):
-            self._registry.stop_all(Stop.CANCELLED, kind)
-
-    def _cancel_all(self) -> None:
-        self._registry.stop_all(Stop.CANCELLED)
-
-    def _follow_read(self, node: Node, task: ReadTask, redirect: RedisRedirect) -> bool:
-        job, index, hop = task
-        target = self._follow(node, job, hop, redirect)
-        if target is not None:
-            target.reads.put(((job, index, _next_hop(hop, redirect)),), urgent=True)
-        return target is not None
-
-    def _follow_write(self, node: Node, task: WriteTask, redirect: RedisRedirect) -> bool:
-        job, index, hop = task
-        target = self._follow(node, job, hop, redirect)
-        if target is not None:
-            target.writes(job.key).put(((job, index, _next_hop(hop, redirect)),), urgent=True)
-        return target is not None
-
-    def _follow(
-        self, node: Node, job: ReadJob | WriteJob, hop: Hop | None, redirect: RedisRedirect
-    ) -> Node | None:
-        """The node that a task is to go to; None: nowhere."""
-        if not self._nodes.routes.is_cluster or (hop is not None and hop.number >= MAX_HOPS):
-            return None
-        target = self._nodes.follow(node, redirect)
-        if target not in job.nodes:
-            job.nodes = (*job.nodes, target)
-        return target
+        self._queries.clear(key_prefix, deadline, done)
 
 
-def _next_hop(hop: Hop | None, redirect: RedisRedirect) -> Hop:
-    return Hop(1 if hop is None else hop.number + 1, redirect.asking)
+def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
+    """Of many chunks the first are in flight while the others are being prepared."""
+    batch: list[ChunkIO] = []
+    stripes = 0
+    for chunk in chunks:
+        batch.append(chunk)
+        stripes += chunk.frame.stripe_count
+        if stripes >= _BATCH_STRIPES:
+            yield batch
+            batch, stripes = [], 0
+    if batch:
+        yield batch

@@ -1,4 +1,9 @@
-"""Finding the data servers behind Sentinels or in a cluster, again and again.
+"""Which server has a key, and finding the servers behind Sentinels or in a cluster.
+
+A Redis Cluster has 16,384 slots; a key's is CRC16 of the key, or of what stands between its
+first { and the next } (https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/).
+The stripes of a chunk differ in the last bytes of their keys, so they fall on different
+slots: with many stripes, on every shard alike.
 
 A watcher's thread asks, and the answers become a `ServerMap`: at the start,
 every few seconds, soon after something hinted that the map is old (a redirection, a server
@@ -8,20 +13,19 @@ or a server is down. Each map is adopted; a question that fails changes nothing.
 
 from __future__ import annotations
 
+import binascii
 import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from lmcache_redis.errors import ConfigError, RedisError, RedisUnavailable
+from lmcache_redis.errors import ConfigError, RedisError, RedisRedirect, RedisUnavailable
 from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.connection import Connection
-from lmcache_redis.resp.deployment import Deployment, Topology
-from lmcache_redis.resp.endpoint import Endpoint
-from lmcache_redis.resp.routes import SLOTS, ServerMap
+from lmcache_redis.resp.endpoint import Deployment, Endpoint, Topology
 from lmcache_redis.resp.wire import pack_command
 
 logger = logging.getLogger(__name__)
@@ -30,7 +34,93 @@ logger = logging.getLogger(__name__)
 _LEAST_PAUSE_S = 0.1
 # The deadline of a question bounds it, and nothing else does.
 _FAR_S = 3600.0
+SLOTS = 16384
+# Redirections that a command follows: one is usual, two while a slot moves on.
+MAX_HOPS = 5
+NodeT = TypeVar("NodeT")
+ItemT = TypeVar("ItemT")
 _CONNECTION_NAME = "lmcache-redis:topology"
+
+
+class ServerMap(NamedTuple):
+    """The data servers, and in a cluster which of them has which slots.
+
+    ranges: (first slot, last slot, number of the server); None: the one server has every key.
+    """
+
+    servers: tuple[Endpoint, ...]
+    ranges: tuple[tuple[int, int, int], ...] | None = None
+
+
+class Hop(NamedTuple):
+    """The last redirection that a command has followed: the hop count, and whether it is an ASK."""
+
+    hops: int
+    asking: bool
+
+
+def next_hop(hop: Hop | None, redirect: RedisRedirect) -> Hop | None:
+    """After another redirection; None: there were too many."""
+    hops = 1 if hop is None else hop.hops + 1
+    return Hop(hops, redirect.asking) if hops <= MAX_HOPS else None
+
+
+class Routes(Generic[NodeT]):
+    """From keys to nodes; never changes. None: no server has the key."""
+
+    __slots__ = ("_by_slot", "_single", "nodes")
+
+    def __init__(self, server_map: ServerMap, nodes: Mapping[Endpoint, NodeT]) -> None:
+        self.nodes: tuple[NodeT, ...] = tuple(nodes[server] for server in server_map.servers)
+        self._single = self.nodes[0] if self.nodes and server_map.ranges is None else None
+        self._by_slot: list[NodeT | None] | None = None
+        if server_map.ranges is not None:
+            self._by_slot = [None] * SLOTS
+            for first, last, number in server_map.ranges:
+                self._by_slot[first : last + 1] = [self.nodes[number]] * (last + 1 - first)
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether a command may name keys of one slot only."""
+        return self._by_slot is not None
+
+    def node_of(self, key: bytes) -> NodeT | None:
+        """The node that has the key."""
+        if self._by_slot is None:
+            return self._single
+        return self._by_slot[slot_of(key)]
+
+    def nodes_of(
+        self, items: Sequence[ItemT], key_of: Callable[[ItemT], bytes]
+    ) -> list[NodeT | None]:
+        """For each item the node of its key; with one server no key is made."""
+        if self._by_slot is None:
+            return [self._single] * len(items)
+        return [self._by_slot[slot_of(key_of(item))] for item in items]
+
+    def split(
+        self, items: Sequence[ItemT], key_of: Callable[[ItemT], bytes]
+    ) -> dict[NodeT | None, list[ItemT]]:
+        """Items by the node of their keys, in order."""
+        if self._by_slot is None:
+            return {self._single: list(items)} if items else {}
+        by_node: dict[NodeT | None, list[ItemT]] = {}
+        for item, node in zip(items, self.nodes_of(items, key_of), strict=True):
+            by_node.setdefault(node, []).append(item)
+        return by_node
+
+
+def slot_of(key: bytes) -> int:
+    """The slot of a key, 0 to 16,383."""
+    start = key.find(b"{")
+    if start >= 0:
+        end = key.find(b"}", start + 1)
+        if end > start + 1:
+            key = key[start + 1 : end]
+    return binascii.crc_hqx(key, 0) % SLOTS
+
+
+# ----------------------------------------------------------- finding the servers
 
 
 def find_servers(

@@ -5,7 +5,7 @@ A map is parsed as an array of its keys and values. What a reply may have is bou
 the memory of who receives it: lines, strings, elements, depth, and all of it together.
 
 https://redis.io/docs/latest/develop/reference/protocol-spec/. Payloads never pass through
-here: `bulk.BulkConnection` receives them straight into slots. Anything that is not a reply
+here: `bulk` receives them straight into slots. Anything that is not a reply
 raises RedisProtocolError; nothing else is ever raised for what the bytes are.
 """
 
@@ -78,11 +78,6 @@ def get_command(key: bytes, ttl_s: int = 0) -> bytes:
     return b"".join((_get_head(len(key), ttl_s), key, end_of_command(ttl_s)))
 
 
-def get_command_without_end(key: bytes, end_bytes: int, ttl_s: int = 0) -> bytes:
-    """A `get_command` up to the last `end_bytes` of its key; `end_of_command` is its end."""
-    return _get_head(len(key), ttl_s) + key[: len(key) - end_bytes]
-
-
 def set_prefix(key: bytes, value_bytes: int, ttl_s: int = 0) -> bytes:
     """A SET up to its value, which follows, and `end_of_command` after it."""
     return b"".join((_set_head(len(key), ttl_s), key, CRLF, value_head(value_bytes)))
@@ -147,8 +142,17 @@ def pack_command(*words: bytes | str | int) -> bytes:
     )
 
 
-def scan_command(cursor: bytes, pattern: bytes, count: int) -> bytes:
-    return pack_command("SCAN", cursor, "MATCH", pattern, "COUNT", count)
+def scan_command(cursor: bytes, pattern: bytes, count: int, *more: str) -> bytes:
+    """A step of a SCAN; more: other words of it."""
+    return pack_command("SCAN", cursor, "MATCH", pattern, "COUNT", count, *more)
+
+
+def parse_scan(reply: Reply) -> tuple[bytes, list[bytes]]:
+    """The cursor and the keys in the reply to a SCAN."""
+    match reply:
+        case [bytes() as cursor, list() as found] if cursor.isdigit():
+            return cursor, [key for key in found if isinstance(key, bytes)]
+    raise RedisProtocolError("the reply to a SCAN is no cursor and keys")
 
 
 def escape_pattern(literal: bytes) -> bytes:

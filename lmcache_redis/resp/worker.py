@@ -1,42 +1,96 @@
-"""What the plane's network threads have in common: connections, kept or replaced."""
+"""Threads with connections: kept or replaced, and stripes on several of them at once.
+
+While the server works on what one connection asked, the thread moves the bytes of another: the
+server is never idle, reads every value straight to where it stays, and queues no copies of
+replies. One thread does that faster than several, which would wait for each other's GIL
+(docs/data-plane.md has the measurement). Servers answer in the order in which they were asked, so
+the thread waits for the connection that it asked first.
+
+A stripe is in flight from its request to its end. Where its job ends before (late, cancelled), the
+rest of a reply is received into memory of the thread, and the slot is free. `reading` and `writing`
+say what follows from the end of a stripe.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
-from typing import Any
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 from lmcache_redis.errors import (
     ConfigError,
     RedisAuthError,
     RedisError,
     RedisProtocolError,
+    RedisRedirect,
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.bulk import BulkConnection
+from lmcache_redis.resp.bulk import (
+    MOST_TASKS,
+    QUIET_MS,
+    SENT,
+    SLICE_S,
+    Call,
+    End,
+    Failure,
+    Handle,
+    Moved,
+    Mover,
+    Packed,
+    error_in,
+    mover_for,
+)
 from lmcache_redis.resp.connect import Connector
+from lmcache_redis.resp.connection import Connection
 from lmcache_redis.resp.health import Health
-from lmcache_redis.resp.jobs import Job
+from lmcache_redis.resp.jobs import Job, Jobs, Stop, TaskQueue
+from lmcache_redis.resp.options import RedisOptions
+from lmcache_redis.resp.topology import Hop
+from lmcache_redis.resp.wire import ASKING_COMMAND
 
 logger = logging.getLogger(__name__)
 
+# A server without room for one more connection is asked for it again after that long.
+_WIDEN_AGAIN_S = 1.0
+# What was asked together may be late together: each is waited for at least that long.
+_LEAST_PATIENCE_S = 0.05
+# A stripe: the job of its chunk, its index, and the redirection it has followed, if any.
+Task = tuple[Any, int, Hop | None]
 
-class Worker:
+
+class Server(Protocol):
+    """What its threads need of a node (`node.Node`)."""
+
+    connector: Connector
+    health: Health
+    jobs: Jobs
+    options: RedisOptions
+
+    def redirect(self, task: Task, redirect: RedisRedirect) -> bool:
+        """Queue a redirected stripe at another node; False if there is none."""
+
+    def is_replica(self) -> None:
+        """The server turned out to be a replica: the map is old."""
+
+
+class Worker(ABC):
     """A thread that connects whenever the server is up and then lets `serve` work.
 
     Connecting comes before taking work: a server that cannot be reached holds no job up.
-    `serve` works until the connection is of no more use, which it has closed then, and
-    returns True; or until there will be no more work, and returns False. It answers for the
-    jobs it takes, whatever happens.
     """
 
-    def __init__(self, name: str, connector: Connector, health: Health) -> None:
+    def __init__(self, name: str, server: Server) -> None:
         self.name = name
         self.connections_lost = 0
-        self._connector = connector
-        self._health = health
+        self._server = server
+        self._jobs = server.jobs
+        self._health = server.health
         self._thread = threading.Thread(target=self._run, name=f"lmcr-{name}", daemon=True)
 
     def start(self) -> None:
@@ -49,17 +103,20 @@ class Worker:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def serve(self, connection: BulkConnection) -> bool:
-        raise AssertionError("a worker without work")
+    @abstractmethod
+    def serve(self, connection: Connection) -> bool:
+        """Work until the connection is of no more use, which it has closed then: True.
 
-    def make_connection(self) -> BulkConnection:
-        """A connection of this thread, not open yet."""
-        return BulkConnection(self._connector, f"lmcache-redis:{self.name}")
+        Or until there will be no more work: False. Answers for the jobs it takes, whatever happens.
+        """
+
+    def _new_connection(self) -> Connection:
+        return Connection(self._server.connector, f"lmcache-redis:{self.name}")
 
     def _run(self) -> None:
         failures = 0
         while self._health.wait_up():
-            connection = self.make_connection()
+            connection = self._new_connection()
             try:
                 failures = self._connect(connection, failures)
                 if connection.is_open and not self._serve_safely(connection):
@@ -67,22 +124,19 @@ class Worker:
             finally:
                 connection.close()
 
-    def _connect(self, connection: BulkConnection, failures: int) -> int:
+    def _connect(self, connection: Connection, failures: int) -> int:
         """Try once; how many times it failed in a row now."""
         tried_at = time.monotonic()
         try:
             connection.open()
-        except RedisUnavailable as error:
-            # Once may be a server that went away just now and is back: look again at once.
-            if failures:
-                self._health.down(error, tried_at)
-            return failures + 1
         except (RedisError, ConfigError) as error:
-            self._health.down(error, tried_at)
+            # Once may be a server that went away just now and is back: look again at once.
+            if failures or not isinstance(error, RedisUnavailable):
+                self._health.down(error, tried_at)
             return failures + 1
         return 0
 
-    def _serve_safely(self, connection: BulkConnection) -> bool:
+    def _serve_safely(self, connection: Connection) -> bool:
         try:
             return self.serve(connection)
         except Exception:
@@ -90,7 +144,7 @@ class Worker:
             logger.exception("a thread of the Redis plane met a bug")
             return True
 
-    def _may_retry(self, job: Job[Any], connection: BulkConnection) -> bool:
+    def _may_retry(self, job: Job[Any], connection: Connection) -> bool:
         """Whether a job that lost its connection deserves another.
 
         An idle connection dies unnoticed when the server restarts: that is no outage. One
@@ -99,7 +153,7 @@ class Worker:
         lost = not connection.is_open
         return lost and connection.opened_at < job.created_at and self._health.is_up
 
-    def _judge(self, error: RedisError, connection: BulkConnection) -> None:
+    def _judge(self, error: RedisError, connection: Connection) -> None:
         """Draw the conclusions about connection and server from what an operation raised."""
         if isinstance(error, RedisTimeout):
             if not connection.is_open:
@@ -121,3 +175,336 @@ class Worker:
                 # Credentials that were good no more are: connecting again brings it to light.
                 connection.close()
             self._health.note(error)
+
+
+class Lane:
+    """A connection, and the stripe in flight on it.
+
+    task: None where none is, or where only the rest of its reply is to come. until: when the
+    connection is given up (`time.monotonic()`).
+    """
+
+    __slots__ = ("connection", "handle", "packed", "task", "until")
+
+    def __init__(self, connection: Connection, handle: Handle) -> None:
+        self.connection = connection
+        self.handle = handle
+        self.task: Task | None = None
+        self.packed: Packed = SENT
+        self.until = 0.0
+
+
+class BulkWorker(Worker):
+    """Moves stripes from a queue on as many connections as it has use for.
+
+    It begins with one and opens others when more tasks wait than it has, where it `may_widen`.
+    """
+
+    def __init__(self, name: str, server: Server, queue: TaskQueue[Task], connections: int) -> None:
+        super().__init__(name, server)
+        self._queue = queue
+        self._connections = connections
+        self._op_timeout_s = server.options.op_timeout_s
+        self._mover: Mover
+        self._idle: list[Lane] = []
+        # In the order of the requests.
+        self._busy: deque[Lane] = deque()
+        # The last of these was sent in part.
+        self._is_sending = False
+        # Taken from the queue, and not sent.
+        self._next: deque[Task] = deque()
+        self._widen_at = 0.0
+
+    # ------------------------------------------------------ what subclasses say
+
+    @abstractmethod
+    def _pack(self, task: Task) -> Packed:
+        """What a mover needs of it."""
+
+    @abstractmethod
+    def _transfer(self, call: Call) -> Moved:
+        """Have the mover send and receive."""
+
+    @abstractmethod
+    def _sent(self, jobs: Collection[Any]) -> bool:
+        """A request of each was sent; whether their slots are free from now on."""
+
+    @abstractmethod
+    def _succeeded(self, done: Sequence[tuple[Task, bytes]]) -> None:
+        """Stripes that ended well, with their store ids."""
+
+    @abstractmethod
+    def _failed(self, lane: Lane, task: Task, failure: Failure, error: RedisError | None) -> None:
+        """A stripe that did not, its connection closed where it is out of step.
+
+        error: what this says of connection or server; None where it is about the value.
+        """
+
+    @abstractmethod
+    def _lost(self, lane: Lane, task: Task, error: RedisError) -> None:
+        """A stripe whose connection was closed."""
+
+    @abstractmethod
+    def _release_ended(self, now: float) -> None:
+        """Free the slots of stripes in flight whose jobs have ended."""
+
+    @property
+    def _may_send(self) -> bool:
+        return True
+
+    @property
+    def _may_widen(self) -> bool:
+        return True
+
+    def _all_closed(self) -> None:
+        """All connections were closed, and no stripe is in flight."""
+
+    # ------------------------------------------------------------------ inside
+
+    def serve(self, connection: Connection) -> bool:
+        self._mover = mover_for(connection.stream)
+        self._add_lane(connection)
+        self._widen_at = 0.0
+        try:
+            while self._idle or self._busy:
+                if not self._busy and not self._may_send:
+                    return True
+                if not self._busy and not self._next:
+                    if not self._queue.wait():
+                        return False
+                    # One that died at rest must not cost what the others are about to do.
+                    self._drop_dead()
+                    if not self._idle:
+                        return True
+                if self._may_send and self._waiting > len(self._idle):
+                    self._widen()
+                self._move()
+                self._end_late()
+            return True
+        finally:
+            self._close_all()
+
+    def _add_lane(self, connection: Connection) -> None:
+        self._idle.append(Lane(connection, self._mover.handle(connection.stream)))
+
+    @property
+    def _waiting(self) -> int:
+        return len(self._next) + len(self._queue)
+
+    def _take_some(self, most: int) -> list[Task]:
+        """At most so many: the urgent, what was taken before, and the others."""
+        some = self._queue.take_some(most, urgent=bool(self._next))
+        while self._next and len(some) < most:
+            some.append(self._next.popleft())
+        return some
+
+    def _move(self) -> None:
+        """One call of the mover: what is in flight, and what waits."""
+        begun: list[tuple[Task, Packed]] = []
+        try:
+            idle = self._begin_next(begun) if self._may_send else []
+            if not self._busy and not begun:
+                return
+            lanes = [*self._busy, *idle]
+            tasks = [lane.packed for lane in self._busy] + [packed for _, packed in begun]
+            now = time.monotonic()
+            jobs = [lane.task[0] for lane in self._busy if lane.task and lane.packed is not SENT]
+            jobs += [task[0] for task, _ in begun]
+            until = min([now + SLICE_S, *[job.deadline for job in jobs]])
+            moved = self._transfer(
+                Call(
+                    [lane.handle for lane in lanes],
+                    tasks,
+                    len(self._busy),
+                    self._is_sending,
+                    not begun or not self._waiting,
+                    until,
+                    quiet_ms=QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
+                )
+            )
+        except BaseException:
+            # Those in flight are told in `_close_all`.
+            self._abandon([task[0] for task, _ in begun])
+            raise
+        self._account(lanes, begun, moved, now)
+
+    def _begin_next(self, begun: list[tuple[Task, Packed]]) -> list[Lane]:
+        """Begin stripes that wait and add them; the lanes that they may use."""
+        tasks = self._take_some(MOST_TASKS)
+        asking = next((n for n, (_, _, hop) in enumerate(tasks) if hop and hop.asking), None)
+        if asking is not None:
+            # That one alone, on a lane that is told so; or what is before it.
+            most = asking or min(1, len(self._idle))
+            self._next.extendleft(reversed(tasks[most:]))
+            tasks = tasks[:most]
+        started = self._jobs.begin_all(tasks)
+        try:
+            begun += [(task, self._pack(task)) for task in started]
+        except BaseException:
+            self._abandon([task[0] for task in started])
+            raise
+        if asking == 0 and begun:
+            return self._ask_first(begun)
+        return self._idle
+
+    def _abandon(self, jobs: Sequence[Job[Any]]) -> None:
+        """After a bug: the callers are told."""
+        self._jobs.stop(jobs, Stop.UNAVAILABLE)
+        self._jobs.release(jobs)
+
+    def _ask_first(self, begun: list[tuple[Task, Packed]]) -> list[Lane]:
+        """Announce a stripe that follows an ASK on a lane; that lane."""
+        lane, (task, _) = self._idle[0], begun[0]
+        try:
+            lane.connection.call(ASKING_COMMAND, 1, task[0].deadline)
+        except RedisError as error:
+            begun.clear()
+            self._jobs.release((task[0],))
+            if not lane.connection.is_open:
+                self._idle.remove(lane)
+            self._judge(error, lane.connection)
+            late = isinstance(error, RedisTimeout)
+            self._jobs.stop((task[0],), Stop.TIMED_OUT if late else Stop.UNAVAILABLE)
+        return [lane]
+
+    def _account(
+        self,
+        offered: Sequence[Lane],
+        begun: Sequence[tuple[Task, Packed]],
+        moved: Moved,
+        now: float,
+    ) -> None:
+        """See to what was sent, what ended, and what was not asked for."""
+        in_flight: list[tuple[Lane, Task | None]] = [(lane, lane.task) for lane in self._busy]
+        until = now + self._op_timeout_s
+        for number, (task, packed) in zip(moved.lanes, begun, strict=False):
+            lane = offered[number]
+            lane.task, lane.packed, lane.until = task, packed, until
+            in_flight.append((lane, task))
+        left = begun[len(moved.lanes) :]
+        if left:
+            self._next.extendleft([task for task, _ in reversed(left)])
+            self._jobs.release([task[0] for task, _ in left])
+
+        # What was sent in part before is sent as well now, or still the last.
+        sent = in_flight[len(self._busy) - self._is_sending :]
+        self._is_sending = moved.sending == errno.EAGAIN
+        if self._is_sending:
+            sent.pop()
+        if sent and self._sent([task[0] for _, task in sent if task is not None]):
+            half_sent = in_flight[-1][0] if self._is_sending else None
+            for lane, _ in sent:
+                if lane is not half_sent:
+                    lane.packed = SENT
+
+        ended, in_flight = in_flight[: len(moved.done)], in_flight[len(moved.done) :]
+        self._busy = deque([lane for lane, _ in in_flight])
+        busy = set(self._busy)
+        lanes = dict.fromkeys([*self._idle, *[lane for lane, _ in ended]])
+        self._idle = [lane for lane in lanes if lane not in busy]
+
+        failure: Failure | None = None
+        if moved.done and not isinstance(moved.done[-1], bytes):
+            failure = moved.done[-1]
+        good = [
+            (task, result)
+            for (_, task), result in zip(ended, moved.done, strict=True)
+            if task is not None and isinstance(result, bytes)
+        ]
+        if good:
+            self._succeeded(good)
+        if failure is not None:
+            self._see_to(*ended[-1], failure)
+        if moved.sending and not self._is_sending:
+            lane = self._busy[-1]
+            self._give_up(lane, lane.connection.stream.lost(moved.sending))
+
+    def _see_to(self, lane: Lane, task: Task | None, failure: Failure) -> None:
+        error = error_in(failure, lane.connection.stream)
+        if failure[0] >= End.OTHER_LENGTH:
+            self._idle.remove(lane)
+            lane.connection.close()
+        if task is not None:
+            self._failed(lane, task, failure, error)
+        elif error is not None:
+            self._judge(error, lane.connection)
+        if not lane.connection.is_open and lane in self._idle:
+            self._idle.remove(lane)
+
+    def _end_late(self) -> None:
+        """Free what is waited for in vain, and give up connections that do not answer."""
+        if not self._busy:
+            return
+        now = time.monotonic()
+        self._release_ended(now)
+        last = self._busy[-1]
+        if self._is_sending and last.task is not None and last.task[0].deadline <= now:
+            self._give_up(last, self._late)
+        if self._busy and self._busy[0].until <= now:
+            self._give_up(self._busy[0], self._late)
+            if self._busy:
+                self._busy[0].until = max(self._busy[0].until, now + _LEAST_PATIENCE_S)
+
+    def _give_up(self, lane: Lane, error: RedisError) -> None:
+        """Close a connection with a stripe in flight."""
+        if lane is self._busy[-1]:
+            self._is_sending = False
+        self._busy.remove(lane)
+        lane.connection.close()
+        if lane.task is not None:
+            self._lost(lane, lane.task, error)
+        else:
+            self.connections_lost += 1
+
+    @property
+    def _late(self) -> RedisTimeout:
+        return RedisTimeout(
+            f"Redis at {self._server.connector.endpoint.where} did not answer in time"
+        )
+
+    @property
+    def _lanes(self) -> int:
+        return len(self._idle) + len(self._busy)
+
+    def _widen(self) -> None:
+        """Open a connection for each stripe that waits, as far as the server has room."""
+        if self._lanes >= self._connections or not self._may_widen or not self._health.is_up:
+            return
+        now = time.monotonic()
+        if now < self._widen_at:
+            return
+        # Those that died unnoticed go first: no stripe shall begin on a new one and end there.
+        self._drop_dead()
+        # What is in flight has deadlines to be kept meanwhile.
+        jobs = [lane.task[0] for lane in self._busy if lane.task]
+        deadline = min([job.deadline for job in jobs], default=float("inf"))
+        while self._lanes < self._connections and self._waiting > len(self._idle):
+            connection = self._new_connection()
+            try:
+                connection.open(deadline)
+            except (RedisError, ConfigError) as error:
+                # Those that are open tell whether the server is there at all.
+                connection.close()
+                if isinstance(error, RedisError):
+                    self._health.note(error)
+                self._widen_at = time.monotonic() + _WIDEN_AGAIN_S
+                return
+            self._add_lane(connection)
+
+    def _drop_dead(self) -> None:
+        for lane in self._idle:
+            lane.connection.check_idle()
+        alive = [lane for lane in self._idle if lane.connection.is_open]
+        self.connections_lost += len(self._idle) - len(alive)
+        self._idle = alive
+
+    def _close_all(self) -> None:
+        busy, self._busy = self._busy, deque()
+        idle, self._idle = self._idle, []
+        self._is_sending = False
+        for lane in (*busy, *idle):
+            lane.connection.close()
+        for lane in busy:
+            if lane.task is not None:
+                self._lost(lane, lane.task, RedisUnavailable("the connection was closed"))
+        self._all_closed()

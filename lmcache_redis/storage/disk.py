@@ -1,59 +1,47 @@
-"""A tier in a directory: one file for each chunk, up to a byte limit, found again after a restart.
+"""A tier in a directory: the blocking face of `cache.disk`, which has files, limit and hangs.
 
-What a file is stands in `disk_format`, how it gets there in `disk_files`, how index and files
-go together in `disk_store`, what is made of a directory that was left behind in `disk_scan`.
-The index is in memory; after a restart the files alone say what there is.
-
-The limit counts what files take in blocks of 4 KiB, the first page of each included. Least
-recently used goes first. A file's mtime says when it was last put or got; gets set it once in
-ten seconds at most, so that after a restart the order is right up to that.
-
-A file that is damaged is removed, one log line each, and a miss. A disk that is full or fails,
-a directory that is gone or may not be written: a put is not stored, a get is a miss, and each
-kind of error is warned of once a minute. A full disk evicts nothing: the limit does.
-
-A disk that hangs keeps the threads that are in it. Once one of them has been there for
-`patience_s`, nobody else is sent after it until it returns: puts are not stored, gets are misses,
-nothing is removed.
-
-Puts that do not block are copied and stored in their order by one worker; see `putqueue`.
+Calls that block read and write on the caller's thread. Puts that do not block are copied, and
+written in their order by the disk tier's thread. The copies are bounded in bytes, from when one is
+begun to when it is stored or dropped; a put that does not fit is refused. A later put or removal of
+a key drops the one before it.
 """
 
 from __future__ import annotations
 
 import builtins
-import contextlib
-import logging
+import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from functools import lru_cache, partial
 
+from lmcache_redis.cache.disk.files import Sync
+from lmcache_redis.cache.disk.format import disk_bytes
+from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, READ, REMOVAL, WRITE, DiskTier
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
+from lmcache_redis.naming import ChunkNames
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.resp.outcomes import ChunkIO, ReadOutcome, WriteOutcome
 from lmcache_redis.storage.checks import allocated_views, payload_views
-from lmcache_redis.storage.copying import Block
-from lmcache_redis.storage.disk_files import SYNC_POLICIES, ChunkFiles, Sync, lock_directory
-from lmcache_redis.storage.disk_format import disk_bytes
-from lmcache_redis.storage.disk_scan import Scan
-from lmcache_redis.storage.disk_store import DiskStore
+from lmcache_redis.storage.copying import gathered
 from lmcache_redis.storage.interface import Allocate, LMCBackendInterface
-from lmcache_redis.storage.putqueue import PutQueue, QueuedPut
-
-logger = logging.getLogger(__name__)
+from lmcache_redis.stripe import FINGERPRINT_BYTES, ChunkFrame
 
 CLOSE_TIMEOUT_S = 5.0
 DEFAULT_QUEUE_BYTES = 256 << 20
-DEFAULT_PATIENCE_S = 5.0
+
+_parsed = lru_cache(maxsize=64)(RemoteMetadata.deserialize)
 
 
 class LMCLocalDiskBackend(LMCBackendInterface):
     """Chunks in files of a directory, which it makes if need be and which it alone uses.
 
-    limit_bytes: see the module. sync: see `disk_files`. queue_bytes: payload of puts that do
-    not block and wait for the worker. patience_s: see the module. Opening takes as long as to read
-    a page of every file.
+    limit_bytes: what files may take. sync: see `cache.disk.files`. queue_bytes: payload of puts
+    that do not block. patience_s: once a call has been in flight for so long, no other is begun
+    until it returns: puts are not stored, gets are misses, nothing is removed. layout: the
+    fingerprint, 32 bytes, of an engine's KV cache, and key_prefix that of its agent; then the
+    chunks are those that the agent keeps in this directory.
 
     Raises ConfigError for impossible values, for a directory that cannot be used, and for one
     that another tier has open, in this process or another.
@@ -69,35 +57,33 @@ class LMCLocalDiskBackend(LMCBackendInterface):
         queue_bytes: int = DEFAULT_QUEUE_BYTES,
         *,
         patience_s: float = DEFAULT_PATIENCE_S,
+        layout: bytes | None = None,
+        key_prefix: bytes = b"",
     ) -> None:
         super().__init__(dst_device, fmt)
-        if sync not in SYNC_POLICIES:
-            raise ConfigError(f"sync is {sync!r}; it is one of {', '.join(SYNC_POLICIES)}")
         if patience_s <= 0:
             raise ConfigError(f"patience_s is {patience_s}; it must be positive")
-        path = Path(directory)
-        self._store = DiskStore(ChunkFiles(path, sync), limit_bytes, patience_s)
-        self._changed = threading.Condition(threading.Lock())
-        self._calls = 0
+        if layout is not None and len(layout) != FINGERPRINT_BYTES:
+            raise ConfigError(f"layout is a fingerprint of {FINGERPRINT_BYTES} bytes")
+        self._names = ChunkNames(layout, key_prefix)
+        self._queue_bytes = queue_bytes
+        self._queued_bytes = 0
+        self._changed = threading.Condition()
+        self._queued: dict[ChunkIO, None] = {}  # waiting or in flight
+        self._latest: dict[bytes, ChunkIO] = {}  # of those, what was not dropped
         self._closed = False
-        self._lock_fd = lock_directory(path)
-        try:
-            self._store.take_over(Scan(path))
-        except OSError as error:
-            os.close(self._lock_fd)
-            raise ConfigError(
-                f"the directory {path} cannot be read ({error}): make it readable or choose another"
-            ) from error
-        self._queue = PutQueue(self._store_queued, queue_bytes, "lmcr-disk")
+        self._tier = DiskTier(
+            directory, limit_bytes, sync, read_patience_s=patience_s, write_patience_s=patience_s
+        )
 
     @property
     def limit_bytes(self) -> int:
-        return self._store.index.limit_bytes
+        return self._tier.limit_bytes
 
     @property
     def used_bytes(self) -> int:
         """What files take, those that are being written included."""
-        return self._store.index.used_bytes
+        return self._tier.used_bytes
 
     def put_bytes(
         self,
@@ -106,76 +92,108 @@ class LMCLocalDiskBackend(LMCBackendInterface):
         payload: Sequence[memoryview],
         blocking: bool = True,
     ) -> bool:
-        with self._in_call():
-            views = payload_views(metadata, payload)
-            if disk_bytes(metadata.length) > self.limit_bytes:
-                return False
-            if not blocking:
-                return self._queue.offer(key, metadata, views)
-            self._queue.drop(key)
-            return self._store.put(key, metadata, views)
+        """See the interface."""
+        self._check_open()
+        views = payload_views(metadata, payload)
+        if disk_bytes(metadata.length) > self.limit_bytes:
+            return False
+        chunk_key = self._names.chunk_key(key)
+        frame = self._names.frame(key, metadata, metadata.length)
+        if not blocking:
+            return self._enqueue(chunk_key, frame, views)
+        self._drop(chunk_key)
+        write = partial(self._tier.store.write, chunk_key, frame, views)
+        return self._tier.run(WRITE, write) is WriteOutcome.STORED
 
     def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
-        with self._in_call():
-            opened = self._store.open(key)
-            if opened is None:
+        """See the interface. The file is open before `allocate` is called, and so stays whole."""
+        self._check_open()
+        chunk_key = self._names.chunk_key(key)
+        store = self._tier.store
+        opened = self._tier.run(READ, partial(store.open, chunk_key))
+        if opened is None:
+            return None
+        fd, file = opened
+        try:
+            if file.cut.fingerprint != self._names.fingerprint:
                 return None
-            fd, file = opened
-            try:
-                views = allocated_views(file.metadata, allocate)
-                if views is None or not self._store.read(fd, key, file, views):
-                    return None
-            finally:
-                os.close(fd)
-            return file.metadata
+            metadata = _parsed(file.cut.metadata)
+            views = allocated_views(metadata, allocate)
+            if views is None:
+                return None
+            outcome = self._tier.run(READ, partial(store.read, fd, chunk_key, file, views))
+            return metadata if outcome is ReadOutcome.LOADED else None
+        finally:
+            os.close(fd)
 
     def contains(self, key: ObjectKey) -> bool:
-        with self._in_call():
-            return self._store.contains(key)
+        """See the interface."""
+        self._check_open()
+        return self._tier.lookup(self._names.chunk_key(key))
 
     def remove(self, key: ObjectKey) -> bool:
-        with self._in_call():
-            waited = self._queue.drop(key)
-            return self._store.remove(key) or waited
+        """See the interface."""
+        self._check_open()
+        chunk_key = self._names.chunk_key(key)
+        was_queued = self._drop(chunk_key)
+        return self._tier.run(REMOVAL, partial(self._tier.store.remove, chunk_key)) or was_queued
 
     def list(self) -> builtins.list[ObjectKey]:
-        with self._in_call():
-            return self._store.keys()
+        """See the interface. Chunks of its layout: a directory may hold those of several."""
+        self._check_open()
+        keys = map(self._names.parse, self._tier.store.keys(self._names.common))
+        return [key for key in keys if key is not None]
 
     def flush(self, timeout_s: float) -> bool:
-        with self._in_call():
-            return self._queue.flush(timeout_s)
+        """See the interface."""
+        self._check_open()
+        with self._changed:
+            before = set(self._queued)
+            return self._changed.wait_for(lambda: before.isdisjoint(self._queued), timeout_s)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """See the interface. timeout_s: for puts that wait, then for each that is under way."""
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-        ended = self._queue.close(timeout_s)
-        with self._changed:
-            ended &= self._changed.wait_for(lambda: not self._calls, timeout_s)
-        if ended:
-            self._store.index.clear()
-            os.close(self._lock_fd)
-        else:
-            # Whoever opened the directory now would meet a file that is still to be renamed.
-            logger.warning("the disk does not answer: its directory stays locked by this process")
+        """See the interface. timeout_s: for puts that wait, then for the calls in flight."""
+        self._closed = True
+        self._tier.close(2 * timeout_s)
 
-    @contextlib.contextmanager
-    def _in_call(self) -> Iterator[None]:
-        """`close` waits for calls, for a bounded time, before others may have the directory."""
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the disk tier is closed")
+
+    def _enqueue(self, chunk_key: bytes, frame: ChunkFrame, views: Sequence[memoryview]) -> bool:
+        """Copy the payload and have it written. False: there is no room for the copy."""
         with self._changed:
-            if self._closed:
-                raise RuntimeError("the disk tier is closed")
-            self._calls += 1
+            if self._queued_bytes + frame.chunk_bytes > self._queue_bytes:
+                return False
+            self._queued_bytes += frame.chunk_bytes
         try:
-            yield
-        finally:
+            io = ChunkIO(chunk_key, frame, [gathered(views).data], math.inf)
+        except MemoryError:
             with self._changed:
-                self._calls -= 1
-                if self._closed:
-                    self._changed.notify_all()
+                self._queued_bytes -= frame.chunk_bytes
+            return False
+        with self._changed:
+            self._drop(chunk_key)
+            self._queued[io] = None
+            self._latest[chunk_key] = io
+            self._tier.write_all([io], self._written, stuck=lambda _: None)
+        return True
 
-    def _store_queued(self, put: QueuedPut, block: Block) -> None:
-        self._store.put(put.key, put.metadata, [block.data], put)
+    def _drop(self, chunk_key: bytes) -> bool:
+        """Drop the put of a key that waits or is in flight; whether there was one.
+
+        One in flight may still be found until the index is changed next: call this before that.
+        """
+        with self._changed:
+            io = self._latest.pop(chunk_key, None)
+            if io is not None:
+                self._tier.cancel(io)
+        return io is not None
+
+    def _written(self, io: ChunkIO, outcome: WriteOutcome) -> None:
+        with self._changed:
+            del self._queued[io]
+            self._queued_bytes -= io.frame.chunk_bytes
+            if self._latest.get(io.key) is io:
+                del self._latest[io.key]
+            self._changed.notify_all()

@@ -1,8 +1,7 @@
-"""One load for all who want the same chunk at the same moment.
+"""One load for all simultaneous readers of a chunk.
 
-The first to ask leads, the others follow and wait for it. A flight that a put or a removal has
-made out of date is told so, and nobody joins it any more: what it brings is as old as those who
-were waiting already.
+The first reader leads, the others follow and wait for it. A put or a removal marks the flight as
+outdated. Later readers do not join an outdated flight, because it may bring the older chunk.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Flights:
                 flight.is_outdated = True
 
     def take_off_list(self, key: ObjectKey, flight: Flight) -> bool:
-        """Nobody joins from now on; whether anybody has."""
+        """Ends joining; returns whether another reader has joined."""
         with self._lock:
             if self._flights.get(key) is flight:
                 del self._flights[key]

@@ -14,8 +14,9 @@ still in their turn, they declare the load of that key outdated that is under wa
 same turn, without waiting for it, and is left out where it does not get it or is outdated: so
 either the removal comes after the fill and removes that too, or there is no fill.
 
-Keys are taken to name contents: where a tier fails to forget (its server is down), or drops a put
-that nobody waited for, it has the chunk before, and gives it once those above have lost theirs.
+Keys are taken to name contents. A tier that fails to remove a chunk (its server is down), or that
+drops a put that did not block, keeps the previous chunk. It serves that once the tiers above have
+lost theirs.
 """
 
 from __future__ import annotations

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lmcache_redis.cache.lru import LruIndex
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.storage.checks import allocated_views, payload_views
 from lmcache_redis.storage.copying import Block, gather, scatter
 from lmcache_redis.storage.interface import Allocate, LMCBackendInterface
 from lmcache_redis.storage.lending import Lender, Lent
-from lmcache_redis.storage.lru import LruIndex
 from lmcache_redis.storage.recycling import Blocks
 
 _MOST_SPARE_BYTES = 128 << 20
@@ -66,7 +66,7 @@ class LMCLocalBackend(LMCBackendInterface, Lender):
         fmt: MemoryFormat = MemoryFormat.UNDEFINED,
     ) -> None:
         super().__init__(dst_device, fmt)
-        self._index: LruIndex[_Entry] = LruIndex(limit_bytes)
+        self._index: LruIndex[ObjectKey, _Entry] = LruIndex(limit_bytes)
         self._most_unlisted_bytes = max(limit_bytes // 4, _LEAST_UNLISTED_BYTES)
         self._blocks = Blocks(min(limit_bytes // 8, _MOST_SPARE_BYTES))
         self._lock = threading.Lock()

@@ -29,7 +29,7 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import CallOutcome, ExistsResult, RedisOptions, RedisPlane
-from lmcache_redis.storage.asking import Asking
+from lmcache_redis.resp.commands import CommandClient
 from lmcache_redis.storage.catalog import Catalog
 from lmcache_redis.storage.checks import allocated_views, payload_views
 from lmcache_redis.storage.interface import Allocate, LMCBackendInterface
@@ -86,14 +86,14 @@ class LMCRemoteBackend(LMCBackendInterface):
         self._list_deadline_s = list_deadline_s
         # A connection that is being made keeps no deadline of a call: it is given half of it.
         step_s = deadline_s / 2
-        self._asking = Asking(
+        self._client = CommandClient(
             dataclasses.replace(
                 options,
                 connect_timeout_s=min(options.connect_timeout_s, step_s),
                 op_timeout_s=min(options.op_timeout_s, step_s),
             )
         )
-        self._catalog = Catalog(self._asking, options.key_prefix, slot_bytes, layout)
+        self._catalog = Catalog(self._client, options.key_prefix, slot_bytes, layout)
         self._turns: Turns[ObjectKey] = Turns()
         self._plane = RedisPlane(options)
         self._pending = PendingPuts(self._plane, self._turns, pending_bytes)
@@ -181,7 +181,7 @@ class LMCRemoteBackend(LMCBackendInterface):
         with self._close_lock:
             self._pending.flush(self._deadline_s)
             self._pending.close()
-            self._asking.close()
+            self._client.close()
             self._plane.close(_CLOSE_WRITES_S)
 
     # --------------------------------------------------------------- inside

@@ -46,8 +46,10 @@ def server(redis_server: RedisServer) -> Iterator[Server]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_leaks(shared_redis: RedisServer) -> Iterator[None]:
+def _nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """No thread and no descriptor outlives a test."""
+    if not request.node.get_closest_marker("unit"):
+        request.getfixturevalue("shared_redis")  # what it opens is not the test's
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     yield
     assert threading.active_count() <= threads

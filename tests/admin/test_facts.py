@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.admin.facts import _place, facts_of, gather
-from lmcache_redis.admin.findings import Facts, Need
+from lmcache_redis.admin.facts import Facts, Need, _place, facts_of, gather
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.endpoint import Transport, parse_endpoint

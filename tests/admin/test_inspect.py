@@ -14,9 +14,11 @@ from lmcache_redis.admin.inspect import (
     explain,
     summarise,
 )
+from lmcache_redis.admin.names import printable
+from lmcache_redis.admin.report import chunk_lines, summary_lines
 from lmcache_redis.admin.server import Server, open_server
-from lmcache_redis.admin.text import chunk_lines, printable, summary_lines
-from lmcache_redis.agent.registration import ChunkForm
+from lmcache_redis.agent.registration import form_of
+from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.stripe import HEADER_BYTES
@@ -131,21 +133,15 @@ def test_a_key_that_is_not_ours(
         client.set("foo\x1b[2J", value)
     report = explain(server, b"foo\x1b[2J", b"", False)
     assert isinstance(report, OtherKey)
-    assert (report.kind, report.value_bytes) == (kind, size)
+    assert (report.type, report.value_bytes) == (kind, size)
     assert "\x1b" not in "\n".join(chunk_lines(report))
 
 
 def test_what_a_real_agent_would_write_is_ours(server: Server, client: Any) -> None:
     segments = (Segment(storage=0, offset=0, page_bytes=1024, block_stride=1024),)
     layout = KVLayout((("model", "m"),), "float16", "cpu", 16, 8, segments)
-    form = ChunkForm.of(
-        layout,
-        model_name="org/real",
-        kv_rank=Cached().name.key.kv_rank,
-        chunk_size_tokens=64,
-        slot_bytes=4096,
-        key_prefix=b"p:",
-    )
+    config = AgentConfig(chunk_size_tokens=64, slot_bytes=4096, key_prefix=b"p:")
+    form = form_of(layout, "org/real", Cached().name.key.kv_rank, config)
     header = bytearray(HEADER_BYTES)
     frame = form.frame(bytes(32))
     frame.pack_header_into(header, 0, bytes(16), 0, STORED_UNIX_MS)
@@ -184,7 +180,7 @@ def test_a_summary(server: Server, client: Any, redis_server: RedisServer) -> No
         assert summary.survey.whole
     assert everything(redis_server) == before
     text = "\n".join(summary_lines(summary))
-    assert '1 key with a name like ours that names nothing, as "lmcr1:x"' in text
+    assert '1 key named like ours but naming no chunk, such as "lmcr1:x"' in text
 
 
 def test_a_summary_verified(server: Server, client: Any) -> None:
@@ -212,7 +208,7 @@ def test_store_times_where_reading_is_no_use(server: Server, client: Any) -> Non
 
 def test_a_summary_of_nothing(server: Server) -> None:
     summary = summarise(server, b"", everything=False, verify=False)
-    assert list(summary_lines(summary)) == ["no chunks of ours are here"]
+    assert list(summary_lines(summary)) == ["no chunks are here"]
 
 
 def test_under_lfu_uses_are_counted(own_redis: RedisServer) -> None:
@@ -221,7 +217,7 @@ def test_under_lfu_uses_are_counted(own_redis: RedisServer) -> None:
         CHUNK.put(client)
         (group,) = summarise(server, b"", everything=False, verify=False).groups
         assert group.idle_s == []
-        assert len(group.frequencies) == 1
+        assert len(group.frequency) == 1
         text = "\n".join(chunk_lines(report_on(server, CHUNK.keys[0])))
         assert "the server counts uses (LFU), here" in text
 

@@ -95,7 +95,7 @@ def test_layouts() -> None:
 
 @pytest.mark.parametrize("text", ["", "a0a1", "zz" * 8, "a0" * 17])
 def test_no_layout(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--layout .* is no layout"):
+    with pytest.raises(ConfigError, match=r"--layout .* is not a layout"):
         read_layout(text)
 
 
@@ -116,5 +116,5 @@ def test_ages(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "7", "d", "7 years", "-1d", "1d2h"])
 def test_no_age(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--idle-longer-than .* is no time"):
+    with pytest.raises(ConfigError, match=r"--idle-longer-than .* is not a duration"):
         read_age("--idle-longer-than", text)

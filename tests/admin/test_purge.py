@@ -10,9 +10,11 @@ import pytest
 
 from lmcache_redis.admin.names import read_layout
 from lmcache_redis.admin.purge import Pace, Removal, Selection, choose, remove
-from lmcache_redis.admin.server import Node, Server, open_server
+from lmcache_redis.admin.server import Server, open_server
+from lmcache_redis.admin.survey import SeenChunk
 from lmcache_redis.errors import ConfigError, RedisAuthError
 from lmcache_redis.resp import RedisOptions
+from lmcache_redis.resp.commands import CommandClient
 from tests.admin.cache import Cached, age, everything
 from tests.servers import RedisServer
 
@@ -174,7 +176,7 @@ def test_under_doubt_nothing_is_removed(
     assert everything(redis_server) == before
     assert (result.chunks, result.stripes) == (1, 3)
     assert sum(result.left.values()) == 6
-    assert 0 < len(result.examples) <= 5
+    assert 0 < len(result.left_examples) <= 5
 
 
 @pytest.mark.parametrize("prefix", [b"*:", b"a?[b]", b"\\", b"p\xff\0:"])
@@ -190,17 +192,17 @@ def test_a_prefix_is_no_pattern(server: Server, client: Any, prefix: bytes) -> N
 def test_stripe_0_goes_first(server: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     put(client, Cached(1), Cached(2))
     sent: list[bytes] = []
-    ask_all = Node.ask_all
+    ask = CommandClient.ask
 
-    def recorded(node: Node, commands: Any) -> Any:
-        sent.extend(command[1] for command in commands if command[0] == "UNLINK")
-        return ask_all(node, commands)
+    def recorded(client: CommandClient, questions: Any, deadline: float) -> Any:
+        sent.extend(key for key, command in questions if b"UNLINK" in command)
+        return ask(client, questions, deadline)
 
-    monkeypatch.setattr(Node, "ask_all", recorded)
+    monkeypatch.setattr(CommandClient, "ask", recorded)
     purge(server, ALL)
     indexes = [int.from_bytes(key[-2:], "big") for key in sent]
-    assert indexes == sorted(indexes)
-    assert len(indexes) == 6
+    assert indexes[:2] == [0, 0]
+    assert sorted(indexes) == [0, 0, 1, 1, 2, 2]
 
 
 def test_what_vanishes_meanwhile_is_counted(server: Server, client: Any) -> None:
@@ -231,7 +233,10 @@ def test_a_plan_says_how_much(server: Server, client: Any) -> None:
     server.nodes[0].untouched = True
     assert choose(server, b"", ALL).value_bytes == value_bytes
     layout = chunks[0].name.layout
-    assert plan.by_group() == {("org/model", layout): 2, ("other", layout): 1}
+    assert [tuple(group.values()) for group in plan.groups] == [
+        ("org/model", layout, 2),
+        ("other", layout, 1),
+    ]
 
 
 def test_many_chunks_in_many_steps(server: Server, client: Any) -> None:
@@ -268,9 +273,9 @@ def test_a_user_who_may_not_see_idle_times(own_redis: RedisServer) -> None:
 
 
 def test_something_must_be_chosen() -> None:
-    with pytest.raises(ConfigError, match="nothing says what to remove"):
+    with pytest.raises(ConfigError, match="nothing selects what to remove"):
         Selection()
-    with pytest.raises(ConfigError, match="--everything leaves nothing to choose"):
+    with pytest.raises(ConfigError, match="--everything cannot be combined"):
         Selection(models=frozenset({"m"}), everything=True)
 
 
@@ -289,13 +294,23 @@ def test_the_pace_is_kept() -> None:
         now[0] += seconds
 
     pace = Pace(1000, lambda: now[0], sleep)
+    steps = pace.steps([SeenChunk(Cached(1).name, (1 << 100) - 1)] * 12)
     for _ in range(10):
-        pace.wait(100)
+        next(steps)
     # The first step at once, then one each 0.1 s.
     assert now[0] == pytest.approx(100.9)
     now[0] += 60.0
     # Time that passed otherwise is not made up for.
-    pace.wait(100)
-    pace.wait(100)
+    next(steps)
+    next(steps)
     assert now[0] == pytest.approx(161.0)
     assert slept[-1] == pytest.approx(0.1)
+    assert list(steps) == []
+
+
+@pytest.mark.parametrize(("rate", "most"), [(1, 3), (100, 9), (1e6, 99)])
+def test_a_step_has_whole_chunks(rate: float, most: int) -> None:
+    chunks = [SeenChunk(Cached(n).name, 0b111) for n in range(70)]
+    steps = list(Pace(rate, sleep=lambda seconds: None).steps(chunks))
+    assert [chunk for step, _ in steps for chunk in step] == chunks
+    assert max(keys for _, keys in steps) == most

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.admin.facts import info_of
-from lmcache_redis.admin.server import Node, Server, open_server
+from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import (
     RedisAuthError,
     RedisReplyError,
@@ -15,7 +15,6 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp import RedisOptions
-from lmcache_redis.resp.endpoint import Endpoint, Transport
 from tests.servers import RedisServer
 
 SECRET = "s3cr3t/?#@:"
@@ -37,6 +36,7 @@ def test_tcp_unix_and_database(redis_server: RedisServer) -> None:
         client.flushdb()
 
 
+@pytest.mark.servers
 def test_a_password(guarded: RedisServer) -> None:
     with guarded:
         with open_server(RedisOptions(guarded.url, password=SECRET)) as server:
@@ -102,16 +102,3 @@ def test_reading_is_no_use_where_the_server_can_do_that(redis_server: RedisServe
         info = info_of(server.nodes[0].ask("INFO"))
         version = tuple(map(int, str(info["redis_version"]).split(".")))
         assert server.untouched == (version >= (7, 2))
-
-
-def test_each_key_is_asked_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a cluster: two nodes, and replies in the order of the questions."""
-    nodes = tuple(Node(Endpoint(Transport.TCP, "h", port)) for port in (1, 2))
-    server = Server(nodes)
-    monkeypatch.setattr(Server, "node_of", lambda self, key: nodes[key[0] % 2])
-    monkeypatch.setattr(
-        Node, "ask_all", lambda self, commands: [(self.endpoint.port, c[1]) for c in commands]
-    )
-    keys = [bytes((number,)) for number in (0, 1, 1, 0, 1)]
-    replies = server.ask_all([(key, ("GET", key)) for key in keys])
-    assert replies == [(key[0] % 2 + 1, key) for key in keys]

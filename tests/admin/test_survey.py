@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmcache_redis.admin.server import Server
-from lmcache_redis.admin.stripes import State
-from lmcache_redis.admin.survey import stripes_of, survey
-from tests.admin.cache import Cached
+import pytest
+
+from lmcache_redis.admin.server import Server, open_server
+from lmcache_redis.admin.stripes import State, read_uses, stripes_of
+from lmcache_redis.admin.survey import Cut, SeenChunk, cuts_of, present_of, survey
+from lmcache_redis.resp import RedisOptions
+from lmcache_redis.stripe import describe_header
+from tests.admin.cache import PAYLOAD_BYTES, Cached, age
+from tests.servers import RedisServer
 
 
 def test_every_chunk_is_found_once(server: Server, client: Any) -> None:
@@ -60,3 +65,79 @@ def test_all_stripes_of_a_chunk(server: Server, client: Any) -> None:
     assert states == [missing, missing, missing, missing, whole]
     client.delete(chunk.keys[4])
     assert [stripe.state for stripe in stripes_of(server, chunk.name, 3)] == [missing, missing]
+
+
+def test_looking_is_no_use(server: Server, client: Any) -> None:
+    chunk = Cached(1)
+    chunk.put(client)
+    for key in chunk.keys:
+        age(client, key, 5000)
+    chunks = list(survey(server, b"").chunks.values())
+    cuts = cuts_of(server, chunks)
+    present_of(server, [(seen, cuts[seen.form]) for seen in chunks])
+    assert all((use.idle_s or 0) >= 5000 for use in read_uses(server, chunk.keys))
+
+
+def test_without_headers_sizes_are_those_of_memory(server: Server, client: Any) -> None:
+    server.nodes[0].untouched = False
+    chunk = Cached(1, stripe_count=40)
+    chunk.put(client)
+    Cached(2, stripe_count=40).put(client, 0)
+    # As if a sample had met one stripe alone: the others are looked for.
+    (cut,) = cuts_of(server, [SeenChunk(chunk.name, 1), SeenChunk(Cached(2).name, 1)]).values()
+    assert cut.stripe_count == 40
+    whole = (1 << 40) - 1
+    assert chunk.value_bytes < cut.value_bytes(whole) < 1.5 * chunk.value_bytes
+    assert cut.missing(0b1) == list(range(1, 40))
+
+
+def test_without_rights_to_that_only_the_count_is_known(own_redis: RedisServer) -> None:
+    rights = ("~*", "+@read", "-memory", "+ping")
+    own_redis.command("ACL", "SETUSER", "some", "on", ">pw", *rights)
+    options = RedisOptions(own_redis.unix_url, username="some", password="pw")
+    with own_redis.client() as client, open_server(options) as server:
+        Cached(1).put(client)
+        server.nodes[0].untouched = False
+        (cut,) = cuts_of(server, [SeenChunk(Cached(1).name, 0b111)]).values()
+        assert cut == Cut(0, 0, 3)
+        assert cut.value_bytes(0b111) == 0
+        assert cut.missing(0b011) == [2]
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_any_stripe_tells_how_its_chunk_is_cut(index: int) -> None:
+    chunk = Cached(1)
+    cut = Cut.of(describe_header(chunk.value(index)))
+    assert cut == Cut(chunk.chunk_bytes, PAYLOAD_BYTES, 3)
+    assert cut.value_bytes(0b111) == chunk.value_bytes
+    for only in range(3):
+        assert cut.value_bytes(1 << only) == len(chunk.value(only))
+    assert cut.value_bytes(0b11000) == 0
+    assert cut.missing(0b101) == [1]
+
+
+def test_a_chunk_of_one_stripe() -> None:
+    chunk = Cached(1, stripe_count=1)
+    cut = Cut.of(describe_header(chunk.value(0)))
+    assert cut == Cut(100, 100, 1)
+    assert cut.value_bytes(1) == chunk.value_bytes == 612
+
+
+def test_cuts_come_from_whole_headers_alone(server: Server, client: Any) -> None:
+    server.nodes[0].untouched = True
+    for number in range(4):
+        client.set(Cached(number).keys[0], "no header")
+    Cached(5).put(client)
+    client.set(Cached(1, model="broken").keys[0], "no header")
+    chunks = list(survey(server, b"").chunks.values())
+    cuts = cuts_of(server, chunks)
+    assert list(cuts.values()) == [Cut(Cached().chunk_bytes, PAYLOAD_BYTES, 3)]
+
+
+def test_stripes_that_came_during_the_scan_count(server: Server, client: Any) -> None:
+    chunk = Cached(1)
+    chunk.put(client)
+    client.delete(chunk.keys[2])
+    seen = SeenChunk(chunk.name, 0b001)
+    assert present_of(server, [(seen, Cut(chunk.chunk_bytes, PAYLOAD_BYTES, 3))]) == [0b011]
+    assert present_of(server, [(seen, None)]) == [0b001]

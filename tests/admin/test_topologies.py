@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.admin import bandwidth
+from lmcache_redis.admin import doctor
 from lmcache_redis.admin.doctor import diagnose
-from lmcache_redis.admin.findings import Need, Severity
+from lmcache_redis.admin.facts import Need
 from lmcache_redis.admin.inspect import ChunkReport, Verdict, explain, summarise
 from lmcache_redis.admin.names import read_layout
 from lmcache_redis.admin.purge import Pace, Removal, Selection, choose, remove
+from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import RedisUnavailable
 from lmcache_redis.resp import RedisOptions
@@ -20,6 +21,8 @@ from tests.admin.cache import Cached
 from tests.resp.certificates import Authority
 from tests.servers import RedisServer, free_port, server_binaries, speaks_tls
 from tests.topologies import Cluster, keys_on, running_cluster, running_sentinel
+
+pytestmark = pytest.mark.servers
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def test_a_purge_reaches_every_node(cluster: Cluster) -> None:
 
 
 def test_the_doctor_sees_every_node(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "_MEASURE_S", 0.02)
+    monkeypatch.setattr(doctor, "_MEASURE_S", 0.02)
     with open_server(RedisOptions(cluster.url)) as server:
         diagnosis = diagnose(server, b"", Need(), bandwidth=True)
     assert len(diagnosis.facts) == 3
@@ -115,7 +118,7 @@ def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     words = ["--tls-port", str(port), "--tls-auth-clients", "no"]
     words += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
-    monkeypatch.setattr(bandwidth, "_MEASURE_S", 0.02)
+    monkeypatch.setattr(doctor, "_MEASURE_S", 0.02)
     with RedisServer(tmp_path, tcp=False, args=words, executable=executable) as server_process:
         with server_process.client() as client:
             Cached(1).put(client)

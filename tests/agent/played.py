@@ -8,14 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from lmcache_redis.agent.copies import CopyThreads
-from lmcache_redis.agent.fills import Fills
+from lmcache_redis.agent.copyjob import Jobs
 from lmcache_redis.agent.registration import Registration
 from lmcache_redis.agent.retrieves import RetrieveJob
-from lmcache_redis.agent.sessions import Tally
+from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.agent.stores import StoreJob
-from lmcache_redis.agent.timers import Timers
-from lmcache_redis.hostpool import Entry, HostPool
+from lmcache_redis.cache.cache import Cache
+from lmcache_redis.cache.memory import Arena
+from lmcache_redis.cache.owner import OwnerLoop
+from lmcache_redis.cache.pool import Entry
 from lmcache_redis.metrics import Metrics
+from lmcache_redis.naming import ChunkForm
+from tests.cache.auditing import audit
 
 BLOCKS_A_CHUNK = 2
 STRIPES_A_CHUNK = 1
@@ -24,12 +28,13 @@ HASHES = [b"a", b"b", b"c", b"d", b"e"]
 
 
 class Device:
-    """Plays a GPU. ``during`` is run inside each call, after ``read`` where that is told."""
+    """Plays a GPU. ``during`` is run inside each call, after ``on_blocks_read``."""
 
     def __init__(
         self, *, chunks_a_call: int = 1, during: Callable[[], None] = lambda: None
     ) -> None:
         self.call_bytes = chunks_a_call * CHUNK_BYTES
+        self.layout = SimpleNamespace(block_size_tokens=16)
         self.on_host_cores = False
         self.during = during
         self.calls: list[tuple[int, list[int], list[str], int]] = []
@@ -40,14 +45,12 @@ class Device:
         slots: Sequence[str],
         stripe_bytes: int,
         event: bytes | None,
-        read: Callable[[], None],
+        on_blocks_read: Callable[[], None],
         until_ns: int,
         chunks: int,
-        filled: Callable[[int], None] | None,
     ) -> None:
-        assert filled is None, "one stripe a chunk: nothing goes before it is whole"
         self.calls.append((chunks, list(block_ids), list(slots), 0))
-        read()
+        on_blocks_read()
         self.during()
 
     def scatter(
@@ -64,67 +67,65 @@ class Device:
         self.during()
 
 
+class PlayedCache(Cache):
+    """A cache without tiers; what it is asked to write behind is noted. Slots have names."""
+
+    def __init__(self, loop: OwnerLoop, slots: int) -> None:
+        super().__init__(loop, Arena(slots * 4096, CHUNK_BYTES), [], Metrics())
+        self.written_behind: list[bytes] = []
+
+    def views(self, form: ChunkForm, entry: Entry) -> Any:
+        return [f"slot of {entry.key.decode()}"]
+
+    def write_behind(self, form: ChunkForm, chunk_hash: bytes, *_: Any, **__: Any) -> None:
+        self.written_behind.append(chunk_hash)
+
+
 class Played:
-    """What a job needs of the agent: a host pool, copy threads, a session; and its answers."""
+    """What a job needs of the agent: a cache, copy threads, a session; and its answers."""
 
     def __init__(self, device: Any, *, slots: int = 8) -> None:
-        self.pool, self.metrics = HostPool(slots), Metrics()
-        self.copies, self.timers = CopyThreads(1), Timers()
-        self.posted: list[Callable[[], None]] = []
+        self.loop = OwnerLoop(lambda: None)
+        self.cache = PlayedCache(self.loop, slots)
+        self.pool, self.metrics = self.cache.pool, self.cache.metrics
+        self.copies = CopyThreads(1)
+        self.sessions = Sessions(self.pool, timeout_s=60)
+        self.session = self.sessions.open(("engine", "r"), time.monotonic())
+        self.jobs = Jobs(self.cache, self.copies, self.sessions)
         self.answers: list[Any] = []
-        self.offered: list[bytes] = []
-        self.session = SimpleNamespace(busy=0, tally=Tally(), take=lambda pin: None)
-        form = SimpleNamespace(
+        form: Any = SimpleNamespace(
             key=lambda chunk_hash: chunk_hash,
             stripe_count=STRIPES_A_CHUNK,
             stripe_payload_bytes=CHUNK_BYTES,
             chunk_bytes=CHUNK_BYTES,
-            blocks_per_chunk=BLOCKS_A_CHUNK,
-            block_size_tokens=16,
         )
-        self.registration: Any = Registration("engine", 0, 1, form, device, (SimpleNamespace(),))  # type: ignore[arg-type]
-        # Without a plane: what moves blocks never waits for Redis.
-        self.core: Any = SimpleNamespace(
-            pool=self.pool,
-            fills=Fills(self.pool),
-            metrics=self.metrics,
-            copies=self.copies,
-            timers=self.timers,
-            disk=None,
-            post=self.posted.append,
-            slots_of=lambda form, entry: [f"slot of {entry.key.decode()}"],
-            finish_part=self._finish_part,
+        self.registration = Registration(
+            "engine",
+            0,
+            1,
+            form,
+            BLOCKS_A_CHUNK,
+            device,
+            (SimpleNamespace(),),  # type: ignore[arg-type]
         )
-
-    def _finish_part(self, session: Any) -> None:
-        session.busy -= 1
 
     def store(self, hashes: Sequence[bytes] = HASHES, lease_s: float = 30.0) -> StoreJob:
-        writes = SimpleNamespace(
-            offer=lambda registration, name, entry: self.offered.append(name),
-            abandon=lambda entry: None,
-        )
         return StoreJob(
-            self.core,
-            writes,  # type: ignore[arg-type]
-            self.session,  # type: ignore[arg-type]
+            self.jobs,
+            self.session,
             self.registration,
             hashes,
             self._question(len(hashes), lease_s),
             self.answers.append,
         )
 
-    def retrieve(
-        self, hashes: Sequence[bytes] = HASHES, skip_tokens: int = 0, lease_s: float = 30.0
-    ) -> RetrieveJob:
-        question = self._question(len(hashes), lease_s)
-        question.skip_first_n_tokens = skip_tokens
+    def retrieve(self, hashes: Sequence[bytes] = HASHES, lease_s: float = 30.0) -> RetrieveJob:
         return RetrieveJob(
-            self.core,
-            self.session,  # type: ignore[arg-type]
+            self.jobs,
+            self.session,
             self.registration,
             hashes,
-            question,
+            self._question(len(hashes), lease_s),
             self.answers.append,
         )
 
@@ -151,9 +152,8 @@ class Played:
         deadline_s = time.monotonic() + 10
         while not until():
             assert time.monotonic() < deadline_s
-            while self.posted:
-                self.posted.pop(0)()
-            self.timers.run_due()
+            self.loop.run_posted()
+            self.loop.run_due()
             time.sleep(0.001)
 
     def close(self) -> None:
@@ -161,4 +161,4 @@ class Played:
         assert self.copies.close(10)
         assert self.session.busy == 0
         assert self.pool.pinned_slots == 0
-        self.pool.audit()
+        audit(self.pool)

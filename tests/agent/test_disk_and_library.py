@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from lmcache_redis.cache.disk.format import PAGE_BYTES, parse_page
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.storage import (
@@ -17,7 +19,7 @@ from lmcache_redis.storage import (
     LMCPipelinedRemoteBackend,
     LMCRemoteBackend,
 )
-from tests.agent.test_disk import CHUNKS, HASHES, agent_with_disk, check_hit, store_and_wait
+from tests.agent.test_disk import CHUNKS, HASHES, agent_with_disk, check_hit, files, store_and_wait
 from tests.harness import AgentServer, Engine
 from tests.servers import RedisServer
 
@@ -41,11 +43,6 @@ def layout_of(agent: AgentServer) -> bytes:
     return bytes.fromhex(agent.status()["engines"][0]["layout"])
 
 
-def disk_key(layout: bytes, key: ObjectKey) -> ObjectKey:
-    """A directory holds chunks of several layouts, so there the key names them."""
-    return ObjectKey(key.chunk_hash, f"{layout.hex()}/{key.model_name}", key.kv_rank)
-
-
 @pytest.mark.parametrize("kind", [LMCRemoteBackend, LMCPipelinedRemoteBackend])
 def test_what_an_agent_stored_is_read_by_the_tiers(
     tmp_path: Path, redis_server: RedisServer, kind: type[LMCRemoteBackend]
@@ -55,7 +52,7 @@ def test_what_an_agent_stored_is_read_by_the_tiers(
         layout = layout_of(agent)
         chunk_bytes = agent.status()["engines"][0]["chunk_bytes"]
         agent.terminate()
-    disk = LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES)
+    disk = LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES, layout=layout)
     redis = kind(redis_server.unix_url, layout=layout)
     own = kind(redis_server.unix_url)
     try:
@@ -63,12 +60,12 @@ def test_what_an_agent_stored_is_read_by_the_tiers(
         assert len(keys) == CHUNKS
         assert {key.model_name for key in keys} == {"test/model"}
         assert {key.chunk_hash for key in keys} == {*HASHES[3::4]}
-        assert set(disk.list()) == {disk_key(layout, key) for key in keys}
+        assert set(disk.list()) == set(keys)
         pages = RemoteMetadata(chunk_bytes, [(chunk_bytes,)], ["uint8"], MemoryFormat.PAGES)
         for key in keys:
             metadata, payload = get(redis, key)
             assert metadata == pages
-            assert get(disk, disk_key(layout, key)) == (pages, payload)
+            assert get(disk, key) == (pages, payload)
         tensors = list(redis.batched_get(keys))
         assert [t is not None and t.shape == (chunk_bytes,) for t in tensors] == [True] * CHUNKS
         # Without the layout they are another tier's: of tensors.
@@ -78,6 +75,10 @@ def test_what_an_agent_stored_is_read_by_the_tiers(
     finally:
         for tier in (disk, redis, own):
             tier.close()
+    with contextlib.closing(LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES)) as tensors:
+        assert tensors.list() == []
+        assert tensors.get(keys[0]) is None
+        assert tensors.used_bytes > 0
 
 
 def chunks_of(
@@ -91,7 +92,7 @@ def chunks_of(
     chunks = {key: get(reader, key) for key in reader.list()}
     reader.close()
     redis.command("FLUSHALL")
-    disk = LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES)
+    disk = LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES, layout=layout)
     assert all(disk.remove(key) for key in disk.list())
     disk.close()
     assert len(chunks) == CHUNKS
@@ -123,11 +124,52 @@ def test_what_the_library_put_on_disk_is_a_hit_of_the_agent(
 ) -> None:
     with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
         layout, chunks = chunks_of(tmp_path, redis_server, agent, engine)
-        disk = LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES)
+        disk = LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES, layout=layout)
         for key, (metadata, payload) in chunks.items():
-            assert disk.put_bytes(disk_key(layout, key), metadata, [memoryview(payload)])
+            assert disk.put_bytes(key, metadata, [memoryview(payload)])
         disk.close()
         agent.start()
         engine.wait_ready()
         check_hit(engine)
         assert agent.counter("hit_chunks_disk") == CHUNKS
+
+
+def names_on_disk(directory: Path) -> set[bytes]:
+    """The chunk keys in the first pages of all files."""
+    return {parse_page(path.read_bytes()[:PAGE_BYTES])[0] for path in files(directory)}
+
+
+def names_in_redis(redis: RedisServer) -> set[bytes]:
+    """The keys of all stripes, without their index."""
+    return {name[:-2] for name in redis.command("KEYS", "*")}
+
+
+def test_a_chunk_has_one_name_in_redis_and_on_disk(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """Whoever writes it, an agent with a key prefix or the tiers of the library."""
+    with (
+        agent_with_disk(tmp_path, redis_server, key_prefix="site:") as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        store_and_wait(agent, engine)
+        layout = layout_of(agent)
+        agent.terminate()
+    names = names_on_disk(tmp_path / "disk")
+    assert len(names) == CHUNKS
+    assert all(name.startswith(b"site:lmcr1:" + layout.hex()[:16].encode()) for name in names)
+    assert names == names_in_redis(redis_server)
+    with contextlib.closing(
+        LMCLocalDiskBackend(tmp_path / "disk", LIMIT_BYTES, layout=layout, key_prefix=b"site:")
+    ) as disk:
+        assert {key.chunk_hash for key in disk.list()} == {*HASHES[3::4]}
+
+    redis_server.command("FLUSHALL")
+    key = ObjectKey(b"hash", "org/model", 7)
+    metadata = RemoteMetadata(8, [(8,)], ["uint8"], MemoryFormat.UNDEFINED)
+    remote = LMCRemoteBackend(redis_server.unix_url)
+    disk = LMCLocalDiskBackend(tmp_path / "tensors", LIMIT_BYTES)
+    with contextlib.closing(remote), contextlib.closing(disk):
+        for tier in (remote, disk):
+            assert tier.put_bytes(key, metadata, [memoryview(b"12345678")])
+    assert names_on_disk(tmp_path / "tensors") == names_in_redis(redis_server)

@@ -17,10 +17,10 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis import native
-from lmcache_redis.device.handles import process_start_time
+from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.opening import export_kv_caches
 from lmcache_redis.keys import ObjectKey
+from lmcache_redis.processes import process_start_time
 from tests.harness import WAIT_S, AgentServer, Engine, block_hashes
 from tests.servers import RedisServer
 
@@ -104,7 +104,7 @@ def test_an_engine_that_truncates_its_memory_loses_its_copies_alone(agent: Agent
             assert torch.equal(tensor[:8], tensor[20:28])
 
 
-@pytest.mark.skipif(native.guard is None, reason="the compiled part is not there")
+@pytest.mark.skipif(native.guard is None, reason="the native extension is missing")
 def test_memory_that_comes_and_goes_under_copies_does_not_end_the_agent(
     agent: AgentServer,
 ) -> None:

@@ -184,6 +184,7 @@ def test_a_damaged_value_is_a_miss(
     assert counter in line
 
 
+@pytest.mark.servers
 def test_the_agent_starts_before_redis(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     with (
@@ -439,6 +440,7 @@ def test_an_endpoint_in_use_is_one_sentence(agent: AgentServer, tmp_path: Path) 
     assert agent.status()["pid"] == agent.pid
 
 
+@pytest.mark.servers
 def test_a_wrong_password_is_one_sentence_and_the_right_one_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,6 +461,7 @@ def test_a_wrong_password_is_one_sentence_and_the_right_one_works(
             assert agent.counter("stored_chunks") == 2
 
 
+@pytest.mark.servers
 def test_an_unreachable_server_is_one_sentence(tmp_path: Path) -> None:
     with AgentServer(tmp_path / "agent", f"redis://127.0.0.1:{free_port()}") as agent:
         report = agent.status()["redis"]
@@ -467,6 +470,7 @@ def test_an_unreachable_server_is_one_sentence(tmp_path: Path) -> None:
         assert "Traceback" not in agent.log
 
 
+@pytest.mark.servers
 def test_without_a_url_the_agent_brings_its_own_redis_and_ends_it(tmp_path: Path) -> None:
     agent = AgentServer(tmp_path / "agent", None, embedded_memory_bytes="64MiB")
     with agent, Engine(agent.endpoint) as engine:

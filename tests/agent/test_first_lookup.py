@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent import handlers
-from lmcache_redis.agent.core import Core
+from lmcache_redis.agent import registering
 from lmcache_redis.agent.handlers import Handlers
 from lmcache_redis.agent.main import _prefault
-from lmcache_redis.agent.peers import Peer, Peers
-from lmcache_redis.agent.registration import ChunkForm
-from lmcache_redis.agent.writes import Writes
+from lmcache_redis.agent.parts import Agent
+from lmcache_redis.agent.peers import Peer
+from lmcache_redis.agent.registration import form_of
+from lmcache_redis.cache.memory import Arena
 from lmcache_redis.config import AgentConfig
-from lmcache_redis.device.handles import SharedMemoryHandle, process_start_time
+from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import DeviceError
-from lmcache_redis.hostpool import Arena
 from lmcache_redis.keys import ObjectKey
+from lmcache_redis.processes import process_start_time
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.servers import RedisServer
 
@@ -99,10 +99,11 @@ class Joining:
             lookup_deadline_s=lookup_deadline_s,
         )
         self.arena = Arena(16 * 4096, 4096)
-        plane: Any = SimpleNamespace(state=SimpleNamespace(probed=True))
-        self.core = Core(config, self.arena, plane)
-        self.peers = Peers()
-        self.handlers = Handlers(self.core, self.peers, Writes(self.core))
+        never = {"cancel": None, "clear": None, "close": None}
+        plane: Any = SimpleNamespace(state=SimpleNamespace(probed=True), **never)
+        self.agent = Agent.of(config, self.arena, plane)
+        self.loop, self.peers, self.jobs = self.agent.loop, self.agent.peers, self.agent.jobs
+        self.handlers = Handlers(self.agent)
         self.answers: list[m.Answer] = []
         self.map_memory = threading.Event()
         self.broken = False
@@ -136,18 +137,11 @@ class Joining:
     def hold_a_chunk(self) -> None:
         """A part for each rank, in the host pool."""
         for worker_id in range(2):
-            form = ChunkForm.of(
-                LAYOUT,
-                model_name="model",
-                kv_rank=ObjectKey.ComputeKVRank(2, worker_id, 2, worker_id),
-                chunk_size_tokens=CHUNK_SIZE_TOKENS,
-                slot_bytes=4096,
-                key_prefix=b"",
-            )
-            entry = self.core.pool.reserve(form.key(HASHES[3]), form.stripe_count)
+            kv_rank = ObjectKey.ComputeKVRank(2, worker_id, 2, worker_id)
+            form = form_of(LAYOUT, "model", kv_rank, self.agent.config)
+            entry = self.jobs.cache.reserve(form, HASHES[3])
             assert entry is not None
-            self.core.pool.publish(entry)
-            self.core.pool.unpin(entry)
+            assert self.jobs.cache.publish(entry)
 
     def look_up(self, scheduler: Peer) -> None:
         question = m.Lookup(2, "r", m.ChunkNames((HASHES[3],)))
@@ -157,18 +151,18 @@ class Joining:
         deadline_s = time.monotonic() + 15
         while not until():
             assert time.monotonic() < deadline_s
-            self.core.run_posted()
-            self.core.timers.run_due()
+            self.loop.run_posted()
+            self.loop.run_due()
             time.sleep(0.001)
 
     def close(self) -> None:
         self.map_memory.set()
-        assert self.core.copies.close(10)
-        self.core.run_posted()
+        assert self.jobs.copies.close(10)
+        self.loop.run_posted()
         for peer in self.peers:
             self.handlers.forget(peer, "the test ends")
-        assert self.core.pool.pinned_slots == 0
-        self.core.wakeup.close()
+        assert self.jobs.cache.pool.pinned_slots == 0
+        self.loop.wakeup.close()
         self.arena.close()
 
 
@@ -180,7 +174,7 @@ def joining(
 
     def make(**options: float) -> Joining:
         made.append(Joining(redis_server, **options))
-        monkeypatch.setattr(handlers, "open_device", made[-1].open_device)
+        monkeypatch.setattr(registering, "open_device", made[-1].open_device)
         return made[-1]
 
     yield make
@@ -195,7 +189,7 @@ def test_a_lookup_waits_for_registrations_in_progress(joining: Callable[..., Joi
         here.register(worker)
     here.hold_a_chunk()
     here.look_up(scheduler)
-    here.core.timers.run_due()
+    here.loop.run_due()
     assert here.answers == []
     here.map_memory.set()
     here.run(lambda: here.answers)
@@ -211,7 +205,7 @@ def test_a_lookup_waits_for_workers_that_come_after_their_scheduler(
     here.hold_a_chunk()
     here.look_up(scheduler)
     for worker_id in range(2):
-        here.core.timers.run_due()
+        here.loop.run_due()
         assert here.answers == []
         here.register(here.join(worker_id))
     here.run(lambda: here.answers)
@@ -254,6 +248,6 @@ def test_a_lookup_that_waits_is_cancelled_with_its_session(joining: Callable[...
     here.handlers.answer_peer(scheduler, m.EndSession(3, "r"), lambda answer: None)
     here.map_memory.set()
     here.run(lambda: here.peers.complete("engine") or not any(p.mapping for p in here.peers))
-    here.core.timers.run_due()
+    here.loop.run_due()
     assert here.answers == []
-    assert not len(here.core.sessions)
+    assert not len(here.jobs.sessions)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
 from lmcache_redis import messages as m
+from lmcache_redis.cache.pool import Entry
 from lmcache_redis.errors import DeviceError
-from lmcache_redis.hostpool import Entry
+from lmcache_redis.naming import ChunkForm
 from tests.agent.played import HASHES, STRIPES_A_CHUNK, Device, Played
 
 
@@ -16,7 +18,7 @@ def test_small_chunks_go_several_a_call_and_the_first_tokens_are_skipped() -> No
     device = Device(chunks_a_call=2)
     played = Played(device)
     played.hold(*HASHES)
-    played.retrieve(skip_tokens=5 * 16).start()
+    played.retrieve().start(5 * 16)
     played.run(lambda: played.answers)
     assert device.calls == [
         (2, [0, 1, 2, 3], ["slot of a", "slot of b"], 4),
@@ -31,7 +33,7 @@ def test_what_is_missing_fails_alone() -> None:
     device = Device(chunks_a_call=8)
     played = Played(device)
     played.hold(b"a", b"c", b"d")
-    played.retrieve(skip_tokens=3 * 16).start()
+    played.retrieve().start(3 * 16)
     played.run(lambda: played.answers)
     # One block of the missing chunk was to be skipped: that counts for no other chunk.
     assert device.calls == [(3, [0, 1, 4, 5, 6, 7], ["slot of a", "slot of c", "slot of d"], 2)]
@@ -49,7 +51,7 @@ def test_a_call_that_fails_fails_its_chunks_and_no_others() -> None:
 
     device.during = fail_first
     played.hold(*HASHES)
-    played.retrieve().start()
+    played.retrieve().start(0)
     played.run(lambda: played.answers)
     assert played.answers == [m.RetrieveResult(0, (0, 1))]
     played.close()
@@ -57,37 +59,39 @@ def test_a_call_that_fails_fails_its_chunks_and_no_others() -> None:
 
 @pytest.mark.parametrize("chunks_a_call", [1, 2])
 @pytest.mark.parametrize("breaks_at", [1, 3])
-def test_one_that_breaks_as_it_begins_is_answered_when_its_copies_have_ended(
-    chunks_a_call: int, breaks_at: int, caplog: pytest.LogCaptureFixture
+def test_a_call_that_breaks_as_it_begins_fails_alone_and_is_answered_with_the_others(
+    chunks_a_call: int,
+    breaks_at: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The session is no longer busy, no pin is lost, and no block given back too early."""
     go_on = threading.Event()
     device = Device(chunks_a_call=chunks_a_call, during=lambda: go_on.wait(10))  # type: ignore[arg-type]
     played = Played(device)
     played.hold(*HASHES)
-    slots_of, calls = played.core.slots_of, iter(range(10))
+    views, calls = played.cache.views, iter(range(10))
 
-    def bug(form: object, entry: Entry) -> object:
+    def bug(form: ChunkForm, entry: Entry) -> Any:
         if next(calls) == breaks_at:
             raise RuntimeError("a bug")
-        return slots_of(form, entry)
+        return views(form, entry)
 
-    played.core.slots_of = bug
-    played.retrieve().start()
-    begun = breaks_at // chunks_a_call * chunks_a_call
-    if begun:
-        assert played.answers == []
-        assert played.session.busy == 1
+    monkeypatch.setattr(played.cache, "views", bug)
+    played.retrieve().start(0)
+    assert played.answers == []
+    assert played.session.busy == 1
     go_on.set()
     played.run(lambda: played.answers)
-    assert played.answers == [m.RetrieveResult(0, tuple(range(begun, 5)))]
+    first = breaks_at // chunks_a_call * chunks_a_call
+    assert played.answers == [m.RetrieveResult(0, tuple(range(first, first + chunks_a_call)))]
     assert "a bug" in caplog.text
     played.close()
 
 
 def test_no_chunks_are_answered_at_once() -> None:
     played = Played(Device())
-    played.retrieve([]).start()
+    played.retrieve([]).start(0)
     assert played.answers == [m.RetrieveResult(0, ())]
     played.close()
 
@@ -96,7 +100,7 @@ def test_a_device_that_hangs_keeps_the_chunk_it_has_begun() -> None:
     let_go = threading.Event()
     played = Played(Device(during=lambda: let_go.wait(30)))  # type: ignore[arg-type]
     played.hold(*HASHES)
-    played.retrieve(lease_s=0.3).start()
+    played.retrieve(lease_s=0.3).start(0)
     played.run(lambda: played.pool.pinned_slots == STRIPES_A_CHUNK)
     # The engine is not told: the device may still write to the blocks of the first chunk.
     assert played.answers == []

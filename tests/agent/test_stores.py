@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent.copies import CopyOutcome
-from lmcache_redis.agent.fills import Fills
-from lmcache_redis.agent.sessions import Tally
-from lmcache_redis.agent.stores import StoreJob
+from lmcache_redis.cache.inflight import Filled
+from lmcache_redis.cache.pool import EntryState
 from lmcache_redis.errors import DeviceError
-from lmcache_redis.hostpool import EntryState, HostPool
 from lmcache_redis.metrics import Metrics
 from tests.agent.played import HASHES, STRIPES_A_CHUNK, Device, Played
 
@@ -31,7 +27,7 @@ def test_small_chunks_go_several_a_call_and_are_kept_one_by_one() -> None:
         (2, [6, 7, 8, 9], ["slot of d", "slot of e"]),
     ]
     assert played.answers == [m.StoreResult(0, 4, 1, 0)]
-    assert played.offered == [b"b", b"a", b"c", b"d", b"e"]
+    assert played.cache.written_behind == [b"b", b"a", b"c", b"d", b"e"]
     assert played.session.tally.stored == 4
     assert all(played.pool.get(name) is not None for name in HASHES)
     played.close()
@@ -63,7 +59,7 @@ def test_a_chunk_whose_copy_fails_after_the_answer_is_nobodys(chunks_a_call: int
         device.during = lambda: None
         played.hold(*HASHES[1:])
         device.during = fail
-    told: list[bool] = []
+    told: list[Filled] = []
     job = played.store()
     job.start()
     played.run(lambda: played.answers)
@@ -73,14 +69,14 @@ def test_a_chunk_whose_copy_fails_after_the_answer_is_nobodys(chunks_a_call: int
     assert entry is not None
     assert entry.state is EntryState.FILLING
     played.pool.pin(entry)  # a lookup that waits for it
-    played.core.fills.watch(entry, told.append)
+    played.cache.inflight.watch(entry, told.append)
     answered.set()
     played.run(lambda: played.session.busy == 0)
-    assert told == [False]
+    assert told == [Filled.FAILED]
     assert entry.state is EntryState.DISCARDED
     played.pool.unpin(entry)
     assert b"a" not in played.pool
-    assert b"a" not in played.offered
+    assert b"a" not in played.cache.written_behind
     assert played.metrics.snapshot()["drop_device_error"] == wanted
     assert (played.session.tally.stored, played.session.tally.dropped) == (0, wanted)
     played.close()
@@ -100,20 +96,24 @@ def test_a_device_that_hangs_keeps_what_it_has_begun_and_no_more_slots() -> None
     played.close()
 
 
-def test_slots_that_a_bug_leaves_unfilled_come_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_slots_that_a_bug_leaves_unfilled_come_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     played = Played(Device(chunks_a_call=2))
 
     def bug(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    played.core.slots_of = bug
+    monkeypatch.setattr(played.cache, "views", bug)
     played.store().start()
-    assert "a store failed" in caplog.text
+    assert "a call to a device failed" in caplog.text
     assert played.answers == [m.StoreResult(0, 0, 0, 5)]
     assert played.pool.free_slots == played.pool.slot_count
 
 
-def test_a_store_that_breaks_as_it_begins_is_answered_when_what_it_began_has_ended() -> None:
+def test_a_call_that_breaks_as_it_begins_is_answered_when_the_others_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An answer before that would give blocks back that are still read."""
     go_on = threading.Event()
     device = Device(chunks_a_call=2)
@@ -125,70 +125,48 @@ def test_a_store_that_breaks_as_it_begins_is_answered_when_what_it_began_has_end
 
     device.gather = slow  # type: ignore[method-assign]
     played = Played(device)
-    slots_of, calls = played.core.slots_of, []
+    views, calls = played.cache.views, []
 
-    def bug_in_the_second_call(form: Any, entry: Any) -> list[str]:
+    def bug_in_the_second_call(form: Any, entry: Any) -> Any:
         calls.append(entry)
-        if len(calls) > 2:
+        if len(calls) == 3:
             raise RuntimeError("a bug")
-        found: list[str] = slots_of(form, entry)
-        return found
+        return views(form, entry)
 
-    played.core.slots_of = bug_in_the_second_call
+    monkeypatch.setattr(played.cache, "views", bug_in_the_second_call)
     played.store().start()
     assert played.answers == []
     go_on.set()
     played.run(lambda: played.answers)
-    assert played.answers == [m.StoreResult(0, 2, 0, 3)]
+    assert played.answers == [m.StoreResult(0, 3, 0, 2)]
     played.run(lambda: played.session.busy == 0)
     played.close()
 
 
 @pytest.mark.parametrize("breaks", ["before the chunk is kept", "after it"])
-def test_a_store_of_which_a_step_breaks_is_answered(breaks: str) -> None:
+def test_a_store_of_which_a_step_breaks_is_answered(
+    breaks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """What the broken step held comes back, and the session is no longer busy."""
-    pool = HostPool(2)
-    fills = Fills(pool)
-    broken, good = fills.begin(b"broken", 1), fills.begin(b"good", 1)
-    assert broken is not None
-    assert good is not None
-    session = SimpleNamespace(busy=1, tally=Tally())
-    answers: list[object] = []
+    played = Played(Device())
+    bugs = iter([RuntimeError("a bug")])
 
-    def bug(*_: object) -> None:
-        raise RuntimeError("a bug")
+    def bug_once(*_: object) -> None:
+        for bug in bugs:
+            raise bug
 
-    def finish_part(of: SimpleNamespace) -> None:
-        of.busy -= 1
-
-    metrics = SimpleNamespace(count=bug)
-    core = SimpleNamespace(
-        pool=pool, fills=fills, metrics=metrics, disk=None, finish_part=finish_part
-    )
-    job = StoreJob(
-        core,  # type: ignore[arg-type]
-        SimpleNamespace(offer=bug, abandon=lambda entry: None),  # type: ignore[arg-type]
-        session,  # type: ignore[arg-type]
-        SimpleNamespace(form=SimpleNamespace(chunk_bytes=60)),  # type: ignore[arg-type]
-        [b"broken", b"good"],
-        SimpleNamespace(),  # type: ignore[arg-type]
-        answers.append,
-    )
-    job._pending = {0, 1}
-    job._unread = {0, 1}
-    if breaks == "after it":
-        metrics.count = Metrics().count
-    with pytest.raises(RuntimeError, match="a bug"):
-        job._gathered(0, broken, CopyOutcome.DONE)
-    metrics.count = Metrics().count
-    assert (session.busy, answers) == (1, [])
-    job._gathered(1, good, CopyOutcome.FAILED)
-    kept = breaks == "after it"
-    assert answers == [m.StoreResult(0, int(kept), 0, 2 - kept)]
-    assert session.busy == 0
-    assert pool.pinned_slots == 0
-    assert (broken.state is EntryState.READY) == kept
-    pool.audit()
+    target = (played.cache, "write_behind") if breaks == "after it" else (Metrics, "count")
+    played.store([b"broken", b"good"]).start()
+    monkeypatch.setattr(*target, bug_once)
+    played.run(lambda: played.answers)
+    monkeypatch.undo()
+    played.run(lambda: played.session.busy == 0)
+    kept = 1 + (breaks == "after it")
+    assert played.answers == [m.StoreResult(0, kept, 0, 2 - kept)]
+    assert (played.session.tally.stored, played.session.tally.dropped) == (kept, 2 - kept)
+    assert (b"broken" in played.pool) == (breaks == "after it")
+    assert "a bug" in caplog.text
+    played.close()
 
 
 @pytest.mark.parametrize("lease_s", [10.0, 0.05])

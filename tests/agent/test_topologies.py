@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.agent.test_path_of_a_chunk import assert_blocks_equal
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.topologies import keys_on, running_cluster, running_sentinel
+
+pytestmark = pytest.mark.servers
 
 
 def test_chunks_come_back_from_a_cluster(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from lmcache_redis.bench.plane.messages import DEFAULT_SLOT_BYTES, MIB
-from lmcache_redis.bench.plane.values import PAGE_BYTES, Arena
+from lmcache_redis.bench.values import PAGE_BYTES, Arena
+from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisUnavailable
-from lmcache_redis.madvise import address_of
+
+MIB = 1 << 20
 
 
 @pytest.mark.parametrize("value_bytes", [PAGE_BYTES, 256 << 10, 2 * MIB, 3 * MIB + PAGE_BYTES])
@@ -16,7 +18,9 @@ def test_slots_cover_a_value_and_begin_on_pages(value_bytes: int, slot_bytes: in
     values = Arena(3 * value_bytes).values(value_bytes, 3, slot_bytes)
     assert [sum(slot.nbytes for slot in slots) for slots in values.slots] == [value_bytes] * 3
     assert values.gigabytes == 3 * value_bytes / 1e9
-    places = [(address_of(s), s.nbytes) for slots in values.slots for s in slots]
+    places = [
+        (np.frombuffer(s, np.uint8).ctypes.data, s.nbytes) for slots in values.slots for s in slots
+    ]
     assert all(at % PAGE_BYTES == 0 and nbytes <= slot_bytes for at, nbytes in places)
     ends = [at + nbytes for at, nbytes in places]
     assert all(end <= at for end, (at, _) in zip(ends, places[1:], strict=False))

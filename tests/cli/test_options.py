@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from lmcache_redis.agent import main as agent_main
 from lmcache_redis.cli.app import app
-from lmcache_redis.cli.options import agent_config
+from lmcache_redis.cli.options import config_from
 from lmcache_redis.config import AgentConfig, option_name
 from lmcache_redis.errors import ConfigError
 
@@ -120,23 +120,23 @@ def test_the_url_may_come_from_the_environment(started: list[AgentConfig]) -> No
 
 
 def test_a_size_that_is_none_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="--pool-bytes: '12x' is no size"):
-        agent_config({"pool_bytes": "12x"})
+    with pytest.raises(ConfigError, match="--pool-bytes: '12x' is not a size"):
+        config_from(AgentConfig, {"pool_bytes": "12x"})
 
 
 def test_a_password_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert agent_config({}).redis_password is None
+    assert config_from(AgentConfig, {}).redis_password is None
     monkeypatch.setenv(PASSWORD, "secret")
-    assert agent_config({}).redis_password == "secret"
+    assert config_from(AgentConfig, {}).redis_password == "secret"
 
 
 def test_a_password_comes_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "password"
     path.write_text("sécret word\n", encoding="utf-8")
     monkeypatch.setenv(f"{PASSWORD}_FILE", str(path))
-    assert agent_config({}).redis_password == "sécret word"
+    assert config_from(AgentConfig, {}).redis_password == "sécret word"
     monkeypatch.setenv(PASSWORD, "the variable wins")
-    assert agent_config({}).redis_password == "the variable wins"
+    assert config_from(AgentConfig, {}).redis_password == "the variable wins"
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
@@ -148,4 +148,4 @@ def test_an_unreadable_password_file_is_refused(
         path.write_bytes(content)
     monkeypatch.setenv(f"{PASSWORD}_FILE", str(path))
     with pytest.raises(ConfigError, match=f"{PASSWORD}_FILE names cannot be read"):
-        agent_config({})
+        config_from(AgentConfig, {})

@@ -1,62 +1,54 @@
-"""Blocks are free exactly when the agent can no longer touch them."""
+"""Blocks are released exactly when the agent can no longer touch them."""
 
 from __future__ import annotations
 
 import pytest
 
-from lmcache_redis.client.link import CallState
-from lmcache_redis.client.liveness import ProcessState
-from lmcache_redis.client.ownership import Blocks, retrieve_blocks, store_blocks
+from lmcache_redis.client.calls import CallState
+from lmcache_redis.client.ownership import retrieve_released, store_released
 
 LEASE_NS = 1_000_000_000
 WITHIN, AFTER = LEASE_NS - 1, LEASE_NS + 1
 P, A, L = CallState.PENDING, CallState.ANSWERED, CallState.LOST
-RUNNING, STOPPED, GONE, UNKNOWN = (
-    ProcessState.RUNNING,
-    ProcessState.STOPPED,
-    ProcessState.GONE,
-    ProcessState.UNKNOWN,
-)
 
 
 @pytest.mark.parametrize(
-    ("call", "sent", "now_ns", "agent", "expected"),
+    ("call", "sent", "now_ns", "ended", "released"),
     [
-        (A, True, AFTER, GONE, Blocks.ANSWERED),
-        (P, True, WITHIN, RUNNING, Blocks.HELD),
-        (P, True, AFTER, RUNNING, Blocks.ABANDONED),  # what it reads now it throws away
-        (P, True, AFTER, STOPPED, Blocks.ABANDONED),
-        (L, True, WITHIN, RUNNING, Blocks.HELD),  # lost, but a living agent may be reading
-        (L, True, WITHIN, STOPPED, Blocks.HELD),
-        (L, True, WITHIN, UNKNOWN, Blocks.HELD),
-        (L, True, WITHIN, GONE, Blocks.ABANDONED),
-        (L, False, WITHIN, RUNNING, Blocks.ABANDONED),  # never reached it
+        (A, True, AFTER, True, True),
+        (A, True, WITHIN, False, True),
+        (P, True, WITHIN, False, False),
+        (P, True, AFTER, False, True),  # the agent discards what it reads now
+        (L, True, WITHIN, False, False),  # lost, but a living agent may be reading
+        (L, True, WITHIN, True, True),
+        (L, False, WITHIN, False, True),  # never reached the agent
     ],
 )
 def test_blocks_of_a_store(
-    call: CallState, sent: bool, now_ns: int, agent: ProcessState, expected: Blocks
+    call: CallState, sent: bool, now_ns: int, ended: bool, released: bool
 ) -> None:
-    found = store_blocks(call, sent=sent, now_ns=now_ns, lease_ns=LEASE_NS, agent=lambda: agent)
-    assert found is expected
+    found = store_released(
+        call, sent=sent, now_ns=now_ns, lease_ns=LEASE_NS, agent_ended=lambda: ended
+    )
+    assert found is released
 
 
 @pytest.mark.parametrize(
-    ("call", "sent", "remapped", "agent", "expected"),
+    ("call", "sent", "remapped", "ended", "released"),
     [
-        (A, True, False, GONE, Blocks.ANSWERED),
-        (P, True, False, RUNNING, Blocks.HELD),  # however long it takes
-        (P, True, False, STOPPED, Blocks.HELD),
-        (P, True, True, RUNNING, Blocks.HELD),  # it is asked through the mapping there is now
-        (L, True, False, RUNNING, Blocks.HELD),  # it may have woken up inside a copy
-        (L, True, False, STOPPED, Blocks.HELD),
-        (L, True, False, UNKNOWN, Blocks.HELD),
-        (L, True, False, GONE, Blocks.ABANDONED),
-        (L, True, True, RUNNING, Blocks.ABANDONED),  # the mapping it would write through is closed
-        (L, False, False, RUNNING, Blocks.ABANDONED),  # never reached it
+        (A, True, False, True, True),
+        (A, True, False, False, True),
+        (P, True, False, False, False),  # however long it takes
+        (P, True, False, True, False),  # the link reports the loss first
+        (P, True, True, False, False),  # the call goes through the current mapping
+        (L, True, False, False, False),  # the agent may resume inside a copy
+        (L, True, False, True, True),
+        (L, True, True, False, True),  # the agent has closed the mapping it would write through
+        (L, False, False, False, True),  # never reached the agent
     ],
 )
 def test_blocks_of_a_retrieve(
-    call: CallState, sent: bool, remapped: bool, agent: ProcessState, expected: Blocks
+    call: CallState, sent: bool, remapped: bool, ended: bool, released: bool
 ) -> None:
-    found = retrieve_blocks(call, sent=sent, remapped=remapped, agent=lambda: agent)
-    assert found is expected
+    found = retrieve_released(call, sent=sent, remapped=remapped, agent_ended=lambda: ended)
+    assert found is released

@@ -34,6 +34,7 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
     assert not _processes_that_mention(str(output_dir))
 
 
+@pytest.mark.servers
 def test_too_much_work_is_refused_with_one_sentence(tmp_path: Path) -> None:
     words = ["--output-dir", tmp_path, "--prompts", "64", "--prompt-tokens", "32768"]
     # 64 prompts of 2 GiB each.

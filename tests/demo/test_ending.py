@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.servers
+
 # A child that ends at once and leaves an orphan behind, as an engine's root process may.
 SCRIPT = """
 import subprocess, sys, time

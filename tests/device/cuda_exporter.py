@@ -48,7 +48,7 @@ class CudaExporter:
         answer = self.ask("share")
         if isinstance(answer, str):
             raise DeviceError(answer)
-        segments, handles, page_format = answer
+        _, segments, handles, page_format = answer
         layout = KVLayout(
             identity=(),
             dtype="float16",

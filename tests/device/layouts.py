@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from lmcache_redis.device.base import DeviceContext
+from lmcache_redis.device.context import DeviceContext
 from lmcache_redis.device.layout import KVLayout, Segment, coalesce
 
 
@@ -80,7 +80,7 @@ def paged(draw: st.DrawFn, granule: int = 1, device: str = "cpu") -> Paged:
         device=device,
         block_size_tokens=16,
         num_blocks=num_blocks,
-        segments=coalesce(segments) if draw(st.booleans()) else tuple(segments),
+        segments=coalesce(segments)[0] if draw(st.booleans()) else tuple(segments),
     )
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     return Paged(layout, [random.integers(0, 256, size, dtype=np.uint8) for size in sizes])

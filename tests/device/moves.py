@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from lmcache_redis.device.cuda_copies import BlockIds, PageCopies
+from lmcache_redis.device.cuda_copies import PageCopies
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.table import pack_ids
+from lmcache_redis.device.table import BlockIds, pack_ids
 from tests.device.layouts import Paged, paged
 
 GUARD_BYTES = 64

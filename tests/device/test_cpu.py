@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_redis.device import cpu
-from lmcache_redis.device.base import DeviceContext
-from lmcache_redis.device.cpu import CpuDevice, SharedCaches, share_kv_caches
-from lmcache_redis.device.handles import SharedMemoryHandle
+from lmcache_redis.device.context import DeviceContext
+from lmcache_redis.device.cpu import CpuDevice, share_kv_caches
+from lmcache_redis.device.handles import ExportedCaches, SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.madvise import address_of
@@ -58,7 +58,7 @@ def as_paged(layout: KVLayout, storages: list[bytes]) -> Paged:
     return Paged(layout, [np.frombuffer(bytearray(each), np.uint8) for each in storages])
 
 
-def layout_of(shared: SharedCaches) -> KVLayout:
+def layout_of(shared: ExportedCaches) -> KVLayout:
     return KVLayout((), "float32", "cpu", TOKENS, BLOCKS, shared.segments, shared.page_format)
 
 
@@ -70,7 +70,7 @@ class TestShare:
         other_view = caches["layer.1"][0]
         before = bytes_of(caches)
         shared = share_kv_caches(caches, BLOCKS)
-        assert len(shared.handles) == len(before)
+        assert len(shared.storages) == len(before)
         assert bytes_of(caches) == before
         assert all(tensor.is_shared() for tensor in caches.values())
         caches["layer.1"][0].fill_(7.0)
@@ -78,7 +78,7 @@ class TestShare:
 
     def test_a_handle_names_the_memory(self) -> None:
         caches = make_caches("one storage")
-        (handle,) = share_kv_caches(caches, BLOCKS).handles
+        (handle,) = share_kv_caches(caches, BLOCKS).storages
         assert handle.size_bytes == caches["layer.0"].untyped_storage().nbytes()
         with open(f"/proc/{handle.pid}/fd/{handle.fd}", "rb") as memory:
             found = os.fstat(memory.fileno())
@@ -97,7 +97,7 @@ class TestShare:
         before = torch.multiprocessing.get_sharing_strategy()
         torch.multiprocessing.set_sharing_strategy(strategy)
         try:
-            (handle,) = share_kv_caches(make_caches("one storage"), BLOCKS).handles
+            (handle,) = share_kv_caches(make_caches("one storage"), BLOCKS).storages
             assert handle.fd >= 0
             assert torch.multiprocessing.get_sharing_strategy() == strategy
         finally:
@@ -105,7 +105,7 @@ class TestShare:
 
     def test_the_descriptor_lives_as_long_as_the_storage(self) -> None:
         caches = make_caches("one storage")
-        (handle,) = share_kv_caches(caches, BLOCKS).handles
+        (handle,) = share_kv_caches(caches, BLOCKS).storages
         kept = caches["layer.2"][3]
         caches.clear()
         gc.collect()
@@ -160,6 +160,7 @@ class TestShare:
             share_kv_caches(both, BLOCKS)
 
 
+@pytest.mark.servers
 class TestAnotherProcess:
     @pytest.mark.parametrize("kind", KINDS)
     def test_gather_reads_what_the_engine_has(self, engine: Exporter, kind: str) -> None:
@@ -235,7 +236,7 @@ def own() -> tuple[dict[str, torch.Tensor], KVLayout, list[SharedMemoryHandle]]:
     """A cache of this very process: what a handle leads to does not depend on whose it is."""
     caches = make_caches("k and v apart")
     shared = share_kv_caches(caches, BLOCKS)
-    return caches, layout_of(shared), shared.handles
+    return caches, layout_of(shared), shared.storages
 
 
 Own = tuple[dict[str, torch.Tensor], KVLayout, list[SharedMemoryHandle]]
@@ -397,7 +398,7 @@ class TestRefused:
         caches = {"layer": torch.zeros((2 * blocks, page_bytes), dtype=torch.uint8)}
         shared = share_kv_caches(caches, 2 * blocks)
         layout = KVLayout((), "uint8", "cpu", 16, 2 * blocks, shared.segments, shared.page_format)
-        device = CpuDevice(layout, shared.handles)
+        device = CpuDevice(layout, shared.storages)
         every_second = range(0, 2 * blocks, 2)
         clock = SimpleNamespace()
         for copy, ids in itertools.product(

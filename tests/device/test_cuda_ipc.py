@@ -22,8 +22,9 @@ from lmcache_redis.device.cuda_ipc import (
     export_cuda_caches,
     refusal,
 )
-from lmcache_redis.device.handles import CudaIPCHandle, process_start_time
+from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.errors import DeviceError
+from lmcache_redis.processes import process_start_time
 
 RAW = bytes(range(64))
 NO_GPU = not torch.cuda.is_available()

@@ -18,8 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lmcache_redis.device.cuda_copies import PageCopies, page_copies
-from lmcache_redis.device.cuda_fallback import IndexedCopies
+from lmcache_redis.device.cuda_copies import IndexedCopies, PageCopies, page_copies
 from lmcache_redis.device.layout import KVLayout, Segment
 from tests.device.layouts import Paged
 from tests.device.moves import (
@@ -58,6 +57,7 @@ def run(words: Sequence[str], timeout_s: float, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.servers
 def test_under_the_interpreter() -> None:
     pytest.importorskip("triton")
     words = ["-m", "pytest", "tests/device/interpreted.py", "-q", "-p", "no:cacheprovider"]
@@ -68,6 +68,7 @@ def test_under_the_interpreter() -> None:
     assert "skipped" not in output, output
 
 
+@pytest.mark.servers
 def test_accesses_are_as_wide_as_the_table_says(tmp_path: Path) -> None:
     """Compiled for an H200, which takes no GPU: each unit is one load and one store."""
     pytest.importorskip("triton")

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from lmcache_redis.device.layout import (
     MAX_SEGMENTS,
     KVLayout,
-    Place,
+    MergedAt,
     Segment,
     coalesce,
-    coalesce_with_places,
 )
 from lmcache_redis.errors import ConfigError, DeviceError
 from tests.device.layouts import Paged, paged
@@ -153,41 +152,41 @@ class TestWire:
 class TestCoalesce:
     def test_packed_layers_become_one_segment(self) -> None:
         layers = [Segment(0, 100 + 8 * layer, 8, 32) for layer in range(4)]
-        assert coalesce(layers) == (Segment(0, 100, 32, 32),)
+        assert coalesce(layers)[0] == (Segment(0, 100, 32, 32),)
 
     def test_touching_only_across_blocks_stays_apart(self) -> None:
         layers = [Segment(0, 0, 8, 8), Segment(0, 8, 8, 8)]
-        assert coalesce(layers) == tuple(layers)
+        assert coalesce(layers)[0] == tuple(layers)
 
     def test_padding_other_strides_and_other_storages_stay_apart(self) -> None:
         layers = [
             Segment(0, 0, 8, 64), Segment(0, 9, 8, 64), Segment(0, 17, 8, 65), Segment(1, 17, 8, 64)
         ]  # fmt: skip
-        assert coalesce(layers) == tuple(layers)
+        assert coalesce(layers)[0] == tuple(layers)
 
     def test_stands_where_its_first_part_stood(self) -> None:
         other = Segment(1, 0, 8, 8)
         late = [Segment(0, 8, 8, 32), other, Segment(0, 0, 8, 32)]
-        merged, places = coalesce_with_places(late)
+        merged, locations = coalesce(late)
         assert merged == (Segment(0, 0, 16, 32), other)
-        assert places == (Place(0, 8), Place(1, 0), Place(0, 0))
+        assert locations == (MergedAt(0, 8), MergedAt(1, 0), MergedAt(0, 0))
 
     def test_layers_that_share_a_cache_are_copied_once(self) -> None:
         layers = [Segment(0, 0, 8, 16), Segment(0, 8, 8, 16)]
-        assert coalesce(layers * 2) == (Segment(0, 0, 16, 16),)
+        assert coalesce(layers * 2)[0] == (Segment(0, 0, 16, 16),)
 
     @given(paged())
     def test_covers_the_same_bytes_in_no_more_segments(self, case: Paged) -> None:
         before = case.layout.segments
-        merged, places = coalesce_with_places(before)
+        merged, locations = coalesce(before)
         assert len(merged) <= len(before)
         assert covered(merged) == covered(before)
-        for segment, place in zip(before, places, strict=True):
-            whole = merged[place.segment]
+        for segment, location in zip(before, locations, strict=True):
+            whole = merged[location.segment]
             assert segment.storage == whole.storage
-            assert segment.offset == whole.offset + place.offset
-            assert place.offset + segment.page_bytes <= whole.page_bytes
-        assert coalesce(merged) == merged
+            assert segment.offset == whole.offset + location.offset
+            assert location.offset + segment.page_bytes <= whole.page_bytes
+        assert coalesce(merged)[0] == merged
         msgspec.structs.replace(case.layout, segments=merged).check(case.sizes)
 
 

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from lmcache_redis import native
-from lmcache_redis.device.handles import SharedMemoryHandle, process_start_time
+from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.mapping import SharedMapping
 from lmcache_redis.errors import DeviceError
+from lmcache_redis.processes import process_start_time
 
 SIZE = 1 << 16
-guarded = pytest.mark.skipif(native.guard is None, reason="the compiled part is not there")
+guarded = pytest.mark.skipif(native.guard is None, reason="the native extension is missing")
 
 
 def handle_of(fd: int, size_bytes: int = SIZE) -> SharedMemoryHandle:
@@ -145,6 +146,7 @@ def test_another_mapping_is_not_concerned(memory: int, mapping: SharedMapping) -
         os.close(other)
 
 
+@pytest.mark.servers
 @guarded
 @pytest.mark.parametrize("how", ["an access", "a signal"])
 def test_any_other_sigbus_ends_the_process_as_before(how: str) -> None:

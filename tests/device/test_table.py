@@ -156,10 +156,6 @@ class TestTiles:
         segments = Segment(0, 0, 64, 64), Segment(0, 4096, 8, 8), Segment(0, 5000, 2, 2)
         assert table(512, 64, *segments).tiles(16).widths == (16, 2)
 
-    def test_they_are_made_once(self) -> None:
-        made = table(512, 64, Segment(0, 0, 64, 64))
-        assert made.tiles(16) is made.tiles(16)
-
     @pytest.mark.parametrize("n_blocks", [0, -1, 2**60])
     def test_chunks_of_no_sense(self, n_blocks: int) -> None:
         with pytest.raises(DeviceError, match="a chunk of"):

@@ -14,8 +14,7 @@ from xxhash import xxh3_64_intdigest
 from lmcache_redis.errors import FormatError, RedisError, RedisProtocolError
 from lmcache_redis.keys import IPCCacheEngineKey, ObjectKey, key_stem, parse_stripe_key, stripe_key
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.resp.bulk import Found
-from lmcache_redis.resp.verify import verify
+from lmcache_redis.resp.bulk import End, verify
 from lmcache_redis.resp.wire import ErrorReply, ReplyBuffer, error_of
 from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, describe_header
 from tests.fuzz.mutation import Mutator
@@ -119,7 +118,8 @@ def _run_header(data: bytes, mutator: Mutator) -> str:
         created = int.from_bytes(data[160:168], "little")
         frame.pack_header_into(own, index, check.store_id, check.checksum, created)
         assert own == data[:HEADER_BYTES]
-    verdict = verify(frame, index, Found.OTHER_LENGTH, memoryview(data), memoryview(b""))
+    verdict = verify(frame, index, (End.OTHER_LENGTH, 0, data), memoryview(b""))
+    assert verdict is not None
     assert verdict.outcome is not None
     try:
         header = describe_header(data)

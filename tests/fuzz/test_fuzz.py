@@ -53,6 +53,7 @@ def test_a_finding_has_the_input_that_brought_it_out() -> None:
     assert report.inputs == report.finding.number
 
 
+@pytest.mark.servers
 def test_the_script_reports_every_target() -> None:
     words = [ROOT / "scripts" / "fuzz", "--inputs", "50", "--seed", "3"]
     done = subprocess.run(words, capture_output=True, text=True, cwd="/", timeout=120)

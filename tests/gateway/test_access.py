@@ -31,6 +31,7 @@ def trusting(authority: Authority) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=authority.ca)
 
 
+@pytest.mark.servers
 def test_tls(
     backend: DictBackend, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
 ) -> None:
@@ -52,6 +53,7 @@ def test_tls(
         assert client.get(KEY) == b"small"
 
 
+@pytest.mark.servers
 def test_a_client_with_tls_that_closes_after_its_puts_has_put(
     backend: DictBackend, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
 ) -> None:
@@ -72,6 +74,7 @@ def test_a_client_with_tls_that_closes_after_its_puts_has_put(
         assert serving.stats()["abandoned"] == 0
 
 
+@pytest.mark.servers
 def test_without_tls_nobody_gets_in_and_others_go_on(
     backend: DictBackend, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
 ) -> None:
@@ -86,6 +89,7 @@ def test_without_tls_nobody_gets_in_and_others_go_on(
             assert client.healthy()
 
 
+@pytest.mark.servers
 def test_a_handshake_that_does_not_go_on_is_cut_off(
     backend: DictBackend, any_loop: NewLoop, tls: dict[str, str]
 ) -> None:
@@ -97,6 +101,7 @@ def test_a_handshake_that_does_not_go_on_is_cut_off(
         serving.until(failed_handshakes=1)
 
 
+@pytest.mark.servers
 def test_a_slow_reader_with_tls_is_cut_off(
     backend: DictBackend, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
 ) -> None:
@@ -109,6 +114,7 @@ def test_a_slow_reader_with_tls_is_cut_off(
         serving.until(stalled=1, slots_in_use=0)
 
 
+@pytest.mark.servers
 def test_clients_with_certificates(
     backend: DictBackend,
     any_loop: NewLoop,
@@ -129,6 +135,7 @@ def test_clients_with_certificates(
         serving.until(failed_handshakes=2)
 
 
+@pytest.mark.servers
 def test_files_that_are_no_certificates(
     backend: DictBackend, authority: Authority, tls: dict[str, str], tmp_path: Path
 ) -> None:

@@ -16,6 +16,8 @@ from tests.gateway.conftest import NewLoop
 from tests.gateway.serving import DictBackend, Serving
 from tests.gateway.wire import GET, KEY, Client, header, put
 
+pytestmark = pytest.mark.servers
+
 MIB = 1 << 20
 SMALL = {"buffer_bytes": MIB, "slot_bytes": 4096, "max_payload_bytes": MIB // 4}
 LARGE = {"buffer_bytes": 64 * MIB, "slot_bytes": MIB // 4, "max_payload_bytes": 16 * MIB}
@@ -117,7 +119,7 @@ def test_who_holds_room_that_others_wait_for_has_to_go_on(how: str, any_loop: Ne
     """They did send nearly everything, or ask for what is there: all buffers are taken."""
     payload = random.Random(1).randbytes(16 * MIB)
     with (
-        Serving(DictBackend(), any_loop, stall_timeout_s=30.0, **LARGE) as serving,
+        Serving(DictBackend(), any_loop, stall_timeout_s=8.0, **LARGE) as serving,
         serving.client() as good,
         clients(serving, 4) as slow,
     ):
@@ -129,7 +131,7 @@ def test_who_holds_room_that_others_wait_for_has_to_go_on(how: str, any_loop: Ne
             else:
                 client.send(put(key(number), payload)[: 16 * MIB - 1000])
         serving.until(slots_in_use=256)
-        time.sleep(1.0)
+        time.sleep(2.0)  # longer than is allowed to them once another client waits
         assert serving.stats()["stalled"] == 0, "while nobody waits there is time"
         good.put(key(9), payload)
         assert good.get(key(9)) == payload
@@ -139,14 +141,14 @@ def test_who_holds_room_that_others_wait_for_has_to_go_on(how: str, any_loop: Ne
 def test_the_larger_a_payload_the_more_of_it_has_to_come(any_loop: NewLoop) -> None:
     """An eighth within each time-out: so no payload is on its way for more than eight."""
     with (
-        Serving(DictBackend(), any_loop, stall_timeout_s=1.0, **LARGE) as serving,
+        Serving(DictBackend(), any_loop, stall_timeout_s=0.5, **LARGE) as serving,
         serving.client() as slow,
         contextlib.suppress(ConnectionError),
     ):
         slow.send(put(KEY, bytes(16 * MIB))[:186])
         for _ in range(40):
             slow.send(bytes(300_000))
-            time.sleep(0.5)
+            time.sleep(0.25)
     assert serving.stats()["stalled"] == 1
 
 
@@ -174,7 +176,7 @@ def test_the_idle_are_closed_and_only_they(any_loop: NewLoop) -> None:
 
 def test_a_header_that_trickles_is_cut_off(any_loop: NewLoop) -> None:
     with (
-        Serving(DictBackend(), any_loop, stall_timeout_s=1.0, idle_timeout_s=0) as serving,
+        Serving(DictBackend(), any_loop, stall_timeout_s=0.5, idle_timeout_s=0) as serving,
         serving.client() as client,
     ):
         with contextlib.suppress(ConnectionError):

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.bench.plane.fetch import find_package
+from benchmarks.fetch import find_package
 from tests.gateway.serving import DictBackend, Serving
+
+pytestmark = pytest.mark.servers
 
 ROOT = Path(__file__).parents[2]
 FOLDER = find_package()

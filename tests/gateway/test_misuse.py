@@ -31,6 +31,8 @@ from tests.gateway.wire import (
     put,
 )
 
+pytestmark = pytest.mark.servers
+
 MALFORMED_KEYS = [
     b"", b"model", b"m@1@0@ab", b"@1@0@ab@half", b"m@1@0@@half", b"m@1@0@~@half",
     b"m@256@0@ab@half", b"m@1@256@ab@half", b"m@-1@0@ab@half", b"m@01@0@ab@half",
@@ -94,7 +96,7 @@ def test_an_impossible_length_ends_the_connection(
 def test_an_unknown_command_fails_and_ends_the_connection(
     client: Client, serving: Serving, command: int
 ) -> None:
-    client.send(header(command))
+    client.send(header(command) + bytes(5000))
     assert client.receive(36) == FAILED
     assert client.ended()
     with serving.client() as other:
@@ -172,7 +174,7 @@ def test_a_put_cut_off_anywhere_leaves_nothing(backend: DictBackend, any_loop: N
 
 def test_who_sends_too_slowly_is_cut_off(backend: DictBackend, any_loop: NewLoop) -> None:
     with (
-        Serving(backend, any_loop, stall_timeout_s=1.0) as serving,
+        Serving(backend, any_loop, stall_timeout_s=0.5) as serving,
         serving.client() as in_header,
         serving.client() as in_payload,
         serving.client() as in_dropped,

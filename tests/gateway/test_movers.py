@@ -1,19 +1,21 @@
-"""Threads that move payloads: both directions, beside slow clients, with an end at any moment."""
+"""Transfers on threads: both directions, beside slow clients, with an end at any moment."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-import select
 import socket
+import ssl
 import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
-from lmcache_redis.gateway.movers import Movers, Transfer
+from lmcache_redis.gateway.movers import Channel, Movers, Transfer
+from tests.resp.certificates import Authority
 
 WAIT_S = 20.0
 
@@ -29,24 +31,20 @@ class Pair:
         self.ours.setblocking(False)
         self._movers = movers
         self._ended = threading.Event()
-        self.errors: list[Exception | None] = []
 
-    def begin(self, buffers: Sequence[memoryview], *, sending: bool) -> Transfer:
-        transfer = Transfer(self.ours.fileno(), buffers, sending=sending, ended=self._end)
+    def begin(self, buffers: Sequence[memoryview], *, sending: bool) -> None:
+        self.transfer = Transfer(Channel(self.ours), buffers, sending=sending)
         self._ended.clear()
-        self._movers.begin(transfer)
-        return transfer
-
-    def _end(self, error: Exception | None) -> None:
-        self.errors.append(error)
-        self._ended.set()
+        self._movers.begin(self.transfer, self._ended.set)
 
     @property
     def has_ended(self) -> bool:
         return self._ended.is_set()
 
-    def wait(self) -> None:
+    def wait(self) -> Exception | None:
+        """The error of the transfer."""
         assert self._ended.wait(WAIT_S)
+        return self.transfer.error
 
     def read(self, nbytes: int) -> bytes:
         data = bytearray(nbytes)
@@ -102,14 +100,13 @@ def test_every_byte_in_both_directions(pair: Pair, nbytes: int) -> None:
         payload = random.Random(seed).randbytes(nbytes)
         pair.begin(cut(bytearray(payload), seed), sending=True)
         assert pair.read(nbytes) == payload
-        pair.wait()
+        assert pair.wait() is None
         target = bytearray(nbytes)
-        transfer = pair.begin(cut(target, seed), sending=False)
+        pair.begin(cut(target, seed), sending=False)
         pair.client.sendall(payload)
-        pair.wait()
+        assert pair.wait() is None
         assert target == payload
-        assert transfer.left == 0
-    assert pair.errors == [None] * 8
+        assert pair.transfer.left == 0
 
 
 def test_no_byte_more_than_was_asked_for(pair: Pair) -> None:
@@ -130,6 +127,37 @@ def test_thousands_of_small_buffers(pair: Pair) -> None:
     assert target == payload
 
 
+@pytest.mark.servers
+def test_what_tls_has_decrypted_is_received_beyond_the_budget(tmp_path: Path) -> None:
+    """No event tells of it."""
+    authority = Authority(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*authority.issue("server", "localhost"))
+    theirs = ssl.create_default_context(cafile=authority.ca)
+    target = bytearray(1000)
+
+    def talk(client: socket.socket) -> None:
+        with theirs.wrap_socket(client, server_hostname="localhost") as secure:
+            secure.sendall(b"a" * 1000)
+            secure.recv(1)
+
+    with contextlib.ExitStack() as stack:
+        ours, client = map(stack.enter_context, socket.socketpair())
+        thread = threading.Thread(target=talk, args=(client,))
+        thread.start()
+        secure = stack.enter_context(context.wrap_socket(ours, server_side=True))
+        secure.setblocking(False)
+        transfer = Transfer(Channel(secure), [memoryview(target)[:5], memoryview(target)[5:]],
+                            sending=False)  # fmt: skip
+        deadline_s = time.monotonic() + WAIT_S
+        while not transfer.turn(1):
+            assert transfer.left == 1000, "all or nothing: it is one record"
+            assert time.monotonic() < deadline_s
+        secure.close()
+        thread.join(WAIT_S)
+    assert target == b"a" * 1000
+
+
 def test_slow_clients_hold_no_thread(movers: Movers) -> None:
     """One thread, forty clients that send or read nothing, and one that does."""
     payload = bytearray(random.Random(1).randbytes(32 << 20))
@@ -148,15 +176,12 @@ def test_slow_clients_hold_no_thread(movers: Movers) -> None:
         assert not any(each.has_ended for each in slow)
         assert slow[1].read(len(payload)) == payload
         slow[0].client.sendall(bytes((1 << 20) - 7))
-        slow[0].wait()
-        slow[1].wait()
+        assert slow[0].wait() is None
+        assert slow[1].wait() is None
         assert targets[0].rstrip(b"\0") == b"not all"
         for each in slow:
             each.client.close()
-        for each in slow:
-            each.wait()
-        assert [type(each.errors[0]) for each in slow[:2]] == [type(None)] * 2
-        assert all(isinstance(each.errors[0], ConnectionError) for each in slow[2:])
+        assert all(isinstance(each.wait(), ConnectionError) for each in slow[2:])
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
@@ -169,61 +194,55 @@ def test_a_client_that_goes_ends_it(pair: Pair, how: str, sending: bool) -> None
     else:
         pair.client.sendall(bytes(3 << 20))
     pair.reset() if how == "reset" else pair.client.close()
-    pair.wait()
-    assert isinstance(pair.errors[0], ConnectionError)
+    assert isinstance(pair.wait(), ConnectionError)
 
 
-def test_after_a_cancellation_nothing_touches_buffers_and_socket(pair: Pair) -> None:
-    target = bytearray(1 << 20)
-    transfer = pair.begin([memoryview(target)], sending=False)
-    pair.client.sendall(b"a" * 1000)
-    deadline_s = time.monotonic() + WAIT_S
-    while transfer.left != len(target) - 1000:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-    pair._movers.cancel(transfer)
-    pair._movers.cancel(transfer)
-    pair.client.sendall(b"b" * 1000)
-    assert select.select([pair.ours], [], [], WAIT_S)[0]
-    time.sleep(0.02)
-    assert target == b"a" * 1000 + bytes(len(target) - 1000)
-    assert pair.ours.recv(2000) == b"b" * 1000
-    assert pair.errors == []
-    target.extend(b"no view of it is left")
-
-
-def test_cancelled_at_any_moment(movers: Movers) -> None:
-    """The same socket serves the next transfer at once, and nothing of the one before is in it."""
+@pytest.mark.parametrize("sending", [True, False])
+def test_shut_down_at_any_moment(movers: Movers, sending: bool) -> None:
+    """The transfer ends at once, has moved what it says, and touches its buffers no more."""
     choose = random.Random(1)
-    with pairs(movers, 1) as (pair,):
-        for number in range(300):
-            target = bytearray(100_000)
-            transfer = pair.begin([memoryview(target)], sending=False)
-            sent = choose.choice((0, 1, 50_000, 100_000))
-            pair.client.sendall(bytes([number % 255 + 1]) * sent)
+    for number in range(60):
+        data = bytearray(4 << 20)
+        with pairs(movers, 1) as (pair,):
+            pair.begin([memoryview(data)], sending=sending)
+            sent = 0 if sending else choose.choice((0, 1, 50_000, 1 << 20))
+            pair.client.sendall(bytes([number + 1]) * sent)
             if choose.random() < 0.5:
-                time.sleep(choose.random() * 0.001)
-            movers.cancel(transfer)
-            left, before = transfer.left, bytes(target)
-            assert before == bytes([number % 255 + 1]) * (100_000 - left) + bytes(left)
-            rest = bytearray(sent - (100_000 - left) + 1)
-            pair.begin([memoryview(rest)], sending=False)
-            pair.client.sendall(b"\0")
-            pair.wait()
-            assert rest == bytes([number % 255 + 1]) * (len(rest) - 1) + b"\0"
-            assert target == before
+                time.sleep(choose.random() * 0.002)
+            pair.ours.shutdown(socket.SHUT_RDWR)
+            assert isinstance(pair.wait(), ConnectionError)
+            left, before = pair.transfer.left, bytes(data)
+            assert sending or before == bytes([number + 1]) * (len(data) - left) + bytes(left)
+            with contextlib.suppress(OSError):
+                pair.client.sendall(b"\xff" * 1000)
+            assert data == before
 
 
-def test_a_socket_that_cannot_be_watched(movers: Movers) -> None:
-    with socket.socket() as closed:
-        fd = closed.fileno()
-    transfer = Transfer(fd, [memoryview(bytearray(9))], sending=False, ended=lambda _: None)
-    with pytest.raises(OSError, match="descriptor"):
-        movers.begin(transfer)
-    movers.cancel(transfer)
+def test_what_fails_for_more_room_ends_with_that_error(pair: Pair) -> None:
+    def more(left: int) -> Sequence[memoryview]:
+        raise MemoryError(left)
+
+    transfer = Transfer(
+        Channel(pair.ours), [memoryview(bytearray(5))], sending=False, left=9, more=more
+    )
+    ended = threading.Event()
+    pair._movers.begin(transfer, ended.set)
+    pair.client.sendall(b"123456789")
+    assert ended.wait(WAIT_S)
+    assert (type(transfer.error), transfer.left) == (MemoryError, 4)
+
+
+def test_a_socket_that_cannot_be_watched(movers: Movers, tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        channel = Channel(file)  # type: ignore[arg-type]
+        transfer = Transfer(channel, [memoryview(bytearray(9))], sending=False)
+        with pytest.raises(OSError, match="permitted"):
+            movers.begin(transfer, lambda: None)
+    assert movers._transfers == {}
     with pairs(movers, 1) as (pair,):
         pair.begin([memoryview(b"goes on")], sending=True)
         assert pair.read(7) == b"goes on"
+        pair.wait()  # until then the socket is the threads'
 
 
 def test_several_threads_share_the_work() -> None:

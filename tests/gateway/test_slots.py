@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from lmcache_redis.gateway.runs import FreeRuns
-from lmcache_redis.gateway.slots import Lease, SlotPool
+from lmcache_redis.gateway.slots import FreeRuns, Lease, SlotPool
 
 
 def test_views_are_as_long_as_the_payload_and_hold_it() -> None:

@@ -14,6 +14,8 @@ from tests.gateway.serving import Serving
 from tests.gateway.wire import GET, PUT, SUCCESS, header
 from tests.servers import RedisServer
 
+pytestmark = pytest.mark.servers
+
 FORMS = [
     (24, 1, 3, (2, 3, 1, 2)), (24, 2, 2, (3, 2, 2, 0)), (9, 4, 0, (9, 0, 0, 0)),
     (9, 5, 6, (77, 0, 3, 0)), (4096, 1, 3, (3, 5, 7, 2)), (5, 0, 4, (0, 0, 0, 0)),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmcache_redis.bench.engine import EngineProcess
+from tests.engines import ForkedEngine
 from tests.harness import AgentServer, wait_until
 from tests.servers import RedisServer
 
@@ -89,7 +89,7 @@ def make_prompts(rng: random.Random, count: int) -> list[list[int]]:
 class Soak:
     """What happened: answers that were asked for, wrong ones, tokens that were hits, faults.
 
-    loaded_chunks: loaded into blocks by the last agent.
+    loaded_chunks: loaded into blocks before the first fault.
     """
 
     answers: int = 0
@@ -131,7 +131,8 @@ class Faults:
 
 
 def run_soak(
-    engine: EngineProcess,
+    soak: Soak,
+    engine: ForkedEngine,
     prompts: list[list[int]],
     expected: list[list[int]],
     seconds: float,
@@ -140,7 +141,6 @@ def run_soak(
     tell: Callable[[str], None] = lambda line: None,
 ) -> Soak:
     """Asks for six answers at a time, half of the rounds with vLLM's own cache emptied before."""
-    soak = Soak()
     ends_s = time.monotonic() + seconds
     while time.monotonic() < ends_s:
         if rng.random() < 0.5:
@@ -169,26 +169,29 @@ def run_soak(
 
 def soak_family(
     family: str,
-    seconds: float,
+    calm_s: float,
+    faulty_s: float,
     seed: int,
-    with_faults: bool,
     directory: Path,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Soak:
-    """A model, its answers without a connector, and then the soak with all that belongs to it."""
+    """A model, its answers without a connector, and then the soak with all that belongs to it.
+
+    calm_s: seconds before the first fault. faulty_s: seconds with faults.
+    """
     rng = random.Random(seed)
     model = make_soak_model(family, directory / family)
     prompts = make_prompts(rng, 40)
     env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     options = {key: ENGINE_OPTIONS[key] for key in ("dtype", "max_model_len", "block_size")}
-    with EngineProcess(model, log_path=directory / "plain.log", options=options, env=env) as plain:
+    with ForkedEngine(model, log_path=directory / "plain.log", options=options, env=env) as plain:
         expected = plain.generate(prompts, _TOKENS).outputs
     with (
         RedisServer(directory) as redis,
         AgentServer(
             directory / "agent", redis.unix_url, chunk_size_tokens=256, pool_bytes=32 << 20
         ) as agent,
-        EngineProcess(
+        ForkedEngine(
             model,
             connector_endpoint=agent.endpoint,
             log_path=directory / "engine.log",
@@ -200,11 +203,10 @@ def soak_family(
             lambda: (engines := agent.status()["engines"]) and all(e["ready"] for e in engines),
             what="the engine at the agent",
         )
-        faults = Faults(rng, agent, redis) if with_faults else None
-        soak = run_soak(engine, prompts, expected, seconds, rng, faults, tell)
-        wait_until(lambda: all(e["ready"] for e in agent.status()["engines"]), what="the engine")
+        soak = run_soak(Soak(), engine, prompts, expected, calm_s, rng, None, tell)
         soak.loaded_chunks = agent.counter("retrieved_chunks")
-        return soak
+        faults = Faults(rng, agent, redis)
+        return run_soak(soak, engine, prompts, expected, faulty_s, rng, faults, tell)
 
 
 def main() -> None:
@@ -212,15 +214,15 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(MODELS), default="mistral")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    parser.add_argument("--no-faults", action="store_true", help="plain operation only")
+    parser.add_argument("--calm-minutes", type=float, default=1.0, help="before the first fault")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         soak = soak_family(
             arguments.model,
+            arguments.calm_minutes * 60,
             arguments.minutes * 60,
             arguments.seed,
-            not arguments.no_faults,
             Path(directory),
             lambda line: print(line, flush=True),
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.bench.engine import EngineProcess
+from tests.engines import ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts, make_model
 from tests.integrations.test_vllm import CHUNK, ready, start
@@ -37,15 +37,15 @@ class Weights:
         for file in self._versions[version].glob("*.safetensors"):
             shutil.copyfile(file, self.model / file.name)
 
-    def reload(self, engine: EngineProcess, version: int, *, connector: bool = False) -> None:
+    def reload(self, engine: ForkedEngine, version: int, *, connector: bool = False) -> None:
         """As RL does it: new weights in place, and then vLLM's own cache is reset."""
         self.put(version)
         engine.rpc("reload_weights")
         assert engine.reset_prefix_cache(connector=connector)
 
-    def ask(self, engine: EngineProcess, version: int) -> int:
+    def ask(self, engine: ForkedEngine, version: int) -> int:
         """Asserts that the answer is the version's; returns how many tokens were hits."""
-        engine.reset_prefix_cache()
+        empty(engine)
         answer = engine.generate([self.question], 8)
         assert answer.outputs[0] == self.expected[version]
         return int(answer.details["cached_tokens"][0])

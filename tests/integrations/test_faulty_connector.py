@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.bench.engine import EngineProcess
+from tests.engines import ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts
 from tests.integrations.test_vllm import CHUNK, OPTIONS, ready, start
@@ -60,7 +60,7 @@ def test_answers_stay_right_whatever_of_ours_fails(
         expected = [plain.generate([q], 4).outputs[0] for q in questions]
     fault = tmp_path / "fault"
     fault.write_text("")
-    with EngineProcess(
+    with ForkedEngine(
         model_dir,
         kv_transfer=wrapped(agent.endpoint),
         log_path=tmp_path / "engine.log",
@@ -75,7 +75,7 @@ def test_answers_stay_right_whatever_of_ours_fails(
         wait_until(lambda: ready(agent), what="the engine at the agent")
 
         def ask(number: int) -> int:
-            engine.reset_prefix_cache()
+            empty(engine)
             answer = engine.generate([questions[number]], 4)
             assert answer.outputs[0] == expected[number]
             return int(answer.details["cached_tokens"][0])

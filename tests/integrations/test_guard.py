@@ -128,7 +128,7 @@ def steps_of(worker: LMCacheRedisConnector, metadata: StepMetadata) -> Any:
     return SimpleNamespace(results=results, invalid=invalid, report=report)
 
 
-def test_a_load_that_was_promised_before_the_scheduler_half_broke_is_reported_failed(
+def test_a_load_that_was_promised_before_the_scheduler_broke_is_reported_failed(
     scheduler: LMCacheRedisConnector, worker: LMCacheRedisConnector
 ) -> None:
     """vLLM would wait for it for ever."""
@@ -140,7 +140,7 @@ def test_a_load_that_was_promised_before_the_scheduler_half_broke_is_reported_fa
     step = steps_of(worker, metadata)
     assert step.results.finished_recving == step.results.failed_recving == {"r"}
     assert step.invalid == set()
-    # The worker's half goes on.
+    # The worker goes on.
     assert worker._worker is not None
 
 
@@ -204,20 +204,20 @@ def test_settings_reach_the_link(tmp_path: Path) -> None:
 def test_an_update_of_many_calls_is_one_epoch(
     scheduler: LMCacheRedisConnector, caplog: pytest.LogCaptureFixture
 ) -> None:
-    half = scheduler._scheduler
-    assert half is not None
+    inner = scheduler._scheduler
+    assert inner is not None
     with caplog.at_level(logging.INFO, "vllm.lmcache_redis"):
         for _ in range(100):
             scheduler.weights_changed("an update")
     assert len(caplog.records) == 1
-    first = scheduler._epoch
+    first = inner.epoch
     assert len(first) == 8
-    half.epoch_is_unused = False  # a request came
+    inner._epoch_is_used = True  # by a request
     scheduler.weights_changed("another update")
-    assert scheduler._epoch not in (b"", first)
-    scheduler.weights_named("step-2")
-    named = scheduler._epoch
+    assert inner.epoch not in (b"", first)
+    scheduler.weights_changed("an update", "step-2")
+    named = inner.epoch
     scheduler.weights_changed("an update")  # others have that name: it is left at once
-    assert scheduler._epoch not in (b"", first, named)
-    scheduler.weights_named("step-2")
-    assert scheduler._epoch == named
+    assert inner.epoch not in (b"", first, named)
+    scheduler.weights_changed("an update", "step-2")
+    assert inner.epoch == named

@@ -16,9 +16,9 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 import torch
 from vllm.engine.arg_utils import EngineArgs
 
-from lmcache_redis.bench.engine import EngineProcess
 from lmcache_redis.integrations.vllm.identity import engine_identity
 from lmcache_redis.integrations.vllm.weights import Unidentified
+from tests.engines import PATCH_VARIABLE, ForkedEngine
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts
 from tests.integrations.test_weights import write_safetensors
@@ -186,31 +186,11 @@ def test_settings_that_are_not_as_expected_never_reach_the_engine() -> None:
 
 # Two hosts, as far as one machine can show: the instruction set of one is forced.
 
-_FORCED = '''
-"""Put before the engine's imports: a host without AMX."""
-import importlib.abc
-import importlib.util
-import sys
+_WITHOUT_AMX = """
+import vllm.v1.attention.backends.cpu_attn as backend
 
-
-class Patch(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "vllm.v1.attention.backends.cpu_attn":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-
-        def exec_module(module):
-            load(module)
-            module._get_attn_isa = lambda *args, **kwargs: "vec"
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, Patch())
-'''
+backend._get_attn_isa = lambda *args, **kwargs: "vec"
+"""
 
 
 @pytest.mark.engine
@@ -219,15 +199,13 @@ sys.meta_path.insert(0, Patch())
 def test_a_host_of_another_instruction_set_does_not_read_what_it_cannot(
     model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
 ) -> None:
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(_FORCED)
-    forced = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    patch = tmp_path / "without_amx.py"
+    patch.write_text(_WITHOUT_AMX)
     question = prompts.tokens(700)
 
     def hits(log: str, env: dict[str, str]) -> list[int]:
         """Cached tokens of one question, asked twice with vLLM's own cache emptied between."""
-        engine = EngineProcess(
+        engine = ForkedEngine(
             model_dir,
             connector_endpoint=agent.endpoint,
             log_path=tmp_path / log,
@@ -248,4 +226,4 @@ def test_a_host_of_another_instruction_set_does_not_read_what_it_cannot(
         return [each.details["cached_tokens"][0] for each in (cold, warm)]
 
     assert hits("amx.log", {}) == [0, 512]
-    assert hits("vec.log", {"PYTHONPATH": forced}) == [0, 512]
+    assert hits("vec.log", {PATCH_VARIABLE: str(patch)}) == [0, 512]

@@ -70,6 +70,7 @@ def test_instruction_sets_that_pack_differently_are_told_apart() -> None:
     assert found["vec16"] == found["vec"]
 
 
+@pytest.mark.servers
 def test_two_processes_find_the_same() -> None:
     code = (
         "from tests.integrations.test_probe import packing, cpu_layer;"

@@ -1,4 +1,4 @@
-"""Half a minute of the soak for each model; `soak.py` says how to run it for an hour."""
+"""Half a minute of faults for each model; `soak.py` says how to run it for an hour."""
 
 from __future__ import annotations
 
@@ -14,13 +14,8 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 @pytest.mark.parametrize("family", sorted(MODELS))
 def test_every_answer_is_the_one_without_a_connector(family: str, tmp_path: Path) -> None:
-    soak = soak_family(family, 30.0, seed=1, with_faults=True, directory=tmp_path)
+    soak = soak_family(family, 15.0, 30.0, seed=1, directory=tmp_path)
     assert soak.wrong == 0
+    assert soak.loaded_chunks > 0, "also a sliding window hits what it stored"
     assert soak.answers > 0
     assert soak.faults
-
-
-def test_sliding_windows_hit_what_they_stored(tmp_path: Path) -> None:
-    soak = soak_family("mistral", 20.0, seed=1, with_faults=False, directory=tmp_path)
-    assert soak.wrong == 0
-    assert soak.loaded_chunks > 0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.bench.engine import EngineProcess
 from lmcache_redis.keys import parse_stripe_key
+from tests.engines import ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts
 from tests.servers import RedisServer
@@ -39,9 +39,9 @@ def start(
     *,
     env: dict[str, str] | None = None,
     **options: object,
-) -> EngineProcess:
+) -> ForkedEngine:
     """An engine, known to the agent where one runs."""
-    engine = EngineProcess(
+    engine = ForkedEngine(
         model_dir,
         connector_endpoint=None if agent is None else agent.endpoint,
         log_path=log,
@@ -58,14 +58,14 @@ def start(
 
 
 @pytest.fixture(scope="module")
-def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedEngine]:
     """An engine without a connector: what the answers have to be."""
     with start(model_dir, None, tmp_path_factory.mktemp("plain") / "engine.log") as engine:
         yield engine
 
 
 def test_a_new_engine_answers_from_redis_what_another_computed(
-    plain: EngineProcess, model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
+    plain: ForkedEngine, model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
 ) -> None:
     one = prompts.tokens(4 * CHUNK + 1)  # fully cached but for one token
     exact = prompts.tokens(2 * CHUNK)  # fully cached: the last token is computed again
@@ -118,7 +118,7 @@ def test_a_new_engine_answers_from_redis_what_another_computed(
 
 
 def test_whatever_fails_the_answers_stay_right(
-    plain: EngineProcess,
+    plain: ForkedEngine,
     model_dir: Path,
     agent: AgentServer,
     redis_server: RedisServer,
@@ -128,7 +128,7 @@ def test_whatever_fails_the_answers_stay_right(
     questions = [prompts.tokens(3 * CHUNK + 10) for _ in range(8)]
     expected = [plain.generate([q], 4).outputs[0] for q in questions]
 
-    def ask(engine: EngineProcess, number: int) -> tuple[float, int]:
+    def ask(engine: ForkedEngine, number: int) -> tuple[float, int]:
         answer = engine.generate([questions[number]], 4)
         assert answer.outputs[0] == expected[number]
         return answer.seconds, answer.details["cached_tokens"][0]
@@ -137,27 +137,27 @@ def test_whatever_fails_the_answers_stay_right(
     with start(model_dir, agent, tmp_path / "engine.log") as engine:
         for number in range(8):
             assert ask(engine, number)[1] == 0
-        engine.reset_prefix_cache()
+        empty(engine)
         agent.start()  # and picks it up when it comes
         wait_until(lambda: ready(agent), what="the engine at the agent")
         for number in range(8):
             assert ask(engine, number)[1] == 0
         agent.wait_idle()
-        engine.reset_prefix_cache()
+        empty(engine)
         assert ask(engine, 0)[1] == 3 * CHUNK
 
         # Redis is stopped during a lookup: at most the deadline, then it is computed.
         agent.restart()
         wait_until(lambda: ready(agent), what="the engine at the new agent")
         redis_server.stop()
-        engine.reset_prefix_cache()
+        empty(engine)
         seconds, cached = ask(engine, 1)
         assert cached == 0
         assert seconds < NO_HANG_S
         wait_until(lambda: not agent.status()["redis"]["up"], what="an open breaker")
         redis_server.cont()
         wait_until(lambda: agent.status()["redis"]["up"], what="Redis back")
-        engine.reset_prefix_cache()
+        empty(engine)
         assert ask(engine, 2)[1] == 3 * CHUNK
 
         # A damaged value: a miss from there on.
@@ -166,7 +166,7 @@ def test_whatever_fails_the_answers_stay_right(
                 value = bytearray(client.get(key))
                 value[-1] ^= 1
                 client.set(key, bytes(value))
-        engine.reset_prefix_cache()
+        empty(engine)
         assert ask(engine, 3)[1] == 0
         assert agent.counter("miss_corrupt") > 0
         redis_server.command("FLUSHALL")  # the other damaged values would only be found in turn
@@ -178,33 +178,33 @@ def test_whatever_fails_the_answers_stay_right(
         wait_until(lambda: ready(agent), what="the engine at the new agent")
         with redis_server.client() as client:
             client.delete(*[key for key in client.scan_iter() if parse_stripe_key(key)[2] > 0])
-        engine.reset_prefix_cache()
+        empty(engine)
         assert ask(engine, 5)[1] == 0
         assert agent.counter("miss_incomplete") > 0
 
         # The agent is killed while a request is being answered, and comes back.
         agent.wait_idle()
-        engine.reset_prefix_cache()
+        empty(engine)
         engine.begin_generate([questions[4]], 4)
         agent.kill()
         answer = engine.finish()
         assert answer.outputs[0] == expected[4]
         assert answer.seconds < NO_HANG_S
-        engine.reset_prefix_cache()
+        empty(engine)
         assert ask(engine, 5)[1] == 0
         agent.start()
         wait_until(lambda: ready(agent), what="the engine registered anew")
-        engine.reset_prefix_cache()
+        empty(engine)
         ask(engine, 6)
         agent.wait_idle()
-        engine.reset_prefix_cache()
+        empty(engine)
         assert ask(engine, 6)[1] == 3 * CHUNK
 
         # Redis is killed while a request loads from it.
         agent.wait_idle()
         agent.restart()
         wait_until(lambda: ready(agent), what="the engine at the new agent")
-        engine.reset_prefix_cache()
+        empty(engine)
         engine.begin_generate([questions[6]], 4)
         time.sleep(0.005)
         redis_server.kill()
@@ -216,15 +216,15 @@ def test_whatever_fails_the_answers_stay_right(
         redis_server.start()
         redis_server.config_set("maxmemory-policy", "noeviction")
         redis_server.config_set("maxmemory", "2mb")
-        engine.reset_prefix_cache()
+        empty(engine)
         ask(engine, 7)
         redis_server.kill()
-        engine.reset_prefix_cache()
+        empty(engine)
         ask(engine, 0)
 
         # Requests that are aborted in a lookup or a load leave nothing behind.
         for delay_s in (0.0, 0.002, 0.01, 0.05):
-            engine.reset_prefix_cache()
+            empty(engine)
             engine.abort_after(questions[6], delay_s)
         ask(engine, 6)
         wait_until(lambda: agent.status()["sessions"] == 0, what="ended sessions")
@@ -233,7 +233,7 @@ def test_whatever_fails_the_answers_stay_right(
 
 
 def test_preempted_requests_and_a_small_block_pool(
-    plain: EngineProcess, model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
+    plain: ForkedEngine, model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
 ) -> None:
     """Blocks are reused all the time: what is cached must still be what was computed."""
     questions = [prompts.tokens(2 * CHUNK + 40) for _ in range(4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 import time
@@ -9,9 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lmcache_redis.errors import RedisTimeout
 from lmcache_redis.keys import key_stem, stripe_key
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
+from lmcache_redis.resp.bulk import Call, End, Mover, Packed, Result
+from lmcache_redis.resp.connection import Connection
 from lmcache_redis.resp.options import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
 from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
 from tests.servers import RedisServer
@@ -206,3 +210,20 @@ def our_connections(server: RedisServer) -> list[str]:
     with server.client() as client:
         found = [str(each["name"]) for each in client.client_list()]
     return sorted(name for name in found if name.startswith("lmcache-redis:"))
+
+
+def finish(
+    mover: Mover, connection: Connection, task: Packed, deadline: float, *, is_load: bool
+) -> Result:
+    """Have one stripe moved to its end; past the deadline the connection fails."""
+    lanes = [mover.handle(connection.stream)]
+    in_flight, is_sending = 0, False
+    while time.monotonic() < deadline:
+        call = Call(lanes, [task], in_flight, is_sending, True, deadline)
+        moved = mover.load(call) if is_load else mover.store(call)
+        if moved.done:
+            return moved.done[0]
+        in_flight, is_sending = 1, moved.sending == errno.EAGAIN
+        if moved.sending and not is_sending:
+            return End.LOST, moved.sending, b""
+    connection.fail(RedisTimeout("late"))

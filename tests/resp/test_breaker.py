@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lmcache_redis.resp.breaker import Breaker
+from lmcache_redis.resp.health import Breaker
 
 
 def test_down_until_a_probe_is_answered() -> None:

@@ -1,17 +1,21 @@
-"""The reader of GET replies against a peer that says anything at all, cut anywhere."""
+"""Stripes between sockets and slots, by each mover, against a peer that says anything at all."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
+from lmcache_redis import native
 from lmcache_redis.errors import (
     RedisAuthError,
     RedisError,
@@ -20,152 +24,285 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.bulk import MAX_DRAIN_BYTES, BulkConnection, Found
-from lmcache_redis.resp.connection import ConnectionState
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.resp import ReadOutcome
+from lmcache_redis.resp.bulk import (
+    MOST_LINE_BYTES,
+    QUIET_MS,
+    SENT,
+    Call,
+    End,
+    Failure,
+    Moved,
+    Mover,
+    NativeMover,
+    Packed,
+    PythonMover,
+    Result,
+    Verified,
+    error_in,
+    receive_value,
+    seal_short,
+    verify,
+)
+from lmcache_redis.resp.connection import Connection, ConnectionState
 from lmcache_redis.resp.stream import PlainStream, Stream
-from lmcache_redis.resp.wire import get_command
+from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, Verdict
 
-HEADER = bytes(range(256)) * 2
-PAYLOAD = b"p" * 300
-VALUE = HEADER + PAYLOAD
-COMMAND = get_command(b"key")
-GOOD = b"$%d\r\n%b\r\n" % (len(VALUE), VALUE)
-
-
-class OneSocket:
-    """In the place of a Connector: hands out one end of a socket pair."""
-
-    def __init__(self, op_timeout_s: float = 10.0) -> None:
-        ours, self.peer = socket.socketpair()
-        self._stream = PlainStream(ours, "test", op_timeout_s)
-
-    def open(self, name: str, deadline: float) -> Stream:
-        return self._stream
-
-    def discard(self, stream: Stream) -> None:
-        stream.close()
+PAYLOAD = 4096
+FIXTURES = [HealthCheck.function_scoped_fixture]
+STORE_ID = bytes(range(16))
+COMMAND = b"*2\r\n$3\r\nGET\r\n$3\r\nkey\r\n"
 
 
-class Peer:
-    """A connection whose other end replies with given pieces, then closes or stays."""
+def frame_of(nbytes: int, stripes: int = 3) -> ChunkFrame:
+    metadata = RemoteMetadata(
+        stripes * nbytes, [(stripes * nbytes,)], ["uint8"], MemoryFormat.PAGES
+    )
+    return ChunkFrame(
+        bytes(range(32)), b"a chunk's hash", stripes * nbytes, nbytes, metadata.serialize()
+    )
 
-    def __init__(self, pieces: Iterable[bytes], stay: bool = False, timeout_s: float = 10.0):
-        self._one = OneSocket(timeout_s)
-        self.connection = BulkConnection(self._one, "test")  # type: ignore[arg-type]
-        assert self.connection.state is ConnectionState.NEW
-        self.connection.open()
-        self.timeout_s = timeout_s
-        self._guarded = bytearray(b"\xa5" * (len(PAYLOAD) + 128))
-        self.payload = memoryview(self._guarded)[64:-64]
-        self._pieces = list(pieces)
-        self._stay = stay
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
 
-    def _serve(self) -> None:
-        try:
-            for piece in self._pieces:
-                self._one.peer.sendall(piece)
-            if not self._stay:
-                self._one.peer.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
+FRAME = frame_of(PAYLOAD)
 
-    def get(self) -> Found:
-        return self.connection.get_stripe(COMMAND, self.payload, time.monotonic() + self.timeout_s)
 
-    def __enter__(self) -> Peer:
+def payload_of(index: int, nbytes: int = PAYLOAD) -> bytes:
+    return bytes((n * 7 + index) % 251 for n in range(nbytes))
+
+
+def value_of(index: int, payload: bytes, frame: ChunkFrame = FRAME) -> bytes:
+    header = bytearray(HEADER_BYTES)
+    frame.pack_header_into(header, index, STORE_ID, xxh3_64_intdigest(payload), 1234)
+    return bytes(header) + payload
+
+
+def reply_with(value: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+GOOD = reply_with(value_of(0, payload_of(0)))
+
+
+def to_load(index: int, slot: bytearray, frame: ChunkFrame = FRAME) -> Packed:
+    expected = b"$%d\r\n" % (HEADER_BYTES + len(slot)) + frame.unsealed_header(index)
+    return COMMAND, expected, memoryview(slot), b""
+
+
+def to_store(index: int, payload: bytes, frame: ChunkFrame = FRAME) -> Packed:
+    header = bytearray(frame.unsealed_header(index, STORE_ID, 99))
+    view = memoryview(payload)
+    return b"prefix %d " % index, seal_short(header, view), view, b"\r\n"
+
+
+@pytest.fixture(params=["native", "python"])
+def mover(request: pytest.FixtureRequest) -> Mover:
+    if request.param == "python":
+        return PythonMover()
+    if native.moves is None:
+        pytest.skip(native.why_not)
+    return NativeMover()
+
+
+class Lanes:
+    """Socket pairs: `handles` are ours, `servers` the other ends."""
+
+    def __init__(self, mover: Mover, count: int = 3) -> None:
+        pairs = [socket.socketpair() for _ in range(count)]
+        self.streams = [PlainStream(ours, "test", 10.0) for ours, _ in pairs]
+        self.servers = [server for _, server in pairs]
+        self.handles = [mover.handle(stream) for stream in self.streams]
+        self._mover = mover
+        for server in self.servers:
+            server.settimeout(5)
+
+    def load(
+        self,
+        tasks: list[Packed],
+        in_flight: int = 0,
+        lanes: int | None = None,
+        *,
+        drain: bool = True,
+        within_s: float = 5.0,
+        verify: bool = True,
+    ) -> Moved:
+        handles = self.handles[:lanes]
+        until = time.monotonic() + within_s
+        return self._mover.load(Call(handles, tasks, in_flight, False, drain, until, verify))
+
+    def store(
+        self,
+        tasks: list[Packed],
+        in_flight: int = 0,
+        lanes: int | None = None,
+        *,
+        is_sending: bool = False,
+    ) -> Moved:
+        handles = self.handles[:lanes]
+        until = time.monotonic() + 5.0
+        return self._mover.store(Call(handles, tasks, in_flight, is_sending, True, until))
+
+    def __enter__(self) -> Lanes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.connection.close()
-        self._thread.join()
-        self._one.peer.close()
-        assert self._guarded[:64] == self._guarded[-64:] == b"\xa5" * 64
+        for end in (*self.streams, *self.servers):
+            end.close()
 
 
-def test_a_value() -> None:
-    with Peer([GOOD], stay=True) as peer:
-        assert peer.get() is Found.VALUE
-        assert bytes(peer.connection.header) == HEADER
-        assert bytes(peer.payload) == PAYLOAD
-        assert peer.connection.is_open
-        assert peer._one.peer.recv(1000) == b"*2\r\n$3\r\nGET\r\n$3\r\nkey\r\n"
+@pytest.fixture
+def lanes(mover: Mover) -> Iterator[Lanes]:
+    with Lanes(mover) as lanes:
+        yield lanes
 
 
-@pytest.mark.parametrize("cut", [1, 2, 4, 5, 6, 7, 100, 517, 518, 519, 700, len(GOOD) - 1])
-def test_a_value_in_two_pieces_or_cut_short(cut: int) -> None:
-    with Peer([GOOD[:cut], GOOD[cut:]], stay=True) as peer:
-        assert peer.get() is Found.VALUE
-        assert bytes(peer.payload) == PAYLOAD
-    with Peer([GOOD[:cut]]) as peer:
-        with pytest.raises(RedisUnavailable):
-            peer.get()
-        assert peer.connection.state is ConnectionState.CLOSED
-    with Peer([GOOD[:cut]], stay=True, timeout_s=0.02) as peer:
-        with pytest.raises(RedisTimeout):
-            peer.get()
-        assert not peer.connection.is_open
+def failure_of(result: Result) -> Failure:
+    assert not isinstance(result, bytes)
+    return result
 
 
-def test_one_byte_after_the_other() -> None:
-    with Peer([GOOD[i : i + 1] for i in range(len(GOOD))], stay=True) as peer:
-        assert peer.get() is Found.VALUE
-        assert bytes(peer.payload) == PAYLOAD
+def load_one(mover: Mover, reply: bytes, task: Packed, close: bool = False) -> tuple[Result, bool]:
+    """What becomes of a stripe whose reply begins so; whether something was left unread."""
+    with Lanes(mover, 1) as lanes:
+        lanes.servers[0].sendall(reply)
+        if close:
+            lanes.servers[0].shutdown(socket.SHUT_WR)
+        moved = lanes.load([task], within_s=2.0)
+        (result,) = moved.done
+        return result, not lanes.streams[0].is_quiet()
+
+
+# ---------------------------------------------------------------------- load
+
+
+def test_loads_more_stripes_than_there_are_lanes(lanes: Lanes) -> None:
+    slots = [bytearray(PAYLOAD) for _ in range(3)]
+
+    def serve(server: socket.socket, indexes: list[int]) -> None:
+        for index in indexes:
+            assert server.recv(len(COMMAND), socket.MSG_WAITALL) == COMMAND
+            server.sendall(reply_with(value_of(index, payload_of(index))))
+
+    threads = [
+        threading.Thread(target=serve, args=(lanes.servers[0], [0, 2])),
+        threading.Thread(target=serve, args=(lanes.servers[1], [1])),
+    ]
+    for thread in threads:
+        thread.start()
+    left = [to_load(index, slot) for index, slot in enumerate(slots)]
+    done: list[Result] = []
+    order: list[int] = []
+    while left:
+        # Its servers are threads, which a busy machine may let wait.
+        moved = lanes.load(left, len(order), 2, drain=True)
+        order += moved.lanes
+        done += moved.done
+        lanes.handles = [lanes.handles[n] for n in order[len(moved.done) :]] + [
+            handle
+            for number, handle in enumerate(lanes.handles)
+            if number not in order[len(moved.done) :]
+        ]
+        left = left[len(moved.done) :]
+        order = list(range(len(order) - len(moved.done)))
+    for thread in threads:
+        thread.join()
+    assert done == [STORE_ID] * 3
+    assert slots == [bytearray(payload_of(index)) for index in range(3)]
+
+
+def test_leaves_lanes_busy_where_more_waits(lanes: Lanes) -> None:
+    slots = [bytearray(PAYLOAD) for _ in range(3)]
+    tasks = [to_load(index, slot) for index, slot in enumerate(slots)]
+    for index in (0, 1):
+        lanes.servers[index].sendall(reply_with(value_of(index, payload_of(index))))
+    moved = lanes.load(tasks, lanes=2, drain=False)
+    # The first reply made room for the third task; nothing waited for its reply.
+    assert moved == Moved([0, 1, 0], [STORE_ID], 0)
+    lanes.servers[0].sendall(reply_with(value_of(2, payload_of(2))))
+    # In flight, in the order of the requests: the second on lane 1, the third on lane 0.
+    lanes.handles[:2] = lanes.handles[1::-1]
+    assert lanes.load(tasks[1:], 2, 2) == Moved([], [STORE_ID] * 2, 0)
+    assert slots[2] == payload_of(2)
+
+
+def test_quiet_where_nothing_comes(lanes: Lanes) -> None:
+    task = to_load(0, bytearray(PAYLOAD))
+    began = time.monotonic()
+    assert lanes.load([task], lanes=1) == Moved([0], [], 0)
+    assert time.monotonic() - began >= QUIET_MS / 1000 - 0.001
+    # The reply comes later: the next call goes on.
+    lanes.servers[0].sendall(GOOD)
+    assert lanes.load([task], 1, 1) == Moved([], [STORE_ID], 0)
+
+
+@pytest.mark.parametrize("end", ["late", "lost"])
+def test_a_reply_that_stops_after_every_byte(mover: Mover, end: str) -> None:
+    """The next call goes on at that byte; or the connection is lost."""
+    frame = frame_of(256, 1)
+    payload = payload_of(0, 256)
+    reply = reply_with(value_of(0, payload, frame))
+    first = len(b"$768\r\n") + HEADER_BYTES
+    cuts = [*range(8), *range(8, first, 61), *range(first - 1, len(reply))]
+    for cut in cuts:
+        slot = bytearray(256)
+        task = to_load(0, slot, frame)
+        with Lanes(mover, 1) as lanes:
+            lanes.servers[0].sendall(reply[:cut])
+            if end == "lost":
+                lanes.servers[0].shutdown(socket.SHUT_WR)
+                (result,) = lanes.load([task]).done
+                assert failure_of(result)[0] == End.LOST
+                continue
+            assert lanes.load([task]) == Moved([0], [], 0)
+            lanes.servers[0].sendall(reply[cut:])
+            assert lanes.load([task], 1).done == [STORE_ID]
+            assert slot == payload
+
+
+def test_the_rest_of_a_reply_may_go_elsewhere(lanes: Lanes) -> None:
+    """A slot is free as soon as the mover is given other memory in its place."""
+    slot, scratch = bytearray(PAYLOAD), bytearray(PAYLOAD)
+    lanes.servers[0].sendall(GOOD[:1000])
+    assert lanes.load([to_load(0, slot)], lanes=1).done == []
+    content = bytes(slot)
+    lanes.servers[0].sendall(GOOD[1000:])
+    (result,) = lanes.load([to_load(0, scratch)], 1, 1).done
+    assert slot == content
+    assert failure_of(result)[0] == End.MISMATCH
+    lanes.servers[0].sendall(GOOD)
+    assert lanes.load([to_load(0, slot)], lanes=1).done == [STORE_ID]
+
+
+LINE = b"-ERR " + b"x" * 2000
 
 
 @pytest.mark.parametrize(
-    ("reply", "found"),
+    ("reply", "end", "data"),
     [
-        (b"$-1\r\n", Found.NOTHING),
-        (b"-WRONGTYPE Operation against a key\r\n", Found.OTHER_TYPE),
-        (b"$0\r\n\r\n", Found.OTHER_LENGTH),
-        (b"$3\r\nabc\r\n", Found.OTHER_LENGTH),
-        (b"$811\r\n" + VALUE[:-1] + b"\r\n", Found.OTHER_LENGTH),
-        (b"$813\r\n" + VALUE + b"x\r\n", Found.OTHER_LENGTH),
-        (b"$9000\r\n" + VALUE + b"x" * (9000 - len(VALUE)) + b"\r\n", Found.OTHER_LENGTH),
-        (b"$8\r\n12345678\r\n", Found.OTHER_LENGTH),
+        (b"$-1\r\n", End.NOTHING, b""),
+        (b"_\r\n", End.NOTHING, b""),
+        (b"-MOVED 1 h:1\r\n", End.LINE, b"-MOVED 1 h:1"),
+        (LINE + b"\r\n", End.LINE, LINE),
+        (b"$3\r\nabc\r\n", End.OTHER_LENGTH, b"abc"),
+        (b"$0\r\n\r\n", End.OTHER_LENGTH, b""),
+        (b"$9000000\r\n" + GOOD[7:600], End.OTHER_LENGTH, GOOD[7:519]),
+        (b"$4607\r\n" + GOOD[7:], End.OTHER_LENGTH, GOOD[7:519]),
     ],
 )
-def test_short_replies_are_known_by_their_first_bytes(reply: bytes, found: Found) -> None:
-    """The peer stays silent after the reply: waiting for more would time out."""
+def test_other_replies(mover: Mover, reply: bytes, end: End, data: bytes) -> None:
+    """Each ends its stripe, cut anywhere; after the first four the connection is in step."""
     for cut in {1, 2, 3, len(reply) // 2, len(reply)}:
-        # A good value follows, to show that the connection is still in step.
-        with Peer([reply[:cut], reply[cut:]], stay=True) as peer:
-            assert peer.get() is found
-            if found is Found.OTHER_LENGTH:
-                start = reply.index(b"\r\n") + 2
-                assert bytes(peer.connection.header) == reply[start:-2][:512]
-            assert peer.connection.is_open
-            peer._one.peer.sendall(GOOD)
-            assert peer.get() is Found.VALUE
-            assert bytes(peer.connection.header) == HEADER
-
-
-def test_a_much_longer_value_costs_the_connection_only() -> None:
-    head = b"$%d\r\n" % (MAX_DRAIN_BYTES * 2)
-    with Peer([head, VALUE], stay=True) as peer:
-        assert peer.get() is Found.OTHER_LENGTH
-        assert bytes(peer.connection.header) == HEADER
-        assert not peer.connection.is_open
-
-
-@pytest.mark.parametrize(
-    ("reply", "kind"),
-    [
-        (b"-LOADING Redis is loading\r\n", RedisUnavailable),
-        (b"-NOAUTH Authentication required.\r\n", RedisAuthError),
-        (b"-NOPERM no\r\n", RedisReplyError),
-        (b"-ERR " + b"x" * 2000 + b"\r\n", RedisReplyError),
-    ],
-)
-def test_error_replies_leave_the_connection_in_step(reply: bytes, kind: type[Exception]) -> None:
-    with Peer([reply], stay=True) as peer:
-        with pytest.raises(kind):
-            peer.get()
-        assert peer.connection.is_open
-        peer._one.peer.sendall(GOOD)
-        assert peer.get() is Found.VALUE
+        with Lanes(mover, 1) as lanes:
+            task = to_load(0, bytearray(PAYLOAD))
+            lanes.servers[0].sendall(reply[:cut])
+            done = lanes.load([task]).done
+            if not done:
+                lanes.servers[0].sendall(reply[cut:])
+                done = lanes.load([task], 1).done
+            assert done == [(end, 0, data)]
+            if end < End.OTHER_LENGTH:
+                lanes.servers[0].sendall(GOOD)
+                assert lanes.load([task]).done == [STORE_ID]
 
 
 @pytest.mark.parametrize(
@@ -177,27 +314,26 @@ def test_error_replies_leave_the_connection_in_step(reply: bytes, kind: type[Exc
         b"HTTP/1.1 400\r\n",
         b"$abc\r\n",
         b"$-2\r\n",
+        b"$007\r\n",
+        b"_x\r\n",
         b"$-1\r\n$-1\r\n",
         b"$99999999999999999\r\n",
         b"-ERR a\r\n-ERR b\r\n",
-        b"$3\r\nabcdef",
         b"$" + b"1" * 70_000,
+        b"-ERR " + b"x" * MOST_LINE_BYTES,
         GOOD[:-2] + b"xx",
         b"\r\n",
         b"\0" * 600,
     ],
 )
-def test_garbage_closes_the_connection(reply: bytes) -> None:
-    with Peer([reply], stay=False) as peer:
-        try:
-            found = peer.get()
-        except (RedisProtocolError, RedisUnavailable):
-            found = Found.OTHER_LENGTH
-        assert found is Found.OTHER_LENGTH
-        assert not peer.connection.is_open
+def test_garbage(mover: Mover, reply: bytes) -> None:
+    result, _ = load_one(mover, reply, to_load(0, bytearray(PAYLOAD)))
+    assert failure_of(result)[0] == End.GARBAGE
 
 
-@settings(max_examples=150, deadline=None)
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     st.one_of(
         st.binary(max_size=900),
@@ -209,66 +345,315 @@ def test_garbage_closes_the_connection(reply: bytes) -> None:
         ),
     )
 )
-def test_anything_gives_an_answer_or_our_own_error(reply: bytes) -> None:
-    with Peer([reply]) as peer:
-        try:
-            found = peer.get()
-        except RedisError:
-            return
-        if found is Found.VALUE:
-            assert reply.startswith(b"$%d\r\n" % len(VALUE))
-            assert bytes(peer.connection.header) + bytes(peer.payload) == reply[6:-2][: len(VALUE)]
+def test_anything_ends_the_stripe(mover: Mover, reply: bytes) -> None:
+    slot = bytearray(PAYLOAD)
+    result, _ = load_one(mover, reply, to_load(0, slot), close=True)
+    if isinstance(result, bytes):
+        assert reply.startswith(GOOD)
+        assert slot == payload_of(0)
 
 
-# ------------------------------------------------------------------ sending
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255), st.booleans())
+def test_a_header_counts_where_its_frame_says_so(
+    mover: Mover, at: int, flip: int, resealed: bool
+) -> None:
+    payload = payload_of(1)
+    value = bytearray(value_of(1, payload))
+    value[at] ^= flip
+    if resealed:
+        value[168:176] = bytes(8)
+        value[168:176] = xxh3_64_intdigest(value[:HEADER_BYTES]).to_bytes(8, "little")
+    check = FRAME.check_header(value, 1)
+    good = check.verdict is Verdict.OK and check.checksum == xxh3_64_intdigest(payload)
+    slot = bytearray(PAYLOAD)
+    result, _ = load_one(mover, reply_with(bytes(value)), to_load(1, slot))
+    assert slot == payload
+    if good:
+        assert result == check.store_id
+    else:
+        assert result == (End.MISMATCH, 0, bytes(value[:HEADER_BYTES]))
 
 
-def test_a_set_is_sent_whole_however_the_socket_takes_it() -> None:
-    one = OneSocket()
-    connection = BulkConnection(one, "test")  # type: ignore[arg-type]
+@pytest.mark.parametrize("checksums", [True, False])
+@pytest.mark.parametrize("at", [0, 1, PAYLOAD // 2, PAYLOAD - 1])
+def test_a_flipped_bit_in_the_payload(lanes: Lanes, at: int, checksums: bool) -> None:
+    value = bytearray(value_of(0, payload_of(0)))
+    value[HEADER_BYTES + at] ^= 1
+    lanes.servers[0].sendall(reply_with(bytes(value)))
+    slot = bytearray(PAYLOAD)
+    (result,) = lanes.load([to_load(0, slot)], lanes=1, verify=checksums).done
+    if not checksums:
+        assert result == STORE_ID
+        return
+    assert failure_of(result)[0] == End.MISMATCH
+    assert verify(FRAME, 0, failure_of(result), memoryview(slot)) == Verified(
+        ReadOutcome.CORRUPT, remove_stripes=3
+    )
+
+
+@pytest.mark.parametrize("nbytes", [1, 3, 16, 240, 241])
+def test_short_payloads(lanes: Lanes, nbytes: int) -> None:
+    """Their checksums are another kind, which the native extension leaves to Python."""
+    frame = frame_of(nbytes)
+    payload = payload_of(1, nbytes)
+    value = value_of(1, payload, frame)
+    lanes.servers[0].sendall(b"+OK\r\n")
+    assert lanes.store([to_store(1, payload, frame)], lanes=1).done == [b""]
+    sent = received(lanes.servers[0], len(b"prefix 1 ") + len(value) + 2)[9:-2]
+    assert frame.check_header(sent, 1).checksum == xxh3_64_intdigest(payload)
+    lanes.servers[0].sendall(reply_with(value))
+    slot = bytearray(nbytes)
+    (result,) = lanes.load([to_load(1, slot, frame)], lanes=1).done
+    if not isinstance(result, bytes):
+        verified = verify(frame, 1, result, memoryview(slot))
+        assert verified is not None
+        assert verified.outcome is None
+        result = verified.store_id
+    assert result == STORE_ID
+    assert slot == payload
+
+
+def test_no_byte_beside_a_slot_changes(lanes: Lanes) -> None:
+    room = bytearray(b"\xaa" * (PAYLOAD + 128))
+    command, expected, _, _ = to_load(2, bytearray(PAYLOAD))
+    task = (command, expected, memoryview(room)[64:-64], b"")
+    lanes.servers[0].sendall(reply_with(value_of(2, payload_of(2))) + b"more than was asked for")
+    assert lanes.load([task], lanes=1).done == [STORE_ID]
+    assert room[:64] == room[-64:] == b"\xaa" * 64
+
+
+def test_a_large_payload_comes_in_pieces(lanes: Lanes) -> None:
+    nbytes = 3 * 128 * 1024 + 777
+    frame = frame_of(nbytes, 1)
+    payload = os.urandom(nbytes)
+    reply = reply_with(value_of(0, payload, frame))
+    sender = threading.Thread(target=lanes.servers[0].sendall, args=(reply,))
+    sender.start()
+    slot = bytearray(nbytes)
+    task = to_load(0, slot, frame)
+    moved = lanes.load([task], lanes=1)
+    while not moved.done:
+        moved = lanes.load([task], 1, 1)
+    sender.join()
+    assert moved.done == [STORE_ID]
+    assert slot == payload
+
+
+# --------------------------------------------------------------------- store
+
+
+def received(server: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        data += server.recv(nbytes - len(data))
+    return data
+
+
+def test_stores_what_the_frame_says(lanes: Lanes) -> None:
+    payload = payload_of(1)
+    header = bytearray(HEADER_BYTES)
+    FRAME.pack_header_into(header, 1, STORE_ID, xxh3_64_intdigest(payload), 99)
+    lanes.servers[0].sendall(b"+OK\r\n")
+    assert lanes.store([to_store(1, payload)], lanes=1) == Moved([0], [b""], 0)
+    whole = b"prefix 1 " + header + payload + b"\r\n"
+    assert received(lanes.servers[0], len(whole)) == whole
+
+
+@pytest.mark.parametrize(
+    ("reply", "result"),
+    [
+        (b"-OOM no\r\n", (End.LINE, 0, b"-OOM no")),
+        (b"+OKAY\r\n", (End.LINE, 0, b"+OKAY")),
+        (b":1\r\n", (End.LINE, 0, b":1")),
+        (b"+OK\r\n+OK\r\n", (End.GARBAGE, 0, b"")),
+        (b"$2\r\nOK\r\n", (End.GARBAGE, 0, b"")),
+        (b"+" + b"x" * 5000, (End.GARBAGE, 0, b"")),
+    ],
+)
+def test_other_replies_to_a_store(lanes: Lanes, reply: bytes, result: Result) -> None:
+    lanes.servers[0].sendall(reply)
+    assert lanes.store([SENT], 1, 1).done == [result]
+
+
+def test_an_acknowledgement_in_two_pieces(lanes: Lanes) -> None:
+    lanes.servers[0].sendall(b"+O")
+    assert lanes.store([to_store(0, payload_of(0))], lanes=1) == Moved([0], [], 0)
+    lanes.servers[0].sendall(b"K\r\n")
+    assert lanes.store([SENT], 1, 1).done == [b""]
+
+
+def test_a_store_that_is_sent_in_part(lanes: Lanes) -> None:
+    """A server that does not read: the next call goes on at the byte where this one stopped."""
+    payload = os.urandom(4 << 20)
+    task = (b"prefix", bytearray(HEADER_BYTES), memoryview(payload), b"\r\n")
+    moved = lanes.store([to_store(0, payload_of(0)), task])
+    assert moved == Moved([0, 1], [], errno.EAGAIN)
+    got: list[bytes] = []
+    nbytes = len(b"prefix") + HEADER_BYTES + len(payload) + 2
+    reader = threading.Thread(target=lambda: got.append(received(lanes.servers[1], nbytes)))
+    reader.start()
+    while moved.sending:
+        moved = lanes.store([SENT, task], 2, is_sending=True)
+    reader.join()
+    assert got == [b"prefix" + task[1] + payload + b"\r\n"]
+
+
+def test_a_store_to_a_server_that_is_gone(lanes: Lanes) -> None:
+    lanes.servers[0].close()
+    moved = lanes.store([to_store(0, payload_of(0))], lanes=1)
+    assert (moved.lanes, moved.done) == ([0], [])
+    assert moved.sending not in (0, errno.EAGAIN)
+
+
+def test_one_of_several_acknowledgements_is_missing(lanes: Lanes) -> None:
+    lanes.servers[0].sendall(b"+OK\r\n")
+    lanes.servers[2].sendall(b"+OK\r\n")
+    # In order: the third is acknowledged, and that is found out later.
+    tasks = [to_store(index, payload_of(index)) for index in range(3)]
+    assert lanes.store(tasks) == Moved([0, 1, 2], [b""], 0)
+
+
+# ------------------------------------------------------------------- one value
+
+
+class OneSocket:
+    """In the place of a Connector: hands out one end of a socket pair."""
+
+    def __init__(self) -> None:
+        ours, self.peer = socket.socketpair()
+        self._stream = PlainStream(ours, "test", 10.0)
+
+    def open(self, name: str, deadline: float) -> Stream:
+        return self._stream
+
+    def discard(self, stream: Stream) -> None:
+        stream.close()
+
+
+@pytest.fixture
+def one() -> Iterator[tuple[Connection, socket.socket]]:
+    sockets = OneSocket()
+    connection = Connection(sockets, "test")  # type: ignore[arg-type]
+    assert connection.state is ConnectionState.NEW
     connection.open()
-    payload = memoryview(bytes(range(256)) * 20_000)
-    received = bytearray()
-    prefix = b"*3\r\n$3\r\nSET\r\n$3\r\nkey\r\n$%d\r\n" % (512 + payload.nbytes)
-    wanted = len(prefix) + 512 + payload.nbytes + 2
-
-    def drain() -> None:
-        while len(received) < wanted:
-            received.extend(one.peer.recv(100_000))
-        one.peer.sendall(b"+OK\r\n")
-
-    thread = threading.Thread(target=drain)
-    thread.start()
-    connection.send_stripe(b"key", memoryview(HEADER), payload, time.monotonic() + 10)
-    assert connection.receive_replies(time.monotonic() + 10) == [b"OK"]
-    thread.join()
-    assert received == prefix + HEADER + payload.tobytes() + b"\r\n"
+    yield connection, sockets.peer
     connection.close()
-    one.peer.close()
+    sockets.peer.close()
 
 
-def test_a_peer_that_does_not_take_a_set_times_out() -> None:
-    one = OneSocket()
-    connection = BulkConnection(one, "test")  # type: ignore[arg-type]
-    connection.open()
-    payload = memoryview(bytes(8 << 20))
+def test_a_value(one: tuple[Connection, socket.socket]) -> None:
+    connection, peer = one
+    payload = memoryview(bytearray(PAYLOAD))
+    peer.sendall(GOOD)
+    assert receive_value(connection, payload, time.monotonic() + 5) == GOOD[7:519]
+    assert payload == payload_of(0)
+    for reply, is_open in ((b"$-1\r\n", True), (b"-WRONGTYPE no\r\n", True), (b"$1\r\na", False)):
+        peer.sendall(reply)
+        assert receive_value(connection, payload, time.monotonic() + 5) is None
+        assert connection.is_open == is_open
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "is_open"),
+    [
+        (b"-LOADING Redis is loading\r\n", RedisUnavailable, True),
+        (b"-NOAUTH Authentication required.\r\n", RedisAuthError, True),
+        (b"-NOPERM no\r\n", RedisReplyError, True),
+        (b"+OK\r\n", RedisProtocolError, False),
+        (b"$46", RedisTimeout, False),
+    ],
+)
+def test_what_is_raised_in_place_of_a_value(
+    one: tuple[Connection, socket.socket], reply: bytes, kind: type[RedisError], is_open: bool
+) -> None:
+    connection, peer = one
+    peer.sendall(reply)
+    with pytest.raises(kind):
+        receive_value(connection, memoryview(bytearray(PAYLOAD)), time.monotonic() + 0.1)
+    assert connection.is_open == is_open
+
+
+def test_what_failures_mean() -> None:
+    assert error_in((End.MISMATCH, 0, b"")) is None
+    assert error_in((End.NOTHING, 0, b"")) is None
+    assert isinstance(error_in((End.LINE, 0, b"-OOM x")), RedisError)
+    assert isinstance(error_in((End.LINE, 0, b"+OKAY")), RedisProtocolError)
+    assert isinstance(error_in((End.GARBAGE, 0, b"")), RedisProtocolError)
+    assert isinstance(error_in((End.LOST, 0, b"")), RedisUnavailable)
+
+
+def test_calls_take_exactly_their_replies() -> None:
+    def call(data: bytes, count: int) -> list[object]:
+        sockets = OneSocket()
+        connection = Connection(sockets, "test")  # type: ignore[arg-type]
+        connection.open()
+        try:
+            sockets.peer.sendall(data)
+            sockets.peer.shutdown(socket.SHUT_WR)
+            return list(connection.call(b"PING\r\n", count, time.monotonic() + 10))
+        except RedisError as error:
+            if not isinstance(error, RedisReplyError) and "OOM" not in str(error):
+                # What comes next on it would be taken for the next call's.
+                assert not connection.is_open
+            raise
+        finally:
+            connection.close()
+            sockets.peer.close()
+
+    for replies, kind in (
+        (b":1\r\n:2\r\n:3\r\n", RedisProtocolError),
+        (b":1\r\n:2\r\n$5\r\nab", RedisProtocolError),
+        (b":1\r\n-OOM x\r\n", RedisError),
+        (b":1\r\n", RedisUnavailable),
+        (b"what is this\r\n", RedisProtocolError),
+        (b"_1\r\n:1\r\n", RedisProtocolError),
+        (b":1\r\n?\r\n", RedisProtocolError),
+    ):
+        with pytest.raises(kind):
+            call(replies, 2)
+    assert call(b":1\r\n$1\r\na\r\n", 2) == [1, b"a"]
+
+
+def test_a_deadline_in_the_past_costs_no_connection(one: tuple[Connection, socket.socket]) -> None:
+    connection, peer = one
     with pytest.raises(RedisTimeout):
-        connection.send_stripe(b"key", memoryview(HEADER), payload, time.monotonic() + 0.05)
+        connection.call(b"PING\r\n", 1, time.monotonic() - 1)
+    assert connection.is_open
+    peer.sendall(b"+PONG\r\n")
+    connection.ping(time.monotonic() + 5)
+
+
+def test_a_closed_connection_is_of_no_use(one: tuple[Connection, socket.socket]) -> None:
+    connection, _ = one
+    connection.close()
+    connection.close()
+    with pytest.raises(RedisUnavailable):
+        connection.ping(time.monotonic() + 5)
+
+
+def test_a_much_longer_value_costs_the_connection_only(
+    one: tuple[Connection, socket.socket],
+) -> None:
+    connection, peer = one
+    peer.sendall(b"$16777216\r\n" + value_of(0, payload_of(0)))
+    assert receive_value(connection, memoryview(bytearray(PAYLOAD)), time.monotonic() + 5) is None
     assert not connection.is_open
-    one.peer.close()
 
 
-def test_a_value_that_drips_does_not_stretch_the_deadline() -> None:
-    one = OneSocket()
-    connection = BulkConnection(one, "test")  # type: ignore[arg-type]
-    connection.open()
+def test_a_value_that_drips_does_not_stretch_the_deadline(
+    one: tuple[Connection, socket.socket],
+) -> None:
+    connection, peer = one
     enough = threading.Event()
 
     def drip() -> None:
         # The other end hangs up when its time is over.
         with contextlib.suppress(OSError):
             for position in range(len(GOOD)):
-                one.peer.sendall(GOOD[position : position + 1])
+                peer.sendall(GOOD[position : position + 1])
                 if enough.wait(0.005):
                     return
 
@@ -276,45 +661,7 @@ def test_a_value_that_drips_does_not_stretch_the_deadline() -> None:
     thread.start()
     deadline = time.monotonic() + 0.1
     with pytest.raises(RedisTimeout):
-        connection.get_stripe(COMMAND, memoryview(bytearray(len(PAYLOAD))), deadline)
+        receive_value(connection, memoryview(bytearray(PAYLOAD)), deadline)
     assert time.monotonic() >= deadline - 0.01
     enough.set()
     thread.join()
-    one.peer.close()
-
-
-def test_a_deadline_in_the_past_costs_no_connection() -> None:
-    with Peer([GOOD], stay=True) as peer:
-        with pytest.raises(RedisTimeout):
-            peer.connection.get_stripe(COMMAND, peer.payload, time.monotonic() - 1)
-        assert peer.connection.is_open
-        assert peer.get() is Found.VALUE
-
-
-def test_calls_take_exactly_their_replies() -> None:
-    for replies, kind in (
-        (b":1\r\n:2\r\n:3\r\n", RedisProtocolError),
-        (b":1\r\n:2\r\n$5\r\nab", RedisProtocolError),
-        (b":1\r\n-OOM x\r\n", RedisError),
-        (b":1\r\n", RedisUnavailable),
-    ):
-        with Peer([replies]) as peer, pytest.raises(kind):
-            peer.connection.call(b"PING\r\n", 2, time.monotonic() + 10)
-    for garbage in (b"what is this\r\n", b"_1\r\n:1\r\n", b":1\r\n?\r\n"):
-        with Peer([garbage], stay=True) as peer:
-            with pytest.raises(RedisProtocolError):
-                peer.connection.call(b"x", 2, time.monotonic() + 10)
-            # What comes next on it would be taken for the next call's.
-            assert not peer.connection.is_open
-    with Peer([b":1\r\n", b"$1\r\na\r\n"], stay=True) as peer:
-        assert peer.connection.call(b"x", 2, time.monotonic() + 10) == [1, b"a"]
-    with Peer([b"+PANG\r\n"], stay=True) as peer, pytest.raises(RedisProtocolError):
-        peer.connection.ping(time.monotonic() + 10)
-
-
-def test_a_closed_connection_is_of_no_use() -> None:
-    with Peer([], stay=True) as peer:
-        peer.connection.close()
-        peer.connection.close()
-        with pytest.raises(RedisUnavailable):
-            peer.get()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.resp import CallOutcome, ReadOutcome, WriteOutcome
-from lmcache_redis.resp.routes import slot_of
+from lmcache_redis.resp.topology import slot_of
 from tests.resp.helpers import (
     NAMESPACE,
     Chunk,
@@ -25,6 +25,8 @@ from tests.resp.helpers import (
 )
 from tests.servers import RedisServer
 from tests.topologies import Cluster, keys_on, running_cluster
+
+pytestmark = pytest.mark.servers
 
 SLOT = 4096
 BIG = 100_000

@@ -18,8 +18,8 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
-from lmcache_redis.resp.bulk import BulkConnection
 from lmcache_redis.resp.connect import Connector
+from lmcache_redis.resp.connection import Connection
 from lmcache_redis.resp.endpoint import parse_endpoint
 from lmcache_redis.resp.stream import PlainStream, TlsStream
 from tests.resp.certificates import Authority
@@ -36,7 +36,7 @@ def connector(url: str, timeout_s: float = 5.0, **settings: Any) -> Connector:
 
 def check(connector: Connector) -> None:
     """Connect, PING, close."""
-    connection = BulkConnection(connector, "lmcache-redis:test")
+    connection = Connection(connector, "lmcache-redis:test")
     try:
         connection.open()
         connection.ping(time.monotonic() + 5.0)
@@ -51,7 +51,7 @@ def check(connector: Connector) -> None:
 def test_tcp_and_unix_and_database(server: RedisServer) -> None:
     for url in (server.url, server.unix_url, f"{server.url}/3"):
         check(connector(url))
-    connection = BulkConnection(connector(f"{server.url}/3"), "lmcache-redis:name")
+    connection = Connection(connector(f"{server.url}/3"), "lmcache-redis:name")
     connection.open()
     with server.client() as client:
         (mine,) = [c for c in client.client_list() if c["name"] == "lmcache-redis:name"]
@@ -60,6 +60,7 @@ def test_tcp_and_unix_and_database(server: RedisServer) -> None:
     connection.close()
 
 
+@pytest.mark.servers
 def test_ipv6(tmp_path: Path) -> None:
     if not socket.has_ipv6:
         pytest.skip("needs IPv6")
@@ -105,6 +106,7 @@ def test_nobody_there(tmp_path: Path) -> None:
     assert "does not exist" in str(error)
 
 
+@pytest.mark.servers
 def test_credentials(tmp_path: Path) -> None:
     with RedisServer(tmp_path, password=SECRET) as server:
         check(connector(server.url, password=SECRET))
@@ -128,11 +130,12 @@ def test_a_stopped_server_times_out(own_server: RedisServer) -> None:
     own_server.cont()
 
 
+@pytest.mark.servers
 def test_no_client_too_many(tmp_path: Path) -> None:
     with RedisServer(tmp_path, args=("--maxclients", "1")) as server:
         wait_until(lambda: server.running)
         first = connector(server.url)
-        connection = BulkConnection(first, "x")
+        connection = Connection(first, "x")
         connection.open()
         error = refused(connector(server.url))
         assert isinstance(error, RedisUnavailable)
@@ -186,7 +189,7 @@ def test_a_name_is_not_needed(reply: bytes) -> None:
 
 def test_an_aborted_connector_lets_nobody_wait(own_server: RedisServer) -> None:
     patient = connector(own_server.url, timeout_s=60.0)
-    connection = BulkConnection(patient, "x")
+    connection = Connection(patient, "x")
     connection.open()
     own_server.stop()
     errors: list[RedisError] = []
@@ -247,6 +250,7 @@ def tls_server(tmp_path: Path, certificates: Path) -> Iterator[tuple[RedisServer
         server.kill()
 
 
+@pytest.mark.servers
 def test_tls(tls_server: tuple[RedisServer, str], certificates: Path) -> None:
     server, url = tls_server
     url_with_ca = f"{url}?ssl_ca_certs={certificates}/ca.pem"
@@ -270,6 +274,7 @@ def test_tls(tls_server: tuple[RedisServer, str], certificates: Path) -> None:
         wait_until(lambda: plane.state.up and read(plane, loaded[1]) == [ReadOutcome.LOADED])
 
 
+@pytest.mark.servers
 def test_tls_refusals_say_why(tls_server: tuple[RedisServer, str], certificates: Path) -> None:
     _, url = tls_server
     error = refused(connector(url))

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from queue import Queue
 
 import pytest
 import redis
 
-from lmcache_redis.resp import ReadOutcome, RedisPlane, WriteOutcome
+from lmcache_redis.keys import stripe_key
+from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisPlane, WriteOutcome
+from lmcache_redis.resp.outcomes import DescribeResult, RemoveResult
 from lmcache_redis.stripe import HEADER_BYTES
-from tests.resp.helpers import Chunk, read, wait_until, write
+from tests.resp.helpers import Chunk, chunk_key, read, wait_until, write
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
 SLOT = 4096
 SIZE = 5 * SLOT - 100
+WAIT_S = 10.0
 
 
 @pytest.fixture
@@ -196,3 +201,30 @@ def test_stripe_0_is_missing(plane: RedisPlane, client: redis.Redis, stored: Chu
     check(plane, client, stored, ReadOutcome.MISSING, removed=False)
     client.delete(stored.stripe_keys()[0], stored.stripe_keys()[1])
     check(plane, client, stored, ReadOutcome.MISSING, removed=False)
+
+
+def test_a_description_is_that_of_the_headers(
+    plane: RedisPlane, client: redis.Redis, stored: Chunk
+) -> None:
+    client.set(stripe_key(chunk_key(8), 0), b"not ours")
+    keys = [stripe_key(key, 0) for key in (chunk_key(9), stored.key, chunk_key(8))]
+    answers: Queue[DescribeResult] = Queue()
+    plane.describe(keys, time.monotonic() + WAIT_S, answers.put)
+    outcome, (absent, header, foreign) = answers.get(timeout=WAIT_S)
+    assert outcome is CallOutcome.DONE
+    assert (absent, foreign) == (None, None)
+    assert header is not None
+    assert (header.chunk_hash, header.chunk_bytes) == (stored.frame.chunk_hash, SIZE)
+    assert (header.stripe_index, header.stripe_count) == (0, stored.frame.stripe_count)
+
+
+def test_a_removal_is_answered_with_what_was_there(
+    plane: RedisPlane, client: redis.Redis, stored: Chunk
+) -> None:
+    neighbours = client.dbsize() - stored.frame.stripe_count
+    answers: Queue[RemoveResult] = Queue()
+    for removed in (stored.frame.stripe_count, 0):
+        deadline = time.monotonic() + WAIT_S
+        plane.remove(stored.key, stored.frame.stripe_count, deadline, answers.put)
+        assert answers.get(timeout=WAIT_S) == RemoveResult(CallOutcome.DONE, removed)
+        assert client.dbsize() == neighbours

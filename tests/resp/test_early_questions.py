@@ -9,7 +9,7 @@ import pytest
 
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp import CallOutcome, RedisPlane, WriteOutcome
-from lmcache_redis.resp.talk import Talk
+from lmcache_redis.resp.connection import Pipeline
 from tests.resp.helpers import (
     STEM,
     Answers,
@@ -30,13 +30,13 @@ from tests.servers import RedisServer
 def early(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that sent first questions at once."""
     threads: list[str] = []
-    original = Talk.send_at_once
+    original = Pipeline.send_at_once
 
-    def send_at_once(self: Talk, *question: object) -> None:
+    def send_at_once(self: Pipeline, *question: object) -> None:
         threads.append(threading.current_thread().name)
         original(self, *question)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Talk, "send_at_once", send_at_once)
+    monkeypatch.setattr(Pipeline, "send_at_once", send_at_once)
     return threads
 
 

@@ -191,6 +191,7 @@ def test_a_slow_answer_is_no_outage(proxy: Proxy) -> None:
 # ---------------------------------------------------------- starts and ends
 
 
+@pytest.mark.servers
 def test_started_after_us(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = RedisServer(tmp_path)
     with caplog.at_level(logging.INFO), running(server.unix_url) as plane:
@@ -203,6 +204,7 @@ def test_started_after_us(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
             assert (len(downs), len(ups)) == (1, 1)
 
 
+@pytest.mark.servers
 def test_wrong_password_then_right(tmp_path: Path) -> None:
     server = RedisServer(tmp_path, password="right")
     with server, running(server.url, password="wr0ng") as plane:

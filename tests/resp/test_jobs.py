@@ -4,11 +4,11 @@ import enum
 import logging
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.resp.jobs import Job, JobRegistry, Stop
-from lmcache_redis.resp.queues import TaskQueue, Timekeeper
+from lmcache_redis.resp.jobs import Job, Jobs, Stop, TaskQueue, Timekeeper
 from tests.resp.helpers import wait_until
 
 
@@ -21,84 +21,94 @@ class Outcome(enum.Enum):
 
 
 class Sample(Job[Outcome]):
-    __slots__ = ("answers",)
+    __slots__ = ("answers", "jobs")
+    good = Outcome.GOOD
 
-    def __init__(self, registry: JobRegistry, steps: int = 2, within_s: float = 60.0) -> None:
+    def __init__(self, jobs: Jobs, steps: int = 2, within_s: float = 60.0) -> None:
+        now = time.monotonic()
+        super().__init__(steps, now + within_s, now)
         self.answers: list[Outcome] = []
-        super().__init__(steps, Outcome.GOOD, time.monotonic() + within_s, registry)
-        registry.add((self,))
+        self.jobs = jobs
+        self.nodes = (UP,)
+        jobs.enter((self,))
 
-    def _answer(self, outcome: Outcome) -> None:
+    def leave(self, jobs: Jobs) -> None:
+        assert jobs is self.jobs
+
+    def answer(self, outcome: Outcome) -> None:
         self.answers.append(outcome)
 
 
+class Up:
+    is_up = True
+
+
+UP = Up()
+
+
 @pytest.fixture
-def registry() -> JobRegistry:
-    return JobRegistry()
+def jobs() -> Iterator[Jobs]:
+    made = Jobs()
+    made.timekeeper.start()
+    yield made
+    assert made.timekeeper.close(10)
 
 
-def test_good_when_every_step_went_well(registry: JobRegistry) -> None:
-    job = Sample(registry)
-    assert job.begin()
-    assert job.begin()
-    job.end()
+def test_good_when_every_step_went_well(jobs: Jobs) -> None:
+    job = Sample(jobs)
+    assert jobs.begin(job)
+    assert jobs.begin(job)
+    jobs.end(job)
     assert job.answers == []
-    job.end()
+    jobs.end(job)
     assert job.answers == [Outcome.GOOD]
-    assert registry.wait_empty(0)
+    assert jobs.wait_empty(0)
 
 
-def test_an_answer_waits_for_steps_under_way(registry: JobRegistry) -> None:
-    job = Sample(registry)
-    assert job.begin()
-    job.stop(Stop.CANCELLED)
+def test_an_answer_waits_for_steps_in_flight(jobs: Jobs) -> None:
+    job = Sample(jobs)
+    assert jobs.begin(job)
+    jobs.stop((job,), Stop.CANCELLED)
     assert job.answers == []
-    assert not job.begin()
-    assert not registry.wait_empty(0)
-    job.end()
+    assert not jobs.begin(job)
+    assert not jobs.wait_empty(0)
+    jobs.end(job)
     assert job.answers == [Outcome.CANCELLED]
 
 
-def test_the_first_bad_outcome_stands(registry: JobRegistry) -> None:
-    job = Sample(registry)
-    assert job.begin()
-    assert job.begin()
-    job.end(Outcome.BAD)
-    job.stop(Stop.TIMED_OUT)
-    job.end(Outcome.UNAVAILABLE)
+def test_the_first_bad_outcome_stands(jobs: Jobs) -> None:
+    job = Sample(jobs)
+    assert jobs.begin(job)
+    assert jobs.begin(job)
+    jobs.end(job, Outcome.BAD)
+    jobs.stop((job,), Stop.TIMED_OUT)
+    jobs.end(job, Outcome.UNAVAILABLE)
     assert job.answers == [Outcome.BAD]
 
 
-def test_released_steps_are_advanced_later(registry: JobRegistry) -> None:
-    job = Sample(registry)
-    for _ in range(2):
-        assert job.begin()
-        job.release()
-    job.advance()
-    job.advance()
-    job.advance(Outcome.BAD)
+def test_a_step_may_be_begun_again(jobs: Jobs) -> None:
+    job = Sample(jobs, steps=1)
+    assert jobs.begin(job)
+    jobs.release((job,))
+    assert jobs.begin(job)
+    jobs.end(job)
     assert job.answers == [Outcome.GOOD]
 
 
-def test_a_step_may_be_begun_again(registry: JobRegistry) -> None:
-    job = Sample(registry, steps=1)
-    assert job.begin()
-    job.release()
-    assert job.begin()
-    job.end()
-    assert job.answers == [Outcome.GOOD]
+def test_of_many_only_those_begin_that_have_not_ended(jobs: Jobs) -> None:
+    late, ended, good = Sample(jobs, within_s=-1.0), Sample(jobs), Sample(jobs, steps=2)
+    jobs.stop((ended,), Stop.CANCELLED)
+    assert jobs.begin_all([(late, 0), (good, 1), (ended, 2), (good, 3)]) == [(good, 1), (good, 3)]
+    assert late.answers == [Outcome.TIMED_OUT]
+    jobs.end(good)
+    jobs.end(good)
+    assert good.answers == [Outcome.GOOD]
 
 
-def test_a_late_job_is_not_begun(registry: JobRegistry) -> None:
-    job = Sample(registry, within_s=-1.0)
-    assert not job.begin()
-    assert job.answers == [Outcome.TIMED_OUT]
-
-
-def test_one_answer_whoever_comes_first(registry: JobRegistry) -> None:
+def test_one_answer_whoever_comes_first(jobs: Jobs) -> None:
     for _ in range(200):
-        job = Sample(registry, steps=1)
-        assert job.begin()
+        job = Sample(jobs, steps=1)
+        assert jobs.begin(job)
         barrier = threading.Barrier(3)
 
         def meddle(action: object, barrier: threading.Barrier = barrier) -> None:
@@ -107,47 +117,64 @@ def test_one_answer_whoever_comes_first(registry: JobRegistry) -> None:
 
         threads = [
             threading.Thread(target=meddle, args=(action,))
-            for action in (job.end, lambda job=job: job.stop(Stop.TIMED_OUT))
+            for action in (
+                lambda job=job: jobs.end(job),
+                lambda job=job: jobs.stop((job,), Stop.TIMED_OUT),
+            )
         ]
         for thread in threads:
             thread.start()
         barrier.wait()
-        registry.stop_all(Stop.UNAVAILABLE)
+        jobs.stop_all(Stop.UNAVAILABLE)
         for thread in threads:
             thread.join()
         assert len(job.answers) == 1
 
 
-def test_a_failing_callback_harms_nobody(
-    registry: JobRegistry, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_callback_harms_no_other(jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Sample):
         __slots__ = ()
 
-        def _answer(self, outcome: Outcome) -> None:
+        def answer(self, outcome: Outcome) -> None:
             raise ZeroDivisionError
 
-    job = Failing(registry)
+    failing, good = Failing(jobs), Sample(jobs)
     with caplog.at_level(logging.ERROR):
-        job.stop(Stop.CANCELLED)
+        jobs.stop((failing, good), Stop.CANCELLED)
     assert "callback" in caplog.text
-    assert registry.wait_empty(0)
+    assert good.answers == [Outcome.CANCELLED]
+    assert jobs.wait_empty(0)
 
 
-def test_expiry_stops_the_late_and_names_the_next(registry: JobRegistry) -> None:
-    late = Sample(registry, within_s=-1.0)
-    soon, later = Sample(registry, within_s=5.0), Sample(registry, within_s=9.0)
-    assert registry.expire(time.monotonic()) == soon.deadline
-    assert late.answers == [Outcome.TIMED_OUT]
-    assert registry.expire(later.deadline) is None
-    assert registry.count(Sample) == 0
+def test_the_late_are_stopped_in_time(jobs: Jobs) -> None:
+    late = Sample(jobs, within_s=-1.0)
+    second, first = Sample(jobs, within_s=0.03), Sample(jobs, within_s=0.01)
+    wait_until(lambda: late.answers and first.answers and second.answers)
+    assert time.monotonic() >= second.deadline
+    assert jobs.count(Sample) == 0
+
+
+def test_what_cannot_be_tried_is_answered(jobs: Jobs) -> None:
+    class Down:
+        is_up = False
+
+    job = Sample(jobs)
+    job.nodes = (UP, Down())
+    assert jobs.refuse((job,)) == [job]
+    wait_until(lambda: job.answers == [Outcome.UNAVAILABLE])
+    jobs.closing = True
+    other = Sample(jobs)
+    wait_until(lambda: other.answers == [Outcome.CANCELLED])
 
 
 def test_the_urgent_go_first() -> None:
     queue: TaskQueue[int] = TaskQueue()
     queue.put([1, 2])
     queue.put([3], urgent=True)
-    assert [queue.take(wait=False) for _ in range(4)] == [3, 1, 2, None]
+    assert queue.take_some(1, urgent=True) == [3]
+    queue.put([3], urgent=True)
+    assert queue.take_some(5) == [3, 1, 2]
+    assert queue.take_some(5) == []
     queue.put([4])
     queue.close()
     assert queue.take() is None
@@ -172,14 +199,9 @@ def test_a_waiting_thread_gets_a_task_and_the_end() -> None:
     assert got == [1, None]
 
 
-def test_the_timekeeper_comes_in_time_and_runs_posts(registry: JobRegistry) -> None:
-    keeper = Timekeeper(registry.expire)
+def test_the_timekeeper_runs_posts_until_it_is_closed() -> None:
+    keeper = Timekeeper(lambda now: None)
     keeper.start()
-    first, second = Sample(registry, within_s=0.01), Sample(registry, within_s=0.03)
-    for job in (second, first):
-        keeper.watch(job.deadline)
-    wait_until(lambda: first.answers and second.answers)
-    assert time.monotonic() >= second.deadline
     ran = threading.Event()
     keeper.post(ran.set)
     assert ran.wait(10)

@@ -6,6 +6,8 @@ import os
 import tracemalloc
 from pathlib import Path
 
+import pytest
+
 from lmcache_redis.resp import ReadOutcome, WriteOutcome
 from tests.resp.helpers import (
     CONNECTIONS,
@@ -60,9 +62,10 @@ def test_nothing_piles_up_while_a_server_comes_and_goes(own_server: RedisServer)
         assert sorted(plane_threads()) == threads
         stats = plane.stats()
         assert (stats.queued_reads, stats.queued_writes) == (0, 0)
-        wait_until(lambda: plane._registry.wait_empty(0.0))
+        wait_until(lambda: plane._jobs.wait_empty(0.0))
 
 
+@pytest.mark.servers
 def test_answered_jobs_hold_no_slots(tmp_path: Path) -> None:
     """An arena can only be unmapped when no view of it is left anywhere."""
     with RedisServer(tmp_path) as server, running(server.url) as plane:

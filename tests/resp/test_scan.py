@@ -7,7 +7,7 @@ import pytest
 
 from lmcache_redis.errors import RedisProtocolError
 from lmcache_redis.resp import CallOutcome, RedisPlane
-from lmcache_redis.resp.scan import (
+from lmcache_redis.resp.control import (
     GROUP_KEYS,
     count_prefix,
     find_present,

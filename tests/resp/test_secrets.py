@@ -102,6 +102,7 @@ def test_a_wrong_password_is_never_shown(
         check_untold(shown(agent))
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize(
     "url",
     [

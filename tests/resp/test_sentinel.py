@@ -11,6 +11,8 @@ from lmcache_redis.resp import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp.helpers import Chunk, first_key, read, running, scan, wait_until, write
 from tests.topologies import Watched, info, running_sentinel
 
+pytestmark = pytest.mark.servers
+
 SLOT = 4096
 
 

@@ -13,6 +13,8 @@ from tests.resp import test_connect, test_faults, test_survival
 from tests.resp.helpers import STEM, Chunk, clear, exists, first_key, read, running, scan, write
 from tests.servers import RedisServer, server_binaries
 
+pytestmark = pytest.mark.servers
+
 SLOT = 30_000
 SIZES = (1, SLOT, SLOT + 1, 100_000, 3 << 20)
 BINARIES = server_binaries()

@@ -17,13 +17,13 @@ import pytest
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
-from lmcache_redis.resp.bulk import BulkConnection
+from lmcache_redis.resp.bulk import PythonMover, ask_value, receive_value
+from lmcache_redis.resp.commands import CommandClient, Question
 from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.deployment import parse_deployment
-from lmcache_redis.resp.endpoint import parse_endpoint
+from lmcache_redis.resp.connection import Connection
+from lmcache_redis.resp.endpoint import parse_deployment, parse_endpoint
 from lmcache_redis.resp.topology import find_servers
-from lmcache_redis.resp.wire import get_command, pack_command
-from lmcache_redis.storage.asking import Asking, Question
+from lmcache_redis.resp.wire import get_command, pack_command, set_prefix
 from tests.resp.certificates import Authority
 from tests.resp.helpers import (
     PATIENCE_S,
@@ -32,6 +32,7 @@ from tests.resp.helpers import (
     chunk_key,
     clear,
     exists,
+    finish,
     first_key,
     plane_threads,
     read,
@@ -41,6 +42,8 @@ from tests.resp.helpers import (
     write,
 )
 from tests.resp.trickling import Answer, Endless, LyingServer, Trickle
+
+pytestmark = pytest.mark.servers
 
 DEADLINE_S = 0.2
 # What a call with this deadline may take on a busy machine; a trickle takes many seconds.
@@ -95,14 +98,19 @@ def lying(
 
 
 @contextlib.contextmanager
-def connected(url: str, op_timeout_s: float = 30.0) -> Iterator[BulkConnection]:
+def connected(url: str, op_timeout_s: float = 30.0) -> Iterator[Connection]:
     connector = Connector(parse_endpoint(RedisOptions(url)), 5.0, op_timeout_s)
-    connection = BulkConnection(connector, "lmcache-redis:test")
+    connection = Connection(connector, "lmcache-redis:test")
     connection.open()
     try:
         yield connection
     finally:
         connection.close()
+
+
+def get(connection: Connection, payload: memoryview, deadline: float) -> None:
+    ask_value(connection, get_command(b"k"), deadline)
+    receive_value(connection, payload, deadline)
 
 
 Make = Callable[[Callable[[list[bytes]], Answer]], LyingServer]
@@ -152,9 +160,9 @@ def test_an_acknowledgement_that_trickles(lying: Make, reply: bytes) -> None:
         connected(server.url) as connection,
     ):
         deadline = time.monotonic() + DEADLINE_S
-        connection.send_stripe(b"k", memoryview(bytes(512)), memoryview(bytes(600)), deadline)
+        task = (set_prefix(b"k", 1112), bytearray(512), memoryview(bytes(600)), b"\r\n")
         with over_in_time(), pytest.raises(RedisTimeout):
-            connection.receive_reply(deadline)
+            finish(PythonMover(), connection, task, deadline, is_load=False)
 
 
 VALUE_HEAD = b"$%d\r\n" % (512 + 600)
@@ -165,8 +173,8 @@ VALUE_HEAD = b"$%d\r\n" % (512 + 600)
     [
         b"$11",
         VALUE_HEAD + b"h" * 512,
-        b"$1000\r\n" + b"h" * 900,
-        b"$9000000\r\n" + b"h" * 900,
+        b"$1000\r\n" + b"h" * 400,
+        b"$9000000\r\n" + b"h" * 400,
         b"-ERR " + b"x" * 200,
         b"-WRONGTYPE " + b"x" * 200,
     ],
@@ -178,7 +186,7 @@ def test_a_value_that_trickles(lying: Make, reply: bytes) -> None:
     ):
         payload = memoryview(bytearray(600))
         with over_in_time(), pytest.raises(RedisTimeout):
-            connection.get_stripe(get_command(b"k"), payload, time.monotonic() + DEADLINE_S)
+            get(connection, payload, time.monotonic() + DEADLINE_S)
         assert not connection.is_open
 
 
@@ -194,17 +202,18 @@ def test_a_head_late_by_most_of_the_deadline_leaves_the_payload_the_rest(lying: 
     with lying(answer) as server, connected(server.url) as connection:
         started = time.monotonic()
         with pytest.raises(RedisTimeout):
-            connection.get_stripe(get_command(b"k"), memoryview(bytearray(600)), started + 1.0)
+            get(connection, memoryview(bytearray(600)), started + 1.0)
         assert time.monotonic() - started < 1.6
 
 
 def test_a_server_that_reads_slowly(lying: Make) -> None:
     with lying(lambda words: None) as server, connected(server.url) as connection:
         server.reads_slowly = 16 << 10
-        header, payload = memoryview(bytes(512)), memoryview(bytes(32 << 20))
+        payload = memoryview(bytes(32 << 20))
+        task = (set_prefix(b"k", 512 + (32 << 20)), bytearray(512), payload, b"\r\n")
         deadline = time.monotonic() + DEADLINE_S
         with over_in_time(), pytest.raises(RedisTimeout):
-            connection.send_stripe(b"k", header, payload, deadline)
+            finish(PythonMover(), connection, task, deadline, is_load=False)
         assert not connection.is_open
 
 
@@ -509,44 +518,44 @@ def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
 
 def test_questions_of_storage_end_in_time() -> None:
     with LyingServer(only(b"GETRANGE", b"SCAN", answer=Trickle(LINE))) as server:
-        asking = Asking(RedisOptions(server.url))
+        client = CommandClient(RedisOptions(server.url))
         try:
             with over_in_time():
                 deadline = time.monotonic() + DEADLINE_S
-                (answer,) = asking.ask(
+                (answer,) = client.ask(
                     [Question(b"k", pack_command("GETRANGE", "k", 0, 9))], deadline
                 )
             assert isinstance(answer, RedisTimeout)
             with over_in_time(), pytest.raises(RedisTimeout):
-                list(asking.keys(b"*", 100, time.monotonic() + DEADLINE_S))
+                list(client.scan(b"*", 100, time.monotonic() + DEADLINE_S))
         finally:
-            asking.close()
+            client.close()
 
 
 def test_questions_of_storage_to_a_server_whose_greeting_trickles() -> None:
     with LyingServer(lambda words: Trickle(LINE)) as server:
         options = RedisOptions(server.url, connect_timeout_s=30.0, op_timeout_s=30.0)
-        asking = Asking(options)
+        client = CommandClient(options)
         try:
             with over_in_time():
                 question = Question(b"k", pack_command("GETRANGE", "k", 0, 9))
-                (answer,) = asking.ask([question], time.monotonic() + DEADLINE_S)
+                (answer,) = client.ask([question], time.monotonic() + DEADLINE_S)
             assert isinstance(answer, RedisTimeout)
         finally:
-            asking.close()
+            client.close()
 
 
 @pytest.mark.parametrize("endless", ENDLESS[:9], ids=range(9))
 def test_questions_of_storage_without_end(endless: Endless) -> None:
     with LyingServer(only(b"GETRANGE", answer=endless)) as server:
-        asking = Asking(RedisOptions(server.url))
+        client = CommandClient(RedisOptions(server.url))
         try:
             with in_bounded_memory():
                 question = Question(b"k", pack_command("GETRANGE", "k", 0, 9))
-                (answer,) = asking.ask([question], time.monotonic() + 20.0)
+                (answer,) = client.ask([question], time.monotonic() + 20.0)
             assert isinstance(answer, RedisProtocolError)
         finally:
-            asking.close()
+            client.close()
 
 
 def test_the_tools_of_the_administrator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ from lmcache_redis.resp.wire import (
     error_of,
     escape_pattern,
     get_command,
-    get_command_without_end,
     keys_command,
     keys_commands,
     parse_length,
@@ -54,7 +53,6 @@ WHAT_THEY_SAY: list[Reply] = [
 
 def test_commands() -> None:
     assert get_command(b"k\r\n") == b"*2\r\n$3\r\nGET\r\n$3\r\nk\r\n\r\n"
-    assert get_command_without_end(b"abc", 2) + b"bc\r\n" == get_command(b"abc")
     assert set_prefix(b"k", 5) == b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$5\r\n"
     assert keys_command(b"UNLINK", [b"a"]) == b"*2\r\n$6\r\nUNLINK\r\n$1\r\na\r\n"
     assert scan_command(b"0", b"p*", 10).startswith(b"*6\r\n$4\r\nSCAN\r\n$1\r\n0\r\n$5\r\nMATCH")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from lmcache_redis.cache.disk.files import LOCK_NAME
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.storage.disk import LMCLocalDiskBackend
-from lmcache_redis.storage.disk_files import LOCK_NAME
 from tests.storage.contract import key_of, tensor_of
 
 # Of the files of `fill`: a page before it, and the payload in blocks.

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.cache.disk import store as disk_store
+from lmcache_redis.cache.disk.files import ChunkFiles
+from lmcache_redis.cache.disk.format import disk_bytes
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.storage import disk_store
 from lmcache_redis.storage.disk import LMCLocalDiskBackend
-from lmcache_redis.storage.disk_files import ChunkFiles
-from lmcache_redis.storage.disk_format import disk_bytes
 from tests.storage.contract import (
     Buffers,
     MakeBackend,
@@ -101,13 +100,13 @@ def test_the_limit_holds_at_all_times(
     most = [0]
     write, remove = ChunkFiles.write, ChunkFiles.remove
 
-    def counted_write(files: ChunkFiles, key: ObjectKey, sequence: int, *more: Any) -> None:
+    def counted_write(files: ChunkFiles, key: bytes, sequence: int, *more: Any) -> None:
         with lock:
-            sizes[files.path(key, sequence)] = disk_bytes(more[0].length)
+            sizes[files.path(key, sequence)] = disk_bytes(more[0].chunk_bytes)
             most[0] = max(most[0], sum(sizes.values()))
         write(files, key, sequence, *more)
 
-    def counted_remove(files: ChunkFiles, key: ObjectKey, sequence: int) -> None:
+    def counted_remove(files: ChunkFiles, key: bytes, sequence: int) -> None:
         remove(files, key, sequence)
         with lock:
             del sizes[files.path(key, sequence)]
@@ -240,6 +239,20 @@ def test_what_was_removed_stays_away(open_tier: OpenTier) -> None:
     assert held(open_tier()) == [0, 1, 3]
 
 
+def test_layouts_share_a_directory_and_its_limit(open_tier: OpenTier) -> None:
+    fill(tier := open_tier(4 * FILE_BYTES), [1, 2, 3])
+    tier.close()
+    tier = open_tier(4 * FILE_BYTES, layout=b"l" * 32)
+    assert tier.used_bytes == 3 * FILE_BYTES
+    assert tier.list() == []
+    assert tier.get(key_of(1)) is None
+    assert not tier.remove(key_of(1))
+    fill(tier, [1, 9])
+    assert held(tier) == [1, 9]
+    tier.close()
+    assert held(open_tier(4 * FILE_BYTES)) == [2, 3]
+
+
 def test_close_stores_what_waits(open_tier: OpenTier) -> None:
     tier = open_tier(64 << 20)
     for number in range(8):
@@ -257,6 +270,11 @@ def test_close_stores_what_waits(open_tier: OpenTier) -> None:
 def test_a_limit_is_positive(open_tier: OpenTier, limit_bytes: int) -> None:
     with pytest.raises(ConfigError, match="limit_bytes"):
         open_tier(limit_bytes)
+
+
+def test_a_layout_is_a_fingerprint(open_tier: OpenTier) -> None:
+    with pytest.raises(ConfigError, match="32 bytes"):
+        open_tier(layout=b"short")
 
 
 def test_sync_is_a_policy(open_tier: OpenTier) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis.cache.disk.files import LOCK_NAME
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.storage.disk_files import LOCK_NAME
 from tests.storage.contract import key_of, same, tensor_of
 from tests.storage.disk_helpers import OpenTier, files_in, fill, held
 

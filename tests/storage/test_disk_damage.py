@@ -13,31 +13,36 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from lmcache_redis.cache.disk.files import ChunkFiles, read_chunk
+from lmcache_redis.cache.disk.format import PAGE_BYTES, file_path, pack_page
+from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.errors import FormatError
-from lmcache_redis.keys import ObjectKey
+from lmcache_redis.keys import ObjectKey, key_stem
+from lmcache_redis.naming import TENSORS, ChunkNames
 from lmcache_redis.protocol import RemoteMetadata
-from lmcache_redis.storage.disk_files import ChunkFiles, read_chunk
-from lmcache_redis.storage.disk_format import (
-    FINGERPRINT,
-    PREAMBLE_BYTES,
-    file_path,
-    pack_preamble,
-)
-from lmcache_redis.storage.disk_scan import Scan
-from lmcache_redis.stripe import describe_header
+from lmcache_redis.stripe import ChunkFrame, describe_header
 from tests.storage.contract import get_raw, key_of, metadata_of, same, tensor_of
 from tests.storage.disk_helpers import OpenTier, files_in, fill, held
 
+NAMES = ChunkNames()
 KEY = ObjectKey(bytes(range(32)), "org/model", 0x0201_0201)
-PAYLOAD = bytes(range(1, 60))
+CHUNK_KEY = NAMES.chunk_key(KEY)
+PAYLOAD = bytes(range(1, 200))
 METADATA = metadata_of(len(PAYLOAD))
+
+
+FRAME = NAMES.frame(KEY, METADATA, 64)
+
+
+def file_of(key: ObjectKey, sequence: int) -> str:
+    return file_path(NAMES.chunk_key(key), sequence)
 
 
 @pytest.fixture
 def path(directory: Path) -> Path:
     """A file of KEY, with no tier open."""
     directory.mkdir()
-    ChunkFiles(directory, "none").write(KEY, 5, METADATA, [memoryview(PAYLOAD)])
+    ChunkFiles(directory, "none").write(CHUNK_KEY, 5, FRAME, [memoryview(PAYLOAD)])
     (path,) = files_in(directory)
     return path
 
@@ -47,7 +52,7 @@ def is_served(path: Path) -> bool:
     target = bytearray(len(PAYLOAD))
     fd = os.open(path, os.O_RDONLY)
     try:
-        read_chunk(fd, KEY, METADATA, [memoryview(target)])
+        read_chunk(fd, CHUNK_KEY, FRAME, [memoryview(target)])
     except FormatError:
         return False
     finally:
@@ -59,24 +64,52 @@ def is_served(path: Path) -> bool:
 def test_a_file_byte_by_byte(path: Path, directory: Path) -> None:
     raw = path.read_bytes()
     header = describe_header(raw)
-    assert header.fingerprint == FINGERPRINT == blake2b(b"lmcr1.disk", digest_size=32).digest()
-    assert (header.stripe_index, header.stripe_count) == (0, 1)
-    assert header.payload_bytes == header.chunk_bytes == len(PAYLOAD)
+    assert header.fingerprint == TENSORS == blake2b(b"lmcr1.tensors", digest_size=32).digest()
+    assert (header.stripe_index, header.stripe_count, header.payload_bytes) == (0, 4, 64)
+    assert header.chunk_bytes == len(PAYLOAD)
     assert header.checksum == xxh3_64_intdigest(PAYLOAD)
     assert header.chunk_hash == KEY.chunk_hash
     assert header.metadata == METADATA
-    key_bytes = KEY.to_bytes()
     page = bytearray(raw[512:4096])
     magic, version, length, own = struct.unpack_from("<4sHHQ", page)
-    assert (magic, version, length) == (b"LMCK", 1, len(key_bytes))
-    assert page[16 : 16 + length] == key_bytes
+    assert (magic, version, length) == (b"LMCK", 2, len(CHUNK_KEY))
+    assert page[16 : 16 + length] == CHUNK_KEY
+    assert key_stem(TENSORS[:16], "org/model", 0x0201_0201, 32) + KEY.chunk_hash == CHUNK_KEY
     assert not any(page[16 + length :])
     page[8:16] = bytes(8)
     assert own == xxh3_64_intdigest(page)
     assert raw[4096:] == PAYLOAD
-    digest = blake2b(key_bytes, digest_size=20, person=b"lmcr1.disk").hexdigest()
+    digest = blake2b(CHUNK_KEY, digest_size=20, person=b"lmcr1.disk").hexdigest()
     assert path == directory / digest[:2] / f"{digest}-0000000000000005.lmcr"
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_of_another_version_is_removed(
+    path: Path, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files of version 1 had another key, and so other names."""
+    raw = bytearray(path.read_bytes())
+    struct.pack_into("<HHQ", raw, 516, 1, len(KEY.to_bytes()), 0)
+    path.write_bytes(raw)
+    assert not is_served(path)
+    assert Scan(directory).found == []
+    assert not path.exists()
+    assert "of version 1" in caplog.text
+
+
+@pytest.mark.parametrize("nbytes", [3568, 3569])
+def test_a_key_fits_or_is_refused(directory: Path, nbytes: int) -> None:
+    frame = ChunkFrame(TENSORS, b"h" * 32, 8, 8, metadata_of(8).serialize())
+    files = ChunkFiles(directory, "none")
+    directory.mkdir()
+    key = b"k" * (nbytes - 32) + b"h" * 32
+    if nbytes == 3569:
+        with pytest.raises(OSError, match="at most 3568 bytes"):
+            files.write(key, 0, frame, [memoryview(bytes(8))])
+        assert files_in(directory) == []
+        return
+    files.write(key, 0, frame, [memoryview(bytes(8))])
+    assert [found.key for found in Scan(directory).found] == [key]
 
 
 def test_every_point_at_which_a_file_may_end(path: Path, directory: Path) -> None:
@@ -92,7 +125,7 @@ def test_every_point_at_which_a_file_may_end(path: Path, directory: Path) -> Non
         assert Scan(directory).found == []
     path.write_bytes(raw)
     assert is_served(path)
-    assert [found.key for found in Scan(directory).found] == [KEY]
+    assert [found.key for found in Scan(directory).found] == [CHUNK_KEY]
 
 
 def test_every_byte_that_may_flip(path: Path, directory: Path) -> None:
@@ -103,17 +136,17 @@ def test_every_byte_that_may_flip(path: Path, directory: Path) -> None:
         flipped[at] ^= 1 << at % 8
         path.write_bytes(flipped)
         assert not is_served(path)
-        assert len(Scan(directory).found) == (at >= PREAMBLE_BYTES)
-        assert path.exists() == (at >= PREAMBLE_BYTES)
+        assert len(Scan(directory).found) == (at >= PAGE_BYTES)
+        assert path.exists() == (at >= PAGE_BYTES)
 
 
-@pytest.mark.parametrize("at", [0, 60, 512, 2000, PREAMBLE_BYTES, -1])
+@pytest.mark.parametrize("at", [0, 60, 512, 2000, PAGE_BYTES, -1])
 def test_a_damaged_chunk_is_a_miss_and_goes(
     open_tier: OpenTier, directory: Path, caplog: pytest.LogCaptureFixture, at: int
 ) -> None:
     tier = open_tier()
     fill(tier, [1, 2])
-    path = directory / file_path(key_of(1), 0)
+    path = directory / file_of(key_of(1), 0)
     raw = bytearray(path.read_bytes())
     raw[at] ^= 0x10
     path.write_bytes(raw)
@@ -139,7 +172,7 @@ def test_the_file_of_another_chunk_is_not_served(open_tier: OpenTier, directory:
         key = ObjectKey(b"same", "org/model", rank)
         assert tier.put_bytes(key, METADATA, [memoryview(PAYLOAD)])
     first, second = (
-        directory / file_path(ObjectKey(b"same", "org/model", rank), rank) for rank in (0, 1)
+        directory / file_of(ObjectKey(b"same", "org/model", rank), rank) for rank in (0, 1)
     )
     shutil.copyfile(first, second)
     assert get_raw(tier, ObjectKey(b"same", "org/model", 1)) is None
@@ -154,7 +187,8 @@ def test_the_file_of_another_chunk_is_not_served(open_tier: OpenTier, directory:
 def test_a_header_and_a_key_of_two_chunks_are_no_chunk(path: Path, directory: Path) -> None:
     """Each whole by itself."""
     raw = bytearray(path.read_bytes())
-    raw[:512] = pack_preamble(key_of(1), METADATA, xxh3_64_intdigest(PAYLOAD))[:512]
+    other = NAMES.frame(key_of(1), METADATA, 64)
+    raw[:512] = pack_page(CHUNK_KEY, other, xxh3_64_intdigest(PAYLOAD))[:512]
     path.write_bytes(raw)
     assert not is_served(path)
     assert Scan(directory).found == []
@@ -168,19 +202,19 @@ def test_of_two_files_of_a_chunk_the_later_counts(
     files = ChunkFiles(directory, "none")
     for sequence in (7, 300, 12):
         payload = memoryview(struct.pack("<Q", sequence))
-        files.write(KEY, sequence, metadata_of(8), [payload])
+        files.write(CHUNK_KEY, sequence, NAMES.frame(KEY, metadata_of(8), 8), [payload])
     tier = open_tier()
     assert get_raw(tier, KEY) == struct.pack("<Q", 300)
-    assert files_in(directory) == [directory / file_path(KEY, 300)]
+    assert files_in(directory) == [directory / file_of(KEY, 300)]
     assert caplog.text.count("stored again") == 2
     assert tier.put_bytes(KEY, METADATA, [memoryview(PAYLOAD)])
-    assert files_in(directory) == [directory / file_path(KEY, 301)]
+    assert files_in(directory) == [directory / file_of(KEY, 301)]
 
 
 def test_files_of_others_are_left_alone(
     open_tier: OpenTier, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    digest = file_path(KEY, 0)[3:43]
+    digest = file_of(KEY, 0)[3:43]
     aa = digest[:2]
     fanout = directory / aa
     fanout.mkdir(parents=True)

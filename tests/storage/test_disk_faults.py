@@ -19,6 +19,8 @@ from lmcache_redis.storage.disk import LMCLocalDiskBackend
 from tests.storage.contract import get_raw, key_of, same, tensor_of
 from tests.storage.disk_helpers import OpenTier, disk_use, files_in, fill, number_of
 
+pytestmark = pytest.mark.servers
+
 ROOT = Path(__file__).parents[2]
 
 PREAMBLE = """

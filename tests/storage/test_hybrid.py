@@ -265,6 +265,7 @@ def test_a_chunk_too_large_for_the_first_tier() -> None:
     assert same(backend.get(key_of(1)), big)
 
 
+@pytest.mark.servers
 def test_a_redis_that_dies_does_not_fail_the_memory(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as server:
         remote = LMCRemoteBackend(server.url, slot_bytes=SLOT, deadline_s=2.0)

@@ -165,6 +165,7 @@ def test_abandoned_while_the_server_holds_back_the_rest(server: RedisServer) -> 
         assert same(backend.get(key_of(3)), pairs[3][1])
 
 
+@pytest.mark.servers
 def test_a_server_killed_in_the_middle_of_a_batch(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as server:
         pairs = chunks(30, 10 * SLOT)

@@ -426,6 +426,7 @@ def test_a_removal_drops_what_waits(own_server: RedisServer) -> None:
 # ------------------------------------------------------------------ other servers
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize("kind", [*server_binaries()])
 def test_every_kind_of_server(tmp_path: Path, kind: str) -> None:
     executable = server_binaries()[kind]
@@ -444,6 +445,7 @@ def test_every_kind_of_server(tmp_path: Path, kind: str) -> None:
             assert backend.list() == []
 
 
+@pytest.mark.servers
 def test_a_cluster(tmp_path: Path) -> None:
     with running_cluster(tmp_path) as cluster, tier(LMCRemoteBackend, cluster.url) as backend:
         chunks = {n: tensor_of(n, (BIG + n,)) for n in range(12)}
@@ -466,6 +468,7 @@ def test_a_cluster(tmp_path: Path) -> None:
         assert [node.command("DBSIZE") for node in cluster.nodes] == [0, 0, 0]
 
 
+@pytest.mark.servers
 def test_behind_a_sentinel_that_names_another_master(tmp_path: Path) -> None:
     with running_sentinel(tmp_path) as watched, tier(LMCRemoteBackend, watched.url) as backend:
         chunk = tensor_of(1, (BIG,))
@@ -495,6 +498,7 @@ def test_settings_that_make_no_sense() -> None:
         LMCRemoteBackend("http://127.0.0.1")
 
 
+@pytest.mark.servers
 def test_importing_tiers_brings_neither_torch_nor_redis() -> None:
     code = (
         "import sys; from lmcache_redis.storage import *; "

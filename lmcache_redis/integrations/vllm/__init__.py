@@ -1,7 +1,7 @@
-"""The door for vLLM: ``--kv-transfer-config '{"kv_connector":"LMCacheRedisConnector", ...}'``.
+"""vLLM's connector: ``--kv-transfer-config '{"kv_connector":"LMCacheRedisConnector", ...}'``.
 
 vLLM calls ``register`` in each of its processes, through the entry point group
-``vllm.general_plugins``; the connector itself is imported when a config names it.
+``vllm.general_plugins``. The connector is imported when a config names it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ CONNECTOR_NAME = "LMCacheRedisConnector"
 
 
 def register() -> None:
-    """Makes the connector's name known to vLLM. May be called any number of times."""
+    """Registers the connector with vLLM, once per process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:

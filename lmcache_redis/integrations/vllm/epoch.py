@@ -1,39 +1,32 @@
-"""Epochs: what keeps the KV of old weights away from new ones.
+"""Epochs: they keep the KV of old weights apart from the KV of new ones.
 
 The name of every chunk begins with its engine's epoch. The first epoch is empty, so that replicas
-share; each later one is either random, the engine's own, or the digest of a ``weights_id`` that the
-operator gave, which all replicas that were updated to the same weights share again. The scheduler
-half alone makes names, so that a new epoch holds for all ranks from one moment on, whatever
-agents and Redis do.
+share. A later one is either random and the engine's own, or the digest of a ``weights_id``, shared
+by all replicas that were updated to the same weights. docs/identity.md lists what begins one.
 
-A new epoch begins
-
-- when the cache is cleared (``reset_prefix_cache(reset_connector=True)``);
-- when weights may have changed. vLLM does not tell connectors, but every update goes through
-  ``EngineCore.collective_rpc``, in the scheduler's own process and between two steps. We listen
-  there: a method that is not known to leave weights alone counts as an update;
-- when vLLM is told a version of its weights (``finish_weight_update(weight_version=...)``) or
-  we are told an id: ``collective_rpc("lmcache_redis_weights_id", args=("step-1200",))``.
+vLLM does not notify connectors of new weights, but every update goes through
+``EngineCore.collective_rpc``, in the scheduler's process and between two steps. This module wraps
+that method: every call that is not known to leave the weights alone counts as an update.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-logger = logging.getLogger("vllm.lmcache_redis")
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
 
 EPOCH_BYTES = 8
 SHARED_EPOCH = b""
 WEIGHTS_ID_RPC = "lmcache_redis_weights_id"
 
-# Methods that leave the weights as they are, of those that people call. Any other counts as an
-# update: a new epoch too many costs misses, one too few wrong answers.
+# Methods that leave the weights alone. Any other counts as an update: one epoch too many costs
+# misses, one too few costs wrong answers.
 _HARMLESS = frozenset(
     {
         "add_lora", "check_health", "compute_weight_checksums", "get_kv_cache_spec",
@@ -46,7 +39,7 @@ _HARMLESS = frozenset(
 
 
 def named_epoch(weights_id: str | None) -> bytes:
-    """The epoch of an id of weights; the shared one without."""
+    """The epoch of a ``weights_id``; the shared one for None."""
     if weights_id is None:
         return SHARED_EPOCH
     return hashlib.blake2b(
@@ -55,27 +48,24 @@ def named_epoch(weights_id: str | None) -> bytes:
 
 
 def new_epoch() -> bytes:
-    """An epoch that no other engine has."""
+    """A random epoch."""
     return os.urandom(EPOCH_BYTES)
 
 
 class EpochListener(Protocol):
-    """Who is told of new weights, on the thread that schedules."""
+    """Is notified of new weights, on the scheduler's thread."""
 
-    def weights_changed(self, why: str) -> None:
-        """They may have changed."""
-
-    def weights_named(self, weights_id: str) -> None:
-        """They are the ones of this id."""
+    def weights_changed(self, why: str, weights_id: str | None = None) -> None:
+        """The weights may have changed; with an id, they are those of this id."""
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def listen(listener: EpochListener) -> bool:
-    """Has ``listener`` told of new weights, as long as it lives.
+    """Notifies ``listener`` of new weights for as long as it lives.
 
-    Returns whether this vLLM has the methods that tell of them.
+    Returns False if this vLLM lacks the method to wrap.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -89,6 +79,11 @@ def listen(listener: EpochListener) -> bool:
     return True
 
 
+def _notify(why: str, weights_id: str | None = None) -> None:
+    for listener in list(_listeners):
+        listener.weights_changed(why, weights_id)
+
+
 def _watched_rpc(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(collective_rpc)
     def watched(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,11 +92,10 @@ def _watched_rpc(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return collective_rpc(core, method, *args, **kwargs)
         finally:
-            # Also after a failure: some of the weights may be the new ones.
+            # Also after a failure: some of the weights may be new.
             if method not in _HARMLESS:
                 name = method if isinstance(method, str) else "a function"
-                for listener in list(_listeners):
-                    listener.weights_changed(f"collective_rpc of {name}")
+                _notify(f"collective_rpc of {name}")
 
     return watched
 
@@ -110,8 +104,7 @@ def _watched_version(set_weight_version: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(set_weight_version)
     def watched(core: Any, weight_version: str) -> Any:
         result = set_weight_version(core, weight_version)
-        for listener in list(_listeners):
-            listener.weights_named(weight_version)
+        _notify("vLLM was given a weight version", weight_version)
         return result
 
     return watched
@@ -120,12 +113,37 @@ def _watched_version(set_weight_version: Callable[..., Any]) -> Callable[..., An
 def _name_weights(
     core: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> list[bool]:
-    """Ours alone: no worker sees it. Answers for each of them, as an RPC does."""
+    """Serves ``WEIGHTS_ID_RPC`` without the workers. One result per worker, as of any RPC."""
     (weights_id,) = args or tuple((kwargs or {}).values()) or (None,)
     if not isinstance(weights_id, str) or not 0 < len(weights_id) <= 256:
         raise ValueError(
             f"{WEIGHTS_ID_RPC} takes one id of 1 to 256 characters, not {weights_id!r}"
         )
-    for listener in list(_listeners):
-        listener.weights_named(weights_id)
+    _notify("the weights were named", weights_id)
     return [True] * core.vllm_config.parallel_config.world_size
+
+
+class StaleBlocks:
+    """Whether vLLM's own prefix cache may hold KV of an earlier epoch.
+
+    Until that cache is reset after an update, vLLM still hits blocks that the old weights computed.
+    Requests that may do so store nothing under the new epoch.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._suspect: Any = None
+
+    def begin_epoch(self) -> None:
+        """Everything in vLLM's cache is of an earlier epoch now."""
+        self._suspect = self._pool.cached_block_hash_to_block
+
+    def may_be_hit(self) -> bool:
+        """Whether any of it is still in vLLM's cache. A reset replaces the map."""
+        suspect = self._suspect
+        if suspect is None:
+            return False
+        if suspect is self._pool.cached_block_hash_to_block and len(suspect) > 0:
+            return True
+        self._suspect = None
+        return False

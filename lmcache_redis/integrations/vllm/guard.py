@@ -1,32 +1,33 @@
-"""One guard around every entry from vLLM: an error of ours never ends an engine."""
+"""Protection of the engine from errors of the cache: it computes instead."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-# vLLM shows the lines of loggers below its own name as its own.
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+# vLLM prints the log lines of loggers below its own name.
 logger = logging.getLogger("vllm.lmcache_redis")
-
-
-class Breakable(Protocol):
-    """Whose entries are guarded."""
-
-    def broke(self) -> None:
-        """Something of ours failed: from now on the cache of this engine is off."""
-
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def guarded(otherwise: Callable[..., Any]) -> Callable[[_F], _F]:
-    """Answers ``otherwise(self, *args)`` where the method raises; the traceback is logged once."""
+    """Makes a method return ``otherwise(self, *args)`` if it raises.
+
+    The error is logged with its traceback, and ``self.broke()`` turns the cache off.
+    """
 
     def guard(method: _F) -> _F:
         @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def guarded_method(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return method(self, *args, **kwargs)
             except Exception:
@@ -37,10 +38,26 @@ def guarded(otherwise: Callable[..., Any]) -> Callable[[_F], _F]:
                 self.broke()
                 return otherwise(self, *args, **kwargs)
 
-        return call  # type: ignore[return-value]
+        return guarded_method  # type: ignore[return-value]
 
     return guard
 
 
 def nothing(self: object, *args: object, **kwargs: object) -> None:
-    """The answer where there is none to give."""
+    """Returns None: the `otherwise` of methods that return nothing."""
+
+
+def recompute_failed_loads(connector: KVConnectorBase_V1) -> None:
+    """Sets ``kv_load_failure_policy`` to ``recompute``; vLLM's default fails the request.
+
+    The scheduler reads the policy from its own config after it has made the connector. A child of
+    ``MultiConnector`` gets a copy of that config and no reference to its parent. So the parents,
+    whose constructors are running, are found on the stack.
+    """
+    connector._kv_transfer_config.kv_load_failure_policy = "recompute"
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        parent = frame.f_locals.get("self")
+        if isinstance(parent, KVConnectorBase_V1):
+            parent._kv_transfer_config.kv_load_failure_policy = "recompute"
+        frame = frame.f_back

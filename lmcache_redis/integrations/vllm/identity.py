@@ -1,9 +1,8 @@
-"""What, besides its layout, decides the bytes of a vLLM engine's KV cache.
+"""Everything besides its layout that decides the bytes of a vLLM engine's KV cache.
 
-Block hashes cover tokens, multimodal content and ``cache_salt``. Everything else that changes
-keys and values stands here, so that engines that differ in it never meet. A pair too many
-costs a miss; a pair too few costs wrong answers. docs/identity.md says why each is there, and
-what is left out.
+Block hashes cover tokens, multimodal content and ``cache_salt``. The identity covers everything
+else, as pairs of text: engines whose identities differ share nothing. A pair too many costs a
+miss; a pair too few costs wrong answers. docs/identity.md explains each pair and each omission.
 """
 
 from __future__ import annotations
@@ -26,92 +25,57 @@ from lmcache_redis.integrations.vllm.weights import Unidentified, weights_identi
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-# Names of a model's config that say where it came from, not what it computes.
+# Fields of a model's config that record its origin and do not change its results.
 _INCIDENTAL = frozenset({"_name_or_path", "transformers_version"})
 
-# What a user may say of a model beside its config.
+# Settings that a user may give besides the model's config.
 _MODEL_SETTINGS = (
-    "quantization_config",
-    "model_impl",
-    "model_class_overrides",
-    "code_revision",
-    "disable_sliding_window",
-    "convert",
-)
+    "quantization_config", "model_impl", "model_class_overrides", "code_revision",
+    "disable_sliding_window", "convert",
+)  # fmt: skip
 _MULTIMODAL_SETTINGS = (
-    "language_model_only",
-    "media_io_kwargs",
-    "mm_processor_kwargs",
-    "mm_device_do_normalize",
-    "mm_encoder_attn_dtype",
-    "video_pruning_rate",
-    "video_pruning_method",
-)
+    "language_model_only", "media_io_kwargs", "mm_processor_kwargs", "mm_device_do_normalize",
+    "mm_encoder_attn_dtype", "video_pruning_rate", "video_pruning_method",
+)  # fmt: skip
 _CACHE_SETTINGS = ("kv_cache_dtype_skip_layers", "sliding_window", "swa_bounded_replay")
 _ATTENTION_SETTINGS = (
-    "use_prefill_query_quantization",
-    "disable_flashinfer_q_quantization",
-    "indexer_kv_dtype",
-    "use_fp4_indexer_cache",
-    "use_non_causal",
-)
-# Switches that compute in coarser numbers than the model says, not only in another order.
+    "use_prefill_query_quantization", "disable_flashinfer_q_quantization", "indexer_kv_dtype",
+    "use_fp4_indexer_cache", "use_non_causal",
+)  # fmt: skip
+# Switches that reduce the precision of computations, beyond another order of sums.
 _ENVIRONMENT = (
-    "VLLM_B12X_MOE_FP4_FORCE_A16",
-    "VLLM_CPU_INT4_W4A8",
-    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
-    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
-    "VLLM_FLOAT32_MATMUL_PRECISION",
-    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
-    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
-    "VLLM_HUMMING_USE_F16_ACCUM",
-    "VLLM_MARLIN_INPUT_DTYPE",
-    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
-    "VLLM_ROCM_USE_AITER_FP4BMM",
-    "VLLM_ROCM_USE_AITER_FP8BMM",
-    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
-    "VLLM_ROCM_USE_AITER_MOE_SITUV2",
-    "VLLM_USE_FLASHINFER_MOE_MXFP4_BF16",
-    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8",
-    "VLLM_XPU_INC_WNA16_BACKEND",
-)
+    "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_CPU_INT4_W4A8", "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM", "VLLM_MARLIN_INPUT_DTYPE", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_USE_AITER_FP4BMM", "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2", "VLLM_USE_FLASHINFER_MOE_MXFP4_BF16",
+    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8", "VLLM_XPU_INC_WNA16_BACKEND",
+)  # fmt: skip
 
-# Kinds of rotary embedding that are the same for every --max-model-len.
+# Kinds of rotary embedding that do not depend on --max-model-len.
 _ANY_LENGTH = frozenset(
     {
-        "bailing_mrope",
-        "deepseek_llama_scaling",
-        "deepseek_yarn",
-        "default",
-        "dynamic",
-        "linear",
-        "llama3",
-        "mllama4",
-        "mrope",
-        "none",
-        "ntk",
-        "openpangu",
-        "proportional",
-        "xdrope",
-        "yarn",
+        "bailing_mrope", "deepseek_llama_scaling", "deepseek_yarn", "default", "dynamic", "linear",
+        "llama3", "mllama4", "mrope", "none", "ntk", "openpangu", "proportional", "xdrope", "yarn",
     }
-)
+)  # fmt: skip
 _DRAFTS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
 _LONG_ROPE = frozenset({"longrope", "su"})
 
 
 def model_name(vllm_config: VllmConfig) -> str:
-    """The model in every key: its name on the hub, or the name of its directory or file.
+    """The model name in every key: its name on the hub, or the name of its directory or file.
 
-    Replicas may keep a local model under different paths; ``engine_identity`` tells models of
-    one directory name apart.
+    So replicas may keep a local model under different paths. ``engine_identity`` distinguishes
+    models whose directories have the same name.
     """
     model = str(vllm_config.model_config.model)
     return Path(model).resolve().name if os.path.exists(model) else model
 
 
 def attention_backend(vllm_config: VllmConfig) -> str:
-    """Names of the attention backends in use: they decide what a block looks like inside."""
+    """Names of the attention backends in use: they decide the order of bytes in a block."""
     context = vllm_config.compilation_config.static_forward_context
     names = {
         backend.get_name()
@@ -126,9 +90,8 @@ def engine_identity(
 ) -> dict[str, str]:
     """The identity of one worker's KV cache, as pairs of text.
 
-    Raises:
-        Unidentified: the engine's weights cannot be told from others, and ``weights_id`` (the
-            operator's name for them) is None; or this vLLM's settings are not as expected.
+    Raises Unidentified if the weights cannot be told from others and ``weights_id`` (the operator's
+    name for them) is None, or if the settings of this vLLM version cannot be read.
     """
     try:
         return _pairs(vllm_config, rank, backend, weights_id)
@@ -139,11 +102,8 @@ def engine_identity(
 def _pairs(
     vllm_config: VllmConfig, rank: int, backend: str, weights_id: str | None
 ) -> dict[str, str]:
-    model, cache, parallel = (
-        vllm_config.model_config,
-        vllm_config.cache_config,
-        vllm_config.parallel_config,
-    )
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
     return {
         "engine": f"vllm {vllm.__version__}",
         "attention_backend": backend,
@@ -171,7 +131,7 @@ def _pairs(
 
 
 def _config(model: ModelConfig) -> dict[str, Any]:
-    """The model's config after every override, and what else was said of the model."""
+    """The model's config after every override, and the other settings of the model."""
     return {
         "config": model.hf_config.to_dict(),
         "text": model.hf_text_config.to_dict(),
@@ -181,11 +141,10 @@ def _config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _context(model: ModelConfig) -> str:
-    """How --max-model-len changes K: "" for all rotary embeddings but a few.
+    """How --max-model-len changes K: "" for most rotary embeddings.
 
-    LongRoPE (Phi-3) has factors for contexts longer than the original one and others for
-    shorter ones, and vLLM chooses once, by --max-model-len. Of a kind that is not known here,
-    the length itself is named.
+    LongRoPE (Phi-3) has separate factors for contexts longer and shorter than the original one;
+    vLLM chooses once, by --max-model-len. For an unknown kind the result is the length itself.
     """
     text = model.hf_text_config
     named = []
@@ -204,7 +163,7 @@ def _context(model: ModelConfig) -> str:
 
 
 def _rope_parameters(text: Any) -> list[Mapping[str, Any]]:
-    """Parameters of every rotary embedding: of the model, or of each kind of layer."""
+    """Parameters of each rotary embedding: one for the model, or one per kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         value = getattr(text, name, None)
         if isinstance(value, Mapping) and value:
@@ -213,7 +172,7 @@ def _rope_parameters(text: Any) -> list[Mapping[str, Any]]:
 
 
 def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:
-    """The draft model, whose layers share the KV cache; "" where it has none."""
+    """The draft model if its layers share the KV cache, else ""."""
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if speculative is None or draft is None or speculative.method in _DRAFTS_WITHOUT_KV:
@@ -233,7 +192,7 @@ def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:
 
 
 def _settings(config: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Those of ``names`` that this version of vLLM has."""
+    """The settings of ``names`` that this version of vLLM has."""
     return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
@@ -243,7 +202,7 @@ def _digest(value: Any) -> str:
 
 
 def _canonical(value: Any) -> Any:
-    """JSON that is equal in every process for equal settings."""
+    """A value as JSON types, equal in every process for equal settings."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Enum):
@@ -265,4 +224,4 @@ def _canonical(value: Any) -> Any:
         return {name: _canonical(getattr(value, name, None)) for name in names}
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
-    return type(value).__qualname__  # its text may hold an address, new in every process
+    return type(value).__qualname__  # its repr may hold an address, which differs by process

@@ -1,14 +1,13 @@
-"""How an engine packs K and V into its KV cache, found out by letting it do so.
+"""A digest of how an engine packs K and V into its KV cache.
 
-Engines with equal shapes, strides and names may pack differently: vLLM's CPU backend by the
-instruction set of the host, a GPU's by what a kernel likes. So every layer's own backend
-writes known K and V into a scratch cache, and the digest of the bytes that came out is part of
-the identity: what packs differently is named differently.
+Engines with equal shapes, strides and names may pack differently: vLLM's CPU backend depends on
+the instruction set of the host, GPU backends on the kernel. So every layer's own backend writes
+known K and V into a scratch cache, and the digest of the resulting bytes is part of the identity.
 
-Known values are exact in every cache dtype (fp8 after its scales) and differ by token, head
-and element: there are more places than such values, so a place is written as a number, one
-digit a round. The scratch cache has the shape and the strides of the layer's, with two blocks.
-Backends keep things of the first cache that they see, so copies of them are used.
+The known values are exact in every cache dtype (fp8 after scaling) and identify token, head and
+element. There are more elements than exact values, so the index of each element is written as a
+number, one digit per round. The scratch cache has the layer's shape and strides with two blocks.
+Backends keep state of the first cache that they see, so the probe uses copies of them.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ def kv_identity(
     num_blocks: int,
     block_strides: Mapping[str, int] | None,
 ) -> dict[str, str]:
-    """Pairs that name how the layers of ``kv_caches`` write their KV.
+    """Pairs that identify how the layers of ``kv_caches`` pack and scale their KV.
 
-    Never raises, and changes nothing of the engine's. Layers that cannot be probed are named
-    by their backend alone, which the log says in one line.
+    Never raises, and does not change the engine. Layers that cannot be probed are identified by
+    their backend alone; one log line lists them.
     """
     context = vllm_config.compilation_config.static_forward_context
     block_size_tokens = vllm_config.cache_config.block_size
@@ -61,7 +60,7 @@ def kv_identity(
     for name, tensor in kv_caches.items():
         layer = context.get(name)
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
-            continue  # it reads what another layer wrote
+            continue  # it reads the KV of another layer
         try:
             scales.append(_scales(layer))
             cache = _layer_cache(layer, tensor)
@@ -72,13 +71,13 @@ def kv_identity(
                 with torch.inference_mode():
                     found[kind] = _probe(layer, scratch, vllm_config.model_config.dtype)
             digests.append(found[kind])
-        except Exception as error:  # anything that a backend may raise: the engine goes on
+        except Exception as error:  # a backend may raise anything
             digests.append(f"{type(layer).__name__} {getattr(layer, 'isa', '')}")
             unknown.setdefault(type(layer).__name__, f"{name}: {type(error).__name__}: {error}")
     if unknown:
         logger.warning(
-            "KV caches are named by version and backend alone, because these layers cannot be "
-            "probed: %s",
+            "KV caches are identified by version and backend alone, because these layers cannot "
+            "be probed: %s",
             "; ".join(unknown.values()),
         )
     return {"kv_packing": _digest(digests), "kv_scales": _digest(scales)}
@@ -89,7 +88,7 @@ def _digest(value: Any) -> str:
 
 
 def _scales(layer: Any) -> list[list[float] | None]:
-    """What a quantized cache's numbers are to be multiplied by, for K and for V."""
+    """The scales of a quantized cache, for K and for V."""
     found = [getattr(layer, name, None) for name in ("_k_scale", "_v_scale")]
     return [
         each.detach().double().flatten().tolist() if isinstance(each, torch.Tensor) else None
@@ -98,9 +97,9 @@ def _scales(layer: Any) -> list[list[float] | None]:
 
 
 def _layer_cache(layer: Any, registered: torch.Tensor) -> torch.Tensor:
-    """What the layer itself writes to: a kernel's blocks may be parts of the engine's."""
+    """The cache that the layer writes to: a kernel's blocks may be parts of the engine's blocks."""
     bound = getattr(layer, "kv_cache", None)
-    if isinstance(bound, list) and len(bound) == 1:  # one for each virtual engine, once
+    if isinstance(bound, list) and len(bound) == 1:  # older versions: one per virtual engine
         bound = bound[0]
     if isinstance(bound, torch.Tensor) and bound.numel():
         return bound
@@ -108,7 +107,7 @@ def _layer_cache(layer: Any, registered: torch.Tensor) -> torch.Tensor:
 
 
 def _kind(layer: Any, cache: torch.Tensor) -> str:
-    """Layers of one kind need one probe."""
+    """Layers of one kind share a probe."""
     sizes = [
         getattr(layer, size, None)
         for size in ("num_kv_heads", "head_size", "head_size_v", "kv_lora_rank", "qk_rope_head_dim")
@@ -120,7 +119,7 @@ def _kind(layer: Any, cache: torch.Tensor) -> str:
 
 
 class _Scratch(NamedTuple):
-    """``cache`` is a view of ``memory`` (bytes) that has ``tokens`` slots."""
+    """``cache`` is a view of ``memory`` (bytes) with room for ``tokens``."""
 
     memory: torch.Tensor
     cache: torch.Tensor
@@ -130,7 +129,7 @@ class _Scratch(NamedTuple):
 def _probe(layer: Any, scratch: _Scratch, dtype: torch.dtype) -> str:
     slots = torch.arange(scratch.tokens, dtype=torch.int64, device=scratch.cache.device)
     layer, impl = copy.copy(layer), copy.copy(layer.impl)
-    latent = hasattr(layer, "kv_lora_rank")  # MLA: a latent vector a token, and a rotary part
+    latent = hasattr(layer, "kv_lora_rank")  # MLA: a latent vector per token, and a rotary part
     if latent:
         shapes = [(scratch.tokens, layer.kv_lora_rank), (scratch.tokens, 1, layer.qk_rope_head_dim)]
     else:
@@ -138,10 +137,10 @@ def _probe(layer: Any, scratch: _Scratch, dtype: torch.dtype) -> str:
         shapes = [
             (scratch.tokens, layer.num_kv_heads, size) for size in (layer.head_size, value_size)
         ]
-    places = sum(math.prod(shape) for shape in shapes)
+    elements = sum(math.prod(shape) for shape in shapes)
     digest = hashlib.blake2b(digest_size=16)
     digit = 1
-    while digit < places:
+    while digit < elements:
         scratch.memory.zero_()
         key, value = _known(layer, shapes, digit, dtype, slots.device)
         if latent:
@@ -162,14 +161,14 @@ def _known(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """K and V of one round: the digit worth ``digit`` of each place's number."""
+    """K and V of one round: of each element's index, the digit with the value ``digit``."""
     values = torch.tensor(_VALUES, dtype=torch.float32, device=device)
     known = []
     first = 0
     for shape, scale in zip(shapes, ("_k_scale", "_v_scale"), strict=True):
-        places = torch.arange(first, first + math.prod(shape), device=device)
+        indices = torch.arange(first, first + math.prod(shape), device=device)
         first += math.prod(shape)
-        numbers = values[(places // digit) % len(_VALUES)].reshape(shape)
+        numbers = values[(indices // digit) % len(_VALUES)].reshape(shape)
         factor = getattr(layer, scale, None)
         if str(layer.kv_cache_dtype).startswith("fp8") and isinstance(factor, torch.Tensor):
             factor = factor.to(device=device, dtype=torch.float32)
@@ -181,9 +180,9 @@ def _known(
 def _scratch(
     cache: torch.Tensor, num_blocks: int, block_stride: int | None, block_size_tokens: int
 ) -> _Scratch:
-    """Memory like that of ``cache``, with two blocks: every other size and stride is kept.
+    """Memory like that of ``cache`` with two blocks. All other sizes and strides are kept.
 
-    Where a dimension lies outside that of blocks (K before V), its stride shrinks with it.
+    The stride of a dimension outside that of the blocks (K before V) shrinks with it.
     """
     itemsize = cache.element_size()
     view = TensorView(
@@ -199,7 +198,7 @@ def _scratch(
     blocks = min(_BLOCKS, num_blocks)
     size = list(cache.shape)
     size[dim] = blocks * parts
-    # The backend writes wherever a slot number says: it must be sure that there is room.
+    # The backend writes at any slot number without a check, so the memory must have room.
     if block_size_tokens % parts or block_size_tokens // parts not in size[:dim] + size[dim + 1 :]:
         raise view.refuse(f"has no dimension of {block_size_tokens} tokens over {parts}")
     whole = cache.stride(dim) * cache.shape[dim]

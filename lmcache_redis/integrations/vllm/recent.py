@@ -1,4 +1,4 @@
-"""Chunks that were stored or found a moment ago, so need not be offered again."""
+"""Chunks that were stored or found within the last minute and need not be stored again."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 
-_CHUNKS = 200_000
+_MAX_CHUNKS = 200_000
 _REMEMBERED_S = 60.0
 
 
 class RecentChunks:
-    """Chunk names of the last minute.
+    """Names of recent chunks. It only saves messages: the agent itself checks what it has.
 
-    Only a saving: the agent finds out by itself what it has. Forgets after a while, because
-    stores may be dropped and Redis evicts.
+    Names expire, because stores may be dropped and Redis evicts.
     """
 
     def __init__(self) -> None:
@@ -24,19 +23,19 @@ class RecentChunks:
         return self._expiry_s.get(name, 0.0) > time.monotonic()
 
     def add(self, names: Iterable[bytes]) -> None:
-        """Remembers chunks for a while."""
+        """Remembers chunks for a minute."""
         expiry_s = time.monotonic() + _REMEMBERED_S
         for name in names:
             self._expiry_s[name] = expiry_s
             self._expiry_s.move_to_end(name)
-        while len(self._expiry_s) > _CHUNKS:
+        while len(self._expiry_s) > _MAX_CHUNKS:
             self._expiry_s.popitem(last=False)
 
     def discard(self, names: Iterable[bytes]) -> None:
-        """Forgets some of them."""
+        """Forgets chunks."""
         for name in names:
             self._expiry_s.pop(name, None)
 
     def clear(self) -> None:
-        """Forgets all of them."""
+        """Forgets all chunks."""
         self._expiry_s.clear()

@@ -1,21 +1,22 @@
-"""The connector's scheduler half: what to look up, load and store, decided each step.
+"""The connector in vLLM's scheduler: decides in each step what to look up, load and store.
 
-A request's way, as vLLM calls it:
+vLLM calls, for one request:
 
-    matched_tokens      None until the agent has answered, then how many tokens to load
-    allocated           blocks exist: a load is planned
-    build_metadata      loads and stores of this step go to the workers
-    worker_output       loads have ended, stores have ended
-    finished            what its lookup pinned is released
+    matched_tokens      None until the agent has answered, then the number of tokens to load
+    allocated           blocks are allocated: the load is planned
+    build_metadata      the loads and stores of this step go to the workers
+    load_ended          its load has ended on all ranks
+    finished            the chunks that its lookup pinned are released
 
-A chunk is named ``epoch | adapter digest | hash of its last block``. The epoch (`epoch`) and the
-digest of a LoRA adapter are empty as a rule; vLLM's hashes are chained, so that the last one covers
-every token before it. A request keeps the epoch it began in, and uses the cache only while that
-is the engine's.
+The name of a chunk is ``epoch | adapter digest | hash of its last block``. The epoch (`epoch`) and
+the digest of a LoRA adapter (`lora`) are usually empty. vLLM's hashes are chained, so the last one
+covers every token before it. A request keeps the epoch in which it began, and uses the cache only
+while that is the engine's epoch.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,47 +24,47 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
+from lmcache_redis.integrations.vllm.epoch import StaleBlocks, named_epoch, new_epoch
 from lmcache_redis.integrations.vllm.metadata import Planned, StepMetadata
 from lmcache_redis.integrations.vllm.recent import RecentChunks
-from lmcache_redis.integrations.vllm.references import BlockReferences, StaleBlocks
+from lmcache_redis.integrations.vllm.references import BlockReferences
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-# How long one step may wait for lookups: an idle engine gains by it, a busy one must not stall.
+logger = logging.getLogger("vllm.lmcache_redis")
+
+# Time that one step may wait for lookups: it helps an idle engine and stalls a busy one.
 _IDLE_WAIT_S = 0.005
 _BUSY_WAIT_S = 0.0005
-
-BlockIds = Callable[[str], Sequence[int]]
-AdapterDigest = Callable[[Any], "bytes | None"]
 
 
 @dataclass(slots=True)
 class _Tracked:
-    """One request. Chunk numbers count chunks of ``chunk`` tokens."""
+    """One request. Chunk numbers are in units of ``chunk_tokens``."""
 
     request: Request
-    prefix: bytes | None  # what the names of its chunks begin with; None: it is not cached
-    chunk: int = 0
+    prefix: bytes | None  # of the names of its chunks; None: it is not cached
+    chunk_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
-    lookup_chunk: int | None = None  # the lookup began there
+    first_chunk: int | None = None  # where its lookup began
     local_tokens: int = 0  # computed locally when the lookup was answered
-    considered_chunks: int = 0  # chunks whose store has been decided on
-    offered: bool = False  # vLLM was told how many tokens, and has not allocated blocks since
+    considered_chunks: int = 0  # leading chunks for which a store was planned or ruled out
+    matched: bool = False  # vLLM knows the number of tokens and has not allocated blocks since
     computes: bool = False  # it has blocks
     loading: frozenset[int] | None = None  # blocks that its load writes
-    give_up: bool = False  # a load failed: compute
+    give_up: bool = False  # a load failed: it is computed
 
 
-class SchedulerHalf:
-    """Runs in vLLM's scheduler.
+class ConnectorScheduler:
+    """Decides on lookups, loads and stores.
 
-    hash_stride: block hashes a block (1 unless vLLM hashes finer than it allocates).
-    epoch: what names begin with, until `begin_epoch`.
-    block_ids: the blocks that a request has now, null ones included; None where vLLM does not
-        tell, and requests keep their blocks until they end.
-    adapter_digest: of a request's LoRA adapter; None where it cannot be told from others.
+    hash_stride: block hashes per block (1 unless vLLM hashes finer than it allocates).
+    weights_id: names the first epoch; None for the shared one.
+    block_ids: a request's current blocks, null ones included; None if vLLM does not provide them
+        and requests keep their blocks until they end.
+    adapter_digest: of a request's LoRA adapter; None if it cannot be told from others.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class SchedulerHalf:
         hash_stride: int,
         loads: bool,
         stores: bool,
-        epoch: bytes,
-        block_ids: BlockIds | None,
-        adapter_digest: AdapterDigest,
+        weights_id: str | None,
+        block_ids: Callable[[str], Sequence[int]] | None,
+        adapter_digest: Callable[[Any], bytes | None],
     ) -> None:
         self._adapter = adapter
         self._references = references
@@ -87,48 +88,55 @@ class SchedulerHalf:
         self._hash_stride = hash_stride
         self._may_load = loads
         self._may_store = stores
-        self._epoch = epoch
-        self.epoch_is_unused = True
         self._block_ids = block_ids
         self._adapter_digest = adapter_digest
+        self.epoch = named_epoch(weights_id)
+        self._epoch_is_own = False  # random, and so not shared with other engines
+        self._epoch_is_used = False
         self._tracked: dict[str, _Tracked] = {}
         self._resuming: set[str] = set()  # their load has ended, and they have not run since
         self._loads: list[Planned] = []
         self._recent = RecentChunks()
         self._wait_budget_s = _IDLE_WAIT_S
 
+    # Steps
+
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
-        """Tokens beyond ``local_tokens`` that can be loaded; None while that is not known."""
-        chunk = self._adapter.chunk_size_tokens()
-        tracked = self._track(request, chunk)
-        if not chunk or not self._may_load or tracked.give_up or request.skip_reading_prefix_cache:
+        """Tokens beyond ``local_tokens`` that can be loaded; None if not known yet."""
+        chunk_tokens = self._adapter.chunk_size_tokens()
+        tracked = self._track(request, chunk_tokens)
+        if (
+            not chunk_tokens
+            or not self._may_load
+            or tracked.give_up
+            or tracked.prefix is None
+            or request.skip_reading_prefix_cache
+        ):
             return 0
-        if tracked.prefix is None:
-            return 0
-        if tracked.lookup_chunk is not None and local_tokens < tracked.lookup_chunk * chunk:
-            # Blocks that were computed when the lookup began have been evicted since.
+        if tracked.first_chunk is not None and local_tokens < tracked.first_chunk * chunk_tokens:
+            # Local blocks were evicted since the lookup began.
             self._forget_lookup(tracked)
-        if tracked.lookup_chunk is None:
-            if self._hashed_tokens(request) < (local_tokens // chunk + 1) * chunk:
+        if tracked.first_chunk is None:
+            if self._hashed_tokens(request) < (local_tokens // chunk_tokens + 1) * chunk_tokens:
                 return 0
-            tracked.lookup_chunk = local_tokens // chunk
+            tracked.first_chunk = local_tokens // chunk_tokens
             self._adapter.maybe_submit_lookup_request(
                 request.request_id,
                 block_hashes=self._names(tracked),
-                first_chunk=tracked.lookup_chunk,
+                first_chunk=tracked.first_chunk,
             )
-        tokens = self._result(request.request_id)
+        tokens = self._lookup_result(request.request_id)
         if tokens is None:
             return None
         tracked.local_tokens = local_tokens
-        if tracked.offered and self._resuming:
-            # No blocks were free for it. Some hold a load that has ended, and vLLM before 0.31 does
-            # not come to their request while this one blocks the queue: let it go on to them.
-            tracked.offered = False
+        if tracked.matched and self._resuming:
+            # No blocks were free for this request. Some belong to a request whose load has ended,
+            # and vLLM before 0.31 does not reach that one while this one blocks the queue.
+            tracked.matched = False
             return None
-        tracked.offered = True
-        # What the agent has just not found is offered again, however recently it was stored.
-        first_miss = max(tracked.lookup_chunk, tokens // chunk)
+        tracked.matched = True
+        # Chunks that the agent has just not found are stored again, however recent they are.
+        first_miss = max(tracked.first_chunk, tokens // chunk_tokens)
         self._recent.discard(self._chunk_names(tracked)[first_miss:])
         return max(0, tokens - local_tokens)
 
@@ -136,66 +144,58 @@ class SchedulerHalf:
         """Blocks were allocated; ``external_tokens`` of them are to be loaded."""
         tracked = self._track(request, self._adapter.chunk_size_tokens())
         tracked.computes = True
-        tracked.offered = False
+        tracked.matched = False
         self._resuming.discard(request.request_id)
-        if not external_tokens or tracked.lookup_chunk is None:
-            if tracked.loading is None:
-                self._adapter.release_lookup_locks(request.request_id)
-            self._adapter.cleanup_lookup_result(request.request_id)
-            return
-        per_chunk = tracked.chunk // self._block_size_tokens
-        end_chunk = (tracked.local_tokens + external_tokens) // tracked.chunk
-        first, last = tracked.lookup_chunk * per_chunk, end_chunk * per_chunk
-        written = self._first_written(block_ids, tracked.local_tokens, last)
-        op = LoadStoreOp(
-            block_ids=list(block_ids[first:last]),
-            block_hashes=self._names(tracked)[first:last],
-            skip_first_n_tokens=(written - first) * self._block_size_tokens,
-        )
-        tracked.loading = frozenset(block_ids[written:last])
-        transfer_id = self._references.take(block_ids[written:last])
-        self._loads.append(Planned(transfer_id, request.request_id, op))
-        self._recent.add(self._chunk_names(tracked)[tracked.lookup_chunk : end_chunk])
+        if external_tokens and tracked.first_chunk is not None:
+            self._plan_load(tracked, block_ids, tracked.first_chunk, external_tokens)
+        elif tracked.loading is None:
+            self._adapter.release_lookup_locks(request.request_id)
         self._adapter.cleanup_lookup_result(request.request_id)
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """What the workers begin in this step."""
+        """The loads and stores that the workers start in this step."""
         metadata = StepMetadata(idle=output.total_num_scheduled_tokens == 0)
         metadata.loads, self._loads = self._loads, []
         for request_id in output.preempted_req_ids or ():
-            self._preempted(request_id)
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.block_ids = []
+                self._forget_lookup(tracked)
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
-            after = new.num_computed_tokens + scheduled[new.req_id]
-            self._plan_store(new.req_id, new.block_ids[0], True, after, metadata)
+            if (tracked := self._tracked.get(new.req_id)) is not None:
+                tracked.block_ids = list(new.block_ids[0])
+                computed_tokens = new.num_computed_tokens + scheduled[new.req_id]
+                metadata.stores += self._plan_store(tracked, computed_tokens)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
-            new_ids = cached.new_block_ids[index]
-            after = cached.num_computed_tokens[index] + scheduled[request_id]
-            resumed = request_id in cached.resumed_req_ids
-            block_ids = new_ids[0] if new_ids else None
-            self._plan_store(request_id, block_ids, resumed, after, metadata)
+            if (tracked := self._tracked.get(request_id)) is not None:
+                if request_id in cached.resumed_req_ids:
+                    tracked.block_ids = []
+                if new_ids := cached.new_block_ids[index]:
+                    tracked.block_ids.extend(new_ids[0])
+                computed_tokens = cached.num_computed_tokens[index] + scheduled[request_id]
+                metadata.stores += self._plan_store(tracked, computed_tokens)
         self._wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
         return metadata
 
     def load_failed(self, request_id: str) -> None:
-        """The request's load failed, on any rank: the rest of it is computed."""
+        """The request's load failed on some rank: the rest of it is computed."""
         tracked = self._tracked.get(request_id)
         if tracked is not None and tracked.loading is not None:
             tracked.give_up = True
-            self._recent.clear()  # what was thought to be cached may not be
+            self._recent.clear()  # some of these chunks may not be cached
 
     def blocks_failed(self, block_ids: set[int]) -> None:
-        """As `load_failed`, where vLLM tells of blocks."""
+        """As `load_failed`, for vLLM versions that report blocks."""
         for request_id, tracked in self._tracked.items():
             if not block_ids.isdisjoint(tracked.loading or ()):
                 self.load_failed(request_id)
 
     def load_ended(self, request_id: str) -> None:
-        """The load of a request has ended, on all ranks."""
+        """The request's load has ended on all ranks."""
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.loading is None:
-            return  # another connector's
+            return  # another connector's load
         tracked.loading = None
         if tracked.request.is_finished():
             del self._tracked[request_id]
@@ -203,25 +203,43 @@ class SchedulerHalf:
             self._resuming.add(request_id)
 
     def chunks_dropped(self) -> None:
-        """The agent did not take all that it was offered: it is offered again."""
+        """The agent did not accept all chunks: later requests store them again."""
         self._recent.clear()
 
     def finished(self, request: Request) -> None:
-        """A request has ended. Its blocks are not held for it: stores have references of theirs."""
+        """The request has ended. Stores in flight have their own references on its blocks."""
         self._adapter.end_session(request.request_id)
         self._resuming.discard(request.request_id)
         tracked = self._tracked.get(request.request_id)
-        # vLLM itself holds the blocks of a load until it is reported.
+        # vLLM itself holds the blocks of a load until the load is reported.
         if tracked is not None and tracked.loading is None:
             del self._tracked[request.request_id]
 
-    def begin_epoch(self, epoch: bytes) -> None:
-        """From now on chunks are named otherwise. Requests that have begun are not cached.
+    # Epochs
 
-        Those that still wait look up anew.
+    def clear(self) -> None:
+        """Begins a new epoch and asks the agent to remove the chunks of the old one."""
+        old = self.epoch
+        self._begin_epoch(new_epoch(), "the cache was cleared", own=True)
+        self._adapter.clear(old)
+
+    def weights_changed(self, why: str, weights_id: str | None = None) -> None:
+        """Begins the epoch of ``weights_id``, or one of the engine's own."""
+        if weights_id is None:
+            # One update may take hundreds of calls: an epoch that no request has used stays.
+            unused = self._epoch_is_own and not self._epoch_is_used
+            self._begin_epoch(self.epoch if unused else new_epoch(), why, own=True)
+        elif (epoch := named_epoch(weights_id)) != self.epoch:
+            self._begin_epoch(epoch, f"{why} ({weights_id!r})", own=False)
+
+    def _begin_epoch(self, epoch: bytes, why: str, *, own: bool) -> None:
+        """Names chunks differently from now on.
+
+        Running requests are not cached any more; requests that wait are looked up again.
         """
-        self._epoch = epoch
-        self.epoch_is_unused = True
+        if epoch != self.epoch:
+            logger.info("%s: KV that was cached before is not used any more", why)
+        self.epoch, self._epoch_is_own, self._epoch_is_used = epoch, own, False
         self._stale.begin_epoch()
         self._recent.clear()
         for request_id, tracked in list(self._tracked.items()):
@@ -231,123 +249,111 @@ class SchedulerHalf:
                 self._adapter.end_session(request_id)
                 del self._tracked[request_id]
 
-    def remove_epoch(self, epoch: bytes) -> None:
-        """Has the agent remove what is stored under an epoch, sooner or later."""
-        self._adapter.clear(epoch)
+    # Details
 
-    def _track(self, request: Request, chunk: int) -> _Tracked:
+    def _track(self, request: Request, chunk_tokens: int) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            self.epoch_is_unused = False
+            self._epoch_is_used = True
             tracked = _Tracked(request, self._prefix(request))
             self._tracked[request.request_id] = tracked
-        if chunk and tracked.chunk != chunk:  # new, or the agent came back with other chunks
-            if tracked.chunk:
+        if chunk_tokens and tracked.chunk_tokens != chunk_tokens:
+            if tracked.chunk_tokens:  # the agent was restarted with another chunk size
                 self._forget_lookup(tracked)
-            tracked.chunk = chunk
+            tracked.chunk_tokens = chunk_tokens
             tracked.considered_chunks = 0
         return tracked
 
     def _prefix(self, request: Request) -> bytes | None:
-        """What the names of its chunks begin with, or None where they would be in doubt."""
+        """The prefix of the names of its chunks; None if its KV cannot be named with certainty."""
         if self._stale.may_be_hit():
             return None
         digest = self._adapter_digest(request)
-        return None if digest is None else self._epoch + digest
+        return None if digest is None else self.epoch + digest
 
     def _forget_lookup(self, tracked: _Tracked) -> None:
-        tracked.lookup_chunk = None
+        tracked.first_chunk = None
         self._adapter.end_session(tracked.request.request_id)
 
-    def _preempted(self, request_id: str) -> None:
-        tracked = self._tracked.get(request_id)
-        if tracked is not None:
-            tracked.block_ids = []
-            self._forget_lookup(tracked)
-
-    def _result(self, request_id: str) -> int | None:
+    def _lookup_result(self, request_id: str) -> int | None:
         started_s = time.monotonic()
         tokens = self._adapter.check_lookup_result(request_id, wait_s=self._wait_budget_s)
         self._wait_budget_s = max(0.0, self._wait_budget_s - (time.monotonic() - started_s))
         return tokens
 
-    def _first_written(self, block_ids: Sequence[int], local_tokens: int, last: int) -> int:
-        """The first block that a load writes: behind the local ones, and behind null ones.
-
-        Blocks before a sliding window are null; other requests may be reading the local ones.
-        """
-        first = local_tokens // self._block_size_tokens
-        null = [n for n in range(first, last) if self._references.is_null(block_ids[n])]
-        return null[-1] + 1 if null else first
-
-    def _plan_store(
-        self,
-        request_id: str,
-        new_block_ids: Sequence[int] | None,
-        resumed: bool,
-        computed_tokens: int,
-        metadata: StepMetadata,
+    def _plan_load(
+        self, tracked: _Tracked, block_ids: Sequence[int], first_chunk: int, external_tokens: int
     ) -> None:
-        """Plans the store of every chunk that this step completes.
-
-        computed_tokens: tokens whose KV is in blocks once the step has run.
-        """
-        tracked = self._tracked.get(request_id)
-        if tracked is None:
-            return
-        if resumed:
-            tracked.block_ids = list(new_block_ids or ())
-        elif new_block_ids:
-            tracked.block_ids.extend(new_block_ids)
-        chunk = self._adapter.chunk_size_tokens()
-        if not chunk or not self._may_store or tracked.prefix is None:
-            return
-        self._track(tracked.request, chunk)
-        blocks = tracked.block_ids if self._block_ids is None else self._block_ids(request_id)
-        # A block has a hash once all its tokens are final: drafts that may be
-        # rejected, and tokens not sampled yet, are left to a later step.
-        tokens = min(
-            computed_tokens,
-            self._hashed_tokens(tracked.request),
-            len(blocks) * self._block_size_tokens,
+        blocks_per_chunk = tracked.chunk_tokens // self._block_size_tokens
+        end_chunk = (tracked.local_tokens + external_tokens) // tracked.chunk_tokens
+        first, last = first_chunk * blocks_per_chunk, end_chunk * blocks_per_chunk
+        # Other requests may be reading local blocks, and blocks before a sliding window are null:
+        # the load writes only the blocks after both.
+        local = tracked.local_tokens // self._block_size_tokens
+        null = [n for n in range(local, last) if self._references.is_null(block_ids[n])]
+        written = null[-1] + 1 if null else local
+        op = LoadStoreOp(
+            block_ids=list(block_ids[first:last]),
+            block_hashes=self._names(tracked)[first:last],
+            skip_first_n_tokens=(written - first) * self._block_size_tokens,
         )
-        complete_chunks = tokens // chunk
+        tracked.loading = frozenset(block_ids[written:last])
+        transfer_id = self._references.take(block_ids[written:last])
+        self._loads.append(Planned(transfer_id, tracked.request.request_id, op))
+        self._recent.add(self._chunk_names(tracked)[first_chunk:end_chunk])
+
+    def _plan_store(self, tracked: _Tracked, computed_tokens: int) -> list[Planned]:
+        """The store of the chunks that this step completes, if any.
+
+        computed_tokens: tokens whose KV is in blocks after the step.
+        """
+        chunk_tokens = self._adapter.chunk_size_tokens()
+        if not chunk_tokens or not self._may_store or tracked.prefix is None:
+            return []
+        request = tracked.request
+        self._track(request, chunk_tokens)
+        blocks: Sequence[int] = tracked.block_ids
+        if self._block_ids is not None:
+            blocks = self._block_ids(request.request_id)
+        # A block has a hash when all its tokens are final. Draft tokens that may be rejected, and
+        # tokens not sampled yet, are left to a later step.
+        hashed_tokens = self._hashed_tokens(request)
+        tokens = min(computed_tokens, hashed_tokens, len(blocks) * self._block_size_tokens)
+        complete_chunks = tokens // chunk_tokens
         if complete_chunks <= tracked.considered_chunks:
-            return
-        if tracked.prefix != self._prefix(tracked.request):
-            tracked.prefix = None  # its adapter was replaced meanwhile
-            return
-        per_chunk = chunk // self._block_size_tokens
+            return []
+        if tracked.prefix != self._prefix(request):
+            tracked.prefix = None  # its adapter has changed
+            return []
+        blocks_per_chunk = chunk_tokens // self._block_size_tokens
         names = self._names(tracked)
         block_ids: list[int] = []
         block_names: list[bytes] = []
         for number in range(tracked.considered_chunks, complete_chunks):
-            first, last = number * per_chunk, (number + 1) * per_chunk
+            first, last = number * blocks_per_chunk, (number + 1) * blocks_per_chunk
             of_chunk = blocks[first:last]
-            # A window may have moved past the beginning of the chunk: then there is no whole one.
+            # A sliding window may have dropped some blocks of the chunk.
             if names[last - 1] in self._recent or any(map(self._references.is_null, of_chunk)):
                 continue
             self._recent.add([names[last - 1]])
             block_ids += of_chunk
             block_names += names[first:last]
         tracked.considered_chunks = complete_chunks
-        if block_ids:
-            op = LoadStoreOp(block_ids=block_ids, block_hashes=block_names)
-            transfer_id = self._references.take(block_ids)
-            metadata.stores.append(Planned(transfer_id, request_id, op))
+        if not block_ids:
+            return []
+        op = LoadStoreOp(block_ids=block_ids, block_hashes=block_names)
+        return [Planned(self._references.take(block_ids), request.request_id, op)]
 
     def _hashed_tokens(self, request: Request) -> int:
         return len(request.block_hashes) // self._hash_stride * self._block_size_tokens
 
     def _names(self, tracked: _Tracked) -> Sequence[bytes]:
-        """A name for each block, without a copy where vLLM's hashes are the names."""
+        """One name per block; no copy if vLLM's hashes are the names."""
         hashes: Sequence[bytes] = tracked.request.block_hashes
-        stride = self._hash_stride
-        if stride > 1:
-            hashes = hashes[stride - 1 :: stride]
-        prefix = tracked.prefix
-        return [prefix + each for each in hashes] if prefix else hashes
+        if self._hash_stride > 1:
+            hashes = hashes[self._hash_stride - 1 :: self._hash_stride]
+        return [tracked.prefix + each for each in hashes] if tracked.prefix else hashes
 
     def _chunk_names(self, tracked: _Tracked) -> Sequence[bytes]:
-        per_chunk = tracked.chunk // self._block_size_tokens
-        return self._names(tracked)[per_chunk - 1 :: per_chunk]
+        blocks_per_chunk = tracked.chunk_tokens // self._block_size_tokens
+        return self._names(tracked)[blocks_per_chunk - 1 :: blocks_per_chunk]

@@ -1,6 +1,6 @@
-"""Which engines can be cached: told at start, in a sentence, never at a request.
+"""Which engines can be cached, decided at start from their settings.
 
-Settings in, a sentence or None out. Every vLLM from 0.27 on has some of the settings.
+A reason is one sentence. The vLLM versions from 0.27 on differ in the settings that they have.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ if TYPE_CHECKING:
 
 _HASHES = ("sha256", "sha256_cbor")
 _DEVICES = ("cpu", "cuda")
-# Kinds of KV cache that hold every token's KV in the blocks that its request names, the second
-# of them for a while. Others keep a state that is not a token's (Mamba), or more.
+# Kinds of KV cache that keep the KV of every token in the request's blocks; the second kind drops
+# blocks later. Others keep state that does not belong to one token (Mamba).
 _WHOLE = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")
 _DROPPED = ("SlidingWindowSpec",)
 
 
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> str | None:
-    """Why this engine's KV cache cannot be cached, or None."""
-    if kv_cache_config is None:
-        return "this version of vLLM does not tell connectors about its KV cache: use 0.27 or newer"
+    """Why this engine cannot be cached, or None."""
     return next(_reasons(vllm_config, kv_cache_config), None)
 
 
-def _reasons(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
+def _reasons(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> Iterator[str]:
+    if kv_cache_config is None:
+        yield "this version of vLLM does not tell connectors about its KV cache: use 0.27 or newer"
+        return
     yield from _wrong_groups(kv_cache_config)
     yield from _wrong_hashes(vllm_config)
     yield from _wrong_model(vllm_config)
@@ -55,12 +56,12 @@ def _wrong_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
 
 
 def drops_blocks(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether a request gives blocks up before it ends."""
+    """Whether requests release blocks before they end."""
     return not _kinds(kv_cache_config).isdisjoint(_DROPPED)
 
 
 def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int] | None:
-    """Bytes between blocks by layer, where this vLLM says so; older ones leave it to strides."""
+    """Bytes between blocks, by layer; None if this vLLM leaves them to the tensors' strides."""
     tensors = kv_cache_config.kv_cache_tensors
     if not all(hasattr(tensor, "block_stride") and hasattr(tensor, "layers") for tensor in tensors):
         return None
@@ -83,8 +84,8 @@ def _wrong_hashes(vllm_config: VllmConfig) -> Iterator[str]:
         )
     elif not _hashes_are_reproducible():
         yield (
-            "this version of vLLM makes other block hashes in every process; set PYTHONHASHSEED "
-            "to one value for all engines"
+            "block hashes of this vLLM version differ in every process; set PYTHONHASHSEED to one "
+            "value for all engines"
         )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
@@ -106,7 +107,7 @@ def _wrong_model(vllm_config: VllmConfig) -> Iterator[str]:
     elif getattr(model, "is_diffusion", False):
         yield "a diffusion model writes the KV of a token more than once"
     elif not getattr(model, "is_prefix_caching_supported", True):
-        yield "vLLM says of this model that it does not support prefix caching"
+        yield "vLLM does not support prefix caching for this model"
     if getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8"):
         yield (
             "--calculate-kv-scales makes the KV cache depend on the first prompt; use scales "
@@ -115,7 +116,7 @@ def _wrong_model(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _hashes_are_reproducible() -> bool:
-    """Whether every process makes the same hashes: https://github.com/vllm-project/vllm/pull/51875."""
+    """Whether every process makes equal hashes: https://github.com/vllm-project/vllm/pull/51875."""
     if "PYTHONHASHSEED" in os.environ:
         return True
     from vllm.v1.core import kv_cache_utils

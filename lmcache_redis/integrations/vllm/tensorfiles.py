@@ -1,12 +1,12 @@
-"""A digest of one weights file that reads little of it.
+"""A digest of one weights file that reads only a small part of it.
 
-A file's table says where its tensors are (safetensors, GGUF, the zip files of ``torch.save``).
-The table is read whole, names, shapes and the zip's CRCs included. Of every tensor the first,
-the middle and the last bytes are read, of a large one also evenly spread bytes between them:
-training moves every tensor, and almost every number in it. A file without a table that can be
-believed is sampled more densely; a small file is read whole.
+The table of a file locates its tensors (safetensors, GGUF, the zip files of ``torch.save``). The
+digest covers the whole table, with names, shapes and the CRCs of a zip file, and the first, the
+middle and the last bytes of every tensor. Large tensors have more, evenly spread samples: training
+changes every tensor, and almost every number in it. A file without a valid table is sampled more
+densely. A small file is read whole.
 
-Tables come from files, so nothing in them is believed before it is inside the file's bounds.
+Tables are untrusted: every offset is checked against the file's size.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import BinaryIO, NamedTuple
 
 _WHOLE_BYTES = 4 << 20
 _SAMPLE_BYTES = 4096
-_SAMPLE_EVERY_BYTES = 8 << 20  # of a tensor, besides the three that each has
+_SAMPLE_EVERY_BYTES = 8 << 20  # of a tensor, besides the three samples of each
 _UNKNOWN_EVERY_BYTES = 1 << 18  # of a file without a table
 _MAX_HEADER_BYTES = 1 << 30
 
-# Sizes of GGUF's metadata types by number; 8 is a string, 9 an array.
+# Bytes of GGUF's metadata types by number; 8 is a string, 9 an array.
 _GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _GGUF_STRING, _GGUF_ARRAY, _GGUF_UINT32 = 8, 9, 4
 _ZIP_LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -42,7 +42,7 @@ class Extent(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """What a file says of itself (``facts`` and the bytes of ``whole``), and its tensors."""
+    """A file's description of itself (``facts``, and the bytes of ``whole``), and its tensors."""
 
     facts: bytes
     whole: Extent
@@ -50,46 +50,49 @@ class _Table(NamedTuple):
 
 
 class _NoTable(Exception):
-    """The file is of another format, or its table is not to be believed."""
+    """The file has another format, or an invalid table."""
 
 
 def digest_file(path: Path) -> bytes:
-    """16 bytes that change with the tensors of the file, as the module's docstring says.
+    """16 bytes that change with the file's tensors, as far as the module's docstring says.
 
-    Raises:
-        OSError: the file cannot be read, or is no regular file.
+    Raises OSError if the file cannot be read or is no regular file.
     """
-    with open(path, "rb", opener=_open_at_once) as file:
+    with open(path, "rb", opener=_open_nonblocking) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{path} is no regular file")
         size_bytes = status.st_size
         digest = hashlib.blake2b(struct.pack("<Q", size_bytes), digest_size=16)
-        if size_bytes <= _WHOLE_BYTES:
-            digest.update(_read(file, Extent(0, size_bytes)))
-            return digest.digest()
-        try:
-            table = _table(file, size_bytes)
-        except _NoTable:
-            extent = Extent(0, size_bytes)
-            for sample in _spread(extent, 2 + size_bytes // _UNKNOWN_EVERY_BYTES):
-                digest.update(_read(file, sample))
-            return digest.digest()
-        digest.update(struct.pack("<Q", len(table.facts)) + table.facts)
-        digest.update(_read(file, table.whole))
-        for tensor in table.tensors:
-            for sample in _spread(tensor, 3 + 2 * (tensor.size // (2 * _SAMPLE_EVERY_BYTES))):
-                digest.update(_read(file, sample))
+        for part in _parts(file, size_bytes):
+            digest.update(part if isinstance(part, bytes) else _read(file, part))
         return digest.digest()
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """Never waits for the writer of a FIFO."""
+def _parts(file: BinaryIO, size_bytes: int) -> Iterator[bytes | Extent]:
+    """What the digest covers, in this order: bytes, and extents of the file."""
+    whole_file = Extent(0, size_bytes)
+    if size_bytes <= _WHOLE_BYTES:
+        yield whole_file
+        return
+    try:
+        table = _table(file, size_bytes)
+    except _NoTable:
+        yield from _spread(whole_file, 2 + size_bytes // _UNKNOWN_EVERY_BYTES)
+        return
+    yield struct.pack("<Q", len(table.facts)) + table.facts
+    yield table.whole
+    for tensor in table.tensors:
+        yield from _spread(tensor, 3 + 2 * (tensor.size // (2 * _SAMPLE_EVERY_BYTES)))
+
+
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Does not wait for the writer of a FIFO."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _read(file: BinaryIO, extent: Extent) -> bytes:
-    """The bytes of ``extent``; OSError if the file has become shorter meanwhile."""
+    """The bytes of ``extent``. Raises OSError if the file has become shorter."""
     parts = []
     offset, left = extent
     while left:
@@ -102,7 +105,7 @@ def _read(file: BinaryIO, extent: Extent) -> bytes:
 
 
 def _spread(extent: Extent, count: int) -> Iterator[Extent]:
-    """``count`` samples from the first byte to the last; the whole extent where that is less."""
+    """``count`` evenly spread samples, or the whole extent if that is less."""
     if extent.size <= count * _SAMPLE_BYTES:
         yield extent
         return
@@ -144,15 +147,15 @@ def _safetensors_table(file: BinaryIO, size_bytes: int) -> _Table:
         raise _NoTable from error
     ends = [0, *(end for _, end in spans)]
     if [*(begin for begin, _ in spans), size_bytes - whole.size] != ends:
-        raise _NoTable  # the format has no holes
+        raise _NoTable  # the format allows no gaps
     tensors = [_within(Extent(whole.size + a, b - a), size_bytes) for a, b in spans]
     return _Table(b"", whole, tensors)
 
 
 def _zip_table(file: BinaryIO, size_bytes: int) -> _Table:
-    """The central directory has a CRC of every member, and so of every byte of every tensor.
+    """The central directory has a CRC of every member, and so covers every tensor.
 
-    Samples besides: ``torch.save`` can be told to leave CRCs out.
+    Samples are read too, because ``torch.save`` may leave CRCs out.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -177,8 +180,8 @@ def _zip_table(file: BinaryIO, size_bytes: int) -> _Table:
 class _Gguf:
     """https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
 
-    Tensors are told by where they begin: one ends where the next begins, so that no list of
-    quantization types is needed.
+    Only the offsets of tensors are used: each ends where the next begins, so that the sizes of
+    quantization types are not needed.
     """
 
     def __init__(self, file: BinaryIO, size_bytes: int) -> None:
@@ -213,26 +216,19 @@ class _Gguf:
         (kind,) = self._unpack("<I")
         if name == b"general.alignment" and kind == _GGUF_UINT32:
             self._alignment = max(1, self._unpack("<I")[0])
-            return
-        self._value(kind)
-
-    def _value(self, kind: int) -> None:
-        if kind == _GGUF_STRING:
-            self._string()
         elif kind == _GGUF_ARRAY:
-            inner, count = self._unpack("<IQ")
-            if inner == _GGUF_STRING:
-                for _ in range(count):
-                    self._string()
-            else:
-                self._skip(count * self._size_of(inner))
+            self._skip_values(*self._unpack("<IQ"))
         else:
-            self._skip(self._size_of(kind))
+            self._skip_values(kind, 1)
 
-    def _size_of(self, kind: int) -> int:
-        if kind not in _GGUF_SIZES:
+    def _skip_values(self, kind: int, count: int) -> None:
+        if kind == _GGUF_STRING:
+            for _ in range(count):
+                self._string()
+        elif kind in _GGUF_SIZES:
+            self._skip(count * _GGUF_SIZES[kind])
+        else:
             raise _NoTable
-        return _GGUF_SIZES[kind]
 
     def _string(self) -> bytes:
         (length,) = self._unpack("<Q")

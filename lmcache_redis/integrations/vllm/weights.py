@@ -1,8 +1,8 @@
-"""Which weights an engine holds: a digest of their files, or a name that the operator gives.
+"""The identity of an engine's weights: a digest of their files, or a name from the operator.
 
-Weights that come from nowhere that can be read here (object storage, a loader of its own) have
-no digest. Then the operator names them (``weights_id`` in ``kv_connector_extra_config``), or
-nothing is cached: two models that share keys would read each other's KV.
+Weights without local files (object storage, custom loaders) have no digest. The operator names
+them (``weights_id`` in ``kv_connector_extra_config``), or nothing is cached: two models with the
+same keys would read each other's KV.
 """
 
 from __future__ import annotations
@@ -25,45 +25,33 @@ if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-# Beside the weights: which file holds which tensor, how they are quantized, how images become
-# embeddings, and code that a model brings along.
-_BESIDE = ("*.index.json", "*quant*.json", "*processor_config.json", "*.py")
-# Directories that vLLM does not read: the hub's own, Meta's format, steps of a training.
-_ELSEWHERE = (".*", "original", "checkpoint-*", "global_step*")
-# Values of --load-format that read the files of a directory or of a model on the hub.
+# Other files that change results: the tensor index, quantization and image processor configs, and
+# the model's own code.
+_EXTRA = ("*.index.json", "*quant*.json", "*processor_config.json", "*.py")
+# Directories that vLLM does not read: the hub's own, Meta's format, training checkpoints.
+_SKIPPED_DIRECTORIES = (".*", "original", "checkpoint-*", "global_step*")
+# Values of --load-format that read files of a directory or of a model on the hub.
 _FROM_FILES = frozenset(
     {
-        "auto",
-        "bitsandbytes",
-        "fastsafetensors",
-        "gguf",
-        "hf",
-        "instanttensor",
-        "mistral",
-        "npcache",
-        "pt",
-        "runai_streamer",
-        "runai_streamer_sharded",
-        "safetensors",
-        "sharded_state",
+        "auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral",
+        "npcache", "pt", "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state",
     }
-)
+)  # fmt: skip
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_READERS = 8
+_READER_THREADS = 8
 _MAX_FILES = 20_000
 
 
 class Unidentified(LMCacheRedisError):
-    """This engine's KV cannot be told from another's; the message says what to do."""
+    """This engine's KV cannot be told from another's; the message says what to change."""
 
 
 def weights_identity(
     model: ModelConfig, load: LoadConfig, weights_id: str | None
 ) -> dict[str, str]:
-    """Pairs that name the weights. What the operator says is always one of them.
+    """Pairs that identify the weights; ``weights_id`` is always one of them.
 
-    Raises:
-        Unidentified: the files cannot be found or read, and ``weights_id`` is None.
+    Raises Unidentified if the files cannot be found or read and ``weights_id`` is None.
     """
     try:
         digest = _digest(model, load)
@@ -78,30 +66,28 @@ def weights_identity(
     return {
         "weights": digest,
         "weights_id": weights_id or "",
-        # A directory may hold weights in several formats, of which this decides.
+        # A directory may hold weights in several formats; these two settings select.
         "load_format": _load_format(load),
         "weights_pattern": str(extra.get("pattern", "")) if isinstance(extra, dict) else "",
     }
 
 
 def digest_files(root: Path) -> str:
-    """The weights in a file, or beneath a directory; equal wherever that lies.
+    """A digest of the weights in a file or a directory tree, independent of its path.
 
-    Raises:
-        OSError: a file cannot be read.
-        Unidentified: there are no weights.
+    Raises OSError if a file cannot be read, Unidentified if there are no weights.
     """
     if root.is_file():
         files = [root]
         root = root.parent
     else:
         files = sorted(_files(root))
-    if not any(_is_one_of(path.name, _WEIGHTS) for path in files):
+    if not any(_matches(path.name, _WEIGHTS) for path in files):
         raise Unidentified(f"there are no weights in {root}")
     if len(files) > _MAX_FILES:
         raise Unidentified(f"there are {len(files)} files in {root}")
     digest = hashlib.blake2b(digest_size=16)
-    with ThreadPoolExecutor(_READERS) as readers:
+    with ThreadPoolExecutor(_READER_THREADS) as readers:
         for path, found in zip(files, readers.map(digest_file, files), strict=True):
             name = path.relative_to(root).as_posix().encode(errors="surrogateescape")
             digest.update(len(name).to_bytes(4, "little") + name + found)
@@ -111,12 +97,12 @@ def digest_files(root: Path) -> str:
 def _digest(model: ModelConfig, load: LoadConfig) -> str:
     load_format = _load_format(load)
     if load_format == "dummy":
-        return f"dummy {model.seed}"  # made from the seed
+        return f"dummy {model.seed}"  # generated from the seed
     if load_format not in _FROM_FILES:
-        raise Unidentified(f"--load-format {load_format} reads them from elsewhere")
+        raise Unidentified(f"--load-format {load_format} does not read local files")
     source = str(getattr(model, "model_weights", "") or model.model)
     if "://" in source:
-        raise Unidentified(f"{source} is no file of this machine")
+        raise Unidentified(f"{source} is not a local file")
     path = Path(source)
     return digest_files(path) if path.exists() else _digest_of_hub(source, model, load)
 
@@ -126,7 +112,7 @@ def _load_format(load: LoadConfig) -> str:
 
 
 def _digest_of_hub(repository: str, model: ModelConfig, load: LoadConfig) -> str:
-    """The files that lie in the local cache of the hub; the network is never asked."""
+    """A digest of the files in the local hub cache; never uses the network."""
     commit = str(getattr(model.hf_config, "_commit_hash", None))
     has_commit = _COMMIT.fullmatch(commit) is not None
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
@@ -137,19 +123,16 @@ def _digest_of_hub(repository: str, model: ModelConfig, load: LoadConfig) -> str
             return snapshot
     if has_commit:
         return f"commit {commit}"
-    raise Unidentified(f"{repository} is neither a path nor in the cache of the hub")
+    raise Unidentified(f"{repository} is neither a path nor in the local hub cache")
 
 
 def _snapshot(repository: str, revision: str | None, cache: str | None) -> str | None:
-    """The digest of a snapshot in the cache; None where its weights are not there."""
+    """The digest of a snapshot in the cache; None if its weights are not there."""
     try:
-        return digest_files(
-            Path(
-                snapshot_download(
-                    repository, revision=revision, cache_dir=cache, local_files_only=True
-                )
-            )
+        path = snapshot_download(
+            repository, revision=revision, cache_dir=cache, local_files_only=True
         )
+        return digest_files(Path(path))
     except (OSError, ValueError, Unidentified):
         return None
 
@@ -159,11 +142,11 @@ def _files(root: Path) -> Iterator[Path]:
         raise error
 
     for directory, inner, names in os.walk(root, onerror=fail):
-        inner[:] = [name for name in inner if not _is_one_of(name, _ELSEWHERE)]
+        inner[:] = [name for name in inner if not _matches(name, _SKIPPED_DIRECTORIES)]
         for name in names:
-            if _is_one_of(name, _WEIGHTS + _BESIDE):
+            if _matches(name, _WEIGHTS + _EXTRA):
                 yield Path(directory, name)
 
 
-def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)

@@ -1,0 +1,198 @@
+"""`scripts/bench`: measures this machine and prints tables.
+
+Each benchmark can write its rows as JSON (machine included) with --json FILE.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.report import show, write_json
+from lmcache_redis.demo.ending import ended_in_order
+from lmcache_redis.errors import LMCacheRedisError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Measures this machine. Figures are medians; other programs on the machine spoil them.",
+)
+
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
+RoundsOption = Annotated[int, typer.Option("--rounds", min=1, max=1000)]
+
+
+def _sizes(given: str, like: str = "0.25,2,8,32") -> list[float]:
+    """The numbers in a list."""
+    try:
+        return [float(word) for word in given.replace(",", " ").split()]
+    except ValueError:
+        raise typer.BadParameter(f"{given!r} is no list like {like}") from None
+
+
+def _counts(given: str | None) -> list[int]:
+    """The whole numbers in a list; none where nothing is given."""
+    counts = _sizes(given or "", "1,2,4")
+    if any(count < 1 or count % 1 for count in counts):
+        raise typer.BadParameter(f"{given!r}: each has to be a whole number from 1 on")
+    return [int(count) for count in counts]
+
+
+CountsOption = Annotated[str | None, typer.Option(help="Of ours, a list like 1,2,4.")]
+
+
+@app.command(name="data-plane")
+def data_plane(
+    rounds: Annotated[int | None, typer.Option(min=1, max=1000, help="Default 5.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Less than a minute, rougher.")] = False,
+    url: Annotated[str | None, typer.Option(help="A server to use; it is flushed.")] = None,
+    chunk_mib: Annotated[str, typer.Option(help="Sizes, a list.")] = "0.25,2,8,32",
+    moved_mib: Annotated[
+        int | None,
+        typer.Option(min=1, help="Moved in one go, eight values at least. Default 128."),
+    ] = None,
+    gets: CountsOption = None,
+    sets: CountsOption = None,
+    threads: CountsOption = None,
+    slot_kib: CountsOption = None,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Ours alone.")] = False,
+    no_scans: Annotated[bool, typer.Option("--no-scans", help="Moves alone.")] = False,
+    plot: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path(
+        "bench-output/data-plane.png"
+    ),
+    json: JsonOption = None,
+) -> None:
+    """Chunks to and from Redis, and prefix scans, beside LMCache's client and others.
+
+    About six minutes. Our client is run at its defaults and with one to eight connections,
+    or at every combination of --gets, --sets, --threads and --slot-kib where one of them
+    is given: the first of these is then compared with the peers.
+    """
+    from benchmarks.plane import run as benchmark
+    from benchmarks.plane.cases import Plan
+    from benchmarks.plane.peers import OURS, PEERS, settings_of
+
+    connections = (1, 4) if quick else (1, 2, 4, 8)
+    slots = [kib << 10 for kib in _counts(slot_kib)]
+    settings = {
+        OURS: benchmark.settings_of_ours(
+            connections, _counts(gets), _counts(sets), _counts(threads), slots
+        )
+    }
+    if not no_peers:
+        settings |= {peer: settings_of(peer, connections) for peer in PEERS}
+    plan = Plan(
+        settings,
+        sizes=[round(mib * (1 << 20)) for mib in _sizes(chunk_mib)],
+        moved_bytes=(moved_mib or (64 if quick else 128)) << 20,
+        least_items=2 if quick else 8,
+        rounds=rounds or (2 if quick else 5),
+        scans=() if no_scans else ((1_000, 5 if quick else 10), (10_000, 1)),
+    )
+    benchmark.run(plan, url, plot, json)
+
+
+@app.command()
+def lookup(rounds: RoundsOption = 200, json: JsonOption = None) -> None:
+    """A lookup's round trip through the agent; the agent's start and memory. Seconds."""
+    from benchmarks import lookups as benchmark
+
+    _report("agent", benchmark.run(rounds), json)
+
+
+@app.command()
+def recovery(rounds: RoundsOption = 5, json: JsonOption = None) -> None:
+    """How soon requests go on when Redis or the agent stops, and hit when it is back. Seconds."""
+    from benchmarks import recovery as benchmark
+
+    _report("recovery", benchmark.run(rounds), json)
+
+
+@app.command()
+def gateway(
+    rounds: RoundsOption = 5,
+    clients: Annotated[int, typer.Option(min=1, max=1000, help="At once, in the last case.")] = 64,
+    json: JsonOption = None,
+) -> None:
+    """The lm:// gateway beside LMCache's own server, with the same client. About two minutes."""
+    from benchmarks import gateway as benchmark
+
+    rows = benchmark.run(benchmark.Plan(rounds=rounds, clients=clients))
+    _report("lm:// servers, chunks in memory; ours keeps them in Redis as well", rows, json)
+
+
+@app.command()
+def gpu(
+    rounds: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="Default 5, with --quick 2.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="About a minute, rougher.")] = False,
+    parts: Annotated[
+        str, typer.Option(help="A list of kernels, agent and decode.")
+    ] = "kernels,agent,decode",
+    plot: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("bench-output/gpu.png"),
+    json: JsonOption = None,
+) -> None:
+    """Copies between a GPU's paged KV cache and the host pool, beside what the hardware moves.
+
+    Needs an NVIDIA GPU and some minutes; for the largest cases 20 GiB of GPU memory and 8 GiB of
+    memory that can be pinned (ulimit -l). Each figure stands beside a plain copy of the same
+    bytes, measured in the same round, and beside its target:
+
+      kernels   gather and scatter of 1 to 64 chunks: at least 85 % of a device copy's bandwidth
+                for pages of 16 KiB and more, 60 % for smaller ones
+
+      agent     STORE and RETRIEVE of 64 chunks: at least 90 % of one copy between GPU and pinned
+                memory; and RETRIEVE's median and 99th percentile
+
+      decode    a loop of matrix products with stores beside it: at most 2 % slower
+    """
+    from benchmarks.gpu import run as benchmark
+    from benchmarks.gpu.rows import QUICK, Options
+
+    chosen = QUICK if quick else Options()
+    words = parts.replace(",", " ").split()
+    benchmark.run(replace(chosen, parts=words, rounds=rounds or chosen.rounds), plot, json)
+
+
+@app.command(name="main-job")
+def main_job(
+    rounds: RoundsOption = 5,
+    prompt_tokens: Annotated[int, typer.Option(min=512, max=32_768)] = 4097,
+    output_dir: Annotated[Path, typer.Option(help="Logs and the model.")] = Path("bench-output"),
+    json: JsonOption = None,
+) -> None:
+    """Time to first token of a real vLLM: cold, from the host pool, from Redis. Minutes."""
+    from benchmarks import main_job as benchmark
+
+    rows = benchmark.run(output_dir, rounds, prompt_tokens)
+    _report(f"main job, prompts of {prompt_tokens} tokens", rows, json)
+
+
+def _report(title: str, rows: Sequence[Mapping[str, Any]], json: Path | None) -> None:
+    show(title, rows)
+    write_json(json, rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a benchmark; returns the exit status. Ends the processes that it started."""
+    words = list(arguments) if arguments is not None else None
+    try:
+        with ended_in_order():
+            app(args=words, prog_name="scripts/bench", standalone_mode=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    except LMCacheRedisError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

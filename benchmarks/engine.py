@@ -1,0 +1,222 @@
+"""An engine without a model, registered with an agent: for `lookups`, `recovery` and `gpu`.
+
+The paged KV cache is one allocation of random bytes, a layer each segment of a `Shape`. Half of
+its blocks are stored from, the other half is loaded into.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
+from lmcache_redis.client.transfers import Store
+from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.demo.agent import AgentServer
+from lmcache_redis.errors import LMCacheRedisError
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_TOKENS = 256
+_MODEL = "bench/engine"
+_REGISTER_S = 90.0
+_TRANSFER_S = 30.0
+_POLL_S = 0.002
+_LOG_TAIL_LINES = 8
+
+
+class EngineFailed(LMCacheRedisError):
+    """The agent did not do what the engine asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One worker's KV cache: ``segments`` pages in each block."""
+
+    name: str
+    segments: int
+    page_bytes: int
+    blocks_per_chunk: int
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.segments * self.page_bytes * self.blocks_per_chunk
+
+    @property
+    def block_tokens(self) -> int:
+        return CHUNK_TOKENS // self.blocks_per_chunk
+
+
+class Transfer(NamedTuple):
+    """A store in flight, and when it began."""
+
+    request_id: str
+    hashes: list[bytes]
+    store: Store
+    started_s: float
+
+
+class Engine:
+    """Both halves of an engine: it stores from one half of its blocks and loads into the other.
+
+    chunks: of each transfer. Registered on return. Raises EngineFailed, with what the agent
+    says, where it does not map the memory.
+    """
+
+    def __init__(
+        self, agent: AgentServer, shape: Shape, chunks: int, device: torch.device | None = None
+    ) -> None:
+        import torch
+
+        self.shape = shape
+        self.chunks = chunks
+        self.device = device or torch.device("cpu")
+        self.bytes_moved = chunks * shape.chunk_bytes
+        self._numbers = 0
+        half = chunks * shape.blocks_per_chunk
+        size = (shape.segments, 2 * half, shape.page_bytes)
+        self.memory = torch.randint(0, 256, size, dtype=torch.uint8, device=self.device)
+        order = torch.randperm(2 * half, generator=torch.Generator().manual_seed(2)).tolist()
+        self.source_blocks, self.target_blocks = order[:half], order[half:]
+        names = [f"layer.{n}" for n in range(shape.segments)]
+        ids: dict[str, Any] = {"engine_id": uuid.uuid4().hex}
+        tokens = shape.block_tokens
+        self.scheduler = LMCacheMPSchedulerAdapter(agent.endpoint, _MODEL, 1, tokens, **ids)
+        self.worker = WorkerClient(agent.endpoint, _MODEL, 1, 0, tokens, **ids)
+        try:
+            self.worker.register_kv_caches(
+                dict(zip(names, self.memory, strict=True)),
+                num_blocks=2 * half,
+                dtype="uint8",
+                identity={},
+                block_strides=dict.fromkeys(names, shape.page_bytes),
+            )
+            self._wait_registered(agent)
+        except BaseException:
+            self.close()
+            raise
+
+    def new_hashes(self) -> list[bytes]:
+        """Block hashes of a prompt of ``chunks`` chunks that was never used."""
+        self._numbers += 1
+        prompt = self._numbers
+        blocks = range(len(self.source_blocks))
+        return [hashlib.sha256(f"{prompt}/{block}".encode()).digest() for block in blocks]
+
+    def begin_store(self) -> Transfer:
+        """Has all source blocks stored under new names; returns at once."""
+        hashes = self.new_hashes()
+        request_id = f"store-{self._numbers}"
+        op = LoadStoreOp(block_ids=self.source_blocks, block_hashes=hashes)
+        started_s = time.perf_counter()
+        store = self.worker.begin_store(request_id, op, self._event())
+        return Transfer(request_id, hashes, store, started_s)
+
+    def store_over(self, transfer: Transfer) -> bool:
+        """Whether it is. Raises EngineFailed where chunks were dropped."""
+        if not transfer.store.over:
+            return False
+        dropped = transfer.store.result.dropped
+        if dropped:
+            raise EngineFailed(f"{dropped} of {self.chunks} chunks were not stored")
+        # A request that stores has a session, as one that loads has.
+        self.scheduler.end_session(transfer.request_id)
+        return True
+
+    def store(self) -> tuple[float, list[bytes]]:
+        """Seconds of a store of all chunks, until the host pool has them; and their names.
+
+        The answer comes before that, when the blocks have been read: a lookup waits for the rest.
+        """
+        transfer = self.begin_store()
+        transfer.store.call.wait(_TRANSFER_S)
+        if not self.store_over(transfer):
+            raise EngineFailed("a store was not answered")
+        request_id = f"{transfer.request_id}-there"
+        self._look_up(request_id, transfer.hashes)
+        seconds = time.perf_counter() - transfer.started_s
+        self.scheduler.end_session(request_id)
+        return seconds, transfer.hashes
+
+    def retrieve(self, hashes: list[bytes]) -> float:
+        """Seconds of a RETRIEVE of all chunks, which a lookup has pinned in the host pool."""
+        self._numbers += 1
+        request_id = f"retrieve-{self._numbers}"
+        self._look_up(request_id, hashes)
+        op = LoadStoreOp(block_ids=self.target_blocks, block_hashes=hashes)
+        event = self._event()
+        started_s = time.perf_counter()
+        retrieve = self.worker.begin_retrieve(request_id, op, event)
+        retrieve.call.wait(_TRANSFER_S)
+        seconds = time.perf_counter() - started_s
+        if not retrieve.over:
+            raise EngineFailed("a retrieve was not answered")
+        if failed := len(retrieve.failed_chunks):
+            raise EngineFailed(f"{failed} of {self.chunks} chunks were not loaded")
+        self.scheduler.end_session(request_id)
+        return seconds
+
+    def check(self) -> None:
+        """Raises EngineFailed unless the target blocks hold what the source blocks hold."""
+        import torch
+
+        source = torch.tensor(self.source_blocks, device=self.device)
+        target = torch.tensor(self.target_blocks, device=self.device)
+        for number, layer in enumerate(self.memory):
+            if not torch.equal(layer[source], layer[target]):
+                raise EngineFailed(f"layer {number}: other bytes were loaded than were stored")
+
+    def ask(self, request_id: str, hashes: list[bytes]) -> None:
+        """Submits a lookup; returns at once."""
+        self.scheduler.maybe_submit_lookup_request(request_id, block_hashes=hashes)
+
+    def answer(self, request_id: str) -> int:
+        """The tokens that a lookup found, as soon as it is answered."""
+        tokens = None
+        while tokens is None:
+            tokens = self.scheduler.check_lookup_result(request_id, wait_s=0.05)
+        return tokens
+
+    def lookup(self, hashes: list[bytes]) -> int:
+        """One whole lookup, as vLLM's scheduler makes it: the tokens that it may load."""
+        self._numbers += 1
+        request_id = f"lookup-{self._numbers}"
+        self.ask(request_id, hashes)
+        tokens = self.answer(request_id)
+        self.scheduler.end_session(request_id)
+        return tokens
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+    def _look_up(self, request_id: str, hashes: list[bytes]) -> None:
+        self.ask(request_id, hashes)
+        tokens = self.answer(request_id)
+        if tokens != self.chunks * CHUNK_TOKENS:
+            raise EngineFailed(f"a lookup found {tokens} of {self.chunks * CHUNK_TOKENS} tokens")
+
+    def _wait_registered(self, agent: AgentServer) -> None:
+        deadline_s = time.monotonic() + _REGISTER_S
+        while not (self.worker.ready and self.scheduler.link.online):
+            log = agent.log_path.read_text(errors="replace").splitlines()
+            refused = [line for line in log if "refused the KV cache" in line]
+            if refused or time.monotonic() > deadline_s:
+                tail = "\n".join(refused or log[-_LOG_TAIL_LINES:])
+                raise EngineFailed(f"the agent did not map the engine's KV cache:\n{tail}")
+            time.sleep(_POLL_S)
+
+    def _event(self) -> Any:
+        """An event after what the GPU has been given; none on the CPU."""
+        if self.device.type == "cpu":
+            return None
+        import torch
+
+        event = torch.cuda.Event(interprocess=True)
+        event.record()
+        return event

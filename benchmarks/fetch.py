@@ -1,0 +1,78 @@
+"""Where LMCache's C++ client and its package are, and how they get there.
+
+`python benchmarks/fetch.py` downloads LMCache's wheel with pip, without its dependencies, and
+unpacks it under the virtual environment. It installs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+LMCACHE_VERSION = "0.5.6"
+DIRECTORY = Path(sys.prefix) / "bench-peers" / "wheel"
+HOW_TO_FETCH = (
+    "LMCache is not here: run `python benchmarks/fetch.py`, which is "
+    "`pip download --no-deps lmcache` and unpacks the wheel without installing it"
+)
+_TIMEOUT_S = 300.0
+
+
+def file_name() -> str:
+    """The client's file for this interpreter."""
+    return f"lmcache_redis{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+
+
+def find_client() -> Path | None:
+    """The client: of the wheel that was unpacked, else of an installed LMCache."""
+    paths = [place / "lmcache" / file_name() for place in _places()]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def find_package() -> Path | None:
+    """The folder that has the package `lmcache` with its server."""
+    places = [place for place in _places() if (place / "lmcache" / "v1" / "server").is_dir()]
+    return next(iter(places), None)
+
+
+def _places() -> list[Path]:
+    spec = importlib.util.find_spec("lmcache")
+    installed = [] if spec is None or spec.origin is None else [Path(spec.origin).parent.parent]
+    return [DIRECTORY, *installed]
+
+
+def unpack(wheel: Path, directory: Path) -> Path:
+    """Unpacks a wheel. Raises KeyError, and unpacks nothing, where client or server is missing."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in ("v1/server/__main__.py", file_name()):
+            archive.getinfo(f"lmcache/{name}")
+        archive.extractall(directory)
+    return directory
+
+
+def main() -> int:
+    """Fetches what is not there; returns the exit status."""
+    if find_client() is not None and find_package() is not None:
+        return 0
+    with tempfile.TemporaryDirectory() as directory:
+        words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        words += ["--only-binary", ":all:", "--dest", directory, f"lmcache=={LMCACHE_VERSION}"]
+        try:
+            status = subprocess.run(words, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL).returncode
+        except subprocess.TimeoutExpired:
+            status = 1
+        if status != 0:
+            print("LMCache's wheel could not be downloaded", file=sys.stderr)
+            return 1
+        (wheel,) = Path(directory).glob("*.whl")
+        print(f"LMCache {LMCACHE_VERSION}: {unpack(wheel, DIRECTORY)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The main job with a real vLLM: time to first token cold, from the host pool, from Redis.
+
+The reference case is a prompt of 4,097 tokens on a model with 64 KiB of KV a token: 256 MiB.
+An engine without a connector and one with ours live side by side and answer in turn, so
+that the machine's mood falls on both. Time to first token is the time of a request for one token.
+
+    plain             no connector, nothing cached
+    cold              our connector, nothing cached, earlier stores drained
+    plain-rush, cold-rush   the same back to back: stores of one prompt run beside the next
+    vllm-hit          the prefix is still in vLLM's own blocks
+    pool-hit          vLLM's cache emptied: from the agent's host pool
+    redis-hit         a new engine and a new agent: from Redis
+    get               256 MiB from Redis into slots by the data plane alone, the same server
+
+Redis is full when it begins, as a cache is after its first day: each store evicts something and
+reuses its memory. A server that grows pays for fresh pages instead, which on a virtual machine
+costs more than all else that a store does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from benchmarks.report import ratios, rotated
+from lmcache_redis.bench.run import Plan, measure
+from lmcache_redis.config import DEFAULT_SLOT_BYTES
+from lmcache_redis.demo.agent import AgentServer
+from lmcache_redis.demo.engine import Answer, EngineProcess
+from lmcache_redis.demo.model import CPU_SHAPE, make_model, make_prompts
+from lmcache_redis.embedded import EmbeddedRedis
+from lmcache_redis.resp import RedisOptions
+
+REDIS_BYTES = 6 << 30
+POOL_BYTES = 4 << 30
+_MOST_PROMPTS = 200
+# Each takes three prompts of each engine, and differs by less than single prompts do.
+_MOST_RUSH_ROUNDS = 5
+# What the engine's own cache and the host pool hold of the prompts computed last.
+_MOST_HITS = 7
+
+
+def run(
+    output_dir: Path,
+    rounds: int = 5,
+    prompt_tokens: int = 4097,
+    say: Callable[[str], None] = print,
+) -> list[dict[str, Any]]:
+    """Rows with medians over ``rounds`` prompts, of hits and of rushes over fewer if many.
+
+    Logs go to ``output_dir``.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    make_model(output_dir / "model", CPU_SHAPE, prompt_tokens + 64)
+    with tempfile.TemporaryDirectory() as directory, EmbeddedRedis(REDIS_BYTES) as server:
+        endpoint, log = f"ipc://{directory}/agent.sock", output_dir / "agent.log"
+        with AgentServer(endpoint, server.url, log, pool_bytes=POOL_BYTES) as agent:
+            say(f"filling Redis to its limit of {REDIS_BYTES >> 30} GiB")
+            _fill(server.url)
+            job = _Job(output_dir, agent, prompt_tokens, rounds, say)
+            job.beside_plain()
+            agent.restart()
+            job.from_redis()
+            say("loading the same bytes with the data plane alone")
+            chunk_bytes = 256 * CPU_SHAPE.kv_bytes_per_token
+            plan = Plan(chunk_bytes, prompt_tokens // 256, rounds)
+            found = measure(RedisOptions(server.url, op_timeout_s=10.0), plan)["rows"]
+    return _rows(job.times, next(row["ms"] / 1e3 for row in found if row["op"] == "read"))
+
+
+def _fill(url: str) -> None:
+    """Values that the stores will evict, each as large as a stripe."""
+    value = bytes(DEFAULT_SLOT_BYTES)
+    with redis.Redis.from_url(url) as client:
+        for number in range(REDIS_BYTES // len(value)):
+            client.set(f"filler:{number}", value)
+
+
+class _Job:
+    """Engines of one model, prompts of random tokens that are never the same twice, and times."""
+
+    def __init__(
+        self,
+        output_dir: Path,
+        agent: AgentServer,
+        prompt_tokens: int,
+        rounds: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.times: dict[str, list[float]] = {}
+        self._output_dir = output_dir
+        self._agent = agent
+        self._tokens = prompt_tokens
+        self._say = say
+        self._unused = make_prompts(_MOST_PROMPTS, prompt_tokens)
+        self._measured = [self._unused.pop() for _ in range(rounds)]
+        self._outputs: list[Any] = []
+
+    def beside_plain(self) -> None:
+        """Cold prompts with and without a connector; hits in vLLM's blocks and the host pool."""
+        self._say("starting an engine without a connector, and one with it")
+        with self._engine("plain", None) as plain, self._engine("cold", self._agent) as ours:
+            for engine in (plain, ours):
+                engine.generate([self._unused.pop()])
+            self._agent.wait_idle()
+            self._rush(plain, ours)
+            # These last: what is loaded from Redis later must not be what it evicts first.
+            for number, prompt in enumerate(self._measured):
+                self._say(f"cold, prompt {number + 1} of {len(self._measured)}")
+                # In turn, and in turns who is first.
+                for engine in rotated((plain, ours), number):
+                    answer = self._ask("plain" if engine is plain else "cold", engine, prompt)
+                    self._agent.wait_idle()
+                self._outputs.append(answer.outputs)
+            for prompt in self._measured[-_MOST_HITS:]:
+                self._ask("vllm-hit", ours, prompt)
+            ours.reset_prefix_cache()
+            self._say("hits in the host pool")
+            self._hits("pool-hit", ours)
+
+    def from_redis(self) -> None:
+        """Hits of a new engine through an agent whose host pool is empty."""
+        self._say("starting a new engine; the agent is new too, its host pool is empty")
+        with self._engine("warm", self._agent) as engine:
+            engine.generate([self._unused.pop()])
+            self._agent.wait_idle()
+            self._hits("redis-hit", engine)
+
+    def _rush(self, plain: EngineProcess, ours: EngineProcess) -> None:
+        self._say("cold, back to back")
+        for number in range(min(len(self._measured), _MOST_RUSH_ROUNDS)):
+            rush = [self._unused.pop() for _ in range(3)]
+            for engine in rotated((plain, ours), number):
+                name = "plain-rush" if engine is plain else "cold-rush"
+                seconds = [engine.generate([prompt]).seconds for prompt in rush]
+                self.times.setdefault(name, []).append(statistics.mean(seconds[1:]))
+                self._agent.wait_idle()
+
+    def _hits(self, case: str, engine: EngineProcess) -> None:
+        last = zip(self._measured[-_MOST_HITS:], self._outputs[-_MOST_HITS:], strict=True)
+        for prompt, expected in last:
+            answer = self._ask(case, engine, prompt)
+            cached = answer.details["cached_tokens"][0]
+            if answer.outputs != expected or cached < len(prompt) // 256 * 256:
+                raise RuntimeError(f"not a hit with the same answer: {cached} tokens were cached")
+
+    def _ask(self, case: str, engine: EngineProcess, prompt: list[int]) -> Answer:
+        answer = engine.generate([prompt])
+        self.times.setdefault(case, []).append(answer.seconds)
+        return answer
+
+    @contextlib.contextmanager
+    def _engine(self, name: str, agent: AgentServer | None) -> Iterator[EngineProcess]:
+        with EngineProcess(
+            self._output_dir / "model",
+            log_path=self._output_dir / f"{name}.log",
+            connector_endpoint=None if agent is None else agent.endpoint,
+            options={"dtype": CPU_SHAPE.dtype, "max_model_len": self._tokens + 64},
+        ) as engine:
+            if agent is not None:
+                agent.wait_engine()
+            yield engine
+
+
+def _rows(times: dict[str, list[float]], get_s: float) -> list[dict[str, Any]]:
+    beside = {"cold": "plain", "cold-rush": "plain-rush"}
+    rows: list[dict[str, Any]] = []
+    for case, seconds in times.items():
+        reference = times.get(beside.get(case, ""))
+        rows.append(
+            {
+                "case": case,
+                "median_s": statistics.median(seconds),
+                "min_s": min(seconds),
+                "max_s": max(seconds),
+                "ratio_to_plain": reference and statistics.median(ratios(seconds, reference)),
+                "rounds": len(seconds),
+            }
+        )
+    unknown = dict.fromkeys(("min_s", "max_s", "ratio_to_plain"))
+    rows.append({"case": "get", "median_s": get_s, **unknown, "rounds": len(times["plain"])})
+    return rows

@@ -1,0 +1,122 @@
+"""The clients that are compared: what each can do, how they are set, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from redis.connection import parse_url
+
+from benchmarks.fetch import HOW_TO_FETCH, find_client
+from benchmarks.plane.messages import Setting
+from lmcache_redis.bench.values import Values
+
+OURS = "ours"
+LMCACHE = "lmcache"
+REDIS_PY = "redis-py"
+GLIDE = "valkey-glide"
+CEILING = "ceiling"
+PEERS = (LMCACHE, REDIS_PY, GLIDE, CEILING)
+
+
+class Client(ABC):
+    """One client at one setting: a value is prepared without the clock, then moved under it.
+
+    Raises whatever goes wrong: its process ends by it. brings_values: a load brings back what
+    was stored, and can be checked.
+    """
+
+    brings_values = True
+
+    @abstractmethod
+    def prepare(self, name: str, values: Values) -> None:
+        """Makes the keys for the stores and loads that follow."""
+
+    @abstractmethod
+    def store(self, fresh: bool) -> None:
+        """Stores all prepared values; on return the server has acknowledged them."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Loads all prepared values into their memory."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends its connections and threads."""
+
+
+class ScanningClient(Client):
+    """A client that can tell which keys exist."""
+
+    @abstractmethod
+    def prepare_scan(self, count: int) -> Sequence[bytes]:
+        """Makes the keys for the scans that follow; returns them as the server knows them."""
+
+    @abstractmethod
+    def scan_prepared(self) -> int:
+        """How many of the keys exist, from the first on without a gap."""
+
+
+class Threads:
+    """Work split between ``count`` threads: thread n takes every count-th item from the n-th on."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._pool = ThreadPoolExecutor(count)
+
+    def run(self, work: Callable[[int, Iterator[int]], None], items: int) -> None:
+        """Calls ``work`` with the number of a thread and its items; raises what it raises."""
+        shares = [iter(range(n, items, self._count)) for n in range(self._count)]
+        for _ in self._pool.map(work, range(self._count), shares):
+            pass
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def make_client(name: str, url: str, setting: Setting) -> Client:
+    """Connects a client. Imports what it needs, which for LMCache's is torch."""
+    from benchmarks.plane import ceiling, clients
+
+    if name == CEILING:
+        return ceiling.MemoryCopy() if setting.how == "memcpy" else ceiling.BareSocket(setting)
+    kinds: dict[str, Callable[[str, Setting], Client]] = {
+        OURS: clients.OurClient,
+        LMCACHE: clients.LMCacheClient,
+        REDIS_PY: clients.RedisPyClient,
+        GLIDE: clients.GlideClient,
+    }
+    return kinds[name](url, setting)
+
+
+def settings_of(peer: str, connections: Sequence[int]) -> list[Setting]:
+    """The settings of a peer to choose the best from. connections: how many it may use."""
+    if peer == REDIS_PY:
+        # One thread: its parsing holds the GIL.
+        return [Setting(1, 1, how=how) for how in ("pipelined", "one by one")]
+    if peer == CEILING:
+        sockets = [Setting(n, n, how="socket") for n in connections if n <= 4]
+        return [*sockets, Setting(1, 1, how="memcpy")]
+    return [Setting(n, n) for n in connections]
+
+
+def why_left_out(peer: str, url: str) -> str | None:
+    """Why a peer cannot take part, with the command that helps; None where it can."""
+    if peer == LMCACHE:
+        if find_client() is None:
+            return HOW_TO_FETCH
+        if importlib.util.find_spec("torch") is None:
+            return "its C++ client needs torch: run `pip install torch`"
+        options = parse_url(url)
+        if not url.startswith("redis://") or options.get("db", 0) != 0:
+            return "it speaks TCP without TLS to database 0 alone"
+    if peer == REDIS_PY and importlib.util.find_spec("hiredis") is None:
+        return "run `pip install hiredis`"
+    if peer == GLIDE:
+        if importlib.util.find_spec("glide_sync") is None:
+            return "run `pip install -r benchmarks/requirements.txt`"
+        if not url.startswith("redis://"):
+            return "it is used over TCP without TLS here"
+    return None

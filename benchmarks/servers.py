@@ -1,0 +1,87 @@
+"""Processes that a benchmark starts and ends, on free loopback ports of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lmcache_redis.embedded import find_server_binary
+from lmcache_redis.errors import LMCacheRedisError
+
+_WAIT_S = 60.0
+
+
+def wait_for(condition: Callable[[], object], what: str, poll_s: float = 0.01) -> None:
+    """Polls a condition that nothing announces. Raises LMCacheRedisError after a minute."""
+    deadline_s = time.monotonic() + _WAIT_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise LMCacheRedisError(f"the benchmark waited {_WAIT_S:.0f} s for {what}")
+        time.sleep(poll_s)
+
+
+def free_port() -> int:
+    """A TCP port that nothing listened on a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    """Whether something accepts connections on a loopback port."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
+
+
+class RedisProcess:
+    """A redis-server that saves nothing. A context manager: started on entry, killed on exit.
+
+    It keeps its address when it is killed and started again, empty. Raises ConfigError where
+    there is no redis-server.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._port = free_port()
+        self._words = [find_server_binary(), "--port", str(self._port), "--bind", "127.0.0.1"]
+        self._words += ["--save", "", "--appendonly", "no", "--dir", str(directory)]
+        self._words += ["--maxmemory-policy", "allkeys-lru"]
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Returns when it accepts connections."""
+        self._process = subprocess.Popen(self._words, stdout=subprocess.DEVNULL)
+        wait_for(self._ended_or_listens, "redis-server", 0.002)
+        if self._process.poll() is not None:
+            raise LMCacheRedisError("the redis-server did not start")
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal; waits for the end after SIGKILL."""
+        self._process.send_signal(number)
+        if number is signal.SIGKILL:
+            self._process.wait()
+
+    def _ended_or_listens(self) -> bool:
+        return self._process.poll() is not None or listens(self._port)
+
+    def __enter__(self) -> RedisProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.send(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def own_server() -> Iterator[str]:
+    """The URL of a redis-server for the time of the block."""
+    with tempfile.TemporaryDirectory() as directory, RedisProcess(Path(directory)) as server:
+        yield server.url

@@ -1,0 +1,143 @@
+"""The data plane, used as an agent uses it: chunks together, a callback for each."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from lmcache_redis.bench.values import Values
+from lmcache_redis.errors import RedisUnavailable
+from lmcache_redis.keys import NAMESPACE_BYTES, key_stem, stripe_key
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.resp import (
+    CallOutcome,
+    ChunkIO,
+    ExistsResult,
+    ReadOutcome,
+    RedisOptions,
+    RedisPlane,
+    ScanResult,
+    WriteOutcome,
+)
+from lmcache_redis.stripe import FINGERPRINT_BYTES, ChunkFrame, stripe_payload_bytes
+
+_HASH_BYTES = 32
+_DEADLINE_S = 60.0
+_START_S = 10.0
+_REMOVE_S = 10.0
+_POLL_S = 0.05
+
+
+class PlaneClient:
+    """Moves and looks up the chunks that `prepare` names. Context: `contextlib.closing`.
+
+    slot_bytes: the most that a stripe carries. Every method but `close` raises RedisUnavailable
+    where the server, or a single chunk, fails.
+    """
+
+    def __init__(self, options: RedisOptions, slot_bytes: int) -> None:
+        self._options = options
+        self._slot_bytes = slot_bytes
+        self._chunks: list[tuple[bytes, ChunkFrame, list[memoryview]]] = []
+        self._plane = RedisPlane(options)
+        self._plane.start()
+        state = self._plane.wait_probed(_START_S)
+        if not state.up:
+            self.close()
+            raise RedisUnavailable(state.reason)
+
+    @property
+    def where(self) -> str:
+        """The server, without credentials."""
+        return self._plane.where
+
+    def close(self) -> None:
+        self._plane.close(1.0)
+
+    def prepare(self, name: str, values: Values) -> None:
+        """The chunks that the next calls store from ``values``, or load into them."""
+        chunk_bytes, slot_bytes = values.value_bytes, self._slot_bytes
+        # Neither sizes nor slots share keys: what one wrote is FOREIGN to the other.
+        sizes = chunk_bytes.to_bytes(8, "big") + slot_bytes.to_bytes(8, "big")
+        fingerprint = sizes.ljust(FINGERPRINT_BYTES, b"\0")
+        metadata = RemoteMetadata(chunk_bytes, [(chunk_bytes,)], ["uint8"], MemoryFormat.PAGES)
+        serialized = metadata.serialize()
+        stripe_bytes = stripe_payload_bytes(chunk_bytes, slot_bytes)
+        namespace = fingerprint[:NAMESPACE_BYTES]
+        stem = key_stem(namespace, name, 0, _HASH_BYTES, self._options.key_prefix)
+        self._chunks = []
+        for number, slots in enumerate(values.slots):
+            chunk_hash = _chunk_hash(number)
+            frame = ChunkFrame(fingerprint, chunk_hash, chunk_bytes, stripe_bytes, serialized)
+            self._chunks.append((stem + chunk_hash, frame, slots))
+
+    def first_stripes(self) -> list[bytes]:
+        """The keys that a lookup of the prepared chunks asks for."""
+        return [stripe_key(key, 0) for key, _, _ in self._chunks]
+
+    def absent_stripes(self, name: str, count: int) -> list[bytes]:
+        """The keys of ``count`` chunks that no `prepare` names."""
+        stem = key_stem(bytes(NAMESPACE_BYTES), name, 0, _HASH_BYTES, self._options.key_prefix)
+        return [stripe_key(stem + _chunk_hash(number), 0) for number in range(count)]
+
+    def store(self) -> None:
+        """Stores the prepared chunks; on return the server has acknowledged them."""
+        self._move(self._plane.write_all, WriteOutcome.STORED)
+
+    def load(self) -> None:
+        """Loads the prepared chunks into their memory."""
+        self._move(self._plane.read_all, ReadOutcome.LOADED)
+
+    def scan(self, stripe_keys: Sequence[bytes]) -> int:
+        """How many of the keys exist, from the first without a gap."""
+        result: ScanResult = self._call(self._plane.scan, stripe_keys)
+        return result.prefix_length
+
+    def remove(self) -> None:
+        """Removes the prepared chunks and waits until their keys are gone."""
+        until = time.monotonic() + _REMOVE_S
+        counts = [(key, frame.stripe_count) for key, frame, _ in self._chunks]
+        stripes = [stripe_key(key, index) for key, count in counts for index in range(count)]
+        left = len(stripes)
+        while left:
+            if time.monotonic() > until:
+                raise RedisUnavailable(f"{left} keys could not be removed: they expire")
+            for key, count in counts:
+                self._plane.remove(key, count)
+            time.sleep(_POLL_S)
+            left = sum(self._call(self._plane.exists, stripes).present)
+
+    def _move(self, submit: Callable[..., None], good: object) -> None:
+        finished = threading.Event()
+        outcomes: list[ReadOutcome | WriteOutcome] = []
+
+        def done(_: ChunkIO, outcome: ReadOutcome | WriteOutcome) -> None:
+            outcomes.append(outcome)
+            if len(outcomes) == len(self._chunks):
+                finished.set()
+
+        deadline = time.monotonic() + _DEADLINE_S
+        submit([ChunkIO(key, frame, slots, deadline) for key, frame, slots in self._chunks], done)
+        finished.wait()
+        bad = [outcome for outcome in outcomes if outcome is not good]
+        if bad:
+            evicted = bad[0] in (ReadOutcome.MISSING, ReadOutcome.INCOMPLETE)
+            hint = " (evicted: move fewer at a time)" if evicted else ""
+            many = f"{len(bad)} of {len(outcomes)}"
+            raise RedisUnavailable(f"{many} chunks failed: {bad[0].value}{hint}")
+
+    @staticmethod
+    def _call(submit: Callable[..., None], keys: Sequence[bytes]) -> Any:
+        results: SimpleQueue[ScanResult | ExistsResult] = SimpleQueue()
+        submit(keys, time.monotonic() + _DEADLINE_S, results.put)
+        result = results.get()
+        if result.outcome is not CallOutcome.DONE:
+            raise RedisUnavailable(f"a lookup failed: {result.outcome.value}")
+        return result
+
+
+def _chunk_hash(number: int) -> bytes:
+    return number.to_bytes(_HASH_BYTES, "big")

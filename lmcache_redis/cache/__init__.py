@@ -1,0 +1,85 @@
+"""A cache of chunks: slots of host memory in front of tiers, files of this node and Redis.
+
+A chunk is bytes with a name: a `ChunkForm` (`lmcache_redis.naming`) says how the chunks of one
+worker are named and cut, a hash says which of them it is. In memory a chunk is an `Entry` of the
+host pool: one slot for each stripe. An entry with a pin keeps its slots; without pins it stays
+until its room is needed.
+
+    memory, pool      `Arena` is the memory, `HostPool` says which chunk holds which slots
+    inflight          entries that are being filled, and who waits for them: a chunk is loaded once
+    tier              the contract of what stands behind the pool; `redis` and `disk` satisfy it
+    writebehind       one bounded queue for each tier
+    lookup            `PrefixLookup`: how many leading chunks can be had, pinned, by a deadline
+    cache             `Cache`: all of that together, and clears
+    owner             the one thread that all of this belongs to
+
+Every method is called on the owner's thread and returns at once; nothing waits for a tier. Threads
+of the caller may read and write the views of an entry that it holds. Misuse raises; what a disk or
+a server does never does: doubt about bytes is a miss, and counted.
+
+An example, with a loop of its own (``url`` names a server, ``layout`` is 32 bytes that change
+with everything that changes the meaning of the bytes)::
+
+    woken = threading.Event()
+    loop = OwnerLoop(woken.set)
+
+    def run(until):
+        while not until():
+            woken.wait(loop.run_due())
+            woken.clear()
+            loop.run_posted()
+
+    plane = RedisPlane(RedisOptions(url))
+    plane.start()
+    plane.wait_probed(5.0)                          # until then it is taken for down
+    redis = Backing(RedisTier(plane), counters.REDIS, write_limit_bytes=32 << 20)
+    cache = Cache(loop, Arena(64 << 20, slot_bytes=1 << 20), [redis], Metrics())
+    form = ChunkForm.of_pages(ChunkNames(layout), "org/model", 0, 3_000_000, slot_bytes=1 << 20)
+
+    entry = cache.reserve(form, b"hash 1")          # None: every slot is pinned
+    for view in cache.views(form, entry):
+        view[:] = b"k" * len(view)                  # on any thread, as long as it takes
+    cache.publish(entry)                            # found from now on; or cache.abandon(entry)
+    cache.write_behind(form, b"hash 1", entry)      # to every tier that lacks it
+    run(lambda: not cache.backlog)
+
+    cache.pool.clear()                              # as another process would find it
+    pins = []
+    hashes = [b"hash 1", b"hash 2"]                 # of a prompt's chunks, in their order
+    lookup = PrefixLookup(cache, [form], hashes, time.monotonic() + 5.0,
+                          done=lambda found: pins.append(found.take()))
+    lookup.start()
+    run(lambda: pins)
+    (held,) = pins                                  # by chunk and rank: the prefix that is there
+    for entry in held.values():
+        payload = b"".join(cache.views(form, entry))
+        cache.pool.unpin(entry)
+
+    cache.close(1.0)
+    loop.run_posted()
+"""
+
+from lmcache_redis.cache import counters
+from lmcache_redis.cache.cache import Cache
+from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.cache.memory import Arena
+from lmcache_redis.cache.owner import Owner, OwnerLoop
+from lmcache_redis.cache.pool import Entry, EntryState, HostPool
+from lmcache_redis.cache.redis import RedisTier
+from lmcache_redis.cache.tier import Tier
+from lmcache_redis.cache.writebehind import Backing
+
+__all__ = [
+    "Arena",
+    "Backing",
+    "Cache",
+    "Entry",
+    "EntryState",
+    "HostPool",
+    "Owner",
+    "OwnerLoop",
+    "PrefixLookup",
+    "RedisTier",
+    "Tier",
+    "counters",
+]

@@ -1,0 +1,269 @@
+"""A cache of chunks: the host pool, the loads in flight, the tiers and their write-behind queues.
+
+Everything here runs on the owner's thread, apart from what a tier's threads do with the slots of a
+job. How chunks are found and loaded by prefix is `lookup.PrefixLookup`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from lmcache_redis.cache.inflight import Filled, InflightLoads
+from lmcache_redis.cache.memory import Arena
+from lmcache_redis.cache.owner import Owner
+from lmcache_redis.cache.pool import Entry, HostPool
+from lmcache_redis.cache.writebehind import Backing, WriteBehind
+from lmcache_redis.metrics import Metrics
+from lmcache_redis.naming import ChunkForm
+from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ClearResult, ReadOutcome
+
+logger = logging.getLogger(__name__)
+
+# How long a chunk may wait in a queue and be written, in total.
+_WRITE_DEADLINE_S = 30.0
+# Large servers hold millions of keys, and a clear gives way to everything else.
+_CLEAR_DEADLINE_S = 60.0
+
+
+class Load:
+    """A chunk that is read into an entry. level: the number of the tier that it is read from."""
+
+    __slots__ = ("entry", "form", "is_stuck", "level")
+
+    def __init__(self, entry: Entry, form: ChunkForm, level: int) -> None:
+        self.entry = entry
+        self.form = form
+        self.level = level
+        self.is_stuck = False
+
+
+class Cache:
+    """See the package. backings: the tiers, the one that is asked first at the beginning."""
+
+    def __init__(
+        self, owner: Owner, arena: Arena, backings: Sequence[Backing], metrics: Metrics
+    ) -> None:
+        self.owner = owner
+        self.metrics = metrics
+        self.pool = HostPool(arena.slot_count)
+        self.inflight = InflightLoads(self.pool)
+        self.tiers = tuple(backing.tier for backing in backings)
+        self.counters = tuple(backing.counters for backing in backings)
+        self.queues = tuple(
+            WriteBehind(backing, level, owner, self.pool, metrics)
+            for level, backing in enumerate(backings)
+        )
+        self._arena = arena
+
+    def close(self, deadline_s: float) -> bool:
+        """Closes the tiers, one after the other; writes have ``deadline_s`` seconds to finish.
+
+        What their jobs end with is posted: the owner runs it before it ends. False: a tier still
+        has slots, and the memory must stay.
+        """
+        end_s = time.monotonic() + deadline_s
+        closed = [tier.close(max(0.1, end_s - time.monotonic())) for tier in self.tiers]
+        return all(closed)
+
+    # ---------------------------------------------------------------- slots
+
+    def reserve(self, form: ChunkForm, chunk_hash: bytes) -> Entry | None:
+        """Slots that the caller fills, and a pin that `publish` or `abandon` gives back.
+
+        None where there is no room. Raises RuntimeError for a chunk that is in the pool.
+        """
+        return self.inflight.begin(form.key(chunk_hash), form.stripe_count)
+
+    def views(self, form: ChunkForm, entry: Entry) -> list[memoryview]:
+        """The entry's slots, each as a view of exactly the bytes of its stripe."""
+        view, stripe_bytes = self._arena.slot_view, form.stripe_payload_bytes
+        last_bytes = form.chunk_bytes - (len(entry.slots) - 1) * stripe_bytes
+        views = [view(slot, stripe_bytes) for slot in entry.slots[:-1]]
+        views.append(view(entry.slots[-1], last_bytes))
+        return views
+
+    def publish(self, entry: Entry) -> bool:
+        """A reserved entry has its bytes: READY, and found from now on. To be written behind next.
+
+        False where it was discarded meanwhile.
+        """
+        return self.inflight.end(entry, Filled.READY)
+
+    def abandon(self, entry: Entry) -> None:
+        """The entry will not have its bytes: it leaves the pool. Nothing after `publish`."""
+        if not self.inflight.ended(entry):
+            self.inflight.end(entry, Filled.FAILED)
+
+    # --------------------------------------------------------------- writes
+
+    def write_behind(
+        self,
+        form: ChunkForm,
+        chunk_hash: bytes,
+        entry: Entry,
+        delay_s: float = 0.0,
+        levels: int | None = None,
+    ) -> None:
+        """Enqueues a READY entry for every tier that lacks it, or for the first ``levels``."""
+        job: ChunkIO | None = None
+        for queue in self.queues[:levels]:
+            if queue.admits(entry, form.chunk_bytes):
+                if job is None:
+                    deadline_s = time.monotonic() + _WRITE_DEADLINE_S
+                    job = self._job(form, chunk_hash, entry, deadline_s, entry)
+                queue.enqueue(entry, job, delay_s)
+
+    @property
+    def backlog(self) -> int:
+        """Writes that are worth waiting for; none of a tier that hangs."""
+        return sum(map(len, self.queues))
+
+    def begin_writes(self) -> None:
+        """Ends every delay of writes: the owner stops."""
+        for queue in self.queues:
+            queue.begin_all()
+
+    def _job(
+        self, form: ChunkForm, chunk_hash: bytes, entry: Entry, deadline_s: float, tag: object
+    ) -> ChunkIO:
+        views = self.views(form, entry)
+        return ChunkIO(entry.key, form.frame(chunk_hash), views, deadline_s, tag)
+
+    # ---------------------------------------------------------------- loads
+
+    def level_of(self, key: bytes, first: int = 0) -> int | None:
+        """The first tier, from number ``first`` on, that has the chunk or may have it."""
+        for level in range(first, len(self.tiers)):
+            if self.tiers[level].lookup(key) is not False:
+                return level
+        return None
+
+    def prepare_load(
+        self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int, deadline_s: float
+    ) -> ChunkIO | None:
+        """Slots for a chunk, of that key, to be read from a tier; None where there is no room.
+
+        The load begins with `begin_loads`, and ends as its watchers are told. It is cancelled when
+        the last of them has gone.
+        """
+        entry = self.inflight.begin(key, form.stripe_count)
+        if entry is None:
+            return None
+        job = self._job(form, chunk_hash, entry, deadline_s, Load(entry, form, level))
+        self.inflight.on_abandoned(entry, partial(self._cancel_load, job))
+        return job
+
+    def begin_loads(self, jobs: Sequence[ChunkIO]) -> None:
+        """Reads chunks that were prepared for one tier: together that is less work for each."""
+        if not jobs:
+            return
+        try:
+            self.tiers[load_of(jobs[0]).level].read_all(jobs, self._done, self._on_stuck)
+        except BaseException:
+            # Our own bug. The tier may have taken some of them: their slots are its until `done`.
+            for job in jobs:
+                self._leave_to_tier(job, Filled.FAILED)
+            raise
+
+    # On threads of the tier.
+
+    def _done(self, job: ChunkIO, outcome: ReadOutcome) -> None:
+        self.owner.post(partial(self._loaded, job, outcome))
+
+    def _on_stuck(self, job: ChunkIO) -> None:
+        self.owner.post(partial(self._keep, job))
+
+    def _loaded(self, job: ChunkIO, outcome: ReadOutcome) -> None:
+        """A read has ended: the entry is READY, or read from the next tier, or leaves the pool."""
+        load = load_of(job)
+        entry, counters = load.entry, self.counters[load.level]
+        if load.is_stuck:
+            self.pool.unpin(entry)
+            return
+        if outcome is ReadOutcome.LOADED:
+            entry.stored_in |= 1 << load.level
+            self.metrics.count(counters.loaded_chunks)
+            self.metrics.count(counters.loaded_bytes, job.frame.chunk_bytes)
+            if self.publish(entry) and load.level:
+                self.write_behind(load.form, job.frame.chunk_hash, entry, levels=load.level)
+            return
+        self._missed(job, outcome)
+        level = self.level_of(entry.key, load.level + 1)
+        if level is None or outcome is ReadOutcome.CANCELLED:
+            self.inflight.end(entry, Filled.FAILED)
+        else:
+            load.level = level
+            self.begin_loads((job,))
+
+    def _keep(self, job: ChunkIO) -> None:
+        """The tier hangs and has the slots."""
+        self._missed(job, ReadOutcome.TIMED_OUT)
+        self._leave_to_tier(job, Filled.STUCK)
+
+    def _leave_to_tier(self, job: ChunkIO, filled: Filled) -> None:
+        """The entry leaves the pool and stays pinned until the tier has completed the job."""
+        load = load_of(job)
+        load.is_stuck = True
+        self.pool.pin(load.entry)
+        self.inflight.end(load.entry, filled)
+
+    def _missed(self, job: ChunkIO, outcome: ReadOutcome) -> None:
+        level = load_of(job).level
+        counter = self.counters[level].misses.get(outcome)
+        if counter is not None:
+            self.metrics.count(counter)
+        logger.debug(
+            "chunk %s was not loaded from %s: %s",
+            job.frame.chunk_hash.hex()[:16], self.tiers[level].name, outcome.value,
+        )  # fmt: skip
+
+    def _cancel_load(self, job: ChunkIO) -> None:
+        self.tiers[load_of(job).level].cancel(job)
+
+    # --------------------------------------------------------------- clears
+
+    def clear(self, prefixes: Sequence[bytes]) -> int:
+        """Discards the chunks whose keys begin so; returns how many the host pool had.
+
+        The tiers remove theirs in the background, or fail to: it gives memory back, and an owner
+        that wants none of these chunks found again stops asking for them.
+        """
+        doomed = [e for e in self.pool if e.key.startswith(tuple(prefixes))] if prefixes else []
+        for entry in doomed:
+            self.pool.discard(entry)
+            for queue in self.queues:
+                queue.cancel(entry)
+        deadline_s = time.monotonic() + _CLEAR_DEADLINE_S
+        for level in range(len(self.tiers)):
+            self._clear_tier(level, prefixes, deadline_s)
+        return len(doomed)
+
+    def _clear_tier(self, level: int, prefixes: Sequence[bytes], deadline_s: float) -> None:
+        """One prefix after the other."""
+        if not prefixes:
+            return
+        tier, is_remote = self.tiers[level], self.counters[level].is_remote
+
+        def cleared(result: ClearResult) -> None:
+            if is_remote:
+                self.metrics.count("cleared_keys", result.removed)
+            if result.outcome is CallOutcome.DONE:
+                self._clear_tier(level, prefixes[1:], deadline_s)
+            elif is_remote:
+                self.metrics.count("clears_failed")
+                logger.warning(
+                    "chunks of an old epoch stay in %s: %s", tier.name, result.outcome.value
+                )
+
+        tier.clear(
+            prefixes[0], deadline_s, lambda result: self.owner.post(partial(cleared, result))
+        )
+
+
+def load_of(job: ChunkIO) -> Load:
+    """The load of a job of `Cache.prepare_load`."""
+    assert isinstance(job.tag, Load)
+    return job.tag

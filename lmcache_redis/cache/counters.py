@@ -1,0 +1,65 @@
+"""Which counters a tier of the cache moves. The names are those of `metrics.COUNTERS`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lmcache_redis.resp.outcomes import ReadOutcome, WriteOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class TierCounters:
+    """Names of counters, or none.
+
+    misses, drops: by the outcome of a read or write. queue_full: a chunk that found no room in
+    the write-behind queue. is_remote: chunks that the tier had already, and clears, are counted
+    too; drops and failed clears are logged.
+    """
+
+    loaded_chunks: str
+    loaded_bytes: str
+    stored_chunks: str
+    stored_bytes: str
+    misses: Mapping[ReadOutcome, str]
+    drops: Mapping[WriteOutcome, str]
+    queue_full: str
+    is_remote: bool
+
+
+REDIS = TierCounters(
+    loaded_chunks="loaded_chunks",
+    loaded_bytes="loaded_bytes",
+    stored_chunks="stored_chunks",
+    stored_bytes="stored_bytes",
+    misses={
+        ReadOutcome.MISSING: "miss_absent",
+        ReadOutcome.INCOMPLETE: "miss_incomplete",
+        ReadOutcome.TORN: "miss_mixed_stores",
+        ReadOutcome.FOREIGN: "miss_foreign",
+        ReadOutcome.CORRUPT: "miss_corrupt",
+        ReadOutcome.TIMED_OUT: "miss_deadline",
+        ReadOutcome.UNAVAILABLE: "miss_redis_error",
+        ReadOutcome.CANCELLED: "miss_deadline",
+    },
+    drops={
+        WriteOutcome.FULL: "drop_redis_full",
+        WriteOutcome.TIMED_OUT: "drop_redis_error",
+        WriteOutcome.UNAVAILABLE: "drop_redis_error",
+        WriteOutcome.REJECTED: "drop_redis_error",
+        WriteOutcome.CANCELLED: "drop_shutdown",
+    },
+    queue_full="drop_queue_full",
+    is_remote=True,
+)
+
+DISK = TierCounters(
+    loaded_chunks="disk_loaded_chunks",
+    loaded_bytes="disk_loaded_bytes",
+    stored_chunks="disk_stored_chunks",
+    stored_bytes="disk_stored_bytes",
+    misses={each: "miss_disk" for each in ReadOutcome if each is not ReadOutcome.CANCELLED},
+    drops=dict.fromkeys(WriteOutcome, "drop_disk"),
+    queue_full="drop_disk",
+    is_remote=False,
+)

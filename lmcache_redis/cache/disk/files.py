@@ -1,0 +1,200 @@
+"""The files of the disk tier: written whole or not at all, read into the caller's buffers.
+
+A file is written under a temporary name beside its own and renamed. The policy `sync` says how far
+that survives more than the end of the process:
+
+    none        nothing is forced to the disk. After a power failure files may be missing or hold
+                anything; the checksums tell when they are read
+    file        a file is on the disk before it has its name
+    directory   and its name is on the disk before the write is answered
+
+I/O is buffered, by preadv and pwritev on the caller's buffers: there is no copy in between, and a
+chunk that is read again comes from the page cache. Direct I/O was measured (chunks of 1 to 32 MiB,
+ext4 on a virtual disk): reads at 1.0 to 1.3 GB/s against 1.0 to 1.5 buffered and 6 to 7 from the
+page cache; writes at 1.0 to 1.8 GB/s against 3 buffered and not forced, 0.8 to 1.4 with fsync. It
+would also need aligned buffers, thus a copy.
+
+The directory belongs to this user or to root, and only they may write into it. No link in it is
+followed: a folder is opened as one, and files are opened, renamed and removed relative to it.
+
+Every function raises OSError as the system does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from lmcache_redis.cache.disk.format import (
+    PAGE_BYTES,
+    TEMPORARY_SUFFIX,
+    check_page,
+    file_path,
+    pack_page,
+    payload_checksum,
+)
+from lmcache_redis.config import why_unsafe
+from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.stripe import ChunkFrame
+
+Sync: TypeAlias = Literal["none", "file", "directory"]
+SYNC_POLICIES: tuple[Sync, ...] = ("none", "file", "directory")
+
+LOCK_NAME = "lmcr.lock"
+
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
+_Buffer: TypeAlias = "bytearray | memoryview"
+
+
+def lock_directory(directory: Path) -> int:
+    """Make the directory and lock it; it is locked until the descriptor is closed.
+
+    Raises ConfigError where it cannot be used, others may put files there, or another tier uses it.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        unsafe = why_unsafe(directory)
+        if unsafe is not None:
+            raise ConfigError(f"the directory for chunks is not safe: {unsafe}, or choose another")
+        fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"the directory {directory} cannot be used for chunks ({error.strerror}): make it "
+            "writable or choose another"
+        ) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        why = (
+            "is in use by another disk tier, of this or another process"
+            if isinstance(error, BlockingIOError)
+            else f"cannot be locked ({error.strerror})"
+        )
+        raise ConfigError(f"the directory {directory} {why}: choose one of its own") from error
+    return fd
+
+
+class ChunkFiles:
+    """Files by key and sequence, in one directory. No index, no state: thread-safe."""
+
+    def __init__(self, directory: Path, sync: Sync) -> None:
+        self.directory = os.fspath(directory)
+        self._sync = sync
+
+    def path(self, key: bytes, sequence: int) -> str:
+        return f"{self.directory}/{file_path(key, sequence)}"
+
+    def write(
+        self, key: bytes, sequence: int, frame: ChunkFrame, views: Sequence[memoryview]
+    ) -> None:
+        """On return the file is there; after an OSError nothing is."""
+        folder_name, name = os.path.split(self.path(key, sequence))
+        temporary = name + TEMPORARY_SUFFIX
+        page = pack_page(key, frame, payload_checksum(views))
+        self._make(folder_name)
+        with _opened(folder_name) as folder:
+            fd = os.open(temporary, _CREATE, 0o600, dir_fd=folder)
+            try:
+                try:
+                    _move(os.pwritev, fd, [page, *views])
+                    touch(fd)
+                    if self._sync != "none":
+                        os.fsync(fd)
+                finally:
+                    os.close(fd)
+                os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                if self._sync == "directory":
+                    os.fsync(folder)
+            except OSError:
+                for partial in (temporary, name):
+                    with contextlib.suppress(OSError):
+                        os.unlink(partial, dir_fd=folder)
+                raise
+
+    def open(self, key: bytes, sequence: int) -> int:
+        return open_file(self.path(key, sequence))
+
+    def remove(self, key: bytes, sequence: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            remove_file(self.path(key, sequence))
+
+    def _make(self, folder: str) -> None:
+        """Make the folder of the chunks whose digests begin alike, where it is not there."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+            if self._sync == "directory":
+                with _opened(self.directory) as directory:
+                    os.fsync(directory)
+
+
+def open_file(path: str) -> int:
+    """A descriptor of a file of the tier, to read. Neither it nor its folder may be a link."""
+    folder_name, name = os.path.split(path)
+    with _opened(folder_name) as folder:
+        return os.open(name, os.O_RDONLY | _NO_LINK, dir_fd=folder)
+
+
+def remove_file(path: str) -> None:
+    """Unlink a file of the tier, unless its folder is a link."""
+    folder_name, name = os.path.split(path)
+    with _opened(folder_name) as folder:
+        os.unlink(name, dir_fd=folder)
+
+
+def read_chunk(fd: int, key: bytes, frame: ChunkFrame, views: Sequence[memoryview]) -> None:
+    """Fill the views. Raises FormatError unless it is this chunk, whole and undamaged."""
+    expected_bytes = PAGE_BYTES + frame.chunk_bytes
+    if os.fstat(fd).st_size != expected_bytes:
+        raise FormatError(f"its size is not {expected_bytes} bytes")
+    page = bytearray(PAGE_BYTES)
+    if not _move(os.preadv, fd, [page, *views]):
+        raise FormatError("it ends early")
+    if check_page(page, key, frame) != payload_checksum(views):
+        raise FormatError("its payload is damaged")
+
+
+def touch(fd: int) -> None:
+    """Set the time of last use, which is the file's mtime.
+
+    Explicit, because the kernel's own stamps are as coarse as its clock tick.
+    """
+    now_unix_ns = time.time_ns()
+    os.utime(fd, ns=(now_unix_ns, now_unix_ns))
+
+
+def _move(
+    call: Callable[[int, Sequence[_Buffer], int], int], fd: int, buffers: Sequence[_Buffer]
+) -> bool:
+    """preadv or pwritev from the file's start until all is done; False: the file ended."""
+    left = [memoryview(buffer) for buffer in buffers]
+    offset = at = 0
+    while at < len(left):
+        moved = call(fd, left[at : at + _IOV_MAX], offset)
+        if moved == 0:
+            return False
+        offset += moved
+        while at < len(left) and moved >= left[at].nbytes:
+            moved -= left[at].nbytes
+            at += 1
+        if moved:
+            left[at] = left[at][moved:]
+    return True
+
+
+@contextlib.contextmanager
+def _opened(folder: str) -> Iterator[int]:
+    """A descriptor of a folder that is no link, in which files are then named."""
+    fd = os.open(folder, _FOLDER)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

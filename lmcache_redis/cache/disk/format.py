@@ -1,0 +1,162 @@
+"""One chunk in one file, byte by byte, and the name of that file.
+
+A first page, then exactly the payload. Little-endian:
+
+        0  512s  header of the chunk's stripe 0 (`lmcache_redis.stripe`): the frame, that is layout
+                 fingerprint, hash, metadata, length and cut; its checksum is the whole payload's
+      512  4s    magic b"LMCK"
+      516  u16   version, 2
+      518  u16   key bytes, n
+      520  u64   xxh3-64 of bytes 512 to 4,095, with these eight zero
+      528  n     chunk key: in Redis the key of its stripes, without the index
+    528+n        zeros
+    4,096        payload
+
+A restart reads one page of each file. The key stands in it because file names do not give it back.
+A file is
+
+    <aa>/<digest>-<sequence>.lmcr
+
+digest: BLAKE2b-160 of the chunk key with the personalization b"lmcr1.disk", 40 hex digits, and
+aa its first two. sequence: 16 hex digits, larger in each later write, so that no name is used
+twice: a file that is removed late is never the successor. While it is written it ends in
+`.lmcr.tmp`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import struct
+import time
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from lmcache_redis.errors import FormatError
+from lmcache_redis.stripe import HEADER_BYTES, STORE_ID_BYTES, ChunkFrame, describe_header
+
+PAGE_BYTES = 4096
+
+FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
+FILE_NAME = re.compile(r"([0-9a-f]{40})-([0-9a-f]{16})\.lmcr(\.tmp)?")
+TEMPORARY_SUFFIX = ".tmp"
+
+_KEY_HEAD = struct.Struct("<4sHHQ")
+_KEY_AT = HEADER_BYTES + _KEY_HEAD.size
+_MAGIC = b"LMCK"
+_VERSION = 2
+
+
+class Cut(NamedTuple):
+    """What the frames of chunks of one layout and size have in common: an index has one of it."""
+
+    fingerprint: bytes
+    metadata: bytes
+    chunk_bytes: int
+    hash_bytes: int
+    stripe_payload_bytes: int
+
+    @classmethod
+    def of(cls, frame: ChunkFrame) -> Cut:
+        return cls(
+            frame.fingerprint,
+            frame.metadata,
+            frame.chunk_bytes,
+            len(frame.chunk_hash),
+            frame.stripe_payload_bytes,
+        )
+
+    def frame(self, key: bytes) -> ChunkFrame:
+        """The frame of a chunk, whose key ends with its hash."""
+        return ChunkFrame(
+            self.fingerprint,
+            key[-self.hash_bytes :],
+            self.chunk_bytes,
+            self.stripe_payload_bytes,
+            self.metadata,
+        )
+
+    def is_chunk_of(self, frame: ChunkFrame) -> bool:
+        """Whether the payload is what the frame says, in however many stripes it came."""
+        return self[:4] == Cut.of(frame)[:4]
+
+
+def file_path(key: bytes, sequence: int) -> str:
+    """Where a chunk lies, relative to the directory of the tier."""
+    digest = key_digest(key)
+    return f"{digest[:2]}/{digest}-{sequence:016x}.lmcr"
+
+
+def key_digest(key: bytes) -> str:
+    return blake2b(key, digest_size=20, person=b"lmcr1.disk").hexdigest()
+
+
+def disk_bytes(payload_bytes: int) -> int:
+    """What a file takes from a file system with blocks of a page."""
+    return PAGE_BYTES + -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def payload_checksum(views: Sequence[memoryview]) -> int:
+    if len(views) == 1:
+        return xxh3_64_intdigest(views[0])
+    state = xxh3_64()
+    for view in views:
+        state.update(view)
+    return state.intdigest()
+
+
+def pack_page(key: bytes, frame: ChunkFrame, checksum: int) -> bytearray:
+    """The first page of a file. Raises OSError for a key that does not fit."""
+    page = bytearray(PAGE_BYTES)
+    created_unix_ms = max(0, time.time_ns() // 1_000_000)
+    frame.pack_header_into(page, 0, os.urandom(STORE_ID_BYTES), checksum, created_unix_ms)
+    page[HEADER_BYTES:] = _key_part(key)
+    return page
+
+
+def check_page(page: bytes | bytearray, key: bytes, frame: ChunkFrame) -> int:
+    """The payload's checksum. Raises FormatError unless this is the page of this very chunk."""
+    found = frame.check_header(page, 0)
+    if not found.ok:
+        raise FormatError(f"its header is {found.verdict.value}")
+    if page[HEADER_BYTES:] != _key_part(key):
+        raise FormatError("its key is damaged or another")
+    return found.checksum
+
+
+def parse_page(page: bytes) -> tuple[bytes, Cut]:
+    """Key and cut of a file. Raises FormatError unless all of its first page is whole."""
+    if len(page) != PAGE_BYTES:
+        raise FormatError(f"it ends after {len(page)} bytes")
+    magic, version, key_bytes, _ = _KEY_HEAD.unpack_from(page, HEADER_BYTES)
+    if magic == _MAGIC and version != _VERSION:
+        raise FormatError(f"it is of version {version}; this is version {_VERSION}")
+    key = page[_KEY_AT : _KEY_AT + key_bytes]
+    if len(key) != key_bytes or page[HEADER_BYTES:] != _key_part(key):
+        raise FormatError("its key is damaged")
+    header = describe_header(page)
+    if header.stripe_index != 0 or not key.endswith(header.chunk_hash):
+        raise FormatError("its header and its key name different chunks")
+    return key, Cut(
+        header.fingerprint,
+        header.metadata.serialize(),
+        header.chunk_bytes,
+        len(header.chunk_hash),
+        header.payload_bytes,
+    )
+
+
+def _key_part(key: bytes) -> bytes:
+    """From the end of the header to the end of the page."""
+    room_bytes = PAGE_BYTES - _KEY_AT
+    if len(key) > room_bytes:
+        raise OSError(errno.ENAMETOOLONG, f"a key has at most {room_bytes} bytes")
+    part = bytearray(PAGE_BYTES - HEADER_BYTES)
+    part[_KEY_HEAD.size : _KEY_HEAD.size + len(key)] = key
+    _KEY_HEAD.pack_into(part, 0, _MAGIC, _VERSION, len(key), 0)
+    _KEY_HEAD.pack_into(part, 0, _MAGIC, _VERSION, len(key), xxh3_64_intdigest(part))
+    return bytes(part)

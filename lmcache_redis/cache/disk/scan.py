@@ -1,0 +1,136 @@
+"""What the directory of a disk tier holds when the tier is opened.
+
+The first page and the size of every file are checked. Payloads are not read: their checksums are
+checked when they are loaded. What does not add up is removed, one log line each: files cut short,
+of another version, damaged, under a name that is not theirs, and the older one where a process
+ended between storing a chunk again and removing the file it replaced. Temporary files are removed
+too. All of that only where the name is one that the tier gives: anything else is left alone and
+logged once. So is a file of ours that the system would not let us read.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from lmcache_redis.cache.disk.files import LOCK_NAME, open_file, remove_file
+from lmcache_redis.cache.disk.format import (
+    FANOUT_NAME,
+    FILE_NAME,
+    PAGE_BYTES,
+    Cut,
+    file_path,
+    key_digest,
+    parse_page,
+)
+from lmcache_redis.errors import FormatError
+
+logger = logging.getLogger(__name__)
+
+
+class FoundFile(NamedTuple):
+    """A file that is whole as far as its first page and its size tell."""
+
+    used_unix_ns: int
+    sequence: int
+    key: bytes
+    cut: Cut
+
+
+class Scan:
+    """One pass over a directory that is locked. Raises OSError if it cannot be listed.
+
+    found: one file for each key, from the least to the most recently used. next_sequence: larger
+    than any in use.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = os.fspath(directory)
+        self._newest: dict[bytes, FoundFile] = {}
+        self._cuts: dict[Cut, Cut] = {}
+        self._left_alone: list[str] = []
+        self.next_sequence = 0
+        for path in self._paths():
+            self._look_at(path)
+        if self._left_alone:
+            logger.warning(
+                "%d files in %s are left alone: they are not of the disk tier, or cannot be "
+                "read; the first is %s",
+                len(self._left_alone),
+                directory,
+                self._left_alone[0],
+            )
+        self.found = sorted(self._newest.values())
+
+    def _paths(self) -> Iterator[str]:
+        """All that may be ours by its name."""
+        for outer in _entries(self._directory):
+            if outer.name == LOCK_NAME:
+                continue
+            if not FANOUT_NAME.fullmatch(outer.name) or not outer.is_dir(follow_symlinks=False):
+                self._left_alone.append(outer.path)
+                continue
+            for inner in _entries(outer.path):
+                is_named = FILE_NAME.fullmatch(inner.name) and inner.name.startswith(outer.name)
+                if is_named and inner.is_file(follow_symlinks=False):
+                    yield inner.path
+                else:
+                    self._left_alone.append(inner.path)
+
+    def _look_at(self, path: str) -> None:
+        try:
+            file = self._described(path)
+        except FormatError as error:
+            self._remove(path, str(error))
+        except OSError as error:
+            if error.errno == errno.EIO:
+                self._remove(path, "it cannot be read")
+            else:
+                self._left_alone.append(path)
+        else:
+            self.next_sequence = max(self.next_sequence, file.sequence + 1)
+            other = self._newest.get(file.key, file)
+            self._newest[file.key] = max(file, other, key=lambda each: each.sequence)
+            if other is not file:
+                older = min(file, other, key=lambda each: each.sequence)
+                path = os.path.join(self._directory, file_path(older.key, older.sequence))
+                self._remove(path, "its chunk was stored again")
+
+    def _described(self, path: str) -> FoundFile:
+        named = FILE_NAME.fullmatch(os.path.basename(path))
+        if named is None or named[3]:
+            raise FormatError("it was never finished")
+        fd = open_file(path)
+        try:
+            # Without this the kernel reads ahead, 128 KiB for each file.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            status = os.fstat(fd)
+            page = os.pread(fd, PAGE_BYTES, 0)
+        finally:
+            os.close(fd)
+        key, cut = parse_page(page)
+        if named[1] != key_digest(key):
+            raise FormatError("its name is that of another chunk")
+        if status.st_size != PAGE_BYTES + cut.chunk_bytes:
+            raise FormatError(
+                f"it has {status.st_size - PAGE_BYTES} bytes of a payload of {cut.chunk_bytes}"
+            )
+        # Chunks of one layout share their cut, and there may be millions.
+        cut = self._cuts.setdefault(cut, cut)
+        return FoundFile(status.st_mtime_ns, int(named[2], 16), key, cut)
+
+    def _remove(self, path: str, why: str) -> None:
+        logger.warning("%s is removed: %s", path, why)
+        try:
+            remove_file(path)
+        except OSError as error:
+            logger.warning("%s could not be removed: %s", path, error.strerror)
+
+
+def _entries(path: str) -> list[os.DirEntry[str]]:
+    with os.scandir(path) as entries:
+        return list(entries)

@@ -1,0 +1,232 @@
+"""The index of the disk tier and its files, kept in step. Blocking; `tier` has the threads.
+
+Files are written, read and removed outside the lock. They never get in each other's way because no
+name is used twice: a file that is not in the index yet, or not any more, is in use by one call.
+
+The limit counts what files take in blocks of 4 KiB, the first page of each included, and holds at
+all times: room is reserved before a file is written, and released when a file is unlinked. Least
+recently used goes first. Several writes at once may leave no room for one another; then one is not
+stored. (A file that is evicted while it is read takes its room until the read ends.)
+
+A file's mtime says when it was last written or read. Reads set it once in ten seconds at most, so
+that after a restart the order is right up to that.
+
+A read is from an open file: it is whole, also where the chunk is evicted or replaced meanwhile.
+What is not, to the last bit, the chunk that it should be is a miss and is removed, one log line
+each. A disk that is full or fails, a directory that is gone or may not be written: a write is not
+stored, a read is a miss, and each kind of error is logged once a minute. A full disk evicts
+nothing: the limit does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from lmcache_redis.cache.disk.files import ChunkFiles, read_chunk, touch
+from lmcache_redis.cache.disk.format import Cut, disk_bytes
+from lmcache_redis.cache.disk.scan import Scan
+from lmcache_redis.cache.lru import LruIndex
+from lmcache_redis.errors import FormatError
+from lmcache_redis.resp.outcomes import ReadOutcome, WriteOutcome
+from lmcache_redis.stripe import ChunkFrame
+
+logger = logging.getLogger(__name__)
+
+TOUCH_INTERVAL_S = 10.0
+
+_WARNING_INTERVAL_S = 60.0
+
+
+class StoredFile:
+    """An entry of the index. touched_at: when its mtime was set last, in monotonic seconds."""
+
+    __slots__ = ("cut", "sequence", "touched_at")
+
+    def __init__(self, sequence: int, cut: Cut, touched_at: float) -> None:
+        self.sequence = sequence
+        self.cut = cut
+        self.touched_at = touched_at
+
+    @property
+    def nbytes(self) -> int:
+        return disk_bytes(self.cut.chunk_bytes)
+
+
+class DiskStore:
+    """Chunks by chunk key. Thread-safe, after `take_over`.
+
+    No method raises for what the disk does. Raises ConfigError unless limit_bytes is positive.
+    """
+
+    def __init__(self, files: ChunkFiles, limit_bytes: int) -> None:
+        self.index: LruIndex[bytes, StoredFile] = LruIndex(limit_bytes)
+        self._files = files
+        self._lock = threading.Lock()
+        self._next_sequence = 0
+        self._warned_at: dict[str, float] = {}
+
+    def take_over(self, scan: Scan) -> None:
+        """Index what was found. The limit may be lower than it was: the oldest go."""
+        self._next_sequence = scan.next_sequence
+        long_ago = time.monotonic() - TOUCH_INTERVAL_S
+        for found in scan.found:
+            file = StoredFile(found.sequence, found.cut, long_ago)
+            evicted = self.index.reserve(file.nbytes)
+            if evicted is None:
+                self._unlink([(found.key, file)])
+                continue
+            self.index.fill(found.key, file)
+            self._unlink(evicted)
+
+    def keys(self, prefix: bytes = b"") -> list[bytes]:
+        """Those that begin with the prefix."""
+        with self._lock:
+            keys = self.index.keys()
+        return [key for key in keys if key.startswith(prefix)]
+
+    def find(self, key: bytes) -> StoredFile | None:
+        """No I/O, and no use of the chunk."""
+        with self._lock:
+            return self.index.get(key)
+
+    def write(
+        self,
+        key: bytes,
+        frame: ChunkFrame,
+        views: Sequence[memoryview],
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> WriteOutcome:
+        """Write a file and make it the one that is found, unless the write was cancelled."""
+        nbytes = disk_bytes(frame.chunk_bytes)
+        with self._lock:
+            file = StoredFile(self._next_sequence, Cut.of(frame), time.monotonic())
+            self._next_sequence += 1
+            evicted = self.index.reserve(nbytes)
+            if evicted is None:
+                return WriteOutcome.FULL
+            # Until they are unlinked, the evicted files take their room in place of the new one.
+            surplus_bytes = max(0, sum(each.nbytes for _, each in evicted) - nbytes)
+            self.index.hold(surplus_bytes)
+        self._unlink(evicted, surplus_bytes)
+        outcome = WriteOutcome.UNAVAILABLE
+        try:
+            self._files.write(key, file.sequence, frame, views)
+            outcome = WriteOutcome.STORED
+        except OSError as error:
+            self._warn("a chunk was not stored", error)
+            return outcome
+        finally:
+            if outcome is not WriteOutcome.STORED:
+                self._release(nbytes)
+        with self._lock:
+            # A cancel comes before the change of the index that it is for, so it is seen here, or
+            # that change undoes this one.
+            removed: StoredFile | None = file
+            if is_cancelled():
+                outcome = WriteOutcome.CANCELLED
+            else:
+                removed = self.index.fill(key, file)
+                self.index.hold(removed.nbytes if removed is not None else 0)
+        if removed is not None:
+            self._unlink([(key, removed)], removed.nbytes)
+        return outcome
+
+    def load(self, key: bytes, frame: ChunkFrame, views: Sequence[memoryview]) -> ReadOutcome:
+        """Fill the views with the chunk of that frame."""
+        opened = self.open(key)
+        if opened is None:
+            return ReadOutcome.MISSING
+        fd, file = opened
+        try:
+            if not file.cut.is_chunk_of(frame):
+                return ReadOutcome.FOREIGN
+            return self.read(fd, key, file, views)
+        finally:
+            os.close(fd)
+
+    def open(self, key: bytes) -> tuple[int, StoredFile] | None:
+        """A descriptor, which is the caller's, of the chunk's file."""
+        while True:
+            file = self.find(key)
+            if file is None:
+                return None
+            try:
+                return self._files.open(key, file.sequence), file
+            except FileNotFoundError as error:
+                with self._lock:
+                    vanished = self.index.pop(key, file) is not None
+                if vanished:
+                    self._warn("a file was removed by others", error)
+                # Otherwise it was evicted or replaced since it was found: look again.
+            except OSError as error:
+                self._warn("a chunk was not loaded", error)
+                return None
+
+    def read(
+        self, fd: int, key: bytes, file: StoredFile, views: Sequence[memoryview]
+    ) -> ReadOutcome:
+        """Fill the views from an open file and make the chunk the most recently used."""
+        try:
+            read_chunk(fd, key, file.cut.frame(key), views)
+        except FormatError as error:
+            logger.warning("%s is removed: %s", self._files.path(key, file.sequence), error)
+        except OSError as error:
+            self._warn("a chunk was not loaded", error)
+            # A sector that cannot be read would hold up every read of the chunk.
+            if error.errno != errno.EIO:
+                return ReadOutcome.UNAVAILABLE
+        else:
+            self._touch(fd, key, file)
+            return ReadOutcome.LOADED
+        self.remove(key, file)
+        return ReadOutcome.CORRUPT
+
+    def remove(self, key: bytes, only: StoredFile | None = None) -> bool:
+        """Remove a chunk, or only one file of it; whether it was there."""
+        with self._lock:
+            file = self.index.pop(key, only)
+            if file is None:
+                return False
+            self.index.hold(file.nbytes)
+        self._unlink([(key, file)], file.nbytes)
+        return True
+
+    def _unlink(self, files: Sequence[tuple[bytes, StoredFile]], held_bytes: int = 0) -> None:
+        """Unlink files that left the index, then release the bytes held for them."""
+        for key, file in files:
+            self._unlink_one(key, file)
+        self._release(held_bytes)
+
+    def _unlink_one(self, key: bytes, file: StoredFile) -> None:
+        try:
+            self._files.remove(key, file.sequence)
+        except OSError as error:
+            self._warn("a file could not be removed", error)
+
+    def _release(self, nbytes: int) -> None:
+        with self._lock:
+            self.index.release(nbytes)
+
+    def _touch(self, fd: int, key: bytes, file: StoredFile) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if not self.index.touch(key, file) or now - file.touched_at < TOUCH_INTERVAL_S:
+                return
+            file.touched_at = now
+        with contextlib.suppress(OSError):  # a worse order after a restart, nothing else
+            touch(fd)
+
+    def _warn(self, what: str, error: OSError) -> None:
+        kind = f"{what}: {error.strerror or error}"
+        now = time.monotonic()
+        with self._lock:
+            if now - self._warned_at.get(kind, -_WARNING_INTERVAL_S) < _WARNING_INTERVAL_S:
+                return
+            self._warned_at[kind] = now
+        logger.warning("disk tier: %s (logged once a minute at most)", kind)

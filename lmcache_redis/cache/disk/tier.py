@@ -1,0 +1,268 @@
+"""The disk tier behind the contract of `cache.tier`: jobs on threads, and a disk that hangs.
+
+    read, clear    by two threads, in the order of their jobs
+    write          by one thread at a low priority
+    waiting        for a thread; cancelled at once
+    in flight      on a thread, which uses the job's slots; a write that is cancelled is not found
+
+A call that takes longer than its patience takes the tier down: nothing is found then, jobs that
+wait are answered UNAVAILABLE, those in flight are `stuck`. The tier is back when all of them have
+returned, and what was to be cleared meanwhile is removed before anything is found again.
+
+A directory belongs to one tier at a time. One that is closed while a call hangs keeps its directory
+locked, because the call may still change it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import TypeVar
+
+from lmcache_redis.cache.disk.files import SYNC_POLICIES, ChunkFiles, Sync, lock_directory
+from lmcache_redis.cache.disk.scan import Scan
+from lmcache_redis.cache.disk.store import DiskStore
+from lmcache_redis.cache.threads import Action, HangDetector, WorkerThreads, nothing
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.resp.outcomes import (
+    CallOutcome,
+    ChunkIO,
+    ClearResult,
+    ExistsResult,
+    PlaneState,
+    ReadOutcome,
+    ScanResult,
+    WriteOutcome,
+)
+
+logger = logging.getLogger(__name__)
+
+Keys = Sequence[bytes]
+ReadDone = Callable[[ChunkIO, ReadOutcome], None]
+WriteDone = Callable[[ChunkIO, WriteOutcome], None]
+Stuck = Callable[[ChunkIO], None]
+
+T = TypeVar("T")
+OutcomeT = TypeVar("OutcomeT", ReadOutcome, WriteOutcome)
+
+# Calls that may hang.
+READ, WRITE, REMOVAL = "a read", "a write", "a removal"
+
+DEFAULT_PATIENCE_S = 5.0
+_READ_THREADS = 2
+_WRITE_NICE = 10
+_JOIN_S = 0.25
+
+
+class DiskTier:
+    """Chunks in files of a directory, which it makes if need be and which it alone uses.
+
+    Thread-safe. Slots may be of any sizes. limit_bytes: see `store`. sync: see `files`.
+    read_patience_s, write_patience_s: how long a read, or a write or a removal, may be in flight.
+    Opening takes as long as to read a page of every file. Callers that may block use `store`
+    through `run`.
+
+    Raises ConfigError for impossible values, for a directory that cannot be used, and for one that
+    another tier has open, in this process or another.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        limit_bytes: int,
+        sync: Sync = "none",
+        *,
+        read_patience_s: float = DEFAULT_PATIENCE_S,
+        write_patience_s: float = DEFAULT_PATIENCE_S,
+    ) -> None:
+        if sync not in SYNC_POLICIES:
+            raise ConfigError(f"sync is {sync!r}; it is one of {', '.join(SYNC_POLICIES)}")
+        path = Path(directory)
+        self.directory = os.fspath(path)
+        self.store = DiskStore(ChunkFiles(path, sync), limit_bytes)
+        writing_s = write_patience_s
+        self._patience_s = {READ: read_patience_s, WRITE: writing_s, REMOVAL: writing_s}
+        self._lock_fd = lock_directory(path)
+        try:
+            self.store.take_over(Scan(path))
+        except OSError as error:
+            os.close(self._lock_fd)
+            raise ConfigError(
+                f"the directory {path} cannot be read ({error}): make it readable or choose another"
+            ) from error
+        self._cancelled: dict[ChunkIO, threading.Event] = {}  # of writes
+        self._uncleared: dict[object, bytes] = {}
+        self._has_ended: bool | None = None  # None: not closed
+        self._reads = WorkerThreads("disk-read", _READ_THREADS)
+        self._writes = WorkerThreads("disk-write", 1, _WRITE_NICE)
+        self._detector = HangDetector("disk tier", self._drop, self._next_clear)
+
+    @property
+    def limit_bytes(self) -> int:
+        return self.store.index.limit_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """What files take, those that are being written or removed included."""
+        return self.store.index.used_bytes
+
+    @property
+    def state(self) -> PlaneState:
+        """See the contract. Down while a call hangs."""
+        reason = self._detector.reason
+        return PlaneState(not reason, True, reason, self._detector.since_s)
+
+    # ----------------------------------------------------------- the contract
+
+    def lookup(self, key: bytes) -> bool:
+        """See the contract."""
+        return self._is_up and self.store.find(key) is not None
+
+    def scan(self, keys: Keys, deadline: float, done: Callable[[ScanResult], None]) -> None:
+        """See the contract. Answers at once."""
+        done(ScanResult(self._answer, sum(1 for _ in takewhile(self.lookup, keys))))
+
+    def exists(self, keys: Keys, deadline: float, done: Callable[[ExistsResult], None]) -> None:
+        """See the contract. Answers at once."""
+        present = [self.lookup(key) for key in keys]
+        done(ExistsResult(self._answer, present if self._is_up else ()))
+
+    def read_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
+        """See the contract."""
+        for io in jobs:
+            load = partial(self.store.load, io.key, io.frame, io.slots)
+            call = partial(self.run, READ, load, partial(stuck, io))
+            self._submit(self._reads, io, call, partial(done, io), ReadOutcome)
+
+    def write_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
+        """See the contract."""
+
+        def end(io: ChunkIO, outcome: WriteOutcome) -> None:
+            del self._cancelled[io]
+            done(io, outcome)
+
+        for io in jobs:
+            cancelled = self._cancelled[io] = threading.Event()
+            write = partial(self.store.write, io.key, io.frame, io.slots, cancelled.is_set)
+            call = partial(self.run, WRITE, write, partial(stuck, io))
+            self._submit(self._writes, io, call, partial(end, io), WriteOutcome)
+
+    def cancel(self, job: ChunkIO) -> None:
+        """See the contract. What is in flight ends by itself; a write is then not found."""
+        if cancelled := self._cancelled.get(job):
+            cancelled.set()
+        self._reads.cancel(job)
+        self._writes.cancel(job)
+
+    def clear(
+        self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
+    ) -> None:
+        """See the contract. Of many files, as long as it takes: each has its own patience."""
+        me = object()
+        unanswered = [done]
+
+        def answer(outcome: CallOutcome, removed: int = 0) -> None:
+            if unanswered:
+                unanswered.pop()(ClearResult(outcome, removed))
+
+        def clear() -> None:
+            stuck = partial(answer, CallOutcome.UNAVAILABLE)
+            removals = (partial(self.store.remove, key) for key in self.store.keys(key_prefix))
+            removed = sum(self.run(REMOVAL, each, stuck) or False for each in removals)
+            if self._is_up:
+                self._uncleared.pop(me, None)
+            answer(self._answer, removed)
+
+        self._uncleared[me] = key_prefix
+        if self._detector.is_hung():
+            answer(CallOutcome.UNAVAILABLE)
+        else:
+            self._put(self._reads, me, clear, lambda: answer(CallOutcome[self._refusal]))
+
+    def close(self, deadline_s: float) -> bool:
+        """See the contract. Writes that wait have half of the time, those in flight the rest."""
+        if self._has_ended is not None:
+            return self._has_ended
+        end_s = time.monotonic() + deadline_s
+        self._has_ended = False
+        self._reads.stop()
+        self._writes.drain(deadline_s / 2)
+        self._writes.stop()
+        ended = self._detector.close(max(0.0, end_s - time.monotonic()))
+        self._has_ended = self._reads.join(_JOIN_S) & self._writes.join(_JOIN_S) & ended
+        if self._has_ended:
+            self.store.index.clear()
+            os.close(self._lock_fd)
+        else:
+            # A file may still be renamed into the directory.
+            logger.warning("the disk does not answer: its directory stays locked by this process")
+        return self._has_ended
+
+    def run(self, what: str, call: Callable[[], T], stuck: Action = nothing) -> T | None:
+        """Make a call to `store` that blocks, on this thread.
+
+        what: READ, WRITE or REMOVAL, which have their patience. stuck: see `HangDetector`. None: it
+        was not made, because another hangs or the tier is closed.
+        """
+        return self._detector.run(call, what, self._patience_s[what], stuck)
+
+    # --------------------------------------------------------------- inside
+
+    @property
+    def _is_up(self) -> bool:
+        return not self._detector.reason
+
+    @property
+    def _answer(self) -> CallOutcome:
+        return CallOutcome.DONE if self._is_up else CallOutcome.UNAVAILABLE
+
+    @property
+    def _refusal(self) -> str:
+        """The outcome of a job that is dropped: the tier hangs, or it was cancelled or closed."""
+        return "CANCELLED" if self._is_up else "UNAVAILABLE"
+
+    def _submit(
+        self,
+        threads: WorkerThreads,
+        io: ChunkIO,
+        call: Callable[[], OutcomeT | None],
+        done: Callable[[OutcomeT], None],
+        outcomes: type[OutcomeT],
+    ) -> None:
+        def run() -> None:
+            outcome = outcomes["UNAVAILABLE"]
+            try:
+                late = time.monotonic() > io.deadline
+                outcome = outcomes["TIMED_OUT"] if late else call() or outcome
+            finally:
+                done(outcome)
+
+        self._put(threads, io, run, lambda: done(outcomes[self._refusal]))
+
+    def _put(self, threads: WorkerThreads, name: object, run: Action, dropped: Action) -> None:
+        threads.put(run, dropped, name=name)
+        if not self._is_up:
+            threads.cancel(name)  # it may have come after `_drop`
+
+    def _drop(self) -> None:
+        """A call hangs: nothing waits for it."""
+        self._reads.drop()
+        self._writes.drop()
+
+    def _next_clear(self) -> Action | None:
+        """The disk is about to be back: what is to be cleared before."""
+        pending = list(self._uncleared.items())
+        return partial(self._clear_now, *pending[0]) if pending else None
+
+    def _clear_now(self, me: object, prefix: bytes) -> None:
+        for key in self.store.keys(prefix):
+            self.store.remove(key)
+        self._uncleared.pop(me, None)

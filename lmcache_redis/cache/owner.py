@@ -1,0 +1,98 @@
+"""The one thread that owns a cache: actions posted to it from others, and its timers.
+
+`Owner` is what the cache needs. `OwnerLoop` is one, for a thread that polls: an agent's loop, or
+the thread of a blocking facade. An asyncio loop is an owner through a few lines of its own
+(``call_soon_threadsafe``, ``call_at``).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+logger = logging.getLogger(__name__)
+
+Action = Callable[[], None]
+
+
+class Timer(Protocol):
+    """A timer of an owner."""
+
+    def cancel(self) -> None:
+        """The action is not run. Idempotent."""
+
+
+class Owner(Protocol):
+    """Runs actions on the owner's thread, one after the other. An action that raises is logged."""
+
+    def post(self, action: Action) -> None:
+        """Run ``action`` soon, in the order of the posts. From any thread."""
+
+    def at(self, due_s: float, action: Action) -> Timer:
+        """Run ``action`` at ``due_s`` (`time.monotonic()`). From the owner's thread."""
+
+    def after(self, delay_s: float, action: Action) -> Timer:
+        """Run ``action`` in ``delay_s`` seconds. From the owner's thread."""
+
+
+class _Timer:
+    __slots__ = ("action",)
+
+    def __init__(self, action: Action) -> None:
+        self.action: Action | None = action
+
+    def cancel(self) -> None:
+        self.action = None
+
+
+class OwnerLoop:
+    """An `Owner` whose thread calls `run_posted` when it is woken, and `run_due` before it waits.
+
+    wake: called by `post`, from any thread.
+    """
+
+    def __init__(self, wake: Action) -> None:
+        self._wake = wake
+        self._posted: deque[Action] = deque()
+        self._heap: list[tuple[float, int, _Timer]] = []
+        self._order = itertools.count()
+
+    def post(self, action: Action) -> None:
+        self._posted.append(action)
+        self._wake()
+
+    def at(self, due_s: float, action: Action) -> Timer:
+        timer = _Timer(action)
+        heapq.heappush(self._heap, (due_s, next(self._order), timer))
+        return timer
+
+    def after(self, delay_s: float, action: Action) -> Timer:
+        return self.at(time.monotonic() + delay_s, action)
+
+    def run_posted(self) -> None:
+        """Run what was posted up to now. What it posts itself waits for the next call."""
+        for _ in range(len(self._posted)):
+            _run(self._posted.popleft())
+
+    def run_due(self) -> float:
+        """Run the timers that are due; seconds until the next one, one second at most."""
+        while self._heap:
+            due_s, _, timer = self._heap[0]
+            if timer.action is not None and (left_s := due_s - time.monotonic()) > 0:
+                return min(left_s, 1.0)
+            heapq.heappop(self._heap)
+            if timer.action is not None:
+                _run(timer.action)
+        return 1.0
+
+
+def _run(action: Action) -> None:
+    try:
+        action()
+    except Exception:
+        logger.exception("an action of the loop failed")  # our own bug: that action alone

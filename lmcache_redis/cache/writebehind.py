@@ -1,0 +1,200 @@
+"""Writing behind: chunks of the host pool go to a tier after their producer has gone on.
+
+One queue for each tier, bounded in bytes. What does not fit, or what the tier does not take, stays
+in the host pool and is counted; the next store of the chunk enqueues it again.
+
+    waiting   until its delay has passed; then the tier is asked, at once about all chunks that are
+              due, which of them it has: those are not written again
+    writing   by the tier. Where it did not answer which chunks it has, the write finds out why
+    stuck     in a tier that hangs: not waited for, but its slots are pinned until the tier is done
+
+A chunk is pinned, and counts against the limit, from when it is enqueued until the tier is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from lmcache_redis.cache.counters import TierCounters
+from lmcache_redis.cache.owner import Owner
+from lmcache_redis.cache.pool import Entry, EntryState, HostPool
+from lmcache_redis.cache.tier import Tier
+from lmcache_redis.metrics import Metrics
+from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ExistsResult, WriteOutcome
+
+logger = logging.getLogger(__name__)
+
+# Chunks that are due within this time go to the tier together: those of one prefill.
+_TOGETHER_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Backing:
+    """A tier of a cache. write_limit_bytes: of its queue. exists_timeout_s: of one question."""
+
+    tier: Tier
+    counters: TierCounters
+    write_limit_bytes: int
+    exists_timeout_s: float = 1.0
+
+
+class WriteBehind:
+    """The queue between the host pool and tier number ``index``. Owned by the owner's thread."""
+
+    def __init__(
+        self, backing: Backing, index: int, owner: Owner, pool: HostPool, metrics: Metrics
+    ) -> None:
+        self.queued_bytes = 0
+        self._backing = backing
+        self._tier = backing.tier
+        self._counters = backing.counters
+        self._bit = 1 << index
+        self._owner = owner
+        self._pool = pool
+        self._metrics = metrics
+        self._jobs: dict[Entry, ChunkIO] = {}
+        # Of those, the ones that the tier was not asked about yet, and when it may be.
+        self._waiting: dict[Entry, tuple[ChunkIO, float]] = {}
+        self._stuck: set[Entry] = set()
+        self._complained_of: WriteOutcome | None = None
+
+    def __len__(self) -> int:
+        """Chunks that wait or are being written, apart from stuck ones."""
+        return len(self._jobs) - len(self._stuck)
+
+    def admits(self, entry: Entry, nbytes: int) -> bool:
+        """Whether a READY entry is to be enqueued. Counts a chunk that is dropped.
+
+        False also for one that is enqueued already, or that the tier is known to have.
+        """
+        known = self._tier.lookup(entry.key)
+        if entry in self._jobs or (entry.stored_in & self._bit if known is None else known):
+            return False
+        counters = self._counters
+        if not self._tier.state.up:
+            self._metrics.count(counters.drops[WriteOutcome.UNAVAILABLE])
+        elif self.queued_bytes + nbytes > self._backing.write_limit_bytes:
+            self._metrics.count(counters.queue_full)
+        else:
+            return True
+        return False
+
+    def enqueue(self, entry: Entry, job: ChunkIO, delay_s: float) -> None:
+        """Pins an entry that was admitted; its job begins in ``delay_s`` seconds."""
+        self._pool.pin(entry)
+        self._jobs[entry] = job
+        self.queued_bytes += job.frame.chunk_bytes
+        self._waiting[entry] = (job, time.monotonic() + delay_s)
+        self._owner.after(delay_s, self._begin_due)
+
+    def cancel(self, entry: Entry) -> None:
+        """A discarded entry need not be written any more."""
+        job = self._jobs.get(entry)
+        if job is None:
+            return
+        if self._waiting.pop(entry, None) is not None:
+            self._written(job, WriteOutcome.CANCELLED)
+        else:
+            self._tier.cancel(job)
+
+    def begin_all(self) -> None:
+        """Ends every delay: the owner stops."""
+        self._begin(list(self._waiting))
+
+    def _begin_due(self) -> None:
+        by_s = time.monotonic() + _TOGETHER_S
+        self._begin([entry for entry, (_, due_s) in self._waiting.items() if due_s <= by_s])
+
+    def _begin(self, entries: list[Entry]) -> None:
+        """Asks the tier which of them it has."""
+        if not entries:
+            return
+        jobs = [self._waiting.pop(entry)[0] for entry in entries]
+        with self._given_back_after_a_bug(jobs):
+            keys = [job.key for job in jobs]
+            if self._tier.lookup(keys[0]) is not None:
+                present = [bool(self._tier.lookup(key)) for key in keys]
+                self._asked(jobs, ExistsResult(CallOutcome.DONE, present))
+                return
+            self._tier.exists(
+                keys,
+                time.monotonic() + self._backing.exists_timeout_s,
+                lambda result: self._owner.post(partial(self._asked, jobs, result)),
+            )
+
+    def _asked(self, jobs: Sequence[ChunkIO], result: ExistsResult) -> None:
+        absent: list[ChunkIO] = []
+        for job, present in zip(jobs, result.present or [False] * len(jobs), strict=True):
+            if present:
+                self._skip(job)
+            elif (
+                result.outcome is CallOutcome.CANCELLED
+                or _entry_of(job).state is EntryState.DISCARDED
+            ):
+                self._written(job, WriteOutcome.CANCELLED)
+            else:
+                absent.append(job)
+        if absent:
+            with self._given_back_after_a_bug(absent):
+                self._tier.write_all(absent, self._done, self._on_stuck)
+
+    @contextmanager
+    def _given_back_after_a_bug(self, jobs: Sequence[ChunkIO]) -> Iterator[None]:
+        """Our own bug, which the loop logs: pins and room in the queue come back all the same."""
+        try:
+            yield
+        except Exception:
+            for job in jobs:
+                if self._jobs.get(_entry_of(job)) is job:
+                    self._written(job, WriteOutcome.UNAVAILABLE)
+            raise
+
+    # On threads of the tier.
+
+    def _done(self, job: ChunkIO, outcome: WriteOutcome) -> None:
+        self._owner.post(partial(self._written, job, outcome))
+
+    def _on_stuck(self, job: ChunkIO) -> None:
+        self._owner.post(partial(self._stuck.add, _entry_of(job)))
+
+    def _skip(self, job: ChunkIO) -> None:
+        """The tier has the chunk."""
+        self._release(job).stored_in |= self._bit
+        if self._counters.is_remote:
+            self._metrics.count("skipped_chunks")
+
+    def _written(self, job: ChunkIO, outcome: WriteOutcome) -> None:
+        entry = self._release(job)
+        if outcome is WriteOutcome.STORED:
+            entry.stored_in |= self._bit
+            self._metrics.count(self._counters.stored_chunks)
+            self._metrics.count(self._counters.stored_bytes, job.frame.chunk_bytes)
+            self._complained_of = None
+        elif entry.state is not EntryState.DISCARDED:
+            self._metrics.count(self._counters.drops[outcome])
+            if self._counters.is_remote and self._complained_of is not outcome:
+                self._complained_of = outcome
+                logger.warning(
+                    "chunks are not written to %s: %s (they are counted; this is said once)",
+                    self._tier.name,
+                    outcome.value,
+                )
+
+    def _release(self, job: ChunkIO) -> Entry:
+        """The tier is done with the entry: gives back what `enqueue` took."""
+        entry = _entry_of(job)
+        del self._jobs[entry]
+        self._stuck.discard(entry)
+        self.queued_bytes -= job.frame.chunk_bytes
+        self._pool.unpin(entry)
+        return entry
+
+
+def _entry_of(job: ChunkIO) -> Entry:
+    assert isinstance(job.tag, Entry)
+    return job.tag

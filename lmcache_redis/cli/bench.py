@@ -1,0 +1,89 @@
+"""`bench`: how fast chunks move between this machine and a server."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lmcache_redis.cli.admin import AsJson, KeyPrefix, RedisUrl, RedisUsername
+from lmcache_redis.cli.options import config_from
+from lmcache_redis.config import AgentConfig, format_size, parse_size
+from lmcache_redis.errors import ConfigError
+
+ConnectionsOption = Annotated[int | None, typer.Option(help="As for the agent.")]
+
+
+def bench(
+    chunk_bytes: Annotated[
+        str,
+        typer.Option(
+            "--chunk-bytes",
+            metavar="SIZE",
+            help="Of a chunk: 256 tokens of an 8B model are 32MiB, of a 1B model 8MiB.",
+        ),
+    ] = "8MiB",
+    chunks: Annotated[
+        int, typer.Option("--chunks", min=1, max=10_000, help="Written and read together.")
+    ] = 16,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, max=1000)] = 5,
+    get_connections: ConnectionsOption = None,
+    set_connections: ConnectionsOption = None,
+    redis_url: RedisUrl = None,
+    redis_username: RedisUsername = None,
+    key_prefix: KeyPrefix = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure writes, reads and lookups of chunks against a server, as an agent makes them.
+
+    Figures are medians; other work on this machine or the server is in them. The keys it
+    writes are removed after each round, or expire after ten minutes where it is killed. They take
+    --chunks times --chunk-bytes of the server's memory: a full server evicts as much.
+
+    Examples:
+
+      lmcache-redis bench --redis-url redis://cache.example:6379
+
+      lmcache-redis bench --chunk-bytes 32MiB --chunks 8 --get-connections 8
+    """
+    given = {
+        "redis_url": redis_url,
+        "redis_username": redis_username,
+        "key_prefix": key_prefix,
+        "get_connections": get_connections,
+        "set_connections": set_connections,
+    }
+    config = config_from(AgentConfig, given)
+    if not config.redis_url:
+        raise ConfigError("no server is named: give --redis-url or set LMCACHE_REDIS_URL")
+    from lmcache_redis.bench.run import Plan, measure
+    from lmcache_redis.resp import RedisOptions
+
+    options = RedisOptions(
+        config.redis_url,
+        config.key_prefix,
+        config.redis_username,
+        config.redis_password,
+        config.get_connections,
+        config.set_connections,
+        op_timeout_s=config.op_timeout_s,
+    )
+    try:
+        nbytes = parse_size(chunk_bytes)
+    except ConfigError as error:
+        raise ConfigError(f"--chunk-bytes: {error}") from error
+    found = measure(options, Plan(nbytes, chunks, rounds))
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    table = Table(title=f"{found['server']}: medians of {rounds} rounds")
+    for name in ("operation", "chunks", "of", "GB/s", "ms"):
+        table.add_column(name, justify="left" if name == "operation" else "right")
+    for row in found["rows"]:
+        speed = "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.2f}"
+        size = format_size(row["chunk_bytes"])
+        table.add_row(row["op"], f"{row['chunks']:,}", size, speed, f"{row['ms']:.2f}")
+    Console().print(table)

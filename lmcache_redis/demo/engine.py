@@ -1,0 +1,307 @@
+"""One vLLM engine in a process of its own, driven by one JSON line a step.
+
+The demo, the benchmarks and the tests start engines this way: each is as fresh as a restarted
+server, and the caller can stop servers and agents between two steps.
+
+    engine = EngineProcess(model_dir, connector_endpoint=endpoint, log_path=log)
+    answer = engine.generate([prompt], max_tokens=1)
+    answer.seconds, answer.outputs
+    engine.close()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from lmcache_redis.errors import LMCacheRedisError
+
+_END_TIMEOUT_S = 30.0
+
+
+class EngineFailed(LMCacheRedisError):
+    """The engine's process ended, or a step of it failed; the message ends with its log."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a step gave: wall-clock seconds of the call and token ids of each prompt."""
+
+    seconds: float
+    outputs: list[list[int]] = field(default_factory=list)
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class EngineProcess:
+    """Starts an engine and drives it. A context manager.
+
+    model_dir: a local model. connector_endpoint: the agent's, or None for no connector.
+    options: further arguments of ``vllm.LLM``. env: further environment variables.
+    kv_transfer: replaces the connector's config altogether (for peers).
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        log_path: Path,
+        connector_endpoint: str | None = None,
+        kv_transfer: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        wait: bool = True,
+    ) -> None:
+        if kv_transfer is None and connector_endpoint is not None:
+            kv_transfer = {
+                "kv_connector": "LMCacheRedisConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"endpoint": connector_endpoint},
+            }
+        spec = {
+            "model": str(model_dir),
+            "kv_transfer": kv_transfer,
+            "options": {**_DEFAULT_OPTIONS, **(options or {})},
+        }
+        self._log_path = log_path
+        ours, theirs = _pipe_pair()
+        environment = {**os.environ, **engine_environment(), **(env or {})}
+        with open(log_path, "ab") as log:
+            self.process = self._start(theirs, log, environment)
+        for fd in theirs:
+            os.close(fd)
+        self._answers = os.fdopen(ours[0], "r", encoding="utf-8")
+        self._questions = os.fdopen(ours[1], "w", encoding="utf-8")
+        self.start_seconds = 0.0
+        self._tell(spec)
+        if wait:
+            self.wait_ready()
+
+    def _start(
+        self, fds: tuple[int, int], log: IO[bytes], env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """The engine's process, which reads questions from one end of a pipe and answers."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "lmcache_redis.demo.engine", *map(str, fds)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=fds,
+            env=env,
+        )
+
+    def wait_ready(self) -> None:
+        """Waits until the engine has started. Raises ``EngineFailed`` if it did not."""
+        started_s = time.monotonic()
+        self._hear()
+        self.start_seconds = time.monotonic() - started_s
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 1,
+        lora: tuple[str, int, str] | None = None,
+        **sampling: Any,
+    ) -> Answer:
+        """Answers the prompts together, greedily, with exactly ``max_tokens`` tokens each.
+
+        lora: name, id and path of an adapter.
+        """
+        self.begin_generate(prompts, max_tokens, lora, **sampling)
+        return self.finish()
+
+    def begin_generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 1,
+        lora: tuple[str, int, str] | None = None,
+        **sampling: Any,
+    ) -> None:
+        """Begins ``generate`` and returns; ``finish`` waits for it."""
+        self._tell(
+            {"do": "generate", "prompts": [list(p) for p in prompts], "max_tokens": max_tokens,
+             "lora": lora, "sampling": sampling}
+        )  # fmt: skip
+
+    def finish(self) -> Answer:
+        """The answer of the step that was begun."""
+        answer = self._hear()
+        return Answer(answer["seconds"], answer.get("outputs", []), answer)
+
+    def abort_after(self, prompt: Sequence[int], delay_s: float) -> Answer:
+        """Adds a request and aborts it ``delay_s`` later."""
+        self._tell({"do": "abort_after", "prompt": list(prompt), "delay_s": delay_s})
+        return self.finish()
+
+    def reset_prefix_cache(self, *, connector: bool = False) -> bool:
+        """Empties vLLM's own prefix cache, and with ``connector`` the connector's too."""
+        self._tell({"do": "reset", "connector": connector})
+        return bool(self._hear()["done"])
+
+    def rpc(self, method: str, *args: Any) -> None:
+        """Calls a method in every worker of the engine (``LLM.collective_rpc``)."""
+        self._tell({"do": "rpc", "method": method, "args": args})
+        self._hear()
+
+    def close(self) -> None:
+        """Ends the engine's process: asks it to, and ends it where it does not."""
+        if self.process.poll() is None:
+            with contextlib.suppress(EngineFailed, subprocess.TimeoutExpired):
+                self._tell({"do": "end"})
+                self.process.wait(_END_TIMEOUT_S)
+        self.process.kill()
+        self.process.wait()
+        self._answers.close()
+        self._questions.close()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _tell(self, question: Mapping[str, Any]) -> None:
+        try:
+            self._questions.write(json.dumps(question) + "\n")
+            self._questions.flush()
+        except (BrokenPipeError, ValueError) as error:
+            raise self._failed("has ended") from error
+
+    def _hear(self) -> dict[str, Any]:
+        line = self._answers.readline()
+        if not line:
+            raise self._failed("has ended")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise self._failed(f"failed: {answer['error']}")
+        return answer
+
+    def _failed(self, how: str) -> EngineFailed:
+        tail = "\n".join(self._log_path.read_text(errors="replace").splitlines()[-30:])
+        return EngineFailed(f"the engine {how}; the end of {self._log_path}:\n{tail}")
+
+
+_DEFAULT_OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "disable_log_stats": True,
+    "seed": 0,
+}
+
+
+def engine_environment() -> dict[str, str]:
+    """Threads bound alike with and without a connector: vLLM would choose differently."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}-{cores[-1]}",
+        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2"),
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def _pipe_pair() -> tuple[tuple[int, int], tuple[int, int]]:
+    """(our read end, our write end), (their read end, their write end)."""
+    question_read, question_write = os.pipe()
+    answer_read, answer_write = os.pipe()
+    return (answer_read, question_write), (question_read, answer_write)
+
+
+# What follows runs in the engine's process.
+
+
+def main(read_fd: int, write_fd: int) -> None:
+    """Serves one engine until told to end or until the caller has gone."""
+    questions = os.fdopen(read_fd, "r", encoding="utf-8")
+    answers = os.fdopen(write_fd, "w", encoding="utf-8")
+
+    def tell(answer: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    spec = json.loads(questions.readline())
+    from vllm import LLM
+
+    options = dict(spec["options"])
+    if spec["kv_transfer"] is not None:
+        options["kv_transfer_config"] = spec["kv_transfer"]
+    llm = LLM(spec["model"], **options)
+    tell({"ready": True})
+    for line in questions:
+        question = json.loads(line)
+        if question["do"] == "end":
+            break
+        started_s = time.perf_counter()
+        try:
+            answer = _STEPS[question["do"]](llm, question)
+        except Exception as error:
+            tell({"error": f"{type(error).__name__}: {error}"})
+            raise
+        tell({"seconds": time.perf_counter() - started_s, **answer})
+    llm.llm_engine.engine_core.shutdown()
+
+
+def _generate(llm: Any, question: Mapping[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    max_tokens = question["max_tokens"]
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        min_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        **question["sampling"],
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in question["prompts"]]
+    started_s = time.perf_counter()
+    lora = None
+    if question["lora"] is not None:
+        from vllm.lora.request import LoRARequest
+
+        lora = LoRARequest(*question["lora"])
+    outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+    return {
+        "seconds": time.perf_counter() - started_s,
+        "outputs": [list(output.outputs[0].token_ids) for output in outputs],
+        "cached_tokens": [output.num_cached_tokens for output in outputs],
+    }
+
+
+def _abort_after(llm: Any, question: Mapping[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    sampling = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
+    engine.add_request("to-abort", {"prompt_token_ids": question["prompt"]}, sampling)
+    time.sleep(question["delay_s"])
+    engine.abort_request(["to-abort"])
+    return {}
+
+
+def _reset(llm: Any, question: Mapping[str, Any]) -> dict[str, Any]:
+    done = llm.llm_engine.reset_prefix_cache(
+        reset_running_requests=False, reset_connector=question["connector"]
+    )
+    return {"done": bool(done)}
+
+
+def _rpc(llm: Any, question: Mapping[str, Any]) -> dict[str, Any]:
+    llm.collective_rpc(question["method"], args=tuple(question["args"]))
+    return {}
+
+
+_STEPS = {"generate": _generate, "abort_after": _abort_after, "reset": _reset, "rpc": _rpc}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

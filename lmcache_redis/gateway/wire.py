@@ -1,0 +1,148 @@
+"""Between messages of the protocol and tiers: key texts and keys, payloads and metadata.
+
+A key text is `model@world_size@worker_id@chunk_hash@dtype`, then `@layer_id` for one layer's
+part of a chunk, then any number of `@tag%value`. LMCache writes a hash that is bytes as hex, and
+one that is an int in base 16 as short as it goes: with an odd number of digits, or a minus.
+
+In an ObjectKey the model name is the key text with another hash field, so that nothing is lost:
+
+    field empty   the hash is bytes, and these are the chunk hash
+    field `~`     the chunk hash is the ASCII text of the field
+
+The empty field is used where the text is lower-case hex of whole bytes, `~` otherwise: for every
+text there is one key. Model names of the engine plane contain `@` only in ways that this strict
+reading rejects, so keys of others in the same tier are told apart.
+
+The dtype, the format and the sizes of a PUT come back in the reply to a later GET, whatever they
+are; a tier's metadata is stricter. It gets one of three forms:
+
+    one group                          length, shape and dtype agree, or the format is encoded
+    the group, then one without shape  the length differs from what shape and dtype need
+    one without shape, then the group  the request gave no dtype; the group's uint8 stands for it
+
+A chunk of any other form was not stored by this protocol and has no reply. The location of a
+request is not kept: it says where the client had the chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from lmcache_redis.dtypes import ENCODED_FORMATS
+from lmcache_redis.errors import FormatError
+from lmcache_redis.keys import ObjectKey
+from lmcache_redis.lm_wire import (
+    MAX_KEY_LENGTH,
+    ClientMetaMessage,
+    ServerMetaMessage,
+    ServerReturnCode,
+)
+from lmcache_redis.protocol import MAX_DIMS, MemoryFormat, MemoryLayoutDesc, RemoteMetadata
+
+_TEXT_HASH = "~"
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
+_HASH = re.compile(r"-?[0-9a-f]+", re.ASCII)
+_WHOLE_BYTES = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
+_DTYPE = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
+
+_NO_DTYPE = "uint8"
+_NOT_GIVEN: tuple[int, ...] = ()
+
+FAILED = ServerMetaMessage(
+    ServerReturnCode.FAIL, 0, MemoryFormat.KV_2LTD, "float16", (0,) * MAX_DIMS
+).serialize()
+SUCCEEDED = ServerMetaMessage(
+    ServerReturnCode.SUCCESS, 0, MemoryFormat.KV_2LTD, "float16", (0,) * MAX_DIMS
+).serialize()
+
+
+def object_key_of(text: str) -> ObjectKey:
+    """The key in a tier of a key text. Raises FormatError for anything else."""
+    fields = _fields_of(text)
+    size, worker, chunk_hash = int(fields[1]), int(fields[2]), fields[3]
+    is_bytes = _WHOLE_BYTES.fullmatch(chunk_hash) is not None
+    fields[3] = "" if is_bytes else _TEXT_HASH
+    return ObjectKey(
+        bytes.fromhex(chunk_hash) if is_bytes else chunk_hash.encode("ascii"),
+        "@".join(fields),
+        ObjectKey.ComputeKVRank(size, worker, size, worker),
+    )
+
+
+def key_text_of(key: ObjectKey) -> str:
+    """The inverse of `object_key_of`. Raises FormatError for a key that it never gives."""
+    fields = key.model_name.split("@")
+    if len(fields) < 5 or fields[3] not in ("", _TEXT_HASH):
+        raise FormatError(f"the key of a chunk that no key text names: {key!r:.200}")
+    try:
+        fields[3] = key.chunk_hash.decode("ascii") if fields[3] else key.chunk_hash.hex()
+    except UnicodeDecodeError:
+        raise FormatError(f"a chunk hash that is no text: {key!r:.200}") from None
+    text = "@".join(fields)
+    if object_key_of(text) != key:
+        raise FormatError(f"the key of a chunk that no key text names: {key!r:.200}")
+    return text
+
+
+def metadata_of(message: ClientMetaMessage) -> RemoteMetadata:
+    """The metadata of the payload that follows a PUT."""
+    shape, name = message.shape or (0,), message.dtype_name
+    if name is None:
+        shapes, names = [_NOT_GIVEN, shape], [_NO_DTYPE, _NO_DTYPE]
+    elif message.fmt in ENCODED_FORMATS or (
+        MemoryLayoutDesc([shape], [name]).size_bytes == message.length
+    ):
+        shapes, names = [shape], [name]
+    else:
+        shapes, names = [shape, _NOT_GIVEN], [name, name]
+    return RemoteMetadata(message.length, shapes, names, message.fmt)
+
+
+@functools.lru_cache(maxsize=1024)
+def reply_of(metadata: RemoteMetadata) -> bytes:
+    """The header before the payload. Raises FormatError for a chunk that no request stored."""
+    shapes, names = metadata.shapes, metadata.dtype_names
+    name: str | None = names[0] if names else None
+    if len(shapes) == 1 or (len(shapes) == 2 and shapes[1] == _NOT_GIVEN):
+        shape = shapes[0]
+    elif len(shapes) == 2 and shapes[0] == _NOT_GIVEN:
+        shape, name = shapes[1], None
+    else:
+        raise FormatError(f"a chunk of {len(shapes)} groups; a reply describes one")
+    return ServerMetaMessage(
+        ServerReturnCode.SUCCESS, metadata.length, metadata.fmt, name, shape
+    ).serialize()
+
+
+def list_reply_of(length: int) -> bytes:
+    """The header before the text of a LIST."""
+    return ServerMetaMessage(
+        ServerReturnCode.SUCCESS, length, MemoryFormat.BINARY, _NO_DTYPE, (length, 0, 0, 0)
+    ).serialize()
+
+
+def _fields_of(text: str) -> list[str]:
+    """The fields of a key text. Raises FormatError for anything else."""
+    if not text.isprintable() or text != text.strip():
+        raise FormatError(f"a key text is printable, without spaces around it: {text!r:.200}")
+    if len(text.encode("utf-8")) > MAX_KEY_LENGTH:
+        raise FormatError(f"a key text of more than {MAX_KEY_LENGTH} bytes")
+    fields = text.split("@")
+    if len(fields) < 5 or not fields[0]:
+        raise FormatError(
+            f"a key text is model@world_size@worker_id@hash@dtype..., not {text!r:.200}"
+        )
+    world_size, worker_id, chunk_hash, dtype, *rest = fields[1:]
+    if not _HASH.fullmatch(chunk_hash):
+        raise FormatError(f"a hash is lower-case hex, not {chunk_hash!r:.200}")
+    if not _DTYPE.fullmatch(dtype):
+        raise FormatError(f"no name of a dtype: {dtype!r:.200}")
+    has_layer = bool(rest) and "%" not in rest[0]
+    for number in (world_size, worker_id, *rest[:has_layer]):
+        if not _NUMBER.fullmatch(number):
+            raise FormatError(f"not a plain number: {number!r:.200}")
+    for tag in rest[has_layer:]:
+        if tag.find("%") < 1:
+            raise FormatError(f"a tag is name%value, not {tag!r:.200}")
+    return fields

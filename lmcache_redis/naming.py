@@ -1,0 +1,126 @@
+"""The name of a chunk: one key, in Redis and on disk, whoever writes it.
+
+    key prefix | b"lmcr1:" | namespace (16) | ObjectKey
+
+The namespace names the layout: half of an engine's fingerprint in hex, as agents write it, or the
+namespace of tensors, whose metadata says what each of them is. The stripes of a chunk add their
+index in Redis; a file on disk is found by the digest of the key.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+
+from lmcache_redis.errors import FormatError
+from lmcache_redis.keys import KEY_MAGIC, NAMESPACE_BYTES, ObjectKey, key_stem
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
+
+# What all tensors have in place of a layout's fingerprint.
+TENSORS = hashlib.blake2b(b"lmcr1.tensors", digest_size=32).digest()
+
+
+class ChunkNames:
+    """Keys and frames of the chunks of one layout. Thread-safe.
+
+    layout: the fingerprint, 32 bytes, of an engine's KV cache; None: tensors. prefix: the user's,
+    before every key.
+    """
+
+    def __init__(self, layout: bytes | None = None, prefix: bytes = b"") -> None:
+        self.fingerprint = TENSORS if layout is None else layout
+        # Hex has no braces, which Redis Cluster would take for a hash tag.
+        whole = self.fingerprint if layout is None else layout.hex().encode()
+        self._namespace = whole[:NAMESPACE_BYTES]
+        self._prefix = prefix
+        self.stem = functools.lru_cache(maxsize=256)(self._stem)
+
+    @property
+    def common(self) -> bytes:
+        """What all keys of the layout begin with."""
+        return self._prefix + KEY_MAGIC + self._namespace
+
+    def chunk_key(self, key: ObjectKey) -> bytes:
+        """The chunk's name: in Redis the key of its stripes, without the index."""
+        return self.stem(key.model_name, key.kv_rank, len(key.chunk_hash)) + key.chunk_hash
+
+    def parse(self, chunk_key: bytes) -> ObjectKey | None:
+        """The inverse of `chunk_key`; None for what is not the name of a chunk of this layout."""
+        common = self.common
+        if not chunk_key.startswith(common):
+            return None
+        try:
+            return ObjectKey.from_bytes(chunk_key[len(common) :])
+        except FormatError:
+            return None
+
+    def frame(self, key: ObjectKey, metadata: RemoteMetadata, stripe_bytes: int) -> ChunkFrame:
+        """What its stripes have in common. Raises FormatError for a chunk that has no encoding."""
+        encoded = metadata.serialize()
+        return ChunkFrame(self.fingerprint, key.chunk_hash, metadata.length, stripe_bytes, encoded)
+
+    def _stem(self, model_name: str, kv_rank: int, hash_len: int) -> bytes:
+        """What the keys of one worker's chunks begin with, whose hashes have that length."""
+        return key_stem(self._namespace, model_name, kv_rank, hash_len, self._prefix)
+
+
+@dataclass(frozen=True)
+class ChunkForm:
+    """What the chunks of one worker have in common: names, sizes, headers.
+
+    metadata: the serialized `RemoteMetadata` of each.
+    """
+
+    names: ChunkNames
+    model_name: str
+    kv_rank: int
+    chunk_bytes: int
+    stripe_payload_bytes: int
+    metadata: bytes
+
+    @staticmethod
+    def of_pages(
+        names: ChunkNames, model_name: str, kv_rank: int, chunk_bytes: int, slot_bytes: int
+    ) -> ChunkForm:
+        """Of chunks of opaque bytes, in stripes that fill slots of ``slot_bytes`` evenly.
+
+        Raises FormatError where such chunks have no encoding.
+        """
+        metadata = RemoteMetadata(chunk_bytes, [(chunk_bytes,)], ["uint8"], MemoryFormat.PAGES)
+        stripe_bytes = stripe_payload_bytes(chunk_bytes, slot_bytes)
+        form = ChunkForm(
+            names, model_name, kv_rank, chunk_bytes, stripe_bytes, metadata.serialize()
+        )
+        form.frame(bytes(32))
+        form.key(bytes(32))
+        return form
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the layout, in every header."""
+        return self.names.fingerprint
+
+    @property
+    def stripe_count(self) -> int:
+        """Stripes, and so slots, of one chunk."""
+        return -(-self.chunk_bytes // self.stripe_payload_bytes)
+
+    def key(self, chunk_hash: bytes) -> bytes:
+        """The chunk key: its stripes' Redis keys without the stripe index."""
+        return self.stem(len(chunk_hash)) + chunk_hash
+
+    def stem(self, hash_bytes: int) -> bytes:
+        """What the keys of all chunks with hashes of that length begin with."""
+        return self.names.stem(self.model_name, self.kv_rank, hash_bytes)
+
+    def frame(self, chunk_hash: bytes) -> ChunkFrame:
+        """What the headers of the chunk's stripes say."""
+        return ChunkFrame(
+            fingerprint=self.names.fingerprint,
+            chunk_hash=chunk_hash,
+            chunk_bytes=self.chunk_bytes,
+            stripe_payload_bytes=self.stripe_payload_bytes,
+            metadata=self.metadata,
+        )

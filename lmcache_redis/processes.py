@@ -1,0 +1,52 @@
+"""Identity and liveness of another process, read from ``/proc`` (Linux).
+
+A process is named by its id and its start time: the kernel reuses ids. A process in another PID
+namespace cannot be seen.
+"""
+
+from __future__ import annotations
+
+
+def process_start_time(pid: int) -> int | None:
+    """Start time in clock ticks since boot: field 22 of ``/proc/PID/stat``; None if unreadable."""
+    try:
+        return _stat(pid)[1]
+    except OSError:
+        return None
+
+
+def is_running(pid: int, start_time: int) -> bool:
+    """Whether exactly this process exists. A zombie does not count: it has released its memory.
+
+    False also if ``/proc`` cannot be read.
+    """
+    try:
+        return _runs(pid, start_time)
+    except OSError:
+        return False
+
+
+def has_ended(pid: int, start_time: int) -> bool:
+    """Whether exactly this process is known to have ended.
+
+    False if ``/proc`` cannot be read for any other reason, such as too many open files.
+    """
+    try:
+        return not _runs(pid, start_time)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+
+
+def _runs(pid: int, start_time: int) -> bool:
+    state, started = _stat(pid)
+    return started == start_time and state not in (b"Z", b"X")
+
+
+def _stat(pid: int) -> tuple[bytes, int]:
+    """State letter and start time. Raises OSError."""
+    with open(f"/proc/{int(pid)}/stat", "rb") as stat:
+        # Field 2 is the command in parentheses, which may itself hold spaces and parentheses.
+        fields = stat.read().rpartition(b")")[2].split()
+    return fields[0], int(fields[19])

@@ -1,0 +1,262 @@
+"""Chunks from slots into Redis, stripe 0 last: with it a chunk can be seen.
+
+While the last stripes of one chunk are acknowledged those of the next are sent: waiting costs no
+round trip. All stripes of a chunk that go to one server go over connections of one thread.
+
+A server that is restarted loses what it had acknowledged, and with it all its connections. So when
+a connection is lost, nothing is sent until every reply in flight has come or is lost too; then the
+thread opens all its connections anew, and chunks of which anything was acknowledged on the old ones
+fail. What was sent of others is sent again. No other connection is opened while the thread has a
+chunk half stored: it could be one to a server that was restarted meanwhile.
+
+A chunk that fails after something of it was sent leaves a partial write: stripes that no reader
+sees, or, where it was to replace an older store, a mixture that readers refuse. It is removed once
+the last of it was answered, so that nothing comes after its removal; never later, when the chunk
+may have been stored anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from lmcache_redis.errors import (
+    RedisError,
+    RedisFull,
+    RedisProtocolError,
+    RedisReadOnly,
+    RedisRedirect,
+    RedisTimeout,
+    RedisUnavailable,
+)
+from lmcache_redis.keys import stripe_key
+from lmcache_redis.resp.bulk import SENT, Call, End, Failure, Moved, Packed, seal_short
+from lmcache_redis.resp.jobs import Job, Jobs, TaskQueue
+from lmcache_redis.resp.outcomes import ChunkIO, WriteOutcome
+from lmcache_redis.resp.wire import end_of_command, set_prefix
+from lmcache_redis.resp.worker import BulkWorker, Lane, Server, Task
+from lmcache_redis.stripe import HEADER_BYTES
+
+WriteDone = Callable[[ChunkIO, WriteOutcome], None]
+# Called with a chunk key and a stripe count.
+Remove = Callable[[bytes, int], None]
+# Chunks that were stored meanwhile are forgotten when there are that many.
+_PRUNE_AT = 64
+
+
+class Write(Job[WriteOutcome]):
+    """One chunk on its way out; a step is a stripe. first_queue: where stripe 0 is to be queued."""
+
+    __slots__ = (
+        "_created_unix_ms",
+        "_done",
+        "_is_partial",
+        "_is_to_be_removed",
+        "_outstanding",
+        "_remove",
+        "_store_id",
+        "_stripe_count",
+        "chunk",
+        "chunk_key",
+        "first_queue",
+    )
+    good = WriteOutcome.STORED
+
+    def __init__(
+        self,
+        chunk: ChunkIO,
+        done: WriteDone,
+        remove: Remove,
+        now: float,
+        store_id: bytes,
+        created_unix_ms: int,
+    ) -> None:
+        super().__init__(chunk.frame.stripe_count, chunk.deadline, now)
+        self.chunk = chunk
+        self.first_queue: TaskQueue[Task] | None = None
+        self.chunk_key = chunk.key
+        self._stripe_count = chunk.frame.stripe_count
+        self._done = done
+        self._remove = remove
+        self._store_id = store_id
+        self._created_unix_ms = created_unix_ms
+        self._outstanding = 0
+        self._is_partial = self._is_to_be_removed = False
+
+    def pack(self, index: int, ttl_s: int) -> Packed:
+        """A stripe for a mover."""
+        chunk = self.chunk
+        payload = chunk.slots[index]
+        prefix = set_prefix(stripe_key(chunk.key, index), HEADER_BYTES + payload.nbytes, ttl_s)
+        header = chunk.frame.unsealed_header(index, self._store_id, self._created_unix_ms)
+        return prefix, seal_short(bytearray(header), payload), payload, end_of_command(ttl_s)
+
+    def sent(self) -> None:
+        """Under the lock: a stripe was sent, or some of it: its slot is free, it may be there."""
+        self.in_flight -= 1
+        self._outstanding += 1
+        self._is_partial = True
+
+    def withdraw(self) -> None:
+        """Under the lock: a stripe that counted as sent was refused, or will not be answered."""
+        self._outstanding -= 1
+
+    def acknowledged(self) -> None:
+        """Under the lock: a stripe is stored. The last but stripe 0 has that one queued."""
+        self._outstanding -= 1
+        self.advance()
+        if self.steps_left == 0:
+            self._is_partial = False
+        elif self.steps_left == 1 and self.outcome is None and self.first_queue is not None:
+            self.first_queue.put(((self, 0, None),), urgent=True)
+
+    def take_partial(self) -> bool:
+        """Under the lock. True once: it failed, is partly in Redis perhaps, and no more will come.
+
+        Then it is to be removed: now, before the chunk may have been stored anew.
+        """
+        is_due = self.outcome is not None and self._is_partial and not self._outstanding
+        self._is_partial &= not is_due
+        return is_due
+
+    def remove(self) -> None:
+        """Have what is in Redis removed."""
+        self._remove(self.chunk_key, self._stripe_count)
+
+    def leave(self, jobs: Jobs) -> None:
+        jobs.transfers.pop(self.chunk, None)
+        outcome = self.outcome
+        if outcome is not None:
+            jobs.writes[outcome] += 1
+        if outcome is WriteOutcome.STORED:
+            jobs.bytes_out += self.chunk.frame.chunk_bytes
+        else:
+            self._is_to_be_removed = self.take_partial()
+
+    def answer(self, outcome: WriteOutcome) -> None:
+        chunk = self.chunk
+        del self.chunk  # as of a read
+        try:
+            if self._is_to_be_removed:
+                self.remove()
+        finally:
+            self._done(chunk, outcome)
+
+
+class Writer(BulkWorker):
+    """A thread with SET connections. It has all stripes of a chunk that go to one server."""
+
+    def __init__(self, name: str, server: Server, queue: TaskQueue[Task], connections: int) -> None:
+        super().__init__(name, server, queue, connections)
+        # Jobs of which something was acknowledged on the connections that are open.
+        self._acknowledged: set[Write] = set()
+        # What was sent on connections that were lost.
+        self._unanswered: list[Task] = []
+        self._losing: WriteOutcome | None = None
+
+    def _pack(self, task: Task) -> Packed:
+        job, index, _ = task
+        packed: Packed = job.pack(index, self._server.options.ttl_s)
+        return packed
+
+    def _transfer(self, call: Call) -> Moved:
+        return self._mover.store(call)
+
+    def _sent(self, jobs: Collection[Any]) -> bool:
+        # The kernel has the bytes, or never will: the slots are free either way.
+        with self._jobs.lock:
+            for job in jobs:
+                job.sent()
+        self._jobs.conclude(jobs)
+        return True
+
+    def _succeeded(self, done: Sequence[tuple[Task, bytes]]) -> None:
+        jobs: list[Write] = [task[0] for task, _ in done]
+        with self._jobs.lock:
+            for job in jobs:
+                job.acknowledged()
+        self._jobs.conclude(jobs)
+        if others := [job for job in jobs if job.outcome is not WriteOutcome.STORED]:
+            self._retire(others)
+            self._acknowledged.update([job for job in others if job.outcome is None])
+        if len(self._acknowledged) >= _PRUNE_AT:
+            self._acknowledged = {job for job in self._acknowledged if job.outcome is None}
+
+    def _failed(self, lane: Lane, task: Task, failure: Failure, error: RedisError | None) -> None:
+        job: Write = task[0]
+        assert error is not None, "a SET has no value"
+        if failure[0] != End.LINE:
+            self._lost(lane, task, error)
+            return
+        if isinstance(error, RedisRedirect) and self._server.redirect(task, error):
+            with self._jobs.lock:
+                job.withdraw()
+            return
+        if isinstance(error, (RedisUnavailable, RedisProtocolError)):
+            # It would say so to every other as well, or does not speak Redis.
+            if isinstance(error, RedisProtocolError):
+                lane.connection.close()
+            self._lose(lane, error)
+            self._fail(job, WriteOutcome.UNAVAILABLE, was_sent=True)
+            return
+        full = isinstance(error, RedisFull)
+        self._fail(job, WriteOutcome.FULL if full else WriteOutcome.REJECTED, was_sent=True)
+        self._health.note(error)
+        if isinstance(error, RedisReadOnly):
+            self._server.is_replica()
+
+    def _lost(self, lane: Lane, task: Task, error: RedisError) -> None:
+        job: Write = task[0]
+        if lane.packed is not SENT:
+            self._sent((job,))
+        self._lose(lane, error)
+        if self._may_retry(job, lane.connection):
+            with self._jobs.lock:
+                job.withdraw()
+            self._unanswered.append(task)
+        else:
+            late = isinstance(error, RedisTimeout)
+            outcome = WriteOutcome.TIMED_OUT if late else WriteOutcome.UNAVAILABLE
+            self._fail(job, outcome, was_sent=True)
+
+    def _lose(self, lane: Lane, error: RedisError) -> None:
+        """The connection is of no more use, and the others are renewed with it."""
+        self._judge(error, lane.connection)
+        if self._losing is None:
+            late = isinstance(error, RedisTimeout)
+            self._losing = WriteOutcome.TIMED_OUT if late else WriteOutcome.UNAVAILABLE
+
+    def _release_ended(self, now: float) -> None:
+        """A slot is in use only while it is sent."""
+
+    @property
+    def _may_send(self) -> bool:
+        return self._losing is None
+
+    @property
+    def _may_widen(self) -> bool:
+        return not self._busy and all(job.outcome is not None for job in self._acknowledged)
+
+    def _all_closed(self) -> None:
+        """Give up what the old connections had a part in, and send again what they had not."""
+        outcome, self._losing = self._losing, None
+        acknowledged, self._acknowledged = self._acknowledged, set()
+        unanswered, self._unanswered = self._unanswered, []
+        for job in acknowledged:
+            self._fail(job, outcome or WriteOutcome.UNAVAILABLE)
+        self._queue.put([task for task in unanswered if task[0].outcome is None], urgent=True)
+
+    def _fail(self, job: Write, outcome: WriteOutcome, was_sent: bool = False) -> None:
+        with self._jobs.lock:
+            if was_sent:
+                job.withdraw()
+            job.advance(outcome)
+        self._jobs.conclude((job,))
+        self._retire((job,))
+
+    def _retire(self, jobs: Sequence[Write]) -> None:
+        """Have what is in Redis of failed chunks removed, when no more can come of them."""
+        with self._jobs.lock:
+            due = [job for job in jobs if job.take_partial()]
+        for job in due:
+            job.remove()

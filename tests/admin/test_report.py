@@ -1,0 +1,78 @@
+"""What programs read: the fields of every report, by name and in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmcache_redis.admin.doctor import Diagnosis, findings_of
+from lmcache_redis.admin.facts import Facts
+from lmcache_redis.admin.inspect import explain, summarise
+from lmcache_redis.admin.purge import Removal, Selection, choose
+from lmcache_redis.admin.report import as_json
+from lmcache_redis.admin.server import Server
+from lmcache_redis.resp.endpoint import Transport
+from tests.admin.cache import STORED_UNIX_MS, Cached
+
+
+def names(found: Any) -> str:
+    return " ".join(as_json(found))
+
+
+def test_the_fields_are_these(server: Server, client: Any) -> None:
+    chunk = Cached(3, prefix=b"\xff:")
+    chunk.put(client)
+    report = explain(server, chunk.keys[1], b"", False)
+    assert names(report) == (
+        "ours chunk_key_hex key_prefix model layout chunk_hash world_size rank local_world_size "
+        "local_rank stripe_asked verdict verified stripe_count stripes_present chunk_bytes "
+        "fingerprint memory_format stored_unix_s stripes"
+    )
+    stripe = as_json(report)["stripes"][0]
+    assert names(stripe) == (
+        "index state detail value_bytes store_id stored_unix_s idle_s frequency expires_in_s"
+    )
+    assert names(explain(server, b"foo", b"", False)) == "ours key reason type value_bytes"
+    summary = summarise(server, chunk.prefix, everything=True, verify=False)
+    assert names(summary) == ("whole keys_looked_at database_keys other_keys verified groups")
+    (group,) = as_json(summary)["groups"]
+    assert names(group) == (
+        "model layout workers chunks stripes value_bytes chunks_of_unknown_size incomplete "
+        "without_stripe_0 damaged idle_s frequency stored_unix_s"
+    )
+    assert names(group["idle_s"]) == "min median max"
+    plan = choose(server, chunk.prefix, Selection(everything=True))
+    assert names(plan) == "chunks stripes value_bytes groups"
+    assert [names(each) for each in as_json(plan)["groups"]] == ["model layout chunks"]
+    assert names(Removal()) == (
+        "chunks stripes value_bytes vanished used_again stored_again left left_examples seconds"
+    )
+
+
+def test_values_as_programs_take_them(server: Server, client: Any) -> None:
+    chunk = Cached(3, rank=1, prefix=b"\xff:")
+    chunk.put(client)
+    client.delete(chunk.keys[2])
+    report = as_json(explain(server, chunk.keys[0], b"", False))
+    assert (report["ours"], report["key_prefix"]) == (True, r"\xff:")
+    assert (report["world_size"], report["rank"]) == (2, 1)
+    assert report["chunk_key_hex"] == chunk.name.chunk_key.hex()
+    assert (report["verdict"], report["memory_format"]) == ("incomplete", "PAGES")
+    assert report["stored_unix_s"] == STORED_UNIX_MS / 1000
+    assert [stripe["state"] for stripe in report["stripes"]] == ["whole", "whole", "missing"]
+    gone = as_json(explain(server, Cached(9).keys[0], b"", False))
+    assert (gone["chunk_bytes"], gone["fingerprint"], gone["stored_unix_s"]) == (None, None, None)
+    assert as_json(explain(server, b"f\0", b"", False))["key"] == r'"f\x00"'
+    group = as_json(summarise(server, chunk.prefix, everything=True, verify=False))["groups"][0]
+    assert (group["workers"], group["damaged"], group["frequency"]) == (1, None, None)
+
+
+def test_a_diagnosis_has_every_fact() -> None:
+    facts = (Facts(where="a", transport=Transport.TLS, version=(7, 2)),)
+    report = as_json(Diagnosis(facts, findings_of(facts)))
+    assert names(report) == "exit_status findings facts"
+    assert names(report["findings"][0]) == "severity topic seen why change where"
+    assert report["findings"][0]["severity"] == "critical"
+    (seen,) = report["facts"]
+    assert set(seen) == set(Facts.__dataclass_fields__)
+    assert (seen["transport"], seen["version"]) == ("rediss", [7, 2])
+    assert names(seen["need"]) == "kv_bytes_per_token prefill_tokens_per_s"

@@ -1,0 +1,66 @@
+"""Sessions: what they hold, and that they give it back once."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache_redis.agent import sessions as sessions_module
+from lmcache_redis.agent.sessions import Sessions
+from lmcache_redis.cache.pool import HostPool
+from lmcache_redis.errors import WireError
+from tests.cache.auditing import audit
+
+
+def test_sessions_give_every_pin_back_once() -> None:
+    pool = HostPool(8)
+    sessions = Sessions(pool, timeout_s=10)
+    session = sessions.open(("engine", "request"), now_s=0.0)
+    entries = []
+    for number in range(3):
+        entry = pool.reserve(bytes([number]), 2)
+        assert entry is not None
+        pool.publish(entry)
+        session.hold((0, bytes([number])), entry)
+        entries.append(entry)
+    pool.pin(entries[0])
+    session.hold((0, b"\0"), entries[0])  # a second lookup found it again
+    assert entries[0].pins == 1
+    taken = session.take((0, b"\1"))
+    assert taken is entries[1]
+    assert session.take((0, b"\1")) is None
+    assert session.release(b"\0") == 1
+    assert session.release(b"\0") == 0
+    assert sessions.expired(5.0) == []
+    assert sessions.expired(11.0) == [session]
+    session.busy = 1
+    assert sessions.expired(11.0) == []
+    sessions.end(session)
+    assert len(sessions) == 1  # a copy is still in progress
+    sessions.finish(session)
+    assert len(sessions) == 0
+    assert pool.pinned_slots == 2  # what was taken
+    pool.unpin(entries[1])
+    assert pool.pinned_slots == 0
+    audit(pool)
+
+
+def test_a_session_cancels_its_lookup_when_it_ends() -> None:
+    sessions = Sessions(HostPool(1), timeout_s=10)
+    session = sessions.open(("engine", "request"), now_s=0.0)
+    cancelled: list[bool] = []
+    session.cancel_lookup = lambda: cancelled.append(True)
+    sessions.end(session)
+    assert cancelled == [True]
+    assert len(sessions) == 0
+
+
+def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 2)
+    sessions = Sessions(HostPool(1), timeout_s=10)
+    first = sessions.open(("e", "1"), 0.0)
+    sessions.open(("e", "2"), 0.0)
+    with pytest.raises(WireError, match="2 requests are open"):
+        sessions.open(("e", "3"), 0.0)
+    assert sessions.open(("e", "1"), 0.0) is first
+    sessions.end(first)
+    sessions.open(("e", "3"), 0.0)

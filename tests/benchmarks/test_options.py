@@ -1,0 +1,54 @@
+"""What the command line makes of its words."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.plane.cases import Plan
+from benchmarks.plane.messages import Setting
+from benchmarks.plane.peers import CEILING, GLIDE, LMCACHE, REDIS_PY, settings_of
+from benchmarks.plane.run import settings_of_ours
+from lmcache_redis.errors import ConfigError
+
+
+def test_without_anything_defaults_come_first_and_then_one_to_eight_connections() -> None:
+    first, *others = settings_of_ours((1, 2, 4, 8))
+    assert first == Setting()
+    # The defaults are four both ways.
+    expected = [(n, n, True) for n in (1, 2, 8)]
+    expected += [(n, n, False) for n in (4, 1, 2, 8)]
+    assert [(s.get_connections, s.set_connections, s.checksums) for s in others] == expected
+
+
+def test_what_is_given_is_combined() -> None:
+    found = settings_of_ours((1,), gets=[1, 2], threads=[1, 2])
+    assert found == [Setting(g, threads=t) for g in (1, 2) for t in (1, 2)]
+    assert settings_of_ours((1,), slot_bytes=[64 << 10]) == [Setting(slot_bytes=64 << 10)]
+
+
+def test_peers_are_tried_at_several_settings() -> None:
+    for peer in (LMCACHE, GLIDE):
+        assert settings_of(peer, (1, 2, 4, 8)) == [Setting(n, n) for n in (1, 2, 4, 8)]
+    assert {setting.how for setting in settings_of(REDIS_PY, (1, 8))} == {
+        "pipelined",
+        "one by one",
+    }
+    assert {setting.how for setting in settings_of(CEILING, (1, 8))} == {"socket", "memcpy"}
+
+
+@pytest.mark.parametrize("size", [0, -4096, 1049])
+def test_sizes_are_whole_pages(size: int) -> None:
+    with pytest.raises(ConfigError, match="multiple of 4 KiB"):
+        Plan({}, sizes=[size])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--gets", "one"], ["--sets", "0"], ["--chunk-mib", "big"], ["--rounds", "0"]],
+)
+def test_words_that_mean_nothing_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data-plane", *words]) == 2
+    assert "Invalid value" in capsys.readouterr().err

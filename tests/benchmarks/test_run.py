@@ -1,0 +1,185 @@
+"""A whole run, as small as can be: who takes part, what is measured, what is written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import ROOT
+from benchmarks.__main__ import main
+from benchmarks.plane.cases import KEY_BYTES, Bench, Plan
+from benchmarks.plane.clients import OurClient
+from benchmarks.plane.messages import Measured, Request, Setting
+from benchmarks.plane.peers import (
+    CEILING,
+    GLIDE,
+    OURS,
+    PEERS,
+    REDIS_PY,
+    settings_of,
+    why_left_out,
+)
+from benchmarks.plane.process import WorkerFailed, WorkerProcess
+from benchmarks.plane.rows import MOVES, Row
+from benchmarks.plane.run import measure, settings_of_ours
+from benchmarks.plane.server import Server
+from lmcache_redis.errors import RedisUnavailable
+from tests.servers import RedisServer, free_port
+
+KIB = 1 << 10
+ANYWHERE = "redis://127.0.0.1:6379"
+ROUNDS = 2
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[list[Row], list[str]]:
+    """The rows of a run with every peer that is installed, and what it said."""
+    said: list[str] = []
+    plan = Plan(
+        {OURS: settings_of_ours((1, 2, 4, 8)), **{p: settings_of(p, (1, 2)) for p in PEERS}},
+        sizes=(256 * KIB, 1024 * KIB),
+        # More than the room that a full server leaves: it has to evict.
+        moved_bytes=24 << 20,
+        least_items=2,
+        rounds=ROUNDS,
+        scans=((40, 2),),
+    )
+    rows, server = measure(plan, None, said.append)
+    assert server.split()[0] in ("redis", "valkey")
+    return rows, said
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("client", [OURS, *PEERS])
+def test_a_client_takes_part(measured: tuple[list[Row], list[str]], client: str) -> None:
+    rows, said = measured
+    reason = why_left_out(client, ANYWHERE)
+    if reason is not None:
+        assert f"{client}: left out: {reason}" in said
+        assert "run `pip install" in reason or "run `python benchmarks/fetch.py`" in reason
+        pytest.skip(f"needs {client}: {reason}")
+    own = [row for row in rows if row.client == client]
+    moved = {(row.op, row.value_bytes) for row in own if row.op in MOVES}
+    ops = set(MOVES) - ({"steady"} if client == CEILING else set())
+    assert moved == {(op, size) for op in ops for size in (256 * KIB, 1024 * KIB)}
+    scanned = {row.cached for row in own if row.op == "scan"}
+    assert scanned == (set() if client in (CEILING, GLIDE) else {"none", "half", "all"})
+    for row in own:
+        assert row.rounds == (ROUNDS if row.op in MOVES else 2 * ROUNDS)
+        assert (row.gb_per_s or 0.0) > 0 if row.op in MOVES else (row.ms or 0.0) > 0
+        assert not row.checksum or (client == OURS and row.op in MOVES)
+    if client == OURS:
+        with_checksums = [row for row in own if row.op == "load" and row.checksum]
+        assert len([row for row in own if row.op == "load"]) == 2 * len(with_checksums) == 16
+        assert all(row.checksum for row in own if row.op in MOVES and row.op != "load")
+    assert sum(row.default for row in own if row.op == "load") == (2 if client == OURS else 0)
+
+
+@pytest.mark.servers
+def test_no_client_was_dropped(measured: tuple[list[Row], list[str]]) -> None:
+    rows, said = measured
+    assert not [line for line in said if "dropped" in line or line.startswith("steady")]
+    assert {row.connections for row in rows if row.client == OURS and row.op == "load"} == {
+        *(1, 2, 4, 8)
+    }
+
+
+class Broken(WorkerProcess):
+    """A client that fails at its first request."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.was_closed = False
+
+    def ask(self, request: Request, within_s: float = 0.0) -> Measured:
+        self.asked += 1
+        raise WorkerFailed("it is broken")
+
+    def close(self) -> None:
+        self.was_closed = True
+
+
+def test_a_peer_that_fails_is_dropped_and_ours_goes_on(redis_server: RedisServer) -> None:
+    said: list[str] = []
+    settings = {REDIS_PY: [Setting(1, 1)], OURS: [Setting()]}
+    plan = Plan(settings, [256 * KIB], 1 << 20, 2, 1, ((10, 1),))
+    server, broken = Server(redis_server.url), Broken()
+    with WorkerProcess(OURS, redis_server.url) as ours:
+        rows = Bench(plan, server, {OURS: ours, REDIS_PY: broken}, said.append).run().rows()
+    server.close()
+    assert [line for line in said if "dropped" in line] == ["redis-py: dropped: it is broken"]
+    assert (broken.asked, broken.was_closed) == (1, True)
+    assert {row.client for row in rows} == {OURS}
+
+
+def test_without_a_server_there_is_no_run() -> None:
+    plan = Plan({OURS: [Setting()]}, rounds=1)
+    with pytest.raises(RedisUnavailable, match="cannot be used"):
+        measure(plan, f"redis://127.0.0.1:{free_port()}", lambda _: None)
+
+
+def test_the_size_of_a_scan_is_that_of_our_keys(redis_server: RedisServer) -> None:
+    with contextlib.closing(OurClient(redis_server.url, Setting())) as client:
+        assert {len(key) for key in client.prepare_scan(10)} == {KEY_BYTES}
+
+
+def test_where_ours_fails_there_is_no_run(redis_server: RedisServer) -> None:
+    plan = Plan({OURS: [Setting()]}, [256 * KIB], 1 << 20, 2, 1, ())
+    server = Server(redis_server.url)
+    with pytest.raises(RedisUnavailable, match="our client failed: it is broken"):
+        Bench(plan, server, {OURS: Broken()}, lambda _: None).run()
+    server.close()
+
+
+@pytest.mark.servers
+def test_a_server_that_cannot_be_limited_is_measured_without_eviction(tmp_path: Path) -> None:
+    said: list[str] = []
+    plan = Plan({OURS: [Setting()]}, [256 * KIB], 1 << 20, 2, 2, ())
+    with (
+        RedisServer(tmp_path, unix=False, args=("--rename-command", "CONFIG", "")) as redis_server,
+        WorkerProcess(OURS, redis_server.url) as ours,
+    ):
+        server = Server(redis_server.url)
+        rows = Bench(plan, server, {OURS: ours}, said.append).run().rows()
+        server.close()
+    assert {row.op for row in rows} == {"first-store", "overwrite", "load"}
+    assert len([line for line in said if line.startswith("steady: left out")]) == 1
+
+
+def test_a_full_server_is_as_before_afterwards(redis_server: RedisServer) -> None:
+    redis_server.config_set("maxmemory", "1gb")
+    redis_server.config_set("maxmemory-policy", "noeviction")
+    server = Server(redis_server.url)
+    with server.full(1 << 20):
+        assert int(redis_server.command("CONFIG", "GET", "maxmemory")[b"maxmemory"]) < 1 << 30
+    for name, value in (("maxmemory", "1073741824"), ("maxmemory-policy", "noeviction")):
+        assert redis_server.command("CONFIG", "GET", name)[name.encode()] == value.encode()
+    redis_server.config_set("maxmemory", "0")
+    server.close()
+
+
+@pytest.mark.servers
+def test_the_command_writes_rows_and_a_plot(tmp_path: Path) -> None:
+    words = ["--quick", "--rounds", "1", "--chunk-mib", "0.25", "--moved-mib", "1"]
+    words += ["--gets", "1,2", "--no-peers", "--no-scans"]
+    words += ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "plot.png")]
+    assert main(["data-plane", *words]) == 0
+    document = json.loads((tmp_path / "rows.json").read_text())
+    assert set(document) == {"machine", "rows"}
+    loads = [row for row in document["rows"] if row["op"] == "load"]
+    assert [row["connections"] for row in loads] == [1, 2]
+    wanted = ("client", "op", "value_bytes", "items", "connections", "checksum", "gb_per_s")
+    for row in document["rows"]:
+        assert {*wanted, "ms", "rounds", "cpu_s_per_gb"} <= set(row)
+        assert set(row) == set(Row.__dataclass_fields__)
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_peer_that_is_missing_is_named_with_what_brings_it() -> None:
+    requirements = (ROOT / "benchmarks" / "requirements.txt").read_text()
+    assert "valkey-glide-sync" in requirements
+    assert "matplotlib" in requirements
+    assert "--requirement benchmarks/requirements.txt" in (ROOT / "scripts" / "bench").read_text()

@@ -1,0 +1,398 @@
+"""The disk tier behind the contract of `cache.tier`, and a disk that does not answer.
+
+Files are replaced by FIFOs: to open one for reading blocks until it is opened for writing, as on an
+NFS server that is gone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_redis.cache.disk.files import ChunkFiles
+from lmcache_redis.cache.disk.tier import DiskTier
+from lmcache_redis.cache.tier import Tier
+from lmcache_redis.keys import key_stem
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.resp.outcomes import (
+    CallOutcome,
+    ChunkIO,
+    ClearResult,
+    ExistsResult,
+    ReadOutcome,
+    ScanResult,
+    WriteOutcome,
+)
+from lmcache_redis.stripe import ChunkFrame
+from tests.harness import wait_until
+
+CHUNK_BYTES = 10_000
+METADATA = RemoteMetadata(CHUNK_BYTES, [(CHUNK_BYTES,)], ["uint8"], MemoryFormat.PAGES)
+PREFIX = key_stem(b"n" * 16, "model", 0, 8)
+
+
+def key_of(number: int, prefix: bytes = PREFIX) -> bytes:
+    return prefix + number.to_bytes(8, "big")
+
+
+def payload_of(number: int) -> bytes:
+    return bytes([number % 251]) * CHUNK_BYTES
+
+
+class Job:
+    """A job, and what the tier said of it, in order."""
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        payload: bytes = bytes(CHUNK_BYTES),
+        key: bytes | None = None,
+        stripe_bytes: int = 4096,
+        deadline: float = math.inf,
+        fingerprint: bytes = b"f" * 32,
+        metadata: RemoteMetadata = METADATA,
+    ) -> None:
+        chunk_hash = number.to_bytes(8, "big")
+        frame = ChunkFrame(fingerprint, chunk_hash, CHUNK_BYTES, stripe_bytes, metadata.serialize())
+        self.payload = bytearray(payload)
+        view = memoryview(self.payload)
+        slots = [view[at : at + stripe_bytes] for at in range(0, CHUNK_BYTES, stripe_bytes)]
+        self.io = ChunkIO(key or key_of(number), frame, slots, deadline, tag=self)
+        self.said: list[Any] = []
+
+
+def said(io: ChunkIO, outcome: object) -> None:
+    assert isinstance(io.tag, Job)
+    io.tag.said.append(outcome)
+
+
+def stuck(io: ChunkIO) -> None:
+    said(io, "stuck")
+
+
+def read(tier: Tier, *jobs: Job) -> None:
+    tier.read_all([job.io for job in jobs], said, stuck)
+
+
+def write(tier: Tier, *jobs: Job) -> None:
+    tier.write_all([job.io for job in jobs], said, stuck)
+
+
+def ended(*jobs: Job) -> list[Any]:
+    wait_until(lambda: all(job.said and job.said[-1] != "stuck" for job in jobs))
+    return [job.said for job in jobs]
+
+
+def stored(tier: Tier, *numbers: int) -> None:
+    jobs = [Job(number, payload=payload_of(number)) for number in numbers]
+    write(tier, *jobs)
+    assert ended(*jobs) == [[WriteOutcome.STORED]] * len(jobs)
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*.lmcr"))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def tier(directory: Path) -> Iterator[DiskTier]:
+    tier = DiskTier(directory, 1 << 20, read_patience_s=0.2, write_patience_s=0.3)
+    yield tier
+    tier.close(10)
+
+
+def answer(ask: Callable[[Callable[[Any], None]], None]) -> Any:
+    answers: list[Any] = []
+    ask(answers.append)
+    wait_until(lambda: answers)
+    (given,) = answers
+    return given
+
+
+# ------------------------------------------------------------------ the contract
+
+
+def test_chunks_come_back_in_slots_of_any_cut(tier: DiskTier, directory: Path) -> None:
+    contract: Tier = tier
+    assert contract.name == "disk"
+    assert contract.state.up
+    assert contract.state.probed
+    stored(tier, 1, 2, 3)
+    assert len(files(directory)) == 3
+    jobs = [Job(1), Job(2, stripe_bytes=CHUNK_BYTES), Job(3, stripe_bytes=64)]
+    read(tier, *jobs)
+    assert ended(*jobs) == [[ReadOutcome.LOADED]] * 3
+    assert [job.payload for job in jobs] == [payload_of(number) for number in (1, 2, 3)]
+
+
+def test_what_is_there(tier: DiskTier) -> None:
+    stored(tier, 1, 2, 4)
+    keys = [key_of(number) for number in (1, 2, 3, 4)]
+    assert [tier.lookup(key) for key in keys] == [True, True, False, True]
+    found = answer(lambda done: tier.exists(keys, math.inf, done))
+    assert found == ExistsResult(CallOutcome.DONE, [True, True, False, True])
+    assert answer(lambda done: tier.scan(keys, math.inf, done)) == ScanResult(CallOutcome.DONE, 2)
+    missing = Job(3)
+    read(tier, missing)
+    assert ended(missing) == [[ReadOutcome.MISSING]]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"fingerprint": b"g" * 32},
+        {"metadata": RemoteMetadata(CHUNK_BYTES, [(5000, 2)], ["uint8"], MemoryFormat.PAGES)},
+        {"metadata": RemoteMetadata(CHUNK_BYTES, [(5000,)], ["bfloat16"], MemoryFormat.PAGES)},
+    ],
+)
+def test_a_chunk_of_another_frame_is_no_hit_and_stays(tier: DiskTier, other: Any) -> None:
+    stored(tier, 1)
+    foreign = Job(1, payload=payload_of(9), **other)
+    read(tier, foreign)
+    assert ended(foreign) == [[ReadOutcome.FOREIGN]]
+    assert foreign.payload == payload_of(9)
+    assert tier.lookup(key_of(1))
+
+
+def test_damage_is_never_loaded(tier: DiskTier, directory: Path) -> None:
+    stored(tier, 1)
+    (path,) = files(directory)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    job = Job(1)
+    read(tier, job)
+    assert ended(job) == [[ReadOutcome.CORRUPT]]
+    assert not tier.lookup(key_of(1))
+    assert not path.exists()
+
+
+def test_a_chunk_over_the_limit_is_answered(directory: Path) -> None:
+    tier = DiskTier(directory, 8192)
+    job = Job(1)
+    write(tier, job)
+    assert ended(job) == [[WriteOutcome.FULL]]
+    assert tier.close(10)
+
+
+def test_a_clear_takes_what_begins_so_and_nothing_else(tier: DiskTier, directory: Path) -> None:
+    others = key_stem(b"n" * 16, "model 2", 0, 8)
+    stored(tier, 1, 2, 300)
+    write(tier, other := Job(1, key=key_of(1, others)))
+    assert ended(other) == [[WriteOutcome.STORED]]
+    cleared = answer(lambda done: tier.clear(PREFIX + bytes(7), math.inf, done))
+    assert cleared == ClearResult(CallOutcome.DONE, 2)
+    assert len(files(directory)) == 2
+    assert tier.lookup(key_of(300))
+    cleared = answer(lambda done: tier.clear(PREFIX, math.inf, done))
+    assert cleared == ClearResult(CallOutcome.DONE, 1)
+    assert tier.lookup(key_of(1, others))
+    assert tier.used_bytes == 4096 * 4
+
+
+class Gate:
+    """Writes of files wait until it is opened. It counts those that have come."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        self.entered = 0
+        write = ChunkFiles.write
+
+        def wait_and_write(*call: Any) -> None:
+            self.entered += 1
+            assert self.opened.wait(30)
+            write(*call)
+
+        monkeypatch.setattr(ChunkFiles, "write", wait_and_write)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()
+
+
+def test_a_cancel_ends_what_waits_at_once_and_hides_what_is_in_flight(
+    directory: Path, gate: Gate
+) -> None:
+    tier = DiskTier(directory, 1 << 20)
+    jobs = [Job(number) for number in range(3)]
+    write(tier, *jobs)
+    wait_until(lambda: gate.entered)
+    for job in jobs[:2]:
+        tier.cancel(job.io)
+        tier.cancel(job.io)
+    assert [job.said for job in jobs] == [[], [WriteOutcome.CANCELLED], []]
+    gate.opened.set()
+    cancelled, kept = [WriteOutcome.CANCELLED], [WriteOutcome.STORED]
+    assert ended(*jobs) == [cancelled, cancelled, kept]
+    assert [tier.lookup(job.io.key) for job in jobs] == [False, False, True]
+    assert len(files(directory)) == 1
+    tier.cancel(jobs[2].io)
+    assert tier.close(10)
+    assert [len(job.said) for job in jobs] == [1, 1, 1]
+
+
+def test_a_job_that_waits_past_its_deadline_is_not_begun(directory: Path, gate: Gate) -> None:
+    tier = DiskTier(directory, 1 << 20)
+    first, late = Job(1), Job(2, deadline=time.monotonic() + 0.05)
+    write(tier, first, late)
+    wait_until(lambda: time.monotonic() > late.io.deadline)
+    gate.opened.set()
+    assert ended(first, late) == [[WriteOutcome.STORED], [WriteOutcome.TIMED_OUT]]
+    assert tier.close(10)
+
+
+def test_close_lets_writes_finish(directory: Path) -> None:
+    tier = DiskTier(directory, 1 << 20)
+    jobs = [Job(number) for number in range(20)]
+    write(tier, *jobs)
+    assert tier.close(60)
+    assert tier.close(60)
+    assert [job.said for job in jobs] == [[WriteOutcome.STORED]] * 20
+    late = [Job(1), Job(2)]
+    read(tier, late[0])
+    write(tier, late[1])
+    assert [job.said for job in late] == [[ReadOutcome.CANCELLED], [WriteOutcome.CANCELLED]]
+    assert answer(lambda done: tier.clear(b"", 0, done)).outcome is CallOutcome.CANCELLED
+    assert DiskTier(directory, 1 << 20).close(1)
+
+
+def test_close_ends_what_waits_in_its_time(directory: Path, gate: Gate) -> None:
+    tier = DiskTier(directory, 1 << 20)
+    jobs = [Job(number) for number in range(3)]
+    write(tier, *jobs)
+    wait_until(lambda: gate.entered)
+    assert not tier.close(0.1)
+    assert [job.said for job in jobs] == [[], [WriteOutcome.CANCELLED], [WriteOutcome.CANCELLED]]
+    gate.opened.set()
+    assert ended(jobs[0]) == [[WriteOutcome.STORED]]
+
+
+# ------------------------------------------------------------------ a disk that hangs
+
+
+class Hang:
+    """FIFOs in place of files; a read hangs on each until `end`."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        for path in paths:
+            path.unlink()
+            os.mkfifo(path)
+
+    def end(self) -> None:
+        for path in self._paths:
+            os.close(os.open(path, os.O_RDWR))
+            path.unlink(missing_ok=True)
+
+
+def test_slots_of_a_hung_read_are_the_tiers_until_it_returns(
+    tier: DiskTier, directory: Path
+) -> None:
+    stored(tier, *range(4))
+    hang = Hang(files(directory))
+    jobs = [Job(number) for number in range(4)]
+    read(tier, *jobs)
+    wait_until(lambda: not tier.state.up)
+    assert tier.state.reason == "a read has not returned within 0.2 s"
+    wait_until(lambda: all(job.said for job in jobs))
+    unavailable = [ReadOutcome.UNAVAILABLE]
+    assert [job.said for job in jobs] == [["stuck"], ["stuck"], unavailable, unavailable]
+
+    # Down: nothing is found, and every job is answered at once.
+    assert not tier.lookup(key_of(0))
+    keys = [key_of(0)]
+    unavailable_call = CallOutcome.UNAVAILABLE
+    assert answer(lambda done: tier.exists(keys, 0, done)) == ExistsResult(unavailable_call)
+    assert answer(lambda done: tier.scan(keys, 0, done)) == ScanResult(unavailable_call)
+    late = [Job(1), Job(2)]
+    read(tier, late[0])
+    write(tier, late[1])
+    assert [job.said for job in late] == [unavailable, [WriteOutcome.UNAVAILABLE]]
+
+    hang.end()
+    wait_until(lambda: tier.state.up)
+    assert tier.state.reason == ""
+    assert [job.said[0] for job in jobs[:2]] == ["stuck"] * 2
+    assert [len(job.said) for job in jobs] == [2, 2, 1, 1]
+    assert ReadOutcome.LOADED not in jobs[0].said + jobs[1].said
+    stored(tier, 9)
+
+
+def test_a_hung_write_drops_what_waits_and_is_stored_after_all(tier: DiskTier, gate: Gate) -> None:
+    jobs = [Job(number) for number in range(3)]
+    write(tier, *jobs)
+    wait_until(lambda: not tier.state.up)
+    assert "a write has not returned" in tier.state.reason
+    wait_until(lambda: all(job.said for job in jobs))
+    unavailable = [WriteOutcome.UNAVAILABLE]
+    assert [job.said for job in jobs] == [["stuck"], unavailable, unavailable]
+    gate.opened.set()
+    wait_until(lambda: tier.state.up)
+    assert ended(jobs[0]) == [["stuck", WriteOutcome.STORED]]
+    assert tier.lookup(key_of(0))
+    stored(tier, 1)
+
+
+def test_clears_while_the_disk_hangs_are_made_before_anything_is_found(
+    tier: DiskTier, directory: Path
+) -> None:
+    stored(tier, *range(5))
+    hang = Hang(files(directory)[:1])
+    jobs = [Job(number) for number in range(5)]
+    read(tier, *jobs)
+    wait_until(lambda: not tier.state.up)
+    unavailable = ClearResult(CallOutcome.UNAVAILABLE)
+    assert answer(lambda done: tier.clear(PREFIX, 0, done)) == unavailable
+    assert files(directory), "a clear does not wait for the disk"
+    hang.end()
+    wait_until(lambda: tier.state.up)
+    assert files(directory) == []
+    assert not any(tier.lookup(key_of(number)) for number in range(5))
+    stored(tier, 1)
+
+
+def test_a_clear_that_hangs_is_finished_when_the_disk_is_back(
+    tier: DiskTier, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(tier, *range(5))
+    release, remove = threading.Event(), ChunkFiles.remove
+
+    def hang_and_remove(*call: Any) -> None:
+        assert release.wait(30)
+        remove(*call)
+
+    monkeypatch.setattr(ChunkFiles, "remove", hang_and_remove)
+    cleared = answer(lambda done: tier.clear(PREFIX, math.inf, done))
+    assert cleared.outcome is CallOutcome.UNAVAILABLE
+    assert "a removal has not returned" in tier.state.reason
+    assert tier.used_bytes > 0, "what is not unlinked counts"
+    release.set()
+    wait_until(lambda: tier.state.up)
+    assert files(directory) == []
+    assert tier.used_bytes == 0
+
+
+def test_a_hung_tier_is_closed_without_waiting(tier: DiskTier, gate: Gate) -> None:
+    jobs = [Job(number) for number in range(2)]
+    write(tier, *jobs)
+    wait_until(lambda: not tier.state.up)
+    started_s = time.monotonic()
+    assert not tier.close(600)
+    assert time.monotonic() - started_s < 60
+    gate.opened.set()
+    assert ended(jobs[0])[0][-1] is WriteOutcome.STORED

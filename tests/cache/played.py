@@ -1,0 +1,141 @@
+"""A cache on a loop of the test's own, and tiers whose answers the test decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lmcache_redis.cache.cache import Cache
+from lmcache_redis.cache.counters import TierCounters
+from lmcache_redis.cache.memory import Arena
+from lmcache_redis.cache.owner import OwnerLoop
+from lmcache_redis.cache.pool import Entry
+from lmcache_redis.cache.tier import Tier
+from lmcache_redis.cache.writebehind import Backing
+from lmcache_redis.metrics import Metrics
+from lmcache_redis.naming import ChunkForm, ChunkNames
+from lmcache_redis.resp.outcomes import (
+    ChunkIO,
+    ClearResult,
+    ExistsResult,
+    PlaneState,
+    ReadOutcome,
+    ScanResult,
+    WriteOutcome,
+)
+from tests.cache.auditing import audit
+from tests.harness import block_hashes
+
+FORM = ChunkForm.of_pages(ChunkNames(bytes(32)), "test/model", 0, 160, 64)
+HASHES = block_hashes("prompt", 5)
+
+
+class PlayedTier:
+    """Keeps what it is asked. index: what `lookup` finds; None: it has no index."""
+
+    def __init__(self, name: str, index: set[bytes] | None = None) -> None:
+        self.name = name
+        self.index = index
+        self.is_up = True
+        self.is_probed = True
+        self.asked: list[tuple[Sequence[bytes], Callable[[ExistsResult], None]]] = []
+        self.scanned: list[tuple[Sequence[bytes], Callable[[ScanResult], None]]] = []
+        self.cleared: list[tuple[bytes, Callable[[ClearResult], None]]] = []
+        self.read: list[ChunkIO] = []
+        self.written: list[Any] = []
+        self.cancelled: list[ChunkIO] = []
+
+    @property
+    def state(self) -> PlaneState:
+        return PlaneState(self.is_up, self.is_probed, "", 0.0)
+
+    def lookup(self, key: bytes) -> bool | None:
+        return None if self.index is None else self.is_up and key in self.index
+
+    def scan(
+        self, keys: Sequence[bytes], deadline: float, done: Callable[[ScanResult], None]
+    ) -> None:
+        self.scanned.append((keys, done))
+
+    def exists(
+        self, keys: Sequence[bytes], deadline: float, done: Callable[[ExistsResult], None]
+    ) -> None:
+        assert time.monotonic() < deadline
+        self.asked.append((keys, done))
+
+    def read_all(
+        self,
+        jobs: Sequence[ChunkIO],
+        done: Callable[[ChunkIO, ReadOutcome], None],
+        stuck: Callable[[ChunkIO], None],
+    ) -> None:
+        for job in jobs:
+            job.check(writable=True)
+        self.read += jobs
+        self.read_done, self.read_stuck = done, stuck
+
+    def write_all(
+        self,
+        jobs: Sequence[ChunkIO],
+        done: Callable[[ChunkIO, WriteOutcome], None],
+        stuck: Callable[[ChunkIO], None],
+    ) -> None:
+        for job in jobs:
+            job.check(writable=False)
+        self.written += jobs
+        self.write_done, self.stuck = done, stuck
+
+    def cancel(self, job: ChunkIO) -> None:
+        self.cancelled.append(job)
+
+    def clear(
+        self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
+    ) -> None:
+        self.cleared.append((key_prefix, done))
+
+    def close(self, deadline_s: float) -> bool:
+        return True
+
+
+class World:
+    """A cache of 64 slots of 64 bytes over some tiers."""
+
+    def __init__(
+        self,
+        tiers: Sequence[tuple[Tier, TierCounters]],
+        *,
+        slots: int = 64,
+        write_limit_bytes: int = 1 << 20,
+    ) -> None:
+        self.loop = OwnerLoop(lambda: None)
+        self.metrics = Metrics()
+        backings = [Backing(tier, counted, write_limit_bytes) for tier, counted in tiers]
+        self.cache = Cache(self.loop, Arena(slots * 4096, 64), backings, self.metrics)
+
+    def hold(self, chunk_hash: bytes, form: ChunkForm = FORM) -> Entry:
+        """A chunk that is READY in the host pool, of bytes that its hash decides."""
+        entry = self.cache.reserve(form, chunk_hash)
+        assert entry is not None
+        for view in self.cache.views(form, entry):
+            view[:] = chunk_hash[:1] * len(view)
+        assert self.cache.publish(entry)
+        return entry
+
+    def counted(self, beginning: str = "") -> dict[str, int]:
+        """Counters that are not zero."""
+        found = self.metrics.snapshot()
+        return {name: n for name, n in found.items() if n and name.startswith(beginning)}
+
+    def run(self, until: Callable[[], object]) -> None:
+        deadline_s = time.monotonic() + 15
+        while not until():
+            assert time.monotonic() < deadline_s
+            self.loop.run_posted()
+            self.loop.run_due()
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Nothing is left behind."""
+        assert self.cache.pool.pinned_slots == 0
+        audit(self.cache.pool)

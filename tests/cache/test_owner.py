@@ -1,0 +1,44 @@
+"""The owner's loop: posts and timers, in their order, each failing alone."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from lmcache_redis.cache.owner import OwnerLoop
+
+
+def test_timers_run_in_order_and_only_when_due() -> None:
+    loop, ran = OwnerLoop(lambda: None), []
+    now = time.monotonic()
+    loop.at(now - 1, lambda: ran.append("second"))
+    loop.at(now - 2, lambda: ran.append("first"))
+    cancelled = loop.at(now - 3, lambda: ran.append("never"))
+    later = loop.after(100, lambda: ran.append("later"))
+    cancelled.cancel()
+    assert loop.run_due() == 1.0
+    assert ran == ["first", "second"]
+    later.cancel()
+    loop.at(time.monotonic() + 0.5, lambda: None)
+    assert 0 < loop.run_due() <= 0.5
+
+
+def test_an_action_that_fails_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    woken: list[bool] = []
+    loop, ran = OwnerLoop(lambda: woken.append(True)), []
+
+    def bug() -> None:
+        raise RuntimeError("a bug")
+
+    for put in (loop.post, lambda action: loop.after(0, action)):
+        put(bug)
+        put(lambda: ran.append(True))
+    loop.post(lambda: loop.post(lambda: ran.append(True)))
+    loop.run_posted()
+    loop.run_due()
+    assert ran == [True, True], "what an action posts waits for the next turn"
+    loop.run_posted()
+    assert len(ran) == 3
+    assert len(woken) == 4
+    assert caplog.text.count("RuntimeError: a bug") == 2

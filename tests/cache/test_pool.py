@@ -1,0 +1,384 @@
+"""The host pool against a model that is too simple to be wrong, and the arena's memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lmcache_redis.cache.memory import Arena
+from lmcache_redis.cache.pool import Entry, EntryState, HostPool
+from tests.cache.auditing import audit
+
+PAGE = 4096
+
+
+class Arenas:
+    """Opens arenas and closes them after the test."""
+
+    def __init__(self) -> None:
+        self.opened: list[Arena] = []
+
+    def __call__(self, size_bytes: int, slot_bytes: int) -> Arena:
+        self.opened.append(Arena(size_bytes, slot_bytes))
+        return self.opened[-1]
+
+
+@pytest.fixture
+def arena():
+    arenas = Arenas()
+    yield arenas
+    for each in arenas.opened:
+        each.close()
+
+
+class TestArena:
+    def test_slots_are_page_aligned_and_apart(self, arena: Arenas) -> None:
+        pool = arena(10 * 2 * PAGE, PAGE + 1)
+        assert pool.slot_count == 10
+        assert pool.slot_stride_bytes == 2 * PAGE
+        assert pool.base_address % PAGE == 0
+        for slot in range(pool.slot_count):
+            pool.slot_view(slot, PAGE + 1)[:] = bytes([slot + 1]) * (PAGE + 1)
+        for slot in range(pool.slot_count):
+            assert pool.slot_view(slot, PAGE + 1) == bytes([slot + 1]) * (PAGE + 1)
+
+    def test_a_view_has_exactly_the_bytes_asked_for(self, arena: Arenas) -> None:
+        pool = arena(4 * PAGE, PAGE)
+        for nbytes in (0, 1, PAGE):
+            assert pool.slot_view(3, nbytes).nbytes == nbytes
+        for slot, nbytes in ((4, 1), (-1, 1), (0, PAGE + 1), (0, -1)):
+            with pytest.raises(IndexError):
+                pool.slot_view(slot, nbytes)
+
+    def test_what_fills_no_slot_is_not_used(self, arena: Arenas) -> None:
+        pool = arena(4 * PAGE - 1, PAGE)
+        assert (pool.slot_count, pool.size_bytes) == (3, 3 * PAGE)
+
+    @pytest.mark.parametrize(("size_bytes", "slot_bytes"), [(PAGE - 1, 1), (0, 1), (PAGE, 0)])
+    def test_sizes_that_cannot_be(self, size_bytes: int, slot_bytes: int) -> None:
+        with pytest.raises(ValueError, match="slot"):
+            Arena(size_bytes, slot_bytes)
+
+    def test_prefault_takes_the_memory_and_keeps_contents(self, arena: Arenas) -> None:
+        pool = arena(64 << 20, 1 << 20)
+        pool.slot_view(5, 3)[:] = b"abc"
+        before = resident_bytes()
+        assert pool.prefault(threading.Event())
+        assert resident_bytes() - before > 60 << 20
+        assert pool.slot_view(5, 3) == b"abc"
+
+    def test_prefault_stops(self, arena: Arenas) -> None:
+        pool = arena(64 << 20, 1 << 20)
+        stop = threading.Event()
+        stop.set()
+        before = resident_bytes()
+        assert not pool.prefault(stop)
+        assert resident_bytes() - before < 32 << 20
+
+    def test_close_gives_the_memory_back(self) -> None:
+        pool = Arena(64 << 20, 1 << 20)
+        address = pool.base_address
+        assert mapped(address)
+        pool.close()
+        pool.close()
+        assert not mapped(address)
+
+    def test_close_with_a_view_out_waits_for_the_view(self) -> None:
+        pool = Arena(64 << 20, 1 << 20)
+        address = pool.base_address
+        view = pool.slot_view(0, 8)
+        pool.close()
+        view[:] = b"still ok"
+        assert mapped(address)
+        view.release()
+        del pool
+        gc.collect()
+        assert not mapped(address)
+
+
+class TestHostPool:
+    def test_a_life(self) -> None:
+        pool = HostPool(4)
+        entry = pool.reserve(b"a", 3)
+        assert entry is not None
+        assert (entry.state, entry.pins, entry.stored_in) == (EntryState.FILLING, 1, 0)
+        assert len(set(entry.slots)) == 3
+        assert pool.get(b"a") is entry
+        assert (pool.free_slots, pool.used_slots, pool.pinned_slots) == (1, 3, 3)
+        assert pool.publish(entry)
+        pool.unpin(entry)
+        assert (pool.free_slots, pool.used_slots, pool.pinned_slots) == (1, 3, 0)
+        assert b"a" in pool
+        assert list(pool) == [entry]
+        assert len(pool) == 1
+
+    def test_the_least_recently_used_goes_first(self) -> None:
+        pool = HostPool(3)
+        for key in (b"a", b"b", b"c"):
+            ready(pool, key)
+        pool.get(b"a")
+        assert b"b" in pool  # asking is not using
+        ready(pool, b"d")
+        assert [key in pool for key in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
+        assert pool.evictions == 1
+
+    def test_a_pin_protects_and_its_end_counts_as_use(self) -> None:
+        pool = HostPool(2)
+        a, _ = ready(pool, b"a"), ready(pool, b"b")
+        pool.pin(a)
+        c = pool.reserve(b"c", 1)
+        assert c is not None
+        assert b"a" in pool
+        assert b"b" not in pool
+        assert pool.reserve(b"d", 1) is None
+        pool.unpin(a)
+        assert pool.reserve(b"d", 1) is not None
+        assert b"a" not in pool
+
+    def test_all_or_nothing(self) -> None:
+        pool = HostPool(4)
+        ready(pool, b"a", 2)
+        held = pool.reserve(b"b", 1)
+        assert held is not None
+        assert pool.reserve(b"c", 4) is None
+        assert pool.reserve(b"c", 5) is None
+        assert b"a" in pool
+        assert pool.evictions == 0
+        assert pool.reserve(b"c", 3) is not None
+        assert b"a" not in pool
+
+    def test_discarded_while_pinned(self) -> None:
+        pool = HostPool(1)
+        entry = ready(pool, b"a")
+        pool.pin(entry)
+        pool.discard(entry)
+        pool.discard(entry)
+        assert pool.get(b"a") is None
+        assert pool.reserve(b"a", 1) is None  # its slot is still in use
+        pool.pin(entry)
+        pool.unpin(entry)
+        pool.unpin(entry)
+        again = pool.reserve(b"a", 1)
+        assert again is not None
+        assert again is not entry
+        with pytest.raises(RuntimeError):
+            pool.pin(entry)
+
+    def test_publishing_what_was_discarded_says_so(self) -> None:
+        pool = HostPool(1)
+        entry = pool.reserve(b"a", 1)
+        assert entry is not None
+        assert pool.clear() == 1
+        assert not pool.publish(entry)
+        assert pool.get(b"a") is None
+        pool.unpin(entry)
+        assert pool.free_slots == 1
+
+    def test_clear_counts_what_left(self) -> None:
+        pool = HostPool(4)
+        pinned = ready(pool, b"a")
+        pool.pin(pinned)
+        ready(pool, b"b")
+        pool.reserve(b"c", 1)
+        assert pool.clear() == 3
+        assert len(pool) == 0
+        assert pool.free_slots == 2
+        audit(pool)
+
+    def test_misuse_raises_and_changes_nothing(self) -> None:
+        pool = HostPool(2)
+        entry = pool.reserve(b"a", 1)
+        assert entry is not None
+        for misuse in (
+            lambda: pool.unpin(entry),  # half filled
+            lambda: pool.reserve(b"a", 1),
+            lambda: pool.reserve(b"b", 0),
+        ):
+            with pytest.raises(RuntimeError):
+                misuse()
+        pool.publish(entry)
+        with pytest.raises(RuntimeError):
+            pool.publish(entry)
+        pool.unpin(entry)
+        with pytest.raises(RuntimeError):
+            pool.unpin(entry)
+        audit(pool)
+        assert (pool.free_slots, entry.pins, entry.state) == (1, 0, EntryState.READY)
+        with pytest.raises(ValueError, match="slot_count"):
+            HostPool(0)
+
+    @pytest.mark.parametrize(
+        "break_it",
+        [
+            lambda pool, entry: pool._free.append(entry.slots[0]),
+            lambda pool, entry: pool._free.pop(),
+            lambda pool, entry: setattr(entry, "pins", 2),
+            lambda pool, entry: setattr(entry, "state", EntryState.FILLING),
+            lambda pool, entry: setattr(entry, "key", b"other"),
+            lambda pool, entry: pool._idle.clear(),
+            lambda pool, entry: setattr(pool, "_idle_slots", 0),
+        ],
+    )
+    def test_the_audit_finds_broken_books(self, break_it) -> None:
+        pool = HostPool(3)
+        entry = ready(pool, b"a")
+        audit(pool)
+        break_it(pool, entry)
+        with pytest.raises(RuntimeError):
+            audit(pool)
+
+
+SLOTS = 7
+KEYS = [bytes([n]) for n in range(5)]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """A model of lists: ``idle`` is the eviction order, ``held`` whoever has pins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = HostPool(SLOTS)
+        self.index: dict[bytes, Entry] = {}
+        self.idle: list[Entry] = []
+        self.pins: dict[Entry, int] = {}
+        self.state: dict[Entry, EntryState] = {}
+        self.evictions = 0
+
+    def used(self) -> int:
+        return sum(len(entry.slots) for entry in {*self.idle, *self.pins})
+
+    @rule(key=st.sampled_from(KEYS), n_slots=st.integers(1, SLOTS + 1))
+    def reserve(self, key: bytes, n_slots: int) -> None:
+        if key in self.index:
+            with pytest.raises(RuntimeError):
+                self.pool.reserve(key, n_slots)
+            return
+        pinned = sum(len(entry.slots) for entry in self.pins)
+        entry = self.pool.reserve(key, n_slots)
+        if n_slots > SLOTS - pinned:
+            assert entry is None
+            return
+        assert entry is not None
+        while self.used() + n_slots > SLOTS:
+            gone = self.idle.pop(0)
+            del self.index[gone.key]
+            self.state[gone] = EntryState.DISCARDED
+            self.evictions += 1
+        taken = {slot for other in {*self.idle, *self.pins} for slot in other.slots}
+        assert len(set(entry.slots)) == n_slots
+        assert not taken & set(entry.slots)
+        self.index[key] = entry
+        self.pins[entry] = 1
+        self.state[entry] = EntryState.FILLING
+
+    @rule(key=st.sampled_from(KEYS))
+    def get(self, key: bytes) -> None:
+        assert self.pool.get(key) is self.index.get(key)
+        entry = self.index.get(key)
+        if entry in self.idle:
+            self.idle.remove(entry)
+            self.idle.append(entry)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(list(self.pins)))
+        if self.state[entry] is EntryState.READY:
+            with pytest.raises(RuntimeError):
+                self.pool.publish(entry)
+        else:
+            assert self.pool.publish(entry) is (self.state[entry] is EntryState.FILLING)
+            if self.state[entry] is EntryState.FILLING:
+                self.state[entry] = EntryState.READY
+
+    @precondition(lambda self: self.state)
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(list(self.state)))
+        self.pool.discard(entry)
+        if self.state[entry] is not EntryState.DISCARDED:
+            self.state[entry] = EntryState.DISCARDED
+            del self.index[entry.key]
+            if entry in self.idle:
+                self.idle.remove(entry)
+
+    @precondition(lambda self: self.state)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(list(self.state)))
+        if entry in self.pins:
+            self.pool.pin(entry)
+            self.pins[entry] += 1
+        elif entry in self.idle:
+            self.pool.pin(entry)
+            self.idle.remove(entry)
+            self.pins[entry] = 1
+        else:
+            with pytest.raises(RuntimeError):
+                self.pool.pin(entry)
+
+    @precondition(lambda self: self.state)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(list(self.state)))
+        filling = self.state[entry] is EntryState.FILLING
+        if entry not in self.pins or (self.pins[entry] == 1 and filling):
+            with pytest.raises(RuntimeError):
+                self.pool.unpin(entry)
+            return
+        self.pool.unpin(entry)
+        self.pins[entry] -= 1
+        if not self.pins[entry]:
+            del self.pins[entry]
+            if self.state[entry] is EntryState.READY:
+                self.idle.append(entry)
+
+    @rule()
+    def clear(self) -> None:
+        assert self.pool.clear() == len(self.index)
+        for entry in self.index.values():
+            self.state[entry] = EntryState.DISCARDED
+        self.index.clear()
+        self.idle.clear()
+
+    @invariant()
+    def agrees(self) -> None:
+        audit(self.pool)
+        assert self.pool.used_slots == self.used() <= SLOTS
+        assert self.pool.free_slots == SLOTS - self.used()
+        assert self.pool.pinned_slots == sum(len(entry.slots) for entry in self.pins)
+        assert self.pool.evictions == self.evictions
+        assert {entry.key: entry for entry in self.pool} == self.index
+        for entry, state in self.state.items():
+            assert entry.state is state
+            assert entry.pins == self.pins.get(entry, 0)
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAgainstTheModel = PoolMachine.TestCase
+
+
+def ready(pool: HostPool, key: bytes, n_slots: int = 1) -> Entry:
+    """A READY entry without pins."""
+    entry = pool.reserve(key, n_slots)
+    assert entry is not None
+    assert pool.publish(entry)
+    pool.unpin(entry)
+    return entry
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def mapped(address: int) -> bool:
+    with open("/proc/self/maps") as maps:
+        bounds = (line.split()[0].split("-") for line in maps)
+        return any(int(low, 16) <= address < int(high, 16) for low, high in bounds)

@@ -1,0 +1,219 @@
+"""Threads that serve a queue, and the detector of calls that hang."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from lmcache_redis.cache.threads import HangDetector, WorkerThreads
+from tests.harness import wait_until
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    """What hangs until this is set."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+# ------------------------------------------------------------------ worker threads
+
+
+def test_tasks_run_in_their_order_and_an_error_ends_no_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    threads = WorkerThreads("test", 1)
+    ran: list[int] = []
+
+    def run(number: int) -> None:
+        if number == 1:
+            raise AssertionError("a bug")
+        ran.append(number)
+
+    for number in range(4):
+        threads.put(partial(run, number), dropped=lambda: ran.append(-1))
+    wait_until(lambda: len(ran) == 3)
+    assert ran == [0, 2, 3]
+    assert "a bug" in caplog.text
+    threads.stop()
+    assert threads.join(10)
+
+
+def test_threads_start_with_the_first_task() -> None:
+    before = threading.active_count()
+    threads = WorkerThreads("test", 3)
+    assert threading.active_count() == before
+    threads.stop()
+    assert threads.join(0)
+    dropped: list[int] = []
+    threads.put(lambda: None, partial(dropped.append, 1))
+    assert dropped == [1]
+    assert threading.active_count() == before
+
+
+def test_a_stop_drops_what_waits_and_not_what_runs(release: threading.Event) -> None:
+    threads = WorkerThreads("test", 1)
+    ended: list[str] = []
+
+    def hang() -> None:
+        release.wait(30)
+        ended.append("ran")
+
+    threads.put(hang, partial(ended.append, "dropped the first"))
+    threads.put(hang, partial(ended.append, "dropped"))
+    wait_until(lambda: len(threads) == 1)
+    threads.stop()
+    assert ended == ["dropped"]
+    assert not threads.join(0.05)
+    release.set()
+    assert threads.join(10)
+    assert ended == ["dropped", "ran"]
+
+
+def test_what_is_late_is_dropped(release: threading.Event) -> None:
+    threads = WorkerThreads("test", 1)
+    ended: list[str] = []
+    threads.put(lambda: bool(release.wait(30)), lambda: None)
+    wait_until(lambda: not len(threads))
+    now_s = time.monotonic()
+    threads.put(lambda: None, partial(ended.append, "late"), until_s=now_s)
+    threads.put(partial(ended.append, "in time"), lambda: None, until_s=now_s + 60)
+    threads.put(partial(ended.append, "whenever"), lambda: None)
+    wait_until(lambda: time.monotonic() > now_s)
+    threads.drop_late()
+    assert ended == ["late"]
+    release.set()
+    wait_until(lambda: len(ended) == 3)
+    assert ended == ["late", "in time", "whenever"]
+    threads.stop()
+    assert threads.join(10)
+
+
+def test_a_low_priority_is_of_the_threads_alone() -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    threads = WorkerThreads("test", 1, nice=7)
+    found: list[int] = []
+    threads.put(lambda: found.append(os.nice(0)), lambda: None)
+    wait_until(lambda: found)
+    assert found == [before + 7]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+    threads.stop()
+    assert threads.join(10)
+
+
+# ------------------------------------------------------------------ the detector
+
+
+class Watched:
+    """A detector, and what it called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.detector = HangDetector("test", self._hang, self._return)
+        self.threads: list[threading.Thread] = []
+
+    def _hang(self) -> None:
+        self.calls.append("hang")
+
+    def _return(self) -> None:
+        assert self.detector.reason, "others begin after it"
+        self.calls.append("return")
+
+    def begin(self, release: threading.Event, limit_s: float = 0.1) -> None:
+        """A call that returns with the event, on a thread of its own."""
+        begun = threading.Event()
+
+        def call() -> bool:
+            begun.set()
+            return release.wait(30)
+
+        run = partial(self.detector.run, call, "a read", limit_s)
+        self.threads.append(threading.Thread(target=run))
+        self.threads[-1].start()
+        assert begun.wait(30)
+
+
+@pytest.fixture
+def watched(release: threading.Event) -> Iterator[Watched]:
+    watched = Watched()
+    yield watched
+    release.set()
+    for thread in watched.threads:
+        thread.join(30)
+    assert watched.detector.close(30)
+
+
+def test_calls_give_their_results_and_errors(watched: Watched) -> None:
+    assert watched.detector.run(lambda: 7, "a read", 60) == 7
+    with pytest.raises(LookupError):
+        watched.detector.run(lambda: {}["key"], "a read", 60)
+    assert watched.detector.reason == ""
+    assert watched.calls == []
+
+
+def test_no_call_is_begun_until_all_that_were_in_flight_have_returned(
+    watched: Watched, release: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = threading.Event()
+    watched.begin(release)
+    watched.begin(other, limit_s=60)
+    wait_until(lambda: watched.detector.reason)
+    assert watched.detector.reason == "a read has not returned within 0.1 s"
+    assert watched.detector.run(lambda: 1, "a read", 60) is None
+    release.set()
+    watched.threads[0].join(30)
+    assert watched.detector.run(lambda: 1, "a read", 60) is None, "one is still in flight"
+    assert watched.calls == ["hang"]
+    other.set()
+    wait_until(lambda: not watched.detector.reason)
+    assert watched.detector.run(lambda: 1, "a read", 60) == 1
+    assert watched.calls == ["hang", "return"]
+    assert caplog.text.count("the test is down: a read has not returned") == 1
+    assert caplog.text.count("the test is back") == 1
+
+
+def test_it_hangs_again(watched: Watched) -> None:
+    for number in range(1, 4):
+        release = threading.Event()
+        watched.begin(release, limit_s=0.02)
+        wait_until(lambda: watched.detector.reason)
+        release.set()
+        wait_until(lambda: not watched.detector.reason)
+        assert watched.calls == ["hang", "return"] * number
+
+
+def test_a_shorter_limit_is_not_behind_a_longer_one(
+    watched: Watched, release: threading.Event
+) -> None:
+    watched.begin(release, limit_s=600)
+    watched.begin(release, limit_s=0.05)
+    wait_until(lambda: watched.detector.reason)
+
+
+@pytest.mark.parametrize("limit_s", [60, 0.02])
+def test_close_waits_so_long_and_begins_no_call(release: threading.Event, limit_s: float) -> None:
+    watched = Watched()
+    watched.begin(release, limit_s)
+    assert not watched.detector.close(0.1)
+    assert watched.detector.run(lambda: 1, "a read", 60) is None
+
+
+def test_close_does_not_wait_for_what_hangs(release: threading.Event) -> None:
+    watched = Watched()
+    watched.begin(release, 0.02)
+    assert not watched.detector.close(600)
+    assert watched.calls == ["hang"]
+
+
+def test_close_waits_for_the_last_call(release: threading.Event) -> None:
+    watched = Watched()
+    watched.begin(release, 60)
+    threading.Timer(0.05, release.set).start()
+    assert watched.detector.close(60)
+    assert watched.detector.close(0)

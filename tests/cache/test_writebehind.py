@@ -1,0 +1,189 @@
+"""Writing behind: when chunks begin their way to a tier, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lmcache_redis.cache import counters
+from lmcache_redis.cache.pool import Entry
+from lmcache_redis.cache.writebehind import WriteBehind
+from lmcache_redis.resp.outcomes import CallOutcome, ExistsResult, WriteOutcome
+from tests.cache.played import FORM, HASHES, PlayedTier, World
+
+
+class Queue(World):
+    """A cache over a tier that the test answers for, with every chunk of `HASHES` in the pool."""
+
+    def __init__(self) -> None:
+        self.tier = PlayedTier("Redis")
+        super().__init__([(self.tier, counters.REDIS)], write_limit_bytes=1000)
+        self.entries = [self.hold(name) for name in HASHES]
+
+    @property
+    def writes(self) -> WriteBehind:
+        return self.cache.queues[0]
+
+    def enqueue(self, delay_s: float = 0.0) -> None:
+        for name, entry in zip(HASHES, self.entries, strict=True):
+            self.cache.write_behind(FORM, name, entry, delay_s)
+        self.loop.run_due()
+
+    def answer(self, result: ExistsResult) -> None:
+        _, done = self.tier.asked.pop()
+        done(result)
+        self.loop.run_posted()
+
+    def end(self, outcome: WriteOutcome) -> None:
+        for job in self.tier.written:
+            self.tier.write_done(job, outcome)
+        self.loop.run_posted()
+        assert (len(self.writes), self.writes.queued_bytes) == (0, 0)
+
+    def written(self) -> list[Entry]:
+        return [job.tag for job in self.tier.written]
+
+
+@pytest.fixture
+def queue() -> Iterator[Queue]:
+    queue = Queue()
+    yield queue
+    queue.close()
+
+
+def test_a_tier_is_asked_once_about_all_chunks_that_are_due_together(queue: Queue) -> None:
+    queue.enqueue()
+    keys = [FORM.key(name) for name in HASHES]
+    assert [asked for asked, _ in queue.tier.asked] == [keys]
+    assert queue.written() == []
+    queue.answer(ExistsResult(CallOutcome.DONE, [True, False, True, False, False]))
+    has, lacks = queue.entries[0:3:2], [queue.entries[n] for n in (1, 3, 4)]
+    assert queue.written() == lacks
+    assert [entry.stored_in for entry in has] == [1, 1]
+    assert queue.writes.queued_bytes == 3 * FORM.chunk_bytes
+    queue.end(WriteOutcome.STORED)
+    assert queue.counted() == {
+        "stored_chunks": 3,
+        "stored_bytes": 3 * FORM.chunk_bytes,
+        "skipped_chunks": 2,
+    }
+    queue.enqueue()  # known to be there: not asked again
+    assert (len(queue.writes), queue.tier.asked) == (0, [])
+
+
+@pytest.mark.parametrize("outcome", [CallOutcome.TIMED_OUT, CallOutcome.UNAVAILABLE])
+def test_where_a_tier_does_not_say_what_it_has_the_write_decides(
+    queue: Queue, outcome: CallOutcome
+) -> None:
+    queue.enqueue()
+    queue.answer(ExistsResult(outcome))
+    assert queue.written() == queue.entries
+    queue.end(WriteOutcome.UNAVAILABLE)
+    assert queue.counted() == {"drop_redis_error": len(HASHES)}
+    assert all(FORM.key(name) in queue.cache.pool for name in HASHES)
+    queue.enqueue()  # the next store does so
+    assert len(queue.tier.asked) == 1
+    queue.answer(ExistsResult(CallOutcome.DONE, [True] * len(HASHES)))
+
+
+def test_chunks_that_a_tier_was_asked_about_when_the_owner_stopped_are_counted(
+    queue: Queue,
+) -> None:
+    queue.enqueue()
+    queue.answer(ExistsResult(CallOutcome.CANCELLED))
+    assert queue.written() == []
+    queue.end(WriteOutcome.CANCELLED)
+    assert queue.counted() == {"drop_shutdown": len(HASHES)}
+
+
+def test_a_chunk_that_is_cleared_is_not_written(queue: Queue) -> None:
+    """While it waits, while the tier is asked, while it is written."""
+    queue.enqueue(delay_s=60)
+    assert queue.cache.clear([FORM.key(HASHES[0])]) == 1
+    assert len(queue.writes) == len(HASHES) - 1
+    queue.cache.begin_writes()
+    assert queue.cache.clear([FORM.key(HASHES[1])]) == 1
+    queue.answer(ExistsResult(CallOutcome.DONE, [False] * (len(HASHES) - 1)))
+    assert queue.written() == queue.entries[2:]
+    assert queue.cache.clear([FORM.key(HASHES[2])]) == 1
+    assert queue.tier.cancelled[-1] is queue.tier.written[0]
+    queue.tier.write_done(queue.tier.written.pop(0), WriteOutcome.CANCELLED)
+    queue.end(WriteOutcome.STORED)
+    assert queue.counted("drop_") == {}
+
+
+def test_a_delay_ends_by_itself_or_when_the_owner_stops(queue: Queue) -> None:
+    queue.enqueue(delay_s=0.05)
+    assert queue.tier.asked == []
+    queue.run(lambda: queue.tier.asked)
+    queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
+    queue.end(WriteOutcome.UNAVAILABLE)
+    queue.tier.written.clear()
+    queue.enqueue(delay_s=60)
+    assert queue.tier.asked == []
+    queue.cache.begin_writes()
+    assert [len(keys) for keys, _ in queue.tier.asked] == [len(HASHES)]
+    queue.answer(ExistsResult(CallOutcome.DONE, [True] * len(HASHES)))
+
+
+def test_a_full_queue_and_a_tier_that_is_down_take_nothing(queue: Queue) -> None:
+    fits = 1000 // FORM.chunk_bytes
+    assert 0 < fits < 20
+    extra = [bytes([number]) * 32 for number in range(20 - len(HASHES))]
+    queue.entries += [queue.hold(name) for name in extra]
+    for name, entry in zip([*HASHES, *extra], queue.entries, strict=True):
+        queue.cache.write_behind(FORM, name, entry, 60)
+    assert queue.counted() == {"drop_queue_full": 20 - fits}
+    assert queue.writes.queued_bytes == fits * FORM.chunk_bytes
+    queue.tier.is_up = False
+    queue.cache.write_behind(FORM, extra[-1], queue.entries[-1])
+    assert queue.counted("drop_redis") == {"drop_redis_error": 1}
+    queue.cache.begin_writes()
+    queue.answer(ExistsResult(CallOutcome.DONE, [True] * fits))
+
+
+def test_a_stuck_write_is_not_waited_for_and_keeps_its_slots(queue: Queue) -> None:
+    queue.enqueue()
+    queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
+    queue.tier.stuck(queue.tier.written[0])
+    for job in queue.tier.written[1:]:
+        queue.tier.write_done(job, WriteOutcome.STORED)
+    queue.loop.run_posted()
+    assert queue.cache.backlog == 0
+    assert queue.writes.queued_bytes == FORM.chunk_bytes
+    assert [entry.pins for entry in queue.entries[:2]] == [1, 0]
+    queue.tier.write_done(queue.tier.written[0], WriteOutcome.STORED)
+    queue.loop.run_posted()
+    assert queue.entries[0].pins == 0
+    assert queue.cache.metrics["stored_chunks"] == len(HASHES)
+
+
+def test_a_failure_is_said_once_and_again_after_a_success(
+    queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = [WriteOutcome.FULL, WriteOutcome.FULL, WriteOutcome.STORED, WriteOutcome.FULL]
+    for name, entry, end in zip(HASHES, queue.entries, ends, strict=False):
+        queue.cache.write_behind(FORM, name, entry)
+        queue.loop.run_due()
+        queue.answer(ExistsResult(CallOutcome.DONE, [False]))
+        queue.tier.write_done(queue.tier.written.pop(), end)
+        queue.loop.run_posted()
+    assert caplog.text.count("chunks are not written to Redis: Redis is at its memory limit") == 2
+
+
+@pytest.mark.parametrize("broken", ["exists", "write_all"])
+def test_a_write_that_cannot_begin_gives_back_what_it_held(
+    queue: Queue, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bug(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(queue.tier, broken, bug)
+    queue.enqueue()
+    if broken == "write_all":
+        queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
+    assert "a bug" in caplog.text
+    assert (len(queue.writes), queue.writes.queued_bytes) == (0, 0)
+    assert queue.cache.pool.pinned_slots == 0
+    assert queue.counted() == {"drop_redis_error": len(HASHES)}

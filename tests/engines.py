@@ -1,0 +1,158 @@
+"""Engines that start in seconds: forked from one process that has imported vLLM.
+
+A real vLLM spends most of its start in imports, once in each of its three processes (eight seconds
+of CPU each). Here one server process imports vLLM and forks the process of every engine, which
+forks its own two. All else is as in any start: new pids, a new engine core, a new connector.
+`EngineProcess` starts everything afresh, as a user does: the demo's test uses that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import IO, Any
+
+from lmcache_redis.demo import engine
+from tests.harness import wait_until
+
+_IMPORT_TIMEOUT_S = 240.0
+_MESSAGE_BYTES = 1 << 20
+# In the environment of an engine: a file of Python that is run in it first.
+PATCH_VARIABLE = "LMCACHE_REDIS_TEST_PATCH"
+
+
+class ForkedProcess:
+    """What `EngineProcess` needs of a process that is another one's child."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        return self._ended(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        status = self._ended(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired("an engine", timeout or 0.0)
+        return status
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def _ended(self, timeout_s: float | None) -> int | None:
+        """0 once it has ended: its parent alone knows the status."""
+        return 0 if select.select([self._pidfd], [], [], timeout_s)[0] else None
+
+
+class ForkServer:
+    """The process that has imported vLLM. Started by the first engine, ended with the tests."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engines", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env={
+                **os.environ,
+                **engine.engine_environment(),
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
+        )
+        theirs.close()
+        atexit.register(self.close)
+        self._socket.settimeout(_IMPORT_TIMEOUT_S)
+
+    def fork(self, fds: tuple[int, int], log: IO[bytes], env: Mapping[str, str]) -> ForkedProcess:
+        """A process that runs `engine.main` with two ends of pipes, a log and an environment."""
+        message = json.dumps(dict(env)).encode()
+        socket.send_fds(self._socket, [message], [*fds, log.fileno()])
+        return ForkedProcess(int(self._socket.recv(64)))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+_server: ForkServer | None = None
+
+
+class ForkedEngine(engine.EngineProcess):
+    """An `EngineProcess` that is forked."""
+
+    def _start(self, fds: tuple[int, int], log: IO[bytes], env: Mapping[str, str]) -> Any:
+        global _server
+        if _server is None:
+            _server = ForkServer()
+        return _server.fork(fds, log, env)
+
+
+def empty(emptied: engine.EngineProcess) -> None:
+    """Empties vLLM's own prefix cache, which it refuses while a transfer holds blocks."""
+    wait_until(emptied.reset_prefix_cache, what="blocks that are held")
+
+
+def main(fd: int) -> None:
+    """The server's process: forks an engine for every message, until the socket is closed."""
+    import vllm.v1.engine.coordinator
+    import vllm.v1.engine.core_client
+    import vllm.v1.engine.utils
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.worker.cpu_worker
+
+    fork = multiprocessing.get_context("fork")
+    for module in (
+        vllm.v1.engine.coordinator,
+        vllm.v1.engine.utils,
+        vllm.v1.executor.multiproc_executor,
+    ):
+        module.get_mp_context = lambda: fork
+    listener = socket.socket(fileno=fd)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
+    while True:
+        message, fds, _, _ = socket.recv_fds(listener, _MESSAGE_BYTES, 3)
+        if not message:
+            return
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            _run(json.loads(message), *fds)
+        listener.send(b"%d" % pid)
+        for each in fds:
+            os.close(each)
+
+
+def _run(env: Mapping[str, str], read_fd: int, write_fd: int, log_fd: int) -> None:
+    status = 1
+    try:
+        os.environ.clear()
+        os.environ.update(env)
+        os.dup2(log_fd, 1)
+        os.dup2(log_fd, 2)
+        os.close(log_fd)
+        if PATCH_VARIABLE in env:
+            runpy.run_path(env[PATCH_VARIABLE])
+        engine.main(read_fd, write_fd)
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

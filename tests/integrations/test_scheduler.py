@@ -1,0 +1,546 @@
+"""The connector in the scheduler, step by step, with scripted answers of the agent.
+
+The whole of it runs against a real agent and a real vLLM in test_vllm.py; here are the cases
+that a real scheduler reaches only by luck.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+from vllm.v1.core.block_pool import BlockPool
+
+from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.integrations.vllm.epoch import StaleBlocks, named_epoch
+from lmcache_redis.integrations.vllm.metadata import StepMetadata
+from lmcache_redis.integrations.vllm.references import BlockReferences
+from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
+
+BLOCK, CHUNK = 16, 64
+
+
+class ScriptedAdapter:
+    """Answers as it is told, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.tokens: int | None = 0
+        self.chunk = CHUNK
+        self.lookups: list[tuple[str, int]] = []
+        self.released: list[str] = []
+        self.ended: list[str] = []
+        self.jobs: set[str] = set()
+
+    def chunk_size_tokens(self) -> int:
+        return self.chunk
+
+    def maybe_submit_lookup_request(
+        self, request_id: str, block_hashes: Any, first_chunk: int
+    ) -> None:
+        if request_id not in self.jobs:
+            self.jobs.add(request_id)
+            self.lookups.append((request_id, first_chunk))
+
+    def check_lookup_result(self, request_id: str, wait_s: float) -> int | None:
+        return self.tokens
+
+    def cleanup_lookup_result(self, request_id: str) -> None:
+        self.jobs.discard(request_id)
+
+    def release_lookup_locks(self, request_id: str) -> None:
+        self.released.append(request_id)
+
+    def end_session(self, request_id: str) -> None:
+        self.jobs.discard(request_id)
+        self.ended.append(request_id)
+
+
+@dataclass
+class FakeRequest:
+    request_id: str = "r"
+    tokens: int = 4 * CHUNK + 1
+    skip_reading_prefix_cache: bool = False
+    over: bool = False
+    block_hashes: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.grow(self.tokens)
+
+    def grow(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.block_hashes[:] = [n.to_bytes(4, "big") for n in range(tokens // BLOCK)]
+
+    def is_finished(self) -> bool:
+        return self.over
+
+
+def step(
+    *,
+    new: tuple[str, list[int], int, int] | None = None,
+    cached: tuple[str, list[int] | None, int, int] | None = None,
+    resumed: bool = False,
+    preempted: set[str] | None = None,
+) -> Any:
+    """A SchedulerOutput: (request id, block ids, computed before, scheduled now)."""
+    scheduled = {row[0]: row[3] for row in (new, cached) if row}
+    return SimpleNamespace(
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        num_scheduled_tokens=scheduled,
+        preempted_req_ids=preempted,
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=new[0], block_ids=(new[1],), num_computed_tokens=new[2])
+        ]
+        if new
+        else [],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[cached[0]] if cached else [],
+            new_block_ids=[(cached[1],) if cached[1] is not None else None] if cached else [],
+            num_computed_tokens=[cached[2]] if cached else [],
+            resumed_req_ids={cached[0]} if cached and resumed else set(),
+        ),
+    )
+
+
+@pytest.fixture
+def adapter() -> ScriptedAdapter:
+    return ScriptedAdapter()
+
+
+@pytest.fixture
+def pool() -> BlockPool:
+    """vLLM's own. Block 0 is its null block."""
+    return BlockPool(num_gpu_blocks=128, enable_caching=True, hash_block_size=BLOCK)
+
+
+@pytest.fixture
+def references(pool: BlockPool) -> BlockReferences:
+    return BlockReferences(pool, world_size=2)
+
+
+def make_scheduler(
+    adapter: ScriptedAdapter, pool: BlockPool, references: BlockReferences, **options: Any
+) -> ConnectorScheduler:
+    return ConnectorScheduler(
+        adapter,  # type: ignore[arg-type]
+        references,
+        StaleBlocks(pool),
+        **{
+            "block_size_tokens": BLOCK,
+            "hash_stride": 1,
+            "loads": True,
+            "stores": True,
+            "weights_id": None,
+            "block_ids": None,
+            "adapter_digest": lambda request: b"",
+            **options,
+        },
+    )
+
+
+@pytest.fixture
+def scheduler(
+    adapter: ScriptedAdapter, pool: BlockPool, references: BlockReferences
+) -> ConnectorScheduler:
+    return make_scheduler(adapter, pool, references)
+
+
+def only_store(metadata: StepMetadata) -> LoadStoreOp:
+    ((_, _, op),) = metadata.stores
+    return op
+
+
+def test_a_lookup_is_asked_once_and_answered_later(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    request = FakeRequest()
+    adapter.tokens = None
+    assert scheduler.matched_tokens(request, 0) is None
+    assert scheduler.matched_tokens(request, 0) is None
+    adapter.tokens = 3 * CHUNK
+    assert scheduler.matched_tokens(request, 0) == 3 * CHUNK
+    assert adapter.lookups == [("r", 0)]
+
+
+def test_only_what_is_not_computed_locally_is_loaded(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    request = FakeRequest()
+    adapter.tokens = 4 * CHUNK
+    local = CHUNK + 2 * BLOCK  # ends inside the second chunk
+    assert scheduler.matched_tokens(request, local) == 4 * CHUNK - local
+    assert adapter.lookups == [("r", 1)]
+    scheduler.allocated(request, list(range(100, 117)), 4 * CHUNK - local)
+    metadata = scheduler.build_metadata(step())
+    ((_, _, op),) = metadata.loads
+    assert list(op.block_ids) == list(range(104, 116))
+    assert list(op.block_hashes or ()) == request.block_hashes[4:16]
+    assert op.skip_first_n_tokens == 2 * BLOCK
+    assert metadata.idle
+    assert scheduler.build_metadata(step()).loads == []
+
+
+def test_a_request_that_no_blocks_are_free_for_lets_one_go_on_that_has_loaded(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    """vLLM 0.27 to 0.30 stop at the first request that they cannot give blocks, for good."""
+    loaded, blocked = FakeRequest("r"), FakeRequest("s")
+    adapter.tokens = 4 * CHUNK
+    scheduler.matched_tokens(loaded, 0)
+    scheduler.allocated(loaded, list(range(1, 18)), 4 * CHUNK)
+    assert scheduler.matched_tokens(blocked, 0) == 4 * CHUNK
+    assert scheduler.matched_tokens(blocked, 0) == 4 * CHUNK  # the load has not ended
+    scheduler.load_ended("r")
+    assert scheduler.matched_tokens(blocked, 0) is None
+    assert scheduler.matched_tokens(blocked, 0) == 4 * CHUNK
+    scheduler.allocated(loaded, [], 0)
+    assert scheduler.matched_tokens(blocked, 0) == 4 * CHUNK
+    assert scheduler.matched_tokens(blocked, 0) == 4 * CHUNK
+
+
+def test_local_blocks_that_were_evicted_meanwhile_are_looked_up_again(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    request = FakeRequest()
+    adapter.tokens = None
+    assert scheduler.matched_tokens(request, 2 * CHUNK) is None
+    assert scheduler.matched_tokens(request, 0) is None
+    assert adapter.lookups == [("r", 2), ("r", 0)]
+    assert adapter.ended == ["r"]
+
+
+@pytest.mark.parametrize("tokens", [0, CHUNK - 1])
+def test_prompts_shorter_than_a_chunk_are_not_looked_up(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, tokens: int
+) -> None:
+    assert scheduler.matched_tokens(FakeRequest(tokens=tokens), 0) == 0
+    assert adapter.lookups == []
+
+
+def test_nothing_is_looked_up_without_an_agent_or_when_the_request_says_so(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    assert scheduler.matched_tokens(FakeRequest(skip_reading_prefix_cache=True), 0) == 0
+    adapter.chunk = 0
+    assert scheduler.matched_tokens(FakeRequest("s"), 0) == 0
+    metadata = scheduler.build_metadata(step(new=("s", list(range(1, 18)), 0, 4 * CHUNK + 1)))
+    assert metadata.stores == []
+    assert adapter.lookups == []
+
+
+def test_a_miss_gives_its_pins_back(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    request = FakeRequest()
+    assert scheduler.matched_tokens(request, 0) == 0
+    scheduler.allocated(request, [], 0)
+    assert adapter.released == ["r"]
+    assert adapter.jobs == set()
+
+
+def test_chunks_are_stored_when_they_are_complete_and_once(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    request = FakeRequest(tokens=2 * CHUNK + 40)
+    scheduler.matched_tokens(request, 0)
+    scheduler.allocated(request, [], 0)
+    blocks = list(range(50, 61))
+    # Chunked prefill: the first step ends inside the second chunk.
+    first = scheduler.build_metadata(step(new=("r", blocks, 0, CHUNK + 10)))
+    assert list(only_store(first).block_ids) == blocks[:4]
+    second = scheduler.build_metadata(step(cached=("r", None, CHUNK + 10, CHUNK + 30)))
+    assert list(only_store(second).block_ids) == blocks[4:8]
+    assert scheduler.build_metadata(step(cached=("r", None, 2 * CHUNK + 40, 1))).stores == []
+    # Decoding completes the third chunk, whose last block came later.
+    request.grow(3 * CHUNK)
+    third = scheduler.build_metadata(step(cached=("r", [99], 3 * CHUNK - 1, 1)))
+    assert list(only_store(third).block_ids) == [*blocks[8:], 99]
+    # Computed, but its last token is not final yet: no hash, no store.
+    assert (
+        scheduler.build_metadata(step(cached=("r", [100, 101, 102, 103], 3 * CHUNK, 64))).stores
+        == []
+    )
+
+
+def test_what_was_loaded_is_not_stored_again(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    request = FakeRequest()
+    adapter.tokens = 3 * CHUNK
+    scheduler.matched_tokens(request, 0)
+    blocks = list(range(1, 18))
+    scheduler.allocated(request, blocks, 3 * CHUNK)
+    scheduler.build_metadata(step())
+    scheduler.load_ended("r")
+    metadata = scheduler.build_metadata(step(new=("r", blocks, 3 * CHUNK, CHUNK + 1)))
+    assert list(only_store(metadata).block_ids) == blocks[12:16]
+
+
+def test_blocks_have_a_reference_until_every_worker_has_read_them(
+    scheduler: ConnectorScheduler, references: BlockReferences, pool: BlockPool
+) -> None:
+    request = FakeRequest(tokens=CHUNK + 1)
+    scheduler.matched_tokens(request, 0)
+    blocks = pool.get_new_blocks(5)
+    ids = [block.block_id for block in blocks]
+    metadata = scheduler.build_metadata(step(new=("r", ids, 0, CHUNK + 1)))
+    ((transfer_id, _, _),) = metadata.stores
+    scheduler.finished(request)
+    pool.free_blocks(reversed(blocks))  # as vLLM does at the end of the request
+    free = pool.get_num_free_blocks()
+    # The first four are ours still: not even a request that takes all free blocks gets them.
+    taken = {block.block_id for block in pool.get_new_blocks(free)}
+    assert taken.isdisjoint(ids[:4])
+    assert ids[4] in taken
+    references.ended({0: [transfer_id]})
+    references.ended({0: [transfer_id]})  # said again by the same rank
+    assert pool.get_num_free_blocks() == 0
+    references.ended({1: [transfer_id]})
+    assert {block.block_id for block in pool.get_new_blocks(4)} == set(ids[:4])
+    assert not references
+
+
+def test_the_blocks_of_a_rank_that_stopped_are_given_back(
+    scheduler: ConnectorScheduler, references: BlockReferences, pool: BlockPool
+) -> None:
+    free = pool.get_num_free_blocks()
+    scheduler.matched_tokens(FakeRequest(), 0)
+    scheduler.build_metadata(step(new=("r", list(range(1, 18)), 0, 4 * CHUNK + 1)))
+    assert pool.get_num_free_blocks() == free - 16
+    references.rank_stopped(0)
+    assert pool.get_num_free_blocks() == free - 16
+    references.rank_stopped(1)
+    assert pool.get_num_free_blocks() == free
+
+
+def test_vllm_steps_on_for_reports_but_not_for_a_frozen_agent(
+    references: BlockReferences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not references.expects_reports()
+    transfer_id = references.take([1, 2])
+    assert references.expects_reports()
+    later_s = time.monotonic() + 60.0
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    assert not references.expects_reports()
+    assert len(references) == 1
+    references.ended({0: [transfer_id], 1: [transfer_id]})
+    assert not references
+
+
+def test_null_blocks_are_neither_stored_nor_loaded(
+    adapter: ScriptedAdapter, pool: BlockPool, references: BlockReferences
+) -> None:
+    """As a sliding window leaves them: the block table changes behind the request's back."""
+    table = [0] * 6 + list(range(7, 18))
+    scheduler = make_scheduler(adapter, pool, references, block_ids=lambda request_id: table)
+    request = FakeRequest()
+    adapter.tokens = 4 * CHUNK
+    assert scheduler.matched_tokens(request, 0) == 4 * CHUNK
+    scheduler.allocated(request, table, 4 * CHUNK)
+    ((_, _, op),) = scheduler.build_metadata(step()).loads
+    assert op.skip_first_n_tokens == 6 * BLOCK
+    assert pool.blocks[0].ref_cnt == 0
+    assert [pool.blocks[n].ref_cnt for n in range(1, 17)] == [0] * 6 + [1] * 10
+
+    other = FakeRequest("s")
+    other.block_hashes[:] = [b"other" + h for h in other.block_hashes]
+    adapter.tokens = 0
+    scheduler.matched_tokens(other, 0)
+    scheduler.allocated(other, table, 0)
+    metadata = scheduler.build_metadata(step(new=("s", list(range(1, 18)), 0, 4 * CHUNK + 1)))
+    # The second chunk has lost its first two blocks.
+    assert list(only_store(metadata).block_ids) == table[8:16]
+    assert pool.blocks[0].ref_cnt == 0
+
+
+def test_a_failed_load_is_not_tried_again(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    blocks = list(range(1, 18))
+    for request_id, fails in (
+        ("r", lambda: scheduler.load_failed("r")),
+        ("s", lambda: scheduler.blocks_failed({4})),
+    ):
+        request = FakeRequest(request_id)
+        adapter.tokens = 4 * CHUNK
+        scheduler.matched_tokens(request, 0)
+        scheduler.allocated(request, blocks, 4 * CHUNK)
+        scheduler.build_metadata(step())
+        # One rank says so in one step, the end of the load comes in a later one.
+        fails()
+        scheduler.build_metadata(step())
+        scheduler.load_ended(request_id)
+        lookups = len(adapter.lookups)
+        assert scheduler.matched_tokens(request, 0) == 0
+        assert len(adapter.lookups) == lookups
+        # What is computed now is stored: what was thought to be cached may not be.
+        metadata = scheduler.build_metadata(step(new=(request_id, blocks, 0, 4 * CHUNK + 1)))
+        assert len(only_store(metadata).block_ids) == 16
+
+
+def test_a_request_that_is_aborted_while_it_loads_is_only_reported_as_loaded(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, references: BlockReferences
+) -> None:
+    request = FakeRequest()
+    adapter.tokens = 4 * CHUNK
+    scheduler.matched_tokens(request, 0)
+    scheduler.allocated(request, list(range(1, 18)), 4 * CHUNK)
+    ((transfer_id, _, _),) = scheduler.build_metadata(step()).loads
+    request.over = True
+    scheduler.finished(request)
+    assert len(references) == 1  # the agent may still be writing
+    scheduler.load_ended("r")
+    scheduler.load_ended("r")  # another connector's, or said twice
+    references.ended({0: [transfer_id], 1: [transfer_id]})
+    assert not references
+
+
+def test_a_preempted_request_starts_over(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    request = FakeRequest(tokens=2 * CHUNK + 1)
+    scheduler.matched_tokens(request, 0)
+    scheduler.allocated(request, [], 0)
+    scheduler.build_metadata(step(new=("r", list(range(1, 10)), 0, CHUNK)))
+    scheduler.build_metadata(step(preempted={"r"}))
+    adapter.tokens = CHUNK
+    assert scheduler.matched_tokens(request, 0) == CHUNK
+    assert adapter.lookups == [("r", 0), ("r", 0)]
+    scheduler.allocated(request, list(range(20, 29)), CHUNK)
+    scheduler.build_metadata(step())
+    scheduler.load_ended("r")
+    blocks = list(range(20, 29))
+    resumed = scheduler.build_metadata(step(cached=("r", blocks, CHUNK, CHUNK + 1), resumed=True))
+    assert list(only_store(resumed).block_ids) == blocks[4:8]
+
+
+def test_an_agent_that_comes_back_with_other_chunks(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    request = FakeRequest()
+    adapter.tokens = None
+    assert scheduler.matched_tokens(request, 0) is None
+    adapter.chunk = 2 * CHUNK
+    assert scheduler.matched_tokens(request, 0) is None
+    assert adapter.ended == ["r"]
+    assert adapter.lookups == [("r", 0), ("r", 0)]
+
+
+def test_what_a_lookup_does_not_find_is_stored_again(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    for request_id in ("r", "s"):
+        request = FakeRequest(request_id, tokens=2 * CHUNK + 1)
+        adapter.tokens = 0  # also for the second: the cache was emptied in between
+        scheduler.matched_tokens(request, 0)
+        scheduler.allocated(request, [], 0)
+        metadata = scheduler.build_metadata(
+            step(new=(request_id, list(range(1, 10)), 0, 2 * CHUNK + 1))
+        )
+        assert len(only_store(metadata).block_ids) == 8
+
+
+def test_what_the_agent_did_not_take_is_offered_again(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    for request_id, dropped in (("r", False), ("s", True), ("t", False)):
+        scheduler.matched_tokens(FakeRequest(request_id), 4 * CHUNK)
+        scheduler.allocated(FakeRequest(request_id), [], 0)
+        blocks = list(range(1, 18))
+        stores = scheduler.build_metadata(step(new=(request_id, blocks, 4 * CHUNK, 1))).stores
+        assert [row[1] for row in stores] == ([] if request_id == "s" else [request_id])
+        if dropped:
+            scheduler.chunks_dropped()
+
+
+def test_what_was_stored_a_moment_ago_is_not_offered_again(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    for request_id, stores in (("r", 1), ("s", 0)):
+        request = FakeRequest(request_id, tokens=2 * CHUNK + 1)
+        # The second has all of it in vLLM's own blocks, and so nothing to look up.
+        scheduler.matched_tokens(request, 0 if stores else 2 * CHUNK)
+        scheduler.allocated(request, [], 0)
+        metadata = scheduler.build_metadata(
+            step(new=(request_id, list(range(1, 10)), 0, 2 * CHUNK + 1))
+        )
+        assert len(metadata.stores) == stores
+
+
+def store_of(
+    scheduler: ConnectorScheduler, request_id: str, tokens: int = 2 * CHUNK + 1
+) -> StepMetadata:
+    request = FakeRequest(request_id, tokens=tokens)
+    scheduler.matched_tokens(request, 0)
+    scheduler.allocated(request, [], 0)
+    return scheduler.build_metadata(step(new=(request_id, list(range(1, 10)), 0, tokens)))
+
+
+def test_names_begin_with_the_epoch_and_the_adapter(
+    adapter: ScriptedAdapter, pool: BlockPool, references: BlockReferences
+) -> None:
+    digests = {"r": b"", "s": b"A" * 16, "t": None}
+    scheduler = make_scheduler(
+        adapter, pool, references, adapter_digest=lambda request: digests[request.request_id]
+    )
+    plain = FakeRequest(tokens=2 * CHUNK + 1).block_hashes
+    assert only_store(store_of(scheduler, "r")).block_hashes == plain
+    assert only_store(store_of(scheduler, "s")).block_hashes == [b"A" * 16 + h for h in plain]
+    assert store_of(scheduler, "t").stores == []  # an adapter that cannot be told from others
+    assert [request_id for request_id, _ in adapter.lookups] == ["r", "s"]
+    scheduler.weights_changed("an update", "step-1")
+    epoch = named_epoch("step-1")
+    assert len(epoch) == 8
+    digests.update(u=b"", v=b"A" * 16)
+    assert only_store(store_of(scheduler, "u")).block_hashes == [epoch + h for h in plain]
+    names = only_store(store_of(scheduler, "v")).block_hashes
+    assert names == [epoch + b"A" * 16 + h for h in plain]
+
+
+def test_a_request_that_computes_across_a_new_epoch_is_not_cached_any_more(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    """Its blocks hold KV of two weights."""
+    computing, waiting = FakeRequest("r", tokens=2 * CHUNK + 1), FakeRequest("s")
+    scheduler.matched_tokens(computing, 0)
+    scheduler.allocated(computing, [], 0)
+    blocks = list(range(1, 10))
+    assert len(scheduler.build_metadata(step(new=("r", blocks, 0, CHUNK))).stores) == 1
+    adapter.tokens = None
+    assert scheduler.matched_tokens(waiting, 0) is None
+    scheduler.weights_changed("an update", "step-1")
+    assert scheduler.build_metadata(step(cached=("r", None, CHUNK, CHUNK + 1))).stores == []
+    # Preempted, it begins anew, and is left alone all the same.
+    scheduler.build_metadata(step(preempted={"r"}))
+    assert scheduler.matched_tokens(computing, 0) == 0
+    # One that only waited looks up again, under the new names.
+    assert scheduler.matched_tokens(waiting, 0) is None
+    assert adapter.lookups == [("r", 0), ("s", 0), ("s", 0)]
+
+
+def test_nothing_is_stored_while_vllm_itself_may_hit_what_old_weights_computed(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, pool: BlockPool
+) -> None:
+    from vllm.v1.core.kv_cache_utils import BlockHash
+
+    class Computed:
+        request_id = "old"
+        block_hashes: ClassVar = [BlockHash(b"h" * 32)]
+
+    (block,) = pool.get_new_blocks(1)
+    pool.cache_full_blocks(Computed(), [block], 0, 1, BLOCK, 0)  # type: ignore[arg-type]
+    pool.free_blocks([block])
+    assert store_of(scheduler, "r").stores
+    scheduler.weights_changed("an update", "step-1")
+    assert store_of(scheduler, "s").stores == []
+    pool.cached_block_hash_to_block = type(pool.cached_block_hash_to_block)()  # vLLM's own reset
+    assert store_of(scheduler, "t").stores
+    scheduler.weights_changed(
+        "an update", "step-2"
+    )  # with nothing in vLLM's cache there is nothing to wait for
+    assert store_of(scheduler, "u").stores

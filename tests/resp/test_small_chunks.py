@@ -1,0 +1,248 @@
+"""Many small chunks at once: each is answered for itself, once, whatever happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from lmcache_redis.resp import (
+    CallOutcome,
+    ChunkIO,
+    ReadOutcome,
+    RedisPlane,
+    WriteOutcome,
+)
+from tests.resp.helpers import (
+    PATIENCE_S,
+    Answers,
+    Chunk,
+    first_key,
+    read,
+    running,
+    scan,
+    wait_until,
+    write,
+)
+from tests.resp.proxy import Cut, Forge, Proxy, Stall
+from tests.resp.scissors import Scissors
+from tests.servers import RedisServer
+
+pytestmark = pytest.mark.usefixtures("both_ways")
+
+SIZE = 4096
+COUNT = 100
+
+
+def some(count: int = COUNT, *, filled: bool = False, first: int = 0) -> list[Chunk]:
+    return [Chunk(n, SIZE, SIZE, seed=n if filled else None) for n in range(first, first + count)]
+
+
+@contextmanager
+def stopped(server: RedisServer) -> Iterator[None]:
+    server.stop()
+    try:
+        yield
+    finally:
+        server.cont()
+
+
+# ---------------------------------------------------------- through a server
+
+
+def test_many_small_chunks_come_and_go_together(plane: RedisPlane) -> None:
+    stored, loaded = some(filled=True), some()
+    assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+    assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
+    assert [chunk.content for chunk in loaded] == [chunk.content for chunk in stored]
+    stats = plane.stats()
+    assert (stats.queued_reads, stats.queued_writes) == (0, 0)
+    assert stats.reads[ReadOutcome.LOADED] == stats.writes[WriteOutcome.STORED] == COUNT
+    assert stats.bytes_in == stats.bytes_out == COUNT * SIZE
+
+
+def test_each_is_judged_for_itself(plane: RedisPlane, server: RedisServer) -> None:
+    stored = some(12, filled=True)
+    assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+    with server.client() as client:
+        client.delete(first_key(1))
+        value = bytearray(client.get(first_key(3)))
+        value[-1] ^= 1
+        client.set(first_key(3), bytes(value))
+        client.delete(first_key(5))
+        client.rpush(first_key(5), b"a list")
+        client.set(first_key(7), client.get(first_key(8)))
+        client.set(first_key(9), b"short")
+    loaded = some(12)
+    outcomes = read(plane, *loaded)
+    assert outcomes == [
+        {
+            1: ReadOutcome.MISSING,
+            3: ReadOutcome.CORRUPT,
+            5: ReadOutcome.FOREIGN,
+            7: ReadOutcome.FOREIGN,
+            9: ReadOutcome.FOREIGN,
+        }.get(number, ReadOutcome.LOADED)
+        for number in range(12)
+    ]
+    for one, other, outcome in zip(stored, loaded, outcomes, strict=True):
+        assert outcome is not ReadOutcome.LOADED or one.content == other.content
+    # What was ours and damaged has gone, and nothing else.
+    wait_until(lambda: scan(plane, [first_key(3)]) == (CallOutcome.DONE, 0))
+    assert scan(plane, [first_key(n) for n in (4, 5, 6, 7, 8)]) == (CallOutcome.DONE, 5)
+
+
+def test_a_server_that_is_full_refuses_one_by_one(own_server: RedisServer) -> None:
+    with running(own_server.url) as plane:
+        own_server.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        own_server.command("CONFIG", "SET", "maxmemory", str(8 << 20))
+        outcomes = write(plane, *[Chunk(n, 1 << 19, 1 << 19, seed=n) for n in range(24)])
+        assert set(outcomes) == {WriteOutcome.STORED, WriteOutcome.FULL}
+        for number, outcome in enumerate(outcomes):
+            is_there = int(outcome is WriteOutcome.STORED)
+            assert scan(plane, [first_key(number)]) == (CallOutcome.DONE, is_there)
+
+
+@pytest.mark.parametrize("late", ["read", "write"])
+def test_all_are_late_together_and_slots_are_left_alone(own_server: RedisServer, late: str) -> None:
+    with running(own_server.url, op_timeout_s=30.0) as plane:
+        stored = some(40, filled=True)
+        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+        answers = Answers()
+        chunks = some(40)
+        with stopped(own_server):
+            before = time.monotonic()
+            submit = plane.read_all if late == "read" else plane.write_all
+            submit([chunk.io(within_s=0.3) for chunk in chunks], answers)
+            outcomes = answers.wait(40)
+            assert time.monotonic() - before < PATIENCE_S
+            assert {outcome.name for outcome in outcomes} == {"TIMED_OUT"}
+            contents = [chunk.content for chunk in chunks]
+        # What comes now is for nobody.
+        check = some(3, filled=True, first=200)
+        wait_until(lambda: set(write(plane, *check)) == {WriteOutcome.STORED})
+        assert set(read(plane, *check)) == {ReadOutcome.LOADED}
+        assert [chunk.content for chunk in chunks] == contents
+        assert len(answers) == 40
+        if late == "write":
+            # Each is as it was, or as it was to be, or gone.
+            loaded = some(40)
+            for n, outcome in enumerate(read(plane, *loaded)):
+                if outcome is ReadOutcome.LOADED:
+                    assert loaded[n].content in (stored[n].content, contents[n])
+                else:
+                    assert outcome is ReadOutcome.MISSING
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_one_is_cancelled_and_the_others_come(own_server: RedisServer, kind: str) -> None:
+    with running(own_server.url, op_timeout_s=30.0) as plane:
+        assert set(write(plane, *some(40, filled=True))) == {WriteOutcome.STORED}
+        chunks = some(40, filled=kind == "write")
+        ios = [chunk.io() for chunk in chunks]
+        answers = Answers()
+        submit = plane.read_all if kind == "read" else plane.write_all
+        with stopped(own_server):
+            submit(ios, answers)
+            # The last one waits in the queue, the first one for its reply.
+            plane.cancel(ios[-1])
+            plane.cancel(ios[0])
+            outcomes = answers.wait(2)
+            assert {outcome.name for outcome in outcomes} == {"CANCELLED"}
+            assert plane.stats().queued_reads + plane.stats().queued_writes == 38
+            content = chunks[0].content
+        names = [outcome.name for outcome in answers.of(ios)]
+        good = "LOADED" if kind == "read" else "STORED"
+        assert names == ["CANCELLED", *[good] * 38, "CANCELLED"]
+        assert chunks[0].content == content
+        plane.cancel(ios[5])
+        assert set(read(plane, *some(40)[1:-1])) == {ReadOutcome.LOADED}
+
+
+def test_closing_answers_all(server: RedisServer) -> None:
+    answers = Answers()
+    with Proxy(server.port) as proxy:
+        with running(proxy.url) as plane:
+            assert set(write(plane, *some(64, filled=True))) == {WriteOutcome.STORED}
+            proxy.for_gets.extend([Stall(0)] * 64)
+            plane.read_all([chunk.io() for chunk in some(64)], answers)
+            wait_until(lambda: proxy.gets >= 1)
+        assert set(answers.wait(64)) == {ReadOutcome.CANCELLED}
+
+
+def test_a_lost_connection_costs_what_was_under_way(server: RedisServer) -> None:
+    with Proxy(server.port) as proxy, running(proxy.url, get_connections=2) as plane:
+        stored, loaded = some(32, filled=True), some(32)
+        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+        assert set(read(plane, *some(32))) == {ReadOutcome.LOADED}
+        proxy.for_gets.extend([None] * 9 + [Cut(1000)])
+        outcomes = read(plane, *loaded)
+        # Its one stripe may have been asked for again: the connection was there before the chunk.
+        assert outcomes.count(ReadOutcome.LOADED) >= 31
+        for one, other, outcome in zip(stored, loaded, outcomes, strict=True):
+            assert outcome is not ReadOutcome.LOADED or one.content == other.content
+
+
+def test_a_reply_that_is_none_costs_one(server: RedisServer) -> None:
+    with Proxy(server.port) as proxy, running(proxy.url) as plane:
+        assert set(write(plane, *some(32, filled=True))) == {WriteOutcome.STORED}
+        proxy.for_gets.extend([None] * 5 + [Forge(b"$-1\r\n"), None, Forge(b"-LOADED up\r\n")])
+        outcomes = read(plane, *some(32))
+        assert outcomes.count(ReadOutcome.MISSING) == 1
+        assert outcomes.count(ReadOutcome.UNAVAILABLE) == 1
+        assert outcomes.count(ReadOutcome.LOADED) == 30
+
+
+@pytest.mark.parametrize("reply", [b"-MISCONF nothing is saved\r\n", b":1\r\n"])
+def test_a_refused_store_is_one_chunk(own_server: RedisServer, reply: bytes) -> None:
+    with Scissors(own_server.port) as scissors, running(scissors.url) as plane:
+        assert set(write(plane, *some(4, filled=True))) == {WriteOutcome.STORED}
+        scissors.replace("set", reply)
+        outcomes = write(plane, *some(40, filled=True, first=10))
+        assert outcomes.count(WriteOutcome.STORED) >= 30
+        bad = [n for n, outcome in enumerate(outcomes, 10) if outcome is not WriteOutcome.STORED]
+        assert bad
+        # The server did store it: it has been taken away again.
+        wait_until(
+            lambda: all(scan(plane, [first_key(n)]) == (CallOutcome.DONE, 0) for n in bad[:1])
+        )
+
+
+def test_a_server_that_dies_answers_for_all(own_server: RedisServer) -> None:
+    with running(own_server.url) as plane:
+        stored = some(filled=True)
+        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+        answers = Answers()
+        ios = [chunk.io() for chunk in some()]
+        own_server.stop()
+        plane.read_all(ios, answers)
+        own_server.kill()
+        assert set(answers.of(ios)) <= {
+            ReadOutcome.LOADED,
+            ReadOutcome.UNAVAILABLE,
+            ReadOutcome.TIMED_OUT,
+        }
+        own_server.start()
+        wait_until(lambda: plane.state.up)
+        assert set(write(plane, *stored)) == {WriteOutcome.STORED}
+        assert set(read(plane, *some())) == {ReadOutcome.LOADED}
+
+
+def test_a_callback_that_fails_costs_nobody(
+    plane: RedisPlane, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert set(write(plane, *some(10, filled=True))) == {WriteOutcome.STORED}
+    answers = Answers()
+    ios = [chunk.io() for chunk in some(10)]
+
+    def done(io: ChunkIO, outcome: ReadOutcome) -> None:
+        answers(io, outcome)
+        raise ValueError("a bug of the caller")
+
+    plane.read_all(ios, done)
+    assert set(answers.of(ios)) == {ReadOutcome.LOADED}
+    wait_until(lambda: len(caplog.records) == 10)
+    assert "a bug of the caller" in caplog.text
+    assert set(read(plane, *some(10))) == {ReadOutcome.LOADED}

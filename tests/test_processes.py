@@ -1,0 +1,63 @@
+"""Running, stopped, ended and reused process ids, told apart by /proc."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from lmcache_redis.processes import has_ended, is_running, process_start_time
+
+NO_PID = 2**22 + 1  # above the largest id that Linux gives
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.servers
+def test_a_process_runs_until_it_ends(child: subprocess.Popen[bytes]) -> None:
+    started = process_start_time(child.pid)
+    assert started is not None
+    for state in (signal.SIGSTOP, signal.SIGCONT):
+        os.kill(child.pid, state)
+        assert is_running(child.pid, started)
+        assert not has_ended(child.pid, started)
+    # Another process with a reused id.
+    assert not is_running(child.pid, started + 1)
+    assert has_ended(child.pid, started + 1)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    for _ in ("a zombie", "reaped"):
+        assert not is_running(child.pid, started)
+        assert has_ended(child.pid, started)
+        child.wait()
+
+
+def test_there_is_no_such_process() -> None:
+    assert process_start_time(NO_PID) is None
+    assert not is_running(NO_PID, 1)
+    assert has_ended(NO_PID, 1)
+
+
+def test_a_process_that_cannot_be_read_has_not_ended() -> None:
+    """Out of file descriptors: blocks that the agent may still write are not released."""
+    pid = os.getpid()
+    started = process_start_time(pid)
+    assert started is not None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        found = process_start_time(pid), is_running(pid, started), has_ended(pid, started)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found == (None, False, False)
