@@ -24,8 +24,7 @@ LAYERS = (
     {"naming"},
     {"stripe"},
     {"keys", "protocol", "lm_wire"},
-    {"dtypes", "config", "embedded", "errors", "metrics", "processes", "version"}
-    | {"madvise", "native"},
+    {"dtypes", "config", "embedded", "errors", "metrics", "processes", "native"} | {"madvise"},
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lmcache_redis import native
+from lmcache_redis import __version__, native
 from lmcache_redis.config import AgentConfig, ClientConfig, option_name, settings_table
-from lmcache_redis.version import __version__
 
 PACKAGE = "lmcache_redis"
 ROOT = Path(__file__).parent.parent

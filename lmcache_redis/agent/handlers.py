@@ -9,6 +9,7 @@ from functools import partial
 
 import msgspec
 
+from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copyjob import Reply
 from lmcache_redis.agent.lookups import look_up
@@ -22,7 +23,6 @@ from lmcache_redis.agent.status import status_report
 from lmcache_redis.agent.stores import StoreJob
 from lmcache_redis.errors import DeviceError, WireError
 from lmcache_redis.keys import IPCCacheEngineKey, hash_chunks
-from lmcache_redis.version import __version__
 
 _JOIN_POLL_S = 0.01
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import zmq
 
+from lmcache_redis import __version__
 from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.service import Service
 from lmcache_redis.cache.memory import Arena
@@ -21,7 +22,6 @@ from lmcache_redis.errors import ConfigError, DeviceError
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.transport import bind_router
-from lmcache_redis.version import __version__
 
 logger = logging.getLogger(__name__)
 

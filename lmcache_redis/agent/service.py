@@ -15,6 +15,7 @@ from functools import partial
 
 import zmq
 
+from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copyjob import Reply
 from lmcache_redis.agent.handlers import Handlers
@@ -23,7 +24,6 @@ from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.status import summary
 from lmcache_redis.errors import LMCacheRedisError, WireError
 from lmcache_redis.processes import process_start_time
-from lmcache_redis.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from lmcache_redis import __version__
 from lmcache_redis.agent.parts import Agent
-from lmcache_redis.version import __version__
 
 Line = tuple[int, str]
 

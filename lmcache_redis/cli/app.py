@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lmcache_redis import __version__
 from lmcache_redis.cli import admin
 from lmcache_redis.cli.bench import bench
 from lmcache_redis.cli.options import config_from, takes_options_of
@@ -17,7 +18,6 @@ from lmcache_redis.cli.starting import start_again_if_needed
 from lmcache_redis.config import AgentConfig, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 from lmcache_redis.gateway.config import GatewayConfig
-from lmcache_redis.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -23,11 +23,11 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.client.calls import Call
 from lmcache_redis.errors import WireError
 from lmcache_redis.transport import Wakeup, connect_watched_dealer, distrust
-from lmcache_redis.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ import logging
 import signal
 import time
 
+from lmcache_redis import __version__
 from lmcache_redis.gateway.config import GatewayConfig
 from lmcache_redis.gateway.server import Gateway
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.storage.interface import LMCBackendInterface
-from lmcache_redis.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis import __version__
 from lmcache_redis.cli import starting
-from lmcache_redis.version import __version__
 from tests.harness import AgentServer
 from tests.servers import RedisServer
 
