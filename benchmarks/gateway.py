@@ -29,8 +29,8 @@ from benchmarks.fetch import HOW_TO_FETCH, find_package
 from benchmarks.lm_client import LOAD_NAME, LmClient, key_text
 from benchmarks.report import percentile, rotated
 from benchmarks.servers import free_port, listens, own_server, wait_for
-from lmcache_redis.embedded import end_process
 from lmcache_redis.errors import LMCacheRedisError
+from lmcache_redis.processes import end_process
 
 OURS, LMCACHE = "ours", "lmcache"
 PUT, GET, MANY = "put", "get", "get, many"

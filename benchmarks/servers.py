@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lmcache_redis.embedded import find_server_binary
+from lmcache_redis.agent.embedded import find_server_binary
 from lmcache_redis.errors import LMCacheRedisError
 
 _WAIT_S = 60.0

@@ -1,10 +1,12 @@
-"""Identity and liveness of another process, read from ``/proc`` (Linux).
+"""Other processes: whether one runs, read from ``/proc`` (Linux), and how to end a child.
 
 A process is named by its id and its start time: the kernel reuses ids. A process in another PID
 namespace cannot be seen.
 """
 
 from __future__ import annotations
+
+import subprocess
 
 
 def process_start_time(pid: int) -> int | None:
@@ -37,6 +39,16 @@ def has_ended(pid: int, start_time: int) -> bool:
         return True
     except OSError:
         return False
+
+
+def end_process(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """SIGTERM, and SIGKILL where the process has not ended after ``grace_s`` seconds."""
+    process.terminate()
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _runs(pid: int, start_time: int) -> bool:

@@ -24,7 +24,7 @@ LAYERS = (
     {"naming"},
     {"stripe"},
     {"keys", "protocol", "lm_wire"},
-    {"dtypes", "config", "embedded", "errors", "metrics", "processes", "native"} | {"madvise"},
+    {"dtypes", "config", "errors", "metrics", "processes", "native"},
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 
-from lmcache_redis.madvise import address_of, ask_for_huge_pages, fault_in
+from lmcache_redis.native.madvise import address_of, ask_for_huge_pages, fault_in
 
 SIZE = 8 << 20
 

@@ -12,8 +12,8 @@ import msgspec
 
 from benchmarks import ROOT
 from benchmarks.plane.messages import Measured, Request
-from lmcache_redis.embedded import end_process
 from lmcache_redis.errors import LMCacheRedisError
+from lmcache_redis.processes import end_process
 
 _ANSWER_WITHIN_S = 60.0
 _END_WITHIN_S = 5.0

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import zmq
 
 from lmcache_redis import __version__
+from lmcache_redis.agent.embedded import EmbeddedRedis
 from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.service import Service
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.config import AgentConfig, endpoint_path, ensure_private
-from lmcache_redis.embedded import EmbeddedRedis
 from lmcache_redis.errors import ConfigError, DeviceError
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane

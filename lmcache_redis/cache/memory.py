@@ -11,7 +11,7 @@ import threading
 import time
 
 from lmcache_redis.cache import numa
-from lmcache_redis.madvise import (
+from lmcache_redis.native.madvise import (
     HUGE_PAGE_BYTES,
     PAGE_SIZE_BYTES,
     address_of,

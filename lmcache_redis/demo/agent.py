@@ -11,8 +11,8 @@ from typing import Any
 
 from lmcache_redis.client.control import AgentUnreachable, ControlClient
 from lmcache_redis.config import option_name
-from lmcache_redis.embedded import end_process
 from lmcache_redis.errors import LMCacheRedisError
+from lmcache_redis.processes import end_process
 
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 15.0

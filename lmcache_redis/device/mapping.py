@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from lmcache_redis import native
 from lmcache_redis.device.handles import SharedMemoryHandle, check_exporter
 from lmcache_redis.errors import DeviceError
-from lmcache_redis.madvise import address_of, fault_in
+from lmcache_redis.native.madvise import address_of, fault_in
 
 _TMPFS_MAGIC = 0x01021994  # statfs(2)
 _STATFS_BYTES = 256  # more than any platform's struct statfs; f_type comes first

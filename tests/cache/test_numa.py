@@ -13,7 +13,7 @@ import pytest
 
 from lmcache_redis.cache import numa
 from lmcache_redis.cache.memory import Arena
-from lmcache_redis.madvise import address_of
+from lmcache_redis.native.madvise import address_of
 
 NODES = Path("/sys/devices/system/node/has_memory")
 

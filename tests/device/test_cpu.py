@@ -24,7 +24,7 @@ from lmcache_redis.device.cpu import CpuDevice, share_kv_caches
 from lmcache_redis.device.handles import ExportedCaches, SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
-from lmcache_redis.madvise import address_of
+from lmcache_redis.native.madvise import address_of
 from tests.device.exporter import BLOCKS, LAYERS, TOKENS, Exporter, bytes_of, make_caches
 from tests.device.layouts import (
     Call,

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.processes import end_process
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +51,6 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent has gone")
 os.execv(sys.argv[2], sys.argv[2:])
 """
-
-
-def end_process(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """SIGTERM, and SIGKILL where the process has not ended after ``grace_s`` seconds."""
-    process.terminate()
-    try:
-        process.wait(grace_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def find_server_binary() -> str:

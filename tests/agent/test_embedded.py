@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from lmcache_redis import embedded
-from lmcache_redis.embedded import EmbeddedRedis, find_server_binary, server_version
+from lmcache_redis.agent import embedded
+from lmcache_redis.agent.embedded import EmbeddedRedis, find_server_binary, server_version
 from lmcache_redis.errors import ConfigError
 
 pytestmark = pytest.mark.servers
@@ -145,7 +145,7 @@ def test_a_server_that_ignores_the_request_to_end_is_killed(
 def test_it_ends_with_a_parent_that_is_killed() -> None:
     code = (
         "import sys, time\n"
-        "from lmcache_redis.embedded import EmbeddedRedis\n"
+        "from lmcache_redis.agent.embedded import EmbeddedRedis\n"
         f"server = EmbeddedRedis({LIMIT_BYTES}).start()\n"
         "print(server.pid, flush=True)\n"
         "time.sleep(60)\n"
