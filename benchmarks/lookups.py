@@ -83,7 +83,6 @@ def _round_trips(
 
 def _resident_mib(agent: AgentServer) -> tuple[float, float]:
     """Resident memory of the arena, which is the largest mapping, and of everything else."""
-    assert agent.process is not None
     sizes, resident = [], []
     for line in Path(f"/proc/{agent.process.pid}/smaps").read_text().splitlines():
         if line.startswith("Size:"):

@@ -5,22 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from lmcache_redis.client.adapter import LMCacheMPWorkerAdapter
-from lmcache_redis.client.control import ControlClient
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
-from lmcache_redis.errors import LMCacheRedisError
+from lmcache_redis.demo import agent
 
 WAIT_S = 10.0
 
@@ -35,106 +31,46 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = WAIT_S, what: st
     return time.monotonic() - started_s
 
 
-class AgentServer:
-    """One `lmcache-redis agent` process. A context manager; ``options`` become CLI options."""
+class AgentServer(agent.AgentServer):
+    """One `lmcache-redis agent` with a small host pool. Killed on exit, whatever its state."""
 
     def __init__(self, directory: Path, redis_url: str | None, **options: Any) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         directory.chmod(0o700)
-        self.endpoint = f"ipc://{directory}/agent.sock"
-        self.log_path = directory / "agent.log"
-        options.setdefault("pool_bytes", 64 << 20)
-        options.setdefault("slot_bytes", 64 << 10)
-        options.setdefault("chunk_size_tokens", 64)
-        self._options = {"endpoint": self.endpoint, "redis_url": redis_url, **options}
-        self._process: subprocess.Popen[bytes] | None = None
+        small = {"pool_bytes": 64 << 20, "slot_bytes": 64 << 10, "chunk_size_tokens": 64}
+        endpoint, log_path = f"ipc://{directory}/agent.sock", directory / "agent.log"
+        super().__init__(endpoint, redis_url, log_path, **small | options)
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+        return self.process.pid
 
     @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
-        assert self._process is not None
-        return self._process
-
-    @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def spawn(self) -> AgentServer:
-        """Starts the process and does not wait for it."""
-        words = [sys.executable, "-m", "lmcache_redis.cli", "agent"]
-        for name, value in self._options.items():
-            if value is not None:
-                words += ["--" + name.replace("_", "-"), str(value)]
-        with open(self.log_path, "ab") as log:
-            self._process = subprocess.Popen(words, stdout=log, stderr=log)
-        return self
-
-    def start(self) -> AgentServer:
-        self.spawn()
-        wait_until(self._answers, what=f"an agent at {self.endpoint}")
-        return self
-
-    def status(self) -> dict[str, Any]:
-        return ControlClient(self.endpoint, timeout_s=WAIT_S).status()
-
     def counter(self, name: str) -> int:
-        return int(self.status()["counters"][name])
+        return self.counters()[name]
 
-    def wait_idle(self) -> None:
-        """Waits until nothing is queued for Redis and no copy is on its way."""
-        wait_until(lambda: not any(self.status()["queues"].values()), what="idle queues")
-
-    def kill(self) -> None:
-        self._end(signal.SIGKILL)
+    def end(self) -> None:
+        if self.running:
+            self.kill()
 
     def terminate(self) -> int:
-        self._end(signal.SIGTERM)
-        return self.process.returncode
+        """SIGTERM, also to a stopped agent; its exit status."""
+        self.process.terminate()
+        self.process.send_signal(signal.SIGCONT)
+        return self.process.wait(WAIT_S)
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
 
     def cont(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
-
-    def restart(self) -> AgentServer:
-        self.kill()
-        return self.start()
-
-    def _answers(self) -> bool:
-        if self.process.poll() is not None:
-            raise AssertionError(f"the agent ended:\n{self.log}")
-        try:
-            ControlClient(self.endpoint, timeout_s=1.0).ping()
-        except LMCacheRedisError:
-            return False
-        return True
-
-    def _end(self, signum: int) -> None:
-        if self._process is not None and self._process.poll() is None:
-            os.kill(self._process.pid, signum)
-            if signum != signal.SIGKILL:
-                os.kill(self._process.pid, signal.SIGCONT)
-            self._process.wait(WAIT_S)
-
-    def __enter__(self) -> AgentServer:
-        return self.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end(signal.SIGKILL)
 
 
 def block_hashes(prompt: str, count: int) -> list[bytes]:
@@ -265,10 +201,5 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

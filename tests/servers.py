@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -178,12 +177,7 @@ class RedisServer:
     def __enter__(self) -> RedisServer:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
     # ------------------------------------------------------------- inside

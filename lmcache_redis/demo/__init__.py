@@ -1,11 +1,10 @@
 """`lmcache-redis demo`: the main job on this machine, with nothing but this package and vLLM.
 
-model.py      writes a small model with random weights, large in KV a token
+model.py      writes a small model with random weights and a large KV cache per token
 agent.py      an agent in a process of its own
 engine.py     a vLLM engine in a process of its own
-ending.py     nothing that was started outlives the demo
 run.py        engine one computes, everything but Redis ends, engine two loads
 report.py     the table, the plot and results.json
 
-The benchmarks of the repository and the tests start agents, engines and models from here too.
+The benchmarks of the repository and the tests use `agent`, `engine` and `model` too.
 """

@@ -1,13 +1,13 @@
-"""An agent in a process of its own, as a user would run one: for the demo and the benchmarks."""
+"""An agent in a process of its own, as a user runs one: for the demo, the benchmarks and tests."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from lmcache_redis.client.control import AgentUnreachable, ControlClient
 from lmcache_redis.config import option_name
@@ -15,69 +15,81 @@ from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.processes import end_process
 
 _START_TIMEOUT_S = 30.0
-_STOP_TIMEOUT_S = 15.0
+_END_TIMEOUT_S = 15.0
 _IDLE_TIMEOUT_S = 60.0
 _ENGINE_TIMEOUT_S = 30.0
 _POLL_S = 0.005
 _LOG_TAIL_LINES = 15
+_Self = TypeVar("_Self", bound="AgentServer")
 
 
 class AgentFailed(LMCacheRedisError):
-    """The agent ended or fell silent; the message ends with its log."""
+    """The agent ended or timed out; the message ends with the tail of its log."""
 
 
 class AgentServer:
     """`lmcache-redis agent` with some settings. A context manager: ready on entry, ended on exit.
 
-    endpoint: its directory is made if need be. settings: names and values of ``AgentConfig``.
-    ``start_seconds`` is the time from starting the process to its first answer.
+    settings: names and values of ``AgentConfig``; a None is left out. ``start_seconds`` is the
+    time from starting the process to its first answer.
     """
 
-    def __init__(self, endpoint: str, redis_url: str, log_path: Path, **settings: Any) -> None:
+    def __init__(
+        self, endpoint: str, redis_url: str | None, log_path: Path, **settings: Any
+    ) -> None:
         self.endpoint = endpoint
-        self.start_seconds = 0.0
-        self.process: subprocess.Popen[bytes] | None = None
-        self._settings = {"endpoint": endpoint, "redis_url": redis_url, **settings}
         self.log_path = log_path
-        self._control = ControlClient(endpoint, timeout_s=5.0)
+        self.start_seconds = 0.0
+        self._settings = {"endpoint": endpoint, "redis_url": redis_url, **settings}
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> AgentServer:
-        """Starts the process and waits until it answers. Raises ``AgentFailed``."""
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The process that was started last."""
+        assert self._process is not None
+        return self._process
+
+    def spawn(self: _Self) -> _Self:
+        """Starts the process without waiting for it."""
         words = [sys.executable, "-m", "lmcache_redis.cli", "agent"]
         for name, value in self._settings.items():
-            words += [option_name(name), str(value)]
-        started_s = time.monotonic()
+            words += [] if value is None else [option_name(name), str(value)]
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        return self
+
+    def start(self: _Self) -> _Self:
+        """Starts the process and waits until it answers. Raises ``AgentFailed``."""
+        started_s = time.monotonic()
+        self.spawn()
         try:
-            self._wait_ready(self.process, started_s + _START_TIMEOUT_S)
+            self._wait(self._answers, _START_TIMEOUT_S, "was not ready")
         except BaseException:
-            self.stop()
+            self.end()
             raise
         self.start_seconds = time.monotonic() - started_s
         return self
 
-    def stop(self) -> None:
-        """SIGTERM, and SIGKILL if that is not enough. May be called again."""
-        process, self.process = self.process, None
-        if process is not None:
-            end_process(process, _STOP_TIMEOUT_S)
+    def end(self) -> None:
+        """SIGTERM, then SIGKILL if that is not enough. May be called again."""
+        if self._process is not None:
+            end_process(self._process, _END_TIMEOUT_S)
 
     def kill(self) -> None:
-        """SIGKILL: as a crash."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
+        """SIGKILL, as in a crash."""
+        self.process.kill()
+        self.process.wait()
 
-    def restart(self) -> None:
-        """Ends it and starts another: its host pool is empty then."""
-        self.stop()
-        self.start()
+    def restart(self: _Self) -> _Self:
+        """Ends the agent and starts another one, whose host pool is empty."""
+        self.end()
+        return self.start()
 
     def status(self) -> dict[str, Any]:
         """The agent's STATUS document."""
-        return self._control.status()
+        return ControlClient(self.endpoint, timeout_s=10.0).status()
 
     def counters(self) -> dict[str, int]:
         """The agent's counters since it started."""
@@ -85,27 +97,26 @@ class AgentServer:
         return counters
 
     def wait_idle(self) -> None:
-        """Waits until every chunk handed over so far is in Redis or was dropped."""
-        deadline_s = time.monotonic() + _IDLE_TIMEOUT_S
-        while any(self.status()["queues"].values()):
-            if time.monotonic() > deadline_s:
-                raise self._failed(f"was still writing after {_IDLE_TIMEOUT_S:.0f} s")
-            time.sleep(_POLL_S)
+        """Waits until every chunk stored so far is in Redis or was dropped."""
+        self._wait(
+            lambda: not any(self.status()["queues"].values()), _IDLE_TIMEOUT_S, "was still writing"
+        )
 
     def wait_engine(self) -> None:
-        """Waits until an engine that was started can hit: it says so to the agent by itself."""
-        deadline_s = time.monotonic() + _ENGINE_TIMEOUT_S
-        while not any(engine["ready"] for engine in self.status()["engines"]):
-            if time.monotonic() > deadline_s:
-                raise self._failed(f"saw no engine within {_ENGINE_TIMEOUT_S:.0f} s")
-            time.sleep(_POLL_S)
+        """Waits until an engine is registered, so that its requests can hit."""
+        self._wait(
+            lambda: any(engine["ready"] for engine in self.status()["engines"]),
+            _ENGINE_TIMEOUT_S,
+            "saw no engine",
+        )
 
-    def _wait_ready(self, process: subprocess.Popen[bytes], deadline_s: float) -> None:
-        while not self._answers():
-            if process.poll() is not None:
+    def _wait(self, condition: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            if self.process.poll() is not None:
                 raise self._failed("has ended")
             if time.monotonic() > deadline_s:
-                raise self._failed(f"was not ready within {_START_TIMEOUT_S:.0f} s")
+                raise self._failed(f"{otherwise} after {timeout_s:.0f} s")
             time.sleep(_POLL_S)
 
     def _answers(self) -> bool:
@@ -119,13 +130,8 @@ class AgentServer:
         lines = self.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
         return AgentFailed("\n".join([f"the agent {how}; the end of {self.log_path}:", *lines]))
 
-    def __enter__(self) -> AgentServer:
+    def __enter__(self: _Self) -> _Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
+    def __exit__(self, *_: object) -> None:
+        self.end()

@@ -27,11 +27,11 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lmcache_redis.agent.embedded import EmbeddedRedis
 from lmcache_redis.demo.agent import AgentServer
-from lmcache_redis.demo.ending import ended_in_order
 from lmcache_redis.demo.engine import EngineProcess
 from lmcache_redis.demo.model import CPU_SHAPE, CUDA_SHAPE, ModelShape, make_model, make_prompts
 from lmcache_redis.demo.report import PromptResult, result_table, write_plot, write_results
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.processes import ended_in_order
 
 _GIB = 1 << 30
 # Shorter than a chunk, so that it warms an engine up and leaves nothing in the cache.

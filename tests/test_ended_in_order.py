@@ -1,4 +1,4 @@
-"""No process outlives the demo: neither children nor what their ends leave behind."""
+"""No process outlives the block: neither children nor the orphans that they leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.servers
 # A child that ends at once and leaves an orphan behind, as an engine's root process may.
 SCRIPT = """
 import subprocess, sys, time
-from lmcache_redis.demo.ending import ended_in_order
+from lmcache_redis.processes import ended_in_order
 
 with ended_in_order():
     ended = subprocess.run(
@@ -62,7 +62,7 @@ def test_a_signal_ends_the_block_and_all_that_began_in_it(number: int, status: i
 
 
 def test_processes_that_were_there_before_stay() -> None:
-    from lmcache_redis.demo.ending import ended_in_order
+    from lmcache_redis.processes import ended_in_order
 
     before = subprocess.Popen(["sleep", "300"])
     try:
