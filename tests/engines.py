@@ -46,9 +46,15 @@ class ForkedProcess:
             raise subprocess.TimeoutExpired("an engine", timeout or 0.0)
         return status
 
+    def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
     def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, signum: int) -> None:
         if self.poll() is None:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            signal.pidfd_send_signal(self._pidfd, signum)
 
     def _ended(self, timeout_s: float | None) -> int | None:
         """0 once it has ended: its parent alone knows the status."""
@@ -74,10 +80,10 @@ class ForkServer:
         atexit.register(self.close)
         self._socket.settimeout(_IMPORT_TIMEOUT_S)
 
-    def fork(self, fds: tuple[int, int], log: IO[bytes], env: Mapping[str, str]) -> ForkedProcess:
-        """A process that runs `engine.main` with two ends of pipes, a log and an environment."""
+    def fork(self, fd: int, log: IO[bytes], env: Mapping[str, str]) -> ForkedProcess:
+        """A process that runs `engine.main` with a socket, a log and an environment."""
         message = json.dumps(dict(env)).encode()
-        socket.send_fds(self._socket, [message], [*fds, log.fileno()])
+        socket.send_fds(self._socket, [message], [fd, log.fileno()])
         return ForkedProcess(int(self._socket.recv(64)))
 
     def close(self) -> None:
@@ -91,11 +97,11 @@ _server: ForkServer | None = None
 class ForkedEngine(engine.EngineProcess):
     """An `EngineProcess` that is forked."""
 
-    def _start(self, fds: tuple[int, int], log: IO[bytes], env: Mapping[str, str]) -> Any:
+    def _start(self, words: list[str], fd: int, env: Mapping[str, str]) -> Any:
         global _server
         if _server is None:
             _server = ForkServer()
-        return _server.fork(fds, log, env)
+        return _server.fork(fd, self._log, os.environ | env)
 
 
 def empty(emptied: engine.EngineProcess) -> None:
@@ -121,7 +127,7 @@ def main(fd: int) -> None:
     listener = socket.socket(fileno=fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     while True:
-        message, fds, _, _ = socket.recv_fds(listener, _MESSAGE_BYTES, 3)
+        message, fds, _, _ = socket.recv_fds(listener, _MESSAGE_BYTES, 2)
         if not message:
             return
         pid = os.fork()
@@ -134,7 +140,7 @@ def main(fd: int) -> None:
             os.close(each)
 
 
-def _run(env: Mapping[str, str], read_fd: int, write_fd: int, log_fd: int) -> None:
+def _run(env: Mapping[str, str], fd: int, log_fd: int) -> None:
     status = 1
     try:
         os.environ.clear()
@@ -144,7 +150,7 @@ def _run(env: Mapping[str, str], read_fd: int, write_fd: int, log_fd: int) -> No
         os.close(log_fd)
         if PATCH_VARIABLE in env:
             runpy.run_path(env[PATCH_VARIABLE])
-        engine.main(read_fd, write_fd)
+        engine.main(fd)
         status = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 model.py      writes a small model with random weights and a large KV cache per token
 agent.py      an agent in a process of its own
-engine.py     a vLLM engine in a process of its own
+engine.py     a vLLM engine in a process of its own, driven over a socket (child.py)
 run.py        engine one computes, everything but Redis ends, engine two loads
 report.py     the table, the plot and results.json
 

@@ -1,4 +1,4 @@
-"""One vLLM engine in a process of its own, driven by one JSON line a step.
+"""One vLLM engine in a process of its own, driven step by step.
 
 The demo, the benchmarks and the tests start engines this way: each is as fresh as a restarted
 server, and the caller can stop servers and agents between two steps.
@@ -11,20 +11,18 @@ server, and the caller can stop servers and agents between two steps.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from lmcache_redis.demo.child import Child
 from lmcache_redis.errors import LMCacheRedisError
-
-_END_TIMEOUT_S = 30.0
 
 
 class EngineFailed(LMCacheRedisError):
@@ -40,13 +38,17 @@ class Answer:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-class EngineProcess:
+class EngineProcess(Child):
     """Starts an engine and drives it. A context manager.
 
     model_dir: a local model. connector_endpoint: the agent's, or None for no connector.
     options: further arguments of ``vllm.LLM``. env: further environment variables.
     kv_transfer: replaces the connector's config altogether (for peers).
     """
+
+    failure = EngineFailed
+    log_lines = 30
+    end_within_s = 30.0
 
     def __init__(
         self,
@@ -65,42 +67,18 @@ class EngineProcess:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"endpoint": connector_endpoint},
             }
-        spec = {
-            "model": str(model_dir),
-            "kv_transfer": kv_transfer,
-            "options": {**_DEFAULT_OPTIONS, **(options or {})},
-        }
-        self._log_path = log_path
-        ours, theirs = _pipe_pair()
-        environment = {**os.environ, **engine_environment(), **(env or {})}
-        with open(log_path, "ab") as log:
-            self.process = self._start(theirs, log, environment)
-        for fd in theirs:
-            os.close(fd)
-        self._answers = os.fdopen(ours[0], "r", encoding="utf-8")
-        self._questions = os.fdopen(ours[1], "w", encoding="utf-8")
+        environment = {**engine_environment(), **(env or {})}
+        super().__init__(["lmcache_redis.demo.engine"], log_path.open("a+b"), environment)
+        options = {**_DEFAULT_OPTIONS, **(options or {})}
+        self._tell({"model": str(model_dir), "kv_transfer": kv_transfer, "options": options})
         self.start_seconds = 0.0
-        self._tell(spec)
         if wait:
             self.wait_ready()
-
-    def _start(
-        self, fds: tuple[int, int], log: IO[bytes], env: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
-        """The engine's process, which reads questions from one end of a pipe and answers."""
-        return subprocess.Popen(
-            [sys.executable, "-m", "lmcache_redis.demo.engine", *map(str, fds)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=fds,
-            env=env,
-        )
 
     def wait_ready(self) -> None:
         """Waits until the engine has started. Raises ``EngineFailed`` if it did not."""
         started_s = time.monotonic()
-        self._hear()
+        self._answer()
         self.start_seconds = time.monotonic() - started_s
 
     def generate(
@@ -126,13 +104,18 @@ class EngineProcess:
     ) -> None:
         """Begins ``generate`` and returns; ``finish`` waits for it."""
         self._tell(
-            {"do": "generate", "prompts": [list(p) for p in prompts], "max_tokens": max_tokens,
-             "lora": lora, "sampling": sampling}
-        )  # fmt: skip
+            {
+                "do": "generate",
+                "prompts": [list(prompt) for prompt in prompts],
+                "max_tokens": max_tokens,
+                "lora": lora,
+                "sampling": sampling,
+            }
+        )
 
     def finish(self) -> Answer:
         """The answer of the step that was begun."""
-        answer = self._hear()
+        answer = self._answer()
         return Answer(answer["seconds"], answer.get("outputs", []), answer)
 
     def abort_after(self, prompt: Sequence[int], delay_s: float) -> Answer:
@@ -143,49 +126,18 @@ class EngineProcess:
     def reset_prefix_cache(self, *, connector: bool = False) -> bool:
         """Empties vLLM's own prefix cache, and with ``connector`` the connector's too."""
         self._tell({"do": "reset", "connector": connector})
-        return bool(self._hear()["done"])
+        return bool(self._answer()["done"])
 
     def rpc(self, method: str, *args: Any) -> None:
         """Calls a method in every worker of the engine (``LLM.collective_rpc``)."""
         self._tell({"do": "rpc", "method": method, "args": args})
-        self._hear()
+        self._answer()
 
-    def close(self) -> None:
-        """Ends the engine's process: asks it to, and ends it where it does not."""
-        if self.process.poll() is None:
-            with contextlib.suppress(EngineFailed, subprocess.TimeoutExpired):
-                self._tell({"do": "end"})
-                self.process.wait(_END_TIMEOUT_S)
-        self.process.kill()
-        self.process.wait()
-        self._answers.close()
-        self._questions.close()
-
-    def __enter__(self) -> EngineProcess:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _tell(self, question: Mapping[str, Any]) -> None:
-        try:
-            self._questions.write(json.dumps(question) + "\n")
-            self._questions.flush()
-        except (BrokenPipeError, ValueError) as error:
-            raise self._failed("has ended") from error
-
-    def _hear(self) -> dict[str, Any]:
-        line = self._answers.readline()
-        if not line:
-            raise self._failed("has ended")
-        answer: dict[str, Any] = json.loads(line)
+    def _answer(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self._hear()
         if "error" in answer:
-            raise self._failed(f"failed: {answer['error']}")
+            raise self._failed(f"a step failed: {answer['error']}")
         return answer
-
-    def _failed(self, how: str) -> EngineFailed:
-        tail = "\n".join(self._log_path.read_text(errors="replace").splitlines()[-30:])
-        return EngineFailed(f"the engine {how}; the end of {self._log_path}:\n{tail}")
 
 
 _DEFAULT_OPTIONS: dict[str, Any] = {
@@ -209,45 +161,35 @@ def engine_environment() -> dict[str, str]:
     }
 
 
-def _pipe_pair() -> tuple[tuple[int, int], tuple[int, int]]:
-    """(our read end, our write end), (their read end, their write end)."""
-    question_read, question_write = os.pipe()
-    answer_read, answer_write = os.pipe()
-    return (answer_read, question_write), (question_read, answer_write)
-
-
 # What follows runs in the engine's process.
 
 
-def main(read_fd: int, write_fd: int) -> None:
-    """Serves one engine until told to end or until the caller has gone."""
-    questions = os.fdopen(read_fd, "r", encoding="utf-8")
-    answers = os.fdopen(write_fd, "w", encoding="utf-8")
+def main(fd: int) -> None:
+    """Serves one engine over a socket until its other end is closed."""
+    with socket.socket(fileno=fd) as channel, channel.makefile("rwb") as stream:
 
-    def tell(answer: Mapping[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        def tell(answer: Mapping[str, Any]) -> None:
+            stream.write(json.dumps(answer).encode() + b"\n")
+            stream.flush()
 
-    spec = json.loads(questions.readline())
-    from vllm import LLM
+        spec = json.loads(stream.readline())
+        from vllm import LLM
 
-    options = dict(spec["options"])
-    if spec["kv_transfer"] is not None:
-        options["kv_transfer_config"] = spec["kv_transfer"]
-    llm = LLM(spec["model"], **options)
-    tell({"ready": True})
-    for line in questions:
-        question = json.loads(line)
-        if question["do"] == "end":
-            break
-        started_s = time.perf_counter()
-        try:
-            answer = _STEPS[question["do"]](llm, question)
-        except Exception as error:
-            tell({"error": f"{type(error).__name__}: {error}"})
-            raise
-        tell({"seconds": time.perf_counter() - started_s, **answer})
-    llm.llm_engine.engine_core.shutdown()
+        options = dict(spec["options"])
+        if spec["kv_transfer"] is not None:
+            options["kv_transfer_config"] = spec["kv_transfer"]
+        llm = LLM(spec["model"], **options)
+        tell({"ready": True})
+        for line in stream:
+            question = json.loads(line)
+            started_s = time.perf_counter()
+            try:
+                answer = _STEPS[question["do"]](llm, question)
+            except Exception as error:
+                tell({"error": f"{type(error).__name__}: {error}"})
+                raise
+            tell({"seconds": time.perf_counter() - started_s, **answer})
+        llm.llm_engine.engine_core.shutdown()
 
 
 def _generate(llm: Any, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,4 +246,4 @@ _STEPS = {"generate": _generate, "abort_after": _abort_after, "reset": _reset, "
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]))

@@ -1,0 +1,101 @@
+"""A Python module in a process of its own, asked and answering in lines of JSON over a socket.
+
+One answer follows each question. The process ends when our end of the socket is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import IO, Any, ClassVar, TypeVar
+
+import msgspec
+
+from lmcache_redis.errors import LMCacheRedisError
+from lmcache_redis.processes import end_process
+
+_GRACE_S = 5.0
+_Self = TypeVar("_Self", bound="Child")
+
+
+class Child:
+    """Starts `python -m words... FD`, with FD its end of the socket. A context manager.
+
+    log: takes its output; closed with it. A failure quotes the last ``log_lines`` of it.
+    end_within_s: how long the process may take to end by itself.
+    """
+
+    failure: ClassVar[type[LMCacheRedisError]]
+    log_lines = 1
+    end_within_s = 5.0
+
+    def __init__(self, words: list[str], log: IO[bytes], env: Mapping[str, str]) -> None:
+        self._log = log
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self.process = self._start(words, theirs.fileno(), env)
+        self._stream = self._channel.makefile("rwb")
+
+    def _start(self, words: list[str], fd: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", *words, str(fd)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=(fd,),
+            env=os.environ | env,
+        )
+
+    def _tell(self, question: object) -> None:
+        """Sends a question. Raises ``failure`` if the process has ended."""
+        try:
+            self._stream.write(msgspec.json.encode(question) + b"\n")
+            self._stream.flush()
+        except (OSError, ValueError):  # ValueError: closed
+            raise self._ended() from None
+
+    def _hear(self, kind: Any = Any, within_s: float | None = None) -> Any:
+        """The next answer. Raises ``failure`` if the process has ended or takes longer."""
+        self._channel.settimeout(within_s)
+        try:
+            line = self._stream.readline()
+        except TimeoutError:
+            raise self._failed(f"no answer within {within_s:g} s") from None
+        except OSError:
+            line = b""
+        if not line:
+            raise self._ended()
+        return msgspec.json.decode(line, type=kind)
+
+    def _ended(self) -> LMCacheRedisError:
+        # Its log is complete when it has ended, a moment after its socket is closed.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_GRACE_S)
+        return self._failed("the process has ended")
+
+    def _failed(self, how: str) -> LMCacheRedisError:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return self.failure("\n".join([f"{how}; its log ends with:", *lines[-self.log_lines :]]))
+
+    def close(self) -> None:
+        """Ends the process, whatever its state. May be called again."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(self.end_within_s)
+        end_process(self.process, _GRACE_S)
+        for each in (self._stream, self._channel, self._log):
+            # The stream may hold a question that could not be sent.
+            with contextlib.suppress(OSError):
+                each.close()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
