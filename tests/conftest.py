@@ -32,7 +32,6 @@ LAYERS = ("unit", "servers", "engine")
 SERVERS = {
     "agent",
     "large_serving",
-    "own_redis",
     "own_server",
     "redis_server",
     "serving",

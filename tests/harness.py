@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,9 @@ from lmcache_redis.client.adapter import LMCacheMPWorkerAdapter
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
 from lmcache_redis.demo import agent
+from tests.servers import wait_until as wait_until
 
 WAIT_S = 10.0
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = WAIT_S, what: str = "") -> float:
-    """Waits for ``condition`` to hold and returns how long that took; fails after a time."""
-    started_s = time.monotonic()
-    while not condition():
-        if time.monotonic() - started_s > timeout_s:
-            raise AssertionError(f"not within {timeout_s} s: {what or condition}")
-        time.sleep(0.005)
-    return time.monotonic() - started_s
 
 
 class AgentServer(agent.AgentServer):
@@ -135,8 +126,8 @@ class Engine:
     def wait_ready(self, timeout_s: float = WAIT_S) -> float:
         return wait_until(
             lambda: self.scheduler.link.online and all(w.ready for w in self.workers),
-            timeout_s,
             "a registered engine",
+            timeout_s,
         )
 
     def randomize(self, block_ids: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+WAIT_S = 30.0
 START_TIMEOUT_S = 10.0
 START_ATTEMPTS = 5
 # sun_path of a unix socket address holds 108 bytes on Linux.
@@ -31,6 +32,16 @@ def free_port(host: str = "127.0.0.1") -> int:
     with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], object], what: str = "", timeout_s: float = WAIT_S) -> float:
+    """Polls a condition that nothing announces; returns how long that took, in seconds."""
+    started_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - started_s > timeout_s:
+            raise AssertionError(f"not within {timeout_s} s: {what or condition}")
+        time.sleep(0.005)
+    return time.monotonic() - started_s
 
 
 def server_binaries() -> dict[str, str | None]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import redis
 
 from lmcache_redis.resp.topology import SLOTS, slot_of
-from tests.servers import RedisServer, free_port
+from tests.servers import RedisServer, free_port, wait_until
 
-PATIENCE_S = 30.0
 # A cluster's nodes talk to each other on their port plus this.
 _BUS = 10_000
 _HIGHEST_PORT = (1 << 16) - 1
@@ -64,7 +61,7 @@ class Cluster:
         """A replica that is in step with its master."""
         node = self.add_node()
         node.command("CLUSTER", "REPLICATE", node_id(master))
-        wait_for(lambda: info(node, "replication").get("master_link_status") == "up")
+        wait_until(lambda: info(node, "replication").get("master_link_status") == "up")
         return node
 
     def node_of(self, key: bytes) -> RedisServer:
@@ -73,7 +70,7 @@ class Cluster:
         for first, last, master, *_ in self.nodes[0].command("CLUSTER", "SLOTS"):
             if first <= slot <= last:
                 return next(node for node in self.nodes if node.port == int(master[1]))
-        raise AssertionError(f"nobody has slot {slot}")
+        raise AssertionError(f"no node has slot {slot}")
 
     def begin_move(self, slot: int, source: RedisServer, target: RedisServer) -> None:
         """From here on the slot is migrating: missing keys are ASKed for at the target."""
@@ -107,7 +104,7 @@ class Cluster:
     def _meet(self) -> None:
         for node in self.nodes[1:]:
             self.nodes[0].command("CLUSTER", "MEET", "127.0.0.1", node.port)
-        wait_for(lambda: all(self._knows_all(node) for node in self.nodes))
+        wait_until(lambda: all(self._knows_all(node) for node in self.nodes))
 
     def _knows_all(self, node: RedisServer) -> bool:
         lines = node.command("CLUSTER", "NODES").decode().splitlines()
@@ -139,7 +136,7 @@ class Watched:
                 args += ["--masterauth", password]
             server = RedisServer(folder, args=args, unix=False, password=password)
             self.servers.append(stack.enter_context(server))
-        wait_for(lambda: info(self.servers[1], "replication").get("master_link_status") == "up")
+        wait_until(lambda: info(self.servers[1], "replication").get("master_link_status") == "up")
         self._directory = directory / "sentinel"
         self._directory.mkdir()
         self.port = free_port()
@@ -173,7 +170,7 @@ class Watched:
             )
         # It can elect a replica only once it has heard of one.
         question = "REPLICAS" if of_master else "MASTER"
-        wait_for(lambda: self.sentinel("SENTINEL", question, "mymaster"))
+        wait_until(lambda: self.sentinel("SENTINEL", question, "mymaster"))
 
     def fail_over(self) -> None:
         """Asks for another master, until Sentinel knows that the replica is fit for it."""
@@ -186,7 +183,7 @@ class Watched:
                     raise
                 return False
 
-        wait_for(accepted)
+        wait_until(accepted)
 
     def stop_sentinel(self) -> None:
         self._process.kill()
@@ -228,15 +225,6 @@ def info(server: RedisServer, section: str) -> dict[str, str]:
     except redis.exceptions.RedisError:
         return {}
     return {name: str(value) for name, value in found.items()}
-
-
-def wait_for(condition: Callable[[], object], what: str = "") -> None:
-    """Polls what tells nobody."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(what or "waited in vain")
-        time.sleep(0.02)
 
 
 def keys_on(nodes: Sequence[RedisServer]) -> list[int]:

@@ -1,11 +1,10 @@
-"""One server for tests that leave its settings alone, and one of its own for those that do not."""
+"""The server shared by tests that leave its settings alone, and clients of it."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,22 +14,10 @@ from lmcache_redis.resp import RedisOptions
 from tests.servers import RedisServer
 
 
-@pytest.fixture(scope="session")
-def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
 @pytest.fixture
-def redis_server(shared_redis: RedisServer) -> RedisServer:
-    shared_redis.command("FLUSHALL")
-    return shared_redis
-
-
-@pytest.fixture
-def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path) as server:
-        yield server
+def redis_server(shared_server: RedisServer) -> RedisServer:
+    shared_server.command("FLUSHALL")
+    return shared_server
 
 
 @pytest.fixture
@@ -49,7 +36,7 @@ def server(redis_server: RedisServer) -> Iterator[Server]:
 def _nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """No thread and no descriptor outlives a test."""
     if not request.node.get_closest_marker("unit"):
-        request.getfixturevalue("shared_redis")  # what it opens is not the test's
+        request.getfixturevalue("shared_server")  # what it opens is not the test's
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     yield
     assert threading.active_count() <= threads

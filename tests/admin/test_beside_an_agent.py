@@ -25,8 +25,8 @@ def _nothing_leaks() -> None:
 
 
 @pytest.fixture
-def agent(own_redis: RedisServer, tmp_path: Path) -> Iterator[AgentServer]:
-    with AgentServer(tmp_path / "agent", own_redis.unix_url, key_prefix=PREFIX) as agent:
+def agent(own_server: RedisServer, tmp_path: Path) -> Iterator[AgentServer]:
+    with AgentServer(tmp_path / "agent", own_server.unix_url, key_prefix=PREFIX) as agent:
         yield agent
 
 
@@ -34,8 +34,8 @@ def held(server: Server) -> Summary:
     return summarise(server, PREFIX.encode(), everything=True, verify=True)
 
 
-def test_beside_an_agent(own_redis: RedisServer, agent: AgentServer) -> None:
-    options = RedisOptions(own_redis.unix_url)
+def test_beside_an_agent(own_server: RedisServer, agent: AgentServer) -> None:
+    options = RedisOptions(own_server.unix_url)
     hashes, blocks = block_hashes("prompt", CHUNKS * 4), range(CHUNKS * 4)
     with open_server(options) as server:
         with Engine(agent.endpoint) as engine:
@@ -51,7 +51,7 @@ def test_beside_an_agent(own_redis: RedisServer, agent: AgentServer) -> None:
         selection = Selection(models=frozenset({"test/model"}))
         remove(server, choose(server, PREFIX.encode(), selection), Pace(1e6), result)
         assert (result.chunks, result.left) == (CHUNKS, {})
-        assert own_redis.command("DBSIZE") == 0
+        assert own_server.command("DBSIZE") == 0
         # A fresh agent has nothing in its host pool: it must ask Redis, and computes again.
         agent.restart()
         with Engine(agent.endpoint) as engine:

@@ -67,10 +67,10 @@ def test_without_bandwidth_nothing_is_written(
     assert not any("bandwidth" in finding.topic for finding in diagnosis.findings)
 
 
-def test_a_cache_as_it_should_be_passes(own_redis: RedisServer) -> None:
-    own_redis.config_set("maxmemory", "200mb")
-    own_redis.config_set("maxmemory-policy", "allkeys-lru")
-    with open_server(RedisOptions(own_redis.unix_url)) as server:
+def test_a_cache_as_it_should_be_passes(own_server: RedisServer) -> None:
+    own_server.config_set("maxmemory", "200mb")
+    own_server.config_set("maxmemory-policy", "allkeys-lru")
+    with open_server(RedisOptions(own_server.unix_url)) as server:
         diagnosis = diagnose(server, b"", LITTLE, bandwidth=True)
     assert diagnosis.exit_status == 0, list(diagnosis_lines(diagnosis))
 
@@ -107,29 +107,29 @@ def test_probes_are_on_the_node_that_is_measured() -> None:
         probe_keys(b"p:", lambda key: False)
 
 
-def test_rights_of_an_agent_are_enough(own_redis: RedisServer) -> None:
+def test_rights_of_an_agent_are_enough(own_server: RedisServer) -> None:
     rights = ("~p:lmcr1:*", "+get", "+set", "+exists", "+unlink", "+scan", "+ping")
-    own_redis.command("ACL", "SETUSER", "agent", "on", ">pw", *rights)
-    options = RedisOptions(own_redis.unix_url, username="agent", password="pw")
+    own_server.command("ACL", "SETUSER", "agent", "on", ">pw", *rights)
+    options = RedisOptions(own_server.unix_url, username="agent", password="pw")
     with open_server(options) as server:
         measured = measure_bandwidth(server, server.nodes[0], b"p:")
         assert min(measured) > 0
-        assert own_redis.command("DBSIZE") == 0
+        assert own_server.command("DBSIZE") == 0
         assert measure_ping(server.nodes[0], 3) > 0
         diagnosis = diagnose(server, b"p:", LITTLE, bandwidth=True)
     assert [f.topic for f in diagnosis.findings if f.severity is Severity.HINT][-1] == "not seen"
 
 
-def test_a_full_server_is_a_finding(own_redis: RedisServer) -> None:
-    own_redis.config_set("maxmemory", "2mb")
-    with open_server(RedisOptions(own_redis.unix_url)) as server:
+def test_a_full_server_is_a_finding(own_server: RedisServer) -> None:
+    own_server.config_set("maxmemory", "2mb")
+    with open_server(RedisOptions(own_server.unix_url)) as server:
         with pytest.raises(RedisFull):
             measure_bandwidth(server, server.nodes[0], b"")
         findings = diagnose(server, b"", LITTLE, bandwidth=True).findings
     (finding,) = [finding for finding in findings if finding.topic == "bandwidth"]
     assert finding.severity is Severity.WARNING
     assert "could not be measured: Redis says: OOM" in finding.seen
-    assert own_redis.command("DBSIZE") == 0
+    assert own_server.command("DBSIZE") == 0
 
 
 def test_several_servers_are_told_apart() -> None:

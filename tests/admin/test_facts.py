@@ -19,7 +19,7 @@ def seen(options: RedisOptions, huge_pages: str = "/nowhere") -> Facts:
         return gather(server, server.nodes[0], Need(), Path(huge_pages))
 
 
-def test_all_of_a_real_server(own_redis: RedisServer, tmp_path: Path) -> None:
+def test_all_of_a_real_server(own_server: RedisServer, tmp_path: Path) -> None:
     for name, value in (
         ("maxmemory", "100mb"),
         ("maxmemory-policy", "allkeys-lru"),
@@ -27,11 +27,11 @@ def test_all_of_a_real_server(own_redis: RedisServer, tmp_path: Path) -> None:
         ("client-output-buffer-limit", "normal 10mb 5mb 7"),
         ("maxclients", "77"),
     ):
-        own_redis.config_set(name, value)
+        own_server.config_set(name, value)
     pages = tmp_path / "enabled"
     pages.write_text("always [madvise] never\n")
-    facts = seen(RedisOptions(own_redis.unix_url), str(pages))
-    assert facts.where == f"unix:{own_redis.socket_path}"
+    facts = seen(RedisOptions(own_server.unix_url), str(pages))
+    assert facts.where == f"unix:{own_server.socket_path}"
     assert (facts.transport, facts.local, facts.private) == (Transport.UNIX, True, True)
     assert facts.version is not None
     assert facts.version >= (6, 2)
@@ -50,20 +50,20 @@ def test_all_of_a_real_server(own_redis: RedisServer, tmp_path: Path) -> None:
     assert not facts.has_password
 
 
-def test_an_append_only_file_and_tcp(own_redis: RedisServer) -> None:
-    own_redis.config_set("appendonly", "yes")
-    facts = seen(RedisOptions(own_redis.url))
+def test_an_append_only_file_and_tcp(own_server: RedisServer) -> None:
+    own_server.config_set("appendonly", "yes")
+    facts = seen(RedisOptions(own_server.url))
     assert (facts.transport, facts.local) == (Transport.TCP, True)
     assert facts.append_only is True
     assert facts.huge_pages is None
 
 
-def test_without_config_info_has_to_do(own_redis: RedisServer) -> None:
+def test_without_config_info_has_to_do(own_server: RedisServer) -> None:
     """As with managed services."""
-    own_redis.config_set("maxmemory", "100mb")
-    own_redis.config_set("maxmemory-policy", "volatile-lru")
-    own_redis.command("ACL", "SETUSER", "user", "on", ">pw", "~*", "+@all", "-config")
-    facts = seen(RedisOptions(own_redis.unix_url, username="user", password="pw"))
+    own_server.config_set("maxmemory", "100mb")
+    own_server.config_set("maxmemory-policy", "volatile-lru")
+    own_server.command("ACL", "SETUSER", "user", "on", ">pw", "~*", "+@all", "-config")
+    facts = seen(RedisOptions(own_server.unix_url, username="user", password="pw"))
     assert facts.has_password
     assert (facts.maxmemory_bytes, facts.policy) == (100 << 20, "volatile-lru")
     assert (facts.append_only, facts.saved) == (False, False)
@@ -75,9 +75,9 @@ def test_without_config_info_has_to_do(own_redis: RedisServer) -> None:
     assert unseen.startswith("CONFIG is refused")
 
 
-def test_without_info_too_hardly_anything_is_seen(own_redis: RedisServer) -> None:
-    own_redis.command("ACL", "SETUSER", "user", "on", ">pw", "~*", "+get", "+ping")
-    facts = seen(RedisOptions(own_redis.unix_url, username="user", password="pw"))
+def test_without_info_too_hardly_anything_is_seen(own_server: RedisServer) -> None:
+    own_server.command("ACL", "SETUSER", "user", "on", ">pw", "~*", "+get", "+ping")
+    facts = seen(RedisOptions(own_server.unix_url, username="user", password="pw"))
     assert (facts.version, facts.maxmemory_bytes, facts.policy) == (None, None, None)
     assert [text.split()[0] for text in facts.unseen] == ["INFO", "CONFIG"]
 

@@ -96,10 +96,10 @@ def test_a_list_under_our_key_is_explained(
     assert everything(redis_server) == before
 
 
-def test_a_user_who_may_not_read(own_redis: RedisServer) -> None:
-    own_redis.command("ACL", "SETUSER", "few", "on", ">pw", "~*", "+exists", "+ping")
-    options = RedisOptions(own_redis.unix_url, username="few", password="pw")
-    with own_redis.client() as client, open_server(options) as server:
+def test_a_user_who_may_not_read(own_server: RedisServer) -> None:
+    own_server.command("ACL", "SETUSER", "few", "on", ">pw", "~*", "+exists", "+ping")
+    options = RedisOptions(own_server.unix_url, username="few", password="pw")
+    with own_server.client() as client, open_server(options) as server:
         CHUNK.put(client)
         report = report_on(server, CHUNK.keys[0])
         assert report.verdict is Verdict.UNKNOWN
@@ -211,9 +211,9 @@ def test_a_summary_of_nothing(server: Server) -> None:
     assert list(summary_lines(summary)) == ["no chunks are here"]
 
 
-def test_under_lfu_uses_are_counted(own_redis: RedisServer) -> None:
-    own_redis.config_set("maxmemory-policy", "allkeys-lfu")
-    with own_redis.client() as client, open_server(RedisOptions(own_redis.unix_url)) as server:
+def test_under_lfu_uses_are_counted(own_server: RedisServer) -> None:
+    own_server.config_set("maxmemory-policy", "allkeys-lfu")
+    with own_server.client() as client, open_server(RedisOptions(own_server.unix_url)) as server:
         CHUNK.put(client)
         (group,) = summarise(server, b"", everything=False, verify=False).groups
         assert group.idle_s == []

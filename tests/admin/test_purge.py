@@ -96,9 +96,9 @@ def test_a_chunk_used_since_it_was_chosen_stays(server: Server, client: Any) -> 
     assert set(client.keys("*")) == set(chunk.keys)
 
 
-def test_without_idle_times_it_is_said_what_to_choose_by(own_redis: RedisServer) -> None:
-    own_redis.config_set("maxmemory-policy", "allkeys-lfu")
-    with own_redis.client() as client, open_server(RedisOptions(own_redis.unix_url)) as server:
+def test_without_idle_times_it_is_said_what_to_choose_by(own_server: RedisServer) -> None:
+    own_server.config_set("maxmemory-policy", "allkeys-lfu")
+    with own_server.client() as client, open_server(RedisOptions(own_server.unix_url)) as server:
         Cached(1).put(client)
         with pytest.raises(ConfigError, match=r"counts uses \(LFU\): choose by --model"):
             choose(server, b"", Selection(idle_longer_than_s=1.0))
@@ -251,21 +251,21 @@ def test_a_chunk_of_more_stripes_than_a_step(server: Server, client: Any) -> Non
     assert client.dbsize() == 0
 
 
-def test_a_user_who_may_not_remove(own_redis: RedisServer) -> None:
-    own_redis.command("ACL", "SETUSER", "reader", "on", ">pw", "~*", "+@read", "+ping")
-    options = RedisOptions(own_redis.unix_url, username="reader", password="pw")
-    with own_redis.client() as client, open_server(options) as server:
+def test_a_user_who_may_not_remove(own_server: RedisServer) -> None:
+    own_server.command("ACL", "SETUSER", "reader", "on", ">pw", "~*", "+@read", "+ping")
+    options = RedisOptions(own_server.unix_url, username="reader", password="pw")
+    with own_server.client() as client, open_server(options) as server:
         Cached(1).put(client)
         with pytest.raises(RedisAuthError, match="unlink"):
             purge(server, ALL)
         assert len(client.keys("*")) == 3
 
 
-def test_a_user_who_may_not_see_idle_times(own_redis: RedisServer) -> None:
+def test_a_user_who_may_not_see_idle_times(own_server: RedisServer) -> None:
     rights = ("~*", "+@read", "+unlink", "+ping", "-object")
-    own_redis.command("ACL", "SETUSER", "some", "on", ">pw", *rights)
-    options = RedisOptions(own_redis.unix_url, username="some", password="pw")
-    with own_redis.client() as client, open_server(options) as server:
+    own_server.command("ACL", "SETUSER", "some", "on", ">pw", *rights)
+    options = RedisOptions(own_server.unix_url, username="some", password="pw")
+    with own_server.client() as client, open_server(options) as server:
         Cached(1).put(client)
         with pytest.raises(RedisAuthError, match=r"allow it \+object"):
             choose(server, b"", Selection(idle_longer_than_s=1.0))

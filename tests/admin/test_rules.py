@@ -184,7 +184,7 @@ def test_huge_pages_are_for_servers_that_never_fork(forks: dict[str, Any]) -> No
     assert "redis.conf: disable-thp yes" in finding.change
 
 
-def test_the_server_takes_what_it_is_to_be_told(own_redis: RedisServer, tmp_path: Path) -> None:
+def test_the_server_takes_what_it_is_to_be_told(own_server: RedisServer, tmp_path: Path) -> None:
     changes = [c for changed, *_ in TABLE for finding in say(**changed) for c in finding.change]
     # The first two depend on the machine, as their findings say.
     depends = ("activedefrag", "maxclients", "SIZE")
@@ -192,7 +192,7 @@ def test_the_server_takes_what_it_is_to_be_told(own_redis: RedisServer, tmp_path
     commands = {c for c in changes if c.startswith("CONFIG SET ")}
     assert len(commands) == 7
     for command in commands:
-        assert own_redis.command(*shlex.split(command))
+        assert own_server.command(*shlex.split(command))
     # TLS wants files, and io-threads-do-reads has left Redis 8.
     lines = {c.removeprefix("redis.conf: ") for c in changes if c.startswith("redis.conf: ")}
     lines = {line for line in lines if not line.startswith(("tls-", "io-threads-do-reads"))}

@@ -70,9 +70,9 @@ def test_error_replies_stay_in_place(redis_server: RedisServer) -> None:
         assert node.ask_all([]) == []
 
 
-def test_a_forbidden_command_says_what_to_allow(own_redis: RedisServer) -> None:
-    own_redis.command("ACL", "SETUSER", "few", "on", ">pw", "~*", "+get", "+ping")
-    options = RedisOptions(own_redis.unix_url, username="few", password="pw")
+def test_a_forbidden_command_says_what_to_allow(own_server: RedisServer) -> None:
+    own_server.command("ACL", "SETUSER", "few", "on", ">pw", "~*", "+get", "+ping")
+    options = RedisOptions(own_server.unix_url, username="few", password="pw")
     with (
         open_server(options) as server,
         pytest.raises(RedisAuthError, match=r"need \+@read and \+unlink"),
@@ -80,19 +80,19 @@ def test_a_forbidden_command_says_what_to_allow(own_redis: RedisServer) -> None:
         server.nodes[0].ask("DBSIZE")
 
 
-def test_a_server_that_ends_meanwhile(own_redis: RedisServer) -> None:
-    with open_server(RedisOptions(own_redis.unix_url)) as server:
-        own_redis.kill()
+def test_a_server_that_ends_meanwhile(own_server: RedisServer) -> None:
+    with open_server(RedisOptions(own_server.unix_url)) as server:
+        own_server.kill()
         with pytest.raises(RedisUnavailable, match="was lost: try again"):
             server.nodes[0].ask("PING")
 
 
 def test_a_server_that_stops_answering(
-    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+    own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmcache_redis.admin.server.OP_TIMEOUT_S", 0.5)
-    with open_server(RedisOptions(own_redis.unix_url)) as server:
-        own_redis.stop()
+    with open_server(RedisOptions(own_server.unix_url)) as server:
+        own_server.stop()
         with pytest.raises(RedisTimeout, match="did not answer within"):
             server.nodes[0].ask("PING")
 

@@ -91,11 +91,11 @@ def test_without_headers_sizes_are_those_of_memory(server: Server, client: Any) 
     assert cut.missing(0b1) == list(range(1, 40))
 
 
-def test_without_rights_to_that_only_the_count_is_known(own_redis: RedisServer) -> None:
+def test_without_rights_to_that_only_the_count_is_known(own_server: RedisServer) -> None:
     rights = ("~*", "+@read", "-memory", "+ping")
-    own_redis.command("ACL", "SETUSER", "some", "on", ">pw", *rights)
-    options = RedisOptions(own_redis.unix_url, username="some", password="pw")
-    with own_redis.client() as client, open_server(options) as server:
+    own_server.command("ACL", "SETUSER", "some", "on", ">pw", *rights)
+    options = RedisOptions(own_server.unix_url, username="some", password="pw")
+    with own_server.client() as client, open_server(options) as server:
         Cached(1).put(client)
         server.nodes[0].untouched = False
         (cut,) = cuts_of(server, [SeenChunk(Cached(1).name, 0b111)]).values()

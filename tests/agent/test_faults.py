@@ -64,7 +64,7 @@ def test_redis_is_killed_between_store_and_lookup(
     stored.store("r3", HASHES, range(8))  # the host pool takes what Redis cannot
     assert stored.lookup("r4", HASHES) == 128
     redis_server.start()
-    wait_until(lambda: agent.status()["redis"]["up"], 1.0 + SLACK_S, "Redis back")
+    wait_until(lambda: agent.status()["redis"]["up"], "Redis back", 1.0 + SLACK_S)
     stored.store("r5", HASHES, range(8))  # known to the host pool, not yet to Redis
     wait_until(lambda: agent.counter("stored_chunks") == 2, what="the chunks in Redis")
 
@@ -84,7 +84,7 @@ def test_redis_is_stopped_during_a_lookup(
     redis_server.cont()
     tries = iter(range(1000))
     wait_until(
-        lambda: stored.lookup(f"again{next(tries)}", HASHES) == 128, 1.0 + SLACK_S, "hits again"
+        lambda: stored.lookup(f"again{next(tries)}", HASHES) == 128, "hits again", 1.0 + SLACK_S
     )
 
 
@@ -112,7 +112,7 @@ def test_redis_is_stopped_when_the_first_store_comes(
         # Not before somebody wants them again: the writes have failed by then.
         wait_until(lambda: agent.counter("drop_redis_error") == 2, what="two counted drops")
         redis_server.cont()
-        wait_until(lambda: agent.status()["redis"]["up"], 1.0 + SLACK_S, "Redis back")
+        wait_until(lambda: agent.status()["redis"]["up"], "Redis back", 1.0 + SLACK_S)
         assert agent.counter("stored_chunks") == 0
         engine.store("r3", HASHES, range(8))
         wait_until(lambda: agent.counter("stored_chunks") == 2, what="the chunks in Redis")
@@ -194,7 +194,7 @@ def test_the_agent_starts_before_redis(tmp_path: Path) -> None:
         assert engine.lookup("r1", HASHES) == 0
         engine.store("r1", HASHES, range(8))
         with server:
-            wait_until(lambda: agent.status()["redis"]["up"], 1.0 + SLACK_S, "Redis found")
+            wait_until(lambda: agent.status()["redis"]["up"], "Redis found", 1.0 + SLACK_S)
             engine.store("r2", HASHES, range(8))
             wait_until(lambda: agent.counter("stored_chunks") == 2, what="the chunks in Redis")
 

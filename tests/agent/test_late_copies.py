@@ -84,7 +84,7 @@ def test_blocks_of_an_agent_that_dies_inside_a_copy_are_free_at_once(agent: Agen
         stop_inside_a_retrieve(agent, engine, hashes)
         agent.kill()
         wait_until(
-            lambda: engine.workers[0].get_finished(set())[1], RETRIEVE_LEASE_S, "a failed retrieve"
+            lambda: engine.workers[0].get_finished(set())[1], "a failed retrieve", RETRIEVE_LEASE_S
         )
         assert engine.workers[0].get_block_ids_with_load_errors() == set(range(8, 16))
 

@@ -233,7 +233,7 @@ def test_an_interrupted_purge_says_what_it_did(client: Any, known: dict[str, str
         text=True,
         env=environment(**known),
     )
-    wait_until(lambda: client.dbsize() <= 57, TIMEOUT_S, "a first chunk removed")
+    wait_until(lambda: client.dbsize() <= 57, "a first chunk removed", TIMEOUT_S)
     process.send_signal(signal.SIGINT)
     said, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode != 0

@@ -19,6 +19,7 @@ from lmcache_redis.resp.connection import Connection
 from lmcache_redis.resp.options import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
 from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
 from tests.servers import RedisServer
+from tests.servers import wait_until as wait_until
 
 FINGERPRINT = bytes(range(32))
 NAMESPACE = FINGERPRINT[:16]
@@ -144,14 +145,6 @@ def open_all(plane: RedisPlane) -> None:
             and plane.open_streams == CONNECTIONS
         )
     )
-
-
-def wait_until(condition: Callable[[], object], what: str = "") -> None:
-    """Poll something that tells nobody when it becomes true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what or "waited in vain"
-        time.sleep(0.002)
 
 
 @contextmanager

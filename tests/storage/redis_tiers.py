@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from lmcache_redis.storage.remote import LMCRemoteBackend
 from tests.servers import RedisServer
+from tests.servers import wait_until as wait_until
 
 PATIENCE_S = 15.0
 SLOT = 4096
@@ -37,14 +37,6 @@ def tier(
     assert not [thread for thread in left if thread.name.startswith("lmcr-")]
     assert backend._plane.open_streams == 0
     assert not counts_descriptors or len(os.listdir("/proc/self/fd")) <= descriptors
-
-
-def wait_until(condition: Callable[[], object], what: str = "") -> None:
-    """Poll something that tells nobody when it becomes true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what or "waited in vain"
-        time.sleep(0.002)
 
 
 def stripes_in(server: RedisServer) -> list[bytes]:
