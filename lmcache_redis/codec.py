@@ -30,7 +30,7 @@ _handle_decoder = msgspec.msgpack.Decoder(CudaIPCHandle)
 
 
 class CustomizedDecoder:
-    """A msgpack decoder for one type. It raises no error but ``WireError``."""
+    """A msgpack decoder for one type. It raises only ``WireError``."""
 
     def __init__(self, expected: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(

@@ -1,7 +1,7 @@
-"""What can go wrong, by the stage at which it goes wrong.
+"""The errors of this package, by the stage that fails.
 
-Third-party exceptions are translated into these once, at the edge where they arise;
-everything above that edge catches only what stands here.
+Third-party exceptions are translated into these once, where they are raised. The code above
+catches only these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class ConfigError(LMCacheRedisError, ValueError):
 
 
 class FormatError(LMCacheRedisError, ValueError):
-    """A value that has no encoding, or bytes that are no encoding of a value."""
+    """A value cannot be encoded, or bytes cannot be decoded."""
 
 
 class WireError(LMCacheRedisError):
@@ -24,15 +24,15 @@ class WireError(LMCacheRedisError):
 
 
 class DeviceError(LMCacheRedisError):
-    """Device memory that cannot be exported, mapped or addressed within its bounds."""
+    """Device memory cannot be exported, mapped or addressed within its bounds."""
 
 
 class RedisError(LMCacheRedisError):
-    """Base class of everything a Redis server, or the way to it, can do wrong."""
+    """Base class: a Redis server, or the connection to it, failed."""
 
 
 class RedisUnavailable(RedisError):
-    """No connection: refused, reset, not yet up, or a name that does not resolve."""
+    """No connection: refused, reset, not yet up, or the name does not resolve."""
 
 
 class RedisTimeout(RedisError):
@@ -40,7 +40,7 @@ class RedisTimeout(RedisError):
 
 
 class RedisProtocolError(RedisError):
-    """Bytes that are not the reply expected here; the connection must be thrown away."""
+    """The reply is malformed or unexpected; the connection must be closed."""
 
 
 class RedisFull(RedisError):

@@ -6,9 +6,9 @@ All integers have 32 bits, signed, in the byte order of the machine; client and 
     reply, 36 bytes:    code | length | format | dtype | 4 sizes | location
 
 The key is UTF-8 text followed by spaces. A shape of fewer than four dimensions is followed by
-zeros; those are taken off again, down to one dimension, unless the format is BINARY or
+zeros; decoding removes them, down to one dimension, unless the format is BINARY or
 BINARY_BUFFER, whose shape is `length, 0, 0, 0`. A payload of `length` bytes follows a PUT and
-the successful reply to a GET. Whatever does not fit this raises FormatError.
+the successful reply to a GET. Anything else raises FormatError.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COMMAND_AND_LENGTH = struct.Struct("=2i")
 
 
 class ClientCommand(enum.IntEnum):
-    """What a request asks for."""
+    """The operation that a request asks for."""
 
     PUT = 1
     GET = 2
@@ -53,7 +53,7 @@ class ClientCommand(enum.IntEnum):
 
 
 class ServerReturnCode(enum.IntEnum):
-    """What a reply says, in numbers borrowed from HTTP."""
+    """The result of a request, in numbers borrowed from HTTP."""
 
     SUCCESS = 200
     FAIL = 400
@@ -86,7 +86,7 @@ class _DtypeToInt(Mapping["torch.dtype | str | None", int]):
 
 
 class _IntToDtype(Mapping[int, "torch.dtype | None"]):
-    """What a code stands for as torch has it; imports torch when asked."""
+    """``torch.dtype`` by code. Access imports torch."""
 
     def __getitem__(self, code: int) -> torch.dtype | None:
         name = _NAME_OF_CODE[code]
@@ -106,14 +106,14 @@ INT_TO_LOCATION: dict[int, str | None] = {code: name for name, code in LOCATION_
 
 
 class HasKeyText(Protocol):
-    """A key of LMCache's own making."""
+    """A key object of LMCache."""
 
     def to_string(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class _Payload:
-    """What both messages say about a payload."""
+    """The payload fields of both messages."""
 
     length: int
     fmt: MemoryFormat
@@ -149,7 +149,7 @@ class _Payload:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype as torch has it; imports torch."""
+        """The dtype as ``torch.dtype``; imports torch."""
         return None if self.dtype_name is None else torch_dtype(self.dtype_name)
 
     def _described(self) -> tuple[int, int, int]:

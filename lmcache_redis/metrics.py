@@ -1,7 +1,7 @@
 """The agent's counters: a closed set of names, each with a description.
 
 A counter only grows, from the start of the process. The set and its order are fixed, so that a
-misspelt name raises. STATUS and the log lines report `Metrics.snapshot()`.
+misspelled name raises. STATUS and the log lines report `Metrics.snapshot()`.
 """
 
 from __future__ import annotations

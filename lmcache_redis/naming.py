@@ -1,10 +1,10 @@
-"""The name of a chunk: one key, in Redis and on disk, whoever writes it.
+"""The name of a chunk: one key, the same in Redis and on disk, for agents and libraries.
 
     key prefix | b"lmcr1:" | namespace (16) | ObjectKey
 
-The namespace names the layout: half of an engine's fingerprint in hex, as agents write it, or the
-namespace of tensors, whose metadata says what each of them is. The stripes of a chunk add their
-index in Redis; a file on disk is found by the digest of the key.
+The namespace identifies the layout: the first half of an engine's fingerprint in hex, as agents
+write it, or the namespace of tensors, which describe themselves in their metadata. In Redis each
+stripe of a chunk adds its index; a file on disk is found by the digest of the key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lmcache_redis.keys import KEY_MAGIC, NAMESPACE_BYTES, ObjectKey, key_stem
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
 
-# What all tensors have in place of a layout's fingerprint.
+# The fingerprint of all tensors, which have no layout.
 TENSORS = hashlib.blake2b(b"lmcr1.tensors", digest_size=32).digest()
 
 
@@ -39,7 +39,7 @@ class ChunkNames:
 
     @property
     def common(self) -> bytes:
-        """What all keys of the layout begin with."""
+        """The common prefix of all keys of the layout."""
         return self._prefix + KEY_MAGIC + self._namespace
 
     def chunk_key(self, key: ObjectKey) -> bytes:
@@ -47,7 +47,7 @@ class ChunkNames:
         return self.stem(key.model_name, key.kv_rank, len(key.chunk_hash)) + key.chunk_hash
 
     def parse(self, chunk_key: bytes) -> ObjectKey | None:
-        """The inverse of `chunk_key`; None for what is not the name of a chunk of this layout."""
+        """The inverse of `chunk_key`; None if it names no chunk of this layout."""
         common = self.common
         if not chunk_key.startswith(common):
             return None
@@ -57,12 +57,12 @@ class ChunkNames:
             return None
 
     def frame(self, key: ObjectKey, metadata: RemoteMetadata, stripe_bytes: int) -> ChunkFrame:
-        """What its stripes have in common. Raises FormatError for a chunk that has no encoding."""
+        """The frame of its stripes. Raises FormatError for a chunk that cannot be encoded."""
         encoded = metadata.serialize()
         return ChunkFrame(self.fingerprint, key.chunk_hash, metadata.length, stripe_bytes, encoded)
 
     def _stem(self, model_name: str, kv_rank: int, hash_len: int) -> bytes:
-        """What the keys of one worker's chunks begin with, whose hashes have that length."""
+        """The common prefix of the keys of one worker's chunks, for hashes of that length."""
         return key_stem(self._namespace, model_name, kv_rank, hash_len, self._prefix)
 
 
@@ -84,9 +84,9 @@ class ChunkForm:
     def of_pages(
         names: ChunkNames, model_name: str, kv_rank: int, chunk_bytes: int, slot_bytes: int
     ) -> ChunkForm:
-        """Of chunks of opaque bytes, in stripes that fill slots of ``slot_bytes`` evenly.
+        """The form of chunks of opaque bytes, in stripes of equal size, at most ``slot_bytes``.
 
-        Raises FormatError where such chunks have no encoding.
+        Raises FormatError if such chunks cannot be encoded.
         """
         metadata = RemoteMetadata(chunk_bytes, [(chunk_bytes,)], ["uint8"], MemoryFormat.PAGES)
         stripe_bytes = stripe_payload_bytes(chunk_bytes, slot_bytes)
@@ -99,7 +99,7 @@ class ChunkForm:
 
     @property
     def fingerprint(self) -> bytes:
-        """Of the layout, in every header."""
+        """The layout's fingerprint, part of every header."""
         return self.names.fingerprint
 
     @property
@@ -112,11 +112,11 @@ class ChunkForm:
         return self.stem(len(chunk_hash)) + chunk_hash
 
     def stem(self, hash_bytes: int) -> bytes:
-        """What the keys of all chunks with hashes of that length begin with."""
+        """The common prefix of the keys of all chunks with hashes of that length."""
         return self.names.stem(self.model_name, self.kv_rank, hash_bytes)
 
     def frame(self, chunk_hash: bytes) -> ChunkFrame:
-        """What the headers of the chunk's stripes say."""
+        """The frame of the chunk's stripes."""
         return ChunkFrame(
             fingerprint=self.names.fingerprint,
             chunk_hash=chunk_hash,

@@ -51,7 +51,7 @@ _EXPECTED_PREAMBLE = _PREAMBLE.pack(_MAGIC, VERSION, HEADER_BYTES)
 
 
 class Verdict(enum.Enum):
-    """What a reader makes of a header; all but OK are misses."""
+    """The verdict of a reader on a header; all but OK are misses."""
 
     OK = "ok"
     BAD_MAGIC = "not a stripe"
@@ -64,7 +64,7 @@ class Verdict(enum.Enum):
 
 
 class HeaderCheck(NamedTuple):
-    """The verdict on a header; store_id and the payload's checksum are set where it is OK."""
+    """The verdict on a header; store_id and the payload's checksum are set if it is OK."""
 
     verdict: Verdict
     store_id: bytes = b""
@@ -80,9 +80,9 @@ class ChunkFrame:
     """What all stripe headers of one chunk have in common.
 
     fingerprint: 32 bytes of the layout. chunk_hash: 1 to 63 bytes. stripe_payload_bytes:
-    what every stripe but the last carries of chunk_bytes. metadata: the serialized
-    RemoteMetadata of the chunk, its length equal to chunk_bytes. Raises FormatError for
-    values that no header can carry, among them a chunk of more than 65,535 stripes.
+    payload of every stripe but the last. metadata: the serialized RemoteMetadata of the
+    chunk, its length equal to chunk_bytes. Raises FormatError for values that do not fit a
+    header, such as a chunk of more than 65,535 stripes.
     """
 
     fingerprint: bytes
@@ -115,12 +115,12 @@ class ChunkFrame:
         object.__setattr__(self, "_padded_metadata", self.metadata.ljust(MAX_METADATA_BYTES, b"\0"))
 
     def payload_bytes(self, index: int) -> int:
-        """Bytes of the chunk that stripe `index` carries. Raises FormatError for no stripe."""
+        """Payload bytes of stripe `index`. Raises FormatError if there is no such stripe."""
         left = self.chunk_bytes - self.payload_offset(index)
         return self.stripe_payload_bytes if left > self.stripe_payload_bytes else left
 
     def payload_offset(self, index: int) -> int:
-        """Where in the chunk stripe `index` begins. Raises FormatError for no stripe."""
+        """Offset of stripe `index` in the chunk. Raises FormatError if there is no such stripe."""
         if not 0 <= index < self.stripe_count:
             raise FormatError(f"stripe {index} of a chunk of {self.stripe_count}")
         return index * self.stripe_payload_bytes
@@ -175,7 +175,7 @@ class ChunkFrame:
     def check_header(self, buf: bytes | bytearray | memoryview, index: int) -> HeaderCheck:
         """Whether the first 512 bytes of `buf` are the header of stripe `index` of this chunk.
 
-        Never raises for what the bytes are. The payload itself is not looked at.
+        Never raises, whatever the bytes are. The payload is not read.
         """
         raw = _header_of(buf)
         if len(raw) < HEADER_BYTES:
@@ -217,7 +217,7 @@ class ChunkFrame:
 
 @dataclass(frozen=True, slots=True)
 class StripeHeader:
-    """All that a header says; sizes and offsets in bytes, checksum of the payload."""
+    """The fields of a header; sizes and offsets in bytes, checksum of the payload."""
 
     store_id: bytes
     stripe_index: int
@@ -233,9 +233,9 @@ class StripeHeader:
 
 
 def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
-    """What the first 512 bytes of a value say, for tools that know no layout.
+    """The header in the first 512 bytes of a value, for tools that know no layout.
 
-    Raises FormatError unless they are a whole header of this version without contradiction.
+    Raises FormatError unless they are a complete, consistent header of this version.
     """
     raw = _header_of(buf)
     fault = _own_fault(raw)
@@ -280,7 +280,7 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
 
 
 def stripe_payload_bytes(chunk_bytes: int, slot_bytes: int) -> int:
-    """How many bytes of a chunk each stripe but the last carries, at most slot_bytes.
+    """Payload bytes of each stripe but the last, at most slot_bytes.
 
     As few stripes as fit the slots, as equal in size as multiples of 64 bytes allow.
     Raises FormatError unless both are positive.
@@ -300,7 +300,7 @@ def _own_checksum(raw: bytes) -> int:
 
 
 def _own_fault(raw: bytes) -> Verdict | None:
-    """What is wrong with a header whatever the chunk it belongs to, if anything."""
+    """What is wrong with a header by itself, whichever chunk it belongs to; None if nothing is."""
     if len(raw) < HEADER_BYTES:
         return Verdict.CORRUPT_HEADER
     preamble, _, place, _, _, _, own, _ = _PARTS.unpack(raw)
@@ -327,7 +327,7 @@ def _place(index: int, count: int, stripe_payload_bytes: int, chunk_bytes: int) 
 
 @functools.lru_cache(maxsize=64)
 def _parsed_metadata(metadata: bytes) -> RemoteMetadata:
-    """Chunks of one layout share their metadata: it is parsed once."""
+    """Parsed once: chunks of one layout share their metadata."""
     return RemoteMetadata.deserialize(metadata)
 
 

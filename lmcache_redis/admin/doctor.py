@@ -1,9 +1,8 @@
 """What to change about the servers behind a cache: facts, measurements and rules together.
 
-Round trips and bytes a second are measured the way an agent moves stripes: a few of the usual
-size under names of our own that are no stripe's, each with an expiry from the moment it is
-written, so that nothing stays behind if we are killed; removed at the end. A server that is
-full evicts as much to make room for them.
+Latency and bandwidth are measured as an agent moves stripes: a few values of the usual size,
+under keys that name no stripe. They are removed at the end, and expire if this process is killed.
+A full server evicts the same amount to make room for them.
 """
 
 from __future__ import annotations
@@ -50,22 +49,22 @@ class Diagnosis:
 
     @property
     def exit_status(self) -> int:
-        """0 where nothing is critical and nothing warns, else 1."""
+        """0 if no finding is critical or a warning, else 1."""
         return int(any(f.severity <= Severity.WARNING for f in self.findings))
 
 
 def diagnose(server: Server, prefix: bytes, need: Need, *, bandwidth: bool) -> Diagnosis:
-    """Look at every node, measure it, and judge. Changes no setting.
+    """Examines, measures and judges every node. Changes no setting.
 
-    bandwidth: write a few MiB under temporary keys and read them back. Raises RedisError
-    where a server cannot be asked at all.
+    bandwidth: also write a few MiB under temporary keys and read them back. Raises RedisError
+    if a server cannot be reached.
     """
     facts = tuple(_examined(server, node, prefix, need, bandwidth) for node in server.nodes)
     return Diagnosis(facts, findings_of(facts))
 
 
 def findings_of(facts: Iterable[Facts]) -> tuple[Finding, ...]:
-    """What the rules say of every server, each with its address. Pure."""
+    """The findings of all servers, each with its address. Pure."""
     return tuple(
         by_importance(
             replace(finding, where=each.where) for each in facts for finding in judge(each)
@@ -95,10 +94,10 @@ def measure_ping(node: Node, pings: int = PINGS) -> float:
 
 
 def probe_keys(prefix: bytes, is_there: Callable[[bytes], bool] = lambda key: True) -> list[bytes]:
-    """Names that agents' rights cover (prefix and `lmcr1:`) and that name no stripe.
+    """Keys that the ACL rights of agents cover (prefix and `lmcr1:`) and that name no stripe.
 
-    is_there: whether the node to be measured would hold the key. Raises RedisUnavailable
-    where it holds none that is tried.
+    is_there: whether the measured node owns the key. Raises RedisUnavailable if it owns none of
+    those tried.
     """
     base = prefix + KEY_MAGIC + b"doctor:"
     tried = (b"%b%b" % (base, secrets.token_hex(16).encode()) for _ in range(_ATTEMPTS))
@@ -109,9 +108,9 @@ def probe_keys(prefix: bytes, is_there: Callable[[bytes], bool] = lambda key: Tr
 
 
 def measure_bandwidth(server: Server, node: Node, prefix: bytes) -> tuple[float, float]:
-    """Bytes a second read over several connections, and written over one, as an agent does.
+    """Bytes a second, read over several connections and written over one, as an agent does.
 
-    Raises RedisError where the server refuses, or takes longer than 20 s.
+    Raises RedisError if the server refuses, or takes longer than 20 s.
     """
     keys = probe_keys(prefix, lambda key: server.node_of(key) is node)
     deadline = time.monotonic() + _DEADLINE_S
@@ -130,7 +129,7 @@ def measure_bandwidth(server: Server, node: Node, prefix: bytes) -> tuple[float,
 
 
 def _write(connection: Connection, keys: list[bytes], deadline: float) -> float:
-    """All stripes sent before the first reply is read; the median of some rounds."""
+    """Sends all stripes before it reads the first reply; the median of some rounds."""
     # Not zeros: some networks compress.
     value = memoryview(secrets.token_bytes(VALUE_BYTES))
     heads = [set_prefix(key, VALUE_BYTES, EXPIRES_S) for key in keys]

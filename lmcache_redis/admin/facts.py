@@ -1,7 +1,7 @@
-"""What can be seen of a server: INFO, CONFIG where it is allowed, and /sys on the same machine.
+"""The facts of a server: from INFO, from CONFIG where it is allowed, from /sys if it is local.
 
-Managed services forbid CONFIG, and a user may lack INFO too: what is refused is None in
-`Facts` and named in `Facts.unseen`.
+Managed services forbid CONFIG, and a user may lack INFO too: what is refused is None in `Facts`
+and named in `Facts.unseen`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What prefill produces: bytes of KV a token, and tokens a second of all engines here."""
+    """The KV that prefill produces: bytes a token, and tokens a second of all engines together."""
 
     kv_bytes_per_token: int = 128 << 10
     prefill_tokens_per_s: float = 8000.0
@@ -46,13 +46,13 @@ class Need:
 
 
 def _from(info: str = "", setting: str = "") -> Any:
-    """A fact that the server states: by CONFIG GET of a setting, else in a field of INFO."""
+    """A fact that the server states: CONFIG GET of a setting, else a field of INFO."""
     return field(default=None, metadata={"info": info, "setting": setting})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What was seen of one server; None where it could not be. Sizes in bytes.
+    """What is known of one server; None: unknown. Sizes in bytes.
 
     local: on this machine. private: not reachable by a public address. nodes: how many
     servers share the keys. as_cluster: agents ask each of them for its own slots.
@@ -108,7 +108,7 @@ SETTINGS = [f.metadata["setting"] for f in _STATED if f.metadata["setting"]]
 
 
 def gather(server: Server, node: Node, need: Need, huge_pages: Path = HUGE_PAGES) -> Facts:
-    """The facts of one node, nothing measured. Raises RedisError where the connection fails."""
+    """The facts of one node, without measurements. Raises RedisError if the connection fails."""
     unseen: list[str] = []
     (info,) = node.ask_all([("INFO",)])
     if isinstance(info, RedisError):
@@ -181,7 +181,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _read(kind: str, text: Any) -> Any:
-    """A value of this type, or None where the server states none."""
+    """A value of this type, or None if the server states none."""
     try:
         return None if text is None else _READERS[kind.removesuffix(" | None")](text)
     except ValueError:
@@ -189,7 +189,7 @@ def _read(kind: str, text: Any) -> Any:
 
 
 def info_of(reply: bytes) -> Mapping[str, str]:
-    """What INFO says, by name. Pure."""
+    """The fields of INFO. Pure."""
     lines = [line.partition(":") for line in reply.decode("utf-8", "replace").splitlines()]
     return {name: value for name, colon, value in lines if colon}
 

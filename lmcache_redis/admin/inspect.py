@@ -1,5 +1,7 @@
-"""One key explained, or what is cached by model and layout. Reads headers, no payloads,
-unless asked to verify them; removes nothing."""
+"""One key explained, or what is cached by model and layout.
+
+Reads headers, and payloads only to verify them. Removes nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ SAMPLE_KEYS = 200_000
 
 
 class Verdict(enum.Enum):
-    """What an agent would make of a chunk, in words."""
+    """The verdict of an agent on a chunk, in words."""
 
     COMPLETE = "complete: every stripe is there, of one store"
     INVISIBLE = "incomplete: stripe 0 is not there, so agents count a miss and leave the rest"
@@ -43,7 +45,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChunkReport:
-    """A chunk, and each of its stripes (stripe_count 0 where no header tells how many)."""
+    """A chunk and its stripes. stripe_count: 0 if no header gives it."""
 
     name: ChunkName
     stripe_asked: int | None
@@ -70,7 +72,7 @@ class ChunkReport:
 
 @dataclass(frozen=True, slots=True)
 class OtherKey:
-    """A key, as redis-cli shows it, that names no chunk of ours: why, and what is there."""
+    """A key, as redis-cli shows it, that names no chunk: the reason, and the type of its value."""
 
     key: str
     reason: str
@@ -80,9 +82,9 @@ class OtherKey:
 
 
 def explain(server: Server, key: bytes, prefix: bytes, verify: bool) -> ChunkReport | OtherKey:
-    """What a stripe's key, or a chunk's without its stripe index, stands for.
+    """Explains the key of a stripe, or of a chunk (without the stripe index).
 
-    A key with another prefix is understood too. Raises RedisError.
+    The key may have another prefix. Raises RedisError.
     """
     try:
         name, index = find_name(key, prefix)
@@ -99,7 +101,7 @@ def explain(server: Server, key: bytes, prefix: bytes, verify: bool) -> ChunkRep
 
 
 def verdict_of(stripes: Sequence[Stripe]) -> Verdict:
-    """What agents make of a chunk with these stripes, in the order of their indexes."""
+    """The verdict on a chunk with these stripes, which are sorted by index."""
     there = [s for s in stripes if s.state is not State.MISSING]
     if not there:
         return Verdict.ABSENT
@@ -116,16 +118,16 @@ def verdict_of(stripes: Sequence[Stripe]) -> Verdict:
 
 
 class Spread(list[float]):
-    """Values of which the smallest, the median and the largest are told."""
+    """Values that are reported as minimum, median and maximum."""
 
 
 @dataclass(slots=True)
 class Group:
-    """Chunks of one model and layout. value_bytes: with headers, of stripes that are there.
+    """Chunks of one model and layout. value_bytes: of the stripes present, headers included.
 
-    incomplete: stripes missing, no_first of them stripe 0. idle_s, frequency: of each
-    chunk's first stripe. stored_unix_s: where headers were read. damaged: chunks, where
-    payloads were verified.
+    incomplete: chunks with missing stripes, no_first of them without stripe 0. idle_s, frequency:
+    of each chunk's first stripe. stored_unix_s: if headers were read. damaged: chunks, if payloads
+    were verified.
     """
 
     model: str
@@ -159,7 +161,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """All groups, the largest first, and how much of the server they come from."""
+    """All groups, the largest first, and the survey that they come from."""
 
     groups: tuple[Group, ...]
     survey: Survey
@@ -171,9 +173,9 @@ class Summary:
 def summarise(server: Server, prefix: bytes, *, everything: bool, verify: bool) -> Summary:
     """What the cache holds by model and layout, from a sample or from every key.
 
-    Each chunk's header is read where that does not count as a use (`Node.untouched`); else
-    store times are not known, and sizes are those of the server's memory. verify: reads every
-    payload, which then counts. Raises RedisError.
+    Each chunk's header is read if that does not count as a use (`Node.untouched`). Otherwise store
+    times are unknown, and sizes are memory usage. verify: reads every payload, which then counts
+    as a use. Raises RedisError.
     """
     most = (None, None) if everything else (SAMPLE_CHUNKS, SAMPLE_KEYS)
     found = survey(server, prefix, most_chunks=most[0], most_keys=most[1])
@@ -200,7 +202,7 @@ def summarise(server: Server, prefix: bytes, *, everything: bool, verify: bool) 
 
 
 def _is_damaged(server: Server, chunk: SeenChunk) -> bool:
-    """Whether a stripe that is there is not what its key says, payload included."""
+    """Whether a stripe that is present does not match its key or its checksum."""
     stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])
     states = [verify_payload(server, chunk.name, stripe).state for stripe in stripes]
     return any(state not in (State.WHOLE, State.MISSING) for state in states)

@@ -1,4 +1,4 @@
-"""Keys, layouts, sizes and ages as people write and read them. Pure."""
+"""Keys, layouts, sizes and ages as text. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ranks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkName:
-    """What a Redis key says about its chunk: prefix, namespace (16 bytes), and the rest."""
+    """The chunk that a Redis key names: prefix, namespace (16 bytes), and the rest."""
 
     prefix: bytes
     namespace: bytes
@@ -46,7 +46,7 @@ class ChunkName:
 
     @property
     def chunk_key(self) -> bytes:
-        """The keys of all its stripes without the stripe index."""
+        """The key of each of its stripes, without the stripe index."""
         return self.prefix + KEY_MAGIC + self.namespace + self.key.to_bytes()
 
     @property
@@ -69,9 +69,9 @@ class ChunkName:
 
 
 def parse_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
-    """The chunk a key names, and which stripe; None for a key without a stripe index.
+    """The chunk and the stripe that a key names; None for a key without a stripe index.
 
-    Raises FormatError for what is neither.
+    Raises FormatError for any other key.
     """
     try:
         namespace, key, index = parse_stripe_key(data, prefix)
@@ -89,9 +89,9 @@ def parse_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
 
 
 def find_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
-    """As `parse_name`, and where the key has another prefix, with that one.
+    """As `parse_name`, also for a key with another prefix.
 
-    Raises FormatError for a key that names nothing of ours.
+    Raises FormatError for a key that names neither.
     """
     others = (data[: at.start()] for at in re.finditer(re.escape(KEY_MAGIC), data))
     for candidate in (prefix, *others):
@@ -104,7 +104,7 @@ def find_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
 
 
 def read_key(text: str) -> bytes:
-    """The key that people wrote: hex, text with \\xNN and the like, or redis-cli's quotes."""
+    """A key as typed by a user: hex, text with escapes such as \\xNN, or redis-cli's quotes."""
     text = _LIST_NUMBER.sub("", text).strip()
     if _HEX.fullmatch(text):
         return bytes.fromhex(text)
@@ -128,12 +128,12 @@ def show_key(data: bytes) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with everything that a terminal would act on escaped."""
+    """The text with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def read_layout(text: str) -> frozenset[bytes]:
-    """The namespaces that a layout names.
+    """The namespaces that a layout may have in keys.
 
     16 hex digits: as `status` and `inspect` show it. 32: the 16 bytes of a namespace. 64: a
     whole fingerprint. Raises ConfigError for anything else.
@@ -153,7 +153,7 @@ def read_layout(text: str) -> frozenset[bytes]:
 
 
 def namespaces_of(fingerprint: bytes) -> frozenset[bytes]:
-    """How keys may name a layout: its fingerprint's first bytes, as they are or as hex."""
+    """The namespaces of a layout: the first bytes of its fingerprint, as they are or as hex."""
     return frozenset({fingerprint[:NAMESPACE_BYTES], fingerprint.hex()[:NAMESPACE_BYTES].encode()})
 
 

@@ -1,11 +1,10 @@
-"""Removing chunks: chosen by name and by age, removed at a bounded rate.
+"""Removes chunks, chosen by name and by age, at a bounded rate.
 
-Two passes. The first chooses by key names and idle times and reads no value, so that looking
-changes nothing; only where chunks are chosen by store time are headers read there too. The
-second reads the header under each key just before that key is removed, and leaves every value
-that is not, beyond doubt, a stripe of the chunk that the key names. Stripe 0 goes first: without
-it no reader sees the others. Beside running agents a chunk that vanishes is a miss; one that is
-stored again at that moment may lose stripes, which is a miss.
+Two passes. The first chooses by key name and idle time. It reads headers, which may change idle
+times, only if chunks are chosen by store time. The second reads the header of each key just before
+it removes the key, and leaves every value that is not certainly a stripe of the chunk that the key
+names. Stripe 0 goes first: without it no reader sees the others. Agents may run meanwhile: a chunk
+that was removed is a miss, and so is one that is stored again at that moment and loses stripes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _CHOOSE_BY = "choose by --model, --layout or --stored-longer-than instead of --i
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which chunks to remove: all that match every condition that is set."""
+    """Which chunks to remove: those that match every condition given."""
 
     models: frozenset[str] = frozenset()
     namespaces: frozenset[bytes] | None = None
@@ -61,7 +60,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What would be removed. value_bytes: see `survey.cuts_of`; None where it is not known."""
+    """What a purge removes. value_bytes: see `survey.cuts_of`; None: unknown."""
 
     selection: Selection
     chunks: tuple[SeenChunk, ...]
@@ -84,9 +83,9 @@ class Plan:
 
 @dataclass(slots=True)
 class Removal:
-    """What was removed. chunks: those whose first stripe went. used_again, stored_again: chunks,
-    and keys, that are no longer as old as when they were chosen. left: keys that stay, by reason;
-    left_examples: some of them."""
+    """What was removed. chunks: those whose first stripe was. used_again, stored_again: chunks and
+    keys that are no longer old enough. left: keys not removed, by reason; left_examples: some of
+    them."""
 
     chunks: int = 0
     stripes: int = 0
@@ -122,7 +121,7 @@ class Pace:
         self._sleep = sleep
 
     def steps(self, chunks: Sequence[SeenChunk]) -> Iterator[tuple[list[SeenChunk], int]]:
-        """Chunks that may be removed now, and their keys; a chunk is never divided."""
+        """Chunks to remove now, and the number of their keys; a chunk is never divided."""
         # Ten steps a second, so that a slow purge proceeds evenly too.
         most_keys = max(1, min(_STEP_KEYS, int(self._per_second / 10)))
         due = self._clock()
@@ -137,16 +136,16 @@ class Pace:
             if due > now:
                 self._sleep(due - now)
             yield step, keys
-            # Time that passed otherwise is not made up for.
+            # A delay is not made up for.
             due = max(due, now) + keys / self._per_second
 
 
 def choose(server: Server, prefix: bytes, selection: Selection) -> Plan:
-    """What a purge would remove; removes nothing, and changes no idle time but where headers
-    have to be read for `stored_longer_than_s` and the server counts that as a use.
+    """What a purge would remove. Removes nothing, and changes no idle times, unless headers are
+    read for `stored_longer_than_s` and the server counts that as a use.
 
-    Raises RedisError, and ConfigError where the server keeps no idle times, or reading headers
-    would change those that matter.
+    Raises RedisError, and ConfigError if the server keeps no idle times, or if reading headers
+    would change the idle times that chunks are chosen by.
     """
     both = None not in (selection.idle_longer_than_s, selection.stored_longer_than_s)
     if both and not server.untouched:
@@ -179,10 +178,10 @@ def remove(
     result: Removal,
     progress: Callable[[int], None] = lambda keys: None,
 ) -> None:
-    """Remove what was chosen, counting into `result` as it goes. Raises RedisError.
+    """Removes the chunks of a plan and counts them in `result`. Raises RedisError.
 
-    Chunks used since they were chosen stay where idle ones were chosen. progress: called
-    with how many of the plan's keys are done.
+    If idle chunks were chosen, those used since then stay. progress: called with the number of the
+    plan's keys that are done.
     """
     started = time.monotonic()
     done = 0
@@ -212,7 +211,7 @@ def _remove_step(
             result.vanished += 1
         else:
             result.leave(chunk.name.stripe(index), stripe.state.value)
-    # On several nodes only a call of its own makes stripe 0 go before any other stripe.
+    # On several nodes, only a separate call removes stripe 0 before the others.
     for first in (True, False):
         _unlink(server, [pair for pair in ours if (pair[1].index == 0) is first], result)
 
@@ -235,7 +234,7 @@ def _unlink(server: Server, stripes: list[tuple[SeenChunk, Stripe]], result: Rem
 
 
 def _idle(server: Server, chunks: Sequence[SeenChunk], selection: Selection) -> list[SeenChunk]:
-    """Those whose first stripe was not used for long enough, if that is a condition."""
+    """The chunks whose first stripe is idle for long enough, if that is a condition."""
     least_s = selection.idle_longer_than_s
     if least_s is None:
         return list(chunks)

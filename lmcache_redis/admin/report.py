@@ -1,7 +1,7 @@
-"""What the admin tools found: as JSON for programs, as lines of text for people.
+"""The reports of the admin tools, as JSON and as lines of text.
 
-Sizes in bytes, times in seconds. Names come from keys that anyone may have written: what a
-terminal would act on is escaped, and nothing is cut off.
+Sizes in bytes, times in seconds. Names come from keys that any client may have written: control
+characters are escaped, and nothing is truncated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.stripes import State, Stripe, Use
 from lmcache_redis.resp.endpoint import Transport
 
-# The JSON fields of a type, and where another attribute holds one. Of other types: all fields.
+# The JSON fields of a type; NAME=PATH for another attribute. Other types: all fields.
 _FIELDS: dict[type, str] = {
     ChunkReport: "ours chunk_key_hex=name.chunk_key key_prefix=name.shown_prefix "
     "model=name.key.model_name layout=name.layout chunk_hash=name.key.chunk_hash "
@@ -67,7 +67,7 @@ def as_json(found: Any) -> Any:
 
 
 def _at(found: Any, path: str) -> Any:
-    """The attribute at a dotted path; None where one on the way is None."""
+    """The attribute at a dotted path; None if an attribute on the path is None."""
     for name in path.split("."):
         found = None if found is None else getattr(found, name)
     return found

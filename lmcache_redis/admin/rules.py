@@ -1,4 +1,4 @@
-"""What to change about a server, and why: from facts alone, where None was not seen. Pure."""
+"""What to change about a server, and why, from its facts alone. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmcache_redis.stripe import HEADER_BYTES
 
 OLDEST_VERSION = (6, 2)
 STRIPE_BYTES = DEFAULT_SLOT_BYTES + HEADER_BYTES
-# An agent keeps one GET outstanding on a connection: a reply, and room to spare.
+# An agent has one GET in flight on a connection: a reply, and room to spare.
 LEAST_BUFFER_BYTES = 4 * STRIPE_BYTES
 _FEW_CORES = 2
 # Shares of the machine's memory: the most that is safe, the most beside forks, what to set.
@@ -26,7 +26,7 @@ _LEAST_USED_BYTES = 1 << 30
 
 
 class Severity(enum.IntEnum):
-    """How much it matters; CRITICAL and WARNING make the doctor's exit status 1."""
+    """How serious a finding is. With CRITICAL or WARNING the doctor's exit status is 1."""
 
     CRITICAL = 0
     WARNING = 1
@@ -39,7 +39,7 @@ CRITICAL, WARNING, HINT, OK = Severity
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing about one server: what was seen, why it matters here, how to change it."""
+    """One finding about one server: what was seen, why it matters, how to change it."""
 
     severity: Severity
     topic: str
@@ -58,8 +58,8 @@ def _set(name: str, value: str) -> tuple[str, str]:
 _TOO_SMALL = f"a stripe is up to {shown_bytes(STRIPE_BYTES)}: the server would refuse stores"
 _THP_OFF = f"as root on the server's machine: echo madvise > {HUGE_PAGES}"
 
-# Why each topic matters and what to change, unless its rule below says so itself. Of findings
-# that matter equally, the earlier topic here comes first.
+# Why each topic matters and what to change, unless its rule below gives both. Findings of equal
+# severity are sorted in the order of these topics.
 ADVICE: dict[str, tuple[str, ...]] = {
     "role": (
         "a replica takes no writes: nothing would ever be stored",
@@ -140,7 +140,7 @@ _TOPICS = list(ADVICE)
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """What every rule says, the most important first; of equals, in the order of ADVICE."""
+    """The findings of all rules, the most important first."""
     findings = []
     for rules in (_access, _memory, _persistence, _limits, _speed):
         for finding in rules(facts):
@@ -284,7 +284,7 @@ def _limits(f: Facts) -> Iterator[Finding]:
 
 
 def _speed(f: Facts) -> Iterator[Finding]:
-    # What this server has to carry of the bytes a second that prefill makes.
+    # The share of this server in the bandwidth that prefill needs.
     need = f.need.bytes_per_s / f.nodes
     split = f" over {f.nodes} servers" if f.nodes > 1 else ""
     read, write = f.read_bytes_per_s, f.write_bytes_per_s

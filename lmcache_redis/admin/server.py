@@ -1,8 +1,7 @@
-"""Clients of the server that a URL names. The only place where the admin tools make one.
+"""Connections of the admin tools to the servers that a URL names.
 
-Everything else asks `Server.nodes`: the processes that hold keys, one for a single server.
-Replies are those of the data plane's reader, bounded as it bounds them, each by its deadline.
-No message contains a secret.
+`Server.nodes` are the processes that hold keys, one for a single server. Replies are read by the
+data plane's reader, with its bounds and a deadline each. No message contains a secret.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from lmcache_redis.resp.wire import PING_COMMAND, ErrorReply, error_of, pack_com
 
 CLIENT_NAME = "lmcache-redis-admin"
 CONNECT_TIMEOUT_S = 3.0
-# A SCAN step or a pipeline of a thousand small commands, on a server that is busy.
+# A SCAN step or a pipeline of a thousand small commands, on a busy server.
 OP_TIMEOUT_S = 10.0
-# What a server that was not told otherwise holds in one string (proto-max-bulk-len).
+# The longest string of a server by default (proto-max-bulk-len).
 MAX_STRIPE_BYTES = 512 << 20
 
 Command = tuple[bytes | str | int, ...]
@@ -42,8 +41,8 @@ Command = tuple[bytes | str | int, ...]
 class Node:
     """One process that holds keys.
 
-    untouched: reading a value here does not count as a use (CLIENT NO-TOUCH, Redis 7.2), so
-    that looking at the cache changes neither ages nor what is evicted next.
+    untouched: reading a value does not count as a use (CLIENT NO-TOUCH, Redis 7.2), so that
+    inspecting the cache changes neither idle times nor what is evicted next.
     """
 
     endpoint: Endpoint
@@ -64,7 +63,7 @@ class Node:
     def ask_all(self, commands: Sequence[Command]) -> list[Any]:
         """The replies to commands sent at once, an error reply as a RedisError in its place.
 
-        Raises RedisError where the connection fails.
+        Raises RedisError if the connection fails.
         """
         if not commands:
             return []
@@ -76,14 +75,14 @@ class Node:
         return [_said(r, self.where) if isinstance(r, ErrorReply) else r for r in replies]
 
     def scan(self, pattern: bytes, step_keys: int) -> Iterator[tuple[list[bytes], bool]]:
-        """The strings that each SCAN finds, and whether it was the last. Raises RedisError."""
+        """The strings that each SCAN returns, and whether it was the last. Raises RedisError."""
         try:
             yield from self.client.scan_steps(self.endpoint, pattern, step_keys, _deadline)
         except RedisError as error:
             raise _lost(error, self.where) from None
 
     def get(self, key: bytes, payload_bytes: int) -> tuple[bytes, memoryview] | None:
-        """The header and the payload of a value; None if it is not there, or has another length.
+        """The header and the payload of a value; None if it is missing or has another length.
 
         Raises RedisError.
         """
@@ -99,10 +98,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where keys are: at least one node, each key on exactly one of them.
-
-    client: what all of them are asked by.
-    """
+    """At least one node, with each key on exactly one of them. client: connects to all."""
 
     nodes: tuple[Node, ...]
     client: CommandClient = dataclasses.field(repr=False)
@@ -116,7 +112,7 @@ class Server:
         return all(node.untouched for node in self.nodes)
 
     def node_of(self, key: bytes) -> Node:
-        """The node that holds `key`. Raises RedisUnavailable where none does."""
+        """The node that owns `key`. Raises RedisUnavailable if none does."""
         endpoint = self.client.routes(_deadline()).node_of(key)
         for node in self.nodes:
             if node.endpoint == endpoint:
@@ -132,9 +128,9 @@ class Server:
         return self.client.is_cluster
 
     def ask_all(self, commands: Sequence[tuple[bytes, Command]]) -> list[Any]:
-        """Replies to (key, command) pairs, each asked of its key's node, in the given order.
+        """Replies to (key, command) pairs, in their order; each is sent to the node of its key.
 
-        On one node the commands are carried out in that order. Raises as `Node.ask_all`.
+        A node executes its commands in that order. Raises as `Node.ask_all`.
         """
         questions = [Question(key, pack_command(*command)) for key, command in commands]
         answers = self.client.ask(questions, _deadline())
@@ -148,8 +144,8 @@ class Server:
 def open_server(options: RedisOptions) -> Iterator[Server]:
     """The servers that `options` name, each connected; closed on exit.
 
-    Raises ConfigError for a URL that is none, and RedisError, saying what to change, where
-    the server cannot be reached or does not let us in.
+    Raises ConfigError for an invalid URL, and RedisError, saying what to change, if a server
+    cannot be reached or refuses the login.
     """
     options = dataclasses.replace(
         options, connect_timeout_s=CONNECT_TIMEOUT_S, op_timeout_s=OP_TIMEOUT_S
@@ -173,7 +169,7 @@ def _deadline() -> float:
 
 
 def _lost(error: RedisError, where: str) -> RedisError:
-    """What to say where a question to a server that was there had no answer."""
+    """The error for a command without a reply, from a server that was connected."""
     at = f"Redis at {where}"
     if isinstance(error, RedisTimeout):
         return RedisTimeout(f"{at} did not answer within {OP_TIMEOUT_S:g} s: is it overloaded?")

@@ -1,4 +1,4 @@
-"""What stands under a stripe's key: read without its payload, judged by its header."""
+"""The values of stripe keys, read without their payloads and judged by their headers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lmcache_redis.admin.server import Command, Server
 from lmcache_redis.errors import FormatError, RedisAuthError, RedisError
 from lmcache_redis.stripe import HEADER_BYTES, StripeHeader, describe_header
 
-# Keys asked about in one pipeline: half a megabyte of headers at most.
+# Keys in one pipeline: half a megabyte of headers at most.
 BATCH_KEYS = 500
 
 
 class State(enum.Enum):
-    """What a value is worth; only WHOLE counts as a hit, see docs/data-plane.md."""
+    """The state of a stripe's value; only WHOLE counts as a hit, see docs/data-plane.md."""
 
     WHOLE = "whole"
     MISSING = "not there"
@@ -34,10 +34,10 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """When a key was last used, as the server keeps it: one of the two, or neither.
+    """When a key was last used: idle_s or frequency, or neither if the server keeps none.
 
     idle_s: seconds since then. frequency: the counter of an LFU policy, 0 to 255. refused:
-    this user may not ask.
+    this user may not read it.
     """
 
     idle_s: int | None = None
@@ -47,7 +47,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """One stripe's key and what was found there. detail: why it is not WHOLE."""
+    """One stripe and what was found under its key. detail: why it is not WHOLE."""
 
     index: int
     state: State
@@ -59,7 +59,7 @@ class Stripe:
 
     @property
     def is_ours(self) -> bool:
-        """Written for this very key, beyond doubt: a whole header that names it."""
+        """Certainly written for this key: it has a complete header that names it."""
         return self.header is not None and self.state is not State.FOREIGN
 
     @property
@@ -68,7 +68,7 @@ class Stripe:
 
 
 def judge(name: ChunkName, index: int, kind: str, value_bytes: int, head: bytes) -> Stripe:
-    """What a value is that has the type `kind`, a length and these first 512 bytes."""
+    """The stripe of a value with the Redis type `kind`, this length and these first 512 bytes."""
     if kind == "none":
         return Stripe(index, State.MISSING, State.MISSING.value)
     if kind != "string":
@@ -100,7 +100,7 @@ def _mismatch(name: ChunkName, index: int, header: StripeHeader) -> str:
 def ask_each(
     server: Server, keys: Sequence[bytes], questions: Callable[[bytes], list[Command]]
 ) -> Iterator[list[Any]]:
-    """For each key the replies to its questions, many keys in a pipeline. Raises RedisError."""
+    """For each key the replies to its commands, many keys in a pipeline. Raises RedisError."""
     for start in range(0, len(keys), BATCH_KEYS):
         asked = [(key, questions(key)) for key in keys[start : start + BATCH_KEYS]]
         replies = iter(server.ask_all([(key, command) for key, some in asked for command in some]))
@@ -108,26 +108,26 @@ def ask_each(
 
 
 def exist(server: Server, keys: Sequence[bytes]) -> list[bool]:
-    """Which keys are there. Counts as no use. Raises RedisError."""
+    """Which keys exist. Does not count as a use. Raises RedisError."""
     return [reply == 1 for (reply,) in ask_each(server, keys, lambda key: [("EXISTS", key)])]
 
 
 def read_uses(server: Server, keys: Sequence[bytes]) -> list[Use]:
-    """When keys were last used; nothing of their values is read. Raises RedisError."""
+    """When keys were last used. Reads no values. Raises RedisError."""
     return [_use(*replies) for replies in ask_each(server, keys, _use_of)]
 
 
 def read_stripes(server: Server, wanted: Sequence[tuple[ChunkName, int]]) -> list[Stripe]:
-    """What stands under the keys of (chunk, stripe index) pairs. Raises RedisError."""
+    """The stripes of (chunk, stripe index) pairs. Raises RedisError."""
     keys = [name.stripe(index) for name, index in wanted]
     read = ask_each(server, keys, _questions)
     return [_stripe(*pair, *replies) for pair, replies in zip(wanted, read, strict=True)]
 
 
 def stripes_of(server: Server, name: ChunkName, hint: int | None = None) -> list[Stripe]:
-    """Every stripe a chunk should have, each read; all that can be found where none says.
+    """Every stripe that a chunk should have; those that are found if no header gives their count.
 
-    hint: a stripe index to ask first, beside 0. Raises RedisError.
+    hint: a stripe index to read first, beside 0. Raises RedisError.
     """
     asked = sorted({0, hint or 0})
     known = read_stripes(server, [(name, index) for index in asked])
@@ -140,7 +140,7 @@ def stripes_of(server: Server, name: ChunkName, hint: int | None = None) -> list
 
 
 def count_of(stripes: Sequence[Stripe]) -> int:
-    """How many stripes their chunk has; 0 where no header tells."""
+    """How many stripes their chunk has; 0 if no header says."""
     return max((s.header.stripe_count for s in stripes if s.is_ours and s.header), default=0)
 
 
@@ -151,7 +151,7 @@ def verify_payload(server: Server, name: ChunkName, stripe: Stripe) -> Stripe:
     key = name.stripe(stripe.index)
     found = server.node_of(key).get(key, stripe.header.payload_bytes)
     if found is None:
-        # Gone, or replaced: judged as it is now.
+        # Removed or replaced meanwhile.
         return read_stripes(server, [(name, stripe.index)])[0]
     header, payload = found
     again = judge(name, stripe.index, "string", len(header) + payload.nbytes, header)
@@ -168,7 +168,7 @@ def _use_of(key: bytes) -> list[Command]:
 
 
 def _questions(key: bytes) -> list[Command]:
-    """Use first: on a server without CLIENT NO-TOUCH, reading the value counts as one."""
+    """The use first: on a server without CLIENT NO-TOUCH, reading the value counts as a use."""
     head: Command = ("GETRANGE", key, 0, HEADER_BYTES - 1)
     return [*_use_of(key), ("TYPE", key), ("PTTL", key), ("STRLEN", key), head]
 
@@ -188,7 +188,7 @@ def _stripe(
     if isinstance(kind, RedisError):
         if isinstance(head, RedisError):
             return Stripe(index, State.UNREADABLE, str(head))
-        # Without TYPE the rest still tells a string from what is not there.
+        # Without TYPE, the length and the head still tell a string from a missing key.
         kind = b"string" if isinstance(head, bytes) and length else b"none"
     if kind == b"string" and refused is not None:
         return Stripe(index, State.UNREADABLE, str(refused))

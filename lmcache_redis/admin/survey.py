@@ -1,11 +1,11 @@
-"""Which chunks a server holds, and how they are cut: by SCAN and key names alone.
+"""Which chunks a server holds, and how they are cut into stripes: by SCAN and key names.
 
-A SCAN meets every key that is there from its beginning to its end at least once; keys that
-come or go meanwhile may be met or not.
+SCAN returns every key that exists from its start to its end at least once; keys that are added or
+removed meanwhile may be missed.
 
-Chunks of one form (layout, model, worker) are cut alike. A header says how, but where reading
-one counts as a use, it would make a chunk look younger than it is: there the highest index
-tells how many stripes there are, and MEMORY USAGE about how large they are.
+Chunks of one form (layout, model, worker) are cut alike, as a header says. On a server where
+reading a header counts as a use, and would reset the idle time, the highest stripe index gives the
+number of stripes and MEMORY USAGE their approximate size.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lmcache_redis.keys import KEY_MAGIC
 from lmcache_redis.resp.wire import escape_pattern
 from lmcache_redis.stripe import HEADER_BYTES, StripeHeader
 
-# What one SCAN looks at: a fraction of a millisecond of the server's.
+# COUNT of one SCAN: a fraction of a millisecond of the server's time.
 STEP_KEYS = 500
 _INDEX_BYTES = 2
-# Chunks of one form that are asked for a header before it is called unknown.
+# Chunks of one form whose headers are read before the form counts as unknown.
 _ATTEMPTS = 16
-# Stripes past the highest one seen that are looked for at a time.
+# Stripes past the highest one seen that are looked up at a time.
 _AHEAD = 32
 
 Form = tuple[bytes, str, int]
@@ -34,7 +34,7 @@ Form = tuple[bytes, str, int]
 
 @dataclass(slots=True)
 class SeenChunk:
-    """A chunk of which stripes were seen. stripes: bit i stands for stripe i."""
+    """A chunk and the stripes seen of it: bit i of ``stripes`` is stripe i."""
 
     name: ChunkName
     stripes: int = 0
@@ -61,8 +61,8 @@ class SeenChunk:
 
 @dataclass(slots=True)
 class Survey:
-    """Chunks by chunk key. other_keys: strings named like ours that are not. whole: all was
-    looked at; else about looked_at of database_keys."""
+    """Chunks by chunk key. other_keys: strings named like stripes that are none. whole: all keys
+    were scanned; otherwise about looked_at of database_keys."""
 
     chunks: dict[bytes, SeenChunk] = field(default_factory=dict)
     other_keys: set[bytes] = field(default_factory=set)
@@ -79,10 +79,10 @@ def survey(
     most_chunks: int | None = None,
     most_keys: int | None = None,
 ) -> Survey:
-    """The chunks on all nodes, or on each node's share of a sample of at most that many.
+    """The chunks on all nodes, or a sample of about ``most_chunks``, spread over the nodes.
 
-    namespaces: only these layouts. most_keys: how many keys of a node, ours or not, a sample
-    looks at. Raises RedisError.
+    namespaces: only these layouts. most_keys: how many keys of a node a sample scans. Raises
+    RedisError.
     """
     found = Survey()
     pattern = prefix + KEY_MAGIC
@@ -108,7 +108,7 @@ def survey(
 
 
 def _add(found: Survey, key: bytes, prefix: bytes, namespaces: frozenset[bytes] | None) -> None:
-    # Names are compared here: the pattern is only the server's first choice.
+    # The server's pattern is only a first filter.
     chunk_key, index = key[:-_INDEX_BYTES], int.from_bytes(key[-_INDEX_BYTES:], "big")
     if chunk_key in found.chunks:
         found.chunks[chunk_key].stripes |= 1 << index
@@ -127,7 +127,7 @@ def _add(found: Survey, key: bytes, prefix: bytes, namespaces: frozenset[bytes] 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a chunk is cut into stripes. chunk_bytes 0: how large it is, is not known."""
+    """How a chunk is cut into stripes. chunk_bytes: 0 if unknown."""
 
     chunk_bytes: int
     stripe_payload_bytes: int
@@ -156,10 +156,10 @@ class Cut:
 
 
 def cuts_of(server: Server, chunks: Sequence[SeenChunk]) -> dict[Form, Cut]:
-    """How the chunks of each form are cut; uses nothing. Raises RedisError.
+    """How the chunks of each form are cut, without counting as a use. Raises RedisError.
 
-    Exact where headers can be read without that counting as a use (a form without any whole
-    header is left out then); elsewhere sizes are what the server's memory has, a little more.
+    Exact if headers can be read without that counting as a use (a form without a complete header
+    is left out then); otherwise sizes are memory usage, which is slightly more.
     """
     by_form: dict[Form, list[SeenChunk]] = {}
     for chunk in chunks:
@@ -175,7 +175,7 @@ def cuts_of(server: Server, chunks: Sequence[SeenChunk]) -> dict[Form, Cut]:
 
 
 def _reckoned(server: Server, chunks: Sequence[SeenChunk]) -> Cut:
-    """From the chunk with the highest stripe index, no value read."""
+    """From the chunk with the highest stripe index, without reading a value."""
     chunk = max(chunks, key=lambda chunk: chunk.stripes)
     last, found = chunk.stripes.bit_length() - 1, [True]
     while any(found):
@@ -190,7 +190,7 @@ def _reckoned(server: Server, chunks: Sequence[SeenChunk]) -> Cut:
 
 
 def present_of(server: Server, chunks: Sequence[tuple[SeenChunk, Cut | None]]) -> list[int]:
-    """For each chunk the stripes seen, and of the others those that are there (EXISTS)."""
+    """For each chunk the stripes that exist: those seen, and others found by EXISTS."""
     masks = [chunk.stripes for chunk, _ in chunks]
     asked = [
         (at, index)

