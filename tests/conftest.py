@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.servers import RedisServer
 
-# No test depends on the machine's speed. In a fresh checkout hypothesis also builds its tables first.
+# No deadline: tests do not depend on speed. In a fresh checkout hypothesis builds tables first.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
