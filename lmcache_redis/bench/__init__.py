@@ -1,6 +1,6 @@
 """`lmcache-redis bench`: how fast this machine and a server move and find chunks.
 
-values      the memory that chunks are stored from and loaded into; it shows what arrived
+values      the memory that chunks are stored from and loaded into, with a stamp on every page
 client      the data plane, used as an agent uses it
 run         rounds of writes, reads and lookups, and their medians
 

@@ -32,10 +32,10 @@ _POLL_S = 0.05
 
 
 class PlaneClient:
-    """Moves and looks up the chunks that `prepare` names. Context: `contextlib.closing`.
+    """Moves and looks up the chunks that `prepare` names. Close it with `close`.
 
-    slot_bytes: the most that a stripe carries. Every method but `close` raises RedisUnavailable
-    where the server, or a single chunk, fails.
+    slot_bytes: the maximum payload of a stripe. Every method but `close` raises RedisUnavailable
+    if the server, or a single chunk, fails.
     """
 
     def __init__(self, options: RedisOptions, slot_bytes: int) -> None:
@@ -60,7 +60,7 @@ class PlaneClient:
     def prepare(self, name: str, values: Values) -> None:
         """The chunks that the next calls store from ``values``, or load into them."""
         chunk_bytes, slot_bytes = values.value_bytes, self._slot_bytes
-        # Neither sizes nor slots share keys: what one wrote is FOREIGN to the other.
+        # Other sizes have other keys: their chunks would be FOREIGN.
         sizes = chunk_bytes.to_bytes(8, "big") + slot_bytes.to_bytes(8, "big")
         fingerprint = sizes.ljust(FINGERPRINT_BYTES, b"\0")
         metadata = RemoteMetadata(chunk_bytes, [(chunk_bytes,)], ["uint8"], MemoryFormat.PAGES)
@@ -92,7 +92,7 @@ class PlaneClient:
         self._move(self._plane.read_all, ReadOutcome.LOADED)
 
     def scan(self, stripe_keys: Sequence[bytes]) -> int:
-        """How many of the keys exist, from the first without a gap."""
+        """How many of the keys exist, from the first on without a gap."""
         result: ScanResult = self._call(self._plane.scan, stripe_keys)
         return result.prefix_length
 

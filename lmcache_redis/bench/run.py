@@ -6,9 +6,8 @@
     lookup, all   one prefix scan of these chunks
     lookup, none  one prefix scan of 1,000 chunks that do not exist
 
-A first round is not counted: connections open in it, and the server faults its memory in. Each
-round removes what it wrote. Keys have a name that no agent uses, and expire after a run that was
-killed.
+The first round is not counted: it opens connections, and the server faults its memory in. Each
+round removes its keys. They have names that no agent uses, and expire in case the run is killed.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def _round(
         seconds["lookup, all", plan.chunks] = _lookup(client, stored, plan.chunks)
         seconds["lookup, none", ABSENT_CHUNKS] = _lookup(client, absent, 0)
     except BaseException:
-        # What failed is reported, not that its keys cannot be removed either: they expire.
+        # The first failure is reported, not that of removing the keys, which expire.
         with contextlib.suppress(RedisUnavailable):
             _remove(client, name, values)
         raise

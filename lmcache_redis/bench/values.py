@@ -1,4 +1,4 @@
-"""The memory that chunks are stored from and loaded into, and how it shows what arrived."""
+"""The memory that chunks are stored from and loaded into, and its check."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _STAMPS_A_PAGE = PAGE_BYTES // 8
 
 
 class Values:
-    """Values of one size, each cut into slots that begin on pages; a stamp on every page.
+    """Values of one size, each cut into page-aligned slots, with a stamp on every page.
 
-    slots: for each value its memory, in order. slot_bytes: the most that a slot holds.
+    slots: the memory of each value, in order. slot_bytes: the maximum size of a slot.
     """
 
     def __init__(self, memory: memoryview, value_bytes: int, items: int, slot_bytes: int) -> None:
@@ -38,7 +38,7 @@ class Values:
         return len(self.slots) * self.value_bytes / 1e9
 
     def stamp(self) -> None:
-        """Writes to every page what distinguishes it from all others."""
+        """Writes a unique stamp to every page."""
         for number, stamps in enumerate(self._stamps()):
             stamps[:] = _expected(number, len(stamps))
 
@@ -66,14 +66,14 @@ def _expected(slot: int, pages: int) -> np.ndarray[tuple[int], np.dtype[np.uint6
 
 
 class Arena:
-    """Private memory for values, in huge pages where the kernel has them, as the host pool's.
+    """Private memory for values, in huge pages if the kernel has them, as the host pool.
 
-    moved_bytes: the most that values hold together. The memory is released with its last view.
+    moved_bytes: the maximum total of the values. The memory is released with its last view.
     """
 
     def __init__(self, moved_bytes: int) -> None:
         self.moved_bytes = moved_bytes
-        # Twice: slots begin on pages, so small ones may leave up to half unused.
+        # Twice as much: slots are page-aligned, so small ones may leave up to half unused.
         mapped = mmap.mmap(-1, 2 * moved_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):
             mapped.madvise(mmap.MADV_HUGEPAGE)

@@ -10,28 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmcache_redis.cli.options import config_from
-from lmcache_redis.config import AgentConfig
+from lmcache_redis.cli.options import AsJson, KeyPrefix, RedisUrl, RedisUsername, redis_options
 from lmcache_redis.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmcache_redis.admin.server import Server
-
-RedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--redis-url",
-        envvar="LMCACHE_REDIS_URL",
-        show_envvar=True,
-        help="URL of the server, as for the agent. The password may come from "
-        "LMCACHE_REDIS_PASSWORD or LMCACHE_REDIS_PASSWORD_FILE.",
-    ),
-]
-RedisUsername = Annotated[
-    str | None, typer.Option("--redis-username", help="ACL user, if not in the URL.")
-]
-KeyPrefix = Annotated[str | None, typer.Option("--key-prefix", help="The agents' key prefix.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def inspect(
@@ -59,7 +42,7 @@ def inspect(
     key_prefix: KeyPrefix = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain a key, or show what the cache holds by model and layout.
+    """Explain a key, or show what the cache holds, by model and layout.
 
     Examples:
 
@@ -92,7 +75,7 @@ def purge(
     ] = None,
     idle_longer_than: Annotated[
         str | None,
-        typer.Option("--idle-longer-than", help="Chunks not read from Redis for 12h, 7d, 2w."),
+        typer.Option("--idle-longer-than", help="Chunks not read for this long: 12h, 7d, 2w."),
     ] = None,
     stored_longer_than: Annotated[
         str | None,
@@ -116,7 +99,7 @@ def purge(
     """Remove chunks by model, layout or age, at a bounded rate. All given conditions must hold.
 
     Removes a key only if its value has an intact header that agrees with the key. Agents may
-    run at the same time: a chunk that vanishes is a miss.
+    run at the same time: a removed chunk is a miss.
 
     Examples:
 
@@ -159,7 +142,7 @@ def purge(
         try:
             remove(server, plan, pace, removal, progress)
         finally:
-            # Also after an interrupt or a lost server: what was removed is reported.
+            # Reported also after an interrupt, or if the server was lost.
             if shown:
                 print(file=sys.stderr)
             _print(as_json, removal, removal_lines(removal))
@@ -186,7 +169,7 @@ def doctor(
     key_prefix: KeyPrefix = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a server and say what to change and why, the most important first.
+    """Check a server, and say what to change and why, the most important first.
 
     Changes nothing. Exit status: 1 for a critical finding or a warning, 2 for a wrong option,
     else 0.
@@ -206,22 +189,12 @@ def doctor(
 def _server(
     url: str | None, username: str | None, key_prefix: str | None
 ) -> Iterator[tuple[Server, bytes]]:
-    """The server that options and environment name, by the agent's own rules; the key prefix."""
-    named = {"redis_url": url, "redis_username": username, "key_prefix": key_prefix}
-    config = config_from(AgentConfig, named)
-    if not config.redis_url:
-        raise ConfigError(
-            "no server is named: give --redis-url or set LMCACHE_REDIS_URL (`lmcache-redis status` "
-            "shows the URL of an agent's embedded Redis)"
-        )
+    """The server that the options and the environment name, and the key prefix."""
     from lmcache_redis.admin.server import open_server
-    from lmcache_redis.resp.options import RedisOptions
 
-    options = RedisOptions(
-        url=config.redis_url, username=config.redis_username, password=config.redis_password
-    )
+    options = redis_options(redis_url=url, redis_username=username, key_prefix=key_prefix)
     with open_server(options) as server:
-        yield server, config.key_prefix
+        yield server, options.key_prefix
 
 
 def _print(as_json: bool, found: Any, lines: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""The commands. Each imports what it needs when it runs, so that `--help` is quick."""
+"""The commands. Each imports what it needs when it runs, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Runs a command. An error of ours prints one sentence; exit status 2 for a wrong setting."""
+    """Runs a command. A known error prints one sentence; a wrong setting has exit status 2."""
     start_again_if_needed(sys.argv[1] if len(sys.argv) > 1 else "")
     try:
         app()

@@ -9,9 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lmcache_redis.cli.admin import AsJson, KeyPrefix, RedisUrl, RedisUsername
-from lmcache_redis.cli.options import config_from
-from lmcache_redis.config import AgentConfig, format_size, parse_size
+from lmcache_redis.cli.options import AsJson, KeyPrefix, RedisUrl, RedisUsername, redis_options
+from lmcache_redis.config import format_size, parse_size
 from lmcache_redis.errors import ConfigError
 
 ConnectionsOption = Annotated[int | None, typer.Option(help="As for the agent.")]
@@ -23,11 +22,17 @@ def bench(
         typer.Option(
             "--chunk-bytes",
             metavar="SIZE",
-            help="Of a chunk: 256 tokens of an 8B model are 32MiB, of a 1B model 8MiB.",
+            help="Size of a chunk: 256 tokens of an 8B model are 32MiB, of a 1B model 8MiB.",
         ),
     ] = "8MiB",
     chunks: Annotated[
-        int, typer.Option("--chunks", min=1, max=10_000, help="Written and read together.")
+        int,
+        typer.Option(
+            "--chunks",
+            min=1,
+            max=10_000,
+            help="Chunks to write and read together.",
+        ),
     ] = 16,
     rounds: Annotated[int, typer.Option("--rounds", min=1, max=1000)] = 5,
     get_connections: ConnectionsOption = None,
@@ -39,8 +44,8 @@ def bench(
 ) -> None:
     """Measure writes, reads and lookups of chunks against a server, as an agent makes them.
 
-    Figures are medians; other work on this machine or the server is in them. The keys it
-    writes are removed after each round, or expire after ten minutes where it is killed. They take
+    Figures are medians; other work on this machine or the server distorts them. The keys are
+    removed after each round, and expire after ten minutes if the command is killed. They take
     --chunks times --chunk-bytes of the server's memory: a full server evicts as much.
 
     Examples:
@@ -49,27 +54,14 @@ def bench(
 
       lmcache-redis bench --chunk-bytes 32MiB --chunks 8 --get-connections 8
     """
-    given = {
-        "redis_url": redis_url,
-        "redis_username": redis_username,
-        "key_prefix": key_prefix,
-        "get_connections": get_connections,
-        "set_connections": set_connections,
-    }
-    config = config_from(AgentConfig, given)
-    if not config.redis_url:
-        raise ConfigError("no server is named: give --redis-url or set LMCACHE_REDIS_URL")
     from lmcache_redis.bench.run import Plan, measure
-    from lmcache_redis.resp import RedisOptions
 
-    options = RedisOptions(
-        config.redis_url,
-        config.key_prefix,
-        config.redis_username,
-        config.redis_password,
-        config.get_connections,
-        config.set_connections,
-        op_timeout_s=config.op_timeout_s,
+    options = redis_options(
+        redis_url=redis_url,
+        redis_username=redis_username,
+        key_prefix=key_prefix,
+        get_connections=get_connections,
+        set_connections=set_connections,
     )
     try:
         nbytes = parse_size(chunk_bytes)

@@ -1,4 +1,4 @@
-"""Options of `lmcache-redis agent` and `gateway`, made from the fields of their configs."""
+"""Command-line options: made from the fields of a config, or shared by several commands."""
 
 from __future__ import annotations
 
@@ -7,22 +7,42 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from lmcache_redis.cli.starting import URL_VARIABLE
-from lmcache_redis.config import option_name, parse_size, shown_default
+from lmcache_redis.config import AgentConfig, option_name, parse_size, shown_default
 from lmcache_redis.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmcache_redis.resp import RedisOptions
 
 _ENVIRONMENT = {"redis_url": URL_VARIABLE}
 _TYPES = {"int": int, "float": float, "bool": bool}
 _Config = TypeVar("_Config")
 _Command = Callable[..., None]
 
+# Of the commands that use a server without an agent.
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--redis-url",
+        envvar=URL_VARIABLE,
+        show_envvar=True,
+        help="URL of the server, as for the agent. The password may come from "
+        "LMCACHE_REDIS_PASSWORD or LMCACHE_REDIS_PASSWORD_FILE.",
+    ),
+]
+RedisUsername = Annotated[
+    str | None, typer.Option("--redis-username", help="ACL user, if not in the URL.")
+]
+KeyPrefix = Annotated[str | None, typer.Option("--key-prefix", help="The agents' key prefix.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
 
 def takes_options_of(config: type[Any]) -> Callable[[_Command], _Command]:
-    """Gives a command one option for each setting; None stands for the setting's default."""
+    """Gives a command one option for each setting; None: the setting's default."""
 
     def with_options(command: _Command) -> _Command:
         parameters = [
@@ -54,7 +74,7 @@ def _parameter(setting: dataclasses.Field[Any]) -> inspect.Parameter:
 
 
 def config_from(config: type[_Config], options: Mapping[str, Any]) -> _Config:
-    """The config that the options and the environment say. Raises ``ConfigError``."""
+    """The config that the options and the environment give. Raises ``ConfigError``."""
     given = {name: value for name, value in options.items() if value is not None}
     settings: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(config)  # type: ignore[arg-type]
     for setting in settings:
@@ -71,8 +91,32 @@ def config_from(config: type[_Config], options: Mapping[str, Any]) -> _Config:
     return config(**given)
 
 
+def redis_options(**given: Any) -> RedisOptions:
+    """The server that settings of the agent and the environment name, as an agent uses it.
+
+    Raises ``ConfigError``, also if none is named.
+    """
+    from lmcache_redis.resp import RedisOptions
+
+    config = config_from(AgentConfig, given)
+    if not config.redis_url:
+        raise ConfigError(
+            "no server is named: give --redis-url or set LMCACHE_REDIS_URL (`lmcache-redis status` "
+            "shows the URL of an agent's embedded Redis)"
+        )
+    return RedisOptions(
+        config.redis_url,
+        config.key_prefix,
+        config.redis_username,
+        config.redis_password,
+        config.get_connections,
+        config.set_connections,
+        op_timeout_s=config.op_timeout_s,
+    )
+
+
 def _secret(variable: str) -> str | None:
-    """What a variable says, or the file that ``VARIABLE_FILE`` names (as containers do)."""
+    """The value of a variable, or the file that ``VARIABLE_FILE`` names (as containers do)."""
     path = os.environ.get(f"{variable}_FILE")
     if os.environ.get(variable) or not path:
         return os.environ.get(variable)

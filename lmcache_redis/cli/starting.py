@@ -1,7 +1,7 @@
-"""What a command has to set up in its process before it starts.
+"""What a command sets up in its process before it starts.
 
-A password in `--redis-url` would stay in the process list, where every user of the machine
-sees it: the URL moves into the environment, which only this user can read.
+A password in `--redis-url` would be visible in the process list to every user of the machine: the
+URL moves into the environment, which only this user can read.
 
 The agent copies pages of about a megabyte that are not read again soon. glibc bypasses the
 caches only for copies larger than three quarters of the last-level cache; for smaller ones each
@@ -35,7 +35,7 @@ def start_again_if_needed(command: str) -> None:
     try:
         os.execve(sys.executable, [sys.executable, *words], {**os.environ, **environment})
     except OSError:
-        return  # slower copies, and a command line as it was given
+        return  # copies are slower, and the command line stays as it is
 
 
 def without_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -57,7 +57,7 @@ def without_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _tuned(before: str) -> dict[str, str]:
-    """The setting as a variable, unless the variable already has one."""
+    """The variable with the setting, unless the variable already contains it."""
     if _THRESHOLD in before or not applies():
         return {}
     return {TUNABLES_VARIABLE: ":".join(filter(None, (before, THRESHOLD_SETTING)))}

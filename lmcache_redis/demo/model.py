@@ -1,7 +1,7 @@
-"""A Llama with random weights, made here: nothing is downloaded, nothing is loaded blindly.
+"""A Llama with random weights, generated here: nothing is downloaded.
 
-The weights are real ones (not vLLM's ``load_format="dummy"``, whose logits are nearly flat) and
-spread widely, so that greedy tokens differ from prompt to prompt and a wrong KV shows.
+The weights spread widely (the logits of vLLM's ``load_format="dummy"`` are nearly flat), so that
+greedy tokens differ from prompt to prompt and wrong KV shows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SEED = 20
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What decides the demo's figures: layers and the element type that vLLM computes in."""
+    """The number of layers, and the element type that vLLM computes in."""
 
     layers: int
     dtype: str
@@ -38,22 +38,22 @@ class ModelShape:
         return self.layers * 2 * _HEADS * _HEAD_SIZE * self.itemsize
 
 
-# 64 KiB of KV a token each, as much as a model of two billion parameters or more has.
+# 64 KiB of KV a token each, as a model of two billion parameters or more.
 CPU_SHAPE = ModelShape(layers=8, dtype="float32", itemsize=4)
 CUDA_SHAPE = ModelShape(layers=16, dtype="bfloat16", itemsize=2)
 
 
 def make_model(directory: Path, shape: ModelShape, max_tokens: int) -> bool:
-    """Writes the model, for sequences of ``max_tokens`` at most, unless it lies there already.
+    """Writes the model, for sequences of at most ``max_tokens``, unless it is already there.
 
-    Returns whether it was written. A directory that holds another one is replaced.
+    Returns whether it was written. A directory with another model is replaced.
     """
     config = _config(shape, max_tokens)
     if _read(directory / "config.json") == config:
         return False
     from safetensors.numpy import save_file
 
-    # config.json comes last: it says that the weights beside it are complete.
+    # config.json is written last: it marks the weights as complete.
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     save_file(dict(_weights(shape)), directory / "model.safetensors", metadata={"format": "pt"})

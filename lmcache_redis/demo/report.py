@@ -1,4 +1,4 @@
-"""What the demo measured: as a table, as a plot and as JSON."""
+"""The results of the demo as a table, a plot and JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PromptResult:
 
     @property
     def loaded(self) -> bool:
-        """Whether the warm engine got every whole chunk, and got it from Redis."""
+        """Whether the warm engine loaded every whole chunk, from Redis."""
         return (
             self.loaded_tokens >= self.whole_chunk_tokens > 0
             and self.redis_bytes >= self.loaded_bytes > 0
@@ -128,7 +128,7 @@ def write_plot(directory: Path, results: Sequence[PromptResult]) -> Path:
         fontsize=11,
     )
     axes.spines[["top", "right"]].set_visible(False)
-    # Below the bars: between them it would lie on one.
+    # Below the bars: between them it would cover one.
     figure.legend(
         *axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False
     )

