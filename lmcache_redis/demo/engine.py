@@ -24,6 +24,8 @@ from typing import Any
 from lmcache_redis.demo.child import Child
 from lmcache_redis.errors import LMCacheRedisError
 
+_END_WITHIN_S = 30.0
+
 
 class EngineFailed(LMCacheRedisError):
     """The engine's process ended, or a step of it failed; the message ends with its log."""
@@ -31,7 +33,7 @@ class EngineFailed(LMCacheRedisError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a step gave: wall-clock seconds of the call and token ids of each prompt."""
+    """The result of a step: wall-clock seconds of the call, and token ids of each prompt."""
 
     seconds: float
     outputs: list[list[int]] = field(default_factory=list)
@@ -39,16 +41,16 @@ class Answer:
 
 
 class EngineProcess(Child):
-    """Starts an engine and drives it. A context manager.
+    """Starts an engine, waits until it is ready, and drives it. A context manager.
 
     model_dir: a local model. connector_endpoint: the agent's, or None for no connector.
     options: further arguments of ``vllm.LLM``. env: further environment variables.
-    kv_transfer: replaces the connector's config altogether (for peers).
+    kv_transfer: replaces the connector's config (for peers).
     """
 
     failure = EngineFailed
     log_lines = 30
-    end_within_s = 30.0
+    end_within_s = 0.0  # an engine that is starting does not look at its socket
 
     def __init__(
         self,
@@ -59,7 +61,6 @@ class EngineProcess(Child):
         kv_transfer: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
-        wait: bool = True,
     ) -> None:
         if kv_transfer is None and connector_endpoint is not None:
             kv_transfer = {
@@ -71,15 +72,12 @@ class EngineProcess(Child):
         super().__init__(["lmcache_redis.demo.engine"], log_path.open("a+b"), environment)
         options = {**_DEFAULT_OPTIONS, **(options or {})}
         self._tell({"model": str(model_dir), "kv_transfer": kv_transfer, "options": options})
-        self.start_seconds = 0.0
-        if wait:
-            self.wait_ready()
-
-    def wait_ready(self) -> None:
-        """Waits until the engine has started. Raises ``EngineFailed`` if it did not."""
-        started_s = time.monotonic()
-        self._answer()
-        self.start_seconds = time.monotonic() - started_s
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
+        self.end_within_s = _END_WITHIN_S
 
     def generate(
         self,
@@ -149,7 +147,7 @@ _DEFAULT_OPTIONS: dict[str, Any] = {
 
 
 def engine_environment() -> dict[str, str]:
-    """Threads bound alike with and without a connector: vLLM would choose differently."""
+    """Binds threads alike with and without a connector, which vLLM by itself does not."""
     cores = sorted(os.sched_getaffinity(0))
     return {
         "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}-{cores[-1]}",

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -223,25 +223,12 @@ def _engine(
                     connector_endpoint=agent.endpoint,
                     options=options,
                     env={"VLLM_CPU_KVCACHE_SPACE": str(plan.engine_kv_gib)},
-                    wait=False,
                 )
             )
-            stack.push(_killing_on_error(engine))
-            engine.wait_ready()
             agent.wait_engine()
             # The first steps allocate and compile, which is not measured.
             engine.generate(make_prompts(1, _WARM_UP_TOKENS))
         yield engine
-
-
-def _killing_on_error(engine: EngineProcess) -> Callable[..., None]:
-    """For an exit stack: an engine that is still starting does not end by itself soon."""
-
-    def kill(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            engine.process.kill()
-
-    return kill
 
 
 def _verdict(console: Console, results: Sequence[PromptResult]) -> int:
