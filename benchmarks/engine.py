@@ -31,7 +31,7 @@ _LOG_TAIL_LINES = 8
 
 
 class EngineFailed(LMCacheRedisError):
-    """The agent did not do what the engine asked for."""
+    """The agent did not do what the engine asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class Transfer(NamedTuple):
 
 
 class Engine:
-    """Both halves of an engine: it stores from one half of its blocks and loads into the other.
+    """Scheduler and worker. It stores from one half of its blocks and loads into the other.
 
-    chunks: of each transfer. Registered on return. Raises EngineFailed, with what the agent
-    says, where it does not map the memory.
+    chunks: of each transfer. Registered on return. Raises EngineFailed, with the agent's log, if
+    the agent does not map the memory.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class Engine:
             raise
 
     def new_hashes(self) -> list[bytes]:
-        """Block hashes of a prompt of ``chunks`` chunks that was never used."""
+        """Block hashes of a new prompt of ``chunks`` chunks."""
         self._numbers += 1
         prompt = self._numbers
         blocks = range(len(self.source_blocks))
         return [hashlib.sha256(f"{prompt}/{block}".encode()).digest() for block in blocks]
 
     def begin_store(self) -> Transfer:
-        """Has all source blocks stored under new names; returns at once."""
+        """Starts a store of all source blocks under new names."""
         hashes = self.new_hashes()
         request_id = f"store-{self._numbers}"
         op = LoadStoreOp(block_ids=self.source_blocks, block_hashes=hashes)
@@ -118,7 +118,7 @@ class Engine:
         return Transfer(request_id, hashes, store, started_s)
 
     def store_over(self, transfer: Transfer) -> bool:
-        """Whether it is. Raises EngineFailed where chunks were dropped."""
+        """Whether the store is over. Raises EngineFailed if chunks were dropped."""
         if not transfer.store.over:
             return False
         dropped = transfer.store.result.dropped
@@ -129,9 +129,9 @@ class Engine:
         return True
 
     def store(self) -> tuple[float, list[bytes]]:
-        """Seconds of a store of all chunks, until the host pool has them; and their names.
+        """Seconds of a store of all chunks, until the host pool has them; and their hashes.
 
-        The answer comes before that, when the blocks have been read: a lookup waits for the rest.
+        The answer comes earlier, when the blocks have been read: a lookup waits for the rest.
         """
         transfer = self.begin_store()
         transfer.store.call.wait(_TRANSFER_S)
@@ -212,7 +212,7 @@ class Engine:
             time.sleep(_POLL_S)
 
     def _event(self) -> Any:
-        """An event after what the GPU has been given; none on the CPU."""
+        """An event after the work that is queued on the GPU; None on the CPU."""
         if self.device.type == "cpu":
             return None
         import torch

@@ -1,4 +1,4 @@
-"""Where LMCache's C++ client and its package are, and how they get there.
+"""Finds and downloads LMCache's wheel, with its C++ client and its server.
 
 `python benchmarks/fetch.py` downloads LMCache's wheel with pip, without its dependencies, and
 unpacks it under the virtual environment. It installs nothing.
@@ -24,18 +24,18 @@ _TIMEOUT_S = 300.0
 
 
 def file_name() -> str:
-    """The client's file for this interpreter."""
+    """The file of the C++ client for this interpreter."""
     return f"lmcache_redis{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 
 
 def find_client() -> Path | None:
-    """The client: of the wheel that was unpacked, else of an installed LMCache."""
+    """The C++ client of the unpacked wheel, else of an installed LMCache."""
     paths = [place / "lmcache" / file_name() for place in _places()]
     return next((path for path in paths if path.is_file()), None)
 
 
 def find_package() -> Path | None:
-    """The folder that has the package `lmcache` with its server."""
+    """The folder with the package `lmcache` and its server."""
     places = [place for place in _places() if (place / "lmcache" / "v1" / "server").is_dir()]
     return next(iter(places), None)
 
@@ -47,7 +47,7 @@ def _places() -> list[Path]:
 
 
 def unpack(wheel: Path, directory: Path) -> Path:
-    """Unpacks a wheel. Raises KeyError, and unpacks nothing, where client or server is missing."""
+    """Unpacks a wheel. Raises KeyError, and unpacks nothing, if client or server is missing."""
     with zipfile.ZipFile(wheel) as archive:
         for name in ("v1/server/__main__.py", file_name()):
             archive.getinfo(f"lmcache/{name}")
@@ -56,7 +56,7 @@ def unpack(wheel: Path, directory: Path) -> Path:
 
 
 def main() -> int:
-    """Fetches what is not there; returns the exit status."""
+    """Downloads what is missing; returns the exit status."""
     if find_client() is not None and find_package() is not None:
         return 0
     with tempfile.TemporaryDirectory() as directory:

@@ -1,11 +1,11 @@
-"""The gateway beside the server that LMCache brings for its `lm://` protocol, with one client.
+"""The gateway beside LMCache's own server for its `lm://` protocol, with the same client.
 
-    put         PUTs of all chunks, and the EXIST after the last: all are there then
+    put         PUTs of all chunks, and an EXIST that is answered when all are stored
     get         the same chunks, which both servers have in memory
     get, many   many clients at once, each with GETs of its own: throughput, median and p99
 
-The servers take turns, who begins changes with the round. Ours keeps every chunk in Redis as well,
-and answers the EXIST when the last one is there too.
+The servers take turns; the first one changes with the round. Ours keeps every chunk in Redis as
+well, and answers the EXIST when the last one is in Redis too.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _STOP_S = 15.0
 
 
 class ServerFailed(LMCacheRedisError):
-    """A server did not start, or did not serve."""
+    """A server did not start, or failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is moved: chunks of one client, and of many clients, each with GETs of its own."""
+    """How much is moved: by one client, and by many clients, each with its own GETs."""
 
     rounds: int = 5
     clients: int = 64
@@ -59,14 +59,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class LmServer:
-    """A server that runs. port: of `lm://127.0.0.1`."""
+    """A running server. port: of `lm://127.0.0.1`."""
 
     name: str
     port: int
     pid: int
 
     def peak_rss_mib(self) -> float:
-        """The most memory that it has had, shared pages included (VmHWM)."""
+        """Its peak resident memory, shared pages included (VmHWM)."""
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / 1024
@@ -176,7 +176,7 @@ def _many_clients(server: LmServer, plan: Plan) -> tuple[float, list[float]]:
 
 
 def _our_gateway(redis_url: str, log: Path) -> AbstractContextManager[LmServer]:
-    """`lmcache-redis gateway` with memory before a Redis."""
+    """`lmcache-redis gateway` with a memory tier and Redis."""
     port = free_port()
     words = ["lmcache_redis.cli", "gateway", "--redis-url", redis_url]
     words += ["--listen", f"lm://127.0.0.1:{port}", "--memory-bytes", str(_MEMORY_BYTES)]
@@ -184,7 +184,7 @@ def _our_gateway(redis_url: str, log: Path) -> AbstractContextManager[LmServer]:
 
 
 def _lmcache_server(log: Path) -> AbstractContextManager[LmServer]:
-    """LMCache's own server, which keeps chunks in its memory, from the wheel that was fetched."""
+    """LMCache's own server, which keeps chunks in memory, from the downloaded wheel."""
     package = find_package()
     if package is None:
         raise ServerFailed(HOW_TO_FETCH)

@@ -1,8 +1,8 @@
-"""A client of the `lm://` protocol that does as little as it can, and many of them at once.
+"""A minimal client of the `lm://` protocol, and many of them at once.
 
 `python -m benchmarks.lm_client PORT CLIENTS GETS BYTES KEYS`: each client is a thread with a
-connection of its own and asks for GETS of KEYS chunks of BYTES, one after the other. Prints one
-line of JSON: seconds in all, and of every GET.
+connection of its own and GETs KEYS chunks of BYTES in turn, GETS times. Prints one line of JSON:
+seconds in total, and of every GET.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TIMEOUT_S = 60.0
 
 
 class LmClientFailed(LMCacheRedisError):
-    """The server closed the connection, or gave an unexpected answer."""
+    """The server closed the connection, or sent an unexpected answer."""
 
 
 def key_text(name: str, number: int) -> str:
@@ -46,7 +46,7 @@ class LmClient:
         self._socket.close()
 
     def put(self, key: str, payload: memoryview) -> None:
-        """Send a chunk. It has no reply: `exists` on the same connection comes after it."""
+        """Sends a chunk. There is no reply; an `exists` on this connection is served after it."""
         self._socket.sendall(_request(ClientCommand.PUT, key, payload.nbytes))
         self._socket.sendall(payload)
 
@@ -55,7 +55,7 @@ class LmClient:
         return self._reply() is not None
 
     def get_into(self, key: str, payload: memoryview) -> None:
-        """Load a chunk of exactly that length. Raises LmClientFailed for a miss."""
+        """Loads a chunk of exactly this length. Raises LmClientFailed for a miss."""
         self._socket.sendall(_request(ClientCommand.GET, key, 0))
         length = self._reply()
         if length != payload.nbytes:

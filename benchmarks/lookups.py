@@ -39,7 +39,7 @@ def run(rounds: int = 200, pool_bytes: int = POOL_BYTES) -> list[dict[str, Any]]
             pool_bytes=pool_bytes,
         ) as agent,
     ):
-        # Until the host pool is faulted in, the agent shares its time with that.
+        # Faulting in the host pool takes CPU time from the agent.
         wait_for(lambda: _resident_mib(agent)[0] >= pool_bytes * 0.99 / 2**20, "the host pool")
         idle_mib = _resident_mib(agent)[1]
         with contextlib.closing(Engine(agent, SMALL, CHUNKS)) as engine:
@@ -82,7 +82,7 @@ def _round_trips(
 
 
 def _resident_mib(agent: AgentServer) -> tuple[float, float]:
-    """Resident memory of the arena, which is the largest mapping, and of everything else."""
+    """Resident memory of the arena (the largest mapping), and of everything else."""
     sizes, resident = [], []
     for line in Path(f"/proc/{agent.process.pid}/smaps").read_text().splitlines():
         if line.startswith("Size:"):

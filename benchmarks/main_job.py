@@ -1,20 +1,20 @@
 """The main job with a real vLLM: time to first token cold, from the host pool, from Redis.
 
-The reference case is a prompt of 4,097 tokens on a model with 64 KiB of KV a token: 256 MiB.
-An engine without a connector and one with ours live side by side and answer in turn, so
-that the machine's mood falls on both. Time to first token is the time of a request for one token.
+The reference case is a prompt of 4,097 tokens on a model with 64 KiB of KV a token: 256 MiB. An
+engine without a connector and one with ours run side by side and answer in turn, so that changes of
+the machine's speed affect both. Time to first token is the time of a request for one token.
 
     plain             no connector, nothing cached
     cold              our connector, nothing cached, earlier stores drained
-    plain-rush, cold-rush   the same back to back: stores of one prompt run beside the next
+    plain-rush, cold-rush   the same back to back: a prompt is computed while the last is stored
     vllm-hit          the prefix is still in vLLM's own blocks
     pool-hit          vLLM's cache emptied: from the agent's host pool
     redis-hit         a new engine and a new agent: from Redis
-    get               256 MiB from Redis into slots by the data plane alone, the same server
+    get               256 MiB from the same Redis into slots, by the data plane alone
 
-Redis is full when it begins, as a cache is after its first day: each store evicts something and
-reuses its memory. A server that grows pays for fresh pages instead, which on a virtual machine
-costs more than all else that a store does.
+Redis is full at the start, as a cache is after its first day: each store evicts a value and
+reuses its memory. A growing server needs fresh pages instead, which on a virtual machine cost more
+than the rest of a store.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from lmcache_redis.resp import RedisOptions
 REDIS_BYTES = 6 << 30
 POOL_BYTES = 4 << 30
 _MOST_PROMPTS = 200
-# Each takes three prompts of each engine, and differs by less than single prompts do.
+# Each takes three prompts of each engine, and varies less than single prompts.
 _MOST_RUSH_ROUNDS = 5
-# What the engine's own cache and the host pool hold of the prompts computed last.
+# How many of the last prompts the engine's own cache and the host pool hold.
 _MOST_HITS = 7
 
 
@@ -52,7 +52,7 @@ def run(
     prompt_tokens: int = 4097,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Rows with medians over ``rounds`` prompts, of hits and of rushes over fewer if many.
+    """Rows with medians over ``rounds`` prompts; over at most 7 for hits and 5 for rushes.
 
     Logs go to ``output_dir``.
     """
@@ -75,7 +75,7 @@ def run(
 
 
 def _fill(url: str) -> None:
-    """Values that the stores will evict, each as large as a stripe."""
+    """Fills Redis with values of a stripe's size, which the stores evict."""
     value = bytes(DEFAULT_SLOT_BYTES)
     with redis.Redis.from_url(url) as client:
         for number in range(REDIS_BYTES // len(value)):
@@ -83,7 +83,7 @@ def _fill(url: str) -> None:
 
 
 class _Job:
-    """Engines of one model, prompts of random tokens that are never the same twice, and times."""
+    """Engines of one model, prompts of random tokens that never repeat, and times."""
 
     def __init__(
         self,
@@ -110,10 +110,10 @@ class _Job:
                 engine.generate([self._unused.pop()])
             self._agent.wait_idle()
             self._rush(plain, ours)
-            # These last: what is loaded from Redis later must not be what it evicts first.
+            # These come last, so that Redis does not evict them before they are loaded.
             for number, prompt in enumerate(self._measured):
                 self._say(f"cold, prompt {number + 1} of {len(self._measured)}")
-                # In turn, and in turns who is first.
+                # In turn; the first one changes with the prompt.
                 for engine in rotated((plain, ours), number):
                     answer = self._ask("plain" if engine is plain else "cold", engine, prompt)
                     self._agent.wait_idle()
@@ -125,7 +125,7 @@ class _Job:
             self._hits("pool-hit", ours)
 
     def from_redis(self) -> None:
-        """Hits of a new engine through an agent whose host pool is empty."""
+        """Hits of a new engine, through an agent with an empty host pool."""
         self._say("starting a new engine; the agent is new too, its host pool is empty")
         with self._engine("warm", self._agent) as engine:
             engine.generate([self._unused.pop()])

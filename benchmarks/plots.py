@@ -1,4 +1,4 @@
-"""What the plots share: panels, bars side by side, dashed lines, and the file."""
+"""Shared by the plots: panels, bars side by side, dashed lines, and the file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def draw(
             axes.set_ylim(bottom=0)
     figure.suptitle(title, fontsize=11)
     if handles:
-        # Below all panels: inside one it would cover bars.
+        # Below all panels: inside a panel it would cover bars.
         figure.legend(
             handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False
         )
@@ -44,7 +44,7 @@ def draw(
 
 
 def report(write: Callable[[], Path]) -> None:
-    """Writes a plot and says where it is, or how to get matplotlib."""
+    """Writes a plot and prints its path, or how to install matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         print("plot: left out: run `pip install matplotlib`")
     else:
@@ -61,7 +61,7 @@ def bars(
     label: str | None = None,
     fmt: str,
 ) -> None:
-    """One bar a group, the ``place``-th of ``places`` side by side; none for a None."""
+    """One bar in each group, the ``place``-th of ``places``; none for a None."""
     width = GROUP_WIDTH / max(2, places)
     shift = (place - (places - 1) / 2) * width
     found = [(group + shift, value) for group, value in enumerate(values) if value is not None]

@@ -1,12 +1,12 @@
 """How soon requests continue when something stops, and hit again when it is back.
 
-    redis-stopped   Redis is stopped (SIGSTOP): a lookup begun then, until it is answered
-    redis-back      Redis continues (SIGCONT): until a prefix that only Redis has is a hit
-    redis-new       Redis was killed and accepts connections again: until the agent uses it
-    agent-killed    the agent is killed while a lookup waits for it: until that is answered
-    agent-back      from the new agent's exec until it has the engine's memory and a lookup hits
+    redis-stopped   after SIGSTOP of Redis: until a lookup is answered
+    redis-back      after SIGCONT of Redis: until a prefix that only Redis has is a hit
+    redis-new       after Redis was killed and accepts connections again: until the agent uses it
+    agent-killed    after the agent is killed during a lookup: until the lookup is answered
+    agent-back      from the exec of the new agent until it has mapped the engine and a lookup hits
 
-Requests are those of an engine without a model: the figures are the time added to them.
+The requests are those of an engine without a model: the figures are the time added to them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.lookups import SMALL
 from benchmarks.servers import RedisProcess, wait_for
 from lmcache_redis.demo.agent import AgentServer
 
-# What is asked of each case, in seconds: the deadline of a lookup is 1 s.
+# The target of each case in seconds. The deadline of a lookup is 1 s.
 ASKED_S = {
     "redis-stopped": 1.0,
     "redis-back": 1.0,
@@ -38,7 +38,7 @@ _POLL_S = 0.002
 
 
 def run(rounds: int = 5, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
-    """Rows with the median and the longest of ``rounds`` faults of each kind, in seconds."""
+    """Rows with the median and the maximum of ``rounds`` faults of each kind, in seconds."""
     times: dict[str, list[float]] = {case: [] for case in ASKED_S}
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -67,7 +67,7 @@ def _round(server: RedisProcess, agent: AgentServer, engine: Engine) -> dict[str
     seconds: dict[str, float] = {}
     first, second, third = (engine.store()[1] for _ in range(3))
     agent.wait_idle()
-    # Its host pool is empty then: a hit comes from Redis.
+    # With an empty host pool, a hit comes from Redis.
     agent.restart()
     _wait_hit(engine, first)
     server.send(signal.SIGSTOP)
@@ -76,7 +76,7 @@ def _round(server: RedisProcess, agent: AgentServer, engine: Engine) -> dict[str
     seconds["redis-back"] = _timed(lambda: _wait_hit(engine, second))
     server.send(signal.SIGSTOP)
     engine.ask("open", third)
-    # Long enough for the question to be with the agent, short of its deadline.
+    # Long enough for the question to reach the agent, shorter than its deadline.
     time.sleep(0.2)
     agent.kill()
     seconds["agent-killed"] = _timed(lambda: engine.answer("open"))

@@ -1,4 +1,4 @@
-"""What all benchmarks share: statistics, tables, JSON, and the machine that figures come from."""
+"""Shared by all benchmarks: statistics, tables, JSON, and the facts of the machine."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _T = TypeVar("_T")
 
 
 def rotated(items: Sequence[_T], number: int) -> list[_T]:
-    """The items, beginning with another one in each round: none is always first."""
+    """The items, starting with another one in each round."""
     first = number % max(1, len(items))
     return [*items[first:], *items[:first]]
 
 
 def ratios(values: Sequence[float], references: Sequence[float]) -> list[float]:
-    """Round by round: what slows a whole round slows both."""
+    """The ratio in each round, because a slow round slows both."""
     return [value / reference for value, reference in zip(values, references, strict=True)]
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The value that ``percent`` of a hundred do not exceed."""
+    """The value that ``percent`` per cent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, -(-len(ordered) * percent // 100) - 1)]
 
 
 def is_met(figure: float, target: float | None, *, at_least: bool) -> bool | None:
-    """Whether a figure meets its target; None where there is no target."""
+    """Whether a figure meets its target; None without a target."""
     if target is None:
         return None
     return figure >= target if at_least else figure <= target
@@ -46,7 +46,7 @@ def verdict_text(met: bool | None, target: str, *, at_least: bool) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The facts of the machine that stand beside every figure."""
+    """The facts of the machine, shown with every figure."""
     model = "unknown processor"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -67,7 +67,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints the rows as one table; columns are the keys of the first row."""
     console = Console()
     if not console.is_terminal:
-        console = Console(width=_FILE_WIDTH)  # a table cut to 80 columns is of no use in a file
+        console = Console(width=_FILE_WIDTH)  # in a file, a table of 80 columns is cut
     facts = machine()
     table = Table(title=title, caption=", ".join(f"{k} {v}" for k, v in facts.items()))
     if rows:
@@ -81,7 +81,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 def write_json(
     path: Path | None, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes machine (or ``facts``) and rows, where there is a path."""
+    """Writes ``facts`` (default: the machine) and rows, if there is a path."""
     if path is None:
         return
     document = {"machine": facts or machine(), "rows": list(rows)}

@@ -18,7 +18,7 @@ _WAIT_S = 60.0
 
 
 def wait_for(condition: Callable[[], object], what: str, poll_s: float = 0.01) -> None:
-    """Polls a condition that nothing announces. Raises LMCacheRedisError after a minute."""
+    """Polls a condition. Raises LMCacheRedisError after a minute."""
     deadline_s = time.monotonic() + _WAIT_S
     while not condition():
         if time.monotonic() > deadline_s:
@@ -42,8 +42,8 @@ def listens(port: int) -> bool:
 class RedisProcess:
     """A redis-server that saves nothing. A context manager: started on entry, killed on exit.
 
-    It keeps its address when it is killed and started again, empty. Raises ConfigError where
-    there is no redis-server.
+    It keeps its address when it is killed and started again, empty. Raises ConfigError if no
+    redis-server is installed.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -64,7 +64,7 @@ class RedisProcess:
             raise LMCacheRedisError("the redis-server did not start")
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal; waits for the end after SIGKILL."""
+        """Sends a signal. After SIGKILL it waits for the end."""
         self._process.send_signal(number)
         if number is signal.SIGKILL:
             self._process.wait()
@@ -82,6 +82,6 @@ class RedisProcess:
 
 @contextlib.contextmanager
 def own_server() -> Iterator[str]:
-    """The URL of a redis-server for the time of the block."""
+    """The URL of a redis-server that runs during the block."""
     with tempfile.TemporaryDirectory() as directory, RedisProcess(Path(directory)) as server:
         yield server.url

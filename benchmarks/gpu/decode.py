@@ -1,8 +1,8 @@
 """What stores cost an engine that decodes: steps of matrix products, with and without stores.
 
-A step multiplies a small batch with weights that do not fit the GPU's cache, as a decode step
-does: it is bound by reading them. The host waits for each step, as a scheduler does. While it is
-busy, the next store is begun as soon as the last is answered: more than any engine stores.
+A step multiplies a small batch with weights that exceed the GPU's cache: like a decode step, it
+is bound by reading them. The host waits for each step, as a scheduler does. With stores, the next
+store starts as soon as the last is answered, which is more than any engine stores.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def measure(engine: Engine, options: Options, say: Callable[[str], None]) -> lis
     stores_per_s: list[float] = []
     for number in range(options.rounds):
         say(f"decode steps: round {number + 1} of {options.rounds}")
-        # Who begins changes with the round: a GPU that warms up slows both.
+        # The order changes with the round, because a GPU slows down as it warms up.
         for with_stores in rotated((False, True), number):
             if with_stores:
                 step_s, rate = _steps_beside_stores(engine, loop, options.seconds)
@@ -84,7 +84,7 @@ def measure(engine: Engine, options: Options, say: Callable[[str], None]) -> lis
 
 
 def _steps(loop: DecodeLoop, seconds: float) -> float:
-    """The mean step of so many seconds: a mean, for a store may disturb one step in ten."""
+    """The mean step over ``seconds``; not the median, since a store may slow one step in ten."""
     taken: list[float] = []
     until_s = time.perf_counter() + seconds
     while time.perf_counter() < until_s:
@@ -93,9 +93,9 @@ def _steps(loop: DecodeLoop, seconds: float) -> float:
 
 
 def _steps_beside_stores(engine: Engine, loop: DecodeLoop, seconds: float) -> tuple[float, float]:
-    """As `_steps`, and how many stores a second were done: at least one, however long it takes.
+    """As `_steps`, with concurrent stores, and the stores a second: at least one is done.
 
-    No step contains the time of submitting them.
+    The time of submitting them is not part of a step.
     """
     taken: list[float] = []
     done = 0

@@ -1,6 +1,6 @@
-"""Gather and scatter alone: random blocks of a paged KV cache to staging, and back.
+"""Gather and scatter: random blocks of a paged KV cache to staging, and back.
 
-The reference is a device copy of the same bytes, taken in the same round and in the same way;
+The reference is a device copy of the same bytes, timed in the same round and in the same way.
 ``of_peak`` compares with a copy of gibibytes, which a launch of a few megabytes cannot reach.
 """
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     from lmcache_redis.device.cuda_copies import PageCopies
 
-_COPIES = 6  # a cache of two, staging; and for the check another of both
+_COPIES = 6  # of the bytes moved: a cache of two, staging, and the same again for the check
 
 
 class WrongBytes(LMCacheRedisError):
-    """What was to be timed copies something else."""
+    """A kernel that was to be timed copies wrong bytes."""
 
 
 def measure(
@@ -37,7 +37,7 @@ def measure(
 ) -> list[Row]:
     """Two rows for each shape and count of chunks. Raises WrongBytes.
 
-    room_bytes: of the GPU's memory, for cache and staging.
+    room_bytes: GPU memory for cache and staging.
     """
     peak_bytes = min(options.peak_bytes, room_bytes // 2)
     peak = _peak(peak_bytes, options.rounds, device)
@@ -88,14 +88,14 @@ class Case:
         self._chunks = order.view(self.pool_chunks, shape.blocks_per_chunk).tolist()
 
     def ids(self, begin: int, chunks: int) -> BlockIds:
-        """So many chunks of the random order, from one of them on."""
+        """The block ids of ``chunks`` chunks in random order, from ``begin`` on."""
         import torch
 
         host = pack_ids(self._chunks[begin : begin + chunks], self.num_blocks)
         return BlockIds(host, torch.from_numpy(host).to(self.device))
 
     def turns(self, chunks: int, cold_bytes: int) -> list[tuple[BlockIds, torch.Tensor, int]]:
-        """Ids, staging and a place for a plain copy's source, for launches on different memory."""
+        """Ids, staging and the source offset of a plain copy, for launches on different memory."""
         wanted = math.ceil(cold_bytes / (chunks * self.shape.chunk_bytes))
         turns = max(1, min(wanted, self.pool_chunks // chunks))
         places = self.most_chunks // chunks
@@ -111,7 +111,7 @@ class Case:
     def check(self, chunks: int) -> None:
         """Raises WrongBytes unless gather and scatter move what torch alone moves.
 
-        Bytes that are scattered differ from what was there, and are taken back afterwards.
+        The scattered bytes differ from those before, and are restored afterwards.
         """
         import torch
 
@@ -181,7 +181,7 @@ def _call(function: Callable[..., object], *arguments: object) -> Launch:
 
 
 def _launch_us(launch: Launch, device: torch.device) -> float:
-    """Host time of one launch while the GPU is idle enough to take it."""
+    """Host time of one launch on an idle GPU."""
     times = []
     for _ in range(20):
         wait_for_all(device)
@@ -192,7 +192,7 @@ def _launch_us(launch: Launch, device: torch.device) -> float:
 
 
 def _peak(nbytes: int, rounds: int, device: torch.device) -> float:
-    """GB/s of a copy so large that nothing but memory counts, read and written."""
+    """GB/s of a copy that is bound by memory bandwidth, read and written."""
     import torch
 
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""The ratios as a picture: each bar beside the line that it should reach."""
+"""The plot: each ratio as a bar, with its target as a line."""
 
 from __future__ import annotations
 

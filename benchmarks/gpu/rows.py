@@ -1,4 +1,4 @@
-"""What is measured: layouts and options; and the figures, their references, and the targets."""
+"""Layouts and options; the figures, their references and targets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lmcache_redis.errors import ConfigError
 KIB = 1 << 10
 MIB = 1 << 20
 
-# K and V apart, heads of 128, blocks of 16 tokens: 32 layers of 8 KV heads; then 80 layers of the
-# one KV head that is left to each of eight ranks. MLA: 61 layers of 576 elements, blocks of 64.
+# Separate K and V, heads of 128, blocks of 16 tokens: 32 layers of 8 KV heads; then 80 layers of
+# one KV head for each of eight ranks. MLA: 61 layers of 576 elements, blocks of 64.
 LLAMA_8B = Shape("8B, bf16", 64, 32 * KIB, 16)
 TP8_70B = Shape("70B TP8, bf16", 160, 4 * KIB, 16)
 # Chunks of 3 MiB, of which the agent moves several in one call: 48 layers of one KV head.
@@ -43,8 +43,8 @@ class Options:
 
     chunks: moved at a time through the agent. retrieves: for p50 and p99. seconds: of decode
     steps, with stores and without, in each round; a step is ``layers`` times a ``batch`` by a
-    square matrix of ``width``. cold_bytes: touched before a kernel touches anything again,
-    several times what the cache holds. peak_bytes: of the copy that ``of_peak`` compares with.
+    square matrix of ``width``. cold_bytes: touched before a kernel touches the same memory again,
+    several times the GPU's cache. peak_bytes: of the copy that ``of_peak`` compares with.
     """
 
     parts: Sequence[str] = PARTS
@@ -82,8 +82,8 @@ class Row:
     """One figure: the median of ``rounds``, and of its ratios to the reference.
 
     value, reference: GB/s (both directions of a device copy counted), or milliseconds for times.
-    ratio: value to reference; of throughput it should be high, of times low. worst: the
-    round that was furthest from the target. target: None where there is none.
+    ratio: value to reference; high is good for throughput, low for times. worst: the round with
+    the worst ratio. target: of the ratio, or None.
     """
 
     what: str
@@ -108,7 +108,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the median meets the target; None where there is none."""
+        """Whether the median meets the target; None without a target."""
         return is_met(self.ratio, self.target, at_least=self.high_is_good)
 
     def verdict(self) -> str:
@@ -126,7 +126,7 @@ def row_of(
     against: str,
     **more: float | None,
 ) -> Row:
-    """Throughput, GB/s, and what it is compared with, round by round."""
+    """A row of throughput in GB/s, compared round by round."""
     each = ratios(values, references)
     return Row(
         what=what,
@@ -157,7 +157,7 @@ def time_row_of(
     rounds: int,
     detail: str = "",
 ) -> Row:
-    """A time of an engine's transfers or steps."""
+    """A row of the time of an engine's transfers or steps."""
     return Row(
         what=what,
         case=engine.shape.name + detail,
@@ -175,7 +175,7 @@ def time_row_of(
 
 
 def target_of(what: str, shape: Shape) -> float | None:
-    """Kernels: of the device's copy bandwidth, by the size of pages. Others: their own."""
+    """The target of a ratio. Of kernels it depends on the page size."""
     if what in (GATHER, SCATTER):
         return _TARGET_LARGE if shape.page_bytes >= _LARGE_PAGE_BYTES else _TARGET_SMALL
     return _TARGETS.get(what)

@@ -1,4 +1,4 @@
-"""The whole run: is there a GPU, the four questions, the report."""
+"""The whole run: the GPU, the four questions, the report."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from lmcache_redis.errors import LMCacheRedisError
 if TYPE_CHECKING:
     import torch
 
-# Beside what is measured the GPU holds a context for each process and the agent's staging.
+# The GPU also holds a context for each process and the agent's staging.
 _ROOM = 0.6
 
 
 class NoGpu(LMCacheRedisError):
-    """There is nothing here to measure on."""
+    """There is no GPU to measure."""
 
 
 def find_gpu() -> torch.device:
-    """The GPU that is measured: the first that this process sees. Raises NoGpu."""
+    """The first GPU that this process sees. Raises NoGpu."""
     needs = "this benchmark needs an NVIDIA GPU, and a torch that is built for CUDA"
     if importlib.util.find_spec("torch") is None:
         raise NoGpu(f"{needs}: there is no torch here")
@@ -54,7 +54,7 @@ def find_gpu() -> torch.device:
 
 
 def room_bytes(device: torch.device) -> int:
-    """Of the GPU's free memory, what the benchmark may take."""
+    """The share of the GPU's free memory that the benchmark may use."""
     import torch
 
     return int(torch.cuda.mem_get_info(device)[0] * _ROOM)
@@ -63,9 +63,9 @@ def room_bytes(device: torch.device) -> int:
 def measure(
     options: Options, device: torch.device, room: int, say: Callable[[str], None]
 ) -> list[Row]:
-    """All rows. A part that cannot be measured is left out with a line; the others go on.
+    """All rows. A part that fails is left out with a line.
 
-    Raises LMCacheRedisError where no part could be.
+    Raises LMCacheRedisError if all parts fail.
     """
     rows: list[Row] = []
     failed: list[LMCacheRedisError] = []
@@ -81,7 +81,7 @@ def measure(
         attempt(KERNELS, partial(kernels.measure, options, device, room, say))
         _give_back(device)
     for number, shape in enumerate(options.agent_shapes):
-        # One shape beside the steps is enough.
+        # One shape is enough for the decode loop.
         possible = (AGENT,) if number else (AGENT, DECODING)
         wanted = [part for part in possible if part in options.parts]
         if wanted:
@@ -112,7 +112,7 @@ def _beside_agent(
 
 
 def _give_back(device: torch.device) -> None:
-    """What is no longer used, to the GPU: the agent's process needs some."""
+    """Frees torch's unused GPU memory, of which the agent's process needs some."""
     if device.type != "cpu":
         import torch
 
@@ -120,7 +120,7 @@ def _give_back(device: torch.device) -> None:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """What to say of the machine beside every figure, the GPU included."""
+    """The facts of the machine and its GPU, shown with every figure."""
     import torch
 
     found = machine()
@@ -153,7 +153,7 @@ def report(rows: Sequence[Row], known: dict[str, Any], plot: Path) -> None:
 
 
 def run(options: Options, plot: Path, json: Path | None) -> None:
-    """Measures, writes the rows as JSON where it is asked for, and reports. Raises NoGpu."""
+    """Measures, writes the rows as JSON if asked to, and reports. Raises NoGpu."""
     device = find_gpu()
     started_s = time.monotonic()
     rows = measure(options, device, room_bytes(device), lambda line: print(line, flush=True))

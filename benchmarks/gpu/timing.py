@@ -1,7 +1,7 @@
-"""Seconds of work on a GPU, without the seconds of the Python that queues it.
+"""The time of work on a GPU, without that of the Python that queues it.
 
-Kernels of some microseconds are shorter than a launch from Python, so what is timed is captured
-into a CUDA graph once and replayed between two events. On the CPU, for tests, a clock does.
+Kernels of a few microseconds are shorter than a launch from Python. They are captured into a CUDA
+graph once, which is replayed between two events. On the CPU, for tests, a clock is enough.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MOST_REPLAYS = 200
 
 
 def captured(launches: Sequence[Launch], device: torch.device) -> Measure:
-    """A function that runs all launches, again and again, and returns the seconds of one.
+    """A function that runs all launches repeatedly and returns the seconds of one.
 
-    The launches allocate nothing and wait for nothing. They should touch different memory:
-    together several times what the GPU's cache holds, or it is the cache that is measured.
+    The launches neither allocate nor wait. Together they should touch several times the size of the
+    GPU's cache; otherwise the cache is measured.
     """
     if device.type == "cpu":
         return lambda: _on_the_cpu(launches)
@@ -57,7 +57,7 @@ def captured(launches: Sequence[Launch], device: torch.device) -> Measure:
 
 
 def queued(launches: Sequence[Launch], device: torch.device) -> Measure:
-    """As `captured`, launched from Python each time: what the launches themselves take counts."""
+    """As `captured`, but launched from Python each time: the time of the launches counts."""
     if device.type == "cpu":
         return lambda: _on_the_cpu(launches)
     import torch
@@ -75,7 +75,7 @@ def queued(launches: Sequence[Launch], device: torch.device) -> Measure:
 
 
 def wait_for_all(device: torch.device) -> None:
-    """Returns when the GPU has done everything that this process has queued."""
+    """Waits until the GPU has done all work that this process has queued."""
     if device.type != "cpu":
         import torch
 

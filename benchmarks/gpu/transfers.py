@@ -1,7 +1,7 @@
 """STORE and RETRIEVE through a real agent, beside plain copies between GPU and pinned memory.
 
-A store's time runs until a lookup finds all of it in the host pool, a retrieve's from the question
-to the answer: the agent's, the copies', and the way there and back. A plain copy is one
+The time of a store runs until a lookup finds all of it in the host pool; that of a retrieve until
+its answer. Both include the messages, the agent and the copies. A plain copy is one
 ``cudaMemcpyAsync`` of the same bytes and the wait for it.
 """
 
@@ -45,8 +45,8 @@ def engine_beside_agent(
 ) -> Iterator[Engine]:
     """An engine of ``shape`` that moves ``chunks`` at a time, and its agent; ended on exit.
 
-    The agent writes nothing to Redis, which is not what is measured; where no server can be
-    started it runs without one. Its host pool takes what two rounds store.
+    The agent writes nothing to Redis, which is not measured; if no server can be started it runs
+    without one. Its host pool holds the stores of two rounds.
     """
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -68,7 +68,7 @@ def engine_beside_agent(
 
 
 class PlainCopy:
-    """One copy of so many bytes, each way. The ideal."""
+    """One copy of ``nbytes`` in each direction: the ideal."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         import torch
@@ -97,7 +97,7 @@ class PlainCopy:
 def measure(engine: Engine, options: Options, say: Callable[[str], None]) -> list[Row]:
     """Rows of store, retrieve, and the retrieve's median and 99th percentile.
 
-    Raises EngineFailed where chunks are dropped, or come back as others.
+    Raises EngineFailed if chunks are dropped or differ.
     """
     plain = PlainCopy(engine.bytes_moved, engine.device)
     plain.to_host(), plain.to_device()

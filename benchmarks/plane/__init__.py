@@ -1,14 +1,11 @@
-"""How fast chunks move between memory and Redis, ours and the peers', side by side.
+"""How fast chunks move between memory and Redis, with our client and with others.
 
-The way of one figure:
-
-1. `run` starts a server and for each client a process of its own (`process`), so that each has
-   its own memory, its own CPU time, and can be ended if it hangs.
-2. `cases` says what is measured and in which order: clients take turns within each round.
-3. `messages` carries one request at a time to the process (`worker`), which does the work with
-   one client (`peers` says which there are; they are in `clients` and `ceiling`), and answers
-   with the time it took.
-4. `rows` keeps the samples and makes medians of them.
-5. `compare` sets ours at its default setting beside each peer at its best, and beside the
+1. `run` starts a server, and for each client a process of its own (`process`), so that each has
+   its own memory and CPU time, and can be killed if it hangs.
+2. `cases` defines what is measured, and in which order: clients take turns within each round.
+3. `messages` are the requests to a process (`worker`), which does the work with one client
+   (listed in `peers`, defined in `clients` and `ceiling`) and answers with the time it took.
+4. `rows` keeps the samples and computes their medians.
+5. `compare` compares ours at its default setting with each peer at its best, and with the
    targets; `plot` draws that.
 """

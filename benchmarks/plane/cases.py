@@ -4,15 +4,14 @@ A turn is one client at one setting with values of one size, on a server emptied
 
     first-store  keys that do not exist; the server faults fresh memory in
     overwrite    the same keys again
-    load         the same keys; every page must bring back what was stored from it
-    steady       new keys, the server at its memory limit with values of this client alone,
-                 evicting (allkeys-lru) one for each that comes
+    load         the same keys; every page is checked
+    steady       new keys, with the server at its memory limit (allkeys-lru), full of values of
+                 this client: each store evicts one
 
-Without checksums, which is a setting of ours, there are loads alone: stores are the same.
+Without checksums, a setting of our client, only loads are measured: stores do not differ.
 
-In each round every client takes its turn at every setting; who begins changes with the
-round. A turn of scans is a few in a row. A peer that fails or hangs is dropped: what it gave
-before stays.
+In each round every client has a turn at every setting; the first client changes with the round. A
+turn of scans is a few in a row. A peer that fails or hangs is dropped; its earlier samples stay.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from benchmarks.report import rotated
 from lmcache_redis.bench.values import PAGE_BYTES
 from lmcache_redis.errors import ConfigError, RedisUnavailable
 
-# Our keys are this long (`keys`); a scan's rows name it as the size of what it moves.
+# The length of our keys, which the rows of scans name as their size.
 KEY_BYTES = 73
 _MOST_FILLS = 4
 _WARM_UP = Batch(value_bytes=64 << 10, items=32)
@@ -49,7 +48,7 @@ _WARM_UP = Batch(value_bytes=64 << 10, items=32)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure. Raises ConfigError for sizes that are no whole pages.
+    """What to measure. Raises ConfigError for sizes that are not whole pages.
 
     settings: of each client that takes part, in the order of turns. sizes: of values, in bytes.
     moved_bytes: payload of one measurement, which is at least `least_items` values. scans: how
@@ -92,7 +91,7 @@ class Bench:
         self._started_s = time.monotonic()
 
     def run(self) -> Samples:
-        """Raises RedisUnavailable where our own client fails."""
+        """Raises RedisUnavailable if our own client fails."""
         self._warm_up()
         for value_bytes in self._plan.sizes:
             self._moves(value_bytes)
@@ -103,7 +102,7 @@ class Bench:
     # ------------------------------------------------------------------ moves
 
     def _warm_up(self) -> None:
-        """Imports, connections and threads: no sample shall contain their making."""
+        """Imports modules, opens connections and starts threads before the first sample."""
         self._say("starting the clients")
         for client, setting in self._turns(0):
             for name in ("x", "y"):
@@ -136,7 +135,7 @@ class Bench:
         sample("load", Load(setting, batch, "a"))
         if client == CEILING or not self._limits:
             return
-        # A server receives a value beside those it holds: several at once need room.
+        # The server needs room for the values that it receives concurrently.
         room_bytes = setting.set_connections * batch.value_bytes * 5 // 4 + 16 * MIB
         with contextlib.ExitStack() as stack:
             try:
@@ -149,7 +148,7 @@ class Bench:
                 sample("steady", Store(setting, batch, "b", fresh=True))
 
     def _fill(self, client: str, setting: Setting, batch: Batch) -> bool:
-        """Stores until the server evicts. False where it never does, or the client failed."""
+        """Stores until the server evicts. False if it never does, or if the client failed."""
         before = self._server.evicted_keys()
         for number in range(_MOST_FILLS):
             if self._ask(client, Store(setting, batch, f"fill-{number}", fresh=True)) is None:
@@ -161,7 +160,7 @@ class Bench:
     # ------------------------------------------------------------------ scans
 
     def _scans(self, keys: int, times: int) -> None:
-        # Settings of the others differ in how values move, and not in how keys are scanned.
+        # Settings of the other clients do not change how they scan.
         scanners = [
             (client, setting)
             for client, settings in self._plan.settings.items()
@@ -194,7 +193,7 @@ class Bench:
         return rotated(turns, number * len(turns) // self._plan.rounds)
 
     def _ask(self, client: str, request: Request) -> Measured | None:
-        """None where the client was dropped, now or before."""
+        """None if the client was dropped, now or before."""
         worker = self._workers.get(client)
         if worker is None:
             return None

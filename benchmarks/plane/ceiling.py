@@ -1,7 +1,7 @@
-"""What bounds every client: the same bytes over bare sockets to a sink and back, and memcpy.
+"""The bound of every client: the same bytes over bare sockets to a sink and back, and memcpy.
 
-`python -m benchmarks.plane.ceiling` is the sink: it takes bytes and sends as many back, the least
-that a server costs. Protocol: a request of 9 bytes (what, how many bytes). For FRESH and AGAIN
+`python -m benchmarks.plane.ceiling` is the sink: it receives and sends bytes, the minimum work of a
+server. Protocol: a request of 9 bytes (what, how many bytes). For FRESH and AGAIN
 the bytes follow, answered by one byte; for SEND so many bytes come back. FRESH puts them into new
 memory, as a server has to, which DROP gives back; the others use one small buffer again and again.
 The port is on stdout; the process ends when its stdin does.
@@ -38,8 +38,8 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class BareSocket(Client):
     """Loopback TCP to a sink, one thread for each connection.
 
-    Each value has a request and an answer, as with a server: streamed without, small values
-    are slower, since what is in flight then falls out of the caches.
+    Each value has a request and an answer, as with a server. Without them small values are slower,
+    because the bytes in flight then exceed the caches.
     """
 
     brings_values = False
@@ -85,7 +85,7 @@ class BareSocket(Client):
         for number in numbers:
             value = self._values[number]
             request = _REQUEST.pack(self._kind, value.nbytes)
-            # At once: a request on its own would wake the sink for nothing.
+            # Together: a separate request would wake the sink twice.
             sent = connection.sendmsg([request, value]) - len(request)
             connection.sendall(value[max(0, sent) :])
             self._wait(connection)
@@ -142,7 +142,7 @@ class MemoryCopy(Client):
 def _fill(connection: socket.socket, buffer: memoryview) -> bool:
     """Fills the buffer; False where the other end has gone."""
     while buffer.nbytes:
-        # Without MSG_WAITALL the sender continues meanwhile, which is faster here.
+        # Without MSG_WAITALL the sender continues meanwhile, which is faster.
         count = connection.recv_into(buffer)
         if count == 0:
             return False
@@ -173,7 +173,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _pieces(buffer: memoryview, total: int) -> Iterator[memoryview]:
-    """The buffer, again and again, the last time only as far as is needed."""
+    """The buffer repeatedly, at last only as much as is needed."""
     return (buffer[: total - at] for at in range(0, total, buffer.nbytes))
 
 

@@ -51,7 +51,7 @@ class OurClient(PlaneClient, ScanningClient):
 class RedisPyClient(ScanningClient):
     """redis-py with hiredis, one connection.
 
-    `pipelined`: all commands go out before the first reply is read; or one by one.
+    `pipelined`: sends all commands before it reads the first reply; otherwise one by one.
     """
 
     def __init__(self, url: str, setting: Setting) -> None:
@@ -151,8 +151,8 @@ class GlideClient(Client):
 class LMCacheClient(ScanningClient):
     """LMCache's C++ client from its wheel alone; each worker is a thread with a connection.
 
-    It never answers for a key that does not exist, nor when the server goes: the caller ends its
-    process then.
+    It never answers for a missing key, nor when the server is gone: the caller kills its process
+    then.
     """
 
     def __init__(self, url: str, setting: Setting) -> None:

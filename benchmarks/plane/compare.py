@@ -16,9 +16,8 @@ from benchmarks.report import is_met, verdict_text
 class Verdict:
     """One comparison. ours, theirs: GB/s, or ms for scans; theirs is None for a limit in ms.
 
-    what: operation and size. client: whom ours is compared with, at its best. figure: how
-    many times faster ours is, or its ms. target: what the figure has to be, at least for a
-    ratio and at most for ms; None where nothing is asked for.
+    what: operation and size. client: the peer, at its best setting. figure: how many times faster
+    ours is, or its ms. target: the minimum of a ratio or the maximum of ms; None: no target.
     """
 
     what: str
@@ -30,15 +29,15 @@ class Verdict:
 
     @property
     def met(self) -> bool | None:
-        """None where nothing is asked for."""
+        """None without a target."""
         return is_met(self.figure, self.target, at_least=self.theirs is not None)
 
 
 def best(rows: Iterable[Row], client: str, how: str | None = None) -> Row | None:
     """The fastest of a client's rows; of ours, the first at the default setting.
 
-    rows: of one operation and size. Ours has no row at its defaults where it was set
-    otherwise: then the first of its rows is compared. how: only rows of this way.
+    rows: of one operation and size. Ours has no row at its defaults if it was set otherwise: then
+    its first row is compared. how: only rows of this variant.
     """
     own = [row for row in rows if row.client == client and how in (None, row.how)]
     if client == OURS:
@@ -100,7 +99,7 @@ def _scan_verdicts(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def move_target(op: str, value_bytes: int, client: str) -> float | None:
-    """How many times a peer's best our default has to be."""
+    """The minimum ratio of our default to a peer's best."""
     if client == LMCACHE and value_bytes <= 2 * MIB:
         return 1.0
     if client == LMCACHE and value_bytes == 32 * MIB:
@@ -193,7 +192,7 @@ def _speed(row: Row) -> float:
 
 
 def _cell(row: Row | None, figure: Callable[[Row], float | None]) -> str | None:
-    """The figure, and the setting it was reached at."""
+    """The figure, and its setting."""
     value = None if row is None else figure(row)
     if row is None or value is None:
         return None

@@ -1,8 +1,6 @@
-"""What `process` asks a `worker` and what that answers: JSON, a line each, over a socket.
+"""The requests to a `worker` and its answers (`lmcache_redis.demo.child`).
 
-One `Measured` answers each request; the next request follows it. A worker whose client fails
-ends, its traceback on stderr: the caller finds the socket closed. It also ends when the socket is
-closed at the other end.
+One `Measured` answers each request. A worker whose client fails ends with a traceback on stderr.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way to run a client; without arguments, our client's defaults.
 
     get_connections, set_connections: for a peer, its connections or threads. slot_bytes,
-    threads, checksums: of our client alone; without checksums it does not verify what it
-    loads; its stores are the same. how: a peer's way of doing it, where it has several.
+    threads, checksums: of our client only; without checksums it does not verify what it loads.
+    how: the variant of a peer that has several.
     """
 
     get_connections: int = DEFAULT_GET_CONNECTIONS
@@ -36,7 +34,7 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``items`` values of one size, which are moved together."""
+    """``items`` values of one size, moved together."""
 
     value_bytes: int
     items: int
@@ -52,7 +50,7 @@ class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="store"
 
 
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="load"):
-    """Loads the batch that was stored under this name, and checks that it came."""
+    """Loads the batch that was stored under this name, and checks it."""
 
     setting: Setting
     batch: Batch
@@ -60,7 +58,7 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="load"):
 
 
 class PrepareScan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="prepare-scan"):
-    """Makes keys and puts small values under the first `present` of them. Takes no time."""
+    """Creates keys and stores small values under the first `present` of them. Not timed."""
 
     setting: Setting
     keys: int
@@ -68,7 +66,7 @@ class PrepareScan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 
 class Scan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="scan"):
-    """Finds how many of the keys, from the first on, exist; `present` must come out."""
+    """Finds how many of the keys exist, from the first on; the result must be `present`."""
 
     setting: Setting
     present: int

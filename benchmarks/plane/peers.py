@@ -1,4 +1,4 @@
-"""The clients that are compared: what each can do, how they are set, and what is missing."""
+"""The clients that are compared: their interface, their settings, and what they need."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ PEERS = (LMCACHE, REDIS_PY, GLIDE, CEILING)
 
 
 class Client(ABC):
-    """One client at one setting: a value is prepared without the clock, then moved under it.
+    """One client at one setting. Values are prepared before they are moved and timed.
 
-    Raises whatever goes wrong: its process ends by it. brings_values: a load brings back what
-    was stored, and can be checked.
+    Any exception ends its process. brings_values: a load returns what was stored, and can be
+    checked.
     """
 
     brings_values = True
 
     @abstractmethod
     def prepare(self, name: str, values: Values) -> None:
-        """Makes the keys for the stores and loads that follow."""
+        """Creates the keys for the following stores and loads."""
 
     @abstractmethod
     def store(self, fresh: bool) -> None:
-        """Stores all prepared values; on return the server has acknowledged them."""
+        """Stores all prepared values; returns when the server has acknowledged them."""
 
     @abstractmethod
     def load(self) -> None:
@@ -44,15 +44,15 @@ class Client(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends its connections and threads."""
+        """Closes its connections and ends its threads."""
 
 
 class ScanningClient(Client):
-    """A client that can tell which keys exist."""
+    """A client that can look up keys."""
 
     @abstractmethod
     def prepare_scan(self, count: int) -> Sequence[bytes]:
-        """Makes the keys for the scans that follow; returns them as the server knows them."""
+        """Creates the keys for the following scans; returns them as the server stores them."""
 
     @abstractmethod
     def scan_prepared(self) -> int:
@@ -92,7 +92,7 @@ def make_client(name: str, url: str, setting: Setting) -> Client:
 
 
 def settings_of(peer: str, connections: Sequence[int]) -> list[Setting]:
-    """The settings of a peer to choose the best from. connections: how many it may use."""
+    """The settings of a peer, of which the best counts. connections: the numbers to try."""
     if peer == REDIS_PY:
         # One thread: its parsing holds the GIL.
         return [Setting(1, 1, how=how) for how in ("pipelined", "one by one")]
@@ -103,7 +103,7 @@ def settings_of(peer: str, connections: Sequence[int]) -> list[Setting]:
 
 
 def why_left_out(peer: str, url: str) -> str | None:
-    """Why a peer cannot take part, with the command that helps; None where it can."""
+    """Why a peer cannot take part, with the command that helps; None if it can."""
     if peer == LMCACHE:
         if find_client() is None:
             return HOW_TO_FETCH

@@ -1,4 +1,4 @@
-"""The figures as a picture: throughput by operation and size, scans, and CPU time."""
+"""The plot: throughput by operation and size, scans, and CPU time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _draw_scans(axes: Any, rows: Sequence[Row]) -> None:
 def _draw_bars(
     axes: Any, groups: Sequence[Sequence[Row]], figure: Callable[[Row], float | None], fmt: str
 ) -> None:
-    """Clients side by side in each group; none where one has no figure."""
+    """Clients side by side in each group; a client without a figure has no bar."""
     there = {row.client for group in groups for row in group}
     clients = [client for client in _LABELS if client in there]
     for place, client in enumerate(clients):

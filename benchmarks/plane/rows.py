@@ -1,4 +1,4 @@
-"""What was measured: one row for each client, setting, operation and size, of medians."""
+"""The results: one row of medians for each client, setting, operation and size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CACHED = ("none", "half", "all")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a sample is a sample of. value_bytes: of a chunk, or of a key for scans.
+    """What a sample measures. value_bytes: of a chunk, or of a key for scans.
 
     cached: how many of the keys a scan finds: `all`, `half` or `none`.
     """
@@ -35,11 +35,11 @@ class Row:
 
     client: `ours`, `lmcache`, `redis-py`, `valkey-glide` or `ceiling`. op: one of ``MOVES``,
     or `scan`. value_bytes: of a chunk, or of a key. items: chunks or keys at a time. checksum:
-    whether it is made of what is stored, or compared with what is loaded.
+    whether one is computed by a store or verified by a load.
     gb_per_s: payload, 1e9 bytes. ms: of a scan. cpu_s_per_gb: user and system time of the
-    client's process. how: which way, where the client has several. default: our client as it
-    is unless set otherwise. stripe_bytes: payload of one Redis value. threads: of ours, that
-    share the connections.
+    client's process. how: the variant of a client that has several. default: our client with its
+    default setting. stripe_bytes: payload of one Redis value. threads: of our client, which share
+    the connections.
     """
 
     client: str
@@ -60,7 +60,7 @@ class Row:
 
 
 class Samples:
-    """Samples by their case, in the order in which cases first came."""
+    """Samples by case, in the order of the first sample of each."""
 
     def __init__(self) -> None:
         self._by_case: dict[Case, list[Measured]] = {}
@@ -81,7 +81,7 @@ def _row(case: Case, samples: list[Measured]) -> Row:
     connections = setting.get_connections if case.op == "load" else setting.set_connections
     if ours:
         stripe_bytes = stripe_payload_bytes(case.value_bytes, setting.slot_bytes)
-        connections = connections if moved else 1  # scans have the control connection
+        connections = connections if moved else 1  # scans use the control connection
     return Row(
         client=case.client,
         op=case.op,

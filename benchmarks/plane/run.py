@@ -1,4 +1,4 @@
-"""The whole run: a server, a worker for each client that is there, the plan, the report."""
+"""The whole run: a server, a worker for each available client, the plan, the report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def settings_of_ours(
     threads: Sequence[int] = (),
     slot_bytes: Sequence[int] = (),
 ) -> list[Setting]:
-    """Every combination of what is given; else the defaults, then so many connections.
+    """Every combination of the values given; if none is, the defaults and each of ``connections``.
 
     The latter with checksums, then without.
     """
@@ -55,11 +55,10 @@ def settings_of_ours(
 
 
 def measure(plan: Plan, url: str | None, say: Callable[[str], None]) -> tuple[list[Row], str]:
-    """The rows, and which server they come from.
+    """The rows, and the product and version of the server.
 
-    url: a server to use (it is FLUSHed); None starts one. Peers that are missing are left
-    out with a line. Raises ConfigError where there is no server, RedisUnavailable where it
-    or our client fails.
+    url: the server to use (it is FLUSHed); None starts one. Missing peers are left out with a
+    line. Raises ConfigError if there is no server, RedisUnavailable if it or our client fails.
     """
     with contextlib.ExitStack() as stack:
         if url is None:
@@ -97,7 +96,7 @@ def report(plan: Plan, rows: Sequence[Row], server: str, plot: Path) -> None:
 
 
 def run(plan: Plan, url: str | None, plot: Path, json: Path | None) -> None:
-    """Measures, writes the rows as JSON where it is asked for, and reports."""
+    """Measures, writes the rows as JSON if asked to, and reports."""
     started_s = time.monotonic()
     rows, server = measure(plan, url, lambda line: print(line, flush=True))
     print(f"measured in {time.monotonic() - started_s:.0f} s")

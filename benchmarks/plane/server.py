@@ -22,9 +22,9 @@ def _translated() -> Iterator[None]:
 
 
 class Server:
-    """What the benchmark does to a server beside moving bytes.
+    """What the benchmark does with a server besides moving bytes.
 
-    Every method but `close` raises RedisUnavailable where the server does not do it.
+    Every method but `close` raises RedisUnavailable if the server refuses.
     """
 
     def __init__(self, url: str) -> None:
@@ -36,7 +36,7 @@ class Server:
         self._client.close()
 
     def version(self) -> str:
-        """What to say of the server beside every figure."""
+        """Product and version, shown with every figure."""
         with _translated():
             facts = self._client.info("server")
         name = facts.get("server_name", "redis")
@@ -51,7 +51,7 @@ class Server:
 
     @contextlib.contextmanager
     def full(self, room_bytes: int) -> Iterator[None]:
-        """Limits it to what it holds and `room_bytes`; beyond that it evicts, until the exit."""
+        """In the block, its memory limit is what it holds plus `room_bytes`, and it evicts."""
         with _translated():
             before = {
                 name: self._client.config_get(name)[name]

@@ -1,4 +1,4 @@
-"""A process that works for the benchmark with one client, at any of its settings.
+"""The process of one client of the benchmark, at any of its settings.
 
 `python -m benchmarks.plane.worker CLIENT URL FD` answers the requests of `messages` that come
 over the inherited socket FD, one after the other, until that is closed.
@@ -23,7 +23,7 @@ from lmcache_redis.errors import RedisUnavailable
 
 
 class Worker:
-    """Clients by setting, connected when first needed, and their memory."""
+    """Clients by setting, connected when first used, and their memory."""
 
     def __init__(self, name: str, url: str) -> None:
         self._name = name
@@ -76,7 +76,7 @@ class Worker:
 
 
 def _measure(work: Callable[[], object]) -> Measured:
-    """The time of the work, and the CPU time of the whole process meanwhile."""
+    """Times the work, and the CPU time of the whole process meanwhile."""
     cpu_before_s = _cpu_s()
     started_s = time.perf_counter()
     work()
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> None:
     name, url, descriptor = arguments
     decoder = msgspec.json.Decoder(Request)
     worker = Worker(name, url)
-    # As agents do: imports stay, and need not be looked through again.
+    # As an agent does: the collector need not scan imported modules again.
     gc.freeze()
     with socket.socket(fileno=int(descriptor)) as channel, channel.makefile("rwb") as stream:
         for line in stream:
