@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.processes import has_ended, is_running, process_start_time
+from lmcache_redis.processes import end_process, has_ended, is_running, process_start_time
 
 NO_PID = 2**22 + 1  # above the largest id that Linux gives
 
@@ -61,3 +61,17 @@ def test_a_process_that_cannot_be_read_has_not_ended() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert found == (None, False, False)
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize(
+    ("handler", "number"), [("SIG_DFL", signal.SIGTERM), ("SIG_IGN", signal.SIGKILL)]
+)
+def test_a_process_that_ignores_sigterm_is_killed(handler: str, number: signal.Signals) -> None:
+    script = f"import signal; signal.signal(15, signal.{handler}); print(flush=True); input()"
+    words = [sys.executable, "-c", script]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        end_process(process, 0.2 if number == signal.SIGKILL else 60.0)
+    assert process.returncode == -number
