@@ -62,7 +62,7 @@ class RedisReadOnly(RedisReplyError):
 class RedisRedirect(RedisReplyError):
     """A node of a Redis Cluster says which node to ask instead.
 
-    host is empty where it is the host of the node that said so. asking: only this once, with
+    host is empty if it is the host of the redirecting node. asking: only this once, with
     ASKING before it (ASK); otherwise from now on (MOVED).
     """
 

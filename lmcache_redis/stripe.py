@@ -250,7 +250,7 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
     metadata = RemoteMetadata.deserialize(described)
     if metadata.length != chunk_bytes:
         raise FormatError(f"metadata of {metadata.length} bytes for a chunk of {chunk_bytes}")
-    # Every stripe but the last has the same size; the last tells that size by its offset.
+    # Every stripe but the last has the same size; the offset of the last gives that size.
     last = index == count - 1
     stripe_payload_bytes = offset // index if last and index else payload
     whole = index < count and 0 < payload <= stripe_payload_bytes

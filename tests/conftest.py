@@ -1,11 +1,11 @@
-"""What holds for every test, and the three layers that tests lie in.
+"""The three layers of tests, and what applies to all of them.
 
     unit      no other process: what `pytest` runs by default
     servers   starts redis-servers, agents, gateways or other processes
     engine    starts a real vLLM
 
-A test with none of these marks that uses no server's fixture is a unit test, and fails if it starts
-a process all the same.
+A test without these marks that uses no server fixture is a unit test, and fails if it starts a
+process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ settings.register_profile("tests", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("tests")
 
 LAYERS = ("unit", "servers", "engine")
-# Fixtures that start servers: a test that uses one of them is marked by that.
+# Fixtures that start servers, and so mark the tests that use them.
 SERVERS = {
     "agent",
     "large_serving",
@@ -58,15 +58,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not any(item.get_closest_marker(layer) for layer in LAYERS):
             fixtures = set(getattr(item, "fixturenames", ()))
             item.add_marker("unit" if SERVERS.isdisjoint(fixtures) else "servers")
-    # They take the longest: where tests run in parallel they begin first.
+    # They take the longest, so in parallel runs they start first.
     items.sort(key=lambda item: item.get_closest_marker("engine") is None)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """A file of tests is run by one process; those with engines, but for the demo's, by the same.
+    """One process runs a file of tests; all files with engines, except the demo's, run in the same.
 
-    So a server of a module is started once, and engines do not fight for the cores.
+    So a module's server is started once, and engines do not compete for the cores.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -94,11 +94,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_configure() -> None:
-    """Servers are looked for beside the interpreter too, and SIGINT is what it always is.
+    """Servers are found next to the interpreter too, and SIGINT has its default handler.
 
-    `scripts/setup` links a server there where the machine has none on its PATH; a PATH of the
-    machine's own comes first. A shell starts what it runs in the background with SIGINT ignored,
-    and so would be the processes that tests interrupt.
+    `scripts/setup` links a server there if the machine has none on its PATH. A shell starts a
+    background job with SIGINT ignored, which the processes that tests interrupt would inherit.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -115,7 +114,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
 
 @pytest.fixture
 def server(shared_server: RedisServer) -> RedisServer:
-    """A server with nothing in it, shared by tests that do not stop or configure it."""
+    """An empty server, shared by tests that neither stop nor configure it."""
     shared_server.command("FLUSHALL")
     return shared_server
 

@@ -1,9 +1,9 @@
 """Engines that start in seconds: forked from one process that has imported vLLM.
 
-A real vLLM spends most of its start in imports, once in each of its three processes (eight seconds
-of CPU each). Here one server process imports vLLM and forks the process of every engine, which
-forks its own two. All else is as in any start: new pids, a new engine core, a new connector.
-`EngineProcess` starts everything afresh, as a user does: the demo's test uses that.
+A vLLM spends most of its start on imports, in each of its three processes (eight seconds of CPU
+each). Here one server process imports vLLM and forks the process of every engine, which forks its
+other two. The rest is as in any start: new pids, a new engine core, a new connector.
+`EngineProcess` starts everything afresh, as a user does; the demo's test uses that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PATCH_VARIABLE = "LMCACHE_REDIS_TEST_PATCH"
 
 
 class ForkedProcess:
-    """What `EngineProcess` needs of a process that is another one's child."""
+    """As much of `Popen` as `Child` needs, for a process that is not our child."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -57,12 +57,12 @@ class ForkedProcess:
             signal.pidfd_send_signal(self._pidfd, signum)
 
     def _ended(self, timeout_s: float | None) -> int | None:
-        """0 once it has ended: its parent alone knows the status."""
+        """0 once it has ended: only its parent knows the status."""
         return 0 if select.select([self._pidfd], [], [], timeout_s)[0] else None
 
 
 class ForkServer:
-    """The process that has imported vLLM. Started by the first engine, ended with the tests."""
+    """The process that imports vLLM. Started for the first engine, ended with the tests."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""A real agent process, and an engine without a model: real adapters over real shared memory."""
+"""An agent process, and an engine without a model: real adapters over real shared memory."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def block_hashes(prompt: str, count: int) -> list[bytes]:
 
 
 class Engine:
-    """The adapters of one engine around KV tensors that nobody computes.
+    """The adapters of one engine, with KV tensors but without a model.
 
-    Blocks of 16 tokens, 4 a chunk with the harness's agent. Content of blocks is random.
+    Blocks of 16 tokens, 4 to a chunk with the harness's agent, filled at random.
     """
 
     block_size_tokens = 16

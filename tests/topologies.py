@@ -1,4 +1,4 @@
-"""Real clusters and Sentinels for tests: processes of the test, on loopback, ended with it."""
+"""Clusters and Sentinels for tests, on loopback, ended with the test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HIGHEST_PORT = (1 << 16) - 1
 
 
 def cluster_node(directory: Path, name: str) -> RedisServer:
-    """A node that is not started, of a cluster that may lose shards."""
+    """A node, not started yet, of a cluster that may lose shards."""
     folder = directory / name
     folder.mkdir()
     args = ["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf"]
@@ -48,7 +48,7 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        """Names the first node only: the others are to be found."""
+        """Names only the first node: the others are discovered."""
         return f"redis+cluster://127.0.0.1:{self.nodes[0].port}"
 
     def add_node(self) -> RedisServer:
@@ -58,14 +58,14 @@ class Cluster:
         return node
 
     def add_replica(self, master: RedisServer) -> RedisServer:
-        """A replica that is in step with its master."""
+        """A replica in sync with its master."""
         node = self.add_node()
         node.command("CLUSTER", "REPLICATE", node_id(master))
         wait_until(lambda: info(node, "replication").get("master_link_status") == "up")
         return node
 
     def node_of(self, key: bytes) -> RedisServer:
-        """The node that has the key now."""
+        """The node that owns the key now."""
         slot = slot_of(key)
         for first, last, master, *_ in self.nodes[0].command("CLUSTER", "SLOTS"):
             if first <= slot <= last:
@@ -85,7 +85,7 @@ class Cluster:
         return len(keys)
 
     def end_move(self, slot: int, source: RedisServer, target: RedisServer) -> None:
-        """The slot is the target's; source and target know, the others hear of it."""
+        """Assigns the slot to the target; the other nodes learn it by gossip."""
         for node in (target, source):
             node.command("CLUSTER", "SETSLOT", slot, "NODE", node_id(target))
 
@@ -151,7 +151,7 @@ class Watched:
         return f"redis+sentinel://{user}127.0.0.1:{self.port}/mymaster"
 
     def start_sentinel(self, of_master: bool = True) -> None:
-        """It watches the first server; of_master: which is the master, and has its replica."""
+        """It watches the first server. of_master: which is the master, with its replica."""
         lines = [
             f"port {self.port}",
             "bind 127.0.0.1",
@@ -173,7 +173,7 @@ class Watched:
         wait_until(lambda: self.sentinel("SENTINEL", question, "mymaster"))
 
     def fail_over(self) -> None:
-        """Asks for another master, until Sentinel knows that the replica is fit for it."""
+        """Requests a failover until Sentinel accepts the replica as the new master."""
 
         def accepted() -> bool:
             try:

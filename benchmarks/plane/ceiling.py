@@ -1,10 +1,10 @@
 """The bound of every client: the same bytes over bare sockets to a sink and back, and memcpy.
 
 `python -m benchmarks.plane.ceiling` is the sink: it receives and sends bytes, the minimum work of a
-server. Protocol: a request of 9 bytes (what, how many bytes). For FRESH and AGAIN
-the bytes follow, answered by one byte; for SEND so many bytes come back. FRESH puts them into new
-memory, as a server has to, which DROP gives back; the others use one small buffer again and again.
-The port is on stdout; the process ends when its stdin does.
+server. A request has 9 bytes: what, and how many bytes. After FRESH and AGAIN the bytes follow, which
+one byte answers; after SEND as many bytes are sent back. FRESH stores them in new memory, as a server
+has to, until DROP; the others reuse one small buffer. The port is on stdout; the process ends when
+its stdin is closed.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ class BareSocket(Client):
             value = self._values[number]
             connection.sendall(_REQUEST.pack(_SEND, value.nbytes))
             if not _fill(connection, value):
-                raise RedisUnavailable("the sink has gone")
+                raise RedisUnavailable("the sink has ended")
 
     @staticmethod
     def _wait(connection: socket.socket) -> None:
         if connection.recv(1) != _ACKNOWLEDGED:
-            raise RedisUnavailable("the sink has gone")
+            raise RedisUnavailable("the sink has ended")
 
 
 class MemoryCopy(Client):
@@ -140,7 +140,7 @@ class MemoryCopy(Client):
 
 
 def _fill(connection: socket.socket, buffer: memoryview) -> bool:
-    """Fills the buffer; False where the other end has gone."""
+    """Fills the buffer; False if the connection was closed."""
     while buffer.nbytes:
         # Without MSG_WAITALL the sender continues meanwhile, which is faster.
         count = connection.recv_into(buffer)

@@ -179,7 +179,7 @@ def _lost(error: RedisError, where: str) -> RedisError:
 
 
 def _said(reply: ErrorReply, where: str) -> RedisError:
-    """The exception that stands for an error reply."""
+    """The exception for an error reply."""
     at = f"Redis at {where}"
     text = " ".join(reply.text.split())[:160]
     error = error_of(reply)

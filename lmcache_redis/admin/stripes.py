@@ -183,7 +183,7 @@ def _stripe(
     length: Any,
     head: Any,
 ) -> Stripe:
-    """Judged by the replies to `_questions`."""
+    """The stripe, judged by the replies to `_questions`."""
     refused = next((r for r in (head, length) if isinstance(r, RedisError)), None)
     if isinstance(kind, RedisError):
         if isinstance(head, RedisError):
