@@ -1,10 +1,10 @@
 """The bound of every client: the same bytes over bare sockets to a sink and back, and memcpy.
 
 `python -m benchmarks.plane.ceiling` is the sink: it receives and sends bytes, the minimum work of a
-server. A request has 9 bytes: what, and how many bytes. After FRESH and AGAIN the bytes follow, which
-one byte answers; after SEND as many bytes are sent back. FRESH stores them in new memory, as a server
-has to, until DROP; the others reuse one small buffer. The port is on stdout; the process ends when
-its stdin is closed.
+server. A request has 9 bytes: what, and how many bytes. After FRESH and AGAIN the bytes follow, and
+one byte answers them; after SEND as many bytes are sent back. FRESH stores them in new memory, as a
+server has to, until DROP; the others reuse one small buffer. The port is on stdout; the process ends
+when its stdin is closed.
 """
 
 from __future__ import annotations
