@@ -19,6 +19,14 @@ class FormatError(LMCacheRedisError, ValueError):
     """A value cannot be encoded, or bytes cannot be decoded."""
 
 
+def check_int(what: str, value: int, least: int, most: int) -> None:
+    """Raises FormatError unless ``value`` is an int within its bounds."""
+    if type(value) is not int:
+        raise FormatError(f"{what} is an int, not {type(value).__name__}")
+    if not least <= value <= most:
+        raise FormatError(f"{what} is {value}, outside {least} to {most}")
+
+
 class WireError(LMCacheRedisError):
     """The peer of a ZeroMQ socket broke the protocol."""
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from lmcache_redis.errors import FormatError
+from lmcache_redis.errors import FormatError, check_int
 
 KEY_MAGIC = b"lmcr1:"
 NAMESPACE_BYTES = 16
@@ -62,12 +62,12 @@ class ObjectKey(
     def __post_init__(self) -> None:
         _check_hash(self.chunk_hash)
         _model_name_bytes(self.model_name)
-        _check_int("kv_rank", self.kv_rank, 0, 0xFFFF_FFFF)
+        check_int("kv_rank", self.kv_rank, 0, 0xFFFF_FFFF)
 
     @staticmethod
     def IntHash2Bytes(chunk_hash: int) -> bytes:
         """Eight bytes, big-endian. Raises FormatError unless 0 <= chunk_hash < 2**64."""
-        _check_int("an integer chunk hash", chunk_hash, 0, 0xFFFF_FFFF_FFFF_FFFF)
+        check_int("an integer chunk hash", chunk_hash, 0, 0xFFFF_FFFF_FFFF_FFFF)
         return chunk_hash.to_bytes(INT_HASH_BYTES, "big")
 
     @staticmethod
@@ -87,10 +87,10 @@ class ObjectKey(
 
         Raises FormatError for an argument that is negative or over 255.
         """
-        _check_int("world_size", world_size, 0, 0xFF)
-        _check_int("global_rank", global_rank, 0, 0xFF)
-        _check_int("local_world_size", local_world_size, 0, 0xFF)
-        _check_int("local_rank", local_rank, 0, 0xFF)
+        check_int("world_size", world_size, 0, 0xFF)
+        check_int("global_rank", global_rank, 0, 0xFF)
+        check_int("local_world_size", local_world_size, 0, 0xFF)
+        check_int("local_rank", local_rank, 0, 0xFF)
         return world_size << 24 | global_rank << 16 | local_world_size << 8 | local_rank
 
     def to_bytes(self) -> bytes:
@@ -151,9 +151,9 @@ class IPCCacheEngineKey(
 
     def __post_init__(self) -> None:
         _model_name_bytes(self.model_name)
-        _check_int("world_size", self.world_size, 1, MAX_WORLD_SIZE)
+        check_int("world_size", self.world_size, 1, MAX_WORLD_SIZE)
         if self.worker_id is not None:
-            _check_int("worker_id", self.worker_id, 0, self.world_size - 1)
+            check_int("worker_id", self.worker_id, 0, self.world_size - 1)
         if (self.chunk_hash is None) == (self.token_ids is None):
             raise FormatError("a key has either a chunk_hash or token_ids, exactly one of them")
         if self.token_ids is not None:
@@ -161,8 +161,8 @@ class IPCCacheEngineKey(
         else:
             _check_hash(self.chunk_hash)
         _check_salt(self.salt, by_hash=self.token_ids is None)
-        _check_int("end", self.end, 0, len(self.token_ids or ()))
-        _check_int("start", self.start, 0, self.end)
+        check_int("end", self.end, 0, len(self.token_ids or ()))
+        check_int("start", self.start, 0, self.end)
 
     def no_worker_id_version(self) -> IPCCacheEngineKey:
         """The same key for all workers, as a lookup uses it."""
@@ -271,7 +271,7 @@ def stripe_key(chunk_key: bytes, stripe_index: int) -> bytes:
 
     Raises FormatError for an index over 16 bits.
     """
-    _check_int("stripe_index", stripe_index, 0, MAX_STRIPE_INDEX)
+    check_int("stripe_index", stripe_index, 0, MAX_STRIPE_INDEX)
     return chunk_key + _STRIPE_INDEX.pack(stripe_index)
 
 
@@ -289,8 +289,8 @@ def parse_stripe_key(data: bytes, key_prefix: bytes = b"") -> tuple[bytes, Objec
 
 def _before_hash(model_name: str, kv_rank: int, hash_len: int) -> bytes:
     name = _model_name_bytes(model_name)
-    _check_int("kv_rank", kv_rank, 0, 0xFFFF_FFFF)
-    _check_int("the length of a chunk hash", hash_len, 1, MAX_HASH_BYTES)
+    check_int("kv_rank", kv_rank, 0, 0xFFFF_FFFF)
+    check_int("the length of a chunk hash", hash_len, 1, MAX_HASH_BYTES)
     return _RANK_AND_NAME_LENGTH.pack(kv_rank, len(name)) + name + bytes((hash_len,))
 
 
@@ -310,13 +310,6 @@ def _model_name_bytes(model_name: str) -> bytes:
 def _kv_ranks(world_size: int, worker_id: int | None) -> tuple[int, ...]:
     workers = range(world_size) if worker_id is None else (worker_id,)
     return tuple(ObjectKey.ComputeKVRank(world_size, w, world_size, w) for w in workers)
-
-
-def _check_int(what: str, value: int, least: int, most: int) -> None:
-    if type(value) is not int:
-        raise FormatError(f"{what} is an int, not {type(value).__name__}")
-    if not least <= value <= most:
-        raise FormatError(f"{what} is {value}, outside {least} to {most}")
 
 
 def _check_hash(chunk_hash: bytes | None) -> None:

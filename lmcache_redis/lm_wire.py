@@ -26,7 +26,7 @@ from lmcache_redis.dtypes import (
     dtype_name,
     torch_dtype,
 )
-from lmcache_redis.errors import FormatError
+from lmcache_redis.errors import FormatError, check_int
 
 if TYPE_CHECKING:
     import torch
@@ -129,9 +129,9 @@ class _Payload:
         shape: Sequence[int],
         location: str | None = None,
     ) -> None:
-        _check_int("a length", length)
+        check_int("a length", length, 0, MAX_WIRE_LENGTH)
         for size in shape:
-            _check_int("a size in a shape", size)
+            check_int("a size in a shape", size, 0, MAX_WIRE_LENGTH)
         if len(shape) > WIRE_DIMS:
             raise FormatError(f"a shape of {len(shape)} dimensions; a message has {WIRE_DIMS}")
         if not isinstance(fmt, MemoryFormat):
@@ -289,10 +289,3 @@ def _member(kind: type[_Enum], value: object, what: str) -> _Enum:
         return kind(value)
     except ValueError:
         raise FormatError(f"unknown {what} {value!r:.80}") from None
-
-
-def _check_int(what: str, value: int) -> None:
-    if type(value) is not int:
-        raise FormatError(f"{what} is an int, not {type(value).__name__}")
-    if not 0 <= value <= MAX_WIRE_LENGTH:
-        raise FormatError(f"{what} is {value}, outside 0 to 2**31 - 1")

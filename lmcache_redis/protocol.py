@@ -26,7 +26,7 @@ from lmcache_redis.dtypes import (
     itemsize,
     torch_dtype,
 )
-from lmcache_redis.errors import FormatError
+from lmcache_redis.errors import FormatError, check_int
 from lmcache_redis.lm_wire import (
     DTYPE_TO_INT,
     INT_TO_DTYPE,
@@ -129,7 +129,7 @@ class RemoteMetadata:
         dtypes: Sequence[torch.dtype | str],
         fmt: MemoryFormat,
     ) -> None:
-        _check_size("the length of a chunk", length)
+        check_int("the length of a chunk", length, 0, MAX_SIZE)
         if not isinstance(fmt, MemoryFormat):
             raise FormatError(f"a memory format is a MemoryFormat, not {type(fmt).__name__}")
         layout_desc = MemoryLayoutDesc(shapes, dtypes)
@@ -237,12 +237,5 @@ def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     if len(sizes) > MAX_DIMS:
         raise FormatError(f"a shape of {len(sizes)} dimensions, at most {MAX_DIMS} can be encoded")
     for size in sizes:
-        _check_size("a size in a shape", size)
+        check_int("a size in a shape", size, 0, MAX_SIZE)
     return sizes
-
-
-def _check_size(what: str, value: int) -> None:
-    if type(value) is not int:
-        raise FormatError(f"{what} is an int, not {type(value).__name__}")
-    if not 0 <= value <= MAX_SIZE:
-        raise FormatError(f"{what} is {value}, outside 0 to 2**63 - 1")

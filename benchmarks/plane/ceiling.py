@@ -2,8 +2,8 @@
 
 `python -m benchmarks.plane.ceiling` is the sink: it receives and sends bytes, the minimum work of a
 server. A request has 9 bytes: what, and how many bytes. After FRESH and AGAIN the bytes follow, and
-one byte answers them; after SEND as many bytes are sent back. FRESH stores them in new memory, as a
-server has to, until DROP; the others reuse one small buffer. The port is on stdout; the process ends
+one byte answers them; after SEND as many bytes are sent back. FRESH keeps them in new memory, as a
+server does, until DROP; the others reuse one small buffer. The port is on stdout; the process ends
 when its stdin is closed.
 """
 
