@@ -36,8 +36,13 @@ class Child:
     def __init__(self, words: list[str], log: IO[bytes], env: Mapping[str, str]) -> None:
         self._log = log
         self._channel, theirs = socket.socketpair()
-        with theirs:
-            self.process = self._start(words, theirs.fileno(), env)
+        try:
+            with theirs:
+                self.process = self._start(words, theirs.fileno(), env)
+        except BaseException:
+            self._channel.close()
+            log.close()
+            raise
         self._stream = self._channel.makefile("rwb")
 
     def _start(self, words: list[str], fd: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
