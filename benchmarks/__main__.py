@@ -1,6 +1,6 @@
 """`scripts/bench`: measures this machine and prints tables.
 
-Each benchmark can write its rows and the facts of the machine as JSON, with --json FILE.
+Each benchmark can write its rows as JSON (machine included) with --json FILE.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Measures this machine. Figures are medians; other programs on the machine distort them.",
+    help="Measures this machine. Figures are medians; other programs on the machine spoil them.",
 )
 
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
-PlotOption = Annotated[Path, typer.Option(help="File of the plot.")]
 RoundsOption = Annotated[int, typer.Option("--rounds", min=1, max=1000)]
 
 
@@ -34,44 +33,46 @@ def _sizes(given: str, like: str = "0.25,2,8,32") -> list[float]:
     try:
         return [float(word) for word in given.replace(",", " ").split()]
     except ValueError:
-        raise typer.BadParameter(f"{given!r} is not a list such as {like}") from None
+        raise typer.BadParameter(f"{given!r} is no list like {like}") from None
 
 
 def _counts(given: str | None) -> list[int]:
-    """The whole numbers in a list; none if nothing is given."""
+    """The whole numbers in a list; none where nothing is given."""
     counts = _sizes(given or "", "1,2,4")
     if any(count < 1 or count % 1 for count in counts):
-        raise typer.BadParameter(f"{given!r}: each must be a whole number of at least 1")
+        raise typer.BadParameter(f"{given!r}: each has to be a whole number from 1 on")
     return [int(count) for count in counts]
 
 
-CountsOption = Annotated[str | None, typer.Option(help="For our client, a list such as 1,2,4.")]
+CountsOption = Annotated[str | None, typer.Option(help="Of ours, a list like 1,2,4.")]
 
 
 @app.command(name="data-plane")
 def data_plane(
     rounds: Annotated[int | None, typer.Option(min=1, max=1000, help="Default 5.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Less than a minute, less exact.")] = False,
-    url: Annotated[str | None, typer.Option(help="The server to use; it is flushed.")] = None,
-    chunk_mib: Annotated[str, typer.Option(help="Chunk sizes, a list.")] = "0.25,2,8,32",
+    quick: Annotated[bool, typer.Option("--quick", help="Less than a minute, rougher.")] = False,
+    url: Annotated[str | None, typer.Option(help="A server to use; it is flushed.")] = None,
+    chunk_mib: Annotated[str, typer.Option(help="Sizes, a list.")] = "0.25,2,8,32",
     moved_mib: Annotated[
         int | None,
-        typer.Option(min=1, help="Moved at a time, at least eight values. Default 128."),
+        typer.Option(min=1, help="Moved in one go, eight values at least. Default 128."),
     ] = None,
     gets: CountsOption = None,
     sets: CountsOption = None,
     threads: CountsOption = None,
     slot_kib: CountsOption = None,
-    no_peers: Annotated[bool, typer.Option("--no-peers", help="Our client only.")] = False,
-    no_scans: Annotated[bool, typer.Option("--no-scans", help="Stores and loads only.")] = False,
-    plot: PlotOption = Path("bench-output/data-plane.png"),
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Ours alone.")] = False,
+    no_scans: Annotated[bool, typer.Option("--no-scans", help="Moves alone.")] = False,
+    plot: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path(
+        "bench-output/data-plane.png"
+    ),
     json: JsonOption = None,
 ) -> None:
     """Chunks to and from Redis, and prefix scans, beside LMCache's client and others.
 
-    About six minutes. Our client runs with its defaults and with one to eight connections, or
-    with every combination of --gets, --sets, --threads and --slot-kib if one of them is given:
-    the first combination is then compared with the peers.
+    About six minutes. Our client is run at its defaults and with one to eight connections,
+    or at every combination of --gets, --sets, --threads and --slot-kib where one of them
+    is given: the first of these is then compared with the peers.
     """
     from benchmarks.plane import run as benchmark
     from benchmarks.plane.cases import Plan
@@ -99,7 +100,7 @@ def data_plane(
 
 @app.command()
 def lookup(rounds: RoundsOption = 200, json: JsonOption = None) -> None:
-    """The round trip of a lookup through the agent; the agent's start and memory. Seconds."""
+    """A lookup's round trip through the agent; the agent's start and memory. Seconds."""
     from benchmarks import lookups as benchmark
 
     _report("agent", benchmark.run(rounds), json)
@@ -107,7 +108,7 @@ def lookup(rounds: RoundsOption = 200, json: JsonOption = None) -> None:
 
 @app.command()
 def recovery(rounds: RoundsOption = 5, json: JsonOption = None) -> None:
-    """How soon requests continue when Redis or the agent stops, and hit again. Seconds."""
+    """How soon requests go on when Redis or the agent stops, and hit when it is back. Seconds."""
     from benchmarks import recovery as benchmark
 
     _report("recovery", benchmark.run(rounds), json)
@@ -116,7 +117,7 @@ def recovery(rounds: RoundsOption = 5, json: JsonOption = None) -> None:
 @app.command()
 def gateway(
     rounds: RoundsOption = 5,
-    clients: Annotated[int, typer.Option(min=1, max=1000, help="In the last case.")] = 64,
+    clients: Annotated[int, typer.Option(min=1, max=1000, help="At once, in the last case.")] = 64,
     json: JsonOption = None,
 ) -> None:
     """The lm:// gateway beside LMCache's own server, with the same client. About two minutes."""
@@ -131,18 +132,18 @@ def gpu(
     rounds: Annotated[
         int | None, typer.Option(min=1, max=1000, help="Default 5, with --quick 2.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="About a minute, less exact.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="About a minute, rougher.")] = False,
     parts: Annotated[
         str, typer.Option(help="A list of kernels, agent and decode.")
     ] = "kernels,agent,decode",
-    plot: PlotOption = Path("bench-output/gpu.png"),
+    plot: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("bench-output/gpu.png"),
     json: JsonOption = None,
 ) -> None:
-    """Copies between a GPU's paged KV cache and the host pool, beside what the hardware can do.
+    """Copies between a GPU's paged KV cache and the host pool, beside what the hardware moves.
 
     Needs an NVIDIA GPU and some minutes; for the largest cases 20 GiB of GPU memory and 8 GiB of
-    memory that can be pinned (ulimit -l). Each figure is shown with a plain copy of the same
-    bytes, measured in the same round, and with its target:
+    memory that can be pinned (ulimit -l). Each figure stands beside a plain copy of the same
+    bytes, measured in the same round, and beside its target:
 
       kernels   gather and scatter of 1 to 64 chunks: at least 85 % of a device copy's bandwidth
                 for pages of 16 KiB and more, 60 % for smaller ones
@@ -150,7 +151,7 @@ def gpu(
       agent     STORE and RETRIEVE of 64 chunks: at least 90 % of one copy between GPU and pinned
                 memory; and RETRIEVE's median and 99th percentile
 
-      decode    a loop of matrix products with concurrent stores: at most 2 % slower
+      decode    a loop of matrix products with stores beside it: at most 2 % slower
     """
     from benchmarks.gpu import run as benchmark
     from benchmarks.gpu.rows import QUICK, Options

@@ -61,7 +61,7 @@ def machine_share(most_bytes: int) -> int:
 
 
 def private_directory() -> Path:
-    """The directory of the default endpoint, private to this user.
+    """Where the default endpoint lies: a directory that is this user's alone.
 
     ``$XDG_RUNTIME_DIR/lmcache-redis``, else ``lmcache-redis-UID`` in the system's directory for
     temporary files.
@@ -73,7 +73,7 @@ def private_directory() -> Path:
 
 
 def default_endpoint() -> str:
-    """The endpoint of agent and engines if none is given."""
+    """The endpoint of agent and engines where none is given."""
     return f"ipc://{private_directory() / 'agent.sock'}"
 
 
@@ -83,9 +83,9 @@ def endpoint_path(endpoint: str) -> Path:
 
 
 def why_unsafe(directory: Path) -> str | None:
-    """Why other users can create files in ``directory``, or None. Raises OSError if it is missing.
+    """Why others may put files into ``directory``, or None. Raises OSError where it is not there.
 
-    The directory, and a link to it, must belong to this user or to root; only they may write to it.
+    It must belong to this user or to root, a link to it as well, and only they may write into it.
     """
     found = directory.stat()
     if not {found.st_uid, directory.lstat().st_uid} <= {0, os.geteuid()}:
@@ -96,7 +96,7 @@ def why_unsafe(directory: Path) -> str | None:
 
 
 def ensure_private(directory: Path) -> None:
-    """Creates the directory (mode 0700). Raises ``ConfigError`` if other users can enter it."""
+    """Makes the directory (mode 0700), or raises ``ConfigError`` where others can enter it."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()
@@ -125,9 +125,9 @@ def setting(
     environment_only: str = "",
     **more: Any,
 ) -> Any:
-    """A dataclass field of a setting: its help, its default or default factory, how that is shown.
+    """A field that is a setting: its help, its default (or what makes it), how that is shown.
 
-    size: bytes, written as 4GiB. environment_only: the variable of a setting without an option.
+    size: bytes, written as 4GiB. environment_only: the variable that alone can set it.
     """
     if callable(default):
         more["default_factory"] = default
@@ -241,7 +241,7 @@ class AgentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
-    """The settings of an engine: ``kv_connector_extra_config`` of vLLM."""
+    """What an engine has to know: ``kv_connector_extra_config`` of vLLM."""
 
     endpoint: str = field(default_factory=default_endpoint)
     agent_dead_after_s: float = 1.5
@@ -258,7 +258,7 @@ class ClientConfig:
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> ClientConfig:
-        """Raises ``ConfigError`` for an unknown name."""
+        """Raises ``ConfigError`` for a name that is no setting."""
         known = [f.name for f in dataclasses.fields(ClientConfig)]
         unknown = sorted(set(extra) - set(known))
         if unknown:
@@ -270,12 +270,12 @@ class ClientConfig:
 
 
 def option_name(name: str) -> str:
-    """The command-line option of a setting."""
+    """The command line's name of a setting."""
     return "--" + name.replace("_", "-")
 
 
 def shown_default(setting: dataclasses.Field[Any]) -> str:
-    """The default of a setting, as the help and the README show it."""
+    """The default of a setting as people read it."""
     shown: str = setting.metadata["shown"]
     if shown:
         return shown
@@ -290,7 +290,7 @@ def shown_default(setting: dataclasses.Field[Any]) -> str:
 
 
 def settings_table() -> str:
-    """The agent's settings as a Markdown table, which the README contains (a test compares)."""
+    """The agent's settings as a Markdown table; the README holds it, a test keeps it equal."""
     rows = ["| setting of `lmcache-redis agent` | default | meaning |", "| --- | --- | --- |"]
     rows += [
         f"| `{_settable_by(s)}` | {shown_default(s)} | {s.metadata['help']} |"
@@ -330,6 +330,6 @@ def check_between(name: str, value: Any, least: float, most: float) -> None:
 
 
 def check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raises ``ConfigError`` unless a setting is one of the allowed words."""
+    """Raises ``ConfigError`` unless a setting is one of the words it may be."""
     if value not in allowed:
         raise ConfigError(f"{option_name(name)} is {value!r}: choose one of {', '.join(allowed)}")

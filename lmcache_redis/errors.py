@@ -1,7 +1,7 @@
-"""The errors of this package, by the stage that fails.
+"""What can go wrong, by the stage at which it goes wrong.
 
-Third-party exceptions are translated into these once, where they are raised. The code above
-catches only these.
+Third-party exceptions are translated into these once, at the edge where they arise;
+everything above that edge catches only what stands here.
 """
 
 from __future__ import annotations
@@ -16,15 +16,7 @@ class ConfigError(LMCacheRedisError, ValueError):
 
 
 class FormatError(LMCacheRedisError, ValueError):
-    """A value cannot be encoded, or bytes cannot be decoded."""
-
-
-def check_int(what: str, value: int, least: int, most: int) -> None:
-    """Raises FormatError unless ``value`` is an int within its bounds."""
-    if type(value) is not int:
-        raise FormatError(f"{what} is an int, not {type(value).__name__}")
-    if not least <= value <= most:
-        raise FormatError(f"{what} is {value}, outside {least} to {most}")
+    """A value that has no encoding, or bytes that are no encoding of a value."""
 
 
 class WireError(LMCacheRedisError):
@@ -32,15 +24,15 @@ class WireError(LMCacheRedisError):
 
 
 class DeviceError(LMCacheRedisError):
-    """Device memory cannot be exported, mapped or addressed within its bounds."""
+    """Device memory that cannot be exported, mapped or addressed within its bounds."""
 
 
 class RedisError(LMCacheRedisError):
-    """Base class: a Redis server, or the connection to it, failed."""
+    """Base class of everything a Redis server, or the way to it, can do wrong."""
 
 
 class RedisUnavailable(RedisError):
-    """No connection: refused, reset, not yet up, or the name does not resolve."""
+    """No connection: refused, reset, not yet up, or a name that does not resolve."""
 
 
 class RedisTimeout(RedisError):
@@ -48,7 +40,7 @@ class RedisTimeout(RedisError):
 
 
 class RedisProtocolError(RedisError):
-    """The reply is malformed or unexpected; the connection must be closed."""
+    """Bytes that are not the reply expected here; the connection must be thrown away."""
 
 
 class RedisFull(RedisError):
@@ -70,7 +62,7 @@ class RedisReadOnly(RedisReplyError):
 class RedisRedirect(RedisReplyError):
     """A node of a Redis Cluster says which node to ask instead.
 
-    host is empty if it is the host of the redirecting node. asking: only this once, with
+    host is empty where it is the host of the node that said so. asking: only this once, with
     ASKING before it (ASK); otherwise from now on (MOVED).
     """
 
@@ -79,3 +71,11 @@ class RedisRedirect(RedisReplyError):
         self.host = host
         self.port = port
         self.asking = asking
+
+
+def check_int(what: str, value: int, least: int, most: int) -> None:
+    """Raises FormatError unless ``value`` is an int within its bounds."""
+    if type(value) is not int:
+        raise FormatError(f"{what} is an int, not {type(value).__name__}")
+    if not least <= value <= most:
+        raise FormatError(f"{what} is {value}, outside {least} to {most}")

@@ -1,7 +1,8 @@
-"""Connections of the admin tools to the servers that a URL names.
+"""Clients of the server that a URL names. The only place where the admin tools make one.
 
-`Server.nodes` are the processes that hold keys, one for a single server. Replies are read by the
-data plane's reader, with its bounds and a deadline each. No message contains a secret.
+Everything else asks `Server.nodes`: the processes that hold keys, one for a single server.
+Replies are those of the data plane's reader, bounded as it bounds them, each by its deadline.
+No message contains a secret.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from lmcache_redis.resp.wire import PING_COMMAND, ErrorReply, error_of, pack_com
 
 CLIENT_NAME = "lmcache-redis-admin"
 CONNECT_TIMEOUT_S = 3.0
-# A SCAN step or a pipeline of a thousand small commands, on a busy server.
+# A SCAN step or a pipeline of a thousand small commands, on a server that is busy.
 OP_TIMEOUT_S = 10.0
-# The longest string of a server by default (proto-max-bulk-len).
+# What a server that was not told otherwise holds in one string (proto-max-bulk-len).
 MAX_STRIPE_BYTES = 512 << 20
 
 Command = tuple[bytes | str | int, ...]
@@ -41,8 +42,8 @@ Command = tuple[bytes | str | int, ...]
 class Node:
     """One process that holds keys.
 
-    untouched: reading a value does not count as a use (CLIENT NO-TOUCH, Redis 7.2), so that
-    inspecting the cache changes neither idle times nor what is evicted next.
+    untouched: reading a value here does not count as a use (CLIENT NO-TOUCH, Redis 7.2), so
+    that looking at the cache changes neither ages nor what is evicted next.
     """
 
     endpoint: Endpoint
@@ -63,7 +64,7 @@ class Node:
     def ask_all(self, commands: Sequence[Command]) -> list[Any]:
         """The replies to commands sent at once, an error reply as a RedisError in its place.
 
-        Raises RedisError if the connection fails.
+        Raises RedisError where the connection fails.
         """
         if not commands:
             return []
@@ -75,14 +76,14 @@ class Node:
         return [_said(r, self.where) if isinstance(r, ErrorReply) else r for r in replies]
 
     def scan(self, pattern: bytes, step_keys: int) -> Iterator[tuple[list[bytes], bool]]:
-        """The strings that each SCAN returns, and whether it was the last. Raises RedisError."""
+        """The strings that each SCAN finds, and whether it was the last. Raises RedisError."""
         try:
             yield from self.client.scan_steps(self.endpoint, pattern, step_keys, _deadline)
         except RedisError as error:
             raise _lost(error, self.where) from None
 
     def get(self, key: bytes, payload_bytes: int) -> tuple[bytes, memoryview] | None:
-        """The header and the payload of a value; None if it is missing or has another length.
+        """The header and the payload of a value; None if it is not there, or has another length.
 
         Raises RedisError.
         """
@@ -98,7 +99,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """At least one node, with each key on exactly one of them. client: connects to all."""
+    """Where keys are: at least one node, each key on exactly one of them.
+
+    client: what all of them are asked by.
+    """
 
     nodes: tuple[Node, ...]
     client: CommandClient = dataclasses.field(repr=False)
@@ -112,7 +116,7 @@ class Server:
         return all(node.untouched for node in self.nodes)
 
     def node_of(self, key: bytes) -> Node:
-        """The node that owns `key`. Raises RedisUnavailable if none does."""
+        """The node that holds `key`. Raises RedisUnavailable where none does."""
         endpoint = self.client.routes(_deadline()).node_of(key)
         for node in self.nodes:
             if node.endpoint == endpoint:
@@ -128,9 +132,9 @@ class Server:
         return self.client.is_cluster
 
     def ask_all(self, commands: Sequence[tuple[bytes, Command]]) -> list[Any]:
-        """Replies to (key, command) pairs, in their order; each is sent to the node of its key.
+        """Replies to (key, command) pairs, each asked of its key's node, in the given order.
 
-        A node executes its commands in that order. Raises as `Node.ask_all`.
+        On one node the commands are carried out in that order. Raises as `Node.ask_all`.
         """
         questions = [Question(key, pack_command(*command)) for key, command in commands]
         answers = self.client.ask(questions, _deadline())
@@ -144,8 +148,8 @@ class Server:
 def open_server(options: RedisOptions) -> Iterator[Server]:
     """The servers that `options` name, each connected; closed on exit.
 
-    Raises ConfigError for an invalid URL, and RedisError, saying what to change, if a server
-    cannot be reached or refuses the login.
+    Raises ConfigError for a URL that is none, and RedisError, saying what to change, where
+    the server cannot be reached or does not let us in.
     """
     options = dataclasses.replace(
         options, connect_timeout_s=CONNECT_TIMEOUT_S, op_timeout_s=OP_TIMEOUT_S
@@ -169,7 +173,7 @@ def _deadline() -> float:
 
 
 def _lost(error: RedisError, where: str) -> RedisError:
-    """The error for a command without a reply, from a server that was connected."""
+    """What to say where a question to a server that was there had no answer."""
     at = f"Redis at {where}"
     if isinstance(error, RedisTimeout):
         return RedisTimeout(f"{at} did not answer within {OP_TIMEOUT_S:g} s: is it overloaded?")
@@ -179,7 +183,7 @@ def _lost(error: RedisError, where: str) -> RedisError:
 
 
 def _said(reply: ErrorReply, where: str) -> RedisError:
-    """The exception for an error reply."""
+    """The exception that stands for an error reply."""
     at = f"Redis at {where}"
     text = " ".join(reply.text.split())[:160]
     error = error_of(reply)
