@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from lmcache_redis.client.transfers import Retrieve, Store
+from lmcache_redis.client.calls import Retrieve, Store
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.integrations.vllm.metadata import STATS, StepMetadata, WorkerReport
 
