@@ -18,10 +18,10 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_redis.client.operations import LoadStoreOp
-from lmcache_redis.integrations.vllm.epoch import StaleBlocks, named_epoch
-from lmcache_redis.integrations.vllm.metadata import StepMetadata
-from lmcache_redis.integrations.vllm.references import BlockReferences
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
+from lmcache_redis.integrations.vllm.epoch import named_epoch
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
+from lmcache_redis.integrations.vllm.worker import StepMetadata
 
 BLOCK, CHUNK = 16, 64
 
