@@ -7,7 +7,7 @@ So a former mapping is closed before the answer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from lmcache_redis import messages as m
@@ -17,11 +17,10 @@ from lmcache_redis.agent.peers import Peer, Registration
 from lmcache_redis.agent.transfers import Reply
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.context import DeviceContext, open_device
-from lmcache_redis.device.handles import check_owner
+from lmcache_redis.device.handles import check_exporter
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import ConfigError, DeviceError, FormatError, WireError
 from lmcache_redis.naming import ChunkForm, ChunkNames
-from lmcache_redis.processes import is_running
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +63,12 @@ class Registering:
             raise WireError("only a worker, with a rank inside its world, registers a KV cache")
         if not peer.engine_id:  # without one, its former mapping is not known
             raise WireError("the engine of a KV cache has an id")
+        storages = question.storages
         try:
             form = self._form(peer, question)
-            _check_processes(question.storages)
+            # Often one storage per layer, all of one process.
+            for handle in {(each.pid, each.pid_start_time): each for each in storages}.values():
+                check_exporter(handle)
         except (ConfigError, DeviceError) as error:
             reply(m.Failure(0, m.REFUSED, str(error)))
             return
@@ -188,17 +190,6 @@ class Registering:
             self._after_closing.setdefault(worker, []).append(action)
         else:
             action()
-
-
-def _check_processes(storages: Sequence[m.StorageHandle]) -> None:
-    """Raises ``DeviceError`` unless the processes are of this user and visible to the agent."""
-    for pid, pid_start_time in {(each.pid, each.pid_start_time) for each in storages}:
-        check_owner(pid)
-        if not is_running(pid, pid_start_time):
-            raise DeviceError(
-                f"process {pid} is not the engine that registered: that one has ended, or runs "
-                "in another PID namespace"
-            )
 
 
 def _name(peer: Peer) -> str:
