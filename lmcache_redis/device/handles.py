@@ -1,6 +1,6 @@
-"""Handles of an engine's memory, by which the agent opens it. Wire types; free of torch.
+"""Handles of an engine's memory, with which the agent opens it. Wire types; free of torch.
 
-A handle proves nothing: the agent checks it against the memory that it opened before use
+A handle proves nothing: before use, the agent checks it against the memory that it opened
 (`lmcache_redis.device.mapping`, `lmcache_redis.device.cuda_ipc`).
 """
 
@@ -21,8 +21,8 @@ class SharedMemoryHandle(
 ):
     """Shared memory that process ``pid`` keeps open as ``fd``: ``/proc/<pid>/fd/<fd>``.
 
-    ``pid_start_time`` (clock ticks since boot) distinguishes the process from a later one with its
-    id, ``device`` and ``inode`` the memory from another file behind a reused fd.
+    ``pid_start_time`` (clock ticks since boot) distinguishes the process from a later one with the
+    same id; ``device`` and ``inode`` distinguish the memory from another file behind a reused fd.
     """
 
     pid: int
@@ -38,7 +38,7 @@ class CudaIPCHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
     Attributes:
         pid, pid_start_time: the exporting process; the memory dies with it.
-        device_uuid: the GPU, whatever its index is in either process.
+        device_uuid: the GPU; its index may differ between the processes.
         memory_handle: the 64 bytes of CUDA's ``cudaIpcMemHandle_t``, which every torch opens.
             Torch's own wrapping of them differs between versions.
         storage_size_bytes, storage_offset_bytes: the storage inside the allocation.
