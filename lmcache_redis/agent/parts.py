@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 from lmcache_redis.agent.copies import CopyThreads
@@ -16,32 +15,10 @@ from lmcache_redis.cache.owner import OwnerLoop
 from lmcache_redis.cache.redis import RedisTier
 from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.config import AgentConfig
-from lmcache_redis.device.context import DeviceContext, PinnedArena, pin_for
+from lmcache_redis.device.context import PinnedPool
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.transport import Wakeup
-
-
-class PinnedPool:
-    """The host pool's memory, pinned when the first GPU is registered. Thread-safe."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._lock = threading.Lock()
-        self._pinned: PinnedArena | None = None
-
-    def pin(self, device: DeviceContext) -> None:
-        """Takes seconds. Raises ``DeviceError`` if the device refuses."""
-        with self._lock:
-            if self._pinned is None:
-                self._pinned = pin_for(device, self._arena.base_address, self._arena.size_bytes)
-
-    def unpin(self) -> None:
-        """Call before the arena is closed. Raises ``DeviceError`` if the device refuses."""
-        with self._lock:
-            pinned, self._pinned = self._pinned, None
-            if pinned is not None:
-                pinned.close()
 
 
 @dataclass(frozen=True)
@@ -85,5 +62,5 @@ class Agent:
             CopyThreads(config.copy_threads),
             Sessions(cache.pool, config.session_timeout_s),
             Peers(),
-            PinnedPool(arena),
+            PinnedPool(arena.base_address, arena.size_bytes),
         )

@@ -11,6 +11,7 @@ Only this module chooses between devices. It imports torch only for tensors and 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,6 +26,8 @@ from lmcache_redis.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch
+
+    from lmcache_redis.device.cuda import PinnedMemory
 
 
 class DeviceContext(Protocol):
@@ -99,12 +102,6 @@ class DeviceContext(Protocol):
         ...
 
 
-class PinnedArena(Protocol):
-    """Host memory that the GPU reads and writes directly, until ``close``."""
-
-    def close(self) -> None: ...
-
-
 def export_kv_caches(
     kv_caches: Mapping[str, torch.Tensor],
     num_blocks: int,
@@ -148,14 +145,32 @@ def open_device(
     raise DeviceError(f"handles that do not fit a layout on {layout.device!r}")
 
 
-def pin_for(device: DeviceContext, address: int, size_bytes: int) -> PinnedArena | None:
-    """Pin the host pool for a GPU; None for the CPU.
+class PinnedPool:
+    """The host pool's memory, pinned when the first GPU is registered. Thread-safe."""
 
-    Raises DeviceError if the memory cannot be locked; copies work without.
-    """
-    if device.layout.device != "cuda":
-        return None
-    from lmcache_redis.device.cuda import CudaDevice, PinnedMemory
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self._address = address
+        self._size_bytes = size_bytes
+        self._lock = threading.Lock()
+        self._pinned: PinnedMemory | None = None
 
-    assert isinstance(device, CudaDevice)
-    return PinnedMemory(address, size_bytes, device.device)
+    def pin(self, device: DeviceContext) -> None:
+        """Takes seconds for a GPU; does nothing for the CPU.
+
+        Raises DeviceError if the memory cannot be locked; copies work without.
+        """
+        if device.layout.device != "cuda":
+            return
+        from lmcache_redis.device.cuda import CudaDevice, PinnedMemory
+
+        assert isinstance(device, CudaDevice)
+        with self._lock:
+            if self._pinned is None:
+                self._pinned = PinnedMemory(self._address, self._size_bytes, device.device)
+
+    def unpin(self) -> None:
+        """Call before the memory is unmapped. Raises DeviceError if the device refuses."""
+        with self._lock:
+            pinned, self._pinned = self._pinned, None
+            if pinned is not None:
+                pinned.close()
