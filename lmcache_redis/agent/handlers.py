@@ -59,7 +59,7 @@ class Handlers:
         elif isinstance(question, m.RegisterKVCache):
             self._registering.register(peer, question, reply)
         elif isinstance(question, m.UnregisterKVCache):
-            self._registering.unregister(peer, "it said so")
+            self._registering.unregister(peer, "it asked for that")
             self._registering.when_unmapped(peer, lambda: reply(m.Done(0)))
         elif isinstance(question, m.ReleaseLocks):
             self._release(peer, question, reply)

@@ -72,7 +72,7 @@ class Registering:
         except (ConfigError, DeviceError) as error:
             reply(m.Failure(0, m.REFUSED, str(error)))
             return
-        self.unregister(peer, "it registers anew")
+        self.unregister(peer, "it registers again")
         peer.mapping = True
         opened: list[DeviceContext | DeviceError] = []
         self._copies.scatter(

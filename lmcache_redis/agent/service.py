@@ -138,7 +138,7 @@ class Service:
         if peer is None or not peer.is_same(hello):
             now_s = time.monotonic()
             for old in self._peers.add(Peer(identity, hello, now_s, now_s)):
-                self._handlers.forget(old, "it has connected anew")
+                self._handlers.forget(old, "it has reconnected")
         config = self._config
         reply(
             m.Welcome(

@@ -22,7 +22,7 @@ A gather calls ``on_blocks_read`` as soon as its kernel has ended, long before i
 on staging has the bytes.
 
 A call costs the host a fraction of a millisecond whatever it moves. Small chunks therefore go
-several a call (`call_bytes`), in one launch. They fail or are late together.
+several per call (`call_bytes`), in one launch. They fail or are late together.
 
 The agent pins its arena once (`PinnedMemory`); unpinned slots work, at pageable memory's speed.
 No context is made on a GPU that no worker registered.

@@ -1,4 +1,4 @@
-"""The first lookup of a fresh agent: what is under way then is waited for, within its deadline."""
+"""The first lookup of a fresh agent waits for work in progress, until its deadline."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_a_lookup_waits_for_workers_that_come_after_their_scheduler(
 
 
 @pytest.mark.parametrize("why", ["no worker comes", "one was refused"])
-def test_a_lookup_waits_for_nobody_who_will_not_come(
+def test_a_lookup_does_not_wait_for_a_worker_that_will_not_come(
     joining: Callable[..., Joining], why: str
 ) -> None:
     here = joining()
