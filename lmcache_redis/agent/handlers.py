@@ -1,4 +1,4 @@
-"""What the agent does with each question."""
+"""The agent's handlers: what it does with each question."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ import msgspec
 
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
-from lmcache_redis.agent.copyjob import Reply
-from lmcache_redis.agent.lookups import look_up
 from lmcache_redis.agent.parts import Agent
-from lmcache_redis.agent.peers import Peer
+from lmcache_redis.agent.peers import Peer, Registration
 from lmcache_redis.agent.registering import Registering
-from lmcache_redis.agent.registration import Registration, epoch_prefixes
-from lmcache_redis.agent.retrieves import RetrieveJob
 from lmcache_redis.agent.sessions import Session
 from lmcache_redis.agent.status import status_report
-from lmcache_redis.agent.stores import StoreJob
+from lmcache_redis.agent.transfers import Reply, RetrieveJob, StoreJob
+from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.errors import DeviceError, WireError
 from lmcache_redis.keys import IPCCacheEngineKey, hash_chunks
 
@@ -28,18 +25,18 @@ _JOIN_POLL_S = 0.01
 
 
 class Handlers:
-    """Turns questions into jobs; runs on the loop thread."""
+    """Checks questions, and answers them or starts a job. Owned by the loop thread."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._jobs = agent.jobs
-        self._sessions = agent.jobs.sessions
-        self._metrics = agent.jobs.cache.metrics
+        self._cache = agent.cache
+        self._sessions = agent.sessions
+        self._metrics = agent.cache.metrics
         self._peers = agent.peers
         self._registering = Registering(agent)
 
     def answer_anyone(self, question: m.Question, reply: Reply) -> bool:
-        """Answers what may be asked without a HELLO; returns whether it was that."""
+        """Answers a question that needs no HELLO; returns False for any other."""
         if isinstance(question, m.Ping):
             reply(m.Pong(0, os.getpid(), __version__))
         elif isinstance(question, m.GetChunkSize):
@@ -52,7 +49,7 @@ class Handlers:
         return True
 
     def answer_peer(self, peer: Peer, question: m.Question, reply: Reply) -> None:
-        """Answers a peer, now or when the job that this starts has ended."""
+        """Answers a peer, at once or when the job that this starts has ended."""
         if isinstance(question, m.Lookup):
             self._lookup(peer, question, reply)
         elif isinstance(question, m.Retrieve):
@@ -62,7 +59,7 @@ class Handlers:
         elif isinstance(question, m.RegisterKVCache):
             self._registering.register(peer, question, reply)
         elif isinstance(question, m.UnregisterKVCache):
-            self._registering.unregister(peer, "it said so")
+            self._registering.unregister(peer, "it asked for that")
             self._registering.when_unmapped(peer, lambda: reply(m.Done(0)))
         elif isinstance(question, m.ReleaseLocks):
             self._release(peer, question, reply)
@@ -78,7 +75,7 @@ class Handlers:
             self._clear(peer, question, reply)
 
     def forget(self, peer: Peer, why: str) -> None:
-        """Drops a peer: its registration, and with a scheduler its engine's sessions."""
+        """Drops a peer and its registration; with a scheduler, the sessions of its engine too."""
         self._peers.remove(peer)
         self._registering.unregister(peer, why)
         if peer.hello.worker_id is None:
@@ -94,12 +91,12 @@ class Handlers:
             reply(m.LookupResult(0, 0))
             return
         deadline_s = time.monotonic() + self._agent.config.lookup_deadline_s
-        self._look_up(peer, question.request_id, hashes, deadline_s, reply)
+        self._join_lookup(peer, question.request_id, hashes, deadline_s, reply)
 
-    def _look_up(
+    def _join_lookup(
         self, peer: Peer, request_id: str, hashes: Sequence[bytes], deadline_s: float, reply: Reply
     ) -> None:
-        """Begins the lookup, now or when registrations in progress have ended."""
+        """Begins a lookup, at once or when the registrations that it needs have ended."""
         now_s = time.monotonic()
         ranks = self._peers.ranks(peer.engine_id, peer.hello.world_size)
         if ranks is None and (now_s >= deadline_s or not self._peers.joining(peer, now_s)):
@@ -109,10 +106,46 @@ class Handlers:
         if session.cancel_lookup is not None:
             session.cancel_lookup()
         if ranks is None:
-            again = partial(self._look_up, peer, request_id, hashes, deadline_s, reply)
+            again = partial(self._join_lookup, peer, request_id, hashes, deadline_s, reply)
             session.cancel_lookup = self._agent.loop.after(_JOIN_POLL_S, again).cancel
             return
-        look_up(self._jobs.cache, session, ranks, hashes, reply, deadline_s)
+        self._begin_lookup(session, ranks, hashes, deadline_s, reply)
+
+    def _begin_lookup(
+        self,
+        session: Session,
+        ranks: Sequence[Registration],
+        hashes: Sequence[bytes],
+        deadline_s: float,
+        reply: Reply,
+    ) -> None:
+        """Begins a lookup: the session takes over its pins, and cancels it when it ends."""
+        started_s = time.monotonic()
+
+        def answer(found: PrefixLookup) -> None:
+            reply(m.LookupResult(0, found.bound))  # first: the engine waits for it
+            loaded, metrics, tally = found.loaded(), self._metrics, session.tally
+            from_redis, from_disk = loaded.get("Redis", 0), loaded.get("disk", 0)
+            metrics.count("lookups")
+            metrics.count("lookup_chunks", len(hashes))
+            metrics.count("hit_chunks_redis", from_redis)
+            metrics.count("hit_chunks_disk", from_disk)
+            metrics.count("hit_chunks_pool", found.bound - from_redis - from_disk)
+            tally.asked += len(hashes)
+            tally.hit += found.bound
+            tally.from_redis += from_redis
+            tally.from_disk += from_disk
+            tally.lookup_ms += (time.monotonic() - started_s) * 1e3
+            tally.reasons |= found.reasons
+            for (chunk, rank), entry in found.take().items():
+                session.hold((ranks[rank].worker_id, hashes[chunk]), entry)
+            if session.cancel_lookup == found.cancel:
+                session.cancel_lookup = None
+
+        forms = [each.form for each in ranks]
+        lookup = PrefixLookup(self._cache, forms, hashes, deadline_s, answer)
+        session.cancel_lookup = lookup.cancel
+        lookup.start()
 
     def _retrieve(self, peer: Peer, question: m.Retrieve, reply: Reply) -> None:
         registration = self._registration(peer)
@@ -121,7 +154,7 @@ class Handlers:
         if question.skip_first_n_tokens < 0:
             raise WireError("skip_first_n_tokens is negative")
         session = self._session(peer, question.request_id, for_lookup=False)
-        job = RetrieveJob(self._jobs, session, registration, hashes, question, reply)
+        job = RetrieveJob(self._agent, session, registration, hashes, question, reply)
         job.start(question.skip_first_n_tokens)
 
     def _store(self, peer: Peer, question: m.Store, reply: Reply) -> None:
@@ -129,7 +162,7 @@ class Handlers:
         hashes = self._hashes(peer, question.chunks)
         _check_blocks(registration, hashes, question.block_ids)
         session = self._session(peer, question.request_id, for_lookup=False)
-        StoreJob(self._jobs, session, registration, hashes, question, reply).start()
+        StoreJob(self._agent, session, registration, hashes, question, reply).start()
 
     def _release(self, peer: Peer, question: m.ReleaseLocks, reply: Reply) -> None:
         hashes = self._hashes(peer, question.chunks)
@@ -138,13 +171,19 @@ class Handlers:
         reply(m.Done(0, released))
 
     def _clear(self, peer: Peer, question: m.Clear, reply: Reply) -> None:
-        """The engine has begun a new epoch and never asks for the old one's chunks again."""
-        forms = [registration.form for registration in self._peers.registrations(peer.engine_id)]
-        prefixes = {each for form in forms for each in epoch_prefixes(form, question.epoch)}
+        """Removes chunks of an epoch that the engine has ended: it never asks for them again."""
+        prefixes: set[bytes] = set()
+        for registration in self._peers.registrations(peer.engine_id):
+            form, epoch = registration.form, question.epoch
+            if epoch is None:
+                prefixes.add(form.names.common)
+            else:
+                sizes = m.HASH_BYTES_OF_AN_EPOCH
+                prefixes |= {form.stem(len(epoch) + nbytes) + epoch for nbytes in sizes}
         self._metrics.count("clears")
-        reply(m.Done(0, self._jobs.cache.clear(sorted(prefixes))))
+        reply(m.Done(0, self._cache.clear(sorted(prefixes))))
 
-    # Bounds
+    # Checks
 
     def _session(self, peer: Peer, request_id: str, *, for_lookup: bool) -> Session:
         key = (peer.engine_id, request_id)
@@ -159,7 +198,7 @@ class Handlers:
         return peer.registration
 
     def _hashes(self, peer: Peer, chunks: m.ChunkNames) -> Sequence[bytes]:
-        """The hashes of the chunks. Raises ``WireError`` where they do not go together."""
+        """The hashes of the chunks. Raises ``WireError`` if the names are inconsistent."""
         key = chunks.tokens
         if key is None:
             if len(set(map(len, chunks.hashes))) > 1:

@@ -31,8 +31,8 @@ _FIRST_PROBE_S = 1.5
 def run_agent(config: AgentConfig) -> int:
     """Runs an agent until SIGTERM or SIGINT; returns the exit status.
 
-    Raises ``ConfigError`` where a setting has to change: an endpoint in use, a URL that is
-    none, an embedded Redis that cannot be had.
+    Raises ``ConfigError`` if a setting has to change: an endpoint in use, an invalid URL, an
+    embedded Redis that cannot be started.
     """
     started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -47,7 +47,7 @@ def run_agent(config: AgentConfig) -> int:
         plane = RedisPlane(_redis_options(config, url))
         plane.start()
         agent = Agent.of(config, arena, plane)
-        stack.callback(agent.jobs.cache.close, 0.0)
+        stack.callback(agent.cache.close, 0.0)
         service = Service(agent, router)
         _stop_on_signals(service)
         _say_ready(config, plane, started_s)
@@ -85,7 +85,7 @@ def _arena(config: AgentConfig) -> Arena:
         arena = Arena(config.pool_bytes, config.slot_bytes)
     except (ValueError, OSError) as error:
         raise ConfigError(
-            f"a host pool of {config.pool_bytes} bytes cannot be had ({error}): "
+            f"a host pool of {config.pool_bytes} bytes cannot be allocated ({error}): "
             "set another --pool-bytes"
         ) from error
     if arena.numa_nodes:
@@ -96,7 +96,7 @@ def _arena(config: AgentConfig) -> Arena:
 
 
 def _prefault(stack: contextlib.ExitStack, arena: Arena) -> None:
-    """Faults the host pool in beside the first requests: a fresh page costs four warm copies."""
+    """Faults the host pool in during the first requests: a fresh page costs four warm copies."""
     stop = threading.Event()
 
     def fault() -> None:
@@ -124,8 +124,7 @@ def _stop_on_signals(service: Service) -> None:
 
 
 def _say_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None:
-    # What was made so far stays: the collector need not look through all of it again and again.
-    gc.freeze()
+    gc.freeze()  # what exists now lives as long as the agent: the collector skips it
     where = plane.where if config.redis_url else "an embedded Redis"
     plane.wait_probed(_FIRST_PROBE_S)
     state = plane.state
@@ -143,18 +142,18 @@ def _stop(service: Service, agent: Agent) -> None:
     deadline_s = time.monotonic() + shutdown_s
     logger.info("stopping: writes have %.1f s to finish", shutdown_s)
     service.drain(deadline_s)
-    copied = agent.jobs.copies.close(max(0.1, deadline_s - time.monotonic()))
-    agent.jobs.cache.close(max(0.1, deadline_s - time.monotonic()))
+    copied = agent.copies.close(max(0.1, deadline_s - time.monotonic()))
+    agent.cache.close(max(0.1, deadline_s - time.monotonic()))
     agent.loop.run_posted()
     _unpin(agent, copied)
-    agent.loop.wakeup.close()
+    agent.wakeup.close()
     logger.info("stopped")
 
 
 def _unpin(agent: Agent, copied: bool) -> None:
-    """Give the pool's pages back to the system, unless a device may still be at work on them."""
+    """Unpins the pool, unless a device may still be copying to or from it."""
     if not copied:
-        logger.error("a device does not answer: what it works on is left to its driver")
+        logger.error("a device does not answer: the host pool stays pinned until the process ends")
         return
     try:
         agent.pinned_pool.unpin()

@@ -1,7 +1,7 @@
-"""Who is connected: one peer a connection, one registration a worker.
+"""The peers of the agent: one for each connection, and the registrations of workers.
 
-A peer is forgotten when it says so, when its process has ended, when a newer connection
-takes its place, or when it has been silent for too long.
+A peer is forgotten when it says goodbye, when its process has ended, when a newer connection takes
+its place, or when it has been silent for too long.
 """
 
 from __future__ import annotations
@@ -12,12 +12,38 @@ from dataclasses import dataclass
 import msgspec
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent.registration import Registration
+from lmcache_redis.agent.copies import CPU
+from lmcache_redis.device.context import DeviceContext
+from lmcache_redis.device.handles import CudaIPCHandle
+from lmcache_redis.naming import ChunkForm
 from lmcache_redis.processes import is_running
 
-# After its own HELLO a worker registers at once, after another's of its engine within this time:
-# links greet a new agent every half second.
+# A worker registers right after its HELLO. The HELLOs of one engine arrive within this time of
+# each other: links greet a new agent every half second.
 _JOIN_S = 2.0
+
+
+@dataclass(eq=False)
+class Registration:
+    """One worker whose memory is mapped, and how its chunks are named and cut."""
+
+    engine_id: str
+    worker_id: int
+    form: ChunkForm
+    blocks_per_chunk: int
+    device: DeviceContext
+    storages: tuple[m.StorageHandle, ...]
+
+    @property
+    def place(self) -> str:
+        """Where its memory is: copies of different places do not wait for each other."""
+        storage = self.storages[0]
+        return storage.device_uuid if isinstance(storage, CudaIPCHandle) else CPU
+
+    @property
+    def chunks_per_call(self) -> int:
+        """How many chunks its device moves in one call."""
+        return max(1, self.device.call_bytes // self.form.chunk_bytes)
 
 
 @dataclass(eq=False)
@@ -28,7 +54,7 @@ class Peer:
     hello: m.Hello
     last_heard_s: float
     greeted_s: float  # when it said HELLO
-    welcomed: bool = False  # it has sent a message since, so it knows
+    welcomed: bool = False  # it has sent a message since HELLO: it knows that it is welcome
     registration: Registration | None = None
     mapping: bool = False  # its registration is in progress
 
@@ -45,13 +71,13 @@ class Peer:
         """Whether the process whose memory is registered has ended."""
         if self.registration is None:
             return False
-        storages = self.registration.storages  # often one a layer, all of one process
+        storages = self.registration.storages  # often one per layer, all of one process
         owners = {(storage.pid, storage.pid_start_time) for storage in storages}
         return not all(is_running(*owner) for owner in owners)
 
 
 class Peers:
-    """All peers, by the identity of their connection and by their place in their engine."""
+    """All peers, by the identity of their connection."""
 
     def __init__(self) -> None:
         self._by_identity: dict[bytes, Peer] = {}
@@ -67,7 +93,7 @@ class Peers:
         return self._by_identity.get(identity)
 
     def add(self, peer: Peer) -> list[Peer]:
-        """Adds a peer; returns those whose place it takes."""
+        """Adds a peer; returns those that it replaces: same connection, or same engine and role."""
         place = (peer.engine_id, peer.hello.worker_id)
         replaced = [
             p
@@ -87,20 +113,16 @@ class Peers:
 
     def ranks(self, engine_id: str, world_size: int) -> list[Registration] | None:
         """The engine's registrations by rank, or None unless every worker is registered."""
-        found = {
-            p.registration.worker_id: p.registration
-            for p in self._by_identity.values()
-            if p.engine_id == engine_id and p.registration is not None
-        }
+        found = {each.worker_id: each for each in self.registrations(engine_id)}
         if set(found) != set(range(world_size)):
             return None
         return [found[rank] for rank in range(world_size)]
 
     def joining(self, scheduler: Peer, now_s: float) -> bool:
-        """Whether the ranks that a scheduler's engine lacks are expected to register right away.
+        """Whether all ranks that a scheduler's engine lacks are expected to register soon.
 
-        So it is for a rank whose memory is being mapped, and, after the agent or the engine has
-        been started, for one that may not have come to say so yet.
+        These are ranks whose memory is being mapped and, shortly after the start of the agent or
+        of the engine, ranks that have not registered yet.
         """
         workers = {p.hello.worker_id: p for p in self if p.engine_id == scheduler.engine_id}
         missing = [
@@ -120,7 +142,7 @@ class Peers:
         return any(self.ranks(engine_id, world_size) is not None for world_size in schedulers)
 
     def registrations(self, engine_id: str) -> list[Registration]:
-        """Whatever workers of the engine are registered."""
+        """The registered workers of the engine."""
         return [
             p.registration
             for p in self._by_identity.values()

@@ -1,30 +1,44 @@
-"""Registrations: an engine's memory is mapped and unmapped, on threads that may take seconds.
+"""Registrations: the agent maps and unmaps an engine's memory, on threads, as it may take seconds.
 
-An engine that registers anew takes the answer for the end of every copy through its former mapping,
-so that one is closed first.
+The answer to a registration tells the engine that every copy through its former mapping has ended.
+So a former mapping is closed before the answer.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import REGISTERING, CopyOutcome
-from lmcache_redis.agent.copyjob import Reply
 from lmcache_redis.agent.parts import Agent
-from lmcache_redis.agent.peers import Peer
-from lmcache_redis.agent.registration import Registration, form_of
+from lmcache_redis.agent.peers import Peer, Registration
+from lmcache_redis.agent.transfers import Reply
+from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.context import DeviceContext, open_device
-from lmcache_redis.device.handles import check_owner
-from lmcache_redis.errors import ConfigError, DeviceError, WireError
-from lmcache_redis.naming import ChunkForm
-from lmcache_redis.processes import is_running
+from lmcache_redis.device.handles import check_exporter
+from lmcache_redis.device.layout import KVLayout
+from lmcache_redis.errors import ConfigError, DeviceError, FormatError, WireError
+from lmcache_redis.naming import ChunkForm, ChunkNames
 
 logger = logging.getLogger(__name__)
 
-_Place = tuple[str, "int | None"]  # engine id, worker id
+_Worker = tuple[str, "int | None"]  # engine id, worker id
+
+
+def form_of(layout: KVLayout, model_name: str, kv_rank: int, config: AgentConfig) -> ChunkForm:
+    """The form of a worker's chunks. Raises ``ConfigError`` if they cannot be cached."""
+    try:
+        return ChunkForm.of_pages(
+            ChunkNames(layout.fingerprint(config.chunk_size_tokens), config.key_prefix),
+            model_name,
+            kv_rank,
+            layout.chunk_bytes(config.chunk_size_tokens),
+            config.slot_bytes,
+        )
+    except FormatError as error:
+        raise ConfigError(f"chunks of this KV cache cannot be cached: {error}") from error
 
 
 class Registering:
@@ -32,12 +46,12 @@ class Registering:
 
     def __init__(self, agent: Agent) -> None:
         self._config = agent.config
-        self._cache = agent.jobs.cache
-        self._copies = agent.jobs.copies
+        self._cache = agent.cache
+        self._copies = agent.copies
         self._peers = agent.peers
         self._pinned_pool = agent.pinned_pool
-        self._closing: dict[_Place, int] = {}
-        self._after_closing: dict[_Place, list[Callable[[], None]]] = {}
+        self._closing: dict[_Worker, int] = {}  # former mappings that are still open
+        self._after_closing: dict[_Worker, list[Callable[[], None]]] = {}
 
     def register(self, peer: Peer, question: m.RegisterKVCache, reply: Reply) -> None:
         """Maps a worker's memory and answers, or refuses with a sentence.
@@ -47,15 +61,18 @@ class Registering:
         worker_id = peer.hello.worker_id
         if worker_id is None or not 0 <= worker_id < peer.hello.world_size:
             raise WireError("only a worker, with a rank inside its world, registers a KV cache")
-        if not peer.engine_id:  # its former mapping could not be told from another engine's
+        if not peer.engine_id:  # without one, its former mapping is not known
             raise WireError("the engine of a KV cache has an id")
+        storages = question.storages
         try:
             form = self._form(peer, question)
-            _check_processes(question.storages)
+            # Often one storage per layer, all of one process.
+            for handle in {(each.pid, each.pid_start_time): each for each in storages}.values():
+                check_exporter(handle)
         except (ConfigError, DeviceError) as error:
             reply(m.Failure(0, m.REFUSED, str(error)))
             return
-        self.unregister(peer, "it registers anew")
+        self.unregister(peer, "it registers again")
         peer.mapping = True
         opened: list[DeviceContext | DeviceError] = []
         self._copies.scatter(
@@ -67,7 +84,7 @@ class Registering:
         )
 
     def _form(self, peer: Peer, question: m.RegisterKVCache) -> ChunkForm:
-        """Raises ``ConfigError`` where the chunks cannot be cached as things are."""
+        """Raises ``ConfigError`` if the chunks cannot be cached with these settings."""
         form = form_of(question.layout, peer.hello.model_name, question.kv_rank, self._config)
         if form.fingerprint != question.fingerprint:
             raise ConfigError(
@@ -84,7 +101,7 @@ class Registering:
     def _open(
         self, question: m.RegisterKVCache, opened: list[DeviceContext | DeviceError], allowed: str
     ) -> CopyOutcome:
-        # On a copy thread: mapping a KV cache takes its time, pinning the host pool seconds.
+        # On a copy thread: mapping a KV cache and pinning the host pool take seconds.
         try:
             device = open_device(question.layout, question.storages, allowed)
         except DeviceError as error:
@@ -116,7 +133,6 @@ class Registering:
         registration = Registration(
             peer.engine_id,
             worker_id,
-            peer.hello.world_size,
             form,
             question.layout.blocks_per_chunk(self._config.chunk_size_tokens),
             device,
@@ -131,11 +147,11 @@ class Registering:
             "registered %s: chunks of %.1f MiB in %d stripes, layout %s",
             _name(peer), form.chunk_bytes / 2**20, form.stripe_count, form.fingerprint.hex()[:12],
         )  # fmt: skip
-        # The engine takes this for the end of every copy through a former mapping.
+        # This tells the engine that every copy through a former mapping has ended.
         self.when_unmapped(peer, lambda: reply(m.Done(0)))
 
     def unregister(self, peer: Peer, why: str) -> None:
-        """Unmaps a worker's memory, once its copies have ended. No-op without one."""
+        """Unmaps a worker's memory when its copies have ended. Does nothing without one."""
         registration, peer.registration = peer.registration, None
         if registration is None:
             return
@@ -144,10 +160,10 @@ class Registering:
         self._close(registration)
 
     def _close(self, registration: Registration) -> None:
-        place = (registration.engine_id, registration.worker_id)
-        self._closing[place] = self._closing.get(place, 0) + 1
+        worker = (registration.engine_id, registration.worker_id)
+        self._closing[worker] = self._closing.get(worker, 0) + 1
 
-        # Closing waits for copies in progress, so it has to be done off the loop.
+        # Not on the loop: closing waits for copies in progress.
         def close() -> CopyOutcome:
             registration.device.close()
             return CopyOutcome.DONE
@@ -155,36 +171,25 @@ class Registering:
         self._copies.gather(
             registration.place,
             close,
-            lambda outcome: self._cache.owner.post(partial(self._closed, place, outcome)),
+            lambda outcome: self._cache.owner.post(partial(self._closed, worker, outcome)),
         )
 
-    def _closed(self, place: _Place, outcome: CopyOutcome) -> None:
+    def _closed(self, worker: _Worker, outcome: CopyOutcome) -> None:
         if outcome is not CopyOutcome.DONE:
-            return  # a mapping that would not close: what waits for its end goes on waiting
-        self._closing[place] -= 1
-        if not self._closing[place]:
-            del self._closing[place]
-            for action in self._after_closing.pop(place, ()):
+            return  # the mapping may still be open: its engine is not told otherwise
+        self._closing[worker] -= 1
+        if not self._closing[worker]:
+            del self._closing[worker]
+            for action in self._after_closing.pop(worker, ()):
                 action()
 
     def when_unmapped(self, peer: Peer, action: Callable[[], None]) -> None:
-        """Runs ``action`` as soon as no former mapping of that worker is open."""
-        place = (peer.engine_id, peer.hello.worker_id)
-        if place in self._closing:
-            self._after_closing.setdefault(place, []).append(action)
+        """Runs ``action`` as soon as no former mapping of this worker is open."""
+        worker = (peer.engine_id, peer.hello.worker_id)
+        if worker in self._closing:
+            self._after_closing.setdefault(worker, []).append(action)
         else:
             action()
-
-
-def _check_processes(storages: Sequence[m.StorageHandle]) -> None:
-    """Raises ``DeviceError`` unless they are processes of this user that the agent can watch."""
-    for pid, pid_start_time in {(each.pid, each.pid_start_time) for each in storages}:
-        check_owner(pid)
-        if not is_running(pid, pid_start_time):
-            raise DeviceError(
-                f"process {pid} is not the engine that registered: that one has ended, or runs "
-                "in another PID namespace"
-            )
 
 
 def _name(peer: Peer) -> str:

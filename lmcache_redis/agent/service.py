@@ -1,7 +1,7 @@
 """The agent's loop: one thread that owns every decision and never blocks.
 
-It polls the ROUTER and a wake-up that other threads set when a copy or a job of a tier has
-completed, runs timers, and answers. ``handlers`` says what is done with each question.
+It polls the ROUTER and a wake-up that other threads set when a copy or a job of a tier has ended,
+runs timers, and sends answers. ``handlers`` has what it does with each question.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import zmq
 
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
-from lmcache_redis.agent.copyjob import Reply
 from lmcache_redis.agent.handlers import Handlers
 from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.status import summary
+from lmcache_redis.agent.transfers import Reply
 from lmcache_redis.errors import LMCacheRedisError, WireError
 from lmcache_redis.processes import process_start_time
 
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.5
-_MESSAGES_A_ROUND = 64
+_MESSAGES_PER_ROUND = 64
 _SUMMARY_S = 60.0
 
 
@@ -37,33 +37,36 @@ class Service:
 
     def __init__(self, agent: Agent, router: zmq.Socket[bytes]) -> None:
         self._config = agent.config
+        self._wakeup = agent.wakeup
         self._loop = agent.loop
-        self._cache = agent.jobs.cache
-        self._sessions = agent.jobs.sessions
-        self._metrics = agent.jobs.cache.metrics
+        self._cache = agent.cache
+        self._sessions = agent.sessions
+        self._metrics = agent.cache.metrics
         self._peers = agent.peers
         self._router = router
         self._handlers = Handlers(agent)
         self._agent_id = uuid.uuid4().hex
         self._start_time = process_start_time(os.getpid()) or 0
         self._stopping = False
-        self._summarised = agent.jobs.cache.metrics.snapshot()
+        self._summarised = agent.cache.metrics.snapshot()
         self._loop.after(_HOUSEKEEPING_S, self._housekeeping)
         self._loop.after(_SUMMARY_S, self._summarise)
 
     def stop(self) -> None:
         """Ends ``run``, from any thread or a signal handler."""
         self._stopping = True
-        self._loop.wakeup.set()
+        self._wakeup.set()
 
     def run(self) -> None:
         """Serves until ``stop`` is called."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self._loop.wakeup.fd, zmq.POLLIN)
+        poller.register(self._wakeup.fd, zmq.POLLIN)
         while not self._stopping:
             timeout_s = self._loop.run_due()
             ready = dict(poller.poll(math.ceil(timeout_s * 1000)))
+            if self._wakeup.fd in ready:
+                self._wakeup.clear()  # first: what is posted from now on wakes the next poll
             self._loop.run_posted()
             if self._router in ready:
                 self._receive()
@@ -76,8 +79,8 @@ class Service:
             self._sessions.end(session)
         while time.monotonic() < deadline_s and self._cache.backlog:
             self._loop.run_posted()
-            self._loop.run_due()  # a tier that hangs is found out
-            self._cache.begin_writes()  # also what was gathered meanwhile
+            self._loop.run_due()
+            self._cache.begin_writes()  # also of what was gathered meanwhile
             time.sleep(0.005)
         if self._cache.backlog:
             logger.warning(
@@ -86,7 +89,7 @@ class Service:
         self._log_summary()
 
     def _receive(self) -> None:
-        for _ in range(_MESSAGES_A_ROUND):
+        for _ in range(_MESSAGES_PER_ROUND):
             try:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -122,12 +125,12 @@ class Service:
         except LMCacheRedisError as error:
             reply(m.Failure(0, m.FAILED, str(error)))
         except Exception:
-            # Our own bug: that question alone fails.
+            # Our own bug: this question alone fails.
             logger.exception("a %s failed", type(question).__name__)
             reply(m.Failure(0, m.FAILED, "the agent failed on this question, see its log"))
 
     def _welcome(self, identity: bytes, hello: m.Hello, reply: Reply) -> None:
-        # A client says HELLO until it is welcomed, so the same one may come several times.
+        # A client repeats its HELLO until it is welcomed.
         peer = self._peers.get(identity)
         if peer is None and len(self._peers) >= m.MAX_PEERS:
             reply(m.Failure(0, m.REFUSED, f"the agent has {m.MAX_PEERS} peers: start another one"))
@@ -135,7 +138,7 @@ class Service:
         if peer is None or not peer.is_same(hello):
             now_s = time.monotonic()
             for old in self._peers.add(Peer(identity, hello, now_s, now_s)):
-                self._handlers.forget(old, "it has connected anew")
+                self._handlers.forget(old, "it has reconnected")
         config = self._config
         reply(
             m.Welcome(

@@ -1,7 +1,7 @@
 """Sessions: what is held for one request, from its lookup to its end.
 
-A session owns pins of entries of the host pool. It gives each up exactly once: to the
-retrieve that uses it, on release, or when the session ends or times out.
+A session owns pins of entries of the host pool. It releases each exactly once: to the retrieve
+that uses it, when the engine asks, or when the session ends or times out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tally:
     reasons: set[str] = field(default_factory=set)
 
     def sentence(self, request_id: str) -> str | None:
-        """The line, or None where there is nothing to say."""
+        """The line, or None if nothing happened."""
         parts = []
         if self.asked:
             from_disk = f", {self.from_disk} from disk" if self.from_disk else ""
@@ -66,24 +66,24 @@ class Session:
         self._pins: dict[PinKey, Entry] = {}
 
     def hold(self, pin: PinKey, entry: Entry) -> None:
-        """Takes over one pin of ``entry``; a second one of the same chunk is given back."""
+        """Takes over one pin of ``entry``; releases a second one of the same chunk."""
         if pin in self._pins:
             self._pool.unpin(self._pins[pin])
         self._pins[pin] = entry
 
     def take(self, pin: PinKey) -> Entry | None:
-        """Hands the pin over to the caller."""
+        """The entry, whose pin is the caller's from now on."""
         return self._pins.pop(pin, None)
 
     def release(self, chunk_hash: bytes) -> int:
-        """Gives back the pins of a chunk, of all workers; returns how many there were."""
+        """Releases the pins of a chunk, of all workers; returns how many there were."""
         found = [pin for pin in self._pins if pin[1] == chunk_hash]
         for pin in found:
             self._pool.unpin(self._pins.pop(pin))
         return len(found)
 
     def release_all(self) -> None:
-        """Gives back every pin and cancels the lookup that would bring more."""
+        """Releases every pin and cancels a lookup in flight, which would add more."""
         if self.cancel_lookup is not None:
             cancel, self.cancel_lookup = self.cancel_lookup, None
             cancel()
@@ -116,12 +116,12 @@ class Sessions:
         return self._sessions.get(key)
 
     def open(self, key: SessionKey, now_s: float, *, for_lookup: bool = True) -> Session:
-        """The session of a request, new or not; it lives ``timeout_s`` from now.
+        """The session of a request, opened if there is none; it times out ``timeout_s`` from now.
 
-        Raises ``WireError`` for a new one where there are ``MAX_SESSIONS``.
+        Engines end the session of a lookup. A store or retrieve without a lookup, or after its end,
+        has a session that ends with it.
 
-        Only a lookup has an end that its engine tells. A store or retrieve that finds no session
-        comes without one, or after it: its session goes when it is over.
+        Raises ``WireError`` for a new session if there are ``MAX_SESSIONS``.
         """
         session = self._sessions.get(key)
         if session is None:
@@ -134,13 +134,13 @@ class Sessions:
         return session
 
     def end(self, session: Session) -> None:
-        """Unpins everything; the session goes when nothing of it is in progress any more."""
+        """Releases all pins; the session is removed when its last store or retrieve has ended."""
         session.ended = True
         session.release_all()
         self._settle(session)
 
     def finish(self, session: Session) -> None:
-        """One store or retrieve of the session is over."""
+        """One store or retrieve of the session has ended."""
         session.busy -= 1
         self._settle(session)
 
@@ -154,5 +154,5 @@ class Sessions:
             logger.debug("%s", line)  # the minute's line has one for all of them
 
     def expired(self, now_s: float) -> list[Session]:
-        """Sessions whose time is over."""
+        """Sessions that have timed out."""
         return [s for s in self._sessions.values() if s.expires_s <= now_s and not s.busy]

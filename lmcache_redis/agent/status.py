@@ -1,4 +1,4 @@
-"""What an agent says of itself: the document that STATUS answers with, and one line a minute."""
+"""An agent's report of itself: the document that answers STATUS, and one log line a minute."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from lmcache_redis.agent.parts import Agent
 
 Line = tuple[int, str]
 
-# What ordinary work and ordinary eviction never cause.
+# Ordinary work and ordinary eviction never count these.
 _SERIOUS = ("miss_corrupt", "miss_foreign", "wire_errors")
 _REASONS = ("lookups_timed_out", "sessions_timed_out", "retrieves_failed", "wire_errors")
 
 
 def status_report(agent: Agent) -> dict[str, Any]:
-    """What an operator of the agent wants to see, ready for JSON."""
-    config, peers, jobs = agent.config, agent.peers, agent.jobs
-    pool, queues = jobs.cache.pool, jobs.cache.queues
+    """The state and the counters of the agent, ready for JSON."""
+    config, peers, pool, queues = agent.config, agent.peers, agent.cache.pool, agent.cache.queues
     return {
         "version": __version__,
         "pid": os.getpid(),
@@ -38,12 +37,12 @@ def status_report(agent: Agent) -> dict[str, Any]:
         "queues": {
             "writes": len(queues[-1]),
             "write_bytes": queues[-1].queued_bytes,
-            "copies": jobs.copies.backlog,
-            "jobs": sum(session.busy for session in jobs.sessions),
+            "copies": agent.copies.backlog,
+            "jobs": sum(session.busy for session in agent.sessions),
             "disk_writes": sum(map(len, queues[:-1])),
         },
         "disk": _disk(agent),
-        "sessions": len(jobs.sessions),
+        "sessions": len(agent.sessions),
         "engines": [
             {
                 "engine_id": peer.engine_id,
@@ -53,13 +52,13 @@ def status_report(agent: Agent) -> dict[str, Any]:
                 "chunk_bytes": peer.registration.form.chunk_bytes,
                 "layout": peer.registration.form.fingerprint.hex(),
                 "device": peer.registration.device.layout.device,
-                # False while its scheduler or another of its ranks is not there yet.
+                # False while its scheduler or another of its ranks is missing.
                 "ready": peers.complete(peer.engine_id),
             }
             for peer in peers
             if peer.registration is not None
         ],
-        "counters": jobs.cache.metrics.snapshot(),
+        "counters": agent.cache.metrics.snapshot(),
     }
 
 
@@ -94,7 +93,7 @@ def _redis(agent: Agent) -> dict[str, Any]:
 
 
 def summary(before: Mapping[str, int], after: Mapping[str, int]) -> Line | None:
-    """A log level and a line; None where nothing happened.
+    """A log level and a line; None if nothing happened.
 
     before, after: two snapshots of the agent's `Metrics`.
     """

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
+from lmcache_redis.client.calls import InterprocessEvent, Retrieve, Store
 from lmcache_redis.client.operations import LoadStoreOp
-from lmcache_redis.client.transfers import InterprocessEvent, Retrieve, Store
 from lmcache_redis.client.worker import WorkerClient
 
 _T = TypeVar("_T", Store, Retrieve)

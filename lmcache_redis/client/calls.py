@@ -1,12 +1,35 @@
-"""A call: one message to the agent, from its submission to its answer."""
+"""Calls to the agent, and the stores and retrieves that they carry.
+
+The engine may reuse the blocks of a store or retrieve when it is ``over``:
+
+- A store reads. The agent discards what it reads after the lease. So the blocks are free when the
+  agent has answered, when the lease has expired, or when the agent's process has ended.
+- A retrieve writes, and a write cannot be recalled. So the blocks are free when the agent has
+  answered, when its process has ended, or when it has closed the mapping that the retrieve writes
+  through. The agent reports that by mapping the engine's memory again (`RegisterKVCache`), which it
+  does only after the copies through the old mapping have ended. The blocks of a frozen agent stay
+  held.
+
+A call that never reached the agent (LOST, not ``sent``) holds nothing.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
-from lmcache_redis.messages import Answer
+from lmcache_redis import messages as m
+from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.processes import has_ended, is_running
+
+STORE_LEASE_S = 1.5
+# A store from a GPU waits for the queued work of that GPU: the step that computes the blocks.
+STEP_S = 5.0
+RETRIEVE_LEASE_S = 5.0
 
 
 class CallState(Enum):
@@ -18,7 +41,7 @@ class CallState(Enum):
 
 
 class Call:
-    """The state and the answer of one call.
+    """One message to the agent, from its submission to its answer.
 
     changed: the condition that is notified when the call ends.
     listener: called with the call when it ends, on the thread that ends it.
@@ -34,7 +57,7 @@ class Call:
     ) -> None:
         self.call_id = call_id
         self.state = CallState.PENDING
-        self.answer: Answer | None = None
+        self.answer: m.Answer | None = None
         self.sent = False  # whether the agent may have received the message
         self._changed = changed
         self._listener = listener
@@ -51,7 +74,7 @@ class Call:
                 self._changed.wait_for(lambda: self.done, timeout_s)
         return self.done
 
-    def end(self, answer: Answer | None) -> None:
+    def end(self, answer: m.Answer | None) -> None:
         """Ends the call: ANSWERED with an answer, LOST with None. Only the link does this."""
         with self._changed:
             self.answer = answer
@@ -59,3 +82,119 @@ class Call:
             self._changed.notify_all()
         if self._listener is not None:
             self._listener(self)
+
+
+class InterprocessEvent(Protocol):
+    """A ``torch.cuda.Event(interprocess=True)`` that has been recorded."""
+
+    def ipc_handle(self) -> bytes:
+        """The handle by which another process opens it."""
+
+
+class AgentProcess:
+    """The process of the agent that sent a WELCOME.
+
+    visible: whether it can be seen in ``/proc``, checked at once, while it is surely alive. In
+        another PID namespace it cannot; then its absence proves nothing.
+    """
+
+    def __init__(self, welcome: m.Welcome) -> None:
+        self._identity = (welcome.agent_pid, welcome.agent_start_time)
+        self.visible = is_running(*self._identity)
+
+    def has_ended(self) -> bool:
+        """Whether the process is known to have ended."""
+        return self.visible and has_ended(*self._identity)
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """An operation, the call that carries it, and its deadline.
+
+    lease_ns: on CLOCK_MONOTONIC. blocks_per_chunk: positive. agent: None if there was none.
+    event: kept alive until the agent has waited for it.
+    """
+
+    call: Call
+    op: LoadStoreOp
+    lease_ns: int
+    blocks_per_chunk: int
+    agent: AgentProcess | None
+    event: InterprocessEvent | None
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return len(self.op) // self.blocks_per_chunk
+
+    @property
+    def answered(self) -> bool:
+        """Whether the agent has answered."""
+        return self.call.state is CallState.ANSWERED
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the call is lost, and no agent can be carrying it out."""
+        if self.call.state is not CallState.LOST:
+            return False
+        return not self.call.sent or (self.agent is not None and self.agent.has_ended())
+
+
+@dataclass(slots=True, eq=False)
+class Store(Transfer):
+    """The agent reads the blocks."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the agent no longer needs the blocks."""
+        return self.answered or time.monotonic_ns() > self.lease_ns or self.abandoned
+
+    @property
+    def result(self) -> m.StoreResult:
+        """The agent's answer; without one, all chunks count as dropped."""
+        answer = self.call.answer
+        return answer if isinstance(answer, m.StoreResult) else m.StoreResult(0, 0, 0, self.chunks)
+
+
+@dataclass(slots=True, eq=False)
+class Retrieve(Transfer):
+    """The agent writes the blocks, except the first ``skip_blocks``.
+
+    remapped: whether the agent has mapped the engine's memory again since the call.
+    """
+
+    skip_blocks: int
+    remapped: Callable[[], bool]
+
+    @property
+    def over(self) -> bool:
+        """Whether the agent can no longer write to the blocks."""
+        lost_mapping = self.call.state is CallState.LOST and self.remapped()
+        return self.answered or lost_mapping or self.abandoned
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the load counts as failed, although its blocks may still be written."""
+        if self.call.state is CallState.PENDING:
+            return time.monotonic_ns() > self.lease_ns
+        return self.call.state is CallState.LOST
+
+    @property
+    def failed_chunks(self) -> Sequence[int]:
+        """Indices of the operation's chunks that were not loaded."""
+        answer = self.call.answer
+        if not isinstance(answer, m.RetrieveResult):
+            return range(self.chunks)
+        return [index for index in answer.failed_chunks if index < self.chunks]
+
+    @property
+    def failed_blocks(self) -> set[int]:
+        """Ids of the blocks that were to be written and were not."""
+        return {
+            self.op.block_ids[block]
+            for index in self.failed_chunks
+            for block in range(
+                max(self.skip_blocks, index * self.blocks_per_chunk),
+                (index + 1) * self.blocks_per_chunk,
+            )
+        }

@@ -134,12 +134,6 @@ class AgentLink:
         with self._changed:
             return self._changed.wait_for(condition, timeout_s)
 
-    def wait_online(self, timeout_s: float) -> bool:
-        """Waits until an agent has accepted or refused this link; returns ``online``."""
-        waiting = (LinkState.OFFLINE, LinkState.GREETING)
-        self.wait_for(lambda: self.state not in waiting, timeout_s)
-        return self.online
-
     def close(self, timeout_s: float = 2.0) -> None:
         """Ends the thread and the connection; pending calls are LOST."""
         self._stop = True

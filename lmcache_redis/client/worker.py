@@ -1,6 +1,6 @@
 """The worker's client: registers its paged KV cache once, then sends only block ids.
 
-``ownership`` decides when the engine may reuse the blocks of a transfer.
+`Store.over` and `Retrieve.over` say when the engine may reuse the blocks of a transfer.
 """
 
 from __future__ import annotations
@@ -12,11 +12,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import Call
+from lmcache_redis.client.calls import (
+    RETRIEVE_LEASE_S,
+    STEP_S,
+    STORE_LEASE_S,
+    AgentProcess,
+    Call,
+    InterprocessEvent,
+    Retrieve,
+    Store,
+)
 from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.operations import LoadStoreOp, chunk_names
-from lmcache_redis.client.ownership import RETRIEVE_LEASE_S, STEP_S, STORE_LEASE_S
-from lmcache_redis.client.transfers import AgentProcess, InterprocessEvent, Retrieve, Store
 from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import ConfigError

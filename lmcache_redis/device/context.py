@@ -1,16 +1,17 @@
-"""Device memory, whatever the device is: an engine exports its KV cache, the agent opens it.
+"""Device memory of either kind: an engine exports its KV cache, the agent opens it.
 
-Life cycle: a worker registers handles and a layout; `open_device` maps the memory once and checks
-the layout against its size; gathers and scatters run on the agent's copy threads, several at a
-time, one chunk a call, or several where chunks are small and a call is expensive;
-`DeviceContext.close` waits for the calls in progress and unmaps. After the engine has died a
-context still works on CPU memory (the mapping keeps it) and fails with DeviceError on CUDA memory.
+Life cycle: a worker registers handles and a layout. `open_device` maps the memory once and checks
+the layout against its size. Gathers and scatters run on the agent's copy threads, several at a
+time. A call moves one chunk, or several if chunks are small and calls are expensive.
+`DeviceContext.close` waits for the calls in progress and unmaps. After the engine has died, CPU
+memory stays usable (the mapping keeps it); calls on CUDA memory raise DeviceError.
 
-Only this module chooses between devices. Torch is imported where a tensor or a GPU is.
+Only this module chooses between devices. It imports torch only for tensors and GPUs.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +27,8 @@ from lmcache_redis.errors import DeviceError
 if TYPE_CHECKING:
     import torch
 
+    from lmcache_redis.device.cuda import PinnedMemory
+
 
 class DeviceContext(Protocol):
     """One worker's paged KV cache, mapped. Every method may raise DeviceError.
@@ -36,10 +39,10 @@ class DeviceContext(Protocol):
     the call until it returns. Arguments are checked before the first byte moves: a call that
     raises for a bound has changed nothing.
 
-    ``until_ns`` (``time.monotonic_ns()``) is when the engine may reuse the blocks. A call that
-    cannot begin with them before, because it waits for a CUDA stream or for the engine's event,
-    raises and has not touched them. On the CPU a call checks again before each MiB: one that
-    becomes late raises as well, and has copied a part.
+    The engine may reuse the blocks after ``until_ns`` (``time.monotonic_ns()``). A call that cannot
+    touch them before, because it waits for a CUDA stream or for the engine's event, raises without
+    touching them. On the CPU, a call checks the time before each MiB: a late call raises too, after
+    copying a part.
     """
 
     @property
@@ -47,7 +50,7 @@ class DeviceContext(Protocol):
 
     @property
     def call_bytes(self) -> int:
-        """What a call should move at least, in as many whole chunks as that takes; 0: one chunk."""
+        """A call should move whole chunks of at least this size in total; 0: one chunk."""
         ...
 
     @property
@@ -67,12 +70,11 @@ class DeviceContext(Protocol):
     ) -> None:
         """Copy the chunks in ``block_ids`` into ``slots``; return when they are there.
 
-        On a GPU ``on_blocks_read`` is called once, on the same thread, when the blocks have been
-        read: long before the return, and from then on the engine may reuse them. On the CPU the
-        return alone says so.
+        On a GPU, ``on_blocks_read`` is called once, on the same thread, when the blocks have been
+        read and the engine may reuse them: long before the return. On the CPU it is not called.
 
-        ``event`` is the engine's interprocess event after which the blocks may be read;
-        None where the engine's memory is coherent already, as on the CPU.
+        ``event`` is the engine's interprocess event after which the blocks may be read; None on the
+        CPU, where the engine's memory is coherent.
         """
         ...
 
@@ -88,7 +90,7 @@ class DeviceContext(Protocol):
     ) -> None:
         """Copy the chunks in ``slots`` into ``block_ids``.
 
-        ``skip_blocks``, from the first block of the first chunk on, are left as they are.
+        The first ``skip_blocks`` blocks, counted from the first chunk on, are not written.
 
         ``event`` as for `gather`: after it the blocks may be written (an engine on a GPU may
         still have the zeroing of fresh blocks in flight). On return the engine may read them.
@@ -100,12 +102,6 @@ class DeviceContext(Protocol):
         ...
 
 
-class PinnedArena(Protocol):
-    """Host memory that the GPU reads and writes directly, until ``close``."""
-
-    def close(self) -> None: ...
-
-
 def export_kv_caches(
     kv_caches: Mapping[str, torch.Tensor],
     num_blocks: int,
@@ -113,7 +109,7 @@ def export_kv_caches(
 ) -> ExportedCaches:
     """Make an engine's tensors readable and writable by the agent.
 
-    All tensors are on one device. Raises DeviceError where they cannot be exported.
+    All tensors are on one device. Raises DeviceError if they cannot be exported.
     """
     devices = {tensor.device.type for tensor in kv_caches.values()}
     if devices == {"cpu"}:
@@ -130,7 +126,7 @@ def export_kv_caches(
 def open_device(
     layout: KVLayout, storages: Sequence[StorageHandle], allowed: str = "auto"
 ) -> DeviceContext:
-    """Map a worker's KV cache. Raises DeviceError where that fails or is not ``allowed``."""
+    """Map a worker's KV cache. Raises DeviceError if that fails or is not ``allowed``."""
     if allowed not in ("auto", layout.device):
         raise DeviceError(
             f"the engine's KV cache is on {layout.device}, and the agent was started with "
@@ -149,14 +145,32 @@ def open_device(
     raise DeviceError(f"handles that do not fit a layout on {layout.device!r}")
 
 
-def pin_for(device: DeviceContext, address: int, size_bytes: int) -> PinnedArena | None:
-    """Pin the host pool for a device that gains by it; None where there is nothing to pin.
+class PinnedPool:
+    """The host pool's memory, pinned when the first GPU is registered. Thread-safe."""
 
-    Raises DeviceError where the memory cannot be locked; copies work without.
-    """
-    if device.layout.device != "cuda":
-        return None
-    from lmcache_redis.device.cuda import CudaDevice, PinnedMemory
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self._address = address
+        self._size_bytes = size_bytes
+        self._lock = threading.Lock()
+        self._pinned: PinnedMemory | None = None
 
-    assert isinstance(device, CudaDevice)
-    return PinnedMemory(address, size_bytes, device.device)
+    def pin(self, device: DeviceContext) -> None:
+        """Takes seconds for a GPU; does nothing for the CPU.
+
+        Raises DeviceError if the memory cannot be locked; copies work without.
+        """
+        if device.layout.device != "cuda":
+            return
+        from lmcache_redis.device.cuda import CudaDevice, PinnedMemory
+
+        assert isinstance(device, CudaDevice)
+        with self._lock:
+            if self._pinned is None:
+                self._pinned = PinnedMemory(self._address, self._size_bytes, device.device)
+
+    def unpin(self) -> None:
+        """Call before the memory is unmapped. Raises DeviceError if the device refuses."""
+        with self._lock:
+            pinned, self._pinned = self._pinned, None
+            if pinned is not None:
+                pinned.close()

@@ -2,9 +2,9 @@
 
 The engine moves each storage into POSIX shared memory (torch's file-descriptor strategy: created
 in /dev/shm, unlinked at once, held open by the storage). The agent opens ``/proc/<pid>/fd/<fd>``,
-verifies it and maps it (`lmcache_redis.device.mapping`). The kernel allows this to processes of one
-user that see each other's process ids: containers need one PID namespace. A mapping keeps the
-memory alive after the engine has died.
+verifies it and maps it (`lmcache_redis.device.mapping`). The kernel permits this between processes
+of one user that see each other's process ids: containers must share a PID namespace. A mapping
+keeps the memory alive after the engine has died.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 _SHM_DIRECTORY = "/dev/shm"
-# Copied between two checks of the lease: 0.2 ms, and the most that a copy thread which was stopped
-# in between still touches when it resumes.
+# Copied between two checks of the lease: 0.2 ms. A copy thread that was stopped in between touches
+# at most this much when it resumes.
 _PIECE_BYTES = 1 << 20
 
 
@@ -41,17 +41,17 @@ def share_kv_caches(
     """Move the storages of an engine's KV cache into shared memory, in place, and export them.
 
     The tensors, and every other view of their storages, stay valid with the same contents; raw
-    addresses taken before do not. Storages that are shared already stay where they are, so a
-    second call (the agent was restarted) changes nothing. The memory lives as long as its storage:
-    keep the tensors. A storage takes twice its size while it moves.
+    addresses taken before do not. Storages that are already shared do not move, so a second call
+    (after a restart of the agent) changes nothing. The memory lives as long as its storage: keep
+    the tensors. A storage takes twice its size while it moves.
 
     Args:
         kv_caches: layer name to tensor, in the order that a chunk will have.
         num_blocks, block_strides: as in `lmcache_redis.device.blocks.find_segments`.
 
     Raises:
-        DeviceError: a tensor is not understood or not on the CPU, or shared memory is short.
-            Only storages before one that could not be moved have moved.
+        DeviceError: a tensor is not supported or not on the CPU, or there is too little shared
+            memory. Only the storages before the one that failed have moved.
     """
     views, storages = view_tensors(kv_caches, "cpu")
     segments, page_format = find_segments(views, num_blocks, block_strides)
@@ -65,7 +65,7 @@ def _check_room(nbytes: int) -> None:
     try:
         room = os.statvfs(_SHM_DIRECTORY)
     except OSError:
-        return  # Not mounted there: torch's own attempt decides, and says why it failed.
+        return  # not mounted there: torch tries, and its error says why it failed
     free = room.f_bavail * room.f_frsize
     if free < nbytes:
         raise DeviceError(
@@ -100,7 +100,7 @@ class CpuDevice:
 
     Raises:
         DeviceError: a handle does not lead to the memory that it names, or the layout leaves its
-            storages. Nothing stays mapped then.
+            storages. Then nothing stays mapped.
     """
 
     call_bytes = 0

@@ -22,7 +22,7 @@ A gather calls ``on_blocks_read`` as soon as its kernel has ended, long before i
 on staging has the bytes.
 
 A call costs the host a fraction of a millisecond whatever it moves. Small chunks therefore go
-several a call (`call_bytes`), in one launch. They fail or are late together.
+several per call (`call_bytes`), in one launch. They fail or are late together.
 
 The agent pins its arena once (`PinnedMemory`); unpinned slots work, at pageable memory's speed.
 No context is made on a GPU that no worker registered.
@@ -173,7 +173,7 @@ class CudaDevice:
     def _stream(
         self, streams: _Streams, ids: _Int64s, until_ns: int | None
     ) -> Iterator[tuple[_CopyStream, PageCopies, torch.Tensor]]:
-        """A stream, made the current one, with staging for the chunk; drained on the way out."""
+        """A stream, made current, with staging for the chunks; it is drained at the end."""
         with self._uses.one():
             copies = self._copies
             assert copies is not None
@@ -237,7 +237,7 @@ class _CopyStream:
         return event
 
     def staging(self, nbytes: int) -> torch.Tensor:
-        """That many bytes on the GPU, aligned to 256."""
+        """``nbytes`` on the GPU, aligned to 256."""
         if self._staging.numel() < nbytes:
             self._staging = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return self._staging[:nbytes]
@@ -254,11 +254,11 @@ class _CopyStream:
         return BlockIds(ids, sent.view(ids.shape))
 
     def after(self, event: bytes | None, until_ns: int | None) -> None:
-        """Order what is enqueued from here on after the engine's event, once that has happened.
+        """Wait for the engine's event, and order what is enqueued from here on after it.
 
         Raises:
-            DeviceError: it did not within the deadline, or the engine may reuse its blocks.
-                Nothing waits for it on the stream.
+            DeviceError: the event did not happen within the deadline, or the engine may reuse its
+                blocks. Nothing on the stream waits for the event.
         """
         if event is not None:
             opened = torch.cuda.Event.from_ipc_handle(self._device, event)
@@ -302,7 +302,7 @@ class PinnedMemory:
         """Unpin. Idempotent. The memory must still be mapped, with no copy in progress on it.
 
         Raises:
-            DeviceError: CUDA refused, or did not answer in time, as where a GPU hangs. The end of
+            DeviceError: CUDA refused, or did not answer in time because a GPU hangs. The end of
                 the process unpins too.
         """
         address, self._address = self._address, None

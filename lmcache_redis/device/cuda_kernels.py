@@ -79,7 +79,7 @@ def _move_tile(
         tl.store(stage_parts, tl.load(page_parts, mask=moved), mask=moved)
 
 
-# Unspecialised: a count that happens to be 1 or a multiple of 16 compiles nothing anew.
+# Unspecialised: a count that happens to be 1 or a multiple of 16 needs no new compilation.
 @triton.jit(do_not_specialize=["n_blocks", "staging_stride_bytes"])
 def _move_chunks(
     rows,

@@ -1,6 +1,6 @@
-"""Handles of an engine's memory, by which the agent opens it. Wire types; free of torch.
+"""Handles of an engine's memory, with which the agent opens it. Wire types; free of torch.
 
-A handle proves nothing: the agent checks it against the memory that it opened before use
+A handle proves nothing: before use, the agent checks it against the memory that it opened
 (`lmcache_redis.device.mapping`, `lmcache_redis.device.cuda_ipc`).
 """
 
@@ -13,7 +13,7 @@ import msgspec
 
 from lmcache_redis.device.layout import Segment
 from lmcache_redis.errors import DeviceError
-from lmcache_redis.processes import process_start_time
+from lmcache_redis.processes import is_running, process_start_time
 
 
 class SharedMemoryHandle(
@@ -21,8 +21,8 @@ class SharedMemoryHandle(
 ):
     """Shared memory that process ``pid`` keeps open as ``fd``: ``/proc/<pid>/fd/<fd>``.
 
-    ``pid_start_time`` (clock ticks since boot) distinguishes the process from a later one with its
-    id, ``device`` and ``inode`` the memory from another file behind a reused fd.
+    ``pid_start_time`` (clock ticks since boot) distinguishes the process from a later one with the
+    same id; ``device`` and ``inode`` distinguish the memory from another file behind a reused fd.
     """
 
     pid: int
@@ -38,7 +38,7 @@ class CudaIPCHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
     Attributes:
         pid, pid_start_time: the exporting process; the memory dies with it.
-        device_uuid: the GPU, whatever its index is in either process.
+        device_uuid: the GPU; its index may differ between the processes.
         memory_handle: the 64 bytes of CUDA's ``cudaIpcMemHandle_t``, which every torch opens.
             Torch's own wrapping of them differs between versions.
         storage_size_bytes, storage_offset_bytes: the storage inside the allocation.
@@ -82,30 +82,20 @@ def own_process() -> tuple[int, int]:
 
 
 def check_exporter(handle: StorageHandle) -> None:
-    """Raise DeviceError unless the process that made the handle can be seen and is the same."""
-    started = process_start_time(handle.pid)
-    if started is None:
-        raise _unseen(handle.pid)
-    if started != handle.pid_start_time:
-        raise DeviceError(
-            f"process {handle.pid} is not the engine that registered: that one has ended "
-            "(or runs in another PID namespace)"
-        )
-
-
-def check_owner(pid: int) -> None:
-    """Raise DeviceError unless process ``pid`` runs as this process's effective user.
-
-    It does not tell whether it is the right process: `is_running` after this does.
-    """
+    """Raise DeviceError unless the process that made the handle runs, as this process's user."""
     try:
-        owner = os.stat(f"/proc/{int(pid)}").st_uid
+        owner = os.stat(f"/proc/{int(handle.pid)}").st_uid
     except OSError as error:
-        raise _unseen(pid) from error
+        raise _unseen(handle.pid) from error
     if owner != os.geteuid():
         raise DeviceError(
-            f"process {pid} runs as user {owner} and this one as user {os.geteuid()}: run engine "
-            "and agent as one user (docker run --user, runAsUser in Kubernetes)"
+            f"process {handle.pid} runs as user {owner} and this one as user {os.geteuid()}: run "
+            "engine and agent as one user (docker run --user, runAsUser in Kubernetes)"
+        )
+    if not is_running(handle.pid, handle.pid_start_time):
+        raise DeviceError(
+            f"process {handle.pid} is not the engine that registered: that one has ended, or runs "
+            "in another PID namespace"
         )
 
 

@@ -25,7 +25,7 @@ _MAX_ADDRESS = 2**63 - 1
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Equally sized pages, one a block: block ``b`` is at ``offset + b * block_stride``.
+    """Equally sized pages, one per block: block ``b`` is at ``offset + b * block_stride``.
 
     All in bytes; ``storage`` is an index of the registered storages. ``block_stride`` may exceed
     ``page_bytes``: padding or another segment lies between two pages.
@@ -41,7 +41,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that decides a chunk's bytes, and where its pages are.
 
     Attributes:
-        identity: name and value of what else changes the bytes (model, revision, ranks, ...).
+        identity: names and values of everything else that changes the bytes (model, ranks, ...).
         dtype: torch-free name of the elements' type.
         device: ``"cpu"`` or ``"cuda"``; not part of the fingerprint.
         segments: in chunk order; a chunk is all pages of segment 0, then all of segment 1, ...
@@ -78,7 +78,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.blocks_per_chunk(chunk_size_tokens) * self.block_bytes
 
     def fingerprint(self, chunk_size_tokens: int) -> bytes:
-        """32 bytes that are equal exactly where chunks may be exchanged.
+        """32 bytes that are equal exactly if chunks may be exchanged.
 
         blake2b over the compact ASCII JSON array ``[identity sorted, dtype, block size,
         chunk size, page format, page bytes of every segment]``.

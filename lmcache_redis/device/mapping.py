@@ -1,9 +1,10 @@
-"""Another process's memory, mapped: that process may truncate it, and calls in progress use it.
+"""Another process's memory, mapped: that process may truncate it during a copy.
 
-Memory is opened only if it is tmpfs (/dev/shm or a memfd), this user's, what was registered, and as
-large. It is sealed against shrinking where its maker allows that; torch does not (it makes no
-memfd). So its size is read again before and after each call. An access in between to missing pages
-does not end this process (`lmcache_redis.native.guard`; where that was not built, it does).
+Memory is opened only if it is in tmpfs (/dev/shm or a memfd), belongs to this user, is the memory
+that was registered, and has the registered size. It is sealed against shrinking if its maker
+allows seals; torch does not (it makes no memfd). So its size is read again before and after each
+call. An access to missing pages in between does not end this process if the native extension is
+built (`lmcache_redis.native.guard`); otherwise it does.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class UseCount:
-    """Calls in progress on a mapping, which `close` waits for before it is unmapped."""
+    """Calls in progress on a mapping: `close` waits for them, so that it can be unmapped."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -51,7 +52,7 @@ class UseCount:
                 self._changed.notify_all()
 
     def close(self) -> bool:
-        """Wait for the calls in progress. True for the first caller, which has to unmap."""
+        """Wait for the calls in progress. True for the first caller, who unmaps."""
         with self._changed:
             first = not self._closed
             self._closed = True
@@ -60,9 +61,9 @@ class UseCount:
 
 
 class SharedMapping:
-    """The memory that a handle names, until ``close``; every page of it is present.
+    """The memory that a handle names, until ``close``, with every page faulted in.
 
-    Raises DeviceError where the handle does not lead to it.
+    Raises DeviceError if the handle does not lead to it.
     """
 
     def __init__(self, handle: SharedMemoryHandle) -> None:
@@ -73,7 +74,7 @@ class SharedMapping:
         try:
             if native.guard is not None:
                 self._guard = native.guard.add(address, handle.size_bytes)
-            # mmap(2) with MAP_POPULATE would do as well, but Python holds the GIL around it.
+            # Not MAP_POPULATE of mmap(2): Python holds the GIL around that.
             fault_in(address, handle.size_bytes, for_write=False)
             self.check()
         except (DeviceError, MemoryError, OSError) as error:
@@ -81,13 +82,13 @@ class SharedMapping:
             raise DeviceError(f"the engine's KV cache cannot be mapped: {error}") from error
 
     def check(self) -> None:
-        """Raise DeviceError where the memory is or was truncated: copies are void."""
+        """Raise DeviceError if the memory is or was truncated: copies are invalid."""
         lost = native.guard is not None and native.guard.is_lost(self._guard)
         if lost or self.memory.size() < self._size_bytes:  # of the file, now
             raise DeviceError("the engine has truncated its KV cache: it cannot be copied")
 
     def close(self) -> None:
-        """Unmap. No array may be left over it."""
+        """Unmap. No array over the memory may exist."""
         if native.guard is not None and self._guard is not None:
             native.guard.drop(self._guard)
             self._guard = None
@@ -96,9 +97,9 @@ class SharedMapping:
 
 def _open(handle: SharedMemoryHandle) -> mmap.mmap:
     name = f"/proc/{handle.pid}/fd/{handle.fd}"
-    check_exporter(handle)  # for its message: without that process the name does not exist
+    check_exporter(handle)  # for its message: without the process, the name does not exist
     try:
-        # O_PATH first: opening a device or a pipe that a forged handle names could do harm.
+        # O_PATH first: opening a device or a pipe that a forged handle names has side effects.
         peek = os.open(name, os.O_PATH | os.O_CLOEXEC)
         try:
             _verify(handle, peek, name)
@@ -121,7 +122,7 @@ def _open(handle: SharedMemoryHandle) -> mmap.mmap:
 
 def _verify(handle: SharedMemoryHandle, peek: int, name: str) -> None:
     found = os.fstat(peek)
-    check_exporter(handle)  # after the opening: that process runs now, so the name led into it
+    check_exporter(handle)  # after opening: the process runs now, so the name was of its file
     if (found.st_dev, found.st_ino) != (handle.device, handle.inode):
         raise DeviceError(f"{name} is no longer the memory that was registered")
     if not stat.S_ISREG(found.st_mode) or _file_system(peek) != _TMPFS_MAGIC:

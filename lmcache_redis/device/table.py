@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 COLUMNS = ("address", "block_stride", "staged", "first_block", "period", "units", "width", "spare")
 SKIPPED = -1  # instead of a block id: that page is neither read nor written
 WIDEST_BYTES = 16
-# 8 KiB a tile at the widest: four 16-byte loads for each of 128 threads. Sixteen such programs
+# 8 KiB per tile at the widest: four 16-byte loads for each of 128 threads. Sixteen such programs
 # fit a multiprocessor, which is several times the bytes that must be in flight at full speed.
 UNITS_PER_TILE = 512
 _MAX_CHUNKS = 65_535  # the second dimension of a CUDA grid

@@ -17,7 +17,7 @@ from lmcache_redis.admin.inspect import (
 from lmcache_redis.admin.names import printable
 from lmcache_redis.admin.report import chunk_lines, summary_lines
 from lmcache_redis.admin.server import Server, open_server
-from lmcache_redis.agent.registration import form_of
+from lmcache_redis.agent.registering import form_of
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.resp import RedisOptions

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from lmcache_redis.agent.copies import CopyThreads
-from lmcache_redis.agent.copyjob import Jobs
-from lmcache_redis.agent.registration import Registration
-from lmcache_redis.agent.retrieves import RetrieveJob
+from lmcache_redis.agent.peers import Registration
 from lmcache_redis.agent.sessions import Sessions
-from lmcache_redis.agent.stores import StoreJob
+from lmcache_redis.agent.transfers import RetrieveJob, StoreJob
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.owner import OwnerLoop
@@ -91,7 +89,9 @@ class Played:
         self.copies = CopyThreads(1)
         self.sessions = Sessions(self.pool, timeout_s=60)
         self.session = self.sessions.open(("engine", "r"), time.monotonic())
-        self.jobs = Jobs(self.cache, self.copies, self.sessions)
+        self.agent: Any = SimpleNamespace(
+            cache=self.cache, copies=self.copies, sessions=self.sessions
+        )
         self.answers: list[Any] = []
         form: Any = SimpleNamespace(
             key=lambda chunk_hash: chunk_hash,
@@ -102,7 +102,6 @@ class Played:
         self.registration = Registration(
             "engine",
             0,
-            1,
             form,
             BLOCKS_A_CHUNK,
             device,
@@ -111,7 +110,7 @@ class Played:
 
     def store(self, hashes: Sequence[bytes] = HASHES, lease_s: float = 30.0) -> StoreJob:
         return StoreJob(
-            self.jobs,
+            self.agent,
             self.session,
             self.registration,
             hashes,
@@ -121,7 +120,7 @@ class Played:
 
     def retrieve(self, hashes: Sequence[bytes] = HASHES, lease_s: float = 30.0) -> RetrieveJob:
         return RetrieveJob(
-            self.jobs,
+            self.agent,
             self.session,
             self.registration,
             hashes,

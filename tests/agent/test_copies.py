@@ -121,14 +121,14 @@ def test_only_gathers_give_way_to_the_engine() -> None:
 
 
 class Hanging:
-    """A device that does not come back until it is let go."""
+    """A device that does not return until it is released."""
 
     def __init__(self) -> None:
-        self.entered, self.let_go = threading.Semaphore(0), threading.Event()
+        self.entered, self.released = threading.Semaphore(0), threading.Event()
 
     def __call__(self) -> CopyOutcome:
         self.entered.release()
-        self.let_go.wait(60)
+        self.released.wait(60)
         return CopyOutcome.DONE
 
     def hold(self, copies: CopyThreads, place: str, threads: int) -> list[CopyOutcome]:
@@ -156,7 +156,7 @@ def test_what_is_queued_behind_a_device_that_hangs_is_given_up_when_its_lease_en
     assert told == {"late": CopyOutcome.CANCELLED}
     assert copies.backlog == 2
     assert held == [], "what a device has begun is its own until it comes back"
-    gpu.let_go.set()
+    gpu.released.set()
     assert copies.close(10)
     assert len(told) == 3
 
@@ -171,7 +171,7 @@ def test_a_device_that_hangs_keeps_neither_others_nor_the_end_of_the_agent() -> 
     copies.scatter("GPU-1", lambda: CopyOutcome.DONE, queued.append)
     assert not copies.close(0.05)
     assert queued == [CopyOutcome.CANCELLED]
-    gpu.let_go.set()
+    gpu.released.set()
     assert copies.close(10)
 
 
@@ -181,11 +181,11 @@ def test_a_gpu_that_hangs_while_it_is_mapped_keeps_no_other_from_it() -> None:
     there = threading.Event()
     copies.scatter(REGISTERING, lambda: CopyOutcome.DONE, lambda outcome: there.set())
     assert there.wait(10)
-    gpu.let_go.set()
+    gpu.released.set()
     assert copies.close(10)
 
 
-def test_threads_of_a_gpu_give_way_to_nobody() -> None:
+def test_threads_of_a_gpu_keep_their_priority() -> None:
     copies = CopyThreads(1)
     nice: list[int] = []
 

@@ -127,7 +127,7 @@ def test_a_directory_that_another_agent_uses(tmp_path: Path, redis_server: Redis
 
 
 def test_more_on_disk_than_the_host_pool_holds(tmp_path: Path, redis_server: RedisServer) -> None:
-    """The prefix ends where the pool is full, before the chunks that nobody has."""
+    """The prefix ends where the pool is full, before the chunks that no tier has."""
     with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
         store_and_wait(agent, engine)
         chunk_bytes = agent.status()["engines"][0]["chunk_bytes"]

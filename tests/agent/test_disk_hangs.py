@@ -29,9 +29,9 @@ class Hang:
             os.mkfifo(path)
 
     def end(self) -> None:
-        """Everyone who hangs goes on, and finds nothing; nobody can hang any more."""
+        """All that hang continue, and find nothing; nothing hangs from now on."""
         for path in self._paths:
-            with contextlib.suppress(OSError):  # where nobody hangs
+            with contextlib.suppress(OSError):  # nothing hangs
                 os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
             path.unlink(missing_ok=True)
         self._paths = []
@@ -67,7 +67,7 @@ def test_a_hung_read_is_asked_of_redis(tmp_path: Path, redis_server: RedisServer
         assert agent.counter("drop_disk") == CHUNKS
         assert engine.lookup("r4", OTHERS) == TOKENS
         assert agent.counter("hit_chunks_redis") == 2 * CHUNKS
-        assert agent.counter("miss_disk") == CHUNKS, "nobody waited for the disk again"
+        assert agent.counter("miss_disk") == CHUNKS, "a lookup waited for the disk again"
         engine.store("r5", block_hashes("third", 32), range(32))
         agent.wait_idle()
         assert agent.counter("drop_disk") == 3 * CHUNKS
@@ -169,7 +169,7 @@ def test_a_clear_while_the_disk_hangs_is_made_up_for(
         assert not agent.status()["disk"]["up"]
         engine.scheduler.clear()
         wait_until(lambda: redis_server.command("DBSIZE") == 0, what="a cleared Redis")
-        assert files(tmp_path / "disk"), "nobody waits for the disk"
+        assert files(tmp_path / "disk"), "the clear waited for the disk"
         hang.end()
         wait_until(lambda: agent.status()["disk"]["up"])
         assert not files(tmp_path / "disk")

@@ -208,7 +208,7 @@ def test_the_agent_is_killed_with_a_retrieve_on_its_way(agent: AgentServer, stor
     wait_until(lambda: "r1" in stored.workers[0].get_finished(set())[1], what="a failed retrieve")
     assert stored.workers[0].get_block_ids_with_load_errors() == set(range(20, 28))
     assert stored.lookup("r2", HASHES) == 0
-    stored.store("r2", HASHES, range(8))  # reported at once, stored by nobody
+    stored.store("r2", HASHES, range(8))  # reported at once, not stored
     agent.start()
     stored.wait_ready()
     assert stored.lookup("r3", HASHES) == 128
@@ -333,7 +333,7 @@ def test_a_worker_names_no_other_rank(
         assert not isinstance(answers[1], m.Failure)
 
 
-def test_garbage_on_the_wire_harms_nobody(agent: AgentServer, stored: Engine) -> None:
+def test_garbage_on_the_wire_harms_no_one_else(agent: AgentServer, stored: Engine) -> None:
     context = zmq.Context()
     dealer = connect_dealer(context, agent.endpoint)
     try:

@@ -1,4 +1,4 @@
-"""The first lookup of a fresh agent: what is under way then is waited for, within its deadline."""
+"""The first lookup of a fresh agent waits for work in progress, until its deadline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmcache_redis.agent.handlers import Handlers
 from lmcache_redis.agent.main import _prefault
 from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.peers import Peer
-from lmcache_redis.agent.registration import form_of
+from lmcache_redis.agent.registering import form_of
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.handles import SharedMemoryHandle
@@ -102,7 +102,7 @@ class Joining:
         never = {"cancel": None, "clear": None, "close": None}
         plane: Any = SimpleNamespace(state=SimpleNamespace(probed=True), **never)
         self.agent = Agent.of(config, self.arena, plane)
-        self.loop, self.peers, self.jobs = self.agent.loop, self.agent.peers, self.agent.jobs
+        self.loop, self.peers = self.agent.loop, self.agent.peers
         self.handlers = Handlers(self.agent)
         self.answers: list[m.Answer] = []
         self.map_memory = threading.Event()
@@ -139,9 +139,9 @@ class Joining:
         for worker_id in range(2):
             kv_rank = ObjectKey.ComputeKVRank(2, worker_id, 2, worker_id)
             form = form_of(LAYOUT, "model", kv_rank, self.agent.config)
-            entry = self.jobs.cache.reserve(form, HASHES[3])
+            entry = self.agent.cache.reserve(form, HASHES[3])
             assert entry is not None
-            assert self.jobs.cache.publish(entry)
+            assert self.agent.cache.publish(entry)
 
     def look_up(self, scheduler: Peer) -> None:
         question = m.Lookup(2, "r", m.ChunkNames((HASHES[3],)))
@@ -157,12 +157,12 @@ class Joining:
 
     def close(self) -> None:
         self.map_memory.set()
-        assert self.jobs.copies.close(10)
+        assert self.agent.copies.close(10)
         self.loop.run_posted()
         for peer in self.peers:
             self.handlers.forget(peer, "the test ends")
-        assert self.jobs.cache.pool.pinned_slots == 0
-        self.loop.wakeup.close()
+        assert self.agent.cache.pool.pinned_slots == 0
+        self.agent.wakeup.close()
         self.arena.close()
 
 
@@ -213,7 +213,7 @@ def test_a_lookup_waits_for_workers_that_come_after_their_scheduler(
 
 
 @pytest.mark.parametrize("why", ["no worker comes", "one was refused"])
-def test_a_lookup_waits_for_nobody_who_will_not_come(
+def test_a_lookup_does_not_wait_for_a_worker_that_will_not_come(
     joining: Callable[..., Joining], why: str
 ) -> None:
     here = joining()
@@ -250,4 +250,4 @@ def test_a_lookup_that_waits_is_cancelled_with_its_session(joining: Callable[...
     here.run(lambda: here.peers.complete("engine") or not any(p.mapping for p in here.peers))
     here.loop.run_due()
     assert here.answers == []
-    assert not len(here.jobs.sessions)
+    assert not len(here.agent.sessions)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lmcache_redis.client.calls import RETRIEVE_LEASE_S
 from lmcache_redis.client.operations import LoadStoreOp
-from lmcache_redis.client.ownership import RETRIEVE_LEASE_S
 from lmcache_redis.client.worker import WorkerClient
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer

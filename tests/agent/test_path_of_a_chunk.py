@@ -236,7 +236,7 @@ def test_a_chunk_is_stored_once(agent: AgentServer, redis_server: RedisServer) -
         engine.wait_ready()
         engine.store("r4", hashes, range(8))
         agent.wait_idle()
-        assert agent.counter("gathered_chunks") == 2  # nobody waits for Redis to say that it has it
+        assert agent.counter("gathered_chunks") == 2  # the engine did not wait for Redis
         assert agent.counter("stored_chunks") == 0
         assert agent.counter("skipped_chunks") == 2
         assert sets() == sent

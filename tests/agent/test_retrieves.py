@@ -97,14 +97,14 @@ def test_no_chunks_are_answered_at_once() -> None:
 
 
 def test_a_device_that_hangs_keeps_the_chunk_it_has_begun() -> None:
-    let_go = threading.Event()
-    played = Played(Device(during=lambda: let_go.wait(30)))  # type: ignore[arg-type]
+    released = threading.Event()
+    played = Played(Device(during=lambda: released.wait(30)))  # type: ignore[arg-type]
     played.hold(*HASHES)
     played.retrieve(lease_s=0.3).start(0)
     played.run(lambda: played.pool.pinned_slots == STRIPES_A_CHUNK)
     # The engine is not told: the device may still write to the blocks of the first chunk.
     assert played.answers == []
-    let_go.set()
+    released.set()
     played.run(lambda: played.answers)
     assert played.answers == [m.RetrieveResult(0, (1, 2, 3, 4))]
     played.close()

@@ -45,7 +45,7 @@ def test_what_finds_no_room_is_dropped_and_the_rest_of_its_call_is_not() -> None
 
 
 @pytest.mark.parametrize("chunks_a_call", [1, 5])
-def test_a_chunk_whose_copy_fails_after_the_answer_is_nobodys(chunks_a_call: int) -> None:
+def test_a_chunk_whose_copy_fails_after_the_answer_is_not_cached(chunks_a_call: int) -> None:
     """The blocks were read and the engine has them back; the bytes never came to the host."""
     answered = threading.Event()
 
@@ -83,15 +83,15 @@ def test_a_chunk_whose_copy_fails_after_the_answer_is_nobodys(chunks_a_call: int
 
 
 def test_a_device_that_hangs_keeps_what_it_has_begun_and_no_more_slots() -> None:
-    let_go = threading.Event()
-    played = Played(Device(during=lambda: let_go.wait(30)))  # type: ignore[arg-type]
+    released = threading.Event()
+    played = Played(Device(during=lambda: released.wait(30)))  # type: ignore[arg-type]
     played.store(lease_s=0.3).start()
     # Of five chunks the one thread has begun one; the others end with the lease.
     played.run(lambda: len(played.pool) == 1)
     assert played.pool.pinned_slots == STRIPES_A_CHUNK
     assert played.answers == [m.StoreResult(0, 1, 0, 4)]
     assert played.metrics.snapshot()["drop_lease"] == 4
-    let_go.set()
+    released.set()
     played.run(lambda: played.session.busy == 0)
     played.close()
 

@@ -179,7 +179,7 @@ class TestKnownLayouts:
 
 
 class TestHoles:
-    def test_that_belong_to_nobody_are_copied_along(self) -> None:
+    def test_that_belong_to_no_tensor_are_copied_too(self) -> None:
         """K alone out of K and V interleaved: one page from its first to its last byte."""
         k = cache([7, 4, 8], strides=(4 * 32, 32, 2))
         assert find_segments([k], 7).segments == (Segment(0, 0, 3 * 32 + 16, 128),)

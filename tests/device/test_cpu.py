@@ -304,7 +304,7 @@ class TestRefused:
         assert (open_inodes(), mapped_inodes()) == before
 
     def test_a_pipe_is_not_opened(self, own: Own) -> None:
-        """Opening one that nobody writes to would wait for good."""
+        """Opening one without a writer would never return."""
         _, layout, handles = own
         read_end, write_end = os.pipe()
         try:

@@ -75,7 +75,7 @@ def test_accesses_are_as_wide_as_the_table_says(tmp_path: Path) -> None:
     words = ["-m", "tests.device.compiled"]
     output = run(words, 240, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     found = json.loads(output.splitlines()[-1])
-    # A count of 1, or a multiple of 16, compiles nothing anew.
+    # A count of 1, or a multiple of 16, needs no new compilation.
     assert found["specializations"] == 1
     kernels = found["kernels"]
     kinds = {16: ".v4.b32", 8: ".v2.b32", 4: ".b32", 2: ".b16", 1: ".b8"}
@@ -132,7 +132,7 @@ class TestOnAGpu:
         check_gather(chosen, move, "cuda")
         check_scatter(chosen, move, "cuda")
 
-    def test_launches_of_other_sizes_compile_nothing_anew(self) -> None:
+    def test_launches_of_other_sizes_need_no_new_compilation(self) -> None:
         """Counts of 1 and multiples of 16 are what Triton would specialise on."""
         from lmcache_redis.device import cuda_kernels
 

@@ -105,7 +105,7 @@ class TestRuns:
             Copy(1, 3 * 96, 0, 704, 64),
         ]
 
-    def test_a_run_begins_anew_after_the_skipped_blocks(self) -> None:
+    def test_a_new_run_begins_after_the_skipped_blocks(self) -> None:
         assert Planner(LAYOUT).copies([7, 8, 9], 10_000, 2) == [
             Copy(0, 9 * 64, 0, 128, 64),
             Copy(0, 6400 + 9 * 64, 0, 320, 64),

@@ -17,7 +17,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
-from lmcache_redis.integrations.vllm.metadata import Planned, StepMetadata, WorkerReport
+from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 
 BLOCK = 16
 

@@ -102,7 +102,7 @@ def test_one_id_for_two_paths_is_not_cached(tmp_path: Path) -> None:
     assert digests.digest(request(one)) is None
 
 
-def test_loading_in_place_starts_anew(tmp_path: Path) -> None:
+def test_loading_in_place_starts_again(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", b"1")
     digests = AdapterDigests()
     first = digests.digest(request(adapter))

@@ -18,10 +18,10 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_redis.client.operations import LoadStoreOp
-from lmcache_redis.integrations.vllm.epoch import StaleBlocks, named_epoch
-from lmcache_redis.integrations.vllm.metadata import StepMetadata
-from lmcache_redis.integrations.vllm.references import BlockReferences
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
+from lmcache_redis.integrations.vllm.epoch import named_epoch
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
+from lmcache_redis.integrations.vllm.worker import StepMetadata
 
 BLOCK, CHUNK = 16, 64
 
@@ -515,7 +515,7 @@ def test_a_request_that_computes_across_a_new_epoch_is_not_cached_any_more(
     assert scheduler.matched_tokens(waiting, 0) is None
     scheduler.weights_changed("an update", "step-1")
     assert scheduler.build_metadata(step(cached=("r", None, CHUNK, CHUNK + 1))).stores == []
-    # Preempted, it begins anew, and is left alone all the same.
+    # Preempted, it begins again, and is still not cached.
     scheduler.build_metadata(step(preempted={"r"}))
     assert scheduler.matched_tokens(computing, 0) == 0
     # One that only waited looks up again, under the new names.

@@ -193,7 +193,7 @@ def test_whatever_fails_the_answers_stay_right(
         empty(engine)
         assert ask(engine, 5)[1] == 0
         agent.start()
-        wait_until(lambda: ready(agent), what="the engine registered anew")
+        wait_until(lambda: ready(agent), what="the engine registered again")
         empty(engine)
         ask(engine, 6)
         agent.wait_idle()

@@ -25,20 +25,21 @@ from lmcache_redis.config import ClientConfig
 from lmcache_redis.dtypes import dtype_name
 from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.integrations.vllm import epoch
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
 from lmcache_redis.integrations.vllm.guard import guarded, nothing, recompute_failed_loads
 from lmcache_redis.integrations.vllm.identity import attention_backend, engine_identity, model_name
 from lmcache_redis.integrations.vllm.lora import AdapterDigests
-from lmcache_redis.integrations.vllm.metadata import (
+from lmcache_redis.integrations.vllm.probe import kv_identity
+from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
+from lmcache_redis.integrations.vllm.support import block_strides, drops_blocks, unsupported
+from lmcache_redis.integrations.vllm.worker import (
     STATS,
     ConnectorStats,
+    ConnectorWorker,
+    EndedLoads,
     StepMetadata,
     WorkerReport,
 )
-from lmcache_redis.integrations.vllm.probe import kv_identity
-from lmcache_redis.integrations.vllm.references import BlockReferences
-from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
-from lmcache_redis.integrations.vllm.support import block_strides, drops_blocks, unsupported
-from lmcache_redis.integrations.vllm.worker import ConnectorWorker, EndedLoads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -152,7 +153,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         self._scheduler = ConnectorScheduler(
             adapter,
             self._references,
-            epoch.StaleBlocks(gpu_block_pool),
+            StaleBlocks(gpu_block_pool),
             block_size_tokens=block_size,
             hash_stride=max(1, block_size // hash_block),
             loads=self._kv_transfer_config.is_kv_consumer,

@@ -16,10 +16,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
+from typing import Any, Protocol
 
 EPOCH_BYTES = 8
 SHARED_EPOCH = b""
@@ -121,29 +118,3 @@ def _name_weights(
         )
     _notify("the weights were named", weights_id)
     return [True] * core.vllm_config.parallel_config.world_size
-
-
-class StaleBlocks:
-    """Whether vLLM's own prefix cache may hold KV of an earlier epoch.
-
-    Until that cache is reset after an update, vLLM still hits blocks that the old weights computed.
-    Requests that may do so store nothing under the new epoch.
-    """
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._suspect: Any = None
-
-    def begin_epoch(self) -> None:
-        """Everything in vLLM's cache is of an earlier epoch now."""
-        self._suspect = self._pool.cached_block_hash_to_block
-
-    def may_be_hit(self) -> bool:
-        """Whether any of it is still in vLLM's cache. A reset replaces the map."""
-        suspect = self._suspect
-        if suspect is None:
-            return False
-        if suspect is self._pool.cached_block_hash_to_block and len(suspect) > 0:
-            return True
-        self._suspect = None
-        return False

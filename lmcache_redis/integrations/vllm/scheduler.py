@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
-from lmcache_redis.integrations.vllm.epoch import StaleBlocks, named_epoch, new_epoch
-from lmcache_redis.integrations.vllm.metadata import Planned, StepMetadata
-from lmcache_redis.integrations.vllm.recent import RecentChunks
-from lmcache_redis.integrations.vllm.references import BlockReferences
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks, StaleBlocks
+from lmcache_redis.integrations.vllm.epoch import named_epoch, new_epoch
+from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -1,0 +1,342 @@
+"""Stores and retrieves: the jobs that copy chunks between an engine's blocks and the host pool.
+
+A job is cut into device calls of one or several chunks each. Every chunk of a job ends exactly
+once, also after a bug of ours. The engine is answered when the last chunk has ended, or, for a
+store, when the last block was read: an earlier answer would free blocks that are still in use.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from lmcache_redis import messages as m
+from lmcache_redis.agent.copies import CopyOutcome
+from lmcache_redis.agent.parts import Agent
+from lmcache_redis.agent.peers import Registration
+from lmcache_redis.agent.sessions import Session
+from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.errors import DeviceError
+
+logger = logging.getLogger(__name__)
+
+Reply = Callable[[m.Answer], None]
+
+# Where the engine computes on the agent's cores, the step after a store produces the request's
+# first token. Writes to the tiers start after it.
+_FIRST_TOKEN_FIRST_S = 0.1
+
+_DROPS = {
+    CopyOutcome.FAILED: ("drop_device_error", "blocks could not be read"),
+    CopyOutcome.CANCELLED: ("drop_lease", "the agent was too slow to read the blocks"),
+}
+
+
+class CopyJob(ABC):
+    """One store or retrieve of one worker, from the question to the answer."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        session: Session,
+        registration: Registration,
+        hashes: Sequence[bytes],
+        question: m.Store | m.Retrieve,
+        reply: Reply,
+    ) -> None:
+        self._cache = agent.cache
+        self._copies = agent.copies
+        self._sessions = agent.sessions
+        self._metrics = agent.cache.metrics
+        self._session = session
+        self._registration = registration
+        self._form = registration.form
+        self._hashes = hashes
+        self._question = question
+        self._reply = reply
+        self._queue = agent.copies.gather
+        self._pending: set[int] = set()  # chunks that have not ended
+
+    # What a store or a retrieve does with a chunk. All but `_move` run on the loop thread.
+
+    @abstractmethod
+    def _take(self, chunk: int) -> Entry | None:
+        """The chunk's entry, with a pin for the device call; None if it cannot be copied."""
+
+    @abstractmethod
+    def _move(
+        self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
+    ) -> bool:
+        """Copies the chunks of a call; returns whether that was in time. Raises ``DeviceError``."""
+
+    @abstractmethod
+    def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
+        """Releases the pin of `_take`: the chunk's call has ended."""
+
+    @abstractmethod
+    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
+        """The chunk has ended."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Every chunk has ended."""
+
+    def _begin(self, chunks: Sequence[int]) -> None:
+        """Queues device calls for the chunks; the job ends with the last of them."""
+        self._session.busy += 1
+        if not chunks:
+            self._finish()
+            return
+        self._pending.update(chunks)
+        # The threads of a device that hangs never look at its queue again.
+        self._cache.owner.at(self._question.lease_ns / 1e9, self._copies.drop_late)
+        per_call = self._registration.chunks_per_call
+        for first in range(0, len(chunks), per_call):
+            self._begin_call(chunks[first : first + per_call])
+
+    def _begin_call(self, chunks: Sequence[int]) -> None:
+        entries: dict[int, Entry] = {}
+        try:
+            for chunk in chunks:
+                entry = self._take(chunk)
+                if entry is not None:
+                    entries[chunk] = entry
+            if entries:
+                self._submit(entries)
+        except Exception:
+            logger.exception("a call to a device failed")  # our own bug: this call alone
+            self._copied(entries, CopyOutcome.FAILED)
+        for chunk in chunks:
+            if chunk not in entries:
+                self._end(chunk, CopyOutcome.FAILED)
+
+    def _submit(self, entries: Mapping[int, Entry]) -> None:
+        per_chunk = self._registration.blocks_per_chunk
+        block_ids: list[int] = []
+        slots: list[memoryview] = []
+        for chunk, entry in entries.items():
+            block_ids += self._question.block_ids[chunk * per_chunk : (chunk + 1) * per_chunk]
+            slots += self._cache.views(self._form, entry)
+        self._queue(
+            self._registration.place,
+            partial(self._copy, tuple(entries), block_ids, slots),
+            lambda outcome: self._cache.owner.post(partial(self._copied, entries, outcome)),
+            self._question.lease_ns,
+        )
+
+    def _copy(
+        self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
+    ) -> CopyOutcome:
+        # On a copy thread. After the lease the blocks may belong to another request.
+        try:
+            in_time = self._move(chunks, block_ids, slots)
+        except DeviceError:
+            if time.monotonic_ns() <= self._question.lease_ns:
+                raise
+            in_time = False
+        return CopyOutcome.DONE if in_time else CopyOutcome.CANCELLED
+
+    def _copied(self, entries: Mapping[int, Entry], outcome: CopyOutcome) -> None:
+        for chunk, entry in entries.items():
+            try:
+                self._release(chunk, entry, outcome)
+            except Exception:
+                logger.exception("a chunk was lost")  # our own bug: this chunk alone
+            self._end(chunk, outcome)
+
+    def _end(self, chunk: int, outcome: CopyOutcome) -> None:
+        self._pending.remove(chunk)
+        try:
+            self._ended(chunk, outcome)
+        finally:
+            if not self._pending:
+                self._finish()
+
+
+class StoreJob(CopyJob):
+    """Gathers blocks into slots, which the cache writes to its tiers later.
+
+    1. Chunks that the host pool holds are skipped. Redis is not asked: the engine's blocks would
+       be held until it answers.
+    2. The others are copied into slots. What was read after the lease is discarded.
+    3. The answer frees the engine's blocks: all have been read. On a GPU that is before the bytes
+       are in slots.
+    4. Each chunk becomes READY when it is in its slots, and is enqueued for the tiers.
+    """
+
+    _unread: set[int]  # chunks whose blocks are still needed
+    _stored = 0
+    _already = 0
+
+    def start(self) -> None:
+        """Skips what the host pool has, and queues the rest."""
+        wanted: list[int] = []
+        for chunk, chunk_hash in enumerate(self._hashes):
+            entry = self._cache.pool.get(self._form.key(chunk_hash))
+            if entry is None:
+                wanted.append(chunk)
+                continue
+            self._already += 1
+            if not self._cache.inflight.filling(entry):
+                self._write_behind(chunk, entry)
+        self._unread = set(wanted)
+        if not wanted:
+            self._answer()
+        self._begin(wanted)
+
+    def _take(self, chunk: int) -> Entry | None:
+        """Slots for the chunk. None if there is no room, or if the store names it twice."""
+        chunk_hash = self._hashes[chunk]
+        if self._form.key(chunk_hash) in self._cache.pool:
+            self._already += 1
+            return None
+        entry = self._cache.reserve(self._form, chunk_hash)
+        if entry is None:
+            self._dropped("drop_pool_full", "the host pool was full")
+        return entry
+
+    def _move(
+        self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
+    ) -> bool:
+        lease_ns = self._question.lease_ns
+        read_in_time = False
+
+        def on_blocks_read() -> None:
+            nonlocal read_in_time
+            read_in_time = time.monotonic_ns() <= lease_ns
+            if read_in_time:
+                self._cache.owner.post(partial(self._blocks_read, chunks))
+
+        self._registration.device.gather(
+            block_ids,
+            slots,
+            self._form.stripe_payload_bytes,
+            self._question.event,
+            on_blocks_read,
+            lease_ns,
+            len(chunks),
+        )
+        return read_in_time or time.monotonic_ns() <= lease_ns
+
+    def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
+        try:
+            if outcome is CopyOutcome.DONE:
+                self._keep(chunk, entry)
+            else:
+                self._dropped(*_DROPS[outcome])
+        finally:
+            # Also after a bug of ours above: lookups may be waiting for this entry.
+            self._cache.abandon(entry)
+
+    def _keep(self, chunk: int, entry: Entry) -> None:
+        self._metrics.count("gathered_chunks")
+        self._metrics.count("gathered_bytes", self._form.chunk_bytes)
+        if self._cache.publish(entry):
+            self._stored += 1
+            self._write_behind(chunk, entry)
+
+    def _write_behind(self, chunk: int, entry: Entry) -> None:
+        delay_s = _FIRST_TOKEN_FIRST_S if self._registration.device.on_host_cores else 0.0
+        self._cache.write_behind(self._form, self._hashes[chunk], entry, delay_s)
+
+    def _dropped(self, counter: str, reason: str) -> None:
+        self._metrics.count(counter)
+        self._session.tally.reasons.add(reason)
+
+    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
+        self._blocks_read((chunk,))
+
+    def _blocks_read(self, chunks: Sequence[int]) -> None:
+        """The blocks of these chunks are no longer needed. Answers after the last of them."""
+        if not self._unread.isdisjoint(chunks):
+            self._unread.difference_update(chunks)
+            if not self._unread:
+                self._answer()
+
+    def _answer(self) -> None:
+        # Pending chunks were read in time and are still copied to their slots: they count.
+        stored = self._stored + len(self._pending)
+        dropped = len(self._hashes) - stored - self._already
+        self._reply(m.StoreResult(0, stored, self._already, dropped))
+
+    def _finish(self) -> None:
+        tally = self._session.tally
+        self._metrics.count("stores")
+        self._metrics.count("skipped_chunks", self._already)
+        tally.stored += self._stored
+        tally.dropped += len(self._hashes) - self._stored - self._already
+        self._sessions.finish(self._session)
+
+
+class RetrieveJob(CopyJob):
+    """Scatters pinned chunks into blocks."""
+
+    _skip_blocks = 0
+    _started_s = 0.0
+    _failed: list[int]
+
+    def start(self, skip_first_n_tokens: int) -> None:
+        """Queues the copies."""
+        block_tokens = self._registration.device.layout.block_size_tokens
+        self._skip_blocks = skip_first_n_tokens // block_tokens
+        self._started_s = time.monotonic()
+        self._failed = []
+        self._queue = self._copies.scatter
+        self._begin(range(len(self._hashes)))
+
+    def _take(self, chunk: int) -> Entry | None:
+        """The chunk with the session's pin, or with a new one."""
+        chunk_hash, pool = self._hashes[chunk], self._cache.pool
+        entry = self._session.take((self._registration.worker_id, chunk_hash))
+        if entry is None:
+            entry = pool.get(self._form.key(chunk_hash))
+            if entry is None or entry.state is not EntryState.READY:
+                return None
+            pool.pin(entry)
+        return entry
+
+    def _move(
+        self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
+    ) -> bool:
+        per_chunk = self._registration.blocks_per_chunk
+        skip = sum(min(max(0, self._skip_blocks - c * per_chunk), per_chunk) for c in chunks)
+        self._registration.device.scatter(
+            block_ids,
+            slots,
+            self._form.stripe_payload_bytes,
+            skip,
+            self._question.event,
+            self._question.lease_ns,
+            len(chunks),
+        )
+        return True
+
+    def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
+        self._cache.pool.unpin(entry)
+
+    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
+        if outcome is not CopyOutcome.DONE:
+            self._failed.append(chunk)
+
+    def _finish(self) -> None:
+        copied = len(self._hashes) - len(self._failed)
+        self._metrics.count("retrieves")
+        self._metrics.count("retrieves_failed", bool(self._failed))
+        self._metrics.count("retrieved_chunks", copied)
+        self._metrics.count("retrieved_bytes", copied * self._form.chunk_bytes)
+        logger.debug(
+            "request %s: %d of %d chunks copied into blocks in %.1f ms",
+            self._question.request_id,
+            copied,
+            len(self._hashes),
+            (time.monotonic() - self._started_s) * 1e3,
+        )
+        if self._failed:
+            self._session.tally.reasons.add(f"{len(self._failed)} chunks could not be copied")
+        try:
+            self._reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
+        finally:
+            self._sessions.finish(self._session)

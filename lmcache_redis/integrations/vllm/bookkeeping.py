@@ -1,0 +1,142 @@
+"""The scheduler's books: references on vLLM's blocks, stale blocks, recently stored chunks."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+_REPORT_S = 10.0  # longer than the lease of any transfer
+_MAX_RECENT_CHUNKS = 200_000
+_REMEMBERED_S = 60.0
+
+
+@dataclass(slots=True)
+class _Held:
+    blocks: list[KVCacheBlock]
+    ranks: set[int]  # those that may still touch the blocks
+    since_s: float
+
+
+class BlockReferences:
+    """The blocks that the connector holds a reference on, by transfer.
+
+    vLLM reuses a block when its last reference is released: its request has ended, was preempted,
+    or has moved its sliding window past the block. With a reference of the connector, no other
+    request writes a block that a store is still reading, and no other request gets a block that a
+    late load may still write. The reference is released when every rank has reported the end of
+    the transfer.
+    """
+
+    def __init__(self, pool: BlockPool, world_size: int) -> None:
+        self._pool = pool
+        self._world_size = world_size
+        self._held: dict[int, _Held] = {}
+        self._ids = itertools.count(1)
+
+    def __len__(self) -> int:
+        """Transfers in flight."""
+        return len(self._held)
+
+    def expects_reports(self) -> bool:
+        """Whether workers will soon report the end of a transfer.
+
+        A transfer long after its lease belongs to a frozen agent: its end is reported in the
+        steps of later requests.
+        """
+        earliest_s = time.monotonic() - _REPORT_S
+        return any(held.since_s > earliest_s for held in self._held.values())
+
+    def is_null(self, block_id: int) -> bool:
+        """Whether the id is a placeholder for a block that a request does not have."""
+        return bool(self._pool.blocks[block_id].is_null)
+
+    def take(self, block_ids: Iterable[int]) -> int:
+        """References these blocks, none of them null, for a new transfer; returns its id."""
+        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+        self._pool.touch(blocks)
+        transfer_id = next(self._ids)
+        self._held[transfer_id] = _Held(blocks, set(range(self._world_size)), time.monotonic())
+        return transfer_id
+
+    def ended(self, by_rank: Mapping[int, Sequence[int]]) -> None:
+        """These ranks no longer touch the blocks of these transfers."""
+        for rank, transfer_ids in by_rank.items():
+            for transfer_id in transfer_ids:
+                held = self._held.get(transfer_id)
+                if held is None:
+                    continue
+                held.ranks.discard(rank)
+                if not held.ranks:
+                    del self._held[transfer_id]
+                    # In vLLM's own order: the end of a prefix is evicted before its beginning.
+                    self._pool.free_blocks(reversed(held.blocks))
+
+    def rank_stopped(self, rank: int) -> None:
+        """The rank touches no block any more."""
+        self.ended({rank: list(self._held)})
+
+
+class StaleBlocks:
+    """Whether vLLM's own prefix cache may hold KV of an earlier epoch.
+
+    Until that cache is reset after an update, vLLM still hits blocks that the old weights computed.
+    Requests that may do so store nothing under the new epoch.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._suspect: Any = None
+
+    def begin_epoch(self) -> None:
+        """Everything in vLLM's cache is of an earlier epoch now."""
+        self._suspect = self._pool.cached_block_hash_to_block
+
+    def may_be_hit(self) -> bool:
+        """Whether any of it is still in vLLM's cache. A reset replaces the map."""
+        suspect = self._suspect
+        if suspect is None:
+            return False
+        if suspect is self._pool.cached_block_hash_to_block and len(suspect) > 0:
+            return True
+        self._suspect = None
+        return False
+
+
+class RecentChunks:
+    """Names of chunks that were stored or found within the last minute: they are not stored again.
+
+    It only saves messages: the agent itself checks what it has. Names expire, because stores may be
+    dropped and Redis evicts.
+    """
+
+    def __init__(self) -> None:
+        self._expiry_s: OrderedDict[bytes, float] = OrderedDict()
+
+    def __contains__(self, name: bytes) -> bool:
+        return self._expiry_s.get(name, 0.0) > time.monotonic()
+
+    def add(self, names: Iterable[bytes]) -> None:
+        """Remembers chunks for a minute."""
+        expiry_s = time.monotonic() + _REMEMBERED_S
+        for name in names:
+            self._expiry_s[name] = expiry_s
+            self._expiry_s.move_to_end(name)
+        while len(self._expiry_s) > _MAX_RECENT_CHUNKS:
+            self._expiry_s.popitem(last=False)
+
+    def discard(self, names: Iterable[bytes]) -> None:
+        """Forgets chunks."""
+        for name in names:
+            self._expiry_s.pop(name, None)
+
+    def clear(self) -> None:
+        """Forgets all chunks."""
+        self._expiry_s.clear()
