@@ -147,9 +147,9 @@ class AgentConfig:
         shown="ipc:// in a private directory",
     )
     redis_url: str | None = setting(
-        "redis://, unix://, redis+sentinel:// or redis+cluster://, with TLS rediss://, "
-        "rediss+sentinel:// or rediss+cluster://; "
-        "without it the agent runs its own Redis",
+        "URL of the server: redis://, unix://, redis+sentinel:// or redis+cluster://, with TLS "
+        "rediss://, rediss+sentinel:// or rediss+cluster://; without it the agent runs its own "
+        "Redis",
         None,
         shown="embedded Redis",
         repr=False,  # it may hold a password
@@ -175,7 +175,8 @@ class AgentConfig:
         size=True,
     )
     write_queue_bytes: int | None = setting(
-        "limit of chunks queued for Redis; beyond it stores are dropped and counted",
+        "limit of chunks queued for Redis, and of those queued for disk; beyond it stores are "
+        "dropped and counted",
         None,
         shown="half of the host pool",
         size=True,
@@ -190,7 +191,7 @@ class AgentConfig:
     )
     lookup_deadline_s: float = setting("maximum wait of a request for a lookup", 1.0)
     op_timeout_s: float = setting(
-        "stall of one exchange with Redis after which the server counts as down", 2.0
+        "maximum time for one exchange with Redis; after it the server is probed", 2.0
     )
     session_timeout_s: float = setting(
         "time after which the chunks pinned by a request are released", 60.0
@@ -200,17 +201,17 @@ class AgentConfig:
     get_connections: int = setting("connections for loads", 4)
     set_connections: int = setting("connections for stores", 4)
     network_threads: int = setting(
-        "threads for the load connections, and as many again for the store connections", 1
+        "threads for the load connections, and as many for the store connections", 1
     )
     ttl_s: int = setting("seconds until a stored chunk expires; 0: never", 0)
     ttl_refresh: bool = setting("restart a chunk's TTL when it is loaded", False)
     copy_threads: int = setting(
-        "threads that copy into blocks, and as many again out of them, for each GPU and for CPU "
-        "engines",
+        "threads that copy into blocks, and as many that copy out of them; each GPU has its own, CPU "
+        "engines share one set",
         2,
     )
     device: str = setting("memory that engines may register: auto, cpu or cuda", "auto")
-    log_level: str = setting("debug, info, warning or error", "info")
+    log_level: str = setting("level of the log: debug, info, warning or error", "info")
 
     def __post_init__(self) -> None:
         _check_endpoint(self.endpoint)
@@ -307,8 +308,8 @@ def _settable_by(setting: dataclasses.Field[Any]) -> str:
 def _check_endpoint(endpoint: str) -> None:
     if endpoint.startswith("tcp://"):
         raise ConfigError(
-            f"--endpoint {endpoint}: tcp:// is no longer served, because any user of the machine "
-            "could connect to it; write ipc://PATH"
+            f"--endpoint {endpoint}: tcp:// is not served, because any user of the machine could "
+            "connect to it; write ipc://PATH"
         )
     if not endpoint.startswith(_IPC):
         raise ConfigError(f"--endpoint {endpoint}: write ipc://PATH")

@@ -117,7 +117,7 @@ def test_files_exist(page: Path) -> None:
     known = {f"/{path.relative_to(ROOT).as_posix()}" for path in files}
     for span in spans(page.read_text()):
         name = span.split()[0].removeprefix("./").rstrip("/")
-        if name.endswith(".py") or name.partition("/")[0] in folders and "/" in name:
+        if name.endswith(".py") or (name.partition("/")[0] in folders and "/" in name):
             found = any(path.endswith(f"/{name}") for path in known)
             assert found, f"{page_id(page)} names {name}"
 
