@@ -1,7 +1,7 @@
-"""Every setting, once: types, defaults, bounds and the sentences that explain them.
+"""All settings: types, defaults, bounds and help texts.
 
 ``AgentConfig`` is built once and never changes. The options of ``lmcache-redis agent`` and the
-table in the README are made from its fields, so they cannot disagree with it.
+table in the README are made from its fields.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def machine_share(most_bytes: int) -> int:
 
 
 def private_directory() -> Path:
-    """Where the default endpoint lies: a directory that is this user's alone.
+    """The directory of the default endpoint, which only this user can enter.
 
     ``$XDG_RUNTIME_DIR/lmcache-redis``, else ``lmcache-redis-UID`` in the system's directory for
     temporary files.
@@ -73,7 +73,7 @@ def private_directory() -> Path:
 
 
 def default_endpoint() -> str:
-    """The endpoint of agent and engines where none is given."""
+    """The endpoint of agent and engines if none is given."""
     return f"ipc://{private_directory() / 'agent.sock'}"
 
 
@@ -83,9 +83,9 @@ def endpoint_path(endpoint: str) -> Path:
 
 
 def why_unsafe(directory: Path) -> str | None:
-    """Why others may put files into ``directory``, or None. Raises OSError where it is not there.
+    """Why others may put files into ``directory``, or None. Raises OSError if it does not exist.
 
-    It must belong to this user or to root, a link to it as well, and only they may write into it.
+    It, and a link to it, must belong to this user or to root, and only they may write into it.
     """
     found = directory.stat()
     if not {found.st_uid, directory.lstat().st_uid} <= {0, os.geteuid()}:
@@ -96,7 +96,7 @@ def why_unsafe(directory: Path) -> str | None:
 
 
 def ensure_private(directory: Path) -> None:
-    """Makes the directory (mode 0700), or raises ``ConfigError`` where others can enter it."""
+    """Makes the directory (mode 0700), or raises ``ConfigError`` if others can enter it."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()
@@ -125,9 +125,9 @@ def setting(
     environment_only: str = "",
     **more: Any,
 ) -> Any:
-    """A field that is a setting: its help, its default (or what makes it), how that is shown.
+    """A dataclass field for a setting: help text, default (or its factory), how that is shown.
 
-    size: bytes, written as 4GiB. environment_only: the variable that alone can set it.
+    size: bytes, written as 4GiB. environment_only: the environment variable that sets it.
     """
     if callable(default):
         more["default_factory"] = default
@@ -206,8 +206,8 @@ class AgentConfig:
     ttl_s: int = setting("seconds until a stored chunk expires; 0: never", 0)
     ttl_refresh: bool = setting("restart a chunk's TTL when it is loaded", False)
     copy_threads: int = setting(
-        "threads that copy into blocks, and as many that copy out of them; each GPU has its own, CPU "
-        "engines share one set",
+        "threads that copy into blocks, and as many that copy out of them; each GPU has its own, "
+        "CPU engines share one set",
         2,
     )
     device: str = setting("memory that engines may register: auto, cpu or cuda", "auto")
@@ -242,7 +242,7 @@ class AgentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
-    """What an engine has to know: ``kv_connector_extra_config`` of vLLM."""
+    """The engine's settings: ``kv_connector_extra_config`` of vLLM."""
 
     endpoint: str = field(default_factory=default_endpoint)
     agent_dead_after_s: float = 1.5
@@ -259,7 +259,7 @@ class ClientConfig:
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> ClientConfig:
-        """Raises ``ConfigError`` for a name that is no setting."""
+        """Raises ``ConfigError`` for an unknown name."""
         known = [f.name for f in dataclasses.fields(ClientConfig)]
         unknown = sorted(set(extra) - set(known))
         if unknown:
@@ -271,12 +271,12 @@ class ClientConfig:
 
 
 def option_name(name: str) -> str:
-    """The command line's name of a setting."""
+    """The command-line option of a setting."""
     return "--" + name.replace("_", "-")
 
 
 def shown_default(setting: dataclasses.Field[Any]) -> str:
-    """The default of a setting as people read it."""
+    """The default of a setting, for people."""
     shown: str = setting.metadata["shown"]
     if shown:
         return shown
@@ -291,7 +291,7 @@ def shown_default(setting: dataclasses.Field[Any]) -> str:
 
 
 def settings_table() -> str:
-    """The agent's settings as a Markdown table; the README holds it, a test keeps it equal."""
+    """The agent's settings as a Markdown table. A test compares the README's copy with it."""
     rows = ["| setting of `lmcache-redis agent` | default | meaning |", "| --- | --- | --- |"]
     rows += [
         f"| `{_settable_by(s)}` | {shown_default(s)} | {s.metadata['help']} |"
@@ -331,6 +331,6 @@ def check_between(name: str, value: Any, least: float, most: float) -> None:
 
 
 def check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raises ``ConfigError`` unless a setting is one of the words it may be."""
+    """Raises ``ConfigError`` unless a setting is one of the allowed words."""
     if value not in allowed:
         raise ConfigError(f"{option_name(name)} is {value!r}: choose one of {', '.join(allowed)}")

@@ -3,7 +3,7 @@
 1. A worker exports its KV cache: `blocks` finds the segments of its tensors; `cpu` or `cuda_ipc`
    makes the handles. Segments, `layout` and `handles` go to the agent.
 2. The agent opens them (`context`): `mapping` maps shared memory, `cuda_ipc` memory of a GPU.
-3. A gather or a scatter on the CPU: `plan` lists the copies of a chunk, `cpu` makes them.
-4. On a GPU: `table` drives `cuda_kernels`, or `cuda_copies` uses torch alone; `cuda` puts kernels,
-   copies to slots and the engine's events in order on CUDA streams.
+3. A gather or a scatter on the CPU: `plan` lists the copies of a chunk, `cpu` runs them.
+4. On a GPU: `table` drives `cuda_kernels`, or `cuda_copies` uses torch alone; `cuda` orders
+   kernels, copies to slots and the engine's events on CUDA streams.
 """

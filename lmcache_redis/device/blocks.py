@@ -1,9 +1,8 @@
 """From tensors to segments: find the block dimension, and cut each block into pages.
 
-An attention backend has to lay out its tensors so that one dimension of each counts blocks. The
-inside of a block is opaque bytes: one page where it is dense, one segment for each dense run where
-it is not (K and V as the outer dimension give two). Pure arithmetic over shapes and strides: a
-tensor that fits no rule is refused.
+One dimension of every tensor has to count blocks. The inside of a block is opaque bytes: one page
+if it is dense, else one segment for each dense run (K and V as the outer dimension give two). Pure
+arithmetic over shapes and strides. A tensor that fits no rule is refused.
 """
 
 from __future__ import annotations
@@ -84,8 +83,8 @@ def find_segments(
 ) -> PagedSegments:
     """Coalesced segments that cover every byte of every tensor.
 
-    Holes inside a block are copied too where they are within the block's stride and belong to no
-    other tensor; otherwise the block is cut into its dense runs.
+    Holes inside a block are copied too if they are within the block's stride and belong to no other
+    tensor. Otherwise the block is cut into its dense runs.
 
     Args:
         views: tensors in chunk order. Two names for one tensor are copied once.
@@ -156,7 +155,7 @@ def _block(view: TensorView, num_blocks: int, hint: int | None) -> _Block:
 def block_dimension(view: TensorView, num_blocks: int, hint: int | None) -> tuple[int, int]:
     """Which dimension counts blocks, and into how many parts a kernel has cut each.
 
-    More than one part takes the engine's block stride as proof: 2 * num_blocks rows may be halves
+    More than one part needs the engine's block stride as proof: 2 * num_blocks rows may be halves
     of blocks, but also all of K before all of V.
     """
     multiples = [
@@ -298,6 +297,6 @@ def view_tensors(
     for (address, nbytes), (following, _) in itertools.pairwise(ranges):
         if address + nbytes > following:
             raise DeviceError(
-                "two storages of the KV cache lie over the same memory: it cannot be shared"
+                "two storages of the KV cache cover the same memory: it cannot be shared"
             )
     return views, storages

@@ -1,12 +1,12 @@
-"""Device memory, whatever the device is: an engine exports its KV cache, the agent opens it.
+"""Device memory of any kind: an engine exports its KV cache, the agent opens it.
 
 Life cycle: a worker registers handles and a layout; `open_device` maps the memory once and checks
 the layout against its size; gathers and scatters run on the agent's copy threads, several at a
-time, one chunk a call, or several where chunks are small and a call is expensive;
+time, one chunk a call, or several if chunks are small and a call is expensive;
 `DeviceContext.close` waits for the calls in progress and unmaps. After the engine has died a
-context still works on CPU memory (the mapping keeps it) and fails with DeviceError on CUDA memory.
+context still works on CPU memory (the mapping keeps it) and raises DeviceError on CUDA memory.
 
-Only this module chooses between devices. Torch is imported where a tensor or a GPU is.
+Only this module chooses between devices. Torch is imported only where tensors or GPUs are used.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class DeviceContext(Protocol):
     token order, then those of the second; ``slots`` likewise. Slots are writable memoryviews of
     bytes, one a stripe, at least as long as their stripe's payload; they and the blocks belong to
     the call until it returns. Arguments are checked before the first byte moves: a call that
-    raises for a bound has changed nothing.
+    refuses an argument has changed nothing.
 
-    ``until_ns`` (``time.monotonic_ns()``) is when the engine may reuse the blocks. A call that
-    cannot begin with them before, because it waits for a CUDA stream or for the engine's event,
-    raises and has not touched them. On the CPU a call checks again before each MiB: one that
-    becomes late raises as well, and has copied a part.
+    ``until_ns`` (``time.monotonic_ns()``) is the end of the lease: after it the engine may reuse
+    the blocks. A call that waits until then for a CUDA stream or for the engine's event raises and
+    has not touched them. On the CPU a call checks the lease before each MiB: one that becomes late
+    raises too, and has copied a part.
     """
 
     @property
@@ -47,12 +47,12 @@ class DeviceContext(Protocol):
 
     @property
     def call_bytes(self) -> int:
-        """What a call should move at least, in as many whole chunks as that takes; 0: one chunk."""
+        """Bytes that a call should move at least, in whole chunks; 0: one chunk a call."""
         ...
 
     @property
     def on_host_cores(self) -> bool:
-        """Whether the engine computes on the cores that the agent copies and sends with."""
+        """Whether the engine computes on the cores that the agent uses for copies and transfers."""
         ...
 
     def gather(
@@ -65,14 +65,14 @@ class DeviceContext(Protocol):
         until_ns: int | None = None,
         chunks: int = 1,
     ) -> None:
-        """Copy the chunks in ``block_ids`` into ``slots``; return when they are there.
+        """Copy the chunks in ``block_ids`` into ``slots``; return when the copies are complete.
 
         On a GPU ``on_blocks_read`` is called once, on the same thread, when the blocks have been
-        read: long before the return, and from then on the engine may reuse them. On the CPU the
-        return alone says so.
+        read, long before the return; from then on the engine may reuse them. On the CPU it is not
+        called: the blocks are read when the call returns.
 
-        ``event`` is the engine's interprocess event after which the blocks may be read;
-        None where the engine's memory is coherent already, as on the CPU.
+        ``event`` is the engine's interprocess event after which the blocks may be read; None if the
+        engine's memory is coherent already, as on the CPU.
         """
         ...
 
@@ -88,7 +88,7 @@ class DeviceContext(Protocol):
     ) -> None:
         """Copy the chunks in ``slots`` into ``block_ids``.
 
-        ``skip_blocks``, from the first block of the first chunk on, are left as they are.
+        The first ``skip_blocks`` blocks of ``block_ids`` are not written.
 
         ``event`` as for `gather`: after it the blocks may be written (an engine on a GPU may
         still have the zeroing of fresh blocks in flight). On return the engine may read them.
@@ -113,7 +113,7 @@ def export_kv_caches(
 ) -> ExportedCaches:
     """Make an engine's tensors readable and writable by the agent.
 
-    All tensors are on one device. Raises DeviceError where they cannot be exported.
+    All tensors are on one device. Raises DeviceError if they cannot be exported.
     """
     devices = {tensor.device.type for tensor in kv_caches.values()}
     if devices == {"cpu"}:
@@ -130,7 +130,7 @@ def export_kv_caches(
 def open_device(
     layout: KVLayout, storages: Sequence[StorageHandle], allowed: str = "auto"
 ) -> DeviceContext:
-    """Map a worker's KV cache. Raises DeviceError where that fails or is not ``allowed``."""
+    """Map a worker's KV cache. Raises DeviceError if that fails or is not ``allowed``."""
     if allowed not in ("auto", layout.device):
         raise DeviceError(
             f"the engine's KV cache is on {layout.device}, and the agent was started with "
@@ -150,9 +150,9 @@ def open_device(
 
 
 def pin_for(device: DeviceContext, address: int, size_bytes: int) -> PinnedArena | None:
-    """Pin the host pool for a device that gains by it; None where there is nothing to pin.
+    """Pin the host pool for copies to and from a GPU; None for other devices.
 
-    Raises DeviceError where the memory cannot be locked; copies work without.
+    Raises DeviceError if the memory cannot be locked; copies work without it, more slowly.
     """
     if device.layout.device != "cuda":
         return None

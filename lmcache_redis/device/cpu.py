@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 _SHM_DIRECTORY = "/dev/shm"
-# Copied between two checks of the lease: 0.2 ms, and the most that a copy thread which was stopped
-# in between still touches when it resumes.
+# Copied between two checks of the lease: 0.2 ms, and the most that a copy thread still writes when
+# it resumes after a stop.
 _PIECE_BYTES = 1 << 20
 
 
@@ -50,8 +50,8 @@ def share_kv_caches(
         num_blocks, block_strides: as in `lmcache_redis.device.blocks.find_segments`.
 
     Raises:
-        DeviceError: a tensor is not understood or not on the CPU, or shared memory is short.
-            Only storages before one that could not be moved have moved.
+        DeviceError: a tensor is not understood or not on the CPU, or there is too little shared
+            memory. Only storages before one that could not be moved have moved.
     """
     views, storages = view_tensors(kv_caches, "cpu")
     segments, page_format = find_segments(views, num_blocks, block_strides)
@@ -65,7 +65,7 @@ def _check_room(nbytes: int) -> None:
     try:
         room = os.statvfs(_SHM_DIRECTORY)
     except OSError:
-        return  # Not mounted there: torch's own attempt decides, and says why it failed.
+        return  # Not mounted there: torch's attempt decides, and reports why it failed.
     free = room.f_bavail * room.f_frsize
     if free < nbytes:
         raise DeviceError(
@@ -85,7 +85,7 @@ def _share(storage: torch.UntypedStorage) -> SharedMemoryHandle:
         ) from error
     if fd < 0:
         raise DeviceError(
-            "the KV cache lies in a mapped file that torch does not hold open: it cannot be shared"
+            "the KV cache is in a mapped file that torch does not hold open: it cannot be shared"
         )
     found = os.fstat(fd)
     return SharedMemoryHandle(*own_process(), fd, found.st_dev, found.st_ino, size_bytes)
@@ -99,7 +99,7 @@ class CpuDevice:
         handles: one for each storage that the layout's segments name.
 
     Raises:
-        DeviceError: a handle does not lead to the memory that it names, or the layout leaves its
+        DeviceError: a handle does not lead to the memory that it names, or the layout exceeds its
             storages. Nothing stays mapped then.
     """
 
@@ -207,7 +207,7 @@ def _in_time(copies: Iterable[Copy], until_ns: int | None) -> Iterator[Copy]:
             continue
         for begin in range(0, copy.nbytes, _PIECE_BYTES):
             if until_ns is not None and time.monotonic_ns() > until_ns:
-                raise DeviceError("the engine has its blocks back: it was too late to touch them")
+                raise DeviceError("the lease on the blocks has ended: it is too late to copy")
             part = copy._replace(
                 device_offset=copy.device_offset + begin,
                 slot_offset=copy.slot_offset + begin,

@@ -1,6 +1,6 @@
 """Handles of an engine's memory, by which the agent opens it. Wire types; free of torch.
 
-A handle proves nothing: the agent checks it against the memory that it opened before use
+A handle proves nothing: before use, the agent checks it against the memory that it opened
 (`lmcache_redis.device.mapping`, `lmcache_redis.device.cuda_ipc`).
 """
 
@@ -96,7 +96,7 @@ def check_exporter(handle: StorageHandle) -> None:
 def check_owner(pid: int) -> None:
     """Raise DeviceError unless process ``pid`` runs as this process's effective user.
 
-    It does not tell whether it is the right process: `is_running` after this does.
+    It does not check that it is the right process: call `is_running` after it.
     """
     try:
         owner = os.stat(f"/proc/{int(pid)}").st_uid

@@ -1,9 +1,9 @@
 """Another process's memory, mapped: that process may truncate it, and calls in progress use it.
 
-Memory is opened only if it is tmpfs (/dev/shm or a memfd), this user's, what was registered, and as
-large. It is sealed against shrinking where its maker allows that; torch does not (it makes no
-memfd). So its size is read again before and after each call. An access in between to missing pages
-does not end this process (`lmcache_redis.native.guard`; where that was not built, it does).
+Memory is opened only if it is tmpfs (/dev/shm or a memfd), belongs to this user, is the registered
+file and has the registered size. It is sealed against shrinking if its maker allows that; torch
+does not (it makes no memfd). So its size is read again before and after each call. An access in
+between to missing pages does not end this process, if `lmcache_redis.native.guard` was built.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class UseCount:
-    """Calls in progress on a mapping, which `close` waits for before it is unmapped."""
+    """Calls in progress on a mapping. `close` waits for them, then it may be unmapped."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -51,7 +51,7 @@ class UseCount:
                 self._changed.notify_all()
 
     def close(self) -> bool:
-        """Wait for the calls in progress. True for the first caller, which has to unmap."""
+        """Wait for the calls in progress. True for the first caller: it has to unmap."""
         with self._changed:
             first = not self._closed
             self._closed = True
@@ -62,7 +62,7 @@ class UseCount:
 class SharedMapping:
     """The memory that a handle names, until ``close``; every page of it is present.
 
-    Raises DeviceError where the handle does not lead to it.
+    Raises DeviceError if the handle does not lead to it.
     """
 
     def __init__(self, handle: SharedMemoryHandle) -> None:
@@ -73,7 +73,7 @@ class SharedMapping:
         try:
             if native.guard is not None:
                 self._guard = native.guard.add(address, handle.size_bytes)
-            # mmap(2) with MAP_POPULATE would do as well, but Python holds the GIL around it.
+            # MAP_POPULATE would do the same, but Python holds the GIL around mmap(2).
             fault_in(address, handle.size_bytes, for_write=False)
             self.check()
         except (DeviceError, MemoryError, OSError) as error:
@@ -81,13 +81,13 @@ class SharedMapping:
             raise DeviceError(f"the engine's KV cache cannot be mapped: {error}") from error
 
     def check(self) -> None:
-        """Raise DeviceError where the memory is or was truncated: copies are void."""
+        """Raise DeviceError if the memory is or was truncated: copies are void then."""
         lost = native.guard is not None and native.guard.is_lost(self._guard)
         if lost or self.memory.size() < self._size_bytes:  # of the file, now
             raise DeviceError("the engine has truncated its KV cache: it cannot be copied")
 
     def close(self) -> None:
-        """Unmap. No array may be left over it."""
+        """Unmap. No array may refer to it any more."""
         if native.guard is not None and self._guard is not None:
             native.guard.drop(self._guard)
             self._guard = None
@@ -98,7 +98,8 @@ def _open(handle: SharedMemoryHandle) -> mmap.mmap:
     name = f"/proc/{handle.pid}/fd/{handle.fd}"
     check_exporter(handle)  # for its message: without that process the name does not exist
     try:
-        # O_PATH first: opening a device or a pipe that a forged handle names could do harm.
+        # O_PATH first: opening a device or a pipe that a forged handle names could have side
+        # effects.
         peek = os.open(name, os.O_PATH | os.O_CLOEXEC)
         try:
             _verify(handle, peek, name)
@@ -121,13 +122,15 @@ def _open(handle: SharedMemoryHandle) -> mmap.mmap:
 
 def _verify(handle: SharedMemoryHandle, peek: int, name: str) -> None:
     found = os.fstat(peek)
-    check_exporter(handle)  # after the opening: that process runs now, so the name led into it
+    check_exporter(handle)  # again: the process still runs, so the name led into it
     if (found.st_dev, found.st_ino) != (handle.device, handle.inode):
         raise DeviceError(f"{name} is no longer the memory that was registered")
     if not stat.S_ISREG(found.st_mode) or _file_system(peek) != _TMPFS_MAGIC:
-        raise DeviceError(f"{name} is no shared memory: only /dev/shm and memfds are mapped")
+        raise DeviceError(f"{name} is not shared memory: only /dev/shm and memfds are mapped")
     if found.st_uid != os.geteuid():
-        raise DeviceError(f"{name} belongs to user {found.st_uid}: run engine and agent as one")
+        raise DeviceError(
+            f"{name} belongs to user {found.st_uid}: run engine and agent as one user"
+        )
     if not 0 < handle.size_bytes <= found.st_size:
         raise DeviceError(
             f"{name} has {found.st_size} bytes, the engine registered {handle.size_bytes}"
