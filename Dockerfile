@@ -9,7 +9,7 @@ ARG PYTHON_TAG=3.12-slim
 ARG VLLM_TAG=latest
 
 FROM python:${PYTHON_TAG} AS wheel
-# For the compiled part; the wheel serves every Python from 3.11 on.
+# For the native extension; one wheel serves every Python from 3.11 on.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
@@ -20,8 +20,8 @@ RUN pip wheel --no-deps --no-cache-dir --wheel-dir /dist .
 
 
 FROM python:${PYTHON_TAG} AS agent
-# torch opens and copies the KV of GPU engines. An agent for CPU engines never imports it and
-# makes a far smaller image without: --build-arg EXTRAS=
+# torch opens and copies the KV of GPU engines. An agent for CPU engines does not import it, and the
+# image is far smaller without it: --build-arg EXTRAS=
 ARG EXTRAS=[torch]
 # Triton builds the copy kernels of GPU engines with a C compiler when the first engine registers.
 RUN if [ -n "${EXTRAS}" ]; then \
@@ -31,9 +31,9 @@ RUN if [ -n "${EXTRAS}" ]; then \
     fi
 RUN --mount=from=wheel,source=/dist,target=/dist \
     for wheel in /dist/*.whl; do pip install --no-cache-dir "${wheel}${EXTRAS}"; done
-# One uid in both images: the endpoint's directory admits its owner alone, and the memory of an
-# engine (/proc/<pid>/fd) opens to nobody but the same user. The directory exists here so that a
-# fresh volume that is mounted on it takes over its owner and mode.
+# One uid in both images: only its owner can enter the endpoint's directory, and only the same user
+# can open an engine's memory (/proc/<pid>/fd). The directory exists here so that a new volume
+# mounted on it takes over its owner and mode.
 RUN useradd --uid 10001 --create-home lmcache \
     && install -d -o lmcache -g lmcache -m 0700 /run/lmcache-redis
 USER lmcache

@@ -1,14 +1,14 @@
 """The native extension, `lmcache_redis.native`. Everything else is in pyproject.toml.
 
-It is optional: where there is no C compiler, or not for Linux, the package is installed without,
-moves stripes in Python, slower, and says so when it starts.
+It is optional: without a C compiler, or on another system than Linux, the package is installed
+without it, moves stripes in Python, which is slower, and logs that when it starts.
 """
 
 import sys
 
 from setuptools import Extension, setup
 
-# One file for every Python from 3.11 on; an older one gets a file of its own.
+# One file serves every Python from 3.11 on; an older Python gets a file of its own.
 STABLE_ABI = sys.version_info >= (3, 11)
 
 SOURCES = {"_moves": ("module", "moves", "xxh3"), "_guard": ("guard",)}

@@ -21,7 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Measures this machine. Figures are medians; other programs on the machine spoil them.",
+    help="Measures this machine. Figures are medians; other programs on the machine disturb them.",
 )
 
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]
@@ -44,35 +44,39 @@ def _counts(given: str | None) -> list[int]:
     return [int(count) for count in counts]
 
 
-CountsOption = Annotated[str | None, typer.Option(help="Of ours, a list like 1,2,4.")]
+OWN = "For this client: a list like 1,2,4"
+GetsOption = Annotated[str | None, typer.Option(help=f"{OWN} of GET connections.")]
+SetsOption = Annotated[str | None, typer.Option(help=f"{OWN} of SET connections.")]
+ThreadsOption = Annotated[str | None, typer.Option(help=f"{OWN} of network threads.")]
+SlotsOption = Annotated[str | None, typer.Option(help=f"{OWN} of slot sizes in KiB.")]
 
 
 @app.command(name="data-plane")
 def data_plane(
     rounds: Annotated[int | None, typer.Option(min=1, max=1000, help="Default 5.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Less than a minute, rougher.")] = False,
-    url: Annotated[str | None, typer.Option(help="A server to use; it is flushed.")] = None,
-    chunk_mib: Annotated[str, typer.Option(help="Sizes, a list.")] = "0.25,2,8,32",
+    quick: Annotated[bool, typer.Option("--quick", help="About a minute; less exact.")] = False,
+    url: Annotated[str | None, typer.Option(help="Use this server, and flush it.")] = None,
+    chunk_mib: Annotated[str, typer.Option(help="A list of value sizes.")] = "0.25,2,8,32",
     moved_mib: Annotated[
         int | None,
-        typer.Option(min=1, help="Moved in one go, eight values at least. Default 128."),
+        typer.Option(min=1, help="Moved per measurement, at least eight values. Default 128."),
     ] = None,
-    gets: CountsOption = None,
-    sets: CountsOption = None,
-    threads: CountsOption = None,
-    slot_kib: CountsOption = None,
-    no_peers: Annotated[bool, typer.Option("--no-peers", help="Ours alone.")] = False,
-    no_scans: Annotated[bool, typer.Option("--no-scans", help="Moves alone.")] = False,
-    plot: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path(
+    gets: GetsOption = None,
+    sets: SetsOption = None,
+    threads: ThreadsOption = None,
+    slot_kib: SlotsOption = None,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Without other clients.")] = False,
+    no_scans: Annotated[bool, typer.Option("--no-scans", help="Without lookups.")] = False,
+    plot: Annotated[Path, typer.Option(help="File of the plot.")] = Path(
         "bench-output/data-plane.png"
     ),
     json: JsonOption = None,
 ) -> None:
     """Chunks to and from Redis, and prefix scans, beside LMCache's client and others.
 
-    About six minutes. Our client is run at its defaults and with one to eight connections,
-    or at every combination of --gets, --sets, --threads and --slot-kib where one of them
-    is given: the first of these is then compared with the peers.
+    Takes about six minutes. This client runs at its defaults and with one to eight connections. If
+    --gets, --sets, --threads or --slot-kib is given, it runs with every combination of them
+    instead, and the first one is compared with the peers.
     """
     from benchmarks.plane import run as benchmark
     from benchmarks.plane.cases import Plan
@@ -100,7 +104,7 @@ def data_plane(
 
 @app.command()
 def lookup(rounds: RoundsOption = 200, json: JsonOption = None) -> None:
-    """A lookup's round trip through the agent; the agent's start and memory. Seconds."""
+    """A lookup's round trip through the agent; the agent's start and memory."""
     from benchmarks import lookups as benchmark
 
     _report("agent", benchmark.run(rounds), json)
@@ -108,7 +112,7 @@ def lookup(rounds: RoundsOption = 200, json: JsonOption = None) -> None:
 
 @app.command()
 def recovery(rounds: RoundsOption = 5, json: JsonOption = None) -> None:
-    """How soon requests go on when Redis or the agent stops, and hit when it is back. Seconds."""
+    """Time until requests continue after Redis or the agent stops, and hit after its return."""
     from benchmarks import recovery as benchmark
 
     _report("recovery", benchmark.run(rounds), json)
@@ -117,10 +121,12 @@ def recovery(rounds: RoundsOption = 5, json: JsonOption = None) -> None:
 @app.command()
 def gateway(
     rounds: RoundsOption = 5,
-    clients: Annotated[int, typer.Option(min=1, max=1000, help="At once, in the last case.")] = 64,
+    clients: Annotated[
+        int, typer.Option(min=1, max=1000, help="Concurrent clients of the last case.")
+    ] = 64,
     json: JsonOption = None,
 ) -> None:
-    """The lm:// gateway beside LMCache's own server, with the same client. About two minutes."""
+    """The lm:// gateway beside LMCache's server, with the same client. Takes about two minutes."""
     from benchmarks import gateway as benchmark
 
     rows = benchmark.run(benchmark.Plan(rounds=rounds, clients=clients))
@@ -132,11 +138,11 @@ def gpu(
     rounds: Annotated[
         int | None, typer.Option(min=1, max=1000, help="Default 5, with --quick 2.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="About a minute, rougher.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="About a minute; less exact.")] = False,
     parts: Annotated[
         str, typer.Option(help="A list of kernels, agent and decode.")
     ] = "kernels,agent,decode",
-    plot: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("bench-output/gpu.png"),
+    plot: Annotated[Path, typer.Option(help="File of the plot.")] = Path("bench-output/gpu.png"),
     json: JsonOption = None,
 ) -> None:
     """Copies between a GPU's paged KV cache and the host pool, beside what the hardware moves.
@@ -168,7 +174,7 @@ def main_job(
     output_dir: Annotated[Path, typer.Option(help="Logs and the model.")] = Path("bench-output"),
     json: JsonOption = None,
 ) -> None:
-    """Time to first token of a real vLLM: cold, from the host pool, from Redis. Minutes."""
+    """Time to first token of a real vLLM: cold, from the host pool, from Redis. Takes minutes."""
     from benchmarks import main_job as benchmark
 
     rows = benchmark.run(output_dir, rounds, prompt_tokens)

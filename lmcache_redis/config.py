@@ -1,7 +1,7 @@
-"""Every setting, once: types, defaults, bounds and the sentences that explain them.
+"""All settings: types, defaults, bounds and help texts.
 
 ``AgentConfig`` is built once and never changes. The options of ``lmcache-redis agent`` and the
-table in the README are made from its fields, so they cannot disagree with it.
+table in the README are made from its fields.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def machine_share(most_bytes: int) -> int:
 
 
 def private_directory() -> Path:
-    """Where the default endpoint lies: a directory that is this user's alone.
+    """The directory of the default endpoint, which only this user can enter.
 
     ``$XDG_RUNTIME_DIR/lmcache-redis``, else ``lmcache-redis-UID`` in the system's directory for
     temporary files.
@@ -73,7 +73,7 @@ def private_directory() -> Path:
 
 
 def default_endpoint() -> str:
-    """The endpoint of agent and engines where none is given."""
+    """The endpoint of agent and engines if none is given."""
     return f"ipc://{private_directory() / 'agent.sock'}"
 
 
@@ -83,9 +83,9 @@ def endpoint_path(endpoint: str) -> Path:
 
 
 def why_unsafe(directory: Path) -> str | None:
-    """Why others may put files into ``directory``, or None. Raises OSError where it is not there.
+    """Why others may put files into ``directory``, or None. Raises OSError if it does not exist.
 
-    It must belong to this user or to root, a link to it as well, and only they may write into it.
+    It, and a link to it, must belong to this user or to root, and only they may write into it.
     """
     found = directory.stat()
     if not {found.st_uid, directory.lstat().st_uid} <= {0, os.geteuid()}:
@@ -96,7 +96,7 @@ def why_unsafe(directory: Path) -> str | None:
 
 
 def ensure_private(directory: Path) -> None:
-    """Makes the directory (mode 0700), or raises ``ConfigError`` where others can enter it."""
+    """Makes the directory (mode 0700), or raises ``ConfigError`` if others can enter it."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()
@@ -125,9 +125,9 @@ def setting(
     environment_only: str = "",
     **more: Any,
 ) -> Any:
-    """A field that is a setting: its help, its default (or what makes it), how that is shown.
+    """A dataclass field for a setting: help text, default (or its factory), how that is shown.
 
-    size: bytes, written as 4GiB. environment_only: the variable that alone can set it.
+    size: bytes, written as 4GiB. environment_only: the environment variable that sets it.
     """
     if callable(default):
         more["default_factory"] = default
@@ -147,9 +147,9 @@ class AgentConfig:
         shown="ipc:// in a private directory",
     )
     redis_url: str | None = setting(
-        "redis://, unix://, redis+sentinel:// or redis+cluster://, with TLS rediss://, "
-        "rediss+sentinel:// or rediss+cluster://; "
-        "without it the agent runs its own Redis",
+        "URL of the server: redis://, unix://, redis+sentinel:// or redis+cluster://, with TLS "
+        "rediss://, rediss+sentinel:// or rediss+cluster://; without it the agent runs its own "
+        "Redis",
         None,
         shown="embedded Redis",
         repr=False,  # it may hold a password
@@ -175,7 +175,8 @@ class AgentConfig:
         size=True,
     )
     write_queue_bytes: int | None = setting(
-        "limit of chunks queued for Redis; beyond it stores are dropped and counted",
+        "limit of chunks queued for Redis, and of those queued for disk; beyond it stores are "
+        "dropped and counted",
         None,
         shown="half of the host pool",
         size=True,
@@ -190,7 +191,7 @@ class AgentConfig:
     )
     lookup_deadline_s: float = setting("maximum wait of a request for a lookup", 1.0)
     op_timeout_s: float = setting(
-        "stall of one exchange with Redis after which the server counts as down", 2.0
+        "maximum time for one exchange with Redis; after it the server is probed", 2.0
     )
     session_timeout_s: float = setting(
         "time after which the chunks pinned by a request are released", 60.0
@@ -200,17 +201,17 @@ class AgentConfig:
     get_connections: int = setting("connections for loads", 4)
     set_connections: int = setting("connections for stores", 4)
     network_threads: int = setting(
-        "threads for the load connections, and as many again for the store connections", 1
+        "threads for the load connections, and as many for the store connections", 1
     )
     ttl_s: int = setting("seconds until a stored chunk expires; 0: never", 0)
     ttl_refresh: bool = setting("restart a chunk's TTL when it is loaded", False)
     copy_threads: int = setting(
-        "threads that copy into blocks, and as many again out of them, for each GPU and for CPU "
-        "engines",
+        "threads that copy into blocks, and as many that copy out of them; each GPU has its own, "
+        "CPU engines share one set",
         2,
     )
     device: str = setting("memory that engines may register: auto, cpu or cuda", "auto")
-    log_level: str = setting("debug, info, warning or error", "info")
+    log_level: str = setting("level of the log: debug, info, warning or error", "info")
 
     def __post_init__(self) -> None:
         _check_endpoint(self.endpoint)
@@ -241,7 +242,7 @@ class AgentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
-    """What an engine has to know: ``kv_connector_extra_config`` of vLLM."""
+    """The engine's settings: ``kv_connector_extra_config`` of vLLM."""
 
     endpoint: str = field(default_factory=default_endpoint)
     agent_dead_after_s: float = 1.5
@@ -258,7 +259,7 @@ class ClientConfig:
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> ClientConfig:
-        """Raises ``ConfigError`` for a name that is no setting."""
+        """Raises ``ConfigError`` for an unknown name."""
         known = [f.name for f in dataclasses.fields(ClientConfig)]
         unknown = sorted(set(extra) - set(known))
         if unknown:
@@ -270,12 +271,12 @@ class ClientConfig:
 
 
 def option_name(name: str) -> str:
-    """The command line's name of a setting."""
+    """The command-line option of a setting."""
     return "--" + name.replace("_", "-")
 
 
 def shown_default(setting: dataclasses.Field[Any]) -> str:
-    """The default of a setting as people read it."""
+    """The default of a setting, for people."""
     shown: str = setting.metadata["shown"]
     if shown:
         return shown
@@ -290,7 +291,7 @@ def shown_default(setting: dataclasses.Field[Any]) -> str:
 
 
 def settings_table() -> str:
-    """The agent's settings as a Markdown table; the README holds it, a test keeps it equal."""
+    """The agent's settings as a Markdown table. A test compares the README's copy with it."""
     rows = ["| setting of `lmcache-redis agent` | default | meaning |", "| --- | --- | --- |"]
     rows += [
         f"| `{_settable_by(s)}` | {shown_default(s)} | {s.metadata['help']} |"
@@ -307,8 +308,8 @@ def _settable_by(setting: dataclasses.Field[Any]) -> str:
 def _check_endpoint(endpoint: str) -> None:
     if endpoint.startswith("tcp://"):
         raise ConfigError(
-            f"--endpoint {endpoint}: tcp:// is no longer served, because any user of the machine "
-            "could connect to it; write ipc://PATH"
+            f"--endpoint {endpoint}: tcp:// is not served, because any user of the machine could "
+            "connect to it; write ipc://PATH"
         )
     if not endpoint.startswith(_IPC):
         raise ConfigError(f"--endpoint {endpoint}: write ipc://PATH")
@@ -330,6 +331,6 @@ def check_between(name: str, value: Any, least: float, most: float) -> None:
 
 
 def check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raises ``ConfigError`` unless a setting is one of the words it may be."""
+    """Raises ``ConfigError`` unless a setting is one of the allowed words."""
     if value not in allowed:
         raise ConfigError(f"{option_name(name)} is {value!r}: choose one of {', '.join(allowed)}")

@@ -1,7 +1,7 @@
-"""What can go wrong, by the stage at which it goes wrong.
+"""The errors of the package, by the stage at which they occur.
 
-Third-party exceptions are translated into these once, at the edge where they arise;
-everything above that edge catches only what stands here.
+Third-party exceptions are translated into these once, where they arise. Code above that catches
+only these.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ class LMCacheRedisError(Exception):
 
 
 class ConfigError(LMCacheRedisError, ValueError):
-    """A setting must change; the message names the setting and what it may be."""
+    """A setting must change; the message names the setting and its allowed values."""
 
 
 class FormatError(LMCacheRedisError, ValueError):
-    """A value that has no encoding, or bytes that are no encoding of a value."""
+    """A value that cannot be encoded, or bytes that cannot be decoded."""
 
 
 class WireError(LMCacheRedisError):
@@ -28,11 +28,11 @@ class DeviceError(LMCacheRedisError):
 
 
 class RedisError(LMCacheRedisError):
-    """Base class of everything a Redis server, or the way to it, can do wrong."""
+    """Base class of the failures of a Redis server and of the connection to it."""
 
 
 class RedisUnavailable(RedisError):
-    """No connection: refused, reset, not yet up, or a name that does not resolve."""
+    """No usable connection: refused, reset, a server that is starting, an unresolvable name."""
 
 
 class RedisTimeout(RedisError):
@@ -40,11 +40,11 @@ class RedisTimeout(RedisError):
 
 
 class RedisProtocolError(RedisError):
-    """Bytes that are not the reply expected here; the connection must be thrown away."""
+    """Bytes that are not the expected reply; the connection must be closed."""
 
 
 class RedisFull(RedisError):
-    """The server has reached its memory limit and evicts nothing."""
+    """The server has reached its memory limit and does not evict."""
 
 
 class RedisAuthError(RedisError):
@@ -56,14 +56,14 @@ class RedisReplyError(RedisError):
 
 
 class RedisReadOnly(RedisReplyError):
-    """A write was refused because the server is a replica: not, or no longer, the master."""
+    """A write was refused because the server is a replica."""
 
 
 class RedisRedirect(RedisReplyError):
-    """A node of a Redis Cluster says which node to ask instead.
+    """A node of a Redis Cluster redirects a command to another node.
 
-    host is empty where it is the host of the node that said so. asking: only this once, with
-    ASKING before it (ASK); otherwise from now on (MOVED).
+    host is empty if it is the host of the redirecting node. asking: ask there this once, after
+    ASKING (ASK); otherwise from now on (MOVED).
     """
 
     def __init__(self, message: str, host: str, port: int, asking: bool) -> None:

@@ -297,6 +297,6 @@ def view_tensors(
     for (address, nbytes), (following, _) in itertools.pairwise(ranges):
         if address + nbytes > following:
             raise DeviceError(
-                "two storages of the KV cache lie over the same memory: it cannot be shared"
+                "two storages of the KV cache cover the same memory: it cannot be shared"
             )
     return views, storages

@@ -37,7 +37,7 @@ class DeviceContext(Protocol):
     token order, then those of the second; ``slots`` likewise. Slots are writable memoryviews of
     bytes, one a stripe, at least as long as their stripe's payload; they and the blocks belong to
     the call until it returns. Arguments are checked before the first byte moves: a call that
-    raises for a bound has changed nothing.
+    refuses an argument has changed nothing.
 
     The engine may reuse the blocks after ``until_ns`` (``time.monotonic_ns()``). A call that cannot
     touch them before, because it waits for a CUDA stream or for the engine's event, raises without
@@ -55,7 +55,7 @@ class DeviceContext(Protocol):
 
     @property
     def on_host_cores(self) -> bool:
-        """Whether the engine computes on the cores that the agent copies and sends with."""
+        """Whether the engine computes on the cores that the agent uses for copies and transfers."""
         ...
 
     def gather(
@@ -68,7 +68,7 @@ class DeviceContext(Protocol):
         until_ns: int | None = None,
         chunks: int = 1,
     ) -> None:
-        """Copy the chunks in ``block_ids`` into ``slots``; return when they are there.
+        """Copy the chunks in ``block_ids`` into ``slots``; return when the copies are complete.
 
         On a GPU, ``on_blocks_read`` is called once, on the same thread, when the blocks have been
         read and the engine may reuse them: long before the return. On the CPU it is not called.

@@ -85,7 +85,7 @@ def _share(storage: torch.UntypedStorage) -> SharedMemoryHandle:
         ) from error
     if fd < 0:
         raise DeviceError(
-            "the KV cache lies in a mapped file that torch does not hold open: it cannot be shared"
+            "the KV cache is in a mapped file that torch does not hold open: it cannot be shared"
         )
     found = os.fstat(fd)
     return SharedMemoryHandle(*own_process(), fd, found.st_dev, found.st_ino, size_bytes)
@@ -207,7 +207,7 @@ def _in_time(copies: Iterable[Copy], until_ns: int | None) -> Iterator[Copy]:
             continue
         for begin in range(0, copy.nbytes, _PIECE_BYTES):
             if until_ns is not None and time.monotonic_ns() > until_ns:
-                raise DeviceError("the engine has its blocks back: it was too late to touch them")
+                raise DeviceError("the lease on the blocks has ended: it is too late to copy")
             part = copy._replace(
                 device_offset=copy.device_offset + begin,
                 slot_offset=copy.slot_offset + begin,

@@ -12,20 +12,20 @@ What waits for what:
     kernel ──▶ copies to slots                on the stream (gather)
     kernel ──▶ the engine reuses its blocks   on the host (gather), beside those copies
     copies to staging ──▶ kernel              on the stream (scatter); they precede the event
-    the last of these ──▶ return              the host sleeps: it burns no core
+    the last of these ──▶ return              the host thread sleeps
 
-The kernel is enqueued only after the host has seen the event, because what is enqueued cannot be
-taken back: a scatter behind an event that comes after the deadline would write to blocks that the
+The kernel is enqueued only after the host has seen the event, because enqueued work cannot be taken
+back: a scatter behind an event that happens after the deadline would write to blocks that the
 engine uses for another request by then.
 
-A gather calls ``on_blocks_read`` as soon as its kernel has ended, long before it returns: from then
-on staging has the bytes.
+A gather calls ``on_blocks_read`` as soon as its kernel has ended, long before it returns: the bytes
+are in staging from then on.
 
 A call costs the host a fraction of a millisecond whatever it moves. Small chunks therefore go
 several per call (`call_bytes`), in one launch. They fail or are late together.
 
-The agent pins its arena once (`PinnedMemory`); unpinned slots work, at pageable memory's speed.
-No context is made on a GPU that no worker registered.
+The agent pins its arena once (`PinnedMemory`). Unpinned slots work, at the speed of pageable
+memory. No context is made on a GPU that no worker registered.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _EVENT_DEADLINE_S = 30.0
 _EVENT_POLL_S = 100e-6
 _STREAM_DEADLINE_S = 60.0
 _UNPIN_DEADLINE_S = 5.0
-_STREAMS = 2  # gathers that may run on a GPU at once, and as many scatters; others wait
+_STREAMS = 2  # concurrent gathers of a GPU, and as many scatters; further calls wait
 _CALL_BYTES = 32 << 20
 _HOST_REGISTER_PORTABLE = 1
 
@@ -71,7 +71,7 @@ class CudaDevice:
         handles: flat uint8 storages, one for each that the layout's segments name.
 
     Raises:
-        DeviceError: a handle cannot be opened, or the layout leaves its storages.
+        DeviceError: a handle cannot be opened, or the layout exceeds its storages.
     """
 
     call_bytes = _CALL_BYTES
@@ -129,7 +129,7 @@ class CudaDevice:
         until_ns: int | None = None,
         chunks: int = 1,
     ) -> None:
-        """Copy chunks into their blocks, but for the first ``skip_blocks``, after the event."""
+        """Copy chunks into their blocks, except the first ``skip_blocks``, after the event."""
         cut = chunks_of_call(block_ids, slots, skip_blocks, chunks)
         ids = self._checked(cut, stripe_payload_bytes, event)
         with self._stream(self._scatter_streams, ids, until_ns) as (stream, copies, staging):
@@ -140,7 +140,7 @@ class CudaDevice:
             copies.scatter(sent, staging)
 
     def close(self) -> None:
-        """Wait for calls in progress, then unmap and give the staging memory back. Idempotent."""
+        """Wait for calls in progress, then unmap and free the staging memory. Idempotent."""
         if not self._uses.close():
             return
         self._copies = None
@@ -148,14 +148,14 @@ class CudaDevice:
             while not streams.empty():
                 streams.get_nowait()
         with torch.cuda.device(self.device):
-            # Dropping the storages closes their IPC handles: the engine's memory is not held.
+            # Dropping the storages closes their IPC handles and releases the engine's memory.
             self._storages.clear()
             torch.cuda.empty_cache()
 
     def _checked(
         self, cut: Sequence[Chunk], stripe_payload_bytes: int, event: bytes | None
     ) -> _Int64s:
-        """The ids as a kernel takes them. Raises DeviceError for anything out of bounds."""
+        """The ids in a kernel's form. Raises DeviceError for anything out of bounds."""
         ids = pack_ids(
             [chunk.block_ids for chunk in cut],
             self.layout.num_blocks,
@@ -207,12 +207,12 @@ class CudaDevice:
 
 
 class _CopyStream:
-    """One stream, and the buffers of the call that has it."""
+    """One stream, and the buffers of the call that uses it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # Blocking: a thread that waits for it sleeps. By default CUDA's waits spin.
+        # Blocking: a thread that waits for it sleeps. CUDA's waits spin by default.
         self._drained = torch.cuda.Event(blocking=True)
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
         self._ids_host = torch.empty(0, dtype=torch.int64)
@@ -221,7 +221,7 @@ class _CopyStream:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make the stream current. Returns only when nothing on it is in flight."""
+        """Make the stream current. On exit, wait until nothing on it is in flight."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             try:
                 yield
@@ -231,7 +231,7 @@ class _CopyStream:
                 self._awaited = None
 
     def mark(self) -> torch.cuda.Event:
-        """An event after what has been enqueued so far; a thread that waits for it sleeps."""
+        """An event after everything enqueued so far; a thread that waits for it sleeps."""
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
         return event
@@ -270,13 +270,13 @@ class _CopyStream:
             opened.wait(self._stream)
             self._awaited = opened  # kept until the stream has passed it
         if _left_s(1.0, until_ns) <= 0:
-            raise DeviceError("the engine has its blocks back: it was too late to touch them")
+            raise DeviceError("the lease on the blocks has ended: it is too late to copy")
 
 
 class PinnedMemory:
     """Page-aligned host memory that every GPU copies to and from directly, until `close`.
 
-    Pinning takes seconds: once, for the whole arena.
+    Pinning takes seconds, so the whole arena is pinned once.
 
     Args:
         device: a GPU in use already: pinning makes a context on the current one.
@@ -295,7 +295,7 @@ class PinnedMemory:
             raise DeviceError(
                 f"{size_bytes} bytes of host memory could not be pinned (CUDA error {code}): raise "
                 "the limit of locked memory (ulimit -l unlimited, docker run --ulimit memlock=-1), "
-                "or set a smaller host pool; copies work without, at a fraction of the speed"
+                "or set a smaller host pool; copies work without it, at a fraction of the speed"
             )
 
     def close(self) -> None:
@@ -323,7 +323,7 @@ class PinnedMemory:
 
 
 def _left_s(most_s: float, until_ns: int | None) -> float:
-    """How long to wait: ``most_s``, or until ``until_ns`` if that is sooner."""
+    """Seconds to wait: ``most_s``, or until ``until_ns`` if that is sooner."""
     if until_ns is None:
         return most_s
     return min(most_s, (until_ns - time.monotonic_ns()) / 1e9)

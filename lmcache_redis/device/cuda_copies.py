@@ -1,11 +1,11 @@
-"""Between pages and staging on a GPU: Triton's kernels where they run, else torch alone.
+"""Between pages and staging on a GPU: Triton's kernels if they run here, else torch alone.
 
-`lmcache_redis.device.cuda_kernels` is one launch for a whole chunk; it needs Triton, and Triton a
-C compiler. `IndexedCopies` needs torch alone: one ``index_select`` or ``index_copy_`` for each
-*batch*, with elements of at most 8 bytes. Both put the same bytes in the same places.
+`lmcache_redis.device.cuda_kernels` takes one launch for a whole chunk; it needs Triton, and Triton
+a C compiler. `IndexedCopies` needs torch alone: one ``index_select`` or ``index_copy_`` for each
+*batch*, with elements of at most 8 bytes. Both write the same bytes to the same addresses.
 
-A batch is a run of segments (in chunk order) that lie in one storage at equal distances, with
-equal pages and strides: all layers of most KV caches. Its pages form one strided array
+A batch is a run of segments (in chunk order) in one storage, at equal distances, with equal pages
+and strides: all layers of most KV caches. Its pages form one strided array
 ``[segment, block, element]``, out of which the chunk's blocks are selected; the selection,
 written contiguously, is exactly the batch's part of the chunk.
 """
@@ -44,26 +44,26 @@ class PageCopies(Protocol):
     name: str
 
     def gather(self, block_ids: BlockIds, staging: torch.Tensor) -> None:
-        """Pages to staging, but for those that are `SKIPPED`."""
+        """Pages to staging, except those that are `SKIPPED`."""
         ...
 
     def scatter(self, block_ids: BlockIds, staging: torch.Tensor) -> None:
-        """Staging to pages, but for those that are `SKIPPED`.
+        """Staging to pages, except those that are `SKIPPED`.
 
-        Where a block is named twice, either of its pages may win.
+        If a block is named twice, either of its pages may win.
         """
         ...
 
 
 def page_copies(layout: KVLayout, storages: Sequence[torch.Tensor]) -> PageCopies:
-    """Triton's kernels where they run, else torch's. Logs the choice once.
+    """Triton's kernels if they run here, else torch's. Logs the choice once.
 
     Args:
         layout: checked here against the storages.
         storages: flat uint8, on one device, one for each that the segments name.
 
     Raises:
-        DeviceError: the layout leaves its storages.
+        DeviceError: the layout exceeds its storages.
     """
     table = SegmentTable(layout, [Storage(each.data_ptr(), each.numel()) for each in storages])
     try:
@@ -74,10 +74,10 @@ def page_copies(layout: KVLayout, storages: Sequence[torch.Tensor]) -> PageCopie
     except ImportError as error:
         reason = f"Triton cannot be imported ({error})"
     except Exception as error:
-        # Triton's errors have no common type: no C compiler, no headers of Python, a cache that
-        # cannot be written, a GPU that it does not know.
+        # Triton's errors have no common type: no C compiler, no Python headers, a cache directory
+        # that cannot be written, an unknown GPU.
         logger.debug("Triton cannot run a kernel", exc_info=True)
-        first_line = str(error).partition("\n")[0]  # the rest of a compiler's message is source
+        first_line = str(error).partition("\n")[0]  # a compiler's message continues with source
         reason = f"Triton cannot run a kernel ({type(error).__name__}: {first_line})"
     else:
         _log_once(logging.INFO, "paged KV caches on GPUs are copied by Triton kernels")
@@ -129,7 +129,7 @@ class IndexedCopies:
     def _chunks(
         self, block_ids: BlockIds, staging: torch.Tensor
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """For each chunk: how many blocks to skip, its ids, its bytes in staging."""
+        """For each chunk: number of blocks to skip, ids, bytes in staging."""
         skips = (block_ids.host == SKIPPED).sum(axis=1)  # `pack_ids` skips at the front
         chunk_bytes = block_ids.host.shape[1] * self._block_bytes
         stride = staging_stride_bytes(chunk_bytes)
@@ -150,7 +150,7 @@ def view_pages(storage: torch.Tensor, batch: Batch, num_blocks: int) -> torch.Te
 
 
 def _part(chunk: torch.Tensor, batch: Batch, n_blocks: int) -> torch.Tensor:
-    """Where the batch's pages lie in a staged chunk: ``[segments, n_blocks, page elements]``."""
+    """Where the batch's pages are in a staged chunk: ``[segments, n_blocks, page elements]``."""
     begin = batch.bytes_before * n_blocks
     nbytes = batch.segment_count * batch.page_bytes * n_blocks
     part = chunk[begin : begin + nbytes].view(_ELEMENT_TYPES[batch.element_bytes])
@@ -179,7 +179,7 @@ def plan_batches(layout: KVLayout, addresses: Sequence[int]) -> list[Batch]:
 
     Args:
         layout: has passed `KVLayout.check`.
-        addresses: where each storage begins; decides how wide its elements may be.
+        addresses: start of each storage; decides how wide its elements may be.
     """
     batches: list[Batch] = []
     bytes_before = 0

@@ -53,7 +53,7 @@ def export_cuda_caches(
     """Export the storages of an engine's KV cache on one GPU, each as a flat uint8 tensor.
 
     Waits for the GPU first, so that work in flight (the zeroing of the new cache) cannot overwrite
-    what is loaded later. The handles are valid for as long as the tensors live.
+    chunks that are loaded later. The handles are valid for as long as the tensors live.
 
     Args:
         kv_caches: layer name to tensor, in the order that a chunk will have.
@@ -66,7 +66,7 @@ def export_cuda_caches(
     views, storages = view_tensors(kv_caches, "cuda")
     devices = {storage.device for storage in storages}
     if len(devices) > 1:
-        raise DeviceError(f"the KV cache of one worker lies on {len(devices)} GPUs")
+        raise DeviceError(f"the KV cache of one worker is on {len(devices)} GPUs")
     segments, page_format = find_segments(views, num_blocks, block_strides)
     torch.cuda.synchronize(devices.pop())
     handles = tuple(CudaIPCWrapper(_flat(storage)).handle for storage in storages)
@@ -95,7 +95,7 @@ class CudaIPCWrapper:
             shared = storage._share_cuda_()
         except RuntimeError as error:
             raise DeviceError(refusal(str(error))) from error
-        # The last two are an event and whether to wait for it: the exporter has waited for the GPU.
+        # The last two are an event and whether to wait for it. The exporter has waited for the GPU.
         _, handle, size_bytes, offset_bytes, counter, counter_offset, _, _ = shared
         pid, pid_start_time = own_process()
         self.handle = CudaIPCHandle(
@@ -200,7 +200,7 @@ def check_handle(handle: CudaIPCHandle) -> None:
     size_bytes, offset_bytes = handle.storage_size_bytes, handle.storage_offset_bytes
     if not 0 < size_bytes <= _MAX_BYTES or not 0 <= offset_bytes <= _MAX_BYTES - size_bytes:
         raise DeviceError(f"a CUDA storage of {size_bytes} bytes at {offset_bytes}")
-    # Torch opens the shared memory of that name and decrements the counter at that offset.
+    # Torch opens the shared memory with this name and decrements the counter at this offset.
     if not _REF_COUNTER_NAME.fullmatch(handle.ref_counter_handle):
         raise DeviceError("a CUDA IPC handle with a reference counter that torch does not make")
     if not 0 <= handle.ref_counter_offset < _REF_COUNTERS_PER_FILE:
@@ -258,20 +258,20 @@ def device_index(uuid: str) -> int:
 def _check_shared_memory(handle: CudaIPCHandle) -> None:
     """Raise DeviceError unless this process has the exporter's ``/dev/shm``, as the same user.
 
-    Without it memory would open and every event fail, which CUDA keeps in shared memory. The check
-    looks for torch's counter, which the exporter holds as long as the storage.
+    Without it memory would open but every event would fail, because CUDA keeps events in shared
+    memory. The check looks for torch's counter, which the exporter keeps as long as the storage.
     """
     name = _SHM_DIRECTORY + handle.ref_counter_handle.decode("ascii")
     try:
         found = os.lstat(name)
     except OSError as error:
         raise DeviceError(
-            f"{_SHM_DIRECTORY} of the engine's process {handle.pid} is another than the agent's, "
+            f"{_SHM_DIRECTORY} of the engine's process {handle.pid} differs from the agent's, "
             "and CUDA's events need it: containers must share one IPC namespace "
             "(docker run --ipc=container:NAME, or one pod)"
         ) from error
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():  # torch writes to it
-        raise DeviceError(f"{name} is no memory of this user: run engine and agent as one")
+        raise DeviceError(f"{name} is not a file of this user: run engine and agent as one user")
 
 
 def _flat(storage: torch.UntypedStorage) -> torch.Tensor:

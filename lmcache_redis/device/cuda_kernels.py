@@ -1,12 +1,12 @@
 """Gather and scatter as Triton kernels: one launch for all pages of one chunk, or of several.
 
 A program moves one tile of one chunk (`lmcache_redis.device.table`). Only the widths of its
-accesses are compiled in: addresses, strides and page sizes come from the table, which stays on the
-GPU, so one kernel serves every layout and a launch is sent block ids alone.
+accesses are compiled in. Addresses, strides and page sizes come from the table, which stays on the
+GPU, so one kernel serves every layout, and a launch only needs block ids.
 
 It is fast because a thread has four 16-byte loads in flight before its first store, its neighbours
-read the next 16 bytes, and 32 registers a thread let a multiprocessor run as many programs as it
-takes. It is safe because `pack_ids` has checked the ids and the table addresses only pages.
+read the next 16 bytes, and with 32 registers a thread a multiprocessor runs as many programs as it
+can hold. It is safe because `pack_ids` has checked the ids and the table addresses only pages.
 
 Under ``TRITON_INTERPRET=1``, set before Triton is imported, the same code runs on CPU tensors.
 """
@@ -45,7 +45,7 @@ def _move_tile(
     WIDTH: tl.constexpr,
     SCATTER: tl.constexpr,
 ):
-    # As few elements a unit as the types allow: 16 bytes are four of four.
+    # The fewest elements a unit: one of 16 bytes has four of four bytes.
     if WIDTH >= 4:
         element: tl.constexpr = tl.int32
         per_unit: tl.constexpr = WIDTH // 4
@@ -70,7 +70,8 @@ def _move_tile(
     part = tl.arange(0, per_unit)[None, :]
     page_parts = page.to(tl.pointer_type(element))[:, None] + part
     stage_parts = stage.to(tl.pointer_type(element))[:, None] + part
-    # The compiler knows nothing of an address from a table: these hints make a unit one access.
+    # The compiler cannot infer the alignment of an address from a table: with these hints a unit is
+    # one access.
     page_parts = tl.max_contiguous(tl.multiple_of(page_parts, (1, WIDTH)), (1, per_unit))
     stage_parts = tl.max_contiguous(tl.multiple_of(stage_parts, (1, WIDTH)), (1, per_unit))
     if SCATTER:

@@ -1,12 +1,12 @@
-"""Where the pages of a paged KV cache lie: segments, and the layout that names their bytes.
+"""Where the pages of a paged KV cache are: segments, and the layout that identifies their bytes.
 
-A worker sends its layout once, at registration; it is checked before any address is computed from
-it. Free of torch.
+A worker sends its layout once, at registration. It is checked before any address is computed from
+it. Does not import torch.
 
-Two engines may exchange chunks exactly when their layouts have one fingerprint. It covers what
-decides the bytes of a chunk (identity, dtype, block and chunk size, page sizes, the order of
-elements in a page) and leaves out where pages lie (offsets, strides, number of blocks), which
-differs between equal engines.
+Two engines may exchange chunks if and only if their layouts have the same fingerprint. It covers
+what decides the bytes of a chunk (identity, dtype, block and chunk size, page sizes, the order of
+elements in a page), not where pages are (offsets, strides, number of blocks), which differs between
+equal engines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Equally sized pages, one per block: block ``b`` is at ``offset + b * block_stride``.
 
     All in bytes; ``storage`` is an index of the registered storages. ``block_stride`` may exceed
-    ``page_bytes``: padding or another segment lies between two pages.
+    ``page_bytes``: padding or another segment is between two pages.
     """
 
     storage: int
@@ -102,7 +102,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise DeviceError unless every page of every block lies inside its storage.
 
         Args:
-            storage_sizes: bytes of each storage, as found by the side that will address them.
+            storage_sizes: bytes of each storage, determined by the side that will address them.
         """
         if self.device not in ("cpu", "cuda"):
             raise DeviceError(f"unknown device {self.device!r} in a layout")
@@ -145,11 +145,11 @@ class MergedAt(NamedTuple):
 
 
 def coalesce(segments: Sequence[Segment]) -> tuple[tuple[Segment, ...], tuple[MergedAt, ...]]:
-    """Merge segments that touch inside every block into one with a larger page.
+    """Merge segments that are adjacent in every block into one with a larger page.
 
-    The same bytes take fewer, larger copies: layouts that pack all layers of a block together
-    become a single segment. A merged segment takes the position of its first part; the order is
-    otherwise kept. Exact duplicates (layers that share one KV cache) are copied once. Segments
+    The same bytes need fewer, larger copies: layouts that pack all layers of a block together
+    become a single segment. A merged segment takes the position of its first part; otherwise the
+    order is kept. Exact duplicates (layers that share one KV cache) are copied once. Segments
     that overlap otherwise are left as they are.
 
     Returns the merged segments, and for each given segment where its pages are now.

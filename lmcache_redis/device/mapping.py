@@ -126,9 +126,11 @@ def _verify(handle: SharedMemoryHandle, peek: int, name: str) -> None:
     if (found.st_dev, found.st_ino) != (handle.device, handle.inode):
         raise DeviceError(f"{name} is no longer the memory that was registered")
     if not stat.S_ISREG(found.st_mode) or _file_system(peek) != _TMPFS_MAGIC:
-        raise DeviceError(f"{name} is no shared memory: only /dev/shm and memfds are mapped")
+        raise DeviceError(f"{name} is not shared memory: only /dev/shm and memfds are mapped")
     if found.st_uid != os.geteuid():
-        raise DeviceError(f"{name} belongs to user {found.st_uid}: run engine and agent as one")
+        raise DeviceError(
+            f"{name} belongs to user {found.st_uid}: run engine and agent as one user"
+        )
     if not 0 < handle.size_bytes <= found.st_size:
         raise DeviceError(
             f"{name} has {found.st_size} bytes, the engine registered {handle.size_bytes}"

@@ -1,4 +1,4 @@
-"""Which page goes to which byte of which slot: pure index arithmetic.
+"""Which page is copied to which byte of which slot: pure index arithmetic.
 
 The bytes of a chunk are segment-major: all pages of segment 0 in token order, then all of
 segment 1, and so on. They are cut into stripes of ``stripe_payload_bytes`` (the last may be
@@ -44,7 +44,7 @@ class Chunk(NamedTuple):
     skip_blocks: int
 
 
-# Copy(*row), several times as fast: this is most of what planning a chunk costs.
+# Copy(*row), but several times as fast: this dominates the cost of planning a chunk.
 _copy = functools.partial(tuple.__new__, Copy)
 
 
@@ -63,8 +63,8 @@ class _Shape(NamedTuple):
 class Planner:
     """Plans copies for one layout, which must have passed `KVLayout.check`. Thread-safe.
 
-    Plans of chunks that have neighbouring blocks at the same positions differ only in the offsets
-    on the device; everything else is computed once and kept.
+    Plans of chunks that have adjacent blocks at the same positions differ only in the offsets on
+    the device. Everything else is computed once and kept.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -79,12 +79,12 @@ class Planner:
     ) -> list[Copy]:
         """The copies of one chunk, in chunk order.
 
-        Runs of neighbouring blocks are one copy where their pages touch; no copy crosses the
-        end of a stripe.
+        A run of adjacent blocks is one copy if their pages are adjacent. No copy crosses the end of
+        a stripe.
 
         Args:
             block_ids: the chunk's blocks in token order; repetitions are allowed.
-            stripe_payload_bytes: chunk bytes that each slot but the last takes.
+            stripe_payload_bytes: chunk bytes in each slot except the last.
             skip_blocks: leading blocks whose copies are left out.
 
         Raises:
@@ -109,7 +109,7 @@ class Planner:
     def _make_shape(
         self, n_blocks: int, follows: bytes, stripe_payload_bytes: int, skip_blocks: int
     ) -> _Shape:
-        """The plan of a chunk; ``follows[k]``: block ``k + 1`` lies next to block ``k``."""
+        """The plan of a chunk; ``follows[k]``: block ``k + 1`` is adjacent to block ``k``."""
         blocks = np.arange(skip_blocks, n_blocks, dtype=np.int64)
         begins = np.ones(n_blocks, dtype=np.bool_)
         begins[1:] = ~np.frombuffer(follows, dtype=np.bool_)
@@ -154,11 +154,11 @@ class Planner:
 
 
 def checked_ids(block_ids: Sequence[int], num_blocks: int) -> _Int64s:
-    """The ids as an array. Raises DeviceError for one that is no block of ``num_blocks``."""
+    """The ids as an array. Raises DeviceError for an id outside of ``num_blocks``."""
     try:
         ids = np.asarray(block_ids, dtype=np.int64)
     except (OverflowError, TypeError, ValueError) as error:
-        raise DeviceError(f"block ids that are no integers: {error}") from error
+        raise DeviceError(f"block ids that are not integers: {error}") from error
     if ids.ndim != 1:
         raise DeviceError(f"block ids of shape {ids.shape}; they are one row")
     # One comparison for both ends: a negative id is a huge unsigned one.

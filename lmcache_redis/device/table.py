@@ -1,22 +1,22 @@
-"""The table that drives a copy kernel: where each piece of each page lies. Pure arithmetic.
+"""The table that drives a copy kernel: where each part of each page is. Pure arithmetic.
 
-A launch moves whole chunks between pages and *staging*, contiguous memory in which a chunk lies
-as `lmcache_redis.device.plan` defines it: all pages of segment 0 in token order, then all of
-segment 1, and so on. Its work is cut into *tiles*, one for each program of the kernel:
+A launch moves whole chunks between pages and *staging*, contiguous memory with chunks as
+`lmcache_redis.device.plan` defines them: all pages of segment 0 in token order, then all of segment
+1, and so on. Its work is cut into *tiles*, one for each program of the kernel:
 
-    a page of more than a tile   is cut into equal parts, a tile each
-    smaller pages                share a tile: those that are neighbours in the chunk
+    a page larger than a tile    is cut into equal parts, one tile each
+    smaller pages                share a tile if they are neighbours in the chunk
 
 A tile is a row of `COLUMNS` numbers, and moves `units` times `width_bytes`: unit ``u`` belongs to
-the chunk's block ``b = first_block + u // period`` and lies
+the chunk's block ``b = first_block + u // period`` and is
 
     at address + ids[b] * block_stride + (u % period) * width    in the paged cache
     at staged + u * width                                        in the chunk's staging
 
-The width is the widest of 16, 8, 4, 2 and 1 bytes that divides all of it: the segment's address,
-its stride, its page and the offset of its pages in the chunk. So every access is aligned, and no
-unit is cut. The rows depend on the layout and on the number of blocks in a chunk, which is the
-same for all chunks of a worker: they are made once.
+The width is the widest of 16, 8, 4, 2 and 1 bytes that divides the segment's address, its stride,
+its page size and the offset of its pages in the chunk. So every access is aligned, and no unit is
+cut. The rows depend on the layout and on the number of blocks in a chunk, which is the same for all
+chunks of a worker: they are computed once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 COLUMNS = ("address", "block_stride", "staged", "first_block", "period", "units", "width", "spare")
-SKIPPED = -1  # instead of a block id: that page is neither read nor written
+SKIPPED = -1  # in place of a block id: its page is neither read nor written
 WIDEST_BYTES = 16
 # 8 KiB per tile at the widest: four 16-byte loads for each of 128 threads. Sixteen such programs
 # fit a multiprocessor, which is several times the bytes that must be in flight at full speed.
@@ -88,10 +88,10 @@ class SegmentTable:
 
     Args:
         storages: one for each storage that the segments name.
-        units_per_tile: most units that a program of the kernel moves.
+        units_per_tile: maximum units that a program of the kernel moves.
 
     Raises:
-        DeviceError: the layout leaves its storages.
+        DeviceError: the layout exceeds its storages.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SegmentTable:
         self._before = np.cumsum(self._page_bytes) - self._page_bytes
 
     def tiles(self, n_blocks: int) -> Tiles:
-        """The tiles of a chunk. Raises DeviceError where it is empty or too large."""
+        """The tiles of a chunk. Raises DeviceError if it is empty or too large."""
         chunk_bytes = n_blocks * self.block_bytes
         if not 0 < chunk_bytes <= _MAX_BYTES:
             raise DeviceError(f"a chunk of {n_blocks} blocks, {chunk_bytes} bytes")
@@ -124,7 +124,7 @@ class SegmentTable:
             width = np.where(width < widest, narrower.min(), width)
         tile_bytes = self.units_per_tile * width
 
-        # Pages are cut into parts of whole units, or several of them make one tile.
+        # A page is cut into parts of whole units, or several pages make one tile.
         parts = -(-self._page_bytes // tile_bytes)
         page_units = self._page_bytes // width
         part_units = -(-page_units // parts)
@@ -168,10 +168,10 @@ def pack_ids(
     Args:
         chunks: block ids in token order.
         num_blocks: blocks of the layout.
-        skip_blocks: how many of each chunk's first blocks are skipped.
+        skip_blocks: number of each chunk's first blocks to skip.
 
     Raises:
-        DeviceError: an id is no block, the chunks differ in length, or a count is out of
+        DeviceError: an id is not a block, the chunks differ in length, or a count is out of
             bounds. A kernel checks nothing: every id that passes here is accessed.
     """
     if not 0 < len(chunks) <= _MAX_CHUNKS:
@@ -189,7 +189,7 @@ def pack_ids(
 
 
 def staging_stride_bytes(chunk_bytes: int) -> int:
-    """From chunk to chunk in staging: each begins aligned to the widest access."""
+    """Bytes from chunk to chunk in staging, so that each begins aligned to the widest access."""
     return -(-chunk_bytes // WIDEST_BYTES) * WIDEST_BYTES
 
 

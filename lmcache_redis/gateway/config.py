@@ -38,9 +38,9 @@ class GatewayConfig:
         DEFAULT_LISTEN,
     )
     redis_url: str | None = setting(
-        "redis://, unix://, redis+sentinel:// or redis+cluster://, with TLS rediss://, "
-        "rediss+sentinel:// or rediss+cluster://; "
-        "without it chunks are only in memory and on disk",
+        "URL of the server: redis://, unix://, redis+sentinel:// or redis+cluster://, with TLS "
+        "rediss://, rediss+sentinel:// or rediss+cluster://; without it chunks are only in memory "
+        "and on disk",
         None,
         repr=False,  # it may hold a password
     )
@@ -110,7 +110,7 @@ class GatewayConfig:
         "listen beyond loopback although any client can read and replace chunks",
         False,
     )
-    log_level: str = setting("debug, info, warning or error", "info")
+    log_level: str = setting("level of the log: debug, info, warning or error", "info")
 
     def __post_init__(self) -> None:
         check_between("buffer_bytes", self.buffer_bytes, MIN_SLOT_BYTES, 1 << 50)

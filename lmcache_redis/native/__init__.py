@@ -1,11 +1,11 @@
-"""The native extension: what is done for every stripe, without the GIL. Optional.
+"""The native extension: the work for each stripe, without the GIL. Optional.
 
-`moves` is the module that `module.c` makes, or None where it was not built (no C compiler when the
-package was installed) or is not wanted (LMCACHE_REDIS_NATIVE=0); `why_not` says which. Without it
-everything works the same, moved by Python: slower for small stripes, and with more CPU time.
+`moves` is the module of `module.c`, or None if it was not built (no C compiler when the package was
+installed) or is disabled (LMCACHE_REDIS_NATIVE=0); `why_not` says which. Without it Python does the
+same work: slower for small stripes, and with more CPU time.
 
-`guard` is what `guard.c` makes, or None for the same reasons. Without it an engine that takes its
-memory away while it is being copied ends the agent (`lmcache_redis.device.mapping`).
+`guard` is the module of `guard.c`, or None for the same reasons. Without it, an engine that
+truncates its memory during a copy ends the agent (`lmcache_redis.device.mapping`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Mappings of memory that other processes may truncate; implemented in `guard.c`, used by
+"""Guards mappings of memory that other processes may truncate. Implemented in `guard.c`, used by
 `lmcache_redis.device.mapping`.
 
-After an access that would raise SIGBUS, fresh pages replace the whole mapping.
+When an access would raise SIGBUS, fresh pages replace the whole mapping, and the access succeeds.
 """
 
 def add(address: int, nbytes: int, /) -> int:
-    """Guard a mapping of whole pages until `drop`; its number. OSError: there are too many."""
+    """Guard a mapping of whole pages until `drop`; return its number. OSError: too many guards."""
 
 def is_lost(number: int, /) -> bool:
-    """Whether pages of it were missing when they were accessed."""
+    """Whether pages of the mapping were missing when they were accessed."""
 
 def drop(number: int, /) -> None:
-    """Stop guarding it; call this before unmapping."""
+    """Stop guarding the mapping; call this before unmapping."""

@@ -1,12 +1,12 @@
-"""Stripes between slots and sockets; `moves.c` has the how, `lmcache_redis.resp.bulk` the use.
-And commands of many keys, packed (`lmcache_redis.resp.wire`).
+"""Stripes between slots and sockets: `moves.c` explains how, `lmcache_redis.resp.bulk` uses it.
+Also packs commands with many keys (`lmcache_redis.resp.wire`).
 
 `load` and `store` take the fields of `resp.bulk.Call` and `quiet_ms`, and return those of
 `resp.bulk.Moved`. A lane is ``(file descriptor, progress)``: a buffer of PROGRESS_BYTES, which the
-caller keeps from call to call and never reads. Without `drain` a call ends once all tasks have been
-sent, so that lanes are busy while the caller looks at what was done; with it, once all are
-finished. It ends early when nothing came for `quiet_ms`, when `until` has passed, and with the
-first stripe that does not end well.
+caller keeps from call to call and never reads. Without `drain` a call returns once all tasks have
+been sent, so that lanes are busy while the caller processes the results; with it, once all are
+finished. It returns early when nothing arrives for `quiet_ms`, when `until` has passed, and after
+the first stripe that fails.
 """
 
 from typing_extensions import Buffer

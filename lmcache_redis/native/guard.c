@@ -1,9 +1,9 @@
-/* Mappings of memory that other processes may truncate: an access to them does not end this process.
+/* Guards mappings of memory that other processes may truncate: an access does not end this process.
 
-   An access to a shared mapping behind the end of its file raises SIGBUS. For a guarded mapping the
-   handler maps fresh pages over it, marks it as lost, and returns, so the access succeeds; the copying
-   thread asks afterwards (libwayland does the same with its clients' pools). Any other SIGBUS goes to
-   the previous handler. _guard.pyi documents the Python side.
+   An access to a shared mapping beyond the end of its file raises SIGBUS. For a guarded mapping the
+   handler maps fresh pages over it, marks it as lost and returns, so the access succeeds. The copying
+   thread checks the mark afterwards (libwayland does the same with its clients' pools). Any other
+   SIGBUS is passed to the previous handler. _guard.pyi documents the Python side.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h> /* setup.py limits it to the stable ABI */
@@ -25,7 +25,7 @@ typedef struct {
 } Guard;
 
 static Guard guards[MOST_GUARDS];
-static _Atomic(int) used; /* no entry from this one on was ever in use */
+static _Atomic(int) used; /* no entry from this index on was ever used */
 static struct sigaction previous;
 static bool installed;
 
@@ -59,7 +59,7 @@ static void on_sigbus(int signum, siginfo_t *info, void *Py_UNUSED(context))
             return;
         }
     }
-    /* The access repeats, or the signal is raised again, and reaches the previous handler. */
+    /* The access is repeated, or the signal is raised again and reaches the previous handler. */
     sigaction(SIGBUS, &previous, NULL);
     if (info->si_code <= 0) {
         raise(signum);

@@ -1,5 +1,5 @@
-/* The Python side of moves.c: buffers in, a tuple out, the GIL free in between. _moves.pyi says which.
- */
+/* The Python side of moves.c: buffers in, a tuple out, without the GIL in between. _moves.pyi
+ * documents the functions. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h> /* setup.py limits it to the stable ABI */
 
@@ -130,7 +130,7 @@ static bool take_tasks(Held *held, PyObject *tasks, int in_flight)
     return true;
 }
 
-/* Of a stripe: its store id, or (end, error, data). */
+/* The result of a stripe: its store id, or (end, error, data). */
 static PyObject *finished(const Call *call, int i)
 {
     const Result *bad = &call->bad;
@@ -230,7 +230,7 @@ static PyObject *xxh3_64(PyObject *Py_UNUSED(self), PyObject *args)
     return PyLong_FromUnsignedLongLong(result);
 }
 
-/* Writes at `at` where that is not NULL; gives the place behind. */
+/* Writes at `at` unless it is NULL; returns the position after the data. */
 static size_t put(char *at, size_t offset, const char *data, size_t nbytes)
 {
     if (at != NULL) {
@@ -261,7 +261,7 @@ static size_t put_word(char *at, size_t offset, const char *data, Py_ssize_t nby
     return put(at, offset, "\r\n", 2);
 }
 
-/* All commands at `at`, or with NULL how many bytes they take; -1: a key is no bytes. */
+/* Writes all commands at `at`; with NULL returns their size in bytes. -1: a key is not bytes. */
 static Py_ssize_t put_commands(char *at, const char *name, Py_ssize_t name_bytes, PyObject *keys,
                                Py_ssize_t group_keys)
 {
@@ -324,7 +324,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* The widest first; the last is there on any processor. */
+/* The widest first; every processor has the last. */
 static const char *const VECTORS[] = {"avx512", "avx2", "plain"};
 
 static struct PyModuleDef module = {

@@ -1,10 +1,10 @@
-/* A call works on several connections ("lanes") with one stripe in flight on each. It sends the
- * requests that wait on lanes that are free, and receives replies in the order of the requests. Each
- * stripe ends with a definite result: stored or loaded, another reply of the server, or a connection
- * that is lost or out of step. A call that meets a wait returns; the next one goes on where it
- * stopped, by the `Progress` of each lane. Deadlines, and what a result means, are the caller's.
+/* A call works on several connections ("lanes") with one stripe in flight on each. It sends waiting
+ * requests on free lanes, and receives replies in the order of the requests. Each stripe ends with a
+ * definite result: stored or loaded, another reply of the server, or a connection that is lost or out
+ * of step. A call that would wait long returns; the next one continues from the `Progress` of each
+ * lane. The caller keeps deadlines and interprets results.
  *
- * Sockets may block or not: every call here is MSG_DONTWAIT, and waits are in poll().
+ * Sockets may be blocking or not: every call here is MSG_DONTWAIT, and waits are in poll().
  */
 #define _GNU_SOURCE /* memmem */
 #include "moves.h"
@@ -16,7 +16,7 @@
 #include <sys/uio.h>
 #include <time.h>
 
-/* A payload is hashed in pieces of that size, while they are warm from the socket. */
+/* A payload is hashed in pieces of this size while they are still in the processor's cache. */
 #define PIECE_BYTES (128 << 10)
 
 #define OK_LINE "+OK\r\n"
@@ -46,7 +46,7 @@ static int wait_for(const Call *call, int fd, short events)
     }
 }
 
-/* WAIT: nothing can be done for now. LOST: call->bad.error says why. 0: go on. */
+/* WAIT: no progress is possible now. LOST: call->bad.error says why. 0: continue. */
 static int wait_or_lost(Call *call, int fd, short events)
 {
     if (errno == EAGAIN || errno == EWOULDBLOCK) {
@@ -59,7 +59,7 @@ static int wait_or_lost(Call *call, int fd, short events)
     return LOST;
 }
 
-/* Receive some bytes into parts, and add them to `got`. 0: at least one came; else as above. */
+/* Receive some bytes into parts, and add them to `got`. 0: at least one arrived; else as above. */
 static int receive(Call *call, int fd, struct iovec *parts, size_t count, size_t *got)
 {
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
@@ -82,7 +82,7 @@ static int receive(Call *call, int fd, struct iovec *parts, size_t count, size_t
     }
 }
 
-/* Send what is left of a request. 0: all was sent; else as above. */
+/* Send the rest of a request. 0: all of it was sent; else as above. */
 static int send_rest(Call *call, int fd, struct iovec *parts, size_t count, size_t *sent)
 {
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
@@ -121,8 +121,8 @@ static uint64_t xxh3_of(const uint8_t *data, size_t nbytes)
 
 /* ---- SET ---- */
 
-/* Write the checksums of payload and header into the header. Short payloads have another kind of
- * checksum, which the caller knows: their headers come sealed, and it judges what is loaded. */
+/* Write the checksums of payload and header into the header. Short payloads need another algorithm,
+ * which only the caller has: it seals their headers and verifies them after a load. */
 static void seal(uint8_t *header, const uint8_t *payload, size_t nbytes)
 {
     const uint64_t of_payload = xxh3_of(payload, nbytes);
@@ -155,7 +155,7 @@ static int ends(Call *call, int end, const uint8_t *data, size_t nbytes)
     return end;
 }
 
-/* The length in a line "$n", as servers write it: -1 for a null, -2 for what is none. */
+/* The length in a line "$n", as servers write it: -1 for a null, -2 if it is malformed. */
 static int64_t length_of(const uint8_t *line, size_t nbytes)
 {
     if (nbytes == 3 && line[1] == '-' && line[2] == '1') {
@@ -174,7 +174,7 @@ static int64_t length_of(const uint8_t *line, size_t nbytes)
     return length <= ((int64_t)1 << 40) ? length : -2;
 }
 
-/* Receive the first line of another reply, which begins with one of `kinds`. 0: it has come. */
+/* Receive the first line of another reply, which begins with one of `kinds`. 0: it is complete. */
 static int receive_line(Call *call, const Task *task, Progress *p, const char *kinds)
 {
     while (!p->line) {
@@ -199,7 +199,7 @@ static int receive_line(Call *call, const Task *task, Progress *p, const char *k
     return 0;
 }
 
-/* Go on with a reply that is not the expected value. */
+/* Receive more of a reply that is not the expected value. */
 static int receive_other(Call *call, const Task *task, Progress *p)
 {
     const size_t wanted = task->header.nbytes;
@@ -252,7 +252,7 @@ static int send_get(Call *call, const Task *task, Progress *progress)
     return send_rest(call, call->fds[task->lane], &part, 1, &progress->sent);
 }
 
-/* Whether a header is the expected one: its own checksum, and every field that is known. */
+/* Whether a header is the expected one: its own checksum, and every field known in advance. */
 static bool is_expected(const uint8_t *header, const uint8_t *expected)
 {
     uint8_t masked[HEADER_BYTES];
@@ -282,7 +282,7 @@ static int receive_value(Call *call, const Task *task, Progress *p)
         return receive_other(call, task, p);
     }
     while (p->got < wanted) {
-        /* With the first piece of the payload, which most often is there as well. */
+        /* With the first piece of the payload, which has usually arrived as well. */
         struct iovec parts[2] = {
             {p->first + p->got, wanted - p->got},
             {payload, nbytes < PIECE_BYTES ? nbytes : PIECE_BYTES},
@@ -303,7 +303,7 @@ static int receive_value(Call *call, const Task *task, Progress *p)
     }
     while (p->got < whole) {
         const size_t there = p->got - wanted;
-        /* The last piece, and the CRLF in the same call where it is there. */
+        /* The last piece, and in the same call the CRLF if it has arrived. */
         struct iovec parts[2] = {{payload + there, nbytes - there}, {p->tail, sizeof p->tail}};
         size_t count = 2;
         if (there >= nbytes) {
@@ -338,7 +338,7 @@ static int receive_value(Call *call, const Task *task, Progress *p)
 
 /* ---- the call ---- */
 
-/* Send the next request, or what is left of the last one. False: that has to wait, or failed. */
+/* Send the next request, or the rest of the last one. False: it has to wait, or failed. */
 static bool send_next(Call *call)
 {
     if (!call->sending) {

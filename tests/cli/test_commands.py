@@ -130,7 +130,7 @@ def test_no_agent_is_one_sentence(command: str, tmp_path: Path) -> None:
     ("words", "says"),
     [
         (["--endpoint", "nowhere"], "--endpoint nowhere: write ipc://PATH"),
-        (["--endpoint", "tcp://127.0.0.1:7000"], "tcp:// is no longer served"),
+        (["--endpoint", "tcp://127.0.0.1:7000"], "tcp:// is not served"),
         (["--pool-bytes", "lots"], "--pool-bytes: 'lots' is not a size"),
         (["--copy-threads", "0"], "--copy-threads is 0: set it to between 1 and 64"),
         (["--device", "tpu"], "--device is 'tpu': choose one of auto, cpu, cuda"),

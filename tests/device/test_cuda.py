@@ -320,18 +320,18 @@ class TestChecks:
         assert Event.polls == 0
         stream.after(b"e" * 64, time.monotonic_ns() + 10**10)
         assert (Event.polls, Event.waited_on) == (3, ["its stream"])
-        # The engine has its blocks back before that, or the event is far too late for anybody.
+        # The lease ends before the event, or the event is later than any deadline.
         with pytest.raises(DeviceError, match="did not happen"):
             stream.after(b"e" * 64, time.monotonic_ns() + 10**6)
         monkeypatch.setattr(cuda, "_EVENT_DEADLINE_S", 0.0)
         with pytest.raises(DeviceError, match="did not happen"):
             stream.after(b"e" * 64, None)
         assert Event.waited_on == ["its stream"]
-        # It happened, but too late; and the same without any.
+        # The event happened, but after the lease; and the same without an event.
         Event.polls = 2
-        with pytest.raises(DeviceError, match="has its blocks back"):
+        with pytest.raises(DeviceError, match="lease on the blocks"):
             stream.after(b"e" * 64, time.monotonic_ns() - 1)
-        with pytest.raises(DeviceError, match="has its blocks back"):
+        with pytest.raises(DeviceError, match="lease on the blocks"):
             stream.after(None, time.monotonic_ns() - 1)
 
     def test_pinning_that_fails_names_the_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:

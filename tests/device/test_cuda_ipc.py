@@ -224,7 +224,7 @@ class TestOpening:
 
         monkeypatch.setattr(cuda_ipc, "device_index", lambda uuid: 0)
         monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", opened)
-        with pytest.raises(DeviceError, match=r"/dev/shm of .* is another.*one IPC namespace"):
+        with pytest.raises(DeviceError, match=r"/dev/shm of .* differs.*one IPC namespace"):
             CudaIPCWrapper.from_handle(handle()).to_tensor()
 
     def test_torch_names_shared_memory_as_is_expected_here(
@@ -247,13 +247,13 @@ class TestOpening:
         counter = tmp_path / "torch_12_345_0"
         (tmp_path / "elsewhere").touch()
         counter.symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(DeviceError, match="no memory of this user"):
+        with pytest.raises(DeviceError, match="not a file of this user"):
             cuda_ipc._check_shared_memory(handle())
         counter.unlink()
         counter.touch()
         cuda_ipc._check_shared_memory(handle())
         monkeypatch.setattr(os, "geteuid", lambda: counter.stat().st_uid + 1)
-        with pytest.raises(DeviceError, match="no memory of this user"):
+        with pytest.raises(DeviceError, match="not a file of this user"):
             cuda_ipc._check_shared_memory(handle())
 
     def test_what_cuda_will_not_open(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_file_is_not_memory(tmp_path: Path) -> None:
     here.write_bytes(bytes(SIZE))
     fd = os.open(here, os.O_RDWR)
     try:
-        with pytest.raises(DeviceError, match="no shared memory: only /dev/shm and memfds"):
+        with pytest.raises(DeviceError, match="not shared memory: only /dev/shm and memfds"):
             SharedMapping(handle_of(fd))
     finally:
         os.close(fd)
@@ -60,7 +60,7 @@ def test_a_file_is_not_memory(tmp_path: Path) -> None:
 def test_a_device_is_not_memory() -> None:
     fd = os.open("/dev/null", os.O_RDWR)
     try:
-        with pytest.raises(DeviceError, match="no shared memory"):
+        with pytest.raises(DeviceError, match="not shared memory"):
             SharedMapping(handle_of(fd))
     finally:
         os.close(fd)

@@ -1,21 +1,22 @@
 """The files of the disk tier: written whole or not at all, read into the caller's buffers.
 
-A file is written under a temporary name beside its own and renamed. The policy `sync` says how far
-that survives more than the end of the process:
+A file is written under a temporary name beside its own and renamed. The policy `sync` decides what
+survives a power failure:
 
-    none        nothing is forced to the disk. After a power failure files may be missing or hold
-                anything; the checksums tell when they are read
-    file        a file is on the disk before it has its name
-    directory   and its name is on the disk before the write is answered
+    none        nothing is forced to the disk. Files may be missing or damaged after a power
+                failure; their checksums tell when they are read
+    file        a file is on the disk before it is renamed
+    directory   its name too is on the disk before the write is answered
 
 I/O is buffered, by preadv and pwritev on the caller's buffers: there is no copy in between, and a
 chunk that is read again comes from the page cache. Direct I/O was measured (chunks of 1 to 32 MiB,
 ext4 on a virtual disk): reads at 1.0 to 1.3 GB/s against 1.0 to 1.5 buffered and 6 to 7 from the
 page cache; writes at 1.0 to 1.8 GB/s against 3 buffered and not forced, 0.8 to 1.4 with fsync. It
-would also need aligned buffers, thus a copy.
+would also need aligned buffers, and so a copy.
 
 The directory belongs to this user or to root, and only they may write into it. No link in it is
-followed: a folder is opened as one, and files are opened, renamed and removed relative to it.
+followed: folders are opened with O_NOFOLLOW, and files are opened, renamed and removed relative to
+them.
 
 Every function raises OSError as the system does.
 """
@@ -57,7 +58,7 @@ _Buffer: TypeAlias = "bytearray | memoryview"
 def lock_directory(directory: Path) -> int:
     """Make the directory and lock it; it is locked until the descriptor is closed.
 
-    Raises ConfigError where it cannot be used, others may put files there, or another tier uses it.
+    Raises ConfigError if it cannot be used, others may put files there, or another tier uses it.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -96,7 +97,7 @@ class ChunkFiles:
     def write(
         self, key: bytes, sequence: int, frame: ChunkFrame, views: Sequence[memoryview]
     ) -> None:
-        """On return the file is there; after an OSError nothing is."""
+        """On return the file exists; after an OSError it does not."""
         folder_name, name = os.path.split(self.path(key, sequence))
         temporary = name + TEMPORARY_SUFFIX
         page = pack_page(key, frame, payload_checksum(views))
@@ -128,7 +129,7 @@ class ChunkFiles:
             remove_file(self.path(key, sequence))
 
     def _make(self, folder: str) -> None:
-        """Make the folder of the chunks whose digests begin alike, where it is not there."""
+        """Make the folder of the chunks whose digests begin alike, if it does not exist."""
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
             if self._sync == "directory":
@@ -165,7 +166,7 @@ def read_chunk(fd: int, key: bytes, frame: ChunkFrame, views: Sequence[memoryvie
 def touch(fd: int) -> None:
     """Set the time of last use, which is the file's mtime.
 
-    Explicit, because the kernel's own stamps are as coarse as its clock tick.
+    Explicit, because the kernel's timestamps have the resolution of its clock tick.
     """
     now_unix_ns = time.time_ns()
     os.utime(fd, ns=(now_unix_ns, now_unix_ns))
@@ -174,7 +175,7 @@ def touch(fd: int) -> None:
 def _move(
     call: Callable[[int, Sequence[_Buffer], int], int], fd: int, buffers: Sequence[_Buffer]
 ) -> bool:
-    """preadv or pwritev from the file's start until all is done; False: the file ended."""
+    """preadv or pwritev from the file's start until all bytes are moved; False: the file ended."""
     left = [memoryview(buffer) for buffer in buffers]
     offset = at = 0
     while at < len(left):
@@ -192,7 +193,7 @@ def _move(
 
 @contextlib.contextmanager
 def _opened(folder: str) -> Iterator[int]:
-    """A descriptor of a folder that is no link, in which files are then named."""
+    """A descriptor of a folder that is not a link; files are named relative to it."""
     fd = os.open(folder, _FOLDER)
     try:
         yield fd

@@ -12,14 +12,14 @@ A first page, then exactly the payload. Little-endian:
     528+n        zeros
     4,096        payload
 
-A restart reads one page of each file. The key stands in it because file names do not give it back.
-A file is
+A restart reads one page of each file. The page has the key because a file name is only its digest.
+A file is named
 
     <aa>/<digest>-<sequence>.lmcr
 
 digest: BLAKE2b-160 of the chunk key with the personalization b"lmcr1.disk", 40 hex digits, and
 aa its first two. sequence: 16 hex digits, larger in each later write, so that no name is used
-twice: a file that is removed late is never the successor. While it is written it ends in
+twice: a late removal never removes the successor. While a file is written its name ends in
 `.lmcr.tmp`.
 """
 
@@ -52,7 +52,7 @@ _VERSION = 2
 
 
 class Cut(NamedTuple):
-    """What the frames of chunks of one layout and size have in common: an index has one of it."""
+    """What the frames of chunks of one layout and size have in common: an index stores it once."""
 
     fingerprint: bytes
     metadata: bytes
@@ -81,12 +81,12 @@ class Cut(NamedTuple):
         )
 
     def is_chunk_of(self, frame: ChunkFrame) -> bool:
-        """Whether the payload is what the frame says, in however many stripes it came."""
+        """Whether the payload matches the frame, whatever the number of its stripes."""
         return self[:4] == Cut.of(frame)[:4]
 
 
 def file_path(key: bytes, sequence: int) -> str:
-    """Where a chunk lies, relative to the directory of the tier."""
+    """The path of a chunk, relative to the directory of the tier."""
     digest = key_digest(key)
     return f"{digest[:2]}/{digest}-{sequence:016x}.lmcr"
 
@@ -96,7 +96,7 @@ def key_digest(key: bytes) -> str:
 
 
 def disk_bytes(payload_bytes: int) -> int:
-    """What a file takes from a file system with blocks of a page."""
+    """Bytes that a file occupies in a file system with blocks of a page."""
     return PAGE_BYTES + -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -119,7 +119,7 @@ def pack_page(key: bytes, frame: ChunkFrame, checksum: int) -> bytearray:
 
 
 def check_page(page: bytes | bytearray, key: bytes, frame: ChunkFrame) -> int:
-    """The payload's checksum. Raises FormatError unless this is the page of this very chunk."""
+    """The payload's checksum. Raises FormatError unless this is the page of this chunk."""
     found = frame.check_header(page, 0)
     if not found.ok:
         raise FormatError(f"its header is {found.verdict.value}")
@@ -129,7 +129,7 @@ def check_page(page: bytes | bytearray, key: bytes, frame: ChunkFrame) -> int:
 
 
 def parse_page(page: bytes) -> tuple[bytes, Cut]:
-    """Key and cut of a file. Raises FormatError unless all of its first page is whole."""
+    """Key and cut of a file. Raises FormatError unless its first page is undamaged."""
     if len(page) != PAGE_BYTES:
         raise FormatError(f"it ends after {len(page)} bytes")
     magic, version, key_bytes, _ = _KEY_HEAD.unpack_from(page, HEADER_BYTES)

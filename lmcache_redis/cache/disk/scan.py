@@ -1,11 +1,11 @@
-"""What the directory of a disk tier holds when the tier is opened.
+"""Reads the directory of a disk tier when the tier is opened.
 
 The first page and the size of every file are checked. Payloads are not read: their checksums are
-checked when they are loaded. What does not add up is removed, one log line each: files cut short,
-of another version, damaged, under a name that is not theirs, and the older one where a process
-ended between storing a chunk again and removing the file it replaced. Temporary files are removed
-too. All of that only where the name is one that the tier gives: anything else is left alone and
-logged once. So is a file of ours that the system would not let us read.
+checked when they are loaded. Invalid files are removed, with one log line each: files cut short, of
+another version, damaged, or under another chunk's name; and the older one of two files of a chunk,
+if a process ended between writing the new file and removing the old. Temporary files are removed
+too. Only files with names that the tier gives are removed. All others are left alone and logged
+once, as are files of the tier that cannot be read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class FoundFile(NamedTuple):
-    """A file that is whole as far as its first page and its size tell."""
+    """A file whose first page and size are valid."""
 
     used_unix_ns: int
     sequence: int
@@ -67,7 +67,7 @@ class Scan:
         self.found = sorted(self._newest.values())
 
     def _paths(self) -> Iterator[str]:
-        """All that may be ours by its name."""
+        """All files whose names are those of the tier."""
         for outer in _entries(self._directory):
             if outer.name == LOCK_NAME:
                 continue

@@ -1,21 +1,21 @@
-"""The index of the disk tier and its files, kept in step. Blocking; `tier` has the threads.
+"""The index of the disk tier and its files, kept consistent. Blocking; `tier` has the threads.
 
-Files are written, read and removed outside the lock. They never get in each other's way because no
-name is used twice: a file that is not in the index yet, or not any more, is in use by one call.
+Files are written, read and removed outside the lock. This is safe because no name is used twice: a
+file that is not in the index yet, or not any more, is used by one call only.
 
-The limit counts what files take in blocks of 4 KiB, the first page of each included, and holds at
-all times: room is reserved before a file is written, and released when a file is unlinked. Least
-recently used goes first. Several writes at once may leave no room for one another; then one is not
-stored. (A file that is evicted while it is read takes its room until the read ends.)
+The limit counts files in blocks of 4 KiB, including the first page of each, and holds at all times:
+space is reserved before a file is written, and released when a file is unlinked. The least recently
+used file is evicted first. If concurrent writes leave no space for one of them, it is not stored.
+(A file that is evicted while it is read uses disk space until the read ends.)
 
-A file's mtime says when it was last written or read. Reads set it once in ten seconds at most, so
-that after a restart the order is right up to that.
+A file's mtime is the time of its last write or read. Reads set it at most once in ten seconds, so
+the order after a restart is exact to ten seconds.
 
-A read is from an open file: it is whole, also where the chunk is evicted or replaced meanwhile.
-What is not, to the last bit, the chunk that it should be is a miss and is removed, one log line
-each. A disk that is full or fails, a directory that is gone or may not be written: a write is not
-stored, a read is a miss, and each kind of error is logged once a minute. A full disk evicts
-nothing: the limit does.
+A read uses an open file, so it is complete even if the chunk is evicted or replaced meanwhile. A
+file that is not exactly the expected chunk is a miss and is removed, with a log line. If the disk
+is full or fails, or the directory was removed or cannot be written, a write is not stored, a read
+is a miss, and each kind of error is logged once a minute. A full disk evicts nothing; only the
+limit does.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WARNING_INTERVAL_S = 60.0
 
 
 class StoredFile:
-    """An entry of the index. touched_at: when its mtime was set last, in monotonic seconds."""
+    """An entry of the index. touched_at: when its mtime was last set, in monotonic seconds."""
 
     __slots__ = ("cut", "sequence", "touched_at")
 
@@ -61,7 +61,7 @@ class StoredFile:
 class DiskStore:
     """Chunks by chunk key. Thread-safe, after `take_over`.
 
-    No method raises for what the disk does. Raises ConfigError unless limit_bytes is positive.
+    No method raises for errors of the disk. Raises ConfigError unless limit_bytes is positive.
     """
 
     def __init__(self, files: ChunkFiles, limit_bytes: int) -> None:
@@ -72,7 +72,7 @@ class DiskStore:
         self._warned_at: dict[str, float] = {}
 
     def take_over(self, scan: Scan) -> None:
-        """Index what was found. The limit may be lower than it was: the oldest go."""
+        """Index the files found. If the limit was lowered, the least recently used are evicted."""
         self._next_sequence = scan.next_sequence
         long_ago = time.monotonic() - TOUCH_INTERVAL_S
         for found in scan.found:
@@ -85,13 +85,13 @@ class DiskStore:
             self._unlink(evicted)
 
     def keys(self, prefix: bytes = b"") -> list[bytes]:
-        """Those that begin with the prefix."""
+        """The chunk keys that begin with the prefix."""
         with self._lock:
             keys = self.index.keys()
         return [key for key in keys if key.startswith(prefix)]
 
     def find(self, key: bytes) -> StoredFile | None:
-        """No I/O, and no use of the chunk."""
+        """Whether the chunk is in the index. No I/O; does not count as a use."""
         with self._lock:
             return self.index.get(key)
 
@@ -102,7 +102,7 @@ class DiskStore:
         views: Sequence[memoryview],
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> WriteOutcome:
-        """Write a file and make it the one that is found, unless the write was cancelled."""
+        """Write a file and index it, replacing an earlier one, unless the write was cancelled."""
         nbytes = disk_bytes(frame.chunk_bytes)
         with self._lock:
             file = StoredFile(self._next_sequence, Cut.of(frame), time.monotonic())
@@ -110,7 +110,7 @@ class DiskStore:
             evicted = self.index.reserve(nbytes)
             if evicted is None:
                 return WriteOutcome.FULL
-            # Until they are unlinked, the evicted files take their room in place of the new one.
+            # Until they are unlinked, the evicted files hold the space that the new one needs.
             surplus_bytes = max(0, sum(each.nbytes for _, each in evicted) - nbytes)
             self.index.hold(surplus_bytes)
         self._unlink(evicted, surplus_bytes)
@@ -125,8 +125,8 @@ class DiskStore:
             if outcome is not WriteOutcome.STORED:
                 self._release(nbytes)
         with self._lock:
-            # A cancel comes before the change of the index that it is for, so it is seen here, or
-            # that change undoes this one.
+            # A cancel precedes the change of the index that it is for. So either it is seen here,
+            # or that change comes later and undoes this one.
             removed: StoredFile | None = file
             if is_cancelled():
                 outcome = WriteOutcome.CANCELLED
@@ -138,7 +138,7 @@ class DiskStore:
         return outcome
 
     def load(self, key: bytes, frame: ChunkFrame, views: Sequence[memoryview]) -> ReadOutcome:
-        """Fill the views with the chunk of that frame."""
+        """Fill the views with the chunk described by the frame."""
         opened = self.open(key)
         if opened is None:
             return ReadOutcome.MISSING
@@ -151,7 +151,7 @@ class DiskStore:
             os.close(fd)
 
     def open(self, key: bytes) -> tuple[int, StoredFile] | None:
-        """A descriptor, which is the caller's, of the chunk's file."""
+        """A descriptor of the chunk's file, owned by the caller."""
         while True:
             file = self.find(key)
             if file is None:
@@ -163,7 +163,7 @@ class DiskStore:
                     vanished = self.index.pop(key, file) is not None
                 if vanished:
                     self._warn("a file was removed by others", error)
-                # Otherwise it was evicted or replaced since it was found: look again.
+                # Otherwise it was evicted or replaced since the look-up: look again.
             except OSError as error:
                 self._warn("a chunk was not loaded", error)
                 return None
@@ -178,7 +178,7 @@ class DiskStore:
             logger.warning("%s is removed: %s", self._files.path(key, file.sequence), error)
         except OSError as error:
             self._warn("a chunk was not loaded", error)
-            # A sector that cannot be read would hold up every read of the chunk.
+            # A sector that cannot be read would delay every read of the chunk.
             if error.errno != errno.EIO:
                 return ReadOutcome.UNAVAILABLE
         else:
@@ -188,7 +188,7 @@ class DiskStore:
         return ReadOutcome.CORRUPT
 
     def remove(self, key: bytes, only: StoredFile | None = None) -> bool:
-        """Remove a chunk, or only one file of it; whether it was there."""
+        """Remove a chunk, or only one file of it; return whether it existed."""
         with self._lock:
             file = self.index.pop(key, only)
             if file is None:
@@ -219,7 +219,7 @@ class DiskStore:
             if not self.index.touch(key, file) or now - file.touched_at < TOUCH_INTERVAL_S:
                 return
             file.touched_at = now
-        with contextlib.suppress(OSError):  # a worse order after a restart, nothing else
+        with contextlib.suppress(OSError):  # only makes the order after a restart less exact
             touch(fd)
 
     def _warn(self, what: str, error: OSError) -> None:

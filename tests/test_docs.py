@@ -1,0 +1,142 @@
+"""The documents name what exists: links, headings, options, files, modules and counters.
+
+Tables have tests beside what they describe: the settings (`test_project`), LMCache's names
+(`test_compatibility`), hex dumps (`test_stripe`), survived faults (`resp/test_survival_table`).
+The changelog is history: of it only links are checked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from benchmarks.__main__ import app as benchmarks
+from lmcache_redis.cli.app import app as commands
+from lmcache_redis.metrics import COUNTERS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALL_PAGES = [*PAGES, ROOT / "CHANGELOG.md"]
+# Options of other programs: vLLM, Docker, pytest, and scripts with parsers of their own.
+FOREIGN_OPTIONS = {
+    *("--additional-config", "--calculate-kv-scales", "--disable-hybrid-kv-cache-manager"),
+    *("--disable-sliding-window", "--hf-overrides", "--kv-transfer-config", "--load-format"),
+    *("--max-model-len", "--model-impl"),
+    *("--ipc", "--pid", "--shm-size"),
+    "--help",
+}
+# Commands whose options are ours, and where their parsers are.
+PARSERS = {
+    "lmcache-redis": typer.main.get_command(commands),
+    "scripts/bench": typer.main.get_command(benchmarks),
+}
+
+
+def page_id(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
+
+
+def blocks(text: str) -> str:
+    """The code between fences, with continued lines joined."""
+    return "\n".join(re.findall(r"^```.*?\n(.*?)^```", text, re.M | re.S)).replace("\\\n", " ")
+
+
+def spans(text: str) -> list[str]:
+    """What stands between backticks in running text."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+
+
+def anchor(heading: str) -> str:
+    """The id that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    return {anchor(heading) for heading in re.findall(r"^#+ (.*)$", text, re.M)}
+
+
+def options_of(program: str, command: str) -> set[str]:
+    parser = PARSERS[program].commands[command]  # type: ignore[attr-defined]
+    names = [[*parameter.opts, *parameter.secondary_opts] for parameter in parser.params]
+    return {option for each in names for option in each} | {"--help"}
+
+
+def invocations(text: str) -> Iterator[tuple[str, str, set[str]]]:
+    """(program, command, options) of every command line of ours."""
+    for line in [*blocks(text).splitlines(), *spans(text)]:
+        found = re.match(r"(?:\$ |\./)?(lmcache-redis|scripts/bench) ([a-z-]+)(?= |$)(.*)", line)
+        if found:
+            # What follows a # explains.
+            rest = found[3].partition(" # ")[0]
+            yield found[1], found[2], set(re.findall(r"(?<=\s)--[a-z][a-z0-9-]*", rest))
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=page_id)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+        if "://" in target:
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), f"{page_id(page)} links to {target}"
+        assert not heading or heading in anchors(file), f"{page_id(page)}: no #{heading} in {file}"
+
+
+@each_page
+def test_commands_and_their_options_exist(page: Path) -> None:
+    for program, command, options in invocations(page.read_text()):
+        names = PARSERS[program].commands  # type: ignore[attr-defined]
+        assert command in names, f"{program} has no command {command}"
+        unknown = options - options_of(program, command)
+        assert not unknown, f"{program} {command} has no {sorted(unknown)}"
+
+
+@each_page
+def test_every_option_in_the_text_is_of_a_command(page: Path) -> None:
+    known = set(FOREIGN_OPTIONS)
+    for program, parser in PARSERS.items():
+        for command in parser.commands:  # type: ignore[attr-defined]
+            known |= options_of(program, command)
+    for span in spans(page.read_text()):
+        unknown = set(re.findall(r"(?<![^\s`])--[a-z][a-z0-9-]*", span)) - known
+        assert not unknown, f"{page_id(page)} names {sorted(unknown)} in `{span}`"
+
+
+@each_page
+def test_files_exist(page: Path) -> None:
+    folders = ("lmcache_redis", "tests", "benchmarks", "scripts", "docs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    known = {f"/{path.relative_to(ROOT).as_posix()}" for path in files}
+    for span in spans(page.read_text()):
+        name = span.split()[0].removeprefix("./").rstrip("/")
+        if name.endswith(".py") or (name.partition("/")[0] in folders and "/" in name):
+            found = any(path.endswith(f"/{name}") for path in known)
+            assert found, f"{page_id(page)} names {name}"
+
+
+@each_page
+def test_modules_and_their_names_exist(page: Path) -> None:
+    for name in set(re.findall(r"\blmcache_redis(?:\.\w+)+", page.read_text())):
+        if name.endswith(".py"):
+            continue
+        path = ROOT / name.replace(".", "/")
+        if path.is_dir() or path.with_suffix(".py").exists():
+            continue
+        parent = path.parent / "__init__.py" if path.parent.is_dir() else f"{path.parent}.py"
+        assert Path(parent).exists(), f"{page_id(page)} names {name}"
+        found = re.search(rf"\b{path.name}\b", Path(parent).read_text())
+        assert found, f"{page_id(page)} names {name}"
+
+
+@each_page
+def test_counters_exist(page: Path) -> None:
+    for name in re.findall(r"`((?:miss|drop|hit)_[a-z_]+)`", page.read_text()):
+        assert name in COUNTERS, f"{page_id(page)} names the counter {name}"
