@@ -63,6 +63,7 @@ class Job(ABC, Generic[OutcomeT]):
         "steps_left",
     )
     good: ClassVar[enum.Enum]
+    is_store: ClassVar[bool] = False
 
     def __init__(self, steps: int, deadline: float, created_at: float) -> None:
         self.deadline = deadline
@@ -229,6 +230,11 @@ class Jobs:
     def needs(self, node: object) -> bool:
         """Whether a job that is not answered cannot do without the node."""
         return any(node in job.nodes for job in list(self._jobs))
+
+    def is_stored_now(self, chunk_key: bytes) -> bool:
+        """Whether a store of the chunk is in flight, queued or not."""
+        transfers = list(self.transfers.items())
+        return any(chunk.key == chunk_key and job.is_store for chunk, job in transfers)
 
     def count(self, kind: type[Job[Any]]) -> int:
         return sum(isinstance(job, kind) for job in list(self._jobs))

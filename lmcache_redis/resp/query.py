@@ -47,6 +47,9 @@ class Queries:
     def __init__(self, nodes: Nodes, jobs: Jobs) -> None:
         self._nodes = nodes
         self._jobs = jobs
+        self._lock = threading.Lock()
+        # By chunk key, for each chunk with removals in flight: how many, and what waits for them.
+        self._removing: dict[bytes, tuple[int, list[Callable[[], None]]]] = {}
 
     def scan(
         self, keys: Sequence[bytes], deadline: float, done: Callable[[ScanResult], None]
@@ -101,7 +104,10 @@ class Queries:
         self._unlink(chunk_key, stripe_count, deadline, answer)
 
     def remove_soon(self, chunk_key: bytes, stripe_count: int) -> None:
-        """Remove a chunk in the background, where that can be tried at all."""
+        """Remove a chunk in the background, where that can be tried at all.
+
+        A chunk that is being stored is left alone: the store replaces all of it.
+        """
         jobs = self._jobs
         if not jobs.started or jobs.closing or not self._nodes.state.up:
             return
@@ -111,7 +117,20 @@ class Queries:
         def answer(outcome: CallOutcome, removed: Sequence[int]) -> None:
             self._called(None, removed=sum(removed))
 
-        self._unlink(chunk_key, stripe_count, time.monotonic() + _REMOVE_WITHIN_S, answer)
+        deadline = time.monotonic() + _REMOVE_WITHIN_S
+        self._unlink(chunk_key, stripe_count, deadline, answer, unless_stored=True)
+
+    def after_removal(self, chunk_key: bytes, then: Callable[[], None]) -> bool:
+        """Call `then` once no removal of the chunk is in flight; False: none is, call it yourself.
+
+        For a store that `Jobs.is_stored_now` knows of. Without it a removal, which goes over
+        another connection, could arrive between its stripes and take some of them.
+        """
+        with self._lock:
+            if chunk_key not in self._removing:
+                return False
+            self._removing[chunk_key][1].append(then)
+            return True
 
     def clear(
         self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
@@ -162,10 +181,28 @@ class Queries:
         stripe_count: int,
         deadline: float,
         done: Callable[[CallOutcome, Sequence[int]], None],
+        unless_stored: bool = False,
     ) -> None:
+        """Until `done` is called the chunk counts as being removed."""
+        with self._lock:
+            if unless_stored and self._jobs.is_stored_now(chunk_key):
+                return
+            count, waiting = self._removing.get(chunk_key, (0, []))
+            self._removing[chunk_key] = count + 1, waiting
+
+        def answer(outcome: CallOutcome, removed: Sequence[int]) -> None:
+            with self._lock:
+                count, waiting = self._removing.pop(chunk_key)
+                if count > 1:
+                    self._removing[chunk_key] = count - 1, waiting
+                    waiting = []
+            for then in waiting:
+                then()
+            done(outcome, removed)
+
         keys = [stripe_key(chunk_key, index) for index in range(stripe_count)]
         job_of = partial(RemoveJob, unlink_command, parse_count, is_urgent=False)
-        self._ask_each(job_of, keys, deadline, 0, done)
+        self._ask_each(job_of, keys, deadline, 0, answer)
 
     def _ask_each(
         self,
