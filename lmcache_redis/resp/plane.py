@@ -199,7 +199,7 @@ class RedisPlane:
                 # Stripe 0 goes when all others are there.
                 tasks: list[Task] = [(job, n, None) for n in range(len(queues) > 1, len(queues))]
                 placed = list(zip(queues[-len(tasks) :], tasks, strict=True))
-                if not self._queries.after_removal(job.chunk_key, partial(_put_all, placed)):
+                if not self._jobs.removals.wait(job.chunk_key, partial(_put_all, placed)):
                     for queue, task in placed:
                         by_queue.setdefault(queue, []).append(task)
             for queue, tasks in by_queue.items():

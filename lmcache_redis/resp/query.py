@@ -47,9 +47,6 @@ class Queries:
     def __init__(self, nodes: Nodes, jobs: Jobs) -> None:
         self._nodes = nodes
         self._jobs = jobs
-        self._lock = threading.Lock()
-        # By chunk key, for each chunk with removals in flight: how many, and what waits for them.
-        self._removing: dict[bytes, tuple[int, list[Callable[[], None]]]] = {}
 
     def scan(
         self, keys: Sequence[bytes], deadline: float, done: Callable[[ScanResult], None]
@@ -120,18 +117,6 @@ class Queries:
         deadline = time.monotonic() + _REMOVE_WITHIN_S
         self._unlink(chunk_key, stripe_count, deadline, answer, unless_stored=True)
 
-    def after_removal(self, chunk_key: bytes, then: Callable[[], None]) -> bool:
-        """Call `then` once no removal of the chunk is in flight; False: none is, call it yourself.
-
-        For a store that `Jobs.is_stored_now` knows of. Without it a removal, which goes over
-        another connection, could arrive between its stripes and take some of them.
-        """
-        with self._lock:
-            if chunk_key not in self._removing:
-                return False
-            self._removing[chunk_key][1].append(then)
-            return True
-
     def clear(
         self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
     ) -> None:
@@ -183,21 +168,12 @@ class Queries:
         done: Callable[[CallOutcome, Sequence[int]], None],
         unless_stored: bool = False,
     ) -> None:
-        """Until `done` is called the chunk counts as being removed."""
-        with self._lock:
-            if unless_stored and self._jobs.is_stored_now(chunk_key):
-                return
-            count, waiting = self._removing.get(chunk_key, (0, []))
-            self._removing[chunk_key] = count + 1, waiting
+        removals = self._jobs.removals
+        if not removals.begin(chunk_key, unless_stored):
+            return
 
         def answer(outcome: CallOutcome, removed: Sequence[int]) -> None:
-            with self._lock:
-                count, waiting = self._removing.pop(chunk_key)
-                if count > 1:
-                    self._removing[chunk_key] = count - 1, waiting
-                    waiting = []
-            for then in waiting:
-                then()
+            removals.end(chunk_key)
             done(outcome, removed)
 
         keys = [stripe_key(chunk_key, index) for index in range(stripe_count)]
