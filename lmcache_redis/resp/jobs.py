@@ -16,7 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -63,6 +63,7 @@ class Job(ABC, Generic[OutcomeT]):
         "steps_left",
     )
     good: ClassVar[enum.Enum]
+    is_store: ClassVar[bool] = False
 
     def __init__(self, steps: int, deadline: float, created_at: float) -> None:
         self.deadline = deadline
@@ -114,6 +115,7 @@ class Jobs:
         self._jobs: set[Job[Any]] = set()
         self._emptied = threading.Condition()
         self._waiting = 0
+        self.removals = Removals(self.transfers)
         self.timekeeper = Timekeeper(self._expire)
 
     def check_usable(self) -> None:
@@ -256,6 +258,50 @@ def _answer(job: Job[Any]) -> None:
     except Exception:
         # A caller's bug must not end a thread that serves others.
         logger.exception("the callback of a Redis job failed")
+
+
+class Removals:
+    """The removals in flight, so that none takes a stripe of a later store. Thread-safe.
+
+    Removals and stores of one chunk go over different connections: a store waits for the answers to
+    the removals of its chunk, and a chunk that is being stored is not removed because of a failed
+    read or an earlier store. transfers: `Jobs.transfers`; a store is added to it before `wait`.
+    """
+
+    def __init__(self, transfers: Mapping[Any, Job[Any]]) -> None:
+        self._transfers = transfers
+        self._lock = threading.Lock()
+        # By chunk key: how many removals, and the stores that wait for them.
+        self._removals: dict[bytes, tuple[int, list[Callable[[], None]]]] = {}
+
+    def begin(self, chunk_key: bytes, unless_stored: bool) -> bool:
+        """Note a removal that is about to be queued; False: leave it, the chunk is being stored."""
+        with self._lock:
+            if unless_stored:
+                transfers = list(self._transfers.items())
+                if any(chunk.key == chunk_key and job.is_store for chunk, job in transfers):
+                    return False
+            count, waiting = self._removals.get(chunk_key, (0, []))
+            self._removals[chunk_key] = count + 1, waiting
+            return True
+
+    def end(self, chunk_key: bytes) -> None:
+        """A removal was answered, or will never be sent."""
+        with self._lock:
+            count, waiting = self._removals.pop(chunk_key)
+            if count > 1:
+                self._removals[chunk_key] = count - 1, waiting
+                return
+        for start in waiting:
+            start()
+
+    def wait(self, chunk_key: bytes, start: Callable[[], None]) -> bool:
+        """Call `start` when the removals of the chunk have ended; False: none is in flight."""
+        with self._lock:
+            if chunk_key not in self._removals:
+                return False
+            self._removals[chunk_key][1].append(start)
+            return True
 
 
 class TaskQueue(Generic[TaskT]):

@@ -16,6 +16,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from lmcache_redis import native
@@ -196,8 +197,11 @@ class RedisPlane:
                 queues = [node.writes(job.chunk_key) for node in nodes[job]]
                 job.first_queue = queues[0]
                 # Stripe 0 goes when all others are there.
-                for index in range(len(queues) > 1, len(queues)):
-                    by_queue.setdefault(queues[index], []).append((job, index, None))
+                tasks: list[Task] = [(job, n, None) for n in range(len(queues) > 1, len(queues))]
+                placed = list(zip(queues[-len(tasks) :], tasks, strict=True))
+                if not self._jobs.removals.wait(job.chunk_key, partial(_put_all, placed)):
+                    for queue, task in placed:
+                        by_queue.setdefault(queue, []).append(task)
             for queue, tasks in by_queue.items():
                 queue.put(tasks)
             self._jobs.refuse(accepted)
@@ -282,6 +286,11 @@ class RedisPlane:
         Raises ValueError for a prefix that is not of our keys (user prefix + b"lmcr1:" ...).
         """
         self._queries.clear(key_prefix, deadline, done)
+
+
+def _put_all(placed: Sequence[tuple[TaskQueue[Task], Task]]) -> None:
+    for queue, task in placed:
+        queue.put((task,))
 
 
 def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:

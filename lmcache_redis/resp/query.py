@@ -101,7 +101,10 @@ class Queries:
         self._unlink(chunk_key, stripe_count, deadline, answer)
 
     def remove_soon(self, chunk_key: bytes, stripe_count: int) -> None:
-        """Remove a chunk in the background, where that can be tried at all."""
+        """Remove a chunk in the background, where that can be tried at all.
+
+        A chunk that is being stored is left alone: the store replaces all of it.
+        """
         jobs = self._jobs
         if not jobs.started or jobs.closing or not self._nodes.state.up:
             return
@@ -111,7 +114,8 @@ class Queries:
         def answer(outcome: CallOutcome, removed: Sequence[int]) -> None:
             self._called(None, removed=sum(removed))
 
-        self._unlink(chunk_key, stripe_count, time.monotonic() + _REMOVE_WITHIN_S, answer)
+        deadline = time.monotonic() + _REMOVE_WITHIN_S
+        self._unlink(chunk_key, stripe_count, deadline, answer, unless_stored=True)
 
     def clear(
         self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
@@ -162,10 +166,19 @@ class Queries:
         stripe_count: int,
         deadline: float,
         done: Callable[[CallOutcome, Sequence[int]], None],
+        unless_stored: bool = False,
     ) -> None:
+        removals = self._jobs.removals
+        if not removals.begin(chunk_key, unless_stored):
+            return
+
+        def answer(outcome: CallOutcome, removed: Sequence[int]) -> None:
+            removals.end(chunk_key)
+            done(outcome, removed)
+
         keys = [stripe_key(chunk_key, index) for index in range(stripe_count)]
         job_of = partial(RemoveJob, unlink_command, parse_count, is_urgent=False)
-        self._ask_each(job_of, keys, deadline, 0, done)
+        self._ask_each(job_of, keys, deadline, 0, answer)
 
     def _ask_each(
         self,

@@ -61,6 +61,7 @@ class Write(Job[WriteOutcome]):
         "first_queue",
     )
     good = WriteOutcome.STORED
+    is_store = True
 
     def __init__(
         self,
@@ -175,10 +176,11 @@ class Writer(BulkWorker):
         with self._jobs.lock:
             for job in jobs:
                 job.acknowledged()
-        self._jobs.conclude(jobs)
         if others := [job for job in jobs if job.outcome is not WriteOutcome.STORED]:
+            # Before the answers: another of `jobs` may have stored the same chunk again.
             self._retire(others)
             self._acknowledged.update([job for job in others if job.outcome is None])
+        self._jobs.conclude(jobs)
         if len(self._acknowledged) >= _PRUNE_AT:
             self._acknowledged = {job for job in self._acknowledged if job.outcome is None}
 
