@@ -12,7 +12,7 @@ import time
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisRedirect
 from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.control import Controller, Query
+from lmcache_redis.resp.control import Controller
 from lmcache_redis.resp.endpoint import Deployment, Endpoint, Topology
 from lmcache_redis.resp.health import Health
 from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
@@ -20,7 +20,6 @@ from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.outcomes import PlaneState
 from lmcache_redis.resp.reading import Read, Reader
 from lmcache_redis.resp.topology import (
-    Hop,
     Routes,
     ServerMap,
     Watcher,
@@ -56,8 +55,8 @@ class Node:
             on_down=lambda: nodes.node_is_down(self),
         )
         self.reads: TaskQueue[Task] = TaskQueue()
-        self._queries: TaskQueue[Query] = TaskQueue()
-        self._controller = Controller("control", self, self._queries)
+        self._controller = Controller(self)
+        self.ask = self._controller.put
         readers = _shares(options.get_connections, nodes.shards, options.network_threads)
         writers = _shares(options.set_connections, nodes.shards, options.network_threads)
         self._writes: list[TaskQueue[Task]] = [TaskQueue() for _ in writers]
@@ -67,17 +66,22 @@ class Node:
             *[Writer(f"set-{n}", self, self._writes[n], count) for n, count in enumerate(writers)],
         ]
 
-    def ask(self, query: Query) -> None:
-        """Queue a query."""
-        self._controller.put(query)
-
     def writes(self, chunk_key: bytes) -> TaskQueue[Task]:
         """The queue for all stripes of a chunk that this server gets."""
         return self._writes[hash(chunk_key) % len(self._writes)]
 
     def redirect(self, task: Task, redirect: RedisRedirect) -> bool:
         """See `worker.Server`."""
-        return self._nodes.redirect(self, task, redirect)
+        job, index, hop = task
+        hop = next_hop(hop, redirect)
+        target = self._nodes.follow(self, redirect) if hop is not None else None
+        if target is None:
+            return False
+        if target not in job.nodes:
+            job.nodes = (*job.nodes, target)
+        queue = target.reads if isinstance(job, Read) else target.writes(job.chunk_key)
+        queue.put(((job, index, hop),), urgent=True)
+        return True
 
     def is_replica(self) -> None:
         """See `worker.Server`."""
@@ -101,7 +105,7 @@ class Node:
         """Drop what is queued, and wake every thread that waits: all of them end."""
         for queue in (self.reads, *self._writes):
             queue.close()
-        self._queries.close()
+        self._controller.close()
         self.health.close()
         self.connector.abort()
 
@@ -178,24 +182,9 @@ class Nodes:
 
     # ------------------------------------------------------------- any thread
 
-    def redirect(self, node: Node, task: Task, redirect: RedisRedirect) -> bool:
-        """Queue a stripe that `node` redirected at another node; False if there is none."""
-        job, index, hop = task
-        target = self.follow(node, hop, redirect)
-        if target is None:
-            return False
-        if target not in job.nodes:
-            job.nodes = (*job.nodes, target)
-        queue = target.reads if isinstance(job, Read) else target.writes(job.chunk_key)
-        queue.put(((job, index, next_hop(hop, redirect)),), urgent=True)
-        return True
-
-    def follow(self, node: Node, hop: Hop | None, redirect: RedisRedirect) -> Node | None:
-        """The node that `node` redirected to, a new one if it is not on the map (yet).
-
-        None: there were too many redirections already, or it is no cluster.
-        """
-        if not self.routes.is_cluster or next_hop(hop, redirect) is None:
+    def follow(self, node: Node, redirect: RedisRedirect) -> Node | None:
+        """The node that `node` redirected to, made if it is not on the map; None: no cluster."""
+        if not self.routes.is_cluster:
             return None
         if not redirect.asking:
             self.map_is_old()

@@ -20,24 +20,19 @@ from typing import Any
 
 from lmcache_redis import native
 from lmcache_redis.keys import stripe_key
-from lmcache_redis.resp.control import RemoveJob
+from lmcache_redis.resp.calls import KeyCalls
+from lmcache_redis.resp.control import Removal
 from lmcache_redis.resp.endpoint import parse_deployment
 from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
 from lmcache_redis.resp.node import Node, Nodes
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.outcomes import (
     ChunkIO,
-    ClearResult,
-    DescribeResult,
-    ExistsResult,
     PlaneState,
     PlaneStats,
     ReadOutcome,
-    RemoveResult,
-    ScanResult,
     WriteOutcome,
 )
-from lmcache_redis.resp.query import Queries
 from lmcache_redis.resp.reading import Read
 from lmcache_redis.resp.worker import Task
 from lmcache_redis.resp.writing import Write
@@ -49,15 +44,14 @@ logger = logging.getLogger(__name__)
 _BATCH_STRIPES = 32
 
 
-class RedisPlane:
+class RedisPlane(KeyCalls):
     """See the module. Raises ConfigError on construction for a URL that names no server."""
 
     def __init__(self, options: RedisOptions) -> None:
         self.options = options
         self.deployment = parse_deployment(options)
-        self._jobs = Jobs()
-        self._nodes = Nodes(self.deployment, options, self._jobs)
-        self._queries = Queries(self._nodes, self._jobs)
+        jobs = Jobs()
+        super().__init__(Nodes(self.deployment, options, jobs), jobs)
         # Seeded by the operating system: no two planes give a store the same id.
         self._random = random.Random()
 
@@ -90,7 +84,7 @@ class RedisPlane:
         deadline = time.monotonic() + deadline_s
         # Callbacks come on threads of the plane to the last: the timekeeper stops the jobs.
         post = jobs.timekeeper.post
-        post(lambda: jobs.stop_all(Stop.CANCELLED, but=(Write, RemoveJob)))
+        post(lambda: jobs.stop_all(Stop.CANCELLED, but=(Write, Removal)))
         jobs.wait_empty(deadline)
         post(lambda: jobs.stop_all(Stop.CANCELLED))
         timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
@@ -152,10 +146,9 @@ class RedisPlane:
         """Load chunks, in this order; `done` is called for each. Cheaper than one by one."""
         self._check(chunks, writable=True)
         ttl_s = self.options.ttl_s if self.options.ttl_refresh else 0
-        remove = self._queries.remove_soon
         for some in _batches(chunks):
             now = time.monotonic()
-            jobs = [Read(chunk, done, remove, now, ttl_s) for chunk in some]
+            jobs = [Read(chunk, done, self.remove, now, ttl_s) for chunk in some]
             nodes = self._place(some, jobs)
             accepted = self._jobs.enter(jobs)
             by_node: dict[Node, list[Task]] = {}
@@ -178,7 +171,6 @@ class RedisPlane:
     ) -> None:
         """Store chunks, in this order; `done` is called for each. Cheaper than one by one."""
         self._check(chunks, writable=False)
-        remove = self._queries.remove_soon
         for some in _batches(chunks):
             now = time.monotonic()
             unix_ms = max(0, int(time.time() * 1000))
@@ -188,7 +180,7 @@ class RedisPlane:
             for chunk in some:
                 if chunk.frame.stripe_count > 1:
                     store_id = self._new_store_id()
-                jobs.append(Write(chunk, done, remove, now, store_id, unix_ms))
+                jobs.append(Write(chunk, done, self.remove, now, store_id, unix_ms))
             nodes = self._place(some, jobs)
             accepted = self._jobs.enter(jobs)
             by_queue: dict[TaskQueue[Task], list[Task]] = {}
@@ -237,51 +229,6 @@ class RedisPlane:
 
     def _new_store_id(self) -> bytes:
         return self._random.getrandbits(8 * STORE_ID_BYTES).to_bytes(STORE_ID_BYTES, "little")
-
-    # ------------------------------------------------------------------ keys
-
-    def scan(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[ScanResult], None]
-    ) -> None:
-        """How many of the (stripe 0) keys exist from the first on; deadline is monotonic."""
-        self._queries.scan(keys, deadline, done)
-
-    def exists(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[ExistsResult], None]
-    ) -> None:
-        """Which of the (stripe 0) keys exist."""
-        self._queries.exists(keys, deadline, done)
-
-    def describe(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[DescribeResult], None]
-    ) -> None:
-        """What the headers under the (stripe 0) keys say."""
-        self._queries.describe(keys, deadline, done)
-
-    def remove(
-        self,
-        chunk_key: bytes,
-        stripe_count: int,
-        deadline: float | None = None,
-        done: Callable[[RemoveResult], None] | None = None,
-    ) -> None:
-        """UNLINK the stripes of a chunk, stripe 0 first.
-
-        Without `done`, in the background: within seconds or not at all.
-        """
-        if done is None or deadline is None:
-            self._queries.remove_soon(chunk_key, stripe_count)
-        else:
-            self._queries.remove(chunk_key, stripe_count, deadline, done)
-
-    def clear(
-        self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
-    ) -> None:
-        """UNLINK every key that begins with `key_prefix`, in small batches, behind scans.
-
-        Raises ValueError for a prefix that is not of our keys (user prefix + b"lmcr1:" ...).
-        """
-        self._queries.clear(key_prefix, deadline, done)
 
 
 def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:

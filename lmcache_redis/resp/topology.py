@@ -110,6 +110,56 @@ class Routes(Generic[NodeT]):
         return by_node
 
 
+class Part(Generic[NodeT]):
+    """Some keys of a `Routing`, all asked of one node.
+
+    indexes: of the keys. hop: the redirection that led here; an ASKING precedes each command where
+    it is an ASK.
+    """
+
+    __slots__ = ("hop", "indexes", "node")
+
+    def __init__(self, node: NodeT, indexes: list[int], hop: Hop | None = None) -> None:
+        self.node = node
+        self.indexes = indexes
+        self.hop = hop
+
+
+class Routing(Generic[NodeT]):
+    """Which node is asked for which of many keys, until no redirection is left to follow.
+
+    No I/O: the caller asks for the `parts`, and then for those that `answered` returns. follow:
+    the node that a node redirects to; None: the redirection is not followed. results: for each key
+    its result, `missing` where no node has the key or answered for it.
+    """
+
+    def __init__(
+        self,
+        routes: Routes[NodeT],
+        keys: Sequence[bytes],
+        follow: Callable[[NodeT, RedisRedirect], NodeT | None],
+        missing: Any,
+    ) -> None:
+        self.results: list[Any] = [missing] * len(keys)
+        by_node = routes.split(range(len(keys)), keys.__getitem__)
+        self.parts = [Part(node, some) for node, some in by_node.items() if node is not None]
+        self._follow = follow
+
+    def answered(self, part: Part[NodeT], results: Sequence[Any]) -> list[Part[NodeT]]:
+        """Take the results of a part, none if it failed; the parts that follow from them."""
+        parts: dict[tuple[NodeT, bool], Part[NodeT]] = {}
+        for index, result in zip(part.indexes, results, strict=False):
+            if not isinstance(result, RedisRedirect):
+                self.results[index] = result
+                continue
+            hop = next_hop(part.hop, result)
+            node = self._follow(part.node, result) if hop is not None else None
+            if node is not None:
+                place = (node, result.asking)
+                parts.setdefault(place, Part(node, [], hop)).indexes.append(index)
+        return list(parts.values())
+
+
 def slot_of(key: bytes) -> int:
     """The slot of a key, 0 to 16,383."""
     start = key.find(b"{")
@@ -130,12 +180,16 @@ def find_servers(
     deadline: float = math.inf,
     wanted: Callable[[], bool] = lambda: True,
 ) -> ServerMap:
-    """Ask once. Raises RedisError or ConfigError with a sentence that says what to change.
+    """Ask Sentinels or a cluster once; a single server is what the URL says.
+
+    Raises RedisError or ConfigError with a sentence that says what to change.
 
     known: servers of the last map, which know more than the seeds once a cluster has grown.
     timeout_s: for each server, with all that it is asked; deadline (`time.monotonic()`): for all.
     wanted: asked before each server, of which any may take its time to fail.
     """
+    if deployment.topology is Topology.STANDALONE:
+        return ServerMap((deployment.server,))
     is_sentinel = deployment.topology is Topology.SENTINEL
     ask_one = _master if is_sentinel else _shards
     servers = deployment.seeds if is_sentinel else (*known, *deployment.seeds)

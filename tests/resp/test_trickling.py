@@ -18,12 +18,11 @@ from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
 from lmcache_redis.resp.bulk import PythonMover, ask_value, receive_value
-from lmcache_redis.resp.commands import CommandClient, Question
 from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.connection import Connection
 from lmcache_redis.resp.endpoint import parse_deployment, parse_endpoint
 from lmcache_redis.resp.topology import find_servers
-from lmcache_redis.resp.wire import get_command, pack_command, set_prefix
+from lmcache_redis.resp.wire import get_command, set_prefix
 from tests.resp.certificates import Authority
 from tests.resp.helpers import (
     PATIENCE_S,
@@ -344,6 +343,7 @@ def test_a_plane_without_a_map_ends_in_time(scheme: str) -> None:
         (b"SET", b"-ERR x"),
         (b"SCAN", b"*2\r\n$1\r\n0\r\n*500\r\n" + b"$1\r\nx\r\n" * 50),
         (b"UNLINK", LINE),
+        (b"GETRANGE", LINE),
     ],
 )
 def test_every_call_of_a_plane_has_its_answer_and_its_thread_back(
@@ -377,6 +377,12 @@ def _check_call(plane: RedisPlane, name: bytes) -> None:
         answers = Answers()
         prefix = first_key(1)[:10]
         plane.clear(prefix, time.monotonic() + DEADLINE_S, answers.callback("clear"))
+        plane.keys(b"*", time.monotonic() + DEADLINE_S, answers.callback("keys"))
+        assert [answer.outcome.name for answer in answers.wait(2)] == [late, late]
+    elif name == b"GETRANGE":
+        answers = Answers()
+        deadline = time.monotonic() + DEADLINE_S
+        plane.describe([first_key(1)], deadline, answers.callback("describe"))
         assert answers.wait(1)[0].outcome.name == late
     else:
         # Nobody is told; the scan behind it has its answer when the removal's time is over.
@@ -489,7 +495,7 @@ def test_a_map_without_end(scheme: str, endless: Endless) -> None:
 
 
 @pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize("name", [b"EXISTS", b"GET", b"SET", b"SCAN", b"UNLINK"])
+@pytest.mark.parametrize("name", [b"EXISTS", b"GET", b"SET", b"SCAN", b"UNLINK", b"GETRANGE"])
 @pytest.mark.parametrize("endless", ENDLESS[:9], ids=range(9))
 def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
     """UNAVAILABLE, or TIMED_OUT where a value of another length is read up to its end."""
@@ -508,54 +514,17 @@ def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
             assert write(plane, chunk) != [WriteOutcome.STORED]
         elif name == b"SCAN":
             assert clear(plane, first_key(1)[:10]).outcome is CallOutcome.UNAVAILABLE
+        elif name == b"GETRANGE":
+            answers = Answers()
+            deadline = time.monotonic() + 20.0
+            plane.describe([first_key(1)], deadline, answers.callback("describe"))
+            assert answers.wait(1)[0].outcome is CallOutcome.UNAVAILABLE
         else:
             plane.remove(chunk_key(1), 1)
             wait_until(lambda: plane.stats().connections_lost)
 
 
 # --------------------------------------------------- others with the same reader
-
-
-def test_questions_of_storage_end_in_time() -> None:
-    with LyingServer(only(b"GETRANGE", b"SCAN", answer=Trickle(LINE))) as server:
-        client = CommandClient(RedisOptions(server.url))
-        try:
-            with over_in_time():
-                deadline = time.monotonic() + DEADLINE_S
-                (answer,) = client.ask(
-                    [Question(b"k", pack_command("GETRANGE", "k", 0, 9))], deadline
-                )
-            assert isinstance(answer, RedisTimeout)
-            with over_in_time(), pytest.raises(RedisTimeout):
-                list(client.scan(b"*", 100, time.monotonic() + DEADLINE_S))
-        finally:
-            client.close()
-
-
-def test_questions_of_storage_to_a_server_whose_greeting_trickles() -> None:
-    with LyingServer(lambda words: Trickle(LINE)) as server:
-        options = RedisOptions(server.url, connect_timeout_s=30.0, op_timeout_s=30.0)
-        client = CommandClient(options)
-        try:
-            with over_in_time():
-                question = Question(b"k", pack_command("GETRANGE", "k", 0, 9))
-                (answer,) = client.ask([question], time.monotonic() + DEADLINE_S)
-            assert isinstance(answer, RedisTimeout)
-        finally:
-            client.close()
-
-
-@pytest.mark.parametrize("endless", ENDLESS[:9], ids=range(9))
-def test_questions_of_storage_without_end(endless: Endless) -> None:
-    with LyingServer(only(b"GETRANGE", answer=endless)) as server:
-        client = CommandClient(RedisOptions(server.url))
-        try:
-            with in_bounded_memory():
-                question = Question(b"k", pack_command("GETRANGE", "k", 0, 9))
-                (answer,) = client.ask([question], time.monotonic() + 20.0)
-            assert isinstance(answer, RedisProtocolError)
-        finally:
-            client.close()
 
 
 def test_the_tools_of_the_administrator(monkeypatch: pytest.MonkeyPatch) -> None:
