@@ -86,13 +86,17 @@ class KeyCalls:
     def describe(
         self, keys: Sequence[bytes], deadline: float, done: Callable[[DescribeResult], None]
     ) -> None:
-        """What the headers under the (stripe 0) keys say."""
+        """What the headers under the (stripe 0) keys say.
+
+        For callers that wait for the answer: `done` may be called on their own thread.
+        """
 
         def answer(outcome: CallOutcome, headers: Sequence[Any]) -> None:
             self._count(outcome)
             done(DescribeResult(outcome, headers if outcome is CallOutcome.DONE else ()))
 
-        self._ask(partial(ask_each, header_command, parse_header), keys, deadline, None, answer)
+        steps = partial(ask_each, header_command, parse_header)
+        self._ask(steps, keys, deadline, None, answer, partial(Question, by_caller=True))
 
     def keys(self, pattern: bytes, deadline: float, done: Callable[[KeysResult], None]) -> None:
         """The names of strings that match, in small steps, behind scans. Some may come twice."""
@@ -189,7 +193,7 @@ class KeyCalls:
         deadline: float,
         missing: Any,
         done: Callable[[CallOutcome, Sequence[Any]], None],
-        kind: type[Question] = Question,
+        kind: Callable[..., Question] = Question,
     ) -> None:
         """Ask each node for its keys, and follow redirections.
 
@@ -205,7 +209,7 @@ class KeyCalls:
         def ask(part: Part[Node]) -> None:
             some = [keys[index] for index in part.indexes]
             steps = partial(make_steps, some, asking=part.hop is not None and part.hop.asking)
-            is_urgent = kind is Question
+            is_urgent = kind is not Removal
             answer = partial(answered, part)
             self._submit(kind(steps, deadline, answer, is_urgent=is_urgent), part.node)
 

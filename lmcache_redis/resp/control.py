@@ -29,10 +29,19 @@ class Question(Job[CallOutcome]):
     """Steps on the control connection of one server.
 
     make_steps: called for each attempt. done: called with the outcome and what the steps returned,
-    None unless DONE. next_request: what the next step sends; None before the first.
+    None unless DONE. by_caller: the caller may wait, and does the first step itself where the
+    connection is idle. next_request: what the next step sends; None before the first.
     """
 
-    __slots__ = ("_done", "_make_steps", "_result", "_steps", "is_urgent", "next_request")
+    __slots__ = (
+        "_done",
+        "_make_steps",
+        "_result",
+        "_steps",
+        "by_caller",
+        "is_urgent",
+        "next_request",
+    )
     good = CallOutcome.DONE
 
     def __init__(
@@ -42,8 +51,10 @@ class Question(Job[CallOutcome]):
         done: Callable[[CallOutcome, Any], None],
         *,
         is_urgent: bool,
+        by_caller: bool = False,
     ) -> None:
         super().__init__(1, deadline, time.monotonic())
+        self.by_caller = by_caller
         self.is_urgent = is_urgent
         self.next_request: Request | None = None
         self._make_steps = make_steps
@@ -95,11 +106,15 @@ class Controller(Worker):
     def put(self, question: Question) -> None:
         """Enqueue a question. Where the connection is idle, its first request is sent here.
 
-        The server works on it while the control thread wakes up. Any thread; never waits.
+        The server works on it while the control thread wakes up. Any thread; never waits, unless
+        the question is `by_caller`.
         """
         if question.is_urgent and self._in_use.acquire(blocking=False):
             try:
                 if self._connection is not None and self._asked is None and not len(self._queue):
+                    if question.by_caller:
+                        self._step(self._connection, question)
+                        return
                     pipeline = self._new_pipeline(self._connection, question)
                     pipeline.send_at_once(*question.first_request())
                     self._asked = question, pipeline
@@ -149,6 +164,8 @@ class Controller(Worker):
             except RedisError as error:
                 self._fail(connection, question, error)
             except BaseException:
+                # A caller may be interrupted too: its replies must not be taken for others.
+                connection.close()
                 self._jobs.end(question, CallOutcome.UNAVAILABLE)
                 raise
             else:

@@ -116,8 +116,9 @@ class RedisPlane(KeyCalls):
 
     def stats(self) -> PlaneStats:
         """Counts since the start, all of one moment."""
-        jobs, nodes = self._jobs, self._nodes
+        jobs = self._jobs
         with jobs.lock:
+            connects, connections_lost, errors = self._nodes.counts
             transfers = list(jobs.transfers.values())
             return PlaneStats(
                 bytes_in=jobs.bytes_in,
@@ -127,9 +128,9 @@ class RedisPlane(KeyCalls):
                 calls=dict(jobs.calls),
                 keys_scanned=jobs.keys_scanned,
                 keys_removed=jobs.keys_removed,
-                connects=nodes.connects,
-                connections_lost=nodes.connections_lost,
-                errors=nodes.errors,
+                connects=connects,
+                connections_lost=connections_lost,
+                errors=errors,
                 queued_reads=sum(isinstance(job, Read) for job in transfers),
                 queued_writes=sum(isinstance(job, Write) for job in transfers),
             )

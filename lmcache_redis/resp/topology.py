@@ -5,19 +5,14 @@ first { and the next } (https://redis.io/docs/latest/operate/oss_and_stack/refer
 The stripes of a chunk differ in the last bytes of their keys, so they fall on different
 slots: with many stripes, on every shard alike.
 
-A watcher's thread asks, and the answers become a `ServerMap`: at the start,
-every few seconds, soon after something hinted that the map is old (a redirection, a server
-that went down, a master that turned out to be a replica), and every moment while it has no map
-or a server is down. Each map is adopted; a question that fails changes nothing.
+What Sentinels or cluster nodes say of the servers is a `ServerMap`; `Routes` maps keys to servers.
 """
 
 from __future__ import annotations
 
 import binascii
 import contextlib
-import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -28,10 +23,6 @@ from lmcache_redis.resp.connection import Connection
 from lmcache_redis.resp.endpoint import Deployment, Endpoint, Topology
 from lmcache_redis.resp.wire import pack_command
 
-logger = logging.getLogger(__name__)
-
-# Hints come in crowds: a resharding redirects every key of a slot.
-_LEAST_PAUSE_S = 0.1
 # The deadline of a question bounds it, and nothing else does.
 _FAR_S = 3600.0
 SLOTS = 16384
@@ -271,78 +262,3 @@ def _read_slots(deployment: Deployment, asked: Endpoint, rows: list[list[Any]]) 
 
 def _text(value: bytes) -> str:
     return value.decode("utf-8", "replace")
-
-
-class Watcher:
-    """The thread that keeps the map. See the module.
-
-    find, adopt, failed: called on its thread. urgent: whether to ask again soon.
-    """
-
-    def __init__(
-        self,
-        find: Callable[[], ServerMap],
-        adopt: Callable[[ServerMap], None],
-        failed: Callable[[RedisError | ConfigError], None],
-        urgent: Callable[[], bool],
-        *,
-        retry_s: float,
-        refresh_s: float,
-    ) -> None:
-        self._find = find
-        self._adopt = adopt
-        self._failed = failed
-        self._urgent = urgent
-        self._retry_s = max(retry_s, _LEAST_PAUSE_S)
-        self._refresh_s = refresh_s
-        self._closing = False
-        self._hinted = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="lmcr-topology", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def hint(self) -> None:
-        """The map may be old: ask soon."""
-        with self._changed:
-            self._hinted = True
-            self._changed.notify()
-
-    def close(self) -> None:
-        """No more questions; one under way ends by its time-out."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-
-    def join(self, timeout_s: float) -> bool:
-        if self._thread.ident is None:
-            return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while not self._closing:
-            self._hinted = False
-            try:
-                found = self._find()
-                if not self._closing:
-                    self._adopt(found)
-            except (RedisError, ConfigError) as error:
-                self._failed(error)
-            except Exception:
-                logger.exception("the servers could not be looked up")
-            self._wait()
-
-    def _wait(self) -> None:
-        asked_at = time.monotonic()
-        with self._changed:
-            while not self._closing:
-                pause_s = self._retry_s if self._urgent() else self._refresh_s
-                if self._hinted:
-                    pause_s = _LEAST_PAUSE_S
-                left_s = asked_at + pause_s - time.monotonic()
-                if left_s <= 0:
-                    return
-                # Not longer at once: what is urgent changes without a notice.
-                self._changed.wait(min(left_s, 0.5))

@@ -20,7 +20,7 @@ from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, RedisPlan
 from lmcache_redis.resp.bulk import PythonMover, ask_value, receive_value
 from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.connection import Connection
-from lmcache_redis.resp.endpoint import parse_deployment, parse_endpoint
+from lmcache_redis.resp.endpoint import parse_deployment
 from lmcache_redis.resp.topology import find_servers
 from lmcache_redis.resp.wire import get_command, set_prefix
 from tests.resp.certificates import Authority
@@ -98,7 +98,7 @@ def lying(
 
 @contextlib.contextmanager
 def connected(url: str, op_timeout_s: float = 30.0) -> Iterator[Connection]:
-    connector = Connector(parse_endpoint(RedisOptions(url)), 5.0, op_timeout_s)
+    connector = Connector(parse_deployment(RedisOptions(url)).server, 5.0, op_timeout_s)
     connection = Connection(connector, "lmcache-redis:test")
     connection.open()
     try:
@@ -221,7 +221,7 @@ def test_a_server_that_reads_slowly(lying: Make) -> None:
 
 def connecting(server: LyingServer, query: str = "") -> Connector:
     url = server.url.replace("//", "//:secret@") + query
-    return Connector(parse_endpoint(RedisOptions(url)), DEADLINE_S, DEADLINE_S)
+    return Connector(parse_deployment(RedisOptions(url)).server, DEADLINE_S, DEADLINE_S)
 
 
 @pytest.mark.parametrize(("name", "protocol"), [(b"AUTH", 2), (b"HELLO", 3), (b"CLIENT", 2)])
@@ -244,7 +244,7 @@ def test_a_tls_handshake_that_trickles() -> None:
 
 def test_an_open_ends_at_the_deadline_of_who_asked() -> None:
     with LyingServer(lambda words: Trickle(LINE)) as server:
-        connector = Connector(parse_endpoint(RedisOptions(server.url)), 30.0, 30.0)
+        connector = Connector(parse_deployment(RedisOptions(server.url)).server, 30.0, 30.0)
         with over_in_time(), pytest.raises(RedisTimeout):
             connector.open("x", time.monotonic() + DEADLINE_S)
 
@@ -262,7 +262,7 @@ def test_a_name_that_is_looked_up_for_long(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(socket, "getaddrinfo", slow)
     with LyingServer() as server:
         url = server.url.replace("127.0.0.1", "localhost")
-        connector = Connector(parse_endpoint(RedisOptions(url)), DEADLINE_S, 5.0)
+        connector = Connector(parse_deployment(RedisOptions(url)).server, DEADLINE_S, 5.0)
         for _ in range(2):
             with over_in_time(), pytest.raises(RedisTimeout, match="does not answer"):
                 connector.open("x")
@@ -271,7 +271,7 @@ def test_a_name_that_is_looked_up_for_long(monkeypatch: pytest.MonkeyPatch) -> N
         wait_until(lambda: connector._look_up is not None and connector._look_up.done())
         connector.discard(connector.open("x"))
         known.clear()
-        patient = Connector(parse_endpoint(RedisOptions(url)), 30.0, 30.0)
+        patient = Connector(parse_deployment(RedisOptions(url)).server, 30.0, 30.0)
         failed: list[Exception] = []
 
         def wait() -> None:
@@ -480,7 +480,7 @@ def test_a_reply_without_end_is_no_reply(endless: Endless) -> None:
 @pytest.mark.parametrize("endless", ENDLESS, ids=range(len(ENDLESS)))
 def test_a_greeting_without_end(endless: Endless) -> None:
     with LyingServer(only(b"CLIENT", answer=endless)) as server:
-        connector = Connector(parse_endpoint(RedisOptions(server.url)), 20.0, 20.0)
+        connector = Connector(parse_deployment(RedisOptions(server.url)).server, 20.0, 20.0)
         with in_bounded_memory(), pytest.raises(RedisProtocolError, match="does not speak Redis"):
             connector.open("x")
 
