@@ -1,13 +1,13 @@
-"""The Redis data plane: chunks between slots and Redis, every call answered.
+"""The Redis data plane: chunks between slots and Redis; every call is answered.
 
 Each data server is a `Node` with threads and connections of its own: readers, writers, one
-controller, one health prober. A timekeeper without a connection answers what is late or cannot be
-tried. Callers hand in jobs from any thread and never wait. Each callback is called exactly once, on
-a thread of the plane, by the job's deadline (a wait on a socket may overrun it by milliseconds),
-and must only enqueue.
+controller, one health prober. A timekeeper without a connection answers jobs that are late or
+cannot be tried. Callers submit jobs from any thread and never wait. Each callback is called exactly
+once, on a thread of the plane, by the job's deadline (a wait on a socket may overrun it by
+milliseconds), and must only enqueue.
 
-When a server goes down (`health`), everything pending that needs it is answered UNAVAILABLE, and
-so is what comes until a probe finds it up again. docs/data-plane.md has what happens when.
+When a server goes down (`health`), all pending jobs that need it are answered UNAVAILABLE, and so
+are new ones until a probe finds it up. docs/data-plane.md lists the faults and what follows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lmcache_redis.stripe import STORE_ID_BYTES
 
 logger = logging.getLogger(__name__)
 
-# Submitted together: a thread takes these up while the next are being prepared.
+# Enqueued together: a thread starts on these while the next are being prepared.
 _BATCH_STRIPES = 32
 
 
@@ -82,14 +82,14 @@ class RedisPlane(KeyCalls):
             return True
         jobs.closing = True
         deadline = time.monotonic() + deadline_s
-        # Callbacks come on threads of the plane to the last: the timekeeper stops the jobs.
+        # Every callback is called on a thread of the plane: the timekeeper stops the jobs.
         post = jobs.timekeeper.post
         post(lambda: jobs.stop_all(Stop.CANCELLED, but=(Write, Removal)))
         jobs.wait_empty(deadline)
         post(lambda: jobs.stop_all(Stop.CANCELLED))
         timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
         left = self._nodes.close(timeout_s)
-        # Whatever was submitted meanwhile.
+        # What was submitted meanwhile.
         post(lambda: jobs.stop_all(Stop.CANCELLED))
         jobs.closed = True
         left += not jobs.timekeeper.close(timeout_s)
@@ -198,14 +198,14 @@ class RedisPlane(KeyCalls):
     def cancel(self, chunk: ChunkIO) -> None:
         """End a read or write early: CANCELLED as soon as no socket uses its slots.
 
-        Does nothing to a chunk that was answered, or whose outcome is decided already.
+        Does nothing if the chunk was answered or its outcome is decided.
         """
         job = self._jobs.transfers.get(chunk)
         if job is not None:
             self._jobs.timekeeper.post(lambda: self._jobs.stop((job,), Stop.CANCELLED))
 
     def _check(self, chunks: Sequence[ChunkIO], writable: bool) -> None:
-        """All of them, before any is begun."""
+        """Check all chunks before any is started."""
         for chunk in chunks:
             chunk.check(writable)
         self._jobs.check_usable()
@@ -213,7 +213,7 @@ class RedisPlane(KeyCalls):
             raise RuntimeError("the chunk is being read or written already")
 
     def _place(self, chunks: Sequence[ChunkIO], jobs: Sequence[Any]) -> dict[Any, list[Any]]:
-        """The node of each stripe of each job, which is known from now on."""
+        """The node of each stripe of each job; from here on the jobs can be cancelled."""
         routes = self._nodes.routes
         nodes: dict[Any, list[Any]] = {}
         single = routes.node_of(b"")
@@ -233,7 +233,7 @@ class RedisPlane(KeyCalls):
 
 
 def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
-    """Of many chunks the first are in flight while the others are being prepared."""
+    """Batches of chunks: the first are in flight while the others are being prepared."""
     batch: list[ChunkIO] = []
     stripes = 0
     for chunk in chunks:

@@ -23,13 +23,12 @@ from lmcache_redis.resp.connection import Connection
 from lmcache_redis.resp.endpoint import Deployment, Endpoint, Topology
 from lmcache_redis.resp.wire import pack_command
 
-# The deadline of a question bounds it, and nothing else does.
+# Only the deadline of a question bounds it.
 _FAR_S = 3600.0
 SLOTS = 16384
-# Redirections that a command follows: one is usual, two while a slot moves on.
+# Redirections that a command follows: one is usual, two while a slot is migrating.
 MAX_HOPS = 5
 NodeT = TypeVar("NodeT")
-ItemT = TypeVar("ItemT")
 _CONNECTION_NAME = "lmcache-redis:topology"
 
 
@@ -57,7 +56,7 @@ def next_hop(hop: Hop | None, redirect: RedisRedirect) -> Hop | None:
 
 
 class Routes(Generic[NodeT]):
-    """From keys to nodes; never changes. None: no server has the key."""
+    """From keys to nodes; immutable. None: no server has the key."""
 
     __slots__ = ("_by_slot", "_single", "nodes")
 
@@ -81,23 +80,13 @@ class Routes(Generic[NodeT]):
             return self._single
         return self._by_slot[slot_of(key)]
 
-    def nodes_of(
-        self, items: Sequence[ItemT], key_of: Callable[[ItemT], bytes]
-    ) -> list[NodeT | None]:
-        """For each item the node of its key; with one server no key is made."""
+    def split(self, keys: Sequence[bytes]) -> dict[NodeT | None, list[int]]:
+        """The indexes of the keys by the node that has them, in order."""
         if self._by_slot is None:
-            return [self._single] * len(items)
-        return [self._by_slot[slot_of(key_of(item))] for item in items]
-
-    def split(
-        self, items: Sequence[ItemT], key_of: Callable[[ItemT], bytes]
-    ) -> dict[NodeT | None, list[ItemT]]:
-        """Items by the node of their keys, in order."""
-        if self._by_slot is None:
-            return {self._single: list(items)} if items else {}
-        by_node: dict[NodeT | None, list[ItemT]] = {}
-        for item, node in zip(items, self.nodes_of(items, key_of), strict=True):
-            by_node.setdefault(node, []).append(item)
+            return {self._single: list(range(len(keys)))} if keys else {}
+        by_node: dict[NodeT | None, list[int]] = {}
+        for index, key in enumerate(keys):
+            by_node.setdefault(self._by_slot[slot_of(key)], []).append(index)
         return by_node
 
 
@@ -132,7 +121,7 @@ class Routing(Generic[NodeT]):
         missing: Any,
     ) -> None:
         self.results: list[Any] = [missing] * len(keys)
-        by_node = routes.split(range(len(keys)), keys.__getitem__)
+        by_node = routes.split(keys)
         self.parts = [Part(node, some) for node, some in by_node.items() if node is not None]
         self._follow = follow
 
@@ -177,7 +166,7 @@ def find_servers(
 
     known: servers of the last map, which know more than the seeds once a cluster has grown.
     timeout_s: for each server, with all that it is asked; deadline (`time.monotonic()`): for all.
-    wanted: asked before each server, of which any may take its time to fail.
+    wanted: called before each server; False ends the look-up.
     """
     if deployment.topology is Topology.STANDALONE:
         return ServerMap((deployment.server,))
@@ -216,12 +205,12 @@ def _master(deployment: Deployment, endpoint: Endpoint, deadline: float) -> Serv
             "correct the name in the Redis URL"
         )
     master = deployment.at(_text(found[0]), int(found[1]))
-    # An old Sentinel's word counts only if the server agrees.
+    # Sentinel may be out of date: the server has to agree.
     return ServerMap((master,) if _is_master(master, deadline) else ())
 
 
 def _is_master(server: Endpoint, deadline: float) -> bool:
-    """False only if it says otherwise: whether it answers is for others to find out."""
+    """False only if it says so itself; a server that does not answer counts as one."""
     with contextlib.suppress(RedisError, ConfigError):
         role = _ask(server, deadline, "ROLE")
         return bool(role) and _text(role[0]) == "master"

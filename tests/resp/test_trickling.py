@@ -30,6 +30,7 @@ from tests.resp.helpers import (
     Chunk,
     chunk_key,
     clear,
+    describe,
     exists,
     finish,
     first_key,
@@ -380,10 +381,7 @@ def _check_call(plane: RedisPlane, name: bytes) -> None:
         plane.keys(b"*", time.monotonic() + DEADLINE_S, answers.callback("keys"))
         assert [answer.outcome.name for answer in answers.wait(2)] == [late, late]
     elif name == b"GETRANGE":
-        answers = Answers()
-        deadline = time.monotonic() + DEADLINE_S
-        plane.describe([first_key(1)], deadline, answers.callback("describe"))
-        assert answers.wait(1)[0].outcome.name == late
+        assert describe(plane, [first_key(1)], DEADLINE_S).outcome.name == late
     else:
         # Nobody is told; the scan behind it has its answer when the removal's time is over.
         plane.remove(chunk_key(1), 1)
@@ -515,10 +513,7 @@ def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
         elif name == b"SCAN":
             assert clear(plane, first_key(1)[:10]).outcome is CallOutcome.UNAVAILABLE
         elif name == b"GETRANGE":
-            answers = Answers()
-            deadline = time.monotonic() + 20.0
-            plane.describe([first_key(1)], deadline, answers.callback("describe"))
-            assert answers.wait(1)[0].outcome is CallOutcome.UNAVAILABLE
+            assert describe(plane, [first_key(1)]).outcome is CallOutcome.UNAVAILABLE
         else:
             plane.remove(chunk_key(1), 1)
             wait_until(lambda: plane.stats().connections_lost)
