@@ -1,32 +1,45 @@
-"""Clients of the server that a URL names. The only place where the admin tools make one.
+"""The servers that a URL names, each with one connection. The only place where the tools connect.
 
-Everything else asks `Server.nodes`: the processes that hold keys, one for a single server.
-Replies are those of the data plane's reader, bounded as it bounds them, each by its deadline.
-No message contains a secret.
+Everything else asks `Server.nodes`: the processes that hold keys, one for a single server. Which
+these are is looked up once; in a cluster redirections are followed. Replies are those of the data
+plane's reader, bounded as it bounds them, each by its deadline. A connection that was lost between
+two commands is replaced. No message contains a secret. For one thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from lmcache_redis.errors import (
+    ConfigError,
     RedisAuthError,
     RedisError,
     RedisFull,
     RedisProtocolError,
+    RedisRedirect,
     RedisReplyError,
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.commands import CommandClient, Question
-from lmcache_redis.resp.endpoint import Endpoint
+from lmcache_redis.resp.bulk import ask_value, receive_value
+from lmcache_redis.resp.connect import Connector
+from lmcache_redis.resp.connection import Connection
+from lmcache_redis.resp.endpoint import Deployment, Endpoint, parse_deployment
 from lmcache_redis.resp.options import RedisOptions
-from lmcache_redis.resp.wire import PING_COMMAND, ErrorReply, error_of, pack_command
+from lmcache_redis.resp.topology import Routes, Routing, find_servers
+from lmcache_redis.resp.wire import (
+    ErrorReply,
+    Reply,
+    error_of,
+    get_command,
+    pack_command,
+    parse_scan,
+    scan_command,
+)
 
 CLIENT_NAME = "lmcache-redis-admin"
 CONNECT_TIMEOUT_S = 3.0
@@ -38,7 +51,9 @@ MAX_STRIPE_BYTES = 512 << 20
 Command = tuple[bytes | str | int, ...]
 
 
-@dataclass(eq=False)
+ResultT = TypeVar("ResultT")
+
+
 class Node:
     """One process that holds keys.
 
@@ -46,9 +61,11 @@ class Node:
     that looking at the cache changes neither ages nor what is evicted next.
     """
 
-    endpoint: Endpoint
-    client: CommandClient = dataclasses.field(repr=False)
-    untouched: bool = False
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.untouched = False
+        self._connector = Connector(endpoint, CONNECT_TIMEOUT_S, OP_TIMEOUT_S)
+        self._connection = Connection(self._connector, CLIENT_NAME)
 
     @property
     def where(self) -> str:
@@ -68,19 +85,20 @@ class Node:
         """
         if not commands:
             return []
-        packed = [pack_command(*command) for command in commands]
-        try:
-            replies = self.client.exchange(self.endpoint, packed, _deadline())
-        except RedisError as error:
-            raise _lost(error, self.where) from None
+        request = b"".join([pack_command(*command) for command in commands])
+        replies = self._exchange(request, len(commands))
         return [_said(r, self.where) if isinstance(r, ErrorReply) else r for r in replies]
 
     def scan(self, pattern: bytes, step_keys: int) -> Iterator[tuple[list[bytes], bool]]:
         """The strings that each SCAN finds, and whether it was the last. Raises RedisError."""
-        try:
-            yield from self.client.scan_steps(self.endpoint, pattern, step_keys, _deadline)
-        except RedisError as error:
-            raise _lost(error, self.where) from None
+        cursor = b""
+        while cursor != b"0":
+            request = scan_command(cursor or b"0", pattern, step_keys, "TYPE", "string")
+            (reply,) = self._exchange(request, 1)
+            if isinstance(reply, ErrorReply):
+                raise _said(reply, self.where)
+            cursor, keys = parse_scan(reply)
+            yield keys, cursor == b"0"
 
     def get(self, key: bytes, payload_bytes: int) -> tuple[bytes, memoryview] | None:
         """The header and the payload of a value; None if it is not there, or has another length.
@@ -90,22 +108,56 @@ class Node:
         if payload_bytes > MAX_STRIPE_BYTES:
             raise RedisProtocolError(f"a value of {payload_bytes:,} bytes at Redis at {self.where}")
         payload = memoryview(bytearray(payload_bytes))
-        try:
-            header = self.client.get(self.endpoint, key, payload, _deadline())
-        except RedisError as error:
-            raise _lost(error, self.where) from None
+
+        def get(connection: Connection) -> bytes | None:
+            ask_value(connection, get_command(key), _deadline())
+            return receive_value(connection, payload, _deadline())
+
+        header = self._use(get)
         return None if header is None else (header, payload)
 
+    def connect(self) -> None:
+        """Open a connection. Raises RedisError, saying what to change."""
+        connection = self._connection = Connection(self._connector, CLIENT_NAME)
+        try:
+            connection.open(_deadline())
+        except ConfigError as error:
+            raise RedisUnavailable(str(error)) from None
+        request = pack_command("CLIENT", "NO-TOUCH", "ON")
+        (reply,) = connection.exchange((request,), 1, _deadline())
+        self.untouched = not isinstance(reply, ErrorReply)
 
-@dataclass(frozen=True, slots=True)
+    def close(self) -> None:
+        self._connection.close()
+
+    def _exchange(self, request: bytes, replies: int) -> list[Reply]:
+        return self._use(lambda each: each.exchange((request,), replies, _deadline()))
+
+    def _use(self, use: Callable[[Connection], ResultT]) -> ResultT:
+        """On the connection, or on another where it was lost: a tool's commands may be repeated."""
+        try:
+            if self._connection.is_open:
+                with contextlib.suppress(RedisUnavailable):
+                    return use(self._connection)
+            self.connect()
+            return use(self._connection)
+        except RedisError as error:
+            raise _lost(error, self.where) from None
+        except BaseException:
+            # Interrupted: the reply may still come.
+            self.close()
+            raise
+
+
 class Server:
-    """Where keys are: at least one node, each key on exactly one of them.
+    """Where keys are: at least one node, each key on exactly one of them."""
 
-    client: what all of them are asked by.
-    """
-
-    nodes: tuple[Node, ...]
-    client: CommandClient = dataclasses.field(repr=False)
+    def __init__(self, deployment: Deployment, routes: Routes[Node]) -> None:
+        self.nodes = routes.nodes
+        self.is_cluster = routes.is_cluster
+        self._deployment = deployment
+        self._routes = routes
+        self._by_endpoint = {node.endpoint: node for node in routes.nodes}
 
     @property
     def where(self) -> str:
@@ -117,31 +169,49 @@ class Server:
 
     def node_of(self, key: bytes) -> Node:
         """The node that holds `key`. Raises RedisUnavailable where none does."""
-        endpoint = self.client.routes(_deadline()).node_of(key)
-        for node in self.nodes:
-            if node.endpoint == endpoint:
-                return node
-        raise RedisUnavailable(
-            f"no server of the cluster at {self.where} has the slot of this key: see "
-            "`redis-cli --cluster check`"
-        )
-
-    @property
-    def is_cluster(self) -> bool:
-        """Whether keys are spread over nodes by their slots."""
-        return self.client.is_cluster
+        node = self._routes.node_of(key)
+        if node is None:
+            raise self._no_server()
+        return node
 
     def ask_all(self, commands: Sequence[tuple[bytes, Command]]) -> list[Any]:
         """Replies to (key, command) pairs, each asked of its key's node, in the given order.
 
         On one node the commands are carried out in that order. Raises as `Node.ask_all`.
         """
-        questions = [Question(key, pack_command(*command)) for key, command in commands]
-        answers = self.client.ask(questions, _deadline())
-        failure = next((each for each in answers if isinstance(each, RedisError)), None)
-        if failure is not None:
-            raise _lost(failure, self.where) from None
-        return [_said(r, self.where) if isinstance(r, ErrorReply) else r for r in answers]
+        if not self.is_cluster:
+            return self.nodes[0].ask_all([command for _, command in commands])
+        missing = self._no_server()
+        routing = Routing(self._routes, [key for key, _ in commands], self._follow, missing)
+        parts = deque(routing.parts)
+        while parts:
+            part = parts.popleft()
+            sent = [commands[index][1] for index in part.indexes]
+            if part.hop is not None and part.hop.asking:
+                replies = part.node.ask_all([each for c in sent for each in (("ASKING",), c)])[1::2]
+            else:
+                replies = part.node.ask_all(sent)
+            parts += routing.answered(part, replies)
+        if any(result is missing for result in routing.results):
+            raise missing
+        return routing.results
+
+    def close(self) -> None:
+        """Close every connection."""
+        for node in self._by_endpoint.values():
+            node.close()
+
+    def _follow(self, node: Node, redirect: RedisRedirect) -> Node:
+        endpoint = self._deployment.at(redirect.host or node.endpoint.host, redirect.port)
+        if endpoint not in self._by_endpoint:
+            self._by_endpoint[endpoint] = Node(endpoint)
+        return self._by_endpoint[endpoint]
+
+    def _no_server(self) -> RedisUnavailable:
+        return RedisUnavailable(
+            f"no server of the cluster at {self.where} has the slot of this key: see "
+            "`redis-cli --cluster check`"
+        )
 
 
 @contextlib.contextmanager
@@ -151,21 +221,22 @@ def open_server(options: RedisOptions) -> Iterator[Server]:
     Raises ConfigError for a URL that is none, and RedisError, saying what to change, where
     the server cannot be reached or does not let us in.
     """
-    options = dataclasses.replace(
-        options, connect_timeout_s=CONNECT_TIMEOUT_S, op_timeout_s=OP_TIMEOUT_S
-    )
-    client = CommandClient(options, CLIENT_NAME, pack_command("CLIENT", "NO-TOUCH", "ON"))
+    deployment = parse_deployment(options)
     try:
-        endpoints = client.routes(_deadline()).nodes
-        nodes = {endpoint: Node(endpoint, client) for endpoint in endpoints}
-        for endpoint, node in nodes.items():
-            (reply,) = client.exchange(endpoint, [PING_COMMAND], _deadline())
-            if isinstance(reply, ErrorReply):
-                raise _said(reply, endpoint.where)
-            node.untouched = client.accepts_setup(endpoint)
-        yield Server(tuple(nodes.values()), client)
+        found = find_servers(deployment, (), CONNECT_TIMEOUT_S, _deadline())
+    except ConfigError as error:
+        raise RedisUnavailable(str(error)) from None
+    if not found.servers:
+        raise RedisUnavailable(f"{deployment.where} has no master just now: try again")
+    server = Server(deployment, Routes(found, {each: Node(each) for each in found.servers}))
+    try:
+        for node in server.nodes:
+            node.connect()
+            if isinstance(reply := node.ask_all([("PING",)])[0], RedisError):
+                raise reply
+        yield server
     finally:
-        client.close()
+        server.close()
 
 
 def _deadline() -> float:
@@ -187,6 +258,8 @@ def _said(reply: ErrorReply, where: str) -> RedisError:
     at = f"Redis at {where}"
     text = " ".join(reply.text.split())[:160]
     error = error_of(reply)
+    if isinstance(error, RedisRedirect):
+        return error
     if reply.code == "NOPERM":
         return RedisAuthError(
             f"{at} does not allow it to this user ({text}): inspect and purge need +@read and "

@@ -9,10 +9,11 @@ jobs                work that is answered exactly once
 health              whether a server is worth asking
 worker              a thread with its connections and its queue: one class for reads and writes
 reading, writing    a chunk in flight, and what follows from the end of a stripe
-control, query      questions about keys and removals: of one server, of all
-topology, node      which servers there are and which has a key; each with its threads
+topology            which servers there are, and which has a key
+control, query      questions to one server: its control connection, and what is asked on it
+node                the servers, each with its threads
+calls               calls about keys, routed to the servers that have them
 plane               all of it, started and closed together
-commands            a blocking client for small questions, apart from the plane
 """
 
 from lmcache_redis.resp.endpoint import check_url

@@ -1,9 +1,9 @@
-"""Connections to one server: its name looked up, connected, over TLS where wanted, let in.
+"""Connections to one server: name look-up, connect, TLS handshake, greeting.
 
-The first three end within the connect time-out together, however many addresses a name has;
-`greeting` has the op time-out, however slowly its replies come; a caller's deadline ends either.
-A name look-up cannot be interrupted: it has a thread of its own, of which no call waits for
-longer, and one for all who want the same name meanwhile.
+The first three end within the connect time-out together, however many addresses a name has. The
+greeting has the op time-out, however slowly its replies come. A caller's deadline ends both. A
+name look-up cannot be interrupted: it has a thread of its own, which all callers share that want
+the name meanwhile, and no call waits for it longer than its deadline.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lmcache_redis.resp.wire import ErrorReply, ReplyBuffer, error_of, pack_comm
 
 # A unix socket's default (208 KiB) makes a sender sleep five times a stripe; TCP tunes itself.
 _UNIX_SEND_BUFFER_BYTES = 1 << 20
-# A server whose machine is gone is noticed at rest within 45 s.
+# On an idle connection a machine that is gone is noticed within 45 s.
 _TCP_OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -47,7 +47,7 @@ _VERIFY_MODES = {
     "required": ssl.CERT_REQUIRED,
 }
 
-# Of CLIENT SETNAME: a user may do without, as far as these say.
+# Errors of CLIENT SETNAME that are ignored: the user may not be allowed to call it.
 _TOLERATED = ("NOPERM", "ERR")
 _OF_CERTIFICATES = re.compile("ALERT_(CERTIFICATE|UNKNOWN_CA|BAD_CERTIFICATE|NO_CERTIFICATE)")
 
@@ -56,10 +56,10 @@ Address = tuple[int, Any]
 
 
 class Connector:
-    """Makes streams to one endpoint, and can make all of them fail at once. Thread-safe.
+    """Opens streams to one endpoint, and can abort all of them at once. Thread-safe.
 
-    connect_timeout_s bounds the way to an open connection, op_timeout_s the greeting on it and
-    then each call on the stream.
+    connect_timeout_s: for look-up, connect and TLS handshake. op_timeout_s: for the greeting, and
+    then for each call on the stream.
     """
 
     def __init__(self, endpoint: Endpoint, connect_timeout_s: float, op_timeout_s: float) -> None:
@@ -133,7 +133,7 @@ class Connector:
             try:
                 with self._lock:
                     self._check_wanted()
-                    # Within the reach of `abort` from its beginning.
+                    # `abort` reaches it from the start.
                     self._opening.add(stream)
                 stream.connect(address, now + (deadline - now) / (len(addresses) + 1))
                 return stream
@@ -185,7 +185,7 @@ class Connector:
             raise TimeoutError from None
 
     def _look_up_name(self, look_up: concurrent.futures.Future[list[Address]]) -> None:
-        # Whoever gave up has cancelled it.
+        # It is cancelled once the plane is closed.
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             try:
                 look_up.set_result(self._resolve(0))
@@ -219,14 +219,14 @@ def _tls_context(endpoint: Endpoint) -> ssl.SSLContext:
 
 
 def greet(stream: Stream, endpoint: Endpoint, client_name: str, deadline: float) -> None:
-    """Be let in by the server of a stream that is connected.
+    """Authenticate on a connected stream, select the database, name the connection.
 
     Raises RedisError with a sentence, or as the stream does.
     """
     commands = _commands(endpoint, client_name)
     stream.arm(deadline)
     request = b"".join([pack_command(*words) for words in commands])
-    # A server without room says so and closes: what it said may have come.
+    # A server at its maxclients says so and closes: its reply may have come.
     with contextlib.suppress(RedisUnavailable):
         stream.send((request,), len(request))
     buffer = ReplyBuffer()
@@ -260,7 +260,7 @@ def _commands(endpoint: Endpoint, client_name: str) -> list[tuple[str, ...]]:
 
 
 def _judge(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
-    """Raises what an error reply to the greeting means, unless it can be done without."""
+    """Raises what an error reply to the greeting means, unless that command may fail."""
     at = f"Redis at {endpoint.where}"
     error = error_of(reply)
     if "max number of clients" in reply.text:
@@ -279,7 +279,7 @@ def _judge(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
 
 
 def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError:
-    """A sentence for what was raised on the way to a connection and during its greeting."""
+    """An error with a sentence for what was raised while connecting or greeting."""
     at = f"Redis at {endpoint.where}"
     if isinstance(error, (RedisTimeout, TimeoutError)) and not isinstance(error, ssl.SSLError):
         tls = ", or is there no TLS" if endpoint.transport is Transport.TLS else ""

@@ -189,16 +189,14 @@ class Pipeline:
         """The next replies, at least so many; raises the first error among them."""
         return without_errors(self._receive(least))
 
-    def exchange(self, requests: Iterable[bytes], replies: int) -> Sequence[Reply]:
-        """`send`, and all replies, errors among them. Only where none is outstanding."""
-        self.send(requests, replies)
-        return self._receive(replies) if replies else ()
+    def receive_all(self) -> Sequence[Reply]:
+        """Every outstanding reply, error replies among them."""
+        return self._receive(self.outstanding) if self.outstanding else ()
 
     def finish(self, deadline: float) -> None:
         """Receive what is still outstanding, and drop it."""
         self._deadline = deadline
-        if self.outstanding:
-            self._receive(self.outstanding)
+        self.receive_all()
 
     def _receive(self, least: int) -> Sequence[Reply]:
         self.send((), 0)

@@ -1,11 +1,11 @@
-"""The circuit breaker: knows whether the server is up, and finds out when it is again.
+"""The circuit breaker: whether the server is up, and when it is up again.
 
-One thread probes. While the server is DOWN every operation is answered at once with
-UNAVAILABLE by whoever asks `is_up`, and the prober tries a new connection and a PING every
-`probe_interval_s`. A stopped process accepts connections and answers nothing: the probe
-waits, and is answered the moment the process goes on. While UP it sends a heartbeat, and
-asks at once when a worker met a time-out, so that a slow operation does not condemn a
-server that answers, and a dead one costs a single time-out.
+One thread probes. While the server is DOWN every operation is answered UNAVAILABLE at once, and
+the prober tries a new connection and a PING every `probe_interval_s`. A stopped process accepts
+connections and answers nothing: the probe waits, and is answered the moment the process continues.
+While the server is UP the prober sends a heartbeat, and probes at once after a time-out of a
+worker. So a slow operation does not condemn a server that answers, and a dead server costs a single
+time-out.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.connection import Connection
+from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.outcomes import PlaneState
 
 logger = logging.getLogger(__name__)
@@ -46,10 +47,10 @@ class Breaker:
     """DOWN until a probe is answered, UP until something fails for certain.
 
     While DOWN nothing but probes is sent, `next_probe_at` says when. While UP a heartbeat
-    asks now and then, and at once when `suspected`. Times are monotonic seconds. Every
-    method that can change `up` says whether it did, so that changes are told once. Up and
-    down in quick succession (there are probes that succeed where workers fail, as when only
-    one connection more is allowed) count as `unsteady` and lengthen the pause, to a second.
+    probes now and then, and at once when `suspected`. Times are monotonic seconds. A method that
+    can change `up` returns whether it did, so that a change is logged once. Up and down in quick
+    succession (a probe may succeed where workers fail, as when only one more connection is
+    allowed) count as `unsteady` and lengthen the pause, up to a second.
     """
 
     probe_interval_s: float
@@ -73,7 +74,7 @@ class Breaker:
         return changed
 
     def failed(self, now: float, reason: str, retry_after_s: float = 0.0) -> bool:
-        """A probe, or something as certain as one, failed; not to be tried again too soon."""
+        """A probe failed, or an operation in a way as certain; the next probe has to wait."""
         changed = self.up or not self.probed
         if self.up:
             self.unsteady = self.unsteady + 1 if now - self.since < STEADY_AFTER_S else 0
@@ -86,7 +87,7 @@ class Breaker:
         return changed
 
     def suspected(self, now: float) -> None:
-        """An operation timed out, which a slow server does too: ask."""
+        """An operation timed out, which happens with a slow server too: probe now."""
         if self.up:
             self.next_probe_at = now
 
@@ -100,21 +101,20 @@ class Health:
     def __init__(
         self,
         connector: Connector,
-        probe_interval_s: float,
-        heartbeat_s: float,
-        op_timeout_s: float,
+        options: RedisOptions,
         on_down: Callable[[], None],
     ) -> None:
         self.is_up = False
         self.errors = 0
         self._connector = connector
         self._where = connector.endpoint.where
-        self._op_timeout_s = op_timeout_s
+        self._op_timeout_s = options.op_timeout_s
         self._on_down = on_down
-        self._breaker = Breaker(probe_interval_s, heartbeat_s, since=time.monotonic())
+        since = time.monotonic()
+        self._breaker = Breaker(options.probe_interval_s, options.heartbeat_s, since=since)
         self._last_error = ""
-        self._said: dict[str, float] = {}
-        self._told_down = False
+        self._logged_at: dict[str, float] = {}
+        self._logged_down = False
         self._closing = False
         self._changed = threading.Condition(threading.Lock())
         self._thread = threading.Thread(target=self._run, name="lmcr-health", daemon=True)
@@ -138,34 +138,34 @@ class Health:
             return not self._closing
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
-        """Wait until the first probe has ended, well or not, and give the state."""
+        """Wait until the first probe has succeeded or failed; the state then."""
         with self._changed:
             self._changed.wait_for(lambda: self._breaker.probed or self._closing, timeout_s)
         return self.state
 
     def suspect(self, error: RedisError) -> None:
-        """An operation timed out: let the prober ask the server."""
+        """An operation timed out: have the prober ask the server."""
         with self._changed:
             self._note(error)
             self._breaker.suspected(time.monotonic())
             self._changed.notify_all()
 
     def down(self, error: RedisError | ConfigError, tried_at: float) -> None:
-        """The server could not be used when that was tried: no connection, or it said so."""
+        """The server could not be used at `tried_at`: no connection, or it said so."""
         if self.state.since <= tried_at or not self.is_up:
-            # Otherwise it has been found up since.
+            # Otherwise a later probe has found it up.
             self._failed(error)
 
     def note(self, error: RedisError) -> None:
-        """An operation failed in a way that says nothing about others. Logged once a while."""
+        """An operation failed in a way that says nothing about others. Logged once a minute."""
         with self._changed:
             self._note(error)
-            tell = self._is_news(str(error))
-        if tell:
+            log = self._is_new(str(error))
+        if log:
             logger.warning("%s", error)
 
     def close(self) -> None:
-        """Release everybody who waits. The connector must be aborted for the prober to end."""
+        """Wake all waiting threads. The connector must be aborted for the prober to end."""
         with self._changed:
             self._closing = True
             self.is_up = False
@@ -182,7 +182,7 @@ class Health:
     def _run(self) -> None:
         connection: Connection | None = None
         try:
-            while self._wait_for_turn():
+            while self._wait_until_due():
                 kept = self._probe(connection)
                 if connection is not None and connection is not kept:
                     connection.close()
@@ -191,7 +191,7 @@ class Health:
             if connection is not None:
                 connection.close()
 
-    def _wait_for_turn(self) -> bool:
+    def _wait_until_due(self) -> bool:
         with self._changed:
             while not self._closing:
                 left = self._breaker.next_probe_at - time.monotonic()
@@ -201,7 +201,7 @@ class Health:
             return False
 
     def _probe(self, connection: Connection | None) -> Connection | None:
-        """Ask once and act on the answer; the connection to keep for the next time."""
+        """Probe once and act on the answer; the connection to keep for the next probe."""
         if connection is not None and connection.is_open and self.is_up:
             try:
                 self._ping(connection, min(_HEARTBEAT_TIMEOUT_S, self._op_timeout_s))
@@ -213,7 +213,7 @@ class Health:
                 if not lost:
                     self._failed(error)
                     return None
-        # A server without room for more connections is down for whoever comes new.
+        # A server without room for more connections is down for every new connection.
         connection = Connection(self._connector, "lmcache-redis:health")
         try:
             connection.open()
@@ -244,7 +244,7 @@ class Health:
             self._changed.notify_all()
         if first:
             logger.info("connected to Redis at %s", self._where)
-        elif self._told_down:
+        elif self._logged_down:
             logger.info("Redis at %s is up again after %.1f s", self._where, now - since)
 
     def _failed(self, error: RedisError | ConfigError) -> None:
@@ -257,10 +257,10 @@ class Health:
             changed = self._breaker.failed(time.monotonic(), str(error), retry_after_s)
             self.is_up = False
             self._changed.notify_all()
-            # Up and down by the second: the same sentence once a while is enough.
-            tell = self._is_news(str(error)) or (changed and not self._breaker.unsteady)
-            self._told_down = tell or (self._told_down and not changed)
-        if tell:
+            # Up and down by the second: the same sentence once a minute is enough.
+            log = self._is_new(str(error)) or (changed and not self._breaker.unsteady)
+            self._logged_down = log or (self._logged_down and not changed)
+        if log:
             logger.warning("Redis is down, nothing is loaded or stored: %s", error)
         if was_up:
             self._on_down()
@@ -271,12 +271,12 @@ class Health:
         self.errors += 1
         self._last_error = str(error)
 
-    def _is_news(self, text: str) -> bool:
+    def _is_new(self, text: str) -> bool:
         now = time.monotonic()
-        if now - self._said.get(text, -_REPEAT_AFTER_S) < _REPEAT_AFTER_S:
+        if now - self._logged_at.get(text, -_REPEAT_AFTER_S) < _REPEAT_AFTER_S:
             return False
         # Few sentences exist; a server that invents many must not fill the memory.
-        if len(self._said) >= 64:
-            self._said.clear()
-        self._said[text] = now
+        if len(self._logged_at) >= 64:
+            self._logged_at.clear()
+        self._logged_at[text] = now
         return True

@@ -1,7 +1,10 @@
 """The data servers of a plane: their queues, threads and health; started and retired with the map.
 
 A `Node` is one server. There is one, or with Sentinel the master's, or one for each shard of a
-cluster; `Nodes` keeps them by the map that a `Watcher` finds.
+cluster. `Nodes` keeps them by the map. Where that can change, a thread looks it up at the start,
+every few seconds, soon after a hint that it is old (a redirection, a server that went down, a
+master that turned out to be a replica), and more often while a server is down or none is known. A
+look-up that fails changes nothing.
 """
 
 from __future__ import annotations
@@ -12,21 +15,14 @@ import time
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisRedirect
 from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.control import Controller, Query
+from lmcache_redis.resp.control import Controller
 from lmcache_redis.resp.endpoint import Deployment, Endpoint, Topology
 from lmcache_redis.resp.health import Health
 from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.outcomes import PlaneState
 from lmcache_redis.resp.reading import Read, Reader
-from lmcache_redis.resp.topology import (
-    Hop,
-    Routes,
-    ServerMap,
-    Watcher,
-    find_servers,
-    next_hop,
-)
+from lmcache_redis.resp.topology import Routes, ServerMap, find_servers, next_hop
 from lmcache_redis.resp.worker import Task, Worker
 from lmcache_redis.resp.writing import Writer
 
@@ -34,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # A cluster tells by redirections that its map has changed; Sentinel has no such way.
 _REFRESH_S = {Topology.SENTINEL: 1.0, Topology.CLUSTER: 15.0}
+# Hints come in crowds: a resharding redirects every key of a slot.
+_LEAST_PAUSE_S = 0.1
 # A shard that lost its last slot still answers, with redirections, what was sent to it before.
 _GRACE_S = 5.0
 _REPEAT_AFTER_S = 60.0
@@ -48,16 +46,10 @@ class Node:
         self.jobs = nodes.jobs
         self._nodes = nodes
         self.connector = Connector(endpoint, options.connect_timeout_s, options.op_timeout_s)
-        self.health = Health(
-            self.connector,
-            options.probe_interval_s,
-            options.heartbeat_s,
-            options.op_timeout_s,
-            on_down=lambda: nodes.node_is_down(self),
-        )
+        self.health = Health(self.connector, options, on_down=lambda: nodes.node_is_down(self))
         self.reads: TaskQueue[Task] = TaskQueue()
-        self._queries: TaskQueue[Query] = TaskQueue()
-        self._controller = Controller("control", self, self._queries)
+        self._controller = Controller(self)
+        self.ask = self._controller.put
         readers = _shares(options.get_connections, nodes.shards, options.network_threads)
         writers = _shares(options.set_connections, nodes.shards, options.network_threads)
         self._writes: list[TaskQueue[Task]] = [TaskQueue() for _ in writers]
@@ -67,17 +59,22 @@ class Node:
             *[Writer(f"set-{n}", self, self._writes[n], count) for n, count in enumerate(writers)],
         ]
 
-    def ask(self, query: Query) -> None:
-        """Queue a query."""
-        self._controller.put(query)
-
     def writes(self, chunk_key: bytes) -> TaskQueue[Task]:
         """The queue for all stripes of a chunk that this server gets."""
         return self._writes[hash(chunk_key) % len(self._writes)]
 
     def redirect(self, task: Task, redirect: RedisRedirect) -> bool:
         """See `worker.Server`."""
-        return self._nodes.redirect(self, task, redirect)
+        job, index, hop = task
+        hop = next_hop(hop, redirect)
+        target = self._nodes.follow(self, redirect) if hop is not None else None
+        if target is None:
+            return False
+        if target not in job.nodes:
+            job.nodes = (*job.nodes, target)
+        queue = target.reads if isinstance(job, Read) else target.writes(job.chunk_key)
+        queue.put(((job, index, hop),), urgent=True)
+        return True
 
     def is_replica(self) -> None:
         """See `worker.Server`."""
@@ -88,8 +85,10 @@ class Node:
         return self.health.is_up
 
     @property
-    def connections_lost(self) -> int:
-        return sum(worker.connections_lost for worker in self._workers)
+    def counts(self) -> tuple[int, int, int]:
+        """Since the start: connections made, connections lost, errors."""
+        lost = sum(worker.connections_lost for worker in self._workers)
+        return self.connector.connects, lost, self.health.errors
 
     def start(self) -> None:
         """Start the threads; returns at once."""
@@ -101,12 +100,12 @@ class Node:
         """Drop what is queued, and wake every thread that waits: all of them end."""
         for queue in (self.reads, *self._writes):
             queue.close()
-        self._queries.close()
+        self._controller.close()
         self.health.close()
         self.connector.abort()
 
     def join(self) -> int:
-        """Wait for the threads' ends; how many did not come in time."""
+        """Wait for the threads' ends; how many did not end in time."""
         timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
         ended = [worker.join(timeout_s) for worker in self._workers]
         ended.append(self.health.join(timeout_s))
@@ -121,93 +120,62 @@ def _shares(connections: int, shards: int, threads: int) -> list[int]:
 
 
 class Nodes:
-    """Thread-safe. The map is adopted on the watcher's thread; a single server needs none."""
+    """Thread-safe. routes: the map, in its last version."""
 
     def __init__(self, deployment: Deployment, options: RedisOptions, jobs: Jobs) -> None:
         self.deployment = deployment
         self.options = options
         self.jobs = jobs
         self.shards = 1
+        self.routes: Routes[Node] = Routes(ServerMap(()), {})
         self._lock = threading.RLock()
-        self._mapped = threading.Event()
         self._nodes: dict[Endpoint, Node] = {}
         self._retiring: dict[Node, float] = {}  # and until when they may be needed
-        self._retired = _Sums()
-        self._closed = False
+        self._retired_counts = (0, 0, 0)
         self._map_error = "the servers have not been looked up yet"
         self._map_error_since = time.monotonic()
         self._said_at = 0.0
-        self._watcher: Watcher | None = None
-        if deployment.topology is Topology.STANDALONE:
-            self._nodes[deployment.server] = Node(deployment.server, self)
-            self.routes: Routes[Node] = Routes(ServerMap((deployment.server,)), self._nodes)
-        else:
-            self.routes = Routes(ServerMap(()), {})
-            self._watcher = Watcher(
-                self._find,
-                self._adopt,
-                self._not_found,
-                lambda: not self.routes.nodes or not all(n.is_up for n in self.routes.nodes),
-                retry_s=options.probe_interval_s,
-                refresh_s=_REFRESH_S[deployment.topology],
-            )
+        self._mapped = threading.Event()
+        self._hinted = threading.Event()
+        self._closing = threading.Event()
+        self._is_watched = deployment.topology is not Topology.STANDALONE
+        self._thread = threading.Thread(target=self._watch, name="lmcr-topology", daemon=True)
 
     # ------------------------------------------------------------- life cycle
 
     def start(self) -> None:
-        if self._watcher is not None:
-            self._watcher.start()
-            return
-        self._mapped.set()
-        for node in self._nodes.values():
-            node.start()
+        """Returns at once."""
+        if self._is_watched:
+            self._thread.start()
+        else:
+            self._adopt(ServerMap((self.deployment.server,)))
 
-    def close(self, patience_s: float) -> int:
+    def close(self, timeout_s: float) -> int:
         """End all threads; how many did not end in time."""
         with self._lock:
-            self._closed = True
-            nodes = [*self._nodes.values(), *self._retiring]
-        if self._watcher is not None:
-            self._watcher.close()
+            self._closing.set()
+            nodes = self._all()
+        self._hinted.set()
         for node in nodes:
             node.stop()
         left = sum(node.join() for node in nodes)
-        if self._watcher is not None:
-            left += not self._watcher.join(patience_s)
+        if self._is_watched:
+            # A look-up that is in flight ends by its time-out.
+            self._thread.join(timeout_s)
+            left += self._thread.is_alive()
         return left
 
     # ------------------------------------------------------------- any thread
 
-    def redirect(self, node: Node, task: Task, redirect: RedisRedirect) -> bool:
-        """Queue a stripe that `node` redirected at another node; False if there is none."""
-        job, index, hop = task
-        target = self.follow(node, hop, redirect)
-        if target is None:
-            return False
-        if target not in job.nodes:
-            job.nodes = (*job.nodes, target)
-        queue = target.reads if isinstance(job, Read) else target.writes(job.chunk_key)
-        queue.put(((job, index, next_hop(hop, redirect)),), urgent=True)
-        return True
-
-    def follow(self, node: Node, hop: Hop | None, redirect: RedisRedirect) -> Node | None:
-        """The node that `node` redirected to, a new one if it is not on the map (yet).
-
-        None: there were too many redirections already, or it is no cluster.
-        """
-        if not self.routes.is_cluster or next_hop(hop, redirect) is None:
+    def follow(self, node: Node, redirect: RedisRedirect) -> Node | None:
+        """The node that `node` redirected to, made if it is not on the map; None: no cluster."""
+        if not self.routes.is_cluster:
             return None
         if not redirect.asking:
             self.map_is_old()
         target = self.deployment.at(redirect.host or node.endpoint.host, redirect.port)
         with self._lock:
-            found = self._nodes.get(target)
-            if found is None:
-                found = self._nodes[target] = Node(target, self)
-                if self._closed:
-                    return found  # never started: its tasks end with the plane
-                found.start()
-            return found
+            return self._nodes.get(target) or self._add(target)
 
     def node_is_down(self, node: Node) -> None:
         """Called on any thread once the node is not up any more."""
@@ -216,10 +184,10 @@ class Nodes:
 
     def map_is_old(self) -> None:
         """Have the servers looked up soon."""
-        if self._watcher is not None:
-            self._watcher.hint()
+        self._hinted.set()
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
+        """Wait until every server was asked once, or the time is over; the state then."""
         deadline = time.monotonic() + timeout_s
         self._mapped.wait(timeout_s)
         for node in self.routes.nodes:
@@ -228,6 +196,7 @@ class Nodes:
 
     @property
     def state(self) -> PlaneState:
+        """Up or down, and why. A cluster is up as long as any of its shards is."""
         nodes = self.routes.nodes
         if not nodes:
             return PlaneState(False, self._mapped.is_set(), self._map_error, self._map_error_since)
@@ -247,42 +216,57 @@ class Nodes:
 
     @property
     def open_streams(self) -> int:
+        """Connections that are open."""
         return sum(node.connector.open_streams for node in self._all())
 
     @property
-    def connects(self) -> int:
-        return self._retired.connects + sum(node.connector.connects for node in self._all())
-
-    @property
-    def connections_lost(self) -> int:
-        return self._retired.lost + sum(node.connections_lost for node in self._all())
-
-    @property
-    def errors(self) -> int:
-        return self._retired.errors + sum(node.health.errors for node in self._all())
+    def counts(self) -> tuple[int, int, int]:
+        """As of a `Node`, of all that there were."""
+        return _sums(self._retired_counts, *[node.counts for node in self._all()])
 
     def _all(self) -> list[Node]:
         with self._lock:
             return [*self._nodes.values(), *self._retiring]
 
+    def _add(self, server: Endpoint) -> Node:
+        """Under the lock. Never started once the plane is being closed: its tasks end with it."""
+        node = self._nodes[server] = Node(server, self)
+        if not self._closing.is_set():
+            node.start()
+        return node
+
     # ------------------------------------------------------- watcher's thread
 
-    def _find(self) -> ServerMap:
-        known = [node.endpoint for node in self.routes.nodes if node.is_up]
-        timeout_s = self.options.connect_timeout_s
-        return find_servers(self.deployment, known, timeout_s, wanted=lambda: not self._closed)
+    def _watch(self) -> None:
+        while not self._closing.is_set():
+            self._hinted.clear()
+            try:
+                known = [node.endpoint for node in self.routes.nodes if node.is_up]
+                timeout_s, wanted = self.options.connect_timeout_s, self._is_wanted
+                self._adopt(find_servers(self.deployment, known, timeout_s, wanted=wanted))
+            except (RedisError, ConfigError) as error:
+                self._not_found(error)
+            except Exception:
+                logger.exception("the servers could not be looked up")
+            nodes = self.routes.nodes
+            pause_s = _REFRESH_S[self.deployment.topology]
+            if not nodes or not all(node.is_up for node in nodes):
+                pause_s = self.options.probe_interval_s
+            if not self._closing.wait(_LEAST_PAUSE_S):
+                self._hinted.wait(max(0.0, pause_s - _LEAST_PAUSE_S))
+
+    def _is_wanted(self) -> bool:
+        return not self._closing.is_set()
 
     def _adopt(self, found: ServerMap) -> None:
         with self._lock:
-            if self._closed:
+            if self._closing.is_set():
                 return
             self.shards = max(1, len(found.servers))
             before = self.routes.nodes
             for server in found.servers:
-                node = self._nodes.get(server)
-                if node is None:
-                    node = self._nodes[server] = Node(server, self)
-                    node.start()
+                if server not in self._nodes:
+                    self._add(server)
             self.routes = Routes(found, self._nodes)
             grace_s = _GRACE_S if found.ranges is not None else 0.0
             until = time.monotonic() + grace_s
@@ -293,7 +277,7 @@ class Nodes:
         elif not self._map_error:
             self._map_error = "Sentinel names a server as master that is a replica"
             self._map_error_since = time.monotonic()
-        if set(before) != set(self.routes.nodes):
+        if self._is_watched and set(before) != set(self.routes.nodes):
             places = ", ".join(server.where for server in found.servers) or "no server"
             logger.info("%s: the data is with %s", self.deployment.where, places)
         self._sweep()
@@ -319,18 +303,11 @@ class Nodes:
             self.jobs.stop_all(Stop.UNAVAILABLE, node=node)
             if left := node.join():
                 logger.warning("%d threads of a retired server did not end", left)
-            self._retired.add(node)
             with self._lock:
+                self._retired_counts = _sums(self._retired_counts, node.counts)
                 del self._retiring[node]
 
 
-class _Sums:
-    """What nodes counted that are no more."""
-
-    def __init__(self) -> None:
-        self.connects = self.lost = self.errors = 0
-
-    def add(self, node: Node) -> None:
-        self.connects += node.connector.connects
-        self.lost += node.connections_lost
-        self.errors += node.health.errors
+def _sums(*counts: tuple[int, int, int]) -> tuple[int, int, int]:
+    connects, lost, errors = map(sum, zip(*counts, strict=True))
+    return connects, lost, errors

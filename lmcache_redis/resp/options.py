@@ -1,4 +1,4 @@
-"""What a user decides about the way to Redis. Secrets never leave through repr."""
+"""What a user decides about the use of Redis. No repr shows a secret."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ MAX_TTL_S = 10 * 366 * 86_400
 class RedisOptions:
     """Redis and how to use it; checked on construction.
 
-    url: redis://, rediss://, unix:// (`endpoint`), or one of a Sentinel's or a cluster's
-    (`deployment`). key_prefix: put
-    before every key by whoever makes keys. username, password: override those of the URL.
-    get_connections, set_connections: bulk connections of a server or, divided, of a cluster's
-    shards. network_threads: that many share the former, and as many the latter; more than one is
-    for servers that are faster than a thread. connect_timeout_s: for a TCP or TLS connection to
-    stand, its name looked up. op_timeout_s: for what is sent at once, and for all of its reply;
-    deadlines of operations shorten it. probe_interval_s: between two attempts to reach a server
-    that is down. heartbeat_s: between two PINGs to a server that is up. ttl_s: in how many seconds
-    a stored chunk expires (0: never), with ttl_refresh counted from its last load.
-    verify_checksums: False loads what was damaged as good; only to measure what they cost.
+    url: see `endpoint`. key_prefix: precedes every key. username, password: override those of the
+    URL. get_connections, set_connections: bulk connections of a server or, divided, of a cluster's
+    shards. network_threads: threads for the former, and as many for the latter; more than one is
+    for servers that are faster than a thread. connect_timeout_s: for name look-up, connect and TLS
+    handshake. op_timeout_s: for sending a request and receiving all of its reply; deadlines of
+    operations shorten it. probe_interval_s: between two attempts to reach a server that is down.
+    heartbeat_s: between two PINGs to a server that is up. ttl_s: seconds until a stored chunk
+    expires (0: never), with ttl_refresh counted from its last load. verify_checksums: False loads
+    damaged values as good; only to measure the cost of checksums.
     Raises ConfigError for impossible values (the URL is checked by `check_url`).
     """
 

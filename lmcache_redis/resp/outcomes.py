@@ -64,6 +64,13 @@ class ExistsResult(NamedTuple):
     present: Sequence[bool] = ()
 
 
+class KeysResult(NamedTuple):
+    """names: those that were found, also where the outcome is not DONE."""
+
+    outcome: CallOutcome
+    names: Sequence[bytes] = ()
+
+
 class ClearResult(NamedTuple):
     """removed: how many keys were deleted, also where the outcome is not DONE."""
 

@@ -1,13 +1,13 @@
-"""The Redis data plane: chunks between slots and Redis, every call answered.
+"""The Redis data plane: chunks between slots and Redis; every call is answered.
 
 Each data server is a `Node` with threads and connections of its own: readers, writers, one
-controller, one health prober. A timekeeper without a connection answers what is late or cannot be
-tried. Callers hand in jobs from any thread and never wait. Each callback is called exactly once, on
-a thread of the plane, by the job's deadline (a wait on a socket may overrun it by milliseconds),
-and must only enqueue.
+controller, one health prober. A timekeeper without a connection answers jobs that are late or
+cannot be tried. Callers submit jobs from any thread and never wait. Each callback is called exactly
+once, on a thread of the plane, by the job's deadline (a wait on a socket may overrun it by
+milliseconds), and must only enqueue.
 
-When a server goes down (`health`), everything pending that needs it is answered UNAVAILABLE, and
-so is what comes until a probe finds it up again. docs/data-plane.md has what happens when.
+When a server goes down (`health`), all pending jobs that need it are answered UNAVAILABLE, and so
+are new ones until a probe finds it up. docs/data-plane.md lists the faults and what follows.
 """
 
 from __future__ import annotations
@@ -21,24 +21,19 @@ from typing import Any
 
 from lmcache_redis import native
 from lmcache_redis.keys import stripe_key
-from lmcache_redis.resp.control import RemoveJob
+from lmcache_redis.resp.calls import KeyCalls
+from lmcache_redis.resp.control import Removal
 from lmcache_redis.resp.endpoint import parse_deployment
 from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
 from lmcache_redis.resp.node import Node, Nodes
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.outcomes import (
     ChunkIO,
-    ClearResult,
-    DescribeResult,
-    ExistsResult,
     PlaneState,
     PlaneStats,
     ReadOutcome,
-    RemoveResult,
-    ScanResult,
     WriteOutcome,
 )
-from lmcache_redis.resp.query import Queries
 from lmcache_redis.resp.reading import Read
 from lmcache_redis.resp.worker import Task
 from lmcache_redis.resp.writing import Write
@@ -46,19 +41,18 @@ from lmcache_redis.stripe import STORE_ID_BYTES
 
 logger = logging.getLogger(__name__)
 
-# Submitted together: a thread takes these up while the next are being prepared.
+# Enqueued together: a thread starts on these while the next are being prepared.
 _BATCH_STRIPES = 32
 
 
-class RedisPlane:
+class RedisPlane(KeyCalls):
     """See the module. Raises ConfigError on construction for a URL that names no server."""
 
     def __init__(self, options: RedisOptions) -> None:
         self.options = options
         self.deployment = parse_deployment(options)
-        self._jobs = Jobs()
-        self._nodes = Nodes(self.deployment, options, self._jobs)
-        self._queries = Queries(self._nodes, self._jobs)
+        jobs = Jobs()
+        super().__init__(Nodes(self.deployment, options, jobs), jobs)
         # Seeded by the operating system: no two planes give a store the same id.
         self._random = random.Random()
 
@@ -89,14 +83,14 @@ class RedisPlane:
             return True
         jobs.closing = True
         deadline = time.monotonic() + deadline_s
-        # Callbacks come on threads of the plane to the last: the timekeeper stops the jobs.
+        # Every callback is called on a thread of the plane: the timekeeper stops the jobs.
         post = jobs.timekeeper.post
-        post(lambda: jobs.stop_all(Stop.CANCELLED, but=(Write, RemoveJob)))
+        post(lambda: jobs.stop_all(Stop.CANCELLED, but=(Write, Removal)))
         jobs.wait_empty(deadline)
         post(lambda: jobs.stop_all(Stop.CANCELLED))
         timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
         left = self._nodes.close(timeout_s)
-        # Whatever was submitted meanwhile.
+        # What was submitted meanwhile.
         post(lambda: jobs.stop_all(Stop.CANCELLED))
         jobs.closed = True
         left += not jobs.timekeeper.close(timeout_s)
@@ -123,8 +117,9 @@ class RedisPlane:
 
     def stats(self) -> PlaneStats:
         """Counts since the start, all of one moment."""
-        jobs, nodes = self._jobs, self._nodes
+        jobs = self._jobs
         with jobs.lock:
+            connects, connections_lost, errors = self._nodes.counts
             transfers = list(jobs.transfers.values())
             return PlaneStats(
                 bytes_in=jobs.bytes_in,
@@ -134,9 +129,9 @@ class RedisPlane:
                 calls=dict(jobs.calls),
                 keys_scanned=jobs.keys_scanned,
                 keys_removed=jobs.keys_removed,
-                connects=nodes.connects,
-                connections_lost=nodes.connections_lost,
-                errors=nodes.errors,
+                connects=connects,
+                connections_lost=connections_lost,
+                errors=errors,
                 queued_reads=sum(isinstance(job, Read) for job in transfers),
                 queued_writes=sum(isinstance(job, Write) for job in transfers),
             )
@@ -153,10 +148,9 @@ class RedisPlane:
         """Load chunks, in this order; `done` is called for each. Cheaper than one by one."""
         self._check(chunks, writable=True)
         ttl_s = self.options.ttl_s if self.options.ttl_refresh else 0
-        remove = self._queries.remove_soon
         for some in _batches(chunks):
             now = time.monotonic()
-            jobs = [Read(chunk, done, remove, now, ttl_s) for chunk in some]
+            jobs = [Read(chunk, done, self.remove, now, ttl_s) for chunk in some]
             nodes = self._place(some, jobs)
             accepted = self._jobs.enter(jobs)
             by_node: dict[Node, list[Task]] = {}
@@ -179,7 +173,6 @@ class RedisPlane:
     ) -> None:
         """Store chunks, in this order; `done` is called for each. Cheaper than one by one."""
         self._check(chunks, writable=False)
-        remove = self._queries.remove_soon
         for some in _batches(chunks):
             now = time.monotonic()
             unix_ms = max(0, int(time.time() * 1000))
@@ -189,7 +182,7 @@ class RedisPlane:
             for chunk in some:
                 if chunk.frame.stripe_count > 1:
                     store_id = self._new_store_id()
-                jobs.append(Write(chunk, done, remove, now, store_id, unix_ms))
+                jobs.append(Write(chunk, done, self.remove, now, store_id, unix_ms))
             nodes = self._place(some, jobs)
             accepted = self._jobs.enter(jobs)
             by_queue: dict[TaskQueue[Task], list[Task]] = {}
@@ -209,14 +202,14 @@ class RedisPlane:
     def cancel(self, chunk: ChunkIO) -> None:
         """End a read or write early: CANCELLED as soon as no socket uses its slots.
 
-        Does nothing to a chunk that was answered, or whose outcome is decided already.
+        Does nothing if the chunk was answered or its outcome is decided.
         """
         job = self._jobs.transfers.get(chunk)
         if job is not None:
             self._jobs.timekeeper.post(lambda: self._jobs.stop((job,), Stop.CANCELLED))
 
     def _check(self, chunks: Sequence[ChunkIO], writable: bool) -> None:
-        """All of them, before any is begun."""
+        """Check all chunks before any is started."""
         for chunk in chunks:
             chunk.check(writable)
         self._jobs.check_usable()
@@ -224,7 +217,7 @@ class RedisPlane:
             raise RuntimeError("the chunk is being read or written already")
 
     def _place(self, chunks: Sequence[ChunkIO], jobs: Sequence[Any]) -> dict[Any, list[Any]]:
-        """The node of each stripe of each job, which is known from now on."""
+        """The node of each stripe of each job; from here on the jobs can be cancelled."""
         routes = self._nodes.routes
         nodes: dict[Any, list[Any]] = {}
         single = routes.node_of(b"")
@@ -242,51 +235,6 @@ class RedisPlane:
     def _new_store_id(self) -> bytes:
         return self._random.getrandbits(8 * STORE_ID_BYTES).to_bytes(STORE_ID_BYTES, "little")
 
-    # ------------------------------------------------------------------ keys
-
-    def scan(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[ScanResult], None]
-    ) -> None:
-        """How many of the (stripe 0) keys exist from the first on; deadline is monotonic."""
-        self._queries.scan(keys, deadline, done)
-
-    def exists(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[ExistsResult], None]
-    ) -> None:
-        """Which of the (stripe 0) keys exist."""
-        self._queries.exists(keys, deadline, done)
-
-    def describe(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[DescribeResult], None]
-    ) -> None:
-        """What the headers under the (stripe 0) keys say."""
-        self._queries.describe(keys, deadline, done)
-
-    def remove(
-        self,
-        chunk_key: bytes,
-        stripe_count: int,
-        deadline: float | None = None,
-        done: Callable[[RemoveResult], None] | None = None,
-    ) -> None:
-        """UNLINK the stripes of a chunk, stripe 0 first.
-
-        Without `done`, in the background: within seconds or not at all.
-        """
-        if done is None or deadline is None:
-            self._queries.remove_soon(chunk_key, stripe_count)
-        else:
-            self._queries.remove(chunk_key, stripe_count, deadline, done)
-
-    def clear(
-        self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
-    ) -> None:
-        """UNLINK every key that begins with `key_prefix`, in small batches, behind scans.
-
-        Raises ValueError for a prefix that is not of our keys (user prefix + b"lmcr1:" ...).
-        """
-        self._queries.clear(key_prefix, deadline, done)
-
 
 def _put_all(placed: Sequence[tuple[TaskQueue[Task], Task]]) -> None:
     for queue, task in placed:
@@ -294,7 +242,7 @@ def _put_all(placed: Sequence[tuple[TaskQueue[Task], Task]]) -> None:
 
 
 def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
-    """Of many chunks the first are in flight while the others are being prepared."""
+    """Batches of chunks: the first are in flight while the others are being prepared."""
     batch: list[ChunkIO] = []
     stripes = 0
     for chunk in chunks:

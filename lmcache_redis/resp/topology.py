@@ -5,19 +5,14 @@ first { and the next } (https://redis.io/docs/latest/operate/oss_and_stack/refer
 The stripes of a chunk differ in the last bytes of their keys, so they fall on different
 slots: with many stripes, on every shard alike.
 
-A watcher's thread asks, and the answers become a `ServerMap`: at the start,
-every few seconds, soon after something hinted that the map is old (a redirection, a server
-that went down, a master that turned out to be a replica), and every moment while it has no map
-or a server is down. Each map is adopted; a question that fails changes nothing.
+What Sentinels or cluster nodes say of the servers is a `ServerMap`; `Routes` maps keys to servers.
 """
 
 from __future__ import annotations
 
 import binascii
 import contextlib
-import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -28,17 +23,12 @@ from lmcache_redis.resp.connection import Connection
 from lmcache_redis.resp.endpoint import Deployment, Endpoint, Topology
 from lmcache_redis.resp.wire import pack_command
 
-logger = logging.getLogger(__name__)
-
-# Hints come in crowds: a resharding redirects every key of a slot.
-_LEAST_PAUSE_S = 0.1
-# The deadline of a question bounds it, and nothing else does.
+# Only the deadline of a question bounds it.
 _FAR_S = 3600.0
 SLOTS = 16384
-# Redirections that a command follows: one is usual, two while a slot moves on.
+# Redirections that a command follows: one is usual, two while a slot is migrating.
 MAX_HOPS = 5
 NodeT = TypeVar("NodeT")
-ItemT = TypeVar("ItemT")
 _CONNECTION_NAME = "lmcache-redis:topology"
 
 
@@ -66,7 +56,7 @@ def next_hop(hop: Hop | None, redirect: RedisRedirect) -> Hop | None:
 
 
 class Routes(Generic[NodeT]):
-    """From keys to nodes; never changes. None: no server has the key."""
+    """From keys to nodes; immutable. None: no server has the key."""
 
     __slots__ = ("_by_slot", "_single", "nodes")
 
@@ -90,24 +80,64 @@ class Routes(Generic[NodeT]):
             return self._single
         return self._by_slot[slot_of(key)]
 
-    def nodes_of(
-        self, items: Sequence[ItemT], key_of: Callable[[ItemT], bytes]
-    ) -> list[NodeT | None]:
-        """For each item the node of its key; with one server no key is made."""
+    def split(self, keys: Sequence[bytes]) -> dict[NodeT | None, list[int]]:
+        """The indexes of the keys by the node that has them, in order."""
         if self._by_slot is None:
-            return [self._single] * len(items)
-        return [self._by_slot[slot_of(key_of(item))] for item in items]
-
-    def split(
-        self, items: Sequence[ItemT], key_of: Callable[[ItemT], bytes]
-    ) -> dict[NodeT | None, list[ItemT]]:
-        """Items by the node of their keys, in order."""
-        if self._by_slot is None:
-            return {self._single: list(items)} if items else {}
-        by_node: dict[NodeT | None, list[ItemT]] = {}
-        for item, node in zip(items, self.nodes_of(items, key_of), strict=True):
-            by_node.setdefault(node, []).append(item)
+            return {self._single: list(range(len(keys)))} if keys else {}
+        by_node: dict[NodeT | None, list[int]] = {}
+        for index, key in enumerate(keys):
+            by_node.setdefault(self._by_slot[slot_of(key)], []).append(index)
         return by_node
+
+
+class Part(Generic[NodeT]):
+    """Some keys of a `Routing`, all asked of one node.
+
+    indexes: of the keys. hop: the redirection that led here; an ASKING precedes each command where
+    it is an ASK.
+    """
+
+    __slots__ = ("hop", "indexes", "node")
+
+    def __init__(self, node: NodeT, indexes: list[int], hop: Hop | None = None) -> None:
+        self.node = node
+        self.indexes = indexes
+        self.hop = hop
+
+
+class Routing(Generic[NodeT]):
+    """Which node is asked for which of many keys, until no redirection is left to follow.
+
+    No I/O: the caller asks for the `parts`, and then for those that `answered` returns. follow:
+    the node that a node redirects to; None: the redirection is not followed. results: for each key
+    its result, `missing` where no node has the key or answered for it.
+    """
+
+    def __init__(
+        self,
+        routes: Routes[NodeT],
+        keys: Sequence[bytes],
+        follow: Callable[[NodeT, RedisRedirect], NodeT | None],
+        missing: Any,
+    ) -> None:
+        self.results: list[Any] = [missing] * len(keys)
+        by_node = routes.split(keys)
+        self.parts = [Part(node, some) for node, some in by_node.items() if node is not None]
+        self._follow = follow
+
+    def answered(self, part: Part[NodeT], results: Sequence[Any]) -> list[Part[NodeT]]:
+        """Take the results of a part, none if it failed; the parts that follow from them."""
+        parts: dict[tuple[NodeT, bool], Part[NodeT]] = {}
+        for index, result in zip(part.indexes, results, strict=False):
+            if not isinstance(result, RedisRedirect):
+                self.results[index] = result
+                continue
+            hop = next_hop(part.hop, result)
+            node = self._follow(part.node, result) if hop is not None else None
+            if node is not None:
+                place = (node, result.asking)
+                parts.setdefault(place, Part(node, [], hop)).indexes.append(index)
+        return list(parts.values())
 
 
 def slot_of(key: bytes) -> int:
@@ -130,12 +160,16 @@ def find_servers(
     deadline: float = math.inf,
     wanted: Callable[[], bool] = lambda: True,
 ) -> ServerMap:
-    """Ask once. Raises RedisError or ConfigError with a sentence that says what to change.
+    """Ask Sentinels or a cluster once; a single server is what the URL says.
+
+    Raises RedisError or ConfigError with a sentence that says what to change.
 
     known: servers of the last map, which know more than the seeds once a cluster has grown.
     timeout_s: for each server, with all that it is asked; deadline (`time.monotonic()`): for all.
-    wanted: asked before each server, of which any may take its time to fail.
+    wanted: called before each server; False ends the look-up.
     """
+    if deployment.topology is Topology.STANDALONE:
+        return ServerMap((deployment.server,))
     is_sentinel = deployment.topology is Topology.SENTINEL
     ask_one = _master if is_sentinel else _shards
     servers = deployment.seeds if is_sentinel else (*known, *deployment.seeds)
@@ -171,12 +205,12 @@ def _master(deployment: Deployment, endpoint: Endpoint, deadline: float) -> Serv
             "correct the name in the Redis URL"
         )
     master = deployment.at(_text(found[0]), int(found[1]))
-    # An old Sentinel's word counts only if the server agrees.
+    # Sentinel may be out of date: the server has to agree.
     return ServerMap((master,) if _is_master(master, deadline) else ())
 
 
 def _is_master(server: Endpoint, deadline: float) -> bool:
-    """False only if it says otherwise: whether it answers is for others to find out."""
+    """False only if it says so itself; a server that does not answer counts as one."""
     with contextlib.suppress(RedisError, ConfigError):
         role = _ask(server, deadline, "ROLE")
         return bool(role) and _text(role[0]) == "master"
@@ -217,78 +251,3 @@ def _read_slots(deployment: Deployment, asked: Endpoint, rows: list[list[Any]]) 
 
 def _text(value: bytes) -> str:
     return value.decode("utf-8", "replace")
-
-
-class Watcher:
-    """The thread that keeps the map. See the module.
-
-    find, adopt, failed: called on its thread. urgent: whether to ask again soon.
-    """
-
-    def __init__(
-        self,
-        find: Callable[[], ServerMap],
-        adopt: Callable[[ServerMap], None],
-        failed: Callable[[RedisError | ConfigError], None],
-        urgent: Callable[[], bool],
-        *,
-        retry_s: float,
-        refresh_s: float,
-    ) -> None:
-        self._find = find
-        self._adopt = adopt
-        self._failed = failed
-        self._urgent = urgent
-        self._retry_s = max(retry_s, _LEAST_PAUSE_S)
-        self._refresh_s = refresh_s
-        self._closing = False
-        self._hinted = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="lmcr-topology", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def hint(self) -> None:
-        """The map may be old: ask soon."""
-        with self._changed:
-            self._hinted = True
-            self._changed.notify()
-
-    def close(self) -> None:
-        """No more questions; one under way ends by its time-out."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-
-    def join(self, timeout_s: float) -> bool:
-        if self._thread.ident is None:
-            return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while not self._closing:
-            self._hinted = False
-            try:
-                found = self._find()
-                if not self._closing:
-                    self._adopt(found)
-            except (RedisError, ConfigError) as error:
-                self._failed(error)
-            except Exception:
-                logger.exception("the servers could not be looked up")
-            self._wait()
-
-    def _wait(self) -> None:
-        asked_at = time.monotonic()
-        with self._changed:
-            while not self._closing:
-                pause_s = self._retry_s if self._urgent() else self._refresh_s
-                if self._hinted:
-                    pause_s = _LEAST_PAUSE_S
-                left_s = asked_at + pause_s - time.monotonic()
-                if left_s <= 0:
-                    return
-                # Not longer at once: what is urgent changes without a notice.
-                self._changed.wait(min(left_s, 0.5))

@@ -2,33 +2,27 @@
 
 Chunks are stripes as in docs/value-format.md, in a namespace of this tier. The metadata in a
 header says what a chunk is, so there is one fingerprint for all; with the fingerprint of an
-engine's layout the chunks are those that agents keep of it. Small questions only: payloads are
-the data plane's.
+engine's layout the chunks are those that agents keep of it. Each call waits for the answers of the
+data plane.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
+from typing import Any
 
-from lmcache_redis.errors import FormatError, RedisError
 from lmcache_redis.keys import ObjectKey, stripe_key
 from lmcache_redis.naming import ChunkNames
 from lmcache_redis.protocol import RemoteMetadata
-from lmcache_redis.resp.commands import Answer, CommandClient, Question
-from lmcache_redis.resp.query import header_command, unlink_command
-from lmcache_redis.resp.wire import ErrorReply, error_of, escape_pattern
-from lmcache_redis.stripe import (
-    ChunkFrame,
-    StripeHeader,
-    describe_header,
-    stripe_payload_bytes,
-)
+from lmcache_redis.resp import CallOutcome, RedisPlane
+from lmcache_redis.resp.outcomes import DescribeResult, ExistsResult, KeysResult, RemoveResult
+from lmcache_redis.resp.wire import escape_pattern
+from lmcache_redis.stripe import ChunkFrame, StripeHeader, stripe_payload_bytes
 
 logger = logging.getLogger(__name__)
 
-# One SCAN, one batch of removals: well under a millisecond of the server's.
-_STEP_KEYS = 512
 _FIRST_INDEX = stripe_key(b"", 0)
 
 
@@ -40,9 +34,9 @@ class Catalog:
     """
 
     def __init__(
-        self, client: CommandClient, prefix: bytes, slot_bytes: int, layout: bytes | None = None
+        self, plane: RedisPlane, prefix: bytes, slot_bytes: int, layout: bytes | None = None
     ) -> None:
-        self._client = client
+        self._plane = plane
         self._slot_bytes = slot_bytes
         self._names = ChunkNames(layout, prefix)
 
@@ -63,49 +57,54 @@ class Catalog:
 
     # -------------------------------------------------------------- questions
 
+    def contains(self, key: ObjectKey, deadline: float) -> bool:
+        """Whether stripe 0 is there, which is written last."""
+        names = [self.first_key(key)]
+        found: ExistsResult = _wait(self._plane.exists, names, deadline)
+        return any(found.present)
+
     def find(self, keys: Sequence[ObjectKey], deadline: float) -> list[ChunkFrame | None]:
-        """Each chunk as it was cut by whoever wrote it, and None where there is none of ours."""
-        questions = [_header_question(self.first_key(key)) for key in keys]
-        answers = self._client.ask(questions, deadline)
-        return [self._found(key, answer) for key, answer in zip(keys, answers, strict=True)]
+        """Each chunk as it was cut by its writer, and None where there is none of ours."""
+        names = [self.first_key(key) for key in keys]
+        found: DescribeResult = _wait(self._plane.describe, names, deadline)
+        headers = found.headers or [None] * len(keys)
+        return [self._found(key, header) for key, header in zip(keys, headers, strict=True)]
 
     def remove(self, key: ObjectKey, deadline: float) -> bool:
         """Remove a chunk, or whatever is in its place; whether there was something.
 
         Stripe 0 first: without it no reader finds the chunk. False also if no server answered.
         """
-        chunk_key, first = self.chunk_key(key), self.first_key(key)
-        questions = [_header_question(first), _unlink_question(first)]
-        answer, removed = self._client.ask(questions, deadline)
-        header = _header(answer)
-        stripe_count = header.stripe_count if header is not None else 1
-        for start in range(1, stripe_count, _STEP_KEYS):
-            indexes = range(start, min(start + _STEP_KEYS, stripe_count))
-            others = [_unlink_question(stripe_key(chunk_key, index)) for index in indexes]
-            self._client.ask(others, deadline)
-        if isinstance(removed, ErrorReply):
-            removed = error_of(removed)
-        if isinstance(removed, RedisError):
-            logger.warning("a chunk could not be removed: %s", removed)
-        return removed == 1
+        chunk_key, names = self.chunk_key(key), [self.first_key(key)]
+        found: DescribeResult = _wait(self._plane.describe, names, deadline)
+        if found.outcome is not CallOutcome.DONE:
+            self._check(found.outcome, "a chunk could not be removed")
+            return False
+        (header,) = found.headers
+        count = header.stripe_count if header is not None else 1
+        removal: RemoveResult = _wait(self._plane.remove, chunk_key, count, deadline)
+        self._check(removal.outcome, "a chunk could not be removed")
+        return removal.removed > 0
 
     def keys(self, deadline: float) -> Iterator[ObjectKey]:
         """The keys of all chunks, some of them twice: SCANs of the whole database.
 
-        Where a server does not answer until then they end early, with a line in the log.
+        Where a server does not answer until then some are missing, with a line in the log.
         """
         pattern = escape_pattern(self._names.common) + b"*" + _FIRST_INDEX
-        try:
-            for name in self._client.scan(pattern, _STEP_KEYS, deadline):
-                # Whatever the server matched: names are read here.
-                key = self._names.parse(name.removesuffix(_FIRST_INDEX))
-                if key is not None and name.endswith(_FIRST_INDEX):
-                    yield key
-        except RedisError as error:
-            logger.warning("the list of chunks is not complete: %s", error)
+        found: KeysResult = _wait(self._plane.keys, pattern, deadline)
+        self._check(found.outcome, "the list of chunks is not complete")
+        for name in found.names:
+            # Whatever the server matched: names are read here.
+            key = self._names.parse(name.removesuffix(_FIRST_INDEX))
+            if key is not None and name.endswith(_FIRST_INDEX):
+                yield key
 
-    def _found(self, key: ObjectKey, answer: Answer) -> ChunkFrame | None:
-        header = _header(answer)
+    def _check(self, outcome: CallOutcome, what: str) -> None:
+        if outcome is not CallOutcome.DONE:
+            logger.warning("%s: %s (%s)", what, outcome.value, self._plane.where)
+
+    def _found(self, key: ObjectKey, header: StripeHeader | None) -> ChunkFrame | None:
         if header is None or header.stripe_index != 0:
             return None
         if header.fingerprint != self._names.fingerprint or header.chunk_hash != key.chunk_hash:
@@ -114,20 +113,8 @@ class Catalog:
         return self._names.frame(key, header.metadata, header.payload_bytes)
 
 
-def _header_question(name: bytes) -> Question:
-    return Question(name, header_command(name))
-
-
-def _unlink_question(name: bytes) -> Question:
-    # One key each: in a cluster they have different slots.
-    return Question(name, unlink_command(name))
-
-
-def _header(answer: Answer) -> StripeHeader | None:
-    """What a GETRANGE found, if it is a header."""
-    if not isinstance(answer, bytes):
-        return None
-    try:
-        return describe_header(answer)
-    except FormatError:
-        return None
+def _wait(call: Callable[..., None], *arguments: Any) -> Any:
+    """The answer to a call of the plane, which comes by the call's deadline."""
+    results: SimpleQueue[Any] = SimpleQueue()
+    call(*arguments, results.put)
+    return results.get()

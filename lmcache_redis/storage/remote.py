@@ -18,7 +18,6 @@ allow GETRANGE.
 from __future__ import annotations
 
 import builtins
-import dataclasses
 import logging
 import math
 import threading
@@ -28,8 +27,7 @@ from collections.abc import Sequence
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.resp import CallOutcome, ExistsResult, RedisOptions, RedisPlane
-from lmcache_redis.resp.commands import CommandClient
+from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.storage.catalog import Catalog
 from lmcache_redis.storage.checks import allocated_views, payload_views
 from lmcache_redis.storage.interface import Allocate, LMCBackendInterface
@@ -84,18 +82,9 @@ class LMCRemoteBackend(LMCBackendInterface):
         options = RedisOptions(redis) if isinstance(redis, str) else redis
         self._deadline_s = deadline_s
         self._list_deadline_s = list_deadline_s
-        # A connection that is being made keeps no deadline of a call: it is given half of it.
-        step_s = deadline_s / 2
-        self._client = CommandClient(
-            dataclasses.replace(
-                options,
-                connect_timeout_s=min(options.connect_timeout_s, step_s),
-                op_timeout_s=min(options.op_timeout_s, step_s),
-            )
-        )
-        self._catalog = Catalog(self._client, options.key_prefix, slot_bytes, layout)
         self._turns: Turns[ObjectKey] = Turns()
         self._plane = RedisPlane(options)
+        self._catalog = Catalog(self._plane, options.key_prefix, slot_bytes, layout)
         self._pending = PendingPuts(self._plane, self._turns, pending_bytes)
         self._probed = False
         self._closed = False
@@ -129,21 +118,8 @@ class LMCRemoteBackend(LMCBackendInterface):
 
     def contains(self, key: ObjectKey) -> bool:
         """See the interface. Whether stripe 0 is there, which is written last."""
-        name = self._catalog.first_key(key)
         deadline = self._begin()
-        if not self._is_up(deadline):
-            return False
-        is_answered = threading.Event()
-        results: list[ExistsResult] = []
-
-        def answer(result: ExistsResult) -> None:
-            results.append(result)
-            is_answered.set()
-
-        self._plane.exists((name,), deadline, answer)
-        is_answered.wait()
-        (result,) = results
-        return result.outcome is CallOutcome.DONE and result.present[0]
+        return self._is_up(deadline) and self._catalog.contains(key, deadline)
 
     def remove(self, key: ObjectKey) -> bool:
         """See the interface. Where the server does not answer, the chunk may still be there.
@@ -181,7 +157,6 @@ class LMCRemoteBackend(LMCBackendInterface):
         with self._close_lock:
             self._pending.flush(self._deadline_s)
             self._pending.close()
-            self._client.close()
             self._plane.close(_CLOSE_WRITES_S)
 
     # --------------------------------------------------------------- inside

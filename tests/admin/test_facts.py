@@ -10,7 +10,7 @@ import pytest
 from lmcache_redis.admin.facts import Facts, Need, _place, facts_of, gather
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.resp import RedisOptions
-from lmcache_redis.resp.endpoint import Transport, parse_endpoint
+from lmcache_redis.resp.endpoint import Transport, parse_deployment
 from tests.servers import RedisServer
 
 
@@ -119,7 +119,7 @@ def test_info_alone(info: dict[str, object], known: dict[str, object]) -> None:
     ],
 )
 def test_where_a_server_is(host: str, local: bool, private: bool) -> None:
-    assert _place(parse_endpoint(RedisOptions(f"redis://{host}"))) == (local, private)
+    assert _place(parse_deployment(RedisOptions(f"redis://{host}")).server) == (local, private)
 
 
 def test_a_server_whose_name_is_not_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,4 +127,4 @@ def test_a_server_whose_name_is_not_known_here(monkeypatch: pytest.MonkeyPatch) 
         raise socket.gaierror
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert _place(parse_endpoint(RedisOptions("redis://cache"))) == (False, False)
+    assert _place(parse_deployment(RedisOptions("redis://cache")).server) == (False, False)

@@ -14,7 +14,6 @@ from lmcache_redis.admin.server import Server, open_server
 from lmcache_redis.admin.survey import SeenChunk
 from lmcache_redis.errors import ConfigError, RedisAuthError
 from lmcache_redis.resp import RedisOptions
-from lmcache_redis.resp.commands import CommandClient
 from tests.admin.cache import Cached, age, everything
 from tests.servers import RedisServer
 
@@ -192,13 +191,13 @@ def test_a_prefix_is_no_pattern(server: Server, client: Any, prefix: bytes) -> N
 def test_stripe_0_goes_first(server: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     put(client, Cached(1), Cached(2))
     sent: list[bytes] = []
-    ask = CommandClient.ask
+    ask_all = Server.ask_all
 
-    def recorded(client: CommandClient, questions: Any, deadline: float) -> Any:
-        sent.extend(key for key, command in questions if b"UNLINK" in command)
-        return ask(client, questions, deadline)
+    def recorded(server: Server, commands: Any) -> Any:
+        sent.extend(key for key, command in commands if command[0] == "UNLINK")
+        return ask_all(server, commands)
 
-    monkeypatch.setattr(CommandClient, "ask", recorded)
+    monkeypatch.setattr(Server, "ask_all", recorded)
     purge(server, ALL)
     indexes = [int.from_bytes(key[-2:], "big") for key in sent]
     assert indexes[:2] == [0, 0]

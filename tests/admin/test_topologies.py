@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import RedisUnavailable
 from lmcache_redis.resp import RedisOptions
+from lmcache_redis.resp.topology import slot_of
 from tests.admin.cache import Cached
 from tests.resp.certificates import Authority
 from tests.servers import RedisServer, free_port, server_binaries, speaks_tls
@@ -71,6 +73,20 @@ def test_a_purge_reaches_every_node(cluster: Cluster) -> None:
     assert (result.chunks, result.stripes, result.left) == (1, 12, {})
     left = {key for node in cluster.nodes for key in node.command("KEYS", "*")}
     assert left == set(stay.keys)
+
+
+def test_redirections_are_followed(tmp_path: Path) -> None:
+    chunk = Cached(1, stripe_count=12)
+    with ExitStack() as stack:
+        own = Cluster(tmp_path, stack)
+        put(own, chunk)
+        with open_server(RedisOptions(own.url)) as server:
+            source, target = own.nodes[0], own.add_node()  # no tool has heard of it
+            moved, asked = [key for key in chunk.keys if own.node_of(key) is source][:2]
+            own.move(slot_of(moved), source, target)
+            own.begin_move(slot_of(asked), source, target)
+            own.move_keys(slot_of(asked), source, target, 10)
+            assert server.ask_all([(key, ("EXISTS", key)) for key in chunk.keys]) == [1] * 12
 
 
 def test_the_doctor_sees_every_node(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

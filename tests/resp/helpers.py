@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any
 
 from lmcache_redis.errors import RedisTimeout
@@ -17,6 +18,7 @@ from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, W
 from lmcache_redis.resp.bulk import Call, End, Mover, Packed, Result
 from lmcache_redis.resp.connection import Connection
 from lmcache_redis.resp.options import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
+from lmcache_redis.resp.outcomes import DescribeResult
 from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
 from tests.servers import RedisServer
 from tests.servers import wait_until as wait_until
@@ -186,6 +188,13 @@ def exists(plane: RedisPlane, keys: list[bytes], within_s: float = PATIENCE_S) -
     answers = Answers()
     plane.exists(keys, time.monotonic() + within_s, answers.callback("exists"))
     return answers.wait(1)[0]
+
+
+def describe(plane: RedisPlane, keys: list[bytes], within_s: float = PATIENCE_S) -> DescribeResult:
+    """Also on the caller's own thread."""
+    answers: SimpleQueue[DescribeResult] = SimpleQueue()
+    plane.describe(keys, time.monotonic() + within_s, answers.put)
+    return answers.get(timeout=PATIENCE_S)
 
 
 def clear(plane: RedisPlane, prefix: bytes) -> Any:

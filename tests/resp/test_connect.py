@@ -20,7 +20,7 @@ from lmcache_redis.errors import (
 from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
 from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.connection import Connection
-from lmcache_redis.resp.endpoint import parse_endpoint
+from lmcache_redis.resp.endpoint import parse_deployment
 from lmcache_redis.resp.stream import PlainStream, TlsStream
 from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, read, running, wait_until, write
@@ -31,7 +31,7 @@ SECRET = "s3cr3t"
 
 
 def connector(url: str, timeout_s: float = 5.0, **settings: Any) -> Connector:
-    return Connector(parse_endpoint(RedisOptions(url, **settings)), timeout_s, timeout_s)
+    return Connector(parse_deployment(RedisOptions(url, **settings)).server, timeout_s, timeout_s)
 
 
 def check(connector: Connector) -> None:

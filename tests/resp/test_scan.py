@@ -2,24 +2,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import pytest
 
 from lmcache_redis.errors import RedisProtocolError
 from lmcache_redis.resp import CallOutcome, RedisPlane
-from lmcache_redis.resp.control import (
-    GROUP_KEYS,
-    count_prefix,
-    find_present,
-    first_question,
-)
+from lmcache_redis.resp.connection import Pipeline
+from lmcache_redis.resp.control import Steps
+from lmcache_redis.resp.query import GROUP_KEYS, count_prefix, find_present
 from lmcache_redis.resp.wire import Reply, keys_command
 from tests.resp.helpers import exists, first_key, scan
 from tests.servers import RedisServer
 
 
 class FakeServer:
-    """Answers packed EXISTS commands as a `Talk` does, and counts round trips.
+    """Answers packed EXISTS commands as a `Pipeline` does, and counts round trips.
 
     most: so many replies come at a time, where no more have to.
     """
@@ -55,14 +53,20 @@ class FakeServer:
         return replies
 
 
+def result_of(server: FakeServer, steps: Steps[Any]) -> Any:
+    """The result of a question of one step."""
+    server.send(*next(steps))
+    with pytest.raises(StopIteration) as end:
+        steps.send(cast(Pipeline, server))
+    return end.value.value
+
+
 def counted(server: FakeServer, asked: list[bytes]) -> int:
-    server.send(*first_question(asked))
-    return count_prefix(server, asked)
+    return int(result_of(server, count_prefix(asked)))
 
 
 def found(server: FakeServer, asked: list[bytes]) -> list[bool]:
-    server.send(*first_question(asked))
-    return find_present(server, asked)
+    return list(result_of(server, find_present(asked)))
 
 
 def keys(count: int) -> list[bytes]:

@@ -12,7 +12,7 @@ import pytest
 from lmcache_redis.errors import ConfigError, RedisError
 from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
 from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.endpoint import parse_endpoint
+from lmcache_redis.resp.endpoint import parse_deployment
 from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, read, running, write
 from tests.servers import RedisServer, free_port, server_binaries, speaks_tls
@@ -56,7 +56,7 @@ def tls_server(
 
 def refused(url: str) -> str:
     """The sentence with which a connection fails."""
-    connector = Connector(parse_endpoint(RedisOptions(url)), 5.0, 5.0)
+    connector = Connector(parse_deployment(RedisOptions(url)).server, 5.0, 5.0)
     with pytest.raises((RedisError, ConfigError)) as caught:
         connector.open("x")
     assert connector.open_streams == 0

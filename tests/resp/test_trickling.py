@@ -18,12 +18,11 @@ from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
 from lmcache_redis.resp.bulk import PythonMover, ask_value, receive_value
-from lmcache_redis.resp.commands import CommandClient, Question
 from lmcache_redis.resp.connect import Connector
 from lmcache_redis.resp.connection import Connection
-from lmcache_redis.resp.endpoint import parse_deployment, parse_endpoint
+from lmcache_redis.resp.endpoint import parse_deployment
 from lmcache_redis.resp.topology import find_servers
-from lmcache_redis.resp.wire import get_command, pack_command, set_prefix
+from lmcache_redis.resp.wire import get_command, set_prefix
 from tests.resp.certificates import Authority
 from tests.resp.helpers import (
     PATIENCE_S,
@@ -31,6 +30,7 @@ from tests.resp.helpers import (
     Chunk,
     chunk_key,
     clear,
+    describe,
     exists,
     finish,
     first_key,
@@ -99,7 +99,7 @@ def lying(
 
 @contextlib.contextmanager
 def connected(url: str, op_timeout_s: float = 30.0) -> Iterator[Connection]:
-    connector = Connector(parse_endpoint(RedisOptions(url)), 5.0, op_timeout_s)
+    connector = Connector(parse_deployment(RedisOptions(url)).server, 5.0, op_timeout_s)
     connection = Connection(connector, "lmcache-redis:test")
     connection.open()
     try:
@@ -222,7 +222,7 @@ def test_a_server_that_reads_slowly(lying: Make) -> None:
 
 def connecting(server: LyingServer, query: str = "") -> Connector:
     url = server.url.replace("//", "//:secret@") + query
-    return Connector(parse_endpoint(RedisOptions(url)), DEADLINE_S, DEADLINE_S)
+    return Connector(parse_deployment(RedisOptions(url)).server, DEADLINE_S, DEADLINE_S)
 
 
 @pytest.mark.parametrize(("name", "protocol"), [(b"AUTH", 2), (b"HELLO", 3), (b"CLIENT", 2)])
@@ -245,7 +245,7 @@ def test_a_tls_handshake_that_trickles() -> None:
 
 def test_an_open_ends_at_the_deadline_of_who_asked() -> None:
     with LyingServer(lambda words: Trickle(LINE)) as server:
-        connector = Connector(parse_endpoint(RedisOptions(server.url)), 30.0, 30.0)
+        connector = Connector(parse_deployment(RedisOptions(server.url)).server, 30.0, 30.0)
         with over_in_time(), pytest.raises(RedisTimeout):
             connector.open("x", time.monotonic() + DEADLINE_S)
 
@@ -263,7 +263,7 @@ def test_a_name_that_is_looked_up_for_long(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(socket, "getaddrinfo", slow)
     with LyingServer() as server:
         url = server.url.replace("127.0.0.1", "localhost")
-        connector = Connector(parse_endpoint(RedisOptions(url)), DEADLINE_S, 5.0)
+        connector = Connector(parse_deployment(RedisOptions(url)).server, DEADLINE_S, 5.0)
         for _ in range(2):
             with over_in_time(), pytest.raises(RedisTimeout, match="does not answer"):
                 connector.open("x")
@@ -272,7 +272,7 @@ def test_a_name_that_is_looked_up_for_long(monkeypatch: pytest.MonkeyPatch) -> N
         wait_until(lambda: connector._look_up is not None and connector._look_up.done())
         connector.discard(connector.open("x"))
         known.clear()
-        patient = Connector(parse_endpoint(RedisOptions(url)), 30.0, 30.0)
+        patient = Connector(parse_deployment(RedisOptions(url)).server, 30.0, 30.0)
         failed: list[Exception] = []
 
         def wait() -> None:
@@ -344,6 +344,7 @@ def test_a_plane_without_a_map_ends_in_time(scheme: str) -> None:
         (b"SET", b"-ERR x"),
         (b"SCAN", b"*2\r\n$1\r\n0\r\n*500\r\n" + b"$1\r\nx\r\n" * 50),
         (b"UNLINK", LINE),
+        (b"GETRANGE", LINE),
     ],
 )
 def test_every_call_of_a_plane_has_its_answer_and_its_thread_back(
@@ -377,7 +378,10 @@ def _check_call(plane: RedisPlane, name: bytes) -> None:
         answers = Answers()
         prefix = first_key(1)[:10]
         plane.clear(prefix, time.monotonic() + DEADLINE_S, answers.callback("clear"))
-        assert answers.wait(1)[0].outcome.name == late
+        plane.keys(b"*", time.monotonic() + DEADLINE_S, answers.callback("keys"))
+        assert [answer.outcome.name for answer in answers.wait(2)] == [late, late]
+    elif name == b"GETRANGE":
+        assert describe(plane, [first_key(1)], DEADLINE_S).outcome.name == late
     else:
         # Nobody is told; the scan behind it has its answer when the removal's time is over.
         plane.remove(chunk_key(1), 1)
@@ -474,7 +478,7 @@ def test_a_reply_without_end_is_no_reply(endless: Endless) -> None:
 @pytest.mark.parametrize("endless", ENDLESS, ids=range(len(ENDLESS)))
 def test_a_greeting_without_end(endless: Endless) -> None:
     with LyingServer(only(b"CLIENT", answer=endless)) as server:
-        connector = Connector(parse_endpoint(RedisOptions(server.url)), 20.0, 20.0)
+        connector = Connector(parse_deployment(RedisOptions(server.url)).server, 20.0, 20.0)
         with in_bounded_memory(), pytest.raises(RedisProtocolError, match="does not speak Redis"):
             connector.open("x")
 
@@ -489,7 +493,7 @@ def test_a_map_without_end(scheme: str, endless: Endless) -> None:
 
 
 @pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize("name", [b"EXISTS", b"GET", b"SET", b"SCAN", b"UNLINK"])
+@pytest.mark.parametrize("name", [b"EXISTS", b"GET", b"SET", b"SCAN", b"UNLINK", b"GETRANGE"])
 @pytest.mark.parametrize("endless", ENDLESS[:9], ids=range(9))
 def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
     """UNAVAILABLE, or TIMED_OUT where a value of another length is read up to its end."""
@@ -508,54 +512,14 @@ def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
             assert write(plane, chunk) != [WriteOutcome.STORED]
         elif name == b"SCAN":
             assert clear(plane, first_key(1)[:10]).outcome is CallOutcome.UNAVAILABLE
+        elif name == b"GETRANGE":
+            assert describe(plane, [first_key(1)]).outcome is CallOutcome.UNAVAILABLE
         else:
             plane.remove(chunk_key(1), 1)
             wait_until(lambda: plane.stats().connections_lost)
 
 
 # --------------------------------------------------- others with the same reader
-
-
-def test_questions_of_storage_end_in_time() -> None:
-    with LyingServer(only(b"GETRANGE", b"SCAN", answer=Trickle(LINE))) as server:
-        client = CommandClient(RedisOptions(server.url))
-        try:
-            with over_in_time():
-                deadline = time.monotonic() + DEADLINE_S
-                (answer,) = client.ask(
-                    [Question(b"k", pack_command("GETRANGE", "k", 0, 9))], deadline
-                )
-            assert isinstance(answer, RedisTimeout)
-            with over_in_time(), pytest.raises(RedisTimeout):
-                list(client.scan(b"*", 100, time.monotonic() + DEADLINE_S))
-        finally:
-            client.close()
-
-
-def test_questions_of_storage_to_a_server_whose_greeting_trickles() -> None:
-    with LyingServer(lambda words: Trickle(LINE)) as server:
-        options = RedisOptions(server.url, connect_timeout_s=30.0, op_timeout_s=30.0)
-        client = CommandClient(options)
-        try:
-            with over_in_time():
-                question = Question(b"k", pack_command("GETRANGE", "k", 0, 9))
-                (answer,) = client.ask([question], time.monotonic() + DEADLINE_S)
-            assert isinstance(answer, RedisTimeout)
-        finally:
-            client.close()
-
-
-@pytest.mark.parametrize("endless", ENDLESS[:9], ids=range(9))
-def test_questions_of_storage_without_end(endless: Endless) -> None:
-    with LyingServer(only(b"GETRANGE", answer=endless)) as server:
-        client = CommandClient(RedisOptions(server.url))
-        try:
-            with in_bounded_memory():
-                question = Question(b"k", pack_command("GETRANGE", "k", 0, 9))
-                (answer,) = client.ask([question], time.monotonic() + 20.0)
-            assert isinstance(answer, RedisProtocolError)
-        finally:
-            client.close()
 
 
 def test_the_tools_of_the_administrator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,282 @@
+"""The calls of a plane about keys: routed to their servers, the answers put together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from lmcache_redis.keys import KEY_MAGIC, stripe_key
+from lmcache_redis.resp.control import Question, Removal, Steps
+from lmcache_redis.resp.jobs import Jobs
+from lmcache_redis.resp.node import Node, Nodes
+from lmcache_redis.resp.outcomes import (
+    CallOutcome,
+    ClearResult,
+    DescribeResult,
+    ExistsResult,
+    KeysResult,
+    RemoveResult,
+    ScanResult,
+)
+from lmcache_redis.resp.query import (
+    STEP_KEYS,
+    ask_each,
+    count_prefix,
+    exists_command,
+    find_present,
+    header_command,
+    parse_count,
+    parse_header,
+    unlink_command,
+    walk_keys,
+)
+from lmcache_redis.resp.topology import Part, Routing
+from lmcache_redis.resp.wire import escape_pattern
+
+# Partial writes are removed soon or not at all: later, the chunk may have been stored again.
+_REMOVE_WITHIN_S = 10.0
+_MAX_PENDING_REMOVALS = 1024
+# A failure of a part counts for the whole only where no part was done; the gravest first.
+_FAILURES = (CallOutcome.CANCELLED, CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT)
+
+
+class KeyCalls:
+    """Deadlines are `time.monotonic()` seconds. `done` is called once, on a thread of the plane.
+
+    A shard that does not answer costs only its own keys, which count as missing: the outcome is
+    DONE if any shard answered.
+    """
+
+    def __init__(self, nodes: Nodes, jobs: Jobs) -> None:
+        self._nodes = nodes
+        self._jobs = jobs
+
+    def scan(
+        self, keys: Sequence[bytes], deadline: float, done: Callable[[ScanResult], None]
+    ) -> None:
+        """How many of the (stripe 0) keys exist from the first on without a gap."""
+
+        def answer(outcome: CallOutcome, length: int | None) -> None:
+            self._count(outcome, scanned=len(keys))
+            done(ScanResult(outcome, length or 0))
+
+        self._jobs.check_usable()
+        if self._nodes.routes.is_cluster:
+            self._exists(keys, deadline, lambda outcome, there: answer(outcome, _prefix(there)))
+        else:
+            steps = partial(count_prefix, keys)
+            question = Question(steps, deadline, answer, is_urgent=True)
+            self._submit(question, self._nodes.routes.node_of(b""))
+
+    def exists(
+        self, keys: Sequence[bytes], deadline: float, done: Callable[[ExistsResult], None]
+    ) -> None:
+        """Which of the (stripe 0) keys exist."""
+
+        def answer(outcome: CallOutcome, counts: Sequence[int]) -> None:
+            self._count(outcome, scanned=len(keys))
+            is_done = outcome is CallOutcome.DONE
+            done(ExistsResult(outcome, [count > 0 for count in counts] if is_done and keys else ()))
+
+        self._exists(keys, deadline, answer)
+
+    def describe(
+        self, keys: Sequence[bytes], deadline: float, done: Callable[[DescribeResult], None]
+    ) -> None:
+        """What the headers under the (stripe 0) keys say."""
+
+        def answer(outcome: CallOutcome, headers: Sequence[Any]) -> None:
+            self._count(outcome)
+            done(DescribeResult(outcome, headers if outcome is CallOutcome.DONE else ()))
+
+        steps = partial(ask_each, header_command, parse_header)
+        self._ask(steps, keys, deadline, None, answer)
+
+    def keys(self, pattern: bytes, deadline: float, done: Callable[[KeysResult], None]) -> None:
+        """The names of strings that match, in small steps, behind scans. Some may come twice."""
+        names: list[bytes] = []
+
+        def found(some: list[bytes]) -> Sequence[bytes]:
+            names.extend(some)
+            return ()
+
+        def answer(outcome: CallOutcome) -> None:
+            self._count(outcome)
+            done(KeysResult(outcome, names))
+
+        self._walk(partial(walk_keys, pattern, found, "TYPE", "string"), deadline, answer)
+
+    def remove(
+        self,
+        chunk_key: bytes,
+        stripe_count: int,
+        deadline: float | None = None,
+        done: Callable[[RemoveResult], None] | None = None,
+    ) -> None:
+        """UNLINK the stripes of a chunk, stripe 0 first.
+
+        Without `done`, in the background: within seconds or not at all, and not while the chunk is
+        being stored, which replaces all of it.
+        """
+        jobs = self._jobs
+        if done is None and (
+            not jobs.started
+            or jobs.closing
+            or not self._nodes.state.up
+            or jobs.count(Removal) >= _MAX_PENDING_REMOVALS
+        ):
+            return
+
+        def answer(outcome: CallOutcome, removed: Sequence[int]) -> None:
+            jobs.removals.end(chunk_key)
+            self._count(outcome if done is not None else None, removed=sum(removed))
+            if done is not None:
+                done(RemoveResult(outcome, sum(removed)))
+
+        if deadline is None:
+            deadline = time.monotonic() + _REMOVE_WITHIN_S
+        stripes = [stripe_key(chunk_key, index) for index in range(stripe_count)]
+        steps = partial(ask_each, unlink_command, parse_count, step_keys=STEP_KEYS)
+        jobs.check_usable()
+        if jobs.removals.begin(chunk_key, unless_stored=done is None):
+            self._ask(steps, stripes, deadline, 0, answer, Removal)
+
+    def clear(
+        self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
+    ) -> None:
+        """UNLINK every key that begins with `key_prefix`, in small steps, behind scans.
+
+        Raises ValueError for a prefix that is not of our keys (user prefix + b"lmcr1:" ...).
+        """
+        if KEY_MAGIC not in key_prefix:
+            raise ValueError(f"{key_prefix!r} is not the beginning of keys of this package")
+        total = 0
+
+        def found(some: list[bytes]) -> Sequence[bytes]:
+            # Whatever the server matched: only what begins with the prefix is ours to delete.
+            return [key for key in some if key.startswith(key_prefix)]
+
+        def removed(count: int) -> None:
+            nonlocal total
+            with self._jobs.lock:
+                self._jobs.keys_removed += count
+                total += count
+
+        def answer(outcome: CallOutcome) -> None:
+            self._count(outcome)
+            done(ClearResult(outcome, total))
+
+        group_keys = 1 if self._nodes.routes.is_cluster else STEP_KEYS
+        pattern = escape_pattern(key_prefix) + b"*"
+        steps = partial(walk_keys, pattern, found, removed=removed, group_keys=group_keys)
+        self._walk(steps, deadline, answer)
+
+    # ---------------------------------------------------------------- inside
+
+    def _exists(
+        self,
+        keys: Sequence[bytes],
+        deadline: float,
+        done: Callable[[CallOutcome, Sequence[int]], None],
+    ) -> None:
+        if self._nodes.routes.is_cluster:
+            self._ask(partial(ask_each, exists_command, parse_count), keys, deadline, 0, done)
+        else:
+            self._ask(lambda some, asking: find_present(some), keys, deadline, 0, done)
+
+    def _ask(
+        self,
+        make_steps: Callable[..., Steps[Sequence[Any]]],
+        keys: Sequence[bytes],
+        deadline: float,
+        missing: Any,
+        done: Callable[[CallOutcome, Sequence[Any]], None],
+        kind: Callable[..., Question] = Question,
+    ) -> None:
+        """Ask each node for its keys, and follow redirections.
+
+        make_steps: of some keys; `asking` as of `ask_each`. done: called with a result for each
+        key, `missing` for those that have none.
+        """
+        self._jobs.check_usable()
+        routing = Routing(self._nodes.routes, keys, self._nodes.follow, missing)
+        lock = threading.Lock()
+        outcomes: set[CallOutcome] = set()
+        open_parts = len(routing.parts)
+
+        def ask(part: Part[Node]) -> None:
+            some = [keys[index] for index in part.indexes]
+            steps = partial(make_steps, some, asking=part.hop is not None and part.hop.asking)
+            is_urgent = kind is not Removal
+            answer = partial(answered, part)
+            self._submit(kind(steps, deadline, answer, is_urgent=is_urgent), part.node)
+
+        def answered(part: Part[Node], outcome: CallOutcome, results: Sequence[Any] | None) -> None:
+            nonlocal open_parts
+            redirected = routing.answered(part, results or ())
+            with lock:
+                outcomes.add(outcome)
+                open_parts += len(redirected) - 1
+                is_over = not open_parts
+            for each in redirected:
+                ask(each)
+            if is_over:
+                done(_total(outcomes), routing.results)
+
+        for part in routing.parts:
+            ask(part)
+        if not routing.parts:
+            # Nothing to ask, or no server to be asked.
+            outcome = CallOutcome.UNAVAILABLE if keys else CallOutcome.DONE
+            self._jobs.timekeeper.post(lambda: done(outcome, routing.results))
+
+    def _walk(
+        self,
+        make_steps: Callable[[], Steps[None]],
+        deadline: float,
+        done: Callable[[CallOutcome], None],
+    ) -> None:
+        """The same steps on every server."""
+        self._jobs.check_usable()
+        nodes = self._nodes.routes.nodes or (None,)
+        lock = threading.Lock()
+        outcomes: list[CallOutcome] = []
+
+        def answer(outcome: CallOutcome, _: None) -> None:
+            with lock:
+                outcomes.append(outcome)
+                if len(outcomes) < len(nodes):
+                    return
+            failures = [each for each in outcomes if each is not CallOutcome.DONE]
+            done(failures[0] if failures else CallOutcome.DONE)
+
+        for node in nodes:
+            self._submit(Question(make_steps, deadline, answer, is_urgent=False), node)
+
+    def _submit(self, question: Question, node: Node | None) -> None:
+        question.nodes = (node,)
+        if self._jobs.enter((question,)) and node is not None:
+            node.ask(question)
+            # The server may have gone, or the plane been closed, while it was being queued.
+            self._jobs.refuse((question,))
+
+    def _count(self, outcome: CallOutcome | None, scanned: int = 0, removed: int = 0) -> None:
+        jobs = self._jobs
+        with jobs.lock:
+            if outcome is not None:
+                jobs.calls[outcome] += 1
+            jobs.keys_scanned += scanned
+            jobs.keys_removed += removed
+
+
+def _prefix(counts: Sequence[int]) -> int:
+    return [*counts, 0].index(0)
+
+
+def _total(outcomes: set[CallOutcome]) -> CallOutcome:
+    if CallOutcome.DONE in outcomes and CallOutcome.CANCELLED not in outcomes:
+        return CallOutcome.DONE
+    return next(outcome for outcome in _FAILURES if outcome in outcomes)
