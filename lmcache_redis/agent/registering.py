@@ -74,7 +74,7 @@ class Registering:
                 "engine and agent compute different fingerprints of one layout: "
                 "install the same lmcache-redis on both sides"
             )
-        if form.stripe_count > self._cache.pool.slot_count:
+        if form.stripe_count > self._cache.pool.capacity:
             raise ConfigError(
                 f"a chunk of {form.chunk_bytes} bytes does not fit the host pool: "
                 "start the agent with a larger --pool-bytes"

@@ -28,10 +28,10 @@ def status_report(agent: Agent) -> dict[str, Any]:
         "chunk_size_tokens": config.chunk_size_tokens,
         "redis": _redis(agent),
         "pool": {
-            "slots": pool.slot_count,
+            "slots": pool.capacity,
             "slot_bytes": agent.arena.slot_bytes,
-            "used_slots": pool.used_slots,
-            "pinned_slots": pool.pinned_slots,
+            "used_slots": pool.used,
+            "pinned_slots": pool.pinned,
             "chunks": len(pool),
             "evictions": pool.evictions,
         },

@@ -1,16 +1,17 @@
-"""A cache of chunks: slots of host memory in front of tiers, files of this node and Redis.
+"""A cache of chunks: host memory in front of tiers, files of this node and Redis.
 
 A chunk is bytes with a name: a `ChunkForm` (`lmcache_redis.naming`) says how the chunks of one
 worker are named and cut, a hash says which of them it is. In memory a chunk is an `Entry` of the
-host pool: one slot for each stripe. An entry with a pin keeps its slots; without pins it stays
-until its room is needed.
+host pool: slots of an `Arena`, one for each stripe, or one block of a `HeapMemory`. An entry with
+a pin keeps its memory; without pins it stays until its room is needed.
 
-    memory, pool      `Arena` is the memory, `HostPool` says which chunk holds which slots
+    memory, pool      `Arena` or `HeapMemory`, and `HostPool`: which chunk holds which part of it
     inflight          entries that are being filled, and who waits for them: a chunk is loaded once
     tier              the contract of what stands behind the pool; `redis` and `disk` satisfy it
-    writebehind       one bounded queue for each tier
+    writebehind       one bounded queue for each tier; the changes of one key are in order (keylock)
     lookup            `PrefixLookup`: how many leading chunks can be had, pinned, by a deadline
     cache             `Cache`: all of that together, and clears
+    objects           `ObjectCache`: chunks of any size, each with its metadata, put, got, removed
     owner             the one thread that all of this belongs to
 
 Every method is called on the owner's thread and returns at once; nothing waits for a tier. Threads
@@ -55,14 +56,38 @@ with everything that changes the meaning of the bytes)::
         payload = b"".join(cache.views(form, entry))
         cache.pool.unpin(entry)
 
-    cache.close(1.0)
+Chunks of any size are put and got by `ObjectKey`; a put replaces a chunk::
+
+    behind = Cache(loop, HeapMemory(), [redis], Metrics(), idle_limit=64 << 20)
+    objects = ObjectCache(behind, ChunkNames(), stripe_bytes=1 << 20)
+    key = ObjectKey(b"hash 3", "org/model", 0)
+    metadata = RemoteMetadata(3_000_000, [(3_000_000,)], ["uint8"], MemoryFormat.UNDEFINED)
+
+    filled = objects.reserve(metadata)              # None: no room
+    filled.payload[:] = b"o" * metadata.length
+    written = []
+    objects.publish(key, filled, written.append)    # found from now on
+    run(lambda: written)                            # [True]: and in every tier
+
+    behind.pool.clear()
+    got = objects.hold(key)                         # None: it is not in memory
+    found, loaded = [], []
+    objects.find(key, time.monotonic() + 5.0, found.append)
+    run(lambda: found)                              # [None] for a chunk that no tier has
+    objects.load(key, found[0], time.monotonic() + 5.0, loaded.append)
+    run(lambda: loaded)
+    content = bytes(loaded[0].payload)
+    objects.release(loaded[0])
+
+    objects.close(1.0)
     loop.run_posted()
 """
 
 from lmcache_redis.cache import counters
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.memory import Arena
+from lmcache_redis.cache.memory import Arena, HeapMemory
+from lmcache_redis.cache.objects import Found, Held, ObjectCache
 from lmcache_redis.cache.owner import Owner, OwnerLoop
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.redis import RedisTier
@@ -75,7 +100,11 @@ __all__ = [
     "Cache",
     "Entry",
     "EntryState",
+    "Found",
+    "HeapMemory",
+    "Held",
     "HostPool",
+    "ObjectCache",
     "Owner",
     "OwnerLoop",
     "PrefixLookup",

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from lmcache_redis.cache.inflight import Filled, InflightLoads
-from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.owner import Owner
-from lmcache_redis.cache.pool import Entry, HostPool
+from lmcache_redis.cache.pool import Entry, HostPool, Memory
 from lmcache_redis.cache.writebehind import Backing, WriteBehind
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkForm
@@ -41,14 +40,22 @@ class Load:
 
 
 class Cache:
-    """See the package. backings: the tiers, the one that is asked first at the beginning."""
+    """See the package.
+
+    backings: the tiers, the one that is asked first at the beginning. idle_limit: see `HostPool`.
+    """
 
     def __init__(
-        self, owner: Owner, arena: Arena, backings: Sequence[Backing], metrics: Metrics
+        self,
+        owner: Owner,
+        memory: Memory,
+        backings: Sequence[Backing],
+        metrics: Metrics,
+        idle_limit: int | None = None,
     ) -> None:
         self.owner = owner
         self.metrics = metrics
-        self.pool = HostPool(arena.slot_count)
+        self.pool = HostPool(memory, idle_limit)
         self.inflight = InflightLoads(self.pool)
         self.tiers = tuple(backing.tier for backing in backings)
         self.counters = tuple(backing.counters for backing in backings)
@@ -56,7 +63,7 @@ class Cache:
             WriteBehind(backing, level, owner, self.pool, metrics)
             for level, backing in enumerate(backings)
         )
-        self._arena = arena
+        self._memory = memory
 
     def close(self, deadline_s: float) -> bool:
         """Closes the tiers, one after the other; writes have ``deadline_s`` seconds to finish.
@@ -68,22 +75,19 @@ class Cache:
         closed = [tier.close(max(0.1, end_s - time.monotonic())) for tier in self.tiers]
         return all(closed)
 
-    # ---------------------------------------------------------------- slots
+    # --------------------------------------------------------------- memory
 
     def reserve(self, form: ChunkForm, chunk_hash: bytes) -> Entry | None:
-        """Slots that the caller fills, and a pin that `publish` or `abandon` gives back.
+        """Memory that the caller fills, and a pin that `publish` or `abandon` gives back.
 
         None where there is no room. Raises RuntimeError for a chunk that is in the pool.
         """
-        return self.inflight.begin(form.key(chunk_hash), form.stripe_count)
+        units = self._memory.units(form.chunk_bytes, form.stripe_payload_bytes)
+        return self.inflight.begin(form.key(chunk_hash), units)
 
     def views(self, form: ChunkForm, entry: Entry) -> list[memoryview]:
-        """The entry's slots, each as a view of exactly the bytes of its stripe."""
-        view, stripe_bytes = self._arena.slot_view, form.stripe_payload_bytes
-        last_bytes = form.chunk_bytes - (len(entry.slots) - 1) * stripe_bytes
-        views = [view(slot, stripe_bytes) for slot in entry.slots[:-1]]
-        views.append(view(entry.slots[-1], last_bytes))
-        return views
+        """The entry's memory, cut into views of exactly the bytes of each stripe."""
+        return self._memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
 
     def publish(self, entry: Entry) -> bool:
         """A reserved entry has its bytes: READY, and found from now on. To be written behind next.
@@ -135,21 +139,26 @@ class Cache:
     # ---------------------------------------------------------------- loads
 
     def level_of(self, key: bytes, first: int = 0) -> int | None:
-        """The first tier, from number ``first`` on, that has the chunk or may have it."""
+        """The first tier, from number ``first`` on, that has the chunk or may have it.
+
+        Not one that it is being removed from.
+        """
         for level in range(first, len(self.tiers)):
-            if self.tiers[level].lookup(key) is not False:
+            may_have_it = self.tiers[level].lookup(key) is not False
+            if may_have_it and not self.queues[level].is_removing(key):
                 return level
         return None
 
     def prepare_load(
         self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int, deadline_s: float
     ) -> ChunkIO | None:
-        """Slots for a chunk, of that key, to be read from a tier; None where there is no room.
+        """Memory for a chunk, of that key, to be read from a tier; None where there is no room.
 
         The load begins with `begin_loads`, and ends as its watchers are told. It is cancelled when
         the last of them has gone.
         """
-        entry = self.inflight.begin(key, form.stripe_count)
+        units = self._memory.units(form.chunk_bytes, form.stripe_payload_bytes)
+        entry = self.inflight.begin(key, units)
         if entry is None:
             return None
         job = self._job(form, chunk_hash, entry, deadline_s, Load(entry, form, level))
@@ -222,6 +231,16 @@ class Cache:
 
     def _cancel_load(self, job: ChunkIO) -> None:
         self.tiers[load_of(job).level].cancel(job)
+
+    def supersede_load(self, entry: Entry) -> None:
+        """Ends a load of a chunk that is about to be replaced or removed.
+
+        Writes and removals of its key wait until no tier reads it: what a reader finds half
+        replaced it would remove.
+        """
+        for queue in self.queues:
+            queue.wait_for(entry.key, partial(self.inflight.when_ended, entry))
+        self.inflight.cancel(entry)
 
     # --------------------------------------------------------------- clears
 

@@ -31,9 +31,9 @@ class InflightLoads:
         self._watchers: dict[Entry, list[Watcher]] = {}
         self._cancels: dict[Entry, Callable[[], None]] = {}
 
-    def begin(self, key: bytes, slots: int) -> Entry | None:
+    def begin(self, key: bytes, units: int) -> Entry | None:
         """A FILLING entry with the filler's pin, or None where the pool has no room."""
-        entry = self._pool.reserve(key, slots)
+        entry = self._pool.reserve(key, units)
         if entry is not None:
             self._watchers[entry] = []
         return entry
@@ -52,8 +52,21 @@ class InflightLoads:
         if watchers is None or watcher not in watchers:
             return
         watchers.remove(watcher)
-        if not watchers and entry in self._cancels:
-            self._cancels.pop(entry)()
+        if not watchers:
+            self.cancel(entry)
+
+    def when_ended(self, entry: Entry, action: Callable[[], None]) -> None:
+        """Calls ``action`` when the filling of ``entry`` has ended: now, if it has."""
+        if self.ended(entry):
+            action()
+        else:
+            self.watch(entry, lambda filled: action())
+
+    def cancel(self, entry: Entry) -> None:
+        """Ends the filling of an entry early, if that is known how; its watchers are told."""
+        cancel = self._cancels.pop(entry, None)
+        if cancel is not None:
+            cancel()
 
     def end(self, entry: Entry, filled: Filled) -> bool:
         """Ends the filling: the entry is READY, or DISCARDED where it failed or was discarded.

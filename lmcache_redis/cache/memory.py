@@ -1,14 +1,20 @@
-"""The memory of a host pool: one arena of equal slots, spread over NUMA nodes and faulted in.
+"""The memory of a host pool. It knows nothing of chunks: `HostPool` decides who holds which block.
 
-An `Arena` knows nothing of chunks. `HostPool` decides who holds which slot.
+`Arena` is for chunks of few sizes, known at the start: equal slots, spread over NUMA nodes and
+faulted in. `HeapMemory` is for chunks of any size: one block each.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 import threading
 import time
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
 
 from lmcache_redis.cache import numa
 from lmcache_redis.madvise import (
@@ -21,10 +27,16 @@ from lmcache_redis.madvise import (
 
 # A step keeps every other thread of the process from mapping memory: keep it short.
 _PREFAULT_STEP_BYTES = HUGE_PAGE_BYTES
+# What is smaller comes from the allocator, which has warm memory of that size.
+LEAST_REUSED_BYTES = 64 << 10
+_SIZES_TO_A_DOUBLING = 8
 
 
 class Arena:
-    """Anonymous private memory cut into page-aligned slots of one size.
+    """Anonymous private memory cut into page-aligned slots of one size. A unit is a slot.
+
+    A block is a tuple of slot numbers, one for each stripe. `take` and `give_back` are for one
+    thread, everything else for any.
 
     On a machine of several NUMA nodes it lies on all of them (`numa_nodes`), unless numactl or a
     cpuset says otherwise.
@@ -44,13 +56,15 @@ class Arena:
             raise ValueError(f"slot_bytes is {slot_bytes}; it must be positive")
         self.slot_bytes = slot_bytes
         self.slot_stride_bytes = -(-slot_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
-        self.slot_count = size_bytes // self.slot_stride_bytes
-        if self.slot_count <= 0:
+        self.capacity = size_bytes // self.slot_stride_bytes
+        if self.capacity <= 0:
             raise ValueError(
                 f"an arena of {size_bytes} bytes holds no slot of {slot_bytes} bytes "
                 f"(a slot takes {self.slot_stride_bytes})"
             )
-        self.size_bytes = self.slot_count * self.slot_stride_bytes
+        self.size_bytes = self.capacity * self.slot_stride_bytes
+        # A stack: the warmest slot goes first.
+        self._free = list(range(self.capacity - 1, -1, -1))
         # Huge pages need 2 MiB alignment; the slack is address space that nothing touches.
         mapped = mmap.mmap(
             -1, self.size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -90,12 +104,34 @@ class Arena:
         Raises:
             IndexError: no such slot, or more bytes than a slot has.
         """
-        if not 0 <= index < self.slot_count:
-            raise IndexError(f"slot {index} of {self.slot_count}")
+        if not 0 <= index < self.capacity:
+            raise IndexError(f"slot {index} of {self.capacity}")
         if not 0 <= nbytes <= self.slot_bytes:
             raise IndexError(f"{nbytes} bytes of a slot of {self.slot_bytes}")
         start = index * self.slot_stride_bytes
         return self._view[start : start + nbytes]
+
+    def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
+        """See `pool.Memory`. A slot for each stripe."""
+        return -(-chunk_bytes // stripe_bytes)
+
+    def take(self, units: int) -> tuple[int, ...]:
+        """See `pool.Memory`."""
+        pop = self._free.pop
+        return tuple(pop() for _ in range(units))
+
+    def give_back(self, block: tuple[int, ...]) -> None:
+        """See `pool.Memory`."""
+        self._free.extend(block)
+
+    def views(
+        self, block: tuple[int, ...], chunk_bytes: int, stripe_bytes: int
+    ) -> list[memoryview]:
+        """See `pool.Memory`."""
+        view, last_bytes = self.slot_view, chunk_bytes - (len(block) - 1) * stripe_bytes
+        views = [view(slot, stripe_bytes) for slot in block[:-1]]
+        views.append(view(block[-1], last_bytes))
+        return views
 
     def close(self) -> None:
         """Give the memory back: at once, or when the last view that is out is gone. Idempotent."""
@@ -105,3 +141,69 @@ class Arena:
             # While views are out the mapping lives in them, and goes with the last of them.
             with contextlib.suppress(BufferError):
                 mapped.close()
+
+
+class HeapMemory:
+    """One block of memory for each chunk, of exactly its size. A unit is a byte.
+
+    The kernel clears every page of fresh memory at its first touch, which takes longer than the
+    copy that goes into it. So blocks that were given back are kept for later chunks of about their
+    size (at most an eighth smaller), the sizes that were used last first. Not thread-safe.
+
+    A fresh block takes no memory until it is written to; one that is used again is resident.
+
+    capacity_bytes: payload of all blocks together. spare_bytes: most memory that is kept while
+    none uses it.
+    """
+
+    def __init__(self, capacity_bytes: int = sys.maxsize, spare_bytes: int = 128 << 20) -> None:
+        self.capacity = capacity_bytes
+        self.spare_limit_bytes = spare_bytes
+        self.spare_bytes = 0
+        # By size; the size that was wanted or given back last is at the end.
+        self._spare: OrderedDict[int, list[npt.NDArray[np.uint8]]] = OrderedDict()
+
+    def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
+        """See `pool.Memory`."""
+        return chunk_bytes
+
+    def take(self, units: int) -> memoryview:
+        """See `pool.Memory`. A block is a view of its bytes."""
+        if units < LEAST_REUSED_BYTES:
+            return np.empty(units, np.uint8).data
+        size = _size_for(units)
+        spare = self._spare.get(size)
+        if not spare:
+            return np.empty(size, np.uint8).data[:units]
+        self._spare.move_to_end(size)
+        self.spare_bytes -= size
+        return spare.pop().data[:units]
+
+    def give_back(self, block: memoryview) -> None:
+        """See `pool.Memory`."""
+        array = block.obj
+        assert isinstance(array, np.ndarray)
+        size = array.nbytes
+        if size < LEAST_REUSED_BYTES:
+            return
+        self._spare.setdefault(size, []).append(array)
+        self._spare.move_to_end(size)
+        self.spare_bytes += size
+        while self.spare_bytes > self.spare_limit_bytes:
+            oldest, arrays = next(iter(self._spare.items()))
+            if arrays:
+                arrays.pop()
+                self.spare_bytes -= oldest
+            else:
+                del self._spare[oldest]
+
+    def views(self, block: memoryview, chunk_bytes: int, stripe_bytes: int) -> list[memoryview]:
+        """See `pool.Memory`. They are neighbours: stripes of the chunk's size give one view."""
+        starts = range(0, chunk_bytes, stripe_bytes)
+        return [block[start : min(start + stripe_bytes, chunk_bytes)] for start in starts]
+
+
+def _size_for(nbytes: int) -> int:
+    """The next of few sizes: memory of one chunk fits others of about its length."""
+    step = (1 << (nbytes - 1).bit_length()) // (2 * _SIZES_TO_A_DOUBLING)
+    return -(-nbytes // step) * step

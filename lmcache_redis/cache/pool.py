@@ -1,16 +1,18 @@
-"""The host pool: the index that decides which chunk holds which slots.
+"""The host pool: the index that decides which chunk holds which memory.
 
-Bookkeeping over slot numbers, without the memory (`Arena`). Not thread-safe: the cache's owner
-thread owns it. Copies and sockets work on the memoryviews that the owner handed them, and the entry
-stays pinned meanwhile.
+It counts in units of its memory: slots of an `Arena`, bytes of a `HeapMemory`. Not thread-safe: the
+cache's owner thread owns it. Copies and sockets work on the memoryviews that the owner handed them,
+and the entry stays pinned meanwhile.
 
 An entry's life::
 
-    reserve ──▶ FILLING ──publish──▶ READY ──evicted / discard / clear──▶ DISCARDED
-                   └───────────discard / clear────────────────────────────────┘
+    reserve ──▶ FILLING ──publish──▶ READY ──evicted / replaced / discard / clear──▶ DISCARDED
+                   └──────────────────discard / clear────────────────────────────────────┘
 
-A DISCARDED entry has left the index; its slots become free when its last pin goes, never
-before. The pool never holds more than ``slot_count`` slots, whatever is asked of it.
+A FILLING entry is in the index unless it was reserved without a key: then `publish` gives it one,
+and discards the entry that the key had. A DISCARDED entry has left the index; its memory becomes
+free when its last pin goes, never before. The pool never holds more than ``capacity`` units,
+whatever is asked of it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,30 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from enum import Enum
+from typing import Any, Protocol
+
+
+class Memory(Protocol):
+    """Where a pool keeps payloads. A unit is as small as the memory can give."""
+
+    @property
+    def capacity(self) -> int:
+        """Units of all blocks together."""
+
+    def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
+        """What a chunk takes that is cut into stripes of that size."""
+
+    def take(self, units: int) -> Any:
+        """A block of memory, with anything in it. Raises MemoryError.
+
+        The pool asks for no more than `capacity` units at a time.
+        """
+
+    def give_back(self, block: Any) -> None:
+        """The block's views are not used any more."""
+
+    def views(self, block: Any, chunk_bytes: int, stripe_bytes: int) -> list[memoryview]:
+        """The chunk's stripes in a block of its units, each as a writable view of its bytes."""
 
 
 class EntryState(Enum):
@@ -29,57 +55,68 @@ class EntryState(Enum):
 
 
 class Entry:
-    """One chunk in the pool. Only `HostPool` changes it; ``stored_in`` is the cache's note.
+    """One chunk in the pool. Only `HostPool` changes it, but for the notes of the cache.
 
     Attributes:
-        slots: one slot for each stripe, in stripe order.
-        pins: holders; an entry with pins is never evicted and its slots are never reused.
-        stored_in: bit n is set where the chunk is known to be in tier n of the cache.
+        block: what the pool's memory gave for it.
+        units: how much that is.
+        pins: holders; an entry with pins is never evicted and its memory is never reused.
+        stored_in: a note. Bit n is set where the chunk is known to be in tier n of the cache.
+        tag: a note of the one that reserved it.
     """
 
-    __slots__ = ("key", "pins", "slots", "state", "stored_in")
+    __slots__ = ("block", "key", "pins", "state", "stored_in", "tag", "units")
 
-    def __init__(self, key: bytes, slots: tuple[int, ...]) -> None:
+    def __init__(self, key: bytes, block: Any, units: int) -> None:
         self.key = key
-        self.slots = slots
+        self.block = block
+        self.units = units
         self.pins = 1
         self.state = EntryState.FILLING
         self.stored_in = 0
+        self.tag: object = None
 
     def __repr__(self) -> str:
-        return f"Entry({self.key.hex()}, {self.state.value}, slots={self.slots}, pins={self.pins})"
+        return f"Entry({self.key.hex()}, {self.state.value}, units={self.units}, pins={self.pins})"
 
 
 class HostPool:
-    """Which chunk holds which slots: pins, least-recently-used eviction, a hard limit.
+    """Which chunk holds which memory: pins, least-recently-used eviction, hard limits.
+
+    idle_limit: units that READY entries without pins may keep together; None: all of the memory.
 
     An entry is used, and so most recent, when it is got, and when its last pin goes.
     Misuse (unpin without pin, publish twice, reserve a key that is there) raises
     RuntimeError and changes nothing: it is a bug of the caller.
     """
 
-    def __init__(self, slot_count: int) -> None:
-        if slot_count <= 0:
-            raise ValueError(f"slot_count is {slot_count}; it must be positive")
-        self.slot_count = slot_count
+    def __init__(self, memory: Memory, idle_limit: int | None = None) -> None:
+        self.memory = memory
+        self.capacity = memory.capacity
+        self.idle_limit = self.capacity if idle_limit is None else idle_limit
         self.evictions = 0
-        self._free = list(range(slot_count - 1, -1, -1))  # a stack: the warmest slot goes first
+        self._free = self.capacity
         self._index: dict[bytes, Entry] = {}
         self._idle: OrderedDict[bytes, Entry] = OrderedDict()  # READY, unpinned; oldest first
-        self._idle_slots = 0
-        self._leaving: set[Entry] = set()  # DISCARDED, still pinned
+        self._idle_units = 0
+        self._outside: set[Entry] = set()  # pinned: DISCARDED, or FILLING without a key
 
     @property
-    def free_slots(self) -> int:
-        return len(self._free)
+    def free(self) -> int:
+        return self._free
 
     @property
-    def used_slots(self) -> int:
-        return self.slot_count - len(self._free)
+    def used(self) -> int:
+        return self.capacity - self._free
 
     @property
-    def pinned_slots(self) -> int:
-        return self.used_slots - self._idle_slots
+    def idle(self) -> int:
+        """Units of READY entries without pins."""
+        return self._idle_units
+
+    @property
+    def pinned(self) -> int:
+        return self.used - self._idle_units
 
     def __len__(self) -> int:
         """Entries in the index, FILLING ones included."""
@@ -99,53 +136,73 @@ class HostPool:
             self._idle.move_to_end(key)
         return entry
 
-    def reserve(self, key: bytes, n_slots: int) -> Entry | None:
-        """A new FILLING entry with ``n_slots`` slots and one pin, or None if that cannot be.
+    def peek(self, key: bytes) -> Entry | None:
+        """The entry of a key, FILLING or READY, or None, left where it is in the order."""
+        return self._index.get(key)
 
-        Evicts as many of the least recently used unpinned READY entries as it needs; where
-        even all of them would not do, it evicts none.
+    def reserve(self, key: bytes | None, units: int) -> Entry | None:
+        """A new FILLING entry with one pin, or None if that cannot be.
+
+        key: None: outside of the index, until `publish` gives it a key. Evicts as many of the
+        least recently used unpinned READY entries as it needs; where even all of them would not
+        do, it evicts none.
         """
-        if n_slots <= 0:
-            raise RuntimeError(f"an entry of {n_slots} slots")
+        if units <= 0:
+            raise RuntimeError(f"an entry of {units} units")
         if key in self._index:
             raise RuntimeError(f"reserved twice: {self._index[key]!r}")
-        if n_slots > len(self._free) + self._idle_slots:
+        if units > self._free + self._idle_units:
             return None
-        while len(self._free) < n_slots:
-            _, oldest = self._idle.popitem(last=False)
-            self._idle_slots -= len(oldest.slots)
-            del self._index[oldest.key]
-            oldest.state = EntryState.DISCARDED
-            self._free.extend(oldest.slots)
-            self.evictions += 1
-        entry = Entry(key, tuple(self._free.pop() for _ in range(n_slots)))
-        self._index[key] = entry
+        while self._free < units:
+            self._evict()
+        try:
+            block = self.memory.take(units)
+        except MemoryError:
+            return None
+        self._free -= units
+        if key is None:
+            entry = Entry(b"", block, units)
+            self._outside.add(entry)
+        else:
+            entry = self._index[key] = Entry(key, block, units)
         return entry
 
-    def publish(self, entry: Entry) -> bool:
-        """FILLING to READY; the pin stays. False if it was discarded while it was filled."""
+    def publish(self, entry: Entry, key: bytes | None = None) -> bool:
+        """FILLING to READY; the pin stays. False if it was discarded while it was filled.
+
+        key: of an entry that has none. An entry that is there under the key is discarded.
+        """
         if entry.state is EntryState.DISCARDED and entry.pins > 0:
             return False
-        if entry.state is not EntryState.FILLING:
+        if entry.state is not EntryState.FILLING or (key is None) == (entry in self._outside):
             raise RuntimeError(f"published in the wrong state: {entry!r}")
+        if key is not None:
+            replaced = self._index.get(key)
+            if replaced is not None:
+                self.discard(replaced)
+            self._outside.remove(entry)
+            entry.key = key
+            self._index[key] = entry
         entry.state = EntryState.READY
         return True
 
     def discard(self, entry: Entry) -> None:
-        """Take it out of the index now; its slots become free with its last pin.
+        """Take it out of the index now; its memory becomes free with its last pin.
 
         Discarding again is allowed: two who find the same fault need not agree who is first.
         """
         if entry.state is EntryState.DISCARDED:
             return
-        del self._index[entry.key]
         entry.state = EntryState.DISCARDED
+        if entry in self._outside:
+            return
+        del self._index[entry.key]
         if entry.pins > 0:
-            self._leaving.add(entry)
+            self._outside.add(entry)
             return
         del self._idle[entry.key]
-        self._idle_slots -= len(entry.slots)
-        self._free.extend(entry.slots)
+        self._idle_units -= entry.units
+        self._give_back(entry)
 
     def pin(self, entry: Entry) -> None:
         """One more holder. A DISCARDED entry may be pinned by those who hold it already."""
@@ -153,7 +210,7 @@ class HostPool:
             if entry.state is not EntryState.READY:
                 raise RuntimeError(f"pinned after it had left: {entry!r}")
             del self._idle[entry.key]
-            self._idle_slots -= len(entry.slots)
+            self._idle_units -= entry.units
         entry.pins += 1
 
     def unpin(self, entry: Entry) -> None:
@@ -167,13 +224,15 @@ class HostPool:
             return
         if entry.state is EntryState.READY:
             self._idle[entry.key] = entry
-            self._idle_slots += len(entry.slots)
+            self._idle_units += entry.units
+            while self._idle_units > self.idle_limit:
+                self._evict()
         else:
-            self._leaving.remove(entry)
-            self._free.extend(entry.slots)
+            self._outside.remove(entry)
+            self._give_back(entry)
 
     def clear(self) -> int:
-        """Empty the index; entries with pins keep their slots until unpinned.
+        """Empty the index; entries with pins keep their memory until unpinned.
 
         Returns how many entries left the index.
         """
@@ -181,3 +240,16 @@ class HostPool:
         for entry in entries:
             self.discard(entry)
         return len(entries)
+
+    def _evict(self) -> None:
+        """The least recently used of those that may go."""
+        _, oldest = self._idle.popitem(last=False)
+        self._idle_units -= oldest.units
+        del self._index[oldest.key]
+        oldest.state = EntryState.DISCARDED
+        self._give_back(oldest)
+        self.evictions += 1
+
+    def _give_back(self, entry: Entry) -> None:
+        self._free += entry.units
+        self.memory.give_back(entry.block)

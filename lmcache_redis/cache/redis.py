@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
+from lmcache_redis.cache.tier import FramesResult
+from lmcache_redis.errors import RedisError
 from lmcache_redis.keys import stripe_key
+from lmcache_redis.resp.commands import CommandClient
 from lmcache_redis.resp.outcomes import (
+    CallOutcome,
     ChunkIO,
+    DescribeResult,
     ExistsResult,
     PlaneState,
     ReadOutcome,
+    RemoveResult,
     ScanResult,
     WriteOutcome,
 )
 from lmcache_redis.resp.plane import RedisPlane
+from lmcache_redis.resp.wire import escape_pattern
+from lmcache_redis.stripe import ChunkFrame, StripeHeader
+
+logger = logging.getLogger(__name__)
 
 _FIRST_STRIPE = stripe_key(b"", 0)
+# One SCAN: well under a millisecond of the server's.
+_SCAN_KEYS = 512
 
 
 class RedisTier:
     """A `Tier`. A chunk is there when its stripe 0 is: that one is written last.
 
     Every job of the plane ends by its deadline, so none is ever stuck. `clear` raises ValueError
-    for a prefix without the magic of our keys.
+    for a prefix without the magic of our keys. Beside what the plane needs, `keys` needs SCAN, and
+    `describe` and `remove` GETRANGE.
     """
 
     name = "Redis"
@@ -50,6 +64,33 @@ class RedisTier:
     ) -> None:
         self._plane.exists([key + _FIRST_STRIPE for key in keys], deadline, done)
 
+    def describe(
+        self, keys: Sequence[bytes], deadline: float, done: Callable[[FramesResult], None]
+    ) -> None:
+        def answer(result: DescribeResult) -> None:
+            done(FramesResult(result.outcome, [_frame(header) for header in result.headers]))
+
+        self._plane.describe([key + _FIRST_STRIPE for key in keys], deadline, answer)
+
+    def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
+        """See the contract. SCANs of the whole database, on a connection of their own."""
+        pattern = escape_pattern(prefix) + b"*" + _FIRST_STRIPE
+        found: dict[bytes, None] = {}
+        if not self.state.up:
+            logger.warning("no chunks can be listed: %s", self.state.reason)
+            return []
+        client = CommandClient(self._plane.options)
+        try:
+            for name in client.scan(pattern, _SCAN_KEYS, deadline):
+                # Whatever the server matched: names are read here.
+                if name.startswith(prefix) and name.endswith(_FIRST_STRIPE):
+                    found[name.removesuffix(_FIRST_STRIPE)] = None
+        except RedisError as error:
+            logger.warning("the list of chunks is not complete: %s", error)
+        finally:
+            client.close()
+        return [*found]
+
     def read_all(
         self,
         jobs: Sequence[ChunkIO],
@@ -65,3 +106,36 @@ class RedisTier:
         stuck: Callable[[ChunkIO], None],
     ) -> None:
         self._plane.write_all(jobs, done)
+
+    def remove(
+        self,
+        key: bytes,
+        stripe_count: int | None,
+        deadline: float,
+        done: Callable[[RemoveResult], None],
+    ) -> None:
+        def described(result: DescribeResult) -> None:
+            if result.outcome is CallOutcome.DONE:
+                (header,) = result.headers
+                count = header.stripe_count if header is not None else 1
+                self._plane.remove(key, count, deadline, done)
+            else:
+                done(RemoveResult(result.outcome))
+
+        if stripe_count is None:
+            self._plane.describe([key + _FIRST_STRIPE], deadline, described)
+        else:
+            self._plane.remove(key, stripe_count, deadline, done)
+
+
+def _frame(header: StripeHeader | None) -> ChunkFrame | None:
+    """The chunk whose stripe 0 has this header."""
+    if header is None or header.stripe_index != 0:
+        return None
+    return ChunkFrame(
+        header.fingerprint,
+        header.chunk_hash,
+        header.chunk_bytes,
+        header.payload_bytes,  # stripe 0 is as large as any
+        header.metadata.serialize(),
+    )

@@ -14,7 +14,7 @@ a disk or a server does, and never calls anything else of the cache.
 
 A tier that is down (`state.up` is False) answers every job UNAVAILABLE at once; `stuck` is for jobs
 that it cannot take back, such as a read of a network file system that is gone. It is down before it
-says so: the cache goes on to the first tier whose `lookup` is not False.
+says so, and until those jobs have ended: the cache asks the next tier whose `lookup` is not False.
 
 Keys are chunk keys (`naming`): everything in a Redis key before the stripe index. The tier knows
 how it stores a chunk, in stripes or in a file. Deadlines are `time.monotonic()` seconds; a tier on
@@ -24,17 +24,27 @@ which a job cannot be abandoned may overrun them, and says `stuck` when the cach
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lmcache_redis.resp.outcomes import (
+    CallOutcome,
     ChunkIO,
     ClearResult,
     ExistsResult,
     PlaneState,
     ReadOutcome,
+    RemoveResult,
     ScanResult,
     WriteOutcome,
 )
+from lmcache_redis.stripe import ChunkFrame
+
+
+class FramesResult(NamedTuple):
+    """frames: for each key in order the chunk that is there, None for none; empty unless DONE."""
+
+    outcome: CallOutcome
+    frames: Sequence[ChunkFrame | None] = ()
 
 
 class Tier(Protocol):
@@ -65,6 +75,21 @@ class Tier(Protocol):
     ) -> None:
         """Which of the chunks are there."""
 
+    def describe(
+        self, keys: Sequence[bytes], deadline: float, done: Callable[[FramesResult], None]
+    ) -> None:
+        """What each chunk is that is there, and how it is cut.
+
+        Chunks of any layout: whether it is the one that was meant, the frame says.
+        """
+
+    def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
+        """The chunk keys that begin with `prefix`, in no order.
+
+        The one call that waits: it is for threads other than the owner's. Where the tier does not
+        answer in time, the keys found so far and a line in the log.
+        """
+
     def read_all(
         self,
         jobs: Sequence[ChunkIO],
@@ -89,6 +114,18 @@ class Tier(Protocol):
         """End a job early: CANCELLED, through `done`, as soon as its slots are free.
 
         Does nothing to a job that was answered, or that the tier can no longer take back.
+        """
+
+    def remove(
+        self,
+        key: bytes,
+        stripe_count: int | None,
+        deadline: float,
+        done: Callable[[RemoveResult], None],
+    ) -> None:
+        """Remove a chunk, and what is in its place without being one.
+
+        stripe_count: None: the tier finds out how many stripes there are.
         """
 
     def clear(

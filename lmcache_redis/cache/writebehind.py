@@ -9,23 +9,35 @@ in the host pool and is counted; the next store of the chunk enqueues it again.
     stuck     in a tier that hangs: not waited for, but its slots are pinned until the tier is done
 
 A chunk is pinned, and counts against the limit, from when it is enqueued until the tier is done.
+
+`write` replaces what the tier has under the key, and `remove` removes it: these do not ask before.
+Writes and removals of one key are carried out one after the other, in the order of the calls
+(`KeyLock`). A write whose entry was discarded before it began is left out.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from lmcache_redis.cache.counters import TierCounters
-from lmcache_redis.cache.owner import Owner
+from lmcache_redis.cache.keylock import KeyLock
+from lmcache_redis.cache.owner import Action, Owner
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.tier import Tier
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ExistsResult, WriteOutcome
+from lmcache_redis.resp.outcomes import (
+    CallOutcome,
+    ChunkIO,
+    ExistsResult,
+    RemoveResult,
+    WriteOutcome,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +73,12 @@ class WriteBehind:
         # Of those, the ones that the tier was not asked about yet, and when it may be.
         self._waiting: dict[Entry, tuple[ChunkIO, float]] = {}
         self._stuck: set[Entry] = set()
+        self._locks = KeyLock(owner)
+        self._writing: dict[bytes, ChunkIO] = {}  # by key, in flight or stuck
+        self._done_calls: dict[Entry, Callable[[WriteOutcome], None]] = {}  # of `write`
+        self._removals: set[object] = set()
+        self._removing: Counter[bytes] = Counter()  # their keys
+        self._flushes: list[tuple[set[object], Action]] = []
         self._complained_of: WriteOutcome | None = None
 
     def __len__(self) -> int:
@@ -75,22 +93,73 @@ class WriteBehind:
         known = self._tier.lookup(entry.key)
         if entry in self._jobs or (entry.stored_in & self._bit if known is None else known):
             return False
-        counters = self._counters
-        if not self._tier.state.up:
-            self._metrics.count(counters.drops[WriteOutcome.UNAVAILABLE])
-        elif self.queued_bytes + nbytes > self._backing.write_limit_bytes:
-            self._metrics.count(counters.queue_full)
-        else:
-            return True
-        return False
+        return self._has_room(nbytes)
 
     def enqueue(self, entry: Entry, job: ChunkIO, delay_s: float) -> None:
         """Pins an entry that was admitted; its job begins in ``delay_s`` seconds."""
-        self._pool.pin(entry)
-        self._jobs[entry] = job
-        self.queued_bytes += job.frame.chunk_bytes
+        self._hold(entry, job)
         self._waiting[entry] = (job, time.monotonic() + delay_s)
         self._owner.after(delay_s, self._begin_due)
+
+    def write(self, entry: Entry, job: ChunkIO, done: Callable[[WriteOutcome], None]) -> None:
+        """Writes a READY entry at once, in place of what the tier has under its key.
+
+        done: called once, while the entry is still pinned. UNAVAILABLE also where it is dropped.
+        """
+        if not self._has_room(job.frame.chunk_bytes):
+            done(WriteOutcome.UNAVAILABLE)
+            return
+        self._hold(entry, job)
+        self._done_calls[entry] = done
+        self._write([job])
+
+    def remove(self, key: bytes, deadline_s: float, done: Callable[[RemoveResult], None]) -> None:
+        """Removes a chunk from the tier, after the writes before; one in flight is cancelled."""
+        writing = self._writing.get(key)
+        if writing is not None:
+            self._tier.cancel(writing)
+        removal = object()
+        self._removals.add(removal)
+        self._removing[key] += 1
+
+        def begin() -> None:
+            try:
+                self._tier.remove(
+                    key, None, deadline_s, lambda result: self._owner.post(partial(end, result))
+                )
+            except Exception:
+                end(RemoveResult(CallOutcome.UNAVAILABLE))  # our own bug, which the loop logs
+                raise
+
+        def end(result: RemoveResult) -> None:
+            self._removals.remove(removal)
+            self._removing[key] -= 1
+            if not self._removing[key]:
+                del self._removing[key]
+            self._locks.release(key)
+            done(result)
+            self._ended(removal)
+
+        if self._locks.acquire(key, begin):
+            begin()
+
+    def is_removing(self, key: bytes) -> bool:
+        """Whether the chunk may be found in the tier although it was removed."""
+        return key in self._removing
+
+    def wait_for(self, key: bytes, when_ended: Callable[[Action], None]) -> None:
+        """Later writes and removals of a key wait until ``when_ended`` calls what it is given."""
+        begin = partial(when_ended, partial(self._locks.release, key))
+        if self._locks.acquire(key, begin):
+            begin()
+
+    def flush(self, done: Action) -> None:
+        """Calls ``done`` when all writes and removals have ended that were enqueued before."""
+        pending: set[object] = {*self._jobs.values(), *self._removals}
+        if pending:
+            self._flushes.append((pending, done))
+        else:
+            done()
 
     def cancel(self, entry: Entry) -> None:
         """A discarded entry need not be written any more."""
@@ -139,9 +208,29 @@ class WriteBehind:
                 self._written(job, WriteOutcome.CANCELLED)
             else:
                 absent.append(job)
-        if absent:
-            with self._given_back_after_a_bug(absent):
-                self._tier.write_all(absent, self._done, self._on_stuck)
+        self._write(absent)
+
+    def _write(self, jobs: Sequence[ChunkIO]) -> None:
+        """Begins the writes whose keys are free, and the others as soon as they are."""
+        free = [job for job in jobs if self._locks.acquire(job.key, partial(self._acquired, job))]
+        if free:
+            self._begin_writes(free)
+
+    def _acquired(self, job: ChunkIO) -> None:
+        """The lock of its key, after having waited for it."""
+        if _entry_of(job).state is EntryState.DISCARDED:
+            self._writing[job.key] = job
+            self._written(job, WriteOutcome.CANCELLED)
+        else:
+            self._begin_writes((job,))
+
+    def _begin_writes(self, jobs: Sequence[ChunkIO]) -> None:
+        for job in jobs:
+            if job.key in self._writing:
+                self._tier.cancel(self._writing[job.key])  # a stuck one, which is not to be found
+            self._writing[job.key] = job
+        with self._given_back_after_a_bug(jobs):
+            self._tier.write_all(jobs, self._done, self._on_stuck)
 
     @contextmanager
     def _given_back_after_a_bug(self, jobs: Sequence[ChunkIO]) -> Iterator[None]:
@@ -160,16 +249,24 @@ class WriteBehind:
         self._owner.post(partial(self._written, job, outcome))
 
     def _on_stuck(self, job: ChunkIO) -> None:
-        self._owner.post(partial(self._stuck.add, _entry_of(job)))
+        self._owner.post(partial(self._hung, job))
+
+    def _hung(self, job: ChunkIO) -> None:
+        """Writes and removals that wait for it are answered by the tier, which is down."""
+        self._stuck.add(_entry_of(job))
+        if _entry_of(job).state is EntryState.DISCARDED:
+            self._tier.cancel(job)
+        self._locks.release(job.key)
 
     def _skip(self, job: ChunkIO) -> None:
         """The tier has the chunk."""
-        self._release(job).stored_in |= self._bit
+        _entry_of(job).stored_in |= self._bit
+        self._release(job)
         if self._counters.is_remote:
             self._metrics.count("skipped_chunks")
 
     def _written(self, job: ChunkIO, outcome: WriteOutcome) -> None:
-        entry = self._release(job)
+        entry = _entry_of(job)
         if outcome is WriteOutcome.STORED:
             entry.stored_in |= self._bit
             self._metrics.count(self._counters.stored_chunks)
@@ -184,15 +281,52 @@ class WriteBehind:
                     self._tier.name,
                     outcome.value,
                 )
+        holds_lock = self._writing.get(job.key) is job
+        if holds_lock:
+            del self._writing[job.key]
+        holds_lock &= entry not in self._stuck
+        try:
+            done = self._done_calls.pop(entry, None)
+            if done is not None:
+                done(outcome)
+        finally:
+            if holds_lock:
+                self._locks.release(job.key)
+            self._release(job)
 
-    def _release(self, job: ChunkIO) -> Entry:
-        """The tier is done with the entry: gives back what `enqueue` took."""
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether the queue takes so much; counts a chunk that is dropped."""
+        if not self._tier.state.up:
+            self._metrics.count(self._counters.drops[WriteOutcome.UNAVAILABLE])
+        elif self.queued_bytes + nbytes > self._backing.write_limit_bytes:
+            self._metrics.count(self._counters.queue_full)
+        else:
+            return True
+        return False
+
+    def _hold(self, entry: Entry, job: ChunkIO) -> None:
+        self._pool.pin(entry)
+        self._jobs[entry] = job
+        self.queued_bytes += job.frame.chunk_bytes
+
+    def _release(self, job: ChunkIO) -> None:
+        """The tier is done with the entry: gives back what `_hold` took."""
         entry = _entry_of(job)
         del self._jobs[entry]
         self._stuck.discard(entry)
         self.queued_bytes -= job.frame.chunk_bytes
         self._pool.unpin(entry)
-        return entry
+        if self._flushes:
+            self._ended(job)
+
+    def _ended(self, change: object) -> None:
+        """A write or a removal."""
+        for pending, _ in self._flushes:
+            pending.discard(change)
+        done = [action for pending, action in self._flushes if not pending]
+        self._flushes = [each for each in self._flushes if each[0]]
+        for action in done:
+            action()
 
 
 def _entry_of(job: ChunkIO) -> Entry:

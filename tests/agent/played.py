@@ -160,5 +160,5 @@ class Played:
         """Nothing is left behind."""
         assert self.copies.close(10)
         assert self.session.busy == 0
-        assert self.pool.pinned_slots == 0
+        assert self.pool.pinned == 0
         audit(self.pool)

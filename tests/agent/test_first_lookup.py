@@ -161,7 +161,7 @@ class Joining:
         self.loop.run_posted()
         for peer in self.peers:
             self.handlers.forget(peer, "the test ends")
-        assert self.jobs.cache.pool.pinned_slots == 0
+        assert self.jobs.cache.pool.pinned == 0
         self.loop.wakeup.close()
         self.arena.close()
 

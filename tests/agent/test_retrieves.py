@@ -101,7 +101,7 @@ def test_a_device_that_hangs_keeps_the_chunk_it_has_begun() -> None:
     played = Played(Device(during=lambda: let_go.wait(30)))  # type: ignore[arg-type]
     played.hold(*HASHES)
     played.retrieve(lease_s=0.3).start(0)
-    played.run(lambda: played.pool.pinned_slots == STRIPES_A_CHUNK)
+    played.run(lambda: played.pool.pinned == STRIPES_A_CHUNK)
     # The engine is not told: the device may still write to the blocks of the first chunk.
     assert played.answers == []
     let_go.set()

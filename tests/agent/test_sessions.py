@@ -8,11 +8,11 @@ from lmcache_redis.agent import sessions as sessions_module
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.cache.pool import HostPool
 from lmcache_redis.errors import WireError
-from tests.cache.auditing import audit
+from tests.cache.auditing import audit, slots
 
 
 def test_sessions_give_every_pin_back_once() -> None:
-    pool = HostPool(8)
+    pool = HostPool(slots(8))
     sessions = Sessions(pool, timeout_s=10)
     session = sessions.open(("engine", "request"), now_s=0.0)
     entries = []
@@ -38,14 +38,14 @@ def test_sessions_give_every_pin_back_once() -> None:
     assert len(sessions) == 1  # a copy is still in progress
     sessions.finish(session)
     assert len(sessions) == 0
-    assert pool.pinned_slots == 2  # what was taken
+    assert pool.pinned == 2  # what was taken
     pool.unpin(entries[1])
-    assert pool.pinned_slots == 0
+    assert pool.pinned == 0
     audit(pool)
 
 
 def test_a_session_cancels_its_lookup_when_it_ends() -> None:
-    sessions = Sessions(HostPool(1), timeout_s=10)
+    sessions = Sessions(HostPool(slots(1)), timeout_s=10)
     session = sessions.open(("engine", "request"), now_s=0.0)
     cancelled: list[bool] = []
     session.cancel_lookup = lambda: cancelled.append(True)
@@ -56,7 +56,7 @@ def test_a_session_cancels_its_lookup_when_it_ends() -> None:
 
 def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 2)
-    sessions = Sessions(HostPool(1), timeout_s=10)
+    sessions = Sessions(HostPool(slots(1)), timeout_s=10)
     first = sessions.open(("e", "1"), 0.0)
     sessions.open(("e", "2"), 0.0)
     with pytest.raises(WireError, match="2 requests are open"):

@@ -88,7 +88,7 @@ def test_a_device_that_hangs_keeps_what_it_has_begun_and_no_more_slots() -> None
     played.store(lease_s=0.3).start()
     # Of five chunks the one thread has begun one; the others end with the lease.
     played.run(lambda: len(played.pool) == 1)
-    assert played.pool.pinned_slots == STRIPES_A_CHUNK
+    assert played.pool.pinned == STRIPES_A_CHUNK
     assert played.answers == [m.StoreResult(0, 1, 0, 4)]
     assert played.metrics.snapshot()["drop_lease"] == 4
     let_go.set()
@@ -108,7 +108,7 @@ def test_slots_that_a_bug_leaves_unfilled_come_back(
     played.store().start()
     assert "a call to a device failed" in caplog.text
     assert played.answers == [m.StoreResult(0, 0, 0, 5)]
-    assert played.pool.free_slots == played.pool.slot_count
+    assert played.pool.free == played.pool.capacity
 
 
 def test_a_call_that_breaks_as_it_begins_is_answered_when_the_others_have_ended(

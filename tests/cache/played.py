@@ -11,7 +11,7 @@ from lmcache_redis.cache.counters import TierCounters
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.owner import OwnerLoop
 from lmcache_redis.cache.pool import Entry
-from lmcache_redis.cache.tier import Tier
+from lmcache_redis.cache.tier import FramesResult, Tier
 from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkForm, ChunkNames
@@ -21,6 +21,7 @@ from lmcache_redis.resp.outcomes import (
     ExistsResult,
     PlaneState,
     ReadOutcome,
+    RemoveResult,
     ScanResult,
     WriteOutcome,
 )
@@ -41,6 +42,8 @@ class PlayedTier:
         self.is_probed = True
         self.asked: list[tuple[Sequence[bytes], Callable[[ExistsResult], None]]] = []
         self.scanned: list[tuple[Sequence[bytes], Callable[[ScanResult], None]]] = []
+        self.described: list[tuple[bytes, Callable[[FramesResult], None]]] = []
+        self.removed: list[tuple[bytes, Callable[[RemoveResult], None]]] = []
         self.cleared: list[tuple[bytes, Callable[[ClearResult], None]]] = []
         self.read: list[ChunkIO] = []
         self.written: list[Any] = []
@@ -89,6 +92,24 @@ class PlayedTier:
     def cancel(self, job: ChunkIO) -> None:
         self.cancelled.append(job)
 
+    def describe(
+        self, keys: Sequence[bytes], deadline: float, done: Callable[[FramesResult], None]
+    ) -> None:
+        (key,) = keys
+        self.described.append((key, done))
+
+    def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
+        return [key for key in self.index or () if key.startswith(prefix)]
+
+    def remove(
+        self,
+        key: bytes,
+        stripe_count: int | None,
+        deadline: float,
+        done: Callable[[RemoveResult], None],
+    ) -> None:
+        self.removed.append((key, done))
+
     def clear(
         self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
     ) -> None:
@@ -111,7 +132,10 @@ class World:
         self.loop = OwnerLoop(lambda: None)
         self.metrics = Metrics()
         backings = [Backing(tier, counted, write_limit_bytes) for tier, counted in tiers]
-        self.cache = Cache(self.loop, Arena(slots * 4096, 64), backings, self.metrics)
+        self.cache = self.make_cache(backings, slots)
+
+    def make_cache(self, backings: Sequence[Backing], slots: int) -> Cache:
+        return Cache(self.loop, Arena(slots * 4096, 64), backings, self.metrics)
 
     def hold(self, chunk_hash: bytes, form: ChunkForm = FORM) -> Entry:
         """A chunk that is READY in the host pool, of bytes that its hash decides."""
@@ -137,5 +161,5 @@ class World:
 
     def close(self) -> None:
         """Nothing is left behind."""
-        assert self.cache.pool.pinned_slots == 0
+        assert self.cache.pool.pinned == 0
         audit(self.cache.pool)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -16,35 +15,45 @@ from lmcache_redis.cache import counters
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.redis import RedisTier
+from lmcache_redis.keys import ObjectKey
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkForm, ChunkNames
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from tests.cache.played import FORM, HASHES, World
 from tests.harness import wait_until
 from tests.servers import RedisServer
 
 
-def test_the_example_does_what_it_says(server: RedisServer) -> None:
+def test_the_examples_do_what_they_say(server: RedisServer) -> None:
     assert package.__doc__ is not None
-    example = textwrap.dedent(package.__doc__.partition("::\n\n")[2])
+    # What is indented, but for the table of modules.
+    lines = package.__doc__.partition("::\n\n")[2].splitlines()
+    example = "\n".join(line[4:] for line in lines if line.startswith("    "))
     names: dict[str, Any] = {
         **vars(package),
         "ChunkForm": ChunkForm,
         "ChunkNames": ChunkNames,
+        "MemoryFormat": MemoryFormat,
         "Metrics": Metrics,
+        "ObjectKey": ObjectKey,
         "RedisOptions": RedisOptions,
         "RedisPlane": RedisPlane,
+        "RemoteMetadata": RemoteMetadata,
         "layout": bytes(32),
         "threading": threading,
         "time": time,
         "url": server.url,
     }
-    exec(compile(example, "the example", "exec"), names)
+    exec(compile(example, "the examples", "exec"), names)
     assert list(names["held"]) == [(0, 0)]
     assert names["payload"] == b"k" * 3_000_000
-    assert names["cache"].pool.pinned_slots == 0
-    found = names["cache"].metrics.snapshot()
-    assert (found["stored_chunks"], found["loaded_chunks"], found["miss_absent"]) == (1, 1, 1)
+    assert (names["written"], names["got"], names["content"]) == ([True], None, b"o" * 3_000_000)
+    for cache, misses in ((names["cache"], 1), (names["objects"].cache, 0)):
+        assert cache.pool.pinned == 0
+        found = cache.metrics.snapshot()
+        assert (found["stored_chunks"], found["loaded_chunks"]) == (1, 1)
+        assert found["miss_absent"] == misses
 
 
 class Both(World):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from lmcache_redis.cache.inflight import Filled, InflightLoads
 from lmcache_redis.cache.pool import HostPool
-from tests.cache.auditing import audit
+from tests.cache.auditing import audit, slots
 
 
 def test_a_load_tells_all_watchers_and_keeps_their_pins() -> None:
-    pool = HostPool(4)
+    pool = HostPool(slots(4))
     inflight = InflightLoads(pool)
     entry = inflight.begin(b"key", 2)
     assert entry is not None
@@ -19,29 +19,29 @@ def test_a_load_tells_all_watchers_and_keeps_their_pins() -> None:
         inflight.watch(entry, lambda ready, name=name: told.append((name, ready)))  # type: ignore[misc]
     assert inflight.end(entry, Filled.READY)
     assert told == [("a", Filled.READY), ("b", Filled.READY)]
-    assert pool.pinned_slots == 2
+    assert pool.pinned == 2
     pool.unpin(entry)
     pool.unpin(entry)
-    assert pool.pinned_slots == 0
-    assert pool.used_slots == 2
+    assert pool.pinned == 0
+    assert pool.used == 2
     audit(pool)
 
 
 def test_a_load_that_fails_leaves_the_pool_when_the_last_pin_goes() -> None:
-    pool = HostPool(4)
+    pool = HostPool(slots(4))
     inflight = InflightLoads(pool)
     entry = inflight.begin(b"key", 2)
     assert entry is not None
     pool.pin(entry)
     inflight.watch(entry, lambda ready: pool.unpin(entry))
     assert not inflight.end(entry, Filled.FAILED)
-    assert pool.free_slots == 4
+    assert pool.free == 4
     assert b"key" not in pool
     audit(pool)
 
 
 def test_a_load_without_watchers_is_cancelled() -> None:
-    pool = HostPool(4)
+    pool = HostPool(slots(4))
     inflight = InflightLoads(pool)
     entry = inflight.begin(b"key", 2)
     assert entry is not None

@@ -182,15 +182,15 @@ def test_a_stuck_load_keeps_its_slots_and_every_lookup_goes_to_the_next_tier(
     assert instead.key == job.key
     assert {view.obj for view in job.slots} != {}
     stuck, loaded = job.tag.entry, instead.tag.entry  # type: ignore[attr-defined]
-    assert not set(stuck.slots) & set(loaded.slots)
+    assert not set(stuck.block) & set(loaded.block)
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
     assert tiers.found == [(1, {"disk": 0, "Redis": 1}), (1, {"disk": 0, "Redis": 0})]
     assert tiers.counted("miss_") == {"miss_disk": 1, "miss_absent": 8}
     tiers.give_back()
-    assert tiers.cache.pool.pinned_slots == len(job.slots), "the tier may still write to them"
+    assert tiers.cache.pool.pinned == len(job.slots), "the tier may still write to them"
     tiers.disk.read_done(job, ReadOutcome.LOADED)
     tiers.loop.run_posted()
-    assert tiers.cache.pool.pinned_slots == 0
+    assert tiers.cache.pool.pinned == 0
     assert tiers.cache.pool.get(KEYS[0]) is loaded
 
 
@@ -261,7 +261,7 @@ def test_a_cancelled_lookup_gives_everything_back_and_says_nothing(tiers: Tiers)
     assert [job.key for job in tiers.redis.cancelled] == KEYS[1:]
     tiers.end(tiers.redis, rest=ReadOutcome.CANCELLED)
     assert tiers.found == []
-    assert tiers.cache.pool.pinned_slots == 0
+    assert tiers.cache.pool.pinned == 0
 
 
 def test_what_is_cleared_while_it_is_loaded_is_not_found(tiers: Tiers) -> None:
@@ -294,12 +294,12 @@ def test_a_tier_that_breaks_keeps_the_slots_of_what_it_took(
     tiers.run(lambda: tiers.found)
     assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
     assert len(tiers.cache.pool) == 0
-    assert tiers.cache.pool.pinned_slots == 5 * FORM.stripe_count
+    assert tiers.cache.pool.pinned == 5 * FORM.stripe_count
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert tiers.cache.pool.pinned_slots == 4 * FORM.stripe_count
+    assert tiers.cache.pool.pinned == 4 * FORM.stripe_count
     for complete in later:
         complete()
-    tiers.run(lambda: not tiers.cache.pool.pinned_slots)
+    tiers.run(lambda: not tiers.cache.pool.pinned)
     assert len(tiers.cache.pool) == 0
 
 

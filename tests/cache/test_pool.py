@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
-from tests.cache.auditing import audit
+from tests.cache.auditing import audit, slots
 
 PAGE = 4096
 
@@ -40,12 +40,12 @@ def arena():
 class TestArena:
     def test_slots_are_page_aligned_and_apart(self, arena: Arenas) -> None:
         pool = arena(10 * 2 * PAGE, PAGE + 1)
-        assert pool.slot_count == 10
+        assert pool.capacity == 10
         assert pool.slot_stride_bytes == 2 * PAGE
         assert pool.base_address % PAGE == 0
-        for slot in range(pool.slot_count):
+        for slot in range(pool.capacity):
             pool.slot_view(slot, PAGE + 1)[:] = bytes([slot + 1]) * (PAGE + 1)
-        for slot in range(pool.slot_count):
+        for slot in range(pool.capacity):
             assert pool.slot_view(slot, PAGE + 1) == bytes([slot + 1]) * (PAGE + 1)
 
     def test_a_view_has_exactly_the_bytes_asked_for(self, arena: Arenas) -> None:
@@ -58,7 +58,7 @@ class TestArena:
 
     def test_what_fills_no_slot_is_not_used(self, arena: Arenas) -> None:
         pool = arena(4 * PAGE - 1, PAGE)
-        assert (pool.slot_count, pool.size_bytes) == (3, 3 * PAGE)
+        assert (pool.capacity, pool.size_bytes) == (3, 3 * PAGE)
 
     @pytest.mark.parametrize(("size_bytes", "slot_bytes"), [(PAGE - 1, 1), (0, 1), (PAGE, 0)])
     def test_sizes_that_cannot_be(self, size_bytes: int, slot_bytes: int) -> None:
@@ -104,22 +104,22 @@ class TestArena:
 
 class TestHostPool:
     def test_a_life(self) -> None:
-        pool = HostPool(4)
+        pool = HostPool(slots(4))
         entry = pool.reserve(b"a", 3)
         assert entry is not None
         assert (entry.state, entry.pins, entry.stored_in) == (EntryState.FILLING, 1, 0)
-        assert len(set(entry.slots)) == 3
+        assert len(set(entry.block)) == 3
         assert pool.get(b"a") is entry
-        assert (pool.free_slots, pool.used_slots, pool.pinned_slots) == (1, 3, 3)
+        assert (pool.free, pool.used, pool.pinned) == (1, 3, 3)
         assert pool.publish(entry)
         pool.unpin(entry)
-        assert (pool.free_slots, pool.used_slots, pool.pinned_slots) == (1, 3, 0)
+        assert (pool.free, pool.used, pool.pinned) == (1, 3, 0)
         assert b"a" in pool
         assert list(pool) == [entry]
         assert len(pool) == 1
 
     def test_the_least_recently_used_goes_first(self) -> None:
-        pool = HostPool(3)
+        pool = HostPool(slots(3))
         for key in (b"a", b"b", b"c"):
             ready(pool, key)
         pool.get(b"a")
@@ -129,7 +129,7 @@ class TestHostPool:
         assert pool.evictions == 1
 
     def test_a_pin_protects_and_its_end_counts_as_use(self) -> None:
-        pool = HostPool(2)
+        pool = HostPool(slots(2))
         a, _ = ready(pool, b"a"), ready(pool, b"b")
         pool.pin(a)
         c = pool.reserve(b"c", 1)
@@ -142,7 +142,7 @@ class TestHostPool:
         assert b"a" not in pool
 
     def test_all_or_nothing(self) -> None:
-        pool = HostPool(4)
+        pool = HostPool(slots(4))
         ready(pool, b"a", 2)
         held = pool.reserve(b"b", 1)
         assert held is not None
@@ -154,7 +154,7 @@ class TestHostPool:
         assert b"a" not in pool
 
     def test_discarded_while_pinned(self) -> None:
-        pool = HostPool(1)
+        pool = HostPool(slots(1))
         entry = ready(pool, b"a")
         pool.pin(entry)
         pool.discard(entry)
@@ -171,28 +171,28 @@ class TestHostPool:
             pool.pin(entry)
 
     def test_publishing_what_was_discarded_says_so(self) -> None:
-        pool = HostPool(1)
+        pool = HostPool(slots(1))
         entry = pool.reserve(b"a", 1)
         assert entry is not None
         assert pool.clear() == 1
         assert not pool.publish(entry)
         assert pool.get(b"a") is None
         pool.unpin(entry)
-        assert pool.free_slots == 1
+        assert pool.free == 1
 
     def test_clear_counts_what_left(self) -> None:
-        pool = HostPool(4)
+        pool = HostPool(slots(4))
         pinned = ready(pool, b"a")
         pool.pin(pinned)
         ready(pool, b"b")
         pool.reserve(b"c", 1)
         assert pool.clear() == 3
         assert len(pool) == 0
-        assert pool.free_slots == 2
+        assert pool.free == 2
         audit(pool)
 
     def test_misuse_raises_and_changes_nothing(self) -> None:
-        pool = HostPool(2)
+        pool = HostPool(slots(2))
         entry = pool.reserve(b"a", 1)
         assert entry is not None
         for misuse in (
@@ -209,24 +209,22 @@ class TestHostPool:
         with pytest.raises(RuntimeError):
             pool.unpin(entry)
         audit(pool)
-        assert (pool.free_slots, entry.pins, entry.state) == (1, 0, EntryState.READY)
-        with pytest.raises(ValueError, match="slot_count"):
-            HostPool(0)
+        assert (pool.free, entry.pins, entry.state) == (1, 0, EntryState.READY)
 
     @pytest.mark.parametrize(
         "break_it",
         [
-            lambda pool, entry: pool._free.append(entry.slots[0]),
-            lambda pool, entry: pool._free.pop(),
+            lambda pool, entry: pool.memory._free.append(entry.block[0]),
+            lambda pool, entry: pool.memory._free.pop(),
             lambda pool, entry: setattr(entry, "pins", 2),
             lambda pool, entry: setattr(entry, "state", EntryState.FILLING),
             lambda pool, entry: setattr(entry, "key", b"other"),
             lambda pool, entry: pool._idle.clear(),
-            lambda pool, entry: setattr(pool, "_idle_slots", 0),
+            lambda pool, entry: setattr(pool, "_idle_units", 0),
         ],
     )
     def test_the_audit_finds_broken_books(self, break_it) -> None:
-        pool = HostPool(3)
+        pool = HostPool(slots(3))
         entry = ready(pool, b"a")
         audit(pool)
         break_it(pool, entry)
@@ -243,7 +241,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = HostPool(SLOTS)
+        self.pool = HostPool(slots(SLOTS))
         self.index: dict[bytes, Entry] = {}
         self.idle: list[Entry] = []
         self.pins: dict[Entry, int] = {}
@@ -251,7 +249,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.evictions = 0
 
     def used(self) -> int:
-        return sum(len(entry.slots) for entry in {*self.idle, *self.pins})
+        return sum(entry.units for entry in {*self.idle, *self.pins})
 
     @rule(key=st.sampled_from(KEYS), n_slots=st.integers(1, SLOTS + 1))
     def reserve(self, key: bytes, n_slots: int) -> None:
@@ -259,7 +257,7 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(RuntimeError):
                 self.pool.reserve(key, n_slots)
             return
-        pinned = sum(len(entry.slots) for entry in self.pins)
+        pinned = sum(entry.units for entry in self.pins)
         entry = self.pool.reserve(key, n_slots)
         if n_slots > SLOTS - pinned:
             assert entry is None
@@ -270,9 +268,9 @@ class PoolMachine(RuleBasedStateMachine):
             del self.index[gone.key]
             self.state[gone] = EntryState.DISCARDED
             self.evictions += 1
-        taken = {slot for other in {*self.idle, *self.pins} for slot in other.slots}
-        assert len(set(entry.slots)) == n_slots
-        assert not taken & set(entry.slots)
+        taken = {slot for other in {*self.idle, *self.pins} for slot in other.block}
+        assert len(set(entry.block)) == n_slots
+        assert not taken & set(entry.block)
         self.index[key] = entry
         self.pins[entry] = 1
         self.state[entry] = EntryState.FILLING
@@ -350,9 +348,9 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         audit(self.pool)
-        assert self.pool.used_slots == self.used() <= SLOTS
-        assert self.pool.free_slots == SLOTS - self.used()
-        assert self.pool.pinned_slots == sum(len(entry.slots) for entry in self.pins)
+        assert self.pool.used == self.used() <= SLOTS
+        assert self.pool.free == SLOTS - self.used()
+        assert self.pool.pinned == sum(entry.units for entry in self.pins)
         assert self.pool.evictions == self.evictions
         assert {entry.key: entry for entry in self.pool} == self.index
         for entry, state in self.state.items():

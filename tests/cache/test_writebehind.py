@@ -185,5 +185,5 @@ def test_a_write_that_cannot_begin_gives_back_what_it_held(
         queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
     assert "a bug" in caplog.text
     assert (len(queue.writes), queue.writes.queued_bytes) == (0, 0)
-    assert queue.cache.pool.pinned_slots == 0
+    assert queue.cache.pool.pinned == 0
     assert queue.counted() == {"drop_redis_error": len(HASHES)}

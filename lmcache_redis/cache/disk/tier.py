@@ -1,9 +1,10 @@
 """The disk tier behind the contract of `cache.tier`: jobs on threads, and a disk that hangs.
 
-    read, clear    by two threads, in the order of their jobs
-    write          by one thread at a low priority
-    waiting        for a thread; cancelled at once
-    in flight      on a thread, which uses the job's slots; a write that is cancelled is not found
+    read, remove, clear    by two threads, in the order of their jobs
+    write                  by one thread at a low priority
+    waiting                for a thread; cancelled at once
+    in flight              on a thread, which uses the job's slots; a write that is cancelled is not
+                           found
 
 A call that takes longer than its patience takes the tier down: nothing is found then, jobs that
 wait are answered UNAVAILABLE, those in flight are `stuck`. The tier is back when all of them have
@@ -29,6 +30,7 @@ from lmcache_redis.cache.disk.files import SYNC_POLICIES, ChunkFiles, Sync, lock
 from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.cache.disk.store import DiskStore
 from lmcache_redis.cache.threads import Action, HangDetector, WorkerThreads, nothing
+from lmcache_redis.cache.tier import FramesResult
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
@@ -37,6 +39,7 @@ from lmcache_redis.resp.outcomes import (
     ExistsResult,
     PlaneState,
     ReadOutcome,
+    RemoveResult,
     ScanResult,
     WriteOutcome,
 )
@@ -50,13 +53,12 @@ Stuck = Callable[[ChunkIO], None]
 
 T = TypeVar("T")
 OutcomeT = TypeVar("OutcomeT", ReadOutcome, WriteOutcome)
+ResultT = TypeVar("ResultT")
 
 # Calls that may hang.
 READ, WRITE, REMOVAL = "a read", "a write", "a removal"
 
 DEFAULT_PATIENCE_S = 5.0
-_READ_THREADS = 2
-_WRITE_NICE = 10
 _JOIN_S = 0.25
 
 
@@ -65,6 +67,7 @@ class DiskTier:
 
     Thread-safe. Slots may be of any sizes. limit_bytes: see `store`. sync: see `files`.
     read_patience_s, write_patience_s: how long a read, or a write or a removal, may be in flight.
+    read_threads, write_threads: that serve them; write_nice: as of `nice(2)`.
     Opening takes as long as to read a page of every file. Callers that may block use `store`
     through `run`.
 
@@ -82,6 +85,9 @@ class DiskTier:
         *,
         read_patience_s: float = DEFAULT_PATIENCE_S,
         write_patience_s: float = DEFAULT_PATIENCE_S,
+        read_threads: int = 2,
+        write_threads: int = 1,
+        write_nice: int = 10,
     ) -> None:
         if sync not in SYNC_POLICIES:
             raise ConfigError(f"sync is {sync!r}; it is one of {', '.join(SYNC_POLICIES)}")
@@ -101,8 +107,8 @@ class DiskTier:
         self._cancelled: dict[ChunkIO, threading.Event] = {}  # of writes
         self._uncleared: dict[object, bytes] = {}
         self._has_ended: bool | None = None  # None: not closed
-        self._reads = WorkerThreads("disk-read", _READ_THREADS)
-        self._writes = WorkerThreads("disk-write", 1, _WRITE_NICE)
+        self._reads = WorkerThreads("disk-read", read_threads)
+        self._writes = WorkerThreads("disk-write", write_threads, write_nice)
         self._detector = HangDetector("disk tier", self._drop, self._next_clear)
 
     @property
@@ -135,6 +141,16 @@ class DiskTier:
         present = [self.lookup(key) for key in keys]
         done(ExistsResult(self._answer, present if self._is_up else ()))
 
+    def describe(self, keys: Keys, deadline: float, done: Callable[[FramesResult], None]) -> None:
+        """See the contract. Answers at once."""
+        found = ((key, self.store.find(key)) for key in keys)
+        frames = [file.cut.frame(key) if file else None for key, file in found]
+        done(FramesResult(self._answer, frames if self._is_up else ()))
+
+    def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
+        """See the contract."""
+        return self.store.keys(prefix) if self._is_up else []
+
     def read_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
         """See the contract."""
         for io in jobs:
@@ -162,30 +178,53 @@ class DiskTier:
         self._reads.cancel(job)
         self._writes.cancel(job)
 
+    def remove(
+        self,
+        key: bytes,
+        stripe_count: int | None,
+        deadline: float,
+        done: Callable[[RemoveResult], None],
+    ) -> None:
+        """See the contract."""
+        answer = _first_of(done)
+
+        def remove() -> None:
+            stuck = partial(answer, RemoveResult(CallOutcome.UNAVAILABLE))
+            removed = self.run(REMOVAL, partial(self.store.remove, key), stuck)
+            if removed is None:
+                dropped()
+            else:
+                answer(RemoveResult(CallOutcome.DONE, int(removed)))
+
+        def dropped() -> None:
+            answer(RemoveResult(CallOutcome[self._refusal]))
+
+        self._put(self._reads, object(), remove, dropped)
+
     def clear(
         self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
     ) -> None:
         """See the contract. Of many files, as long as it takes: each has its own patience."""
         me = object()
-        unanswered = [done]
-
-        def answer(outcome: CallOutcome, removed: int = 0) -> None:
-            if unanswered:
-                unanswered.pop()(ClearResult(outcome, removed))
+        answer = _first_of(done)
+        unavailable = ClearResult(CallOutcome.UNAVAILABLE)
 
         def clear() -> None:
-            stuck = partial(answer, CallOutcome.UNAVAILABLE)
+            stuck = partial(answer, unavailable)
             removals = (partial(self.store.remove, key) for key in self.store.keys(key_prefix))
             removed = sum(self.run(REMOVAL, each, stuck) or False for each in removals)
             if self._is_up:
                 self._uncleared.pop(me, None)
-            answer(self._answer, removed)
+            answer(ClearResult(self._answer, removed))
+
+        def dropped() -> None:
+            answer(ClearResult(CallOutcome[self._refusal]))
 
         self._uncleared[me] = key_prefix
         if self._detector.is_hung():
-            answer(CallOutcome.UNAVAILABLE)
+            answer(unavailable)
         else:
-            self._put(self._reads, me, clear, lambda: answer(CallOutcome[self._refusal]))
+            self._put(self._reads, me, clear, dropped)
 
     def close(self, deadline_s: float) -> bool:
         """See the contract. Writes that wait have half of the time, those in flight the rest."""
@@ -266,3 +305,17 @@ class DiskTier:
         for key in self.store.keys(prefix):
             self.store.remove(key)
         self._uncleared.pop(me, None)
+
+
+def _first_of(done: Callable[[ResultT], None]) -> Callable[[ResultT], None]:
+    """Calls ``done`` with the first answer: one that a call hangs comes before that it returned."""
+    unanswered = [done]
+
+    def answer(result: ResultT) -> None:
+        try:
+            first = unanswered.pop()
+        except IndexError:
+            return
+        first(result)
+
+    return answer

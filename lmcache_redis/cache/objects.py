@@ -1,0 +1,384 @@
+"""Chunks of any size by `ObjectKey`, with their metadata, over a `Cache` of heap memory.
+
+    get    `hold` what is in memory; else `find` the tier that has it, then `load` it from there
+    put    `reserve` memory and fill it, then `publish`: found from now on, in place of what was
+           there, and written through to every tier
+
+A put replaces a chunk, and `remove` removes it. Neither is undone: a load of the key that is in
+flight is ended and leaves nothing behind, its tier is done with it before it is written to, and
+nothing is loaded from a tier that the chunk is being removed from. A tier that does not take what
+is put forgets what it has under that key. One that cannot even do that, because it is down, keeps
+the previous chunk, and serves it once the tiers above have lost theirs.
+
+What is loaded is written to the tiers above the one that had it, in the background.
+
+Everything belongs to the owner's thread and returns at once. `done` is called on it, once, maybe
+before the call returns. Deadlines are `time.monotonic()` seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+from lmcache_redis.cache.cache import Cache, load_of
+from lmcache_redis.cache.inflight import Filled
+from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.cache.threads import WorkerThreads
+from lmcache_redis.cache.tier import FramesResult
+from lmcache_redis.cache.writebehind import WriteBehind
+from lmcache_redis.keys import ObjectKey
+from lmcache_redis.naming import ChunkForm, ChunkNames
+from lmcache_redis.protocol import RemoteMetadata
+from lmcache_redis.resp.outcomes import (
+    CallOutcome,
+    ChunkIO,
+    ExistsResult,
+    RemoveResult,
+    WriteOutcome,
+)
+from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
+
+_parsed = lru_cache(maxsize=1024)(RemoteMetadata.deserialize)
+
+
+class Held:
+    """A chunk in memory that stays there, or memory to be filled.
+
+    payload: one contiguous view of `metadata.length` bytes, writable where it was reserved. It is
+    not to be used after the chunk was given back.
+    """
+
+    __slots__ = ("entry", "metadata", "payload")
+
+    def __init__(self, entry: Entry, metadata: RemoteMetadata, payload: memoryview) -> None:
+        self.entry = entry
+        self.metadata = metadata
+        self.payload = payload
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A chunk in tier number `level`, as it is cut there."""
+
+    frame: ChunkFrame
+    metadata: RemoteMetadata
+    level: int
+
+    @property
+    def length(self) -> int:
+        """Bytes of its payload."""
+        return self.metadata.length
+
+
+class ObjectCache:
+    """See the module.
+
+    cache: over a `HeapMemory`, and for this alone. stripe_bytes: most payload of a stripe that is
+    written; what others cut otherwise is read all the same. write_s: how long a write may take, and
+    a removal of what it was to replace.
+    """
+
+    def __init__(
+        self, cache: Cache, names: ChunkNames, stripe_bytes: int, write_s: float = 5.0
+    ) -> None:
+        self.cache = cache
+        self._names = names
+        self._stripe_bytes = stripe_bytes
+        self._write_s = write_s
+        self._pool = cache.pool
+        self._post = cache.owner.post
+        self._finds: dict[bytes, list[Callable[[Found | None], None]]] = {}
+        self._lists = WorkerThreads("list", 1)
+
+    # ------------------------------------------------------------------ get
+
+    def hold(self, key: ObjectKey) -> Held | None:
+        """The chunk if it is in memory, most recently used. It is to be released."""
+        entry = self._pool.get(self._names.chunk_key(key))
+        if entry is None or entry.state is not EntryState.READY:
+            return None
+        return self._held(entry)
+
+    def release(self, held: Held) -> None:
+        """What `hold` or `load` gave is not used any more."""
+        self._pool.unpin(held.entry)
+
+    def find(
+        self,
+        key: ObjectKey,
+        deadline: float,
+        done: Callable[[Found | None], None],
+        first: int = 0,
+    ) -> None:
+        """The first tier, from number `first` on, that has the chunk."""
+        chunk_key = self._names.chunk_key(key)
+        waiting = self._finds.get(chunk_key)
+        if first or waiting is None:
+            waiting = []
+            if not first:
+                self._finds[chunk_key] = waiting
+            self._post(partial(self._ask, key, chunk_key, first, deadline, waiting))
+        waiting.append(done)
+
+    def _ask(
+        self,
+        key: ObjectKey,
+        chunk_key: bytes,
+        first: int,
+        deadline: float,
+        waiting: list[Callable[[Found | None], None]],
+    ) -> None:
+        """Asks one tier after the other what it has under a key."""
+        level = self.cache.level_of(chunk_key, first)
+
+        def answer(found: Found | None) -> None:
+            if self._finds.get(chunk_key) is waiting:
+                del self._finds[chunk_key]
+            for done in waiting:
+                done(found)
+
+        def described(level: int, result: FramesResult) -> None:
+            frame = result.frames[0] if result.frames else None
+            if (
+                frame is not None
+                and frame.fingerprint == self._names.fingerprint
+                and frame.chunk_hash == key.chunk_hash
+            ):
+                answer(Found(frame, _parsed(frame.metadata), level))
+            else:
+                self._ask(key, chunk_key, level + 1, deadline, waiting)
+
+        if level is None:
+            answer(None)
+        else:
+            self.cache.tiers[level].describe(
+                (chunk_key,),
+                deadline,
+                lambda result: self._post(partial(described, level, result)),
+            )
+
+    def load(
+        self,
+        key: ObjectKey,
+        found: Found,
+        deadline: float,
+        done: Callable[[Held | None], None],
+    ) -> None:
+        """Reads a chunk into memory, once for all who ask for it; it is to be released.
+
+        None: a miss, or no room; there may be another in the tiers behind. Where the chunk was
+        replaced meanwhile, the new one may come: look at its metadata.
+        """
+        chunk_key = self._names.chunk_key(key)
+        job = None
+        entry = self._pool.get(chunk_key)
+        if entry is None and not self.cache.queues[found.level].is_removing(chunk_key):
+            frame = found.frame
+            form = ChunkForm(
+                self._names,
+                key.model_name,
+                key.kv_rank,
+                frame.chunk_bytes,
+                frame.stripe_payload_bytes,
+                frame.metadata,
+            )
+            job = self.cache.prepare_load(form, chunk_key, key.chunk_hash, found.level, deadline)
+            if job is not None:
+                entry = load_of(job).entry
+                entry.tag = found.metadata
+        if entry is None:
+            done(None)
+        elif entry.state is EntryState.READY:
+            done(self._held(entry))
+        else:
+            self._pool.pin(entry)
+            self.cache.inflight.watch(entry, partial(self._loaded, key, entry, done))
+            if job is not None:
+                self.cache.begin_loads((job,))
+
+    def _loaded(
+        self, key: ObjectKey, entry: Entry, done: Callable[[Held | None], None], filled: Filled
+    ) -> None:
+        # Not READY: it may have been replaced by one that is.
+        held = self._held(entry) if filled is Filled.READY else self.hold(key)
+        self._pool.unpin(entry)
+        done(held)
+
+    def _held(self, entry: Entry) -> Held:
+        assert isinstance(entry.tag, RemoteMetadata)
+        self._pool.pin(entry)
+        return Held(entry, entry.tag, self._payload(entry).toreadonly())
+
+    def _payload(self, entry: Entry) -> memoryview:
+        (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
+        return payload
+
+    # ------------------------------------------------------------------ put
+
+    def reserve(self, metadata: RemoteMetadata) -> Held | None:
+        """Memory for a chunk, found by nobody; None where there is none, or nothing to hold.
+
+        It is to be published or abandoned.
+        """
+        entry = self._pool.reserve(None, metadata.length) if metadata.length else None
+        if entry is None:
+            return None
+        entry.tag = metadata
+        return Held(entry, metadata, self._payload(entry))
+
+    def publish(self, key: ObjectKey, held: Held, written: Callable[[bool], None]) -> None:
+        """What was reserved is filled: it is the chunk of that key from now on.
+
+        written: called when every tier has taken it, or has not: whether one did, memory included.
+        Raises FormatError where the chunk has no encoding; nothing has happened then.
+        """
+        metadata, entry = held.metadata, held.entry
+        chunk_key = self._names.chunk_key(key)
+        stripe_bytes = stripe_payload_bytes(metadata.length, self._stripe_bytes)
+        frame = self._names.frame(key, metadata, stripe_bytes)
+        views = self._pool.memory.views(entry.block, metadata.length, stripe_bytes)
+        self._supersede(chunk_key)
+        self._pool.publish(entry, chunk_key)
+        job = ChunkIO(chunk_key, frame, views, time.monotonic() + self._write_s, entry)
+        _WriteThrough(entry, job, self._write_s, written).begin(self.cache)
+        self._pool.unpin(entry)
+
+    def abandon(self, held: Held) -> None:
+        """What was reserved will not be filled."""
+        self._pool.discard(held.entry)
+        self._pool.unpin(held.entry)
+
+    # ----------------------------------------------------------------- keys
+
+    def contains(self, key: ObjectKey, deadline: float, done: Callable[[bool], None]) -> None:
+        """Whether a load would most likely find the chunk. It does not count as a use."""
+        chunk_key = self._names.chunk_key(key)
+        entry = self._pool.peek(chunk_key)
+        if entry is not None and entry.state is EntryState.READY:
+            done(True)
+        else:
+            self._contains(chunk_key, 0, deadline, done)
+
+    def _contains(
+        self, chunk_key: bytes, first: int, deadline: float, done: Callable[[bool], None]
+    ) -> None:
+        level = self.cache.level_of(chunk_key, first)
+        if level is None:
+            done(False)
+            return
+        tier = self.cache.tiers[level]
+        if tier.lookup(chunk_key):
+            done(True)
+            return
+
+        def answer(result: ExistsResult) -> None:
+            if result.outcome is CallOutcome.DONE and result.present[0]:
+                done(True)
+            else:
+                self._contains(chunk_key, level + 1, deadline, done)
+
+        tier.exists((chunk_key,), deadline, lambda result: self._post(partial(answer, result)))
+
+    def remove(self, key: ObjectKey, deadline: float, done: Callable[[bool], None]) -> None:
+        """Removes the chunk from memory now, and from all tiers; whether there was one.
+
+        False also where no tier answered in time: it may still be there then.
+        """
+        chunk_key = self._names.chunk_key(key)
+        entry = self._pool.peek(chunk_key)
+        results = [entry is not None and entry.state is EntryState.READY]
+        self._supersede(chunk_key)
+        if entry is not None:
+            self._pool.discard(entry)
+        queues = self.cache.queues
+        if not queues:
+            done(results[0])
+
+        def removed(result: RemoveResult) -> None:
+            results.append(result.removed > 0)
+            if len(results) > len(queues):
+                done(any(results))
+
+        for queue in queues:
+            queue.remove(chunk_key, deadline, removed)
+
+    def _supersede(self, chunk_key: bytes) -> None:
+        """What is being looked for or loaded is not what is stored next."""
+        self._finds.pop(chunk_key, None)
+        entry = self._pool.peek(chunk_key)
+        if entry is not None and entry.state is EntryState.FILLING:
+            self.cache.supersede_load(entry)
+
+    def keys(self, deadline: float, done: Callable[[list[ObjectKey]], None]) -> None:
+        """The keys of all chunks, in no order. Those put or removed meanwhile may be missing."""
+        found = dict.fromkeys(e.key for e in self._pool if e.state is EntryState.READY)
+
+        def collect() -> None:
+            """On a thread: tiers wait for servers, and keys may be many."""
+            for tier in self.cache.tiers:
+                found.update(dict.fromkeys(tier.keys(self._names.common, deadline)))
+            parsed = map(self._names.parse, found)
+            self._post(partial(done, [key for key in parsed if key is not None]))
+
+        self._lists.put(collect, dropped=lambda: self._post(partial(done, [])))
+
+    def flush(self, done: Callable[[], None]) -> None:
+        """`done` is called when every write and removal has ended that was begun before."""
+        left = [*self.cache.queues]
+
+        def flushed() -> None:
+            left.pop()
+            if not left:
+                done()
+
+        if not left:
+            done()
+        for queue in self.cache.queues:
+            queue.flush(flushed)
+
+    def close(self, deadline_s: float) -> bool:
+        """See `Cache.close`."""
+        self._lists.stop()
+        return self.cache.close(deadline_s)
+
+
+class _WriteThrough:
+    """A chunk that was published on its way to every tier.
+
+    written: see `ObjectCache.publish`. remove_s: for a tier to forget what it has under the key.
+    """
+
+    def __init__(
+        self, entry: Entry, job: ChunkIO, remove_s: float, written: Callable[[bool], None]
+    ) -> None:
+        self._entry = entry
+        self._job = job
+        self._remove_s = remove_s
+        self._written = written
+        self._left = 0
+        self._is_stored = False
+
+    def begin(self, cache: Cache) -> None:
+        self._is_stored = self._entry.units <= cache.pool.idle_limit
+        self._left = len(cache.queues)
+        if not self._left:
+            self._written(self._is_stored)
+        for queue in cache.queues:
+            queue.write(self._entry, self._job, partial(self._done, queue))
+
+    def _done(self, queue: WriteBehind, outcome: WriteOutcome) -> None:
+        # A DISCARDED one was replaced or removed since: what comes next in the queue decides.
+        if outcome is WriteOutcome.STORED or self._entry.state is EntryState.DISCARDED:
+            self._is_stored = True
+            self._end()
+        else:
+            deadline = time.monotonic() + self._remove_s
+            queue.remove(self._job.key, deadline, lambda removed: self._end())
+
+    def _end(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._written(self._is_stored)
