@@ -35,9 +35,9 @@ from lmcache_redis.backends.checks import allocated_views, payload_views
 from lmcache_redis.backends.copying import gathered, scatter
 from lmcache_redis.backends.flights import End, Flight, Flights
 from lmcache_redis.backends.interface import Allocate, LMCBackendInterface
+from lmcache_redis.backends.keylocks import KeyLocks
 from lmcache_redis.backends.lending import Lender, Lent
 from lmcache_redis.backends.once import Once
-from lmcache_redis.backends.turns import Turns
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
@@ -78,7 +78,7 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
         self._wait_s = wait_s
         self._read_ahead = read_ahead
         self._flights = Flights()
-        self._turns: Turns[ObjectKey] = Turns()
+        self._locks: KeyLocks[ObjectKey] = KeyLocks()
         self._closed = False
 
     # ---------------------------------------------------------------- bytes
@@ -244,12 +244,12 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
 
     def _has_turn(self, key: ObjectKey) -> bool:
         """Begin a put or a removal; False: others of the key have taken too long."""
-        return self._turns.enter(key, time.monotonic() + self._wait_s, exclusive=True)
+        return self._locks.acquire(key, time.monotonic() + self._wait_s, exclusive=True)
 
     def _end_change(self, key: ObjectKey) -> None:
         """The end of a put or a removal: see the module."""
         self._flights.outdate(key)
-        self._turns.leave(key)
+        self._locks.release(key)
 
     def _lead(self, flight: Flight, key: ObjectKey, once: Once) -> RemoteMetadata | None:
         """Load for all who wait."""
@@ -307,7 +307,7 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
         found_in: int,
     ) -> bool:
         """Put what was found into the tiers above; whether the first one has it."""
-        if not self._turns.try_enter(key, exclusive=True):
+        if not self._locks.acquire(key, 0.0, exclusive=True):
             return False
         try:
             if flight.is_outdated:
@@ -318,4 +318,4 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
             ]
             return took_it[0]
         finally:
-            self._turns.leave(key)
+            self._locks.release(key)

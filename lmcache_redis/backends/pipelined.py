@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from lmcache_redis.backends.checks import payload_views
 from lmcache_redis.backends.remote import (
     DEFAULT_DEADLINE_S,
     DEFAULT_LIST_DEADLINE_S,
     DEFAULT_PENDING_BYTES,
     DEFAULT_SLOT_BYTES,
     LMCRemoteBackend,
+    Transfer,
 )
-from lmcache_redis.backends.transfers import Load, Store
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat
@@ -87,7 +86,7 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
     ) -> int:
         """`put` for each; how many were stored or, without blocking, accepted.
 
-        Each chunk that cannot be begun within `deadline_s` is given up; all together may take
+        A chunk that cannot be begun within `deadline_s` is not stored; all together may take
         longer. Of one key the last that was stored is there.
         """
         if not blocking:
@@ -96,107 +95,74 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
 
         self._check_open()
         stored = 0
-        stores: deque[tuple[Store, int]] = deque()
-        ahead_bytes = 0
+        stores: deque[Transfer] = deque()
         try:
             for key, kv_chunk in keys_and_chunks:
                 metadata = tensor_metadata(kv_chunk, self.fmt)
-                # A slot is a view of the tensor's memory: that stays while the store is there.
-                views = payload_views(metadata, (tensor_bytes(kv_chunk),))
-                frame = self._catalog.frame(key, metadata)
-                while stores and (
-                    len(stores) >= self._window_chunks
-                    or ahead_bytes + metadata.length > self._window_bytes
-                ):
-                    store, nbytes = stores.popleft()
-                    stored += store.wait()
-                    ahead_bytes -= nbytes
-                deadline = self._begin()
-                if not self._is_up(deadline):
+                while stores and not self._has_room(stores, metadata.length):
+                    stored += self._is_stored(stores.popleft())
+                # A slot is a view of the tensor's memory, which lives as long as the store.
+                put = self._accept(key, metadata, (tensor_bytes(kv_chunk),))
+                if put is None:
                     continue
-                begun = self._begin_store(key, frame, views, deadline)
-                if begun is not None:
-                    stores.append((begun, metadata.length))
-                    ahead_bytes += metadata.length
+                self._queue.drop(put.key)
+                store = Transfer(*put)
+                if self._begin_store(store):
+                    stores.append(store)
         finally:
             # Also after an error of the caller's iterator: the tensors are in use until then.
-            stored += sum([store.wait() for store, _ in stores])
+            stored += sum([self._is_stored(store) for store in stores])
         return stored
 
     # --------------------------------------------------------------- inside
 
     def _get_ahead(self, keys: Iterator[ObjectKey]) -> Iterator[torch.Tensor | None]:
-        ahead = _Ahead()
+        ahead: deque[tuple[Transfer | None, TensorAllocation]] = deque()
         waiting: list[ObjectKey] = []  # taken from `keys`, not begun
         try:
             while True:
-                deadline = self._begin()
-                # Half: a few together cost one question. Meanwhile the first is still on its way.
-                if len(ahead.loads) <= self._window_chunks // 2:
+                deadline = self._begin(self._deadline_s)
+                # Half: a few together cost one question. Meanwhile the first is in flight.
+                if len(ahead) <= self._window_chunks // 2:
                     self._fill(ahead, keys, waiting, deadline)
-                if not ahead.loads:
+                if not ahead:
                     return
-                found = ahead.pop()
-                yield None if found is None else found.tensor_on(self.dst_device)
+                load, allocation = ahead[0]
+                is_loaded = self._is_loaded(load)
+                ahead.popleft()
+                yield allocation.tensor_on(self.dst_device) if is_loaded else None
         finally:
-            for load in ahead.outstanding():
-                self._plane.cancel(load.io)
+            for load, _ in ahead:
+                if load is not None:
+                    self._tier.cancel(load)
 
     def _fill(
-        self, ahead: _Ahead, keys: Iterator[ObjectKey], waiting: list[ObjectKey], deadline: float
+        self,
+        ahead: deque[tuple[Transfer | None, TensorAllocation]],
+        keys: Iterator[ObjectKey],
+        waiting: list[ObjectKey],
+        deadline: float,
     ) -> None:
-        """Begin reads for what there is room for, and one in any case if nothing is ahead."""
+        """Begin reads of what the window has room for, and one in any case if nothing is ahead."""
         from lmcache_redis.backends.tensors import TensorAllocation
 
-        while True:
-            is_first = not ahead.loads
-            room_bytes = self._window_bytes - ahead.bytes
-            room = min(self._window_chunks - len(ahead.loads), room_bytes // ahead.last_bytes)
-            room = max(room, 1 if is_first else 0)
-            waiting += itertools.islice(keys, max(0, room - len(waiting)))
-            now = waiting[:room]
-            if not now:
-                return
-            allocations = [TensorAllocation() for _ in now]
-            # It may begin fewer: no room, or a key is being written, or is among them twice.
-            loads = self._begin_loads(
-                now,
-                allocations,
-                deadline,
-                wait=is_first,
-                room_bytes=room_bytes,
-            )
-            if not loads and is_first:
-                loads = self._begin_loads(now[:1], allocations, deadline)
-            if not loads:
-                return
-            del waiting[: len(loads)]
-            for load, allocation in zip(loads, allocations, strict=False):
-                ahead.add(load, allocation)
+        sizes = [load.frame.chunk_bytes for load, _ in ahead if load is not None]
+        room_bytes = self._window_bytes - sum(sizes)
+        # The size of the last is a guess at those of the next; what is begun is counted.
+        room = min(self._window_chunks - len(ahead), room_bytes // (sizes or [1])[-1])
+        room = max(room, 0 if ahead else 1)
+        waiting += itertools.islice(keys, max(0, room - len(waiting)))
+        allocations = [TensorAllocation() for _ in waiting[:room]]
+        if not allocations:
+            return
+        # It may begin fewer: no room, or a key is being written.
+        loads = self._begin_loads(
+            waiting[:room], allocations, deadline, wait=not ahead, limit_bytes=room_bytes
+        )
+        del waiting[: len(loads)]
+        ahead.extend(zip(loads, allocations, strict=False))
 
-
-class _Ahead:
-    """What one `batched_get` has on its way, in order. None: a miss."""
-
-    def __init__(self) -> None:
-        self.loads: deque[tuple[Load | None, TensorAllocation]] = deque()
-        self.bytes = 0
-        self.last_bytes = 1  # a guess at the next; what is begun is counted
-
-    def add(self, load: Load | None, allocation: TensorAllocation) -> None:
-        self.loads.append((load, allocation))
-        if load is not None:
-            self.last_bytes = load.metadata.length
-            self.bytes += load.metadata.length
-
-    def pop(self) -> TensorAllocation | None:
-        """Wait for the first. Where that is interrupted it is still outstanding."""
-        load, allocation = self.loads[0]
-        metadata = load.wait() if load is not None else None
-        self.loads.popleft()
-        if load is not None:
-            self.bytes -= load.metadata.length
-        return allocation if metadata is not None else None
-
-    def outstanding(self) -> Iterator[Load]:
-        return (load for load, _ in self.loads if load is not None)
+    def _has_room(self, transfers: Collection[Transfer], nbytes: int) -> bool:
+        """Whether the window has room for another chunk, of so many bytes."""
+        total_bytes = nbytes + sum(each.frame.chunk_bytes for each in transfers)
+        return len(transfers) < self._window_chunks and total_bytes <= self._window_bytes

@@ -1,44 +1,51 @@
 """A tier in Redis or Valkey: one server, a Sentinel's master, or a cluster.
 
-Payloads go through the data plane (docs/data-plane.md) between sockets and the caller's buffers,
-without a copy where a stripe lies within one buffer; `catalog` has keys and headers.
+The blocking face of `cache.redis` and so of the data plane (docs/data-plane.md): payloads move
+between sockets and the caller's buffers, without a copy where a stripe lies within one buffer.
 
-A get first asks for the header of stripe 0 (a GETRANGE), which has the chunk's metadata and says
-how it was cut; then `allocate` is called and all stripes are read. What is not whole, of two
-stores, damaged or not ours is a miss. A get, a put and a removal of one key do not overlap within
-one tier object (`turns`); where other processes write or remove it meanwhile, the get is a miss
-and the chunk may be lost, but never a wrong byte is given.
+A get first asks for the header of stripe 0, which has the chunk's metadata and says how it is cut;
+then `allocate` is called and all stripes are read. What is incomplete, of two stores, damaged or
+not ours is a miss. Within one backend a get of a key never overlaps with a put or a removal of it
+(`keylocks`). Where other processes write or remove it meanwhile, the get is a miss and the chunk
+may be lost, but no byte is ever wrong.
 
-Every call ends within `deadline_s` (`list`: `list_deadline_s`), with the name look-up and the
-connection that it may need; a wait on a socket may overrun it by milliseconds. While the server is
-down all of them answer at once: False, None, nothing. Beside what the plane needs, the server must
-allow GETRANGE.
+Every call ends within `deadline_s` (`list`: `list_deadline_s`), name look-up and connection
+included; a wait on a socket may overrun it by milliseconds. While the server is down all calls
+answer at once: False, None, nothing. Beside what the plane needs, the server must allow GETRANGE
+and SCAN.
 """
 
 from __future__ import annotations
 
 import builtins
-import dataclasses
-import logging
 import math
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeGuard, cast
 
-from lmcache_redis.backends.catalog import Catalog
-from lmcache_redis.backends.checks import allocated_views, payload_views
-from lmcache_redis.backends.interface import Allocate, LMCBackendInterface
-from lmcache_redis.backends.pending import PendingPuts
-from lmcache_redis.backends.transfers import Load, ResultT, Store, Transfer
-from lmcache_redis.backends.turns import Turns
+from lmcache_redis.backends.checks import allocated_views
+from lmcache_redis.backends.interface import Allocate
+from lmcache_redis.backends.keylocks import Grant, KeyLocks
+from lmcache_redis.backends.putqueue import WriteDone
+from lmcache_redis.backends.stripes import StripeSlots
+from lmcache_redis.backends.tiered import (
+    Put,
+    TierBackend,
+    answer_of,
+    names_of,
+    never_stuck,
+    parse_metadata,
+)
+from lmcache_redis.cache.redis import RedisTier
+from lmcache_redis.cache.tier import FramesResult
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.resp import CallOutcome, ExistsResult, RedisOptions, RedisPlane
-from lmcache_redis.resp.commands import CommandClient
-from lmcache_redis.stripe import FINGERPRINT_BYTES, ChunkFrame
-
-logger = logging.getLogger(__name__)
+from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
+from lmcache_redis.resp.outcomes import RemoveResult
+from lmcache_redis.stripe import ChunkFrame
 
 # A stripe with its header stays under 1 MiB: why is in docs/data-plane.md.
 DEFAULT_SLOT_BYTES = (1 << 20) - 4096
@@ -46,17 +53,31 @@ DEFAULT_PENDING_BYTES = 256 << 20
 DEFAULT_DEADLINE_S = 5.0
 DEFAULT_LIST_DEADLINE_S = 60.0
 _CLOSE_WRITES_S = 1.0
+_AT_ONCE = -math.inf
 
 
-class LMCRemoteBackend(LMCBackendInterface):
+class Transfer(ChunkIO):
+    """A chunk between Redis and the caller's buffers, which it uses until it has an outcome."""
+
+    __slots__ = ("outcome", "stripes")
+
+    def __init__(
+        self, key: bytes, frame: ChunkFrame, views: Sequence[memoryview], deadline: float
+    ) -> None:
+        self.stripes = StripeSlots(views, frame)
+        self.outcome: Future[ReadOutcome | WriteOutcome] = Future()
+        super().__init__(key, frame, self.stripes.slots, deadline)
+
+
+class LMCRemoteBackend(TierBackend):
     """See the module. Thread-safe.
 
     redis: a URL, or options with one. deadline_s: the longest that a call takes, and that an
-    accepted put is tried. slot_bytes: most payload of a stripe that is written; what others cut
-    otherwise is read all the same. pending_bytes: copies of accepted puts; what does not fit
-    beside them is not accepted. layout: the fingerprint, 32 bytes, of an engine's KV cache; then
-    the chunks are those that agents keep of it. What is put is for agents to read where it is one
-    group of uint8 with MemoryFormat.PAGES, and slot_bytes theirs.
+    accepted put is tried. slot_bytes: most payload of a stripe that is written; stripes of any size
+    are read. pending_bytes: copies of accepted puts; what does not fit beside them is not accepted.
+    layout: the fingerprint, 32 bytes, of an engine's KV cache; then the chunks are those that
+    agents keep of it. What is put is for agents to read where it is one group of uint8 with
+    MemoryFormat.PAGES, and slot_bytes theirs.
 
     Raises ConfigError for a URL that names no server, and for numbers that make no sense; connects
     in the background.
@@ -74,142 +95,40 @@ class LMCRemoteBackend(LMCBackendInterface):
         pending_bytes: int = DEFAULT_PENDING_BYTES,
         layout: bytes | None = None,
     ) -> None:
-        super().__init__(dst_device, fmt)
         if deadline_s < 0.01 or list_deadline_s < deadline_s:
             raise ConfigError("deadline_s is at least 0.01, list_deadline_s at least deadline_s")
         if slot_bytes < 64 or pending_bytes < 0:
             raise ConfigError("slot_bytes is at least 64, pending_bytes at least 0")
-        if layout is not None and len(layout) != FINGERPRINT_BYTES:
-            raise ConfigError(f"layout is a fingerprint of {FINGERPRINT_BYTES} bytes")
         options = RedisOptions(redis) if isinstance(redis, str) else redis
-        self._deadline_s = deadline_s
-        self._list_deadline_s = list_deadline_s
-        # A connection that is being made keeps no deadline of a call: it is given half of it.
-        step_s = deadline_s / 2
-        self._client = CommandClient(
-            dataclasses.replace(
-                options,
-                connect_timeout_s=min(options.connect_timeout_s, step_s),
-                op_timeout_s=min(options.op_timeout_s, step_s),
-            )
-        )
-        self._catalog = Catalog(self._client, options.key_prefix, slot_bytes, layout)
-        self._turns: Turns[ObjectKey] = Turns()
+        names = names_of(layout, options.key_prefix)
         self._plane = RedisPlane(options)
-        self._pending = PendingPuts(self._plane, self._turns, pending_bytes)
+        tier = RedisTier(self._plane)
+        super().__init__(
+            tier, names, slot_bytes, pending_bytes, dst_device, fmt, deadline_s, list_deadline_s
+        )
+        self._locks: KeyLocks[bytes] = KeyLocks()
         self._probed = False
-        self._closed = False
-        self._close_lock = threading.Lock()
         self._plane.start()
-
-    # ---------------------------------------------------------------- bytes
-
-    def put_bytes(
-        self,
-        key: ObjectKey,
-        metadata: RemoteMetadata,
-        payload: Sequence[memoryview],
-        blocking: bool = True,
-    ) -> bool:
-        """See the interface."""
-        views = payload_views(metadata, payload)
-        frame = self._catalog.frame(key, metadata)
-        deadline = self._begin()
-        if not self._is_up(deadline):
-            return False
-        if not blocking:
-            return self._pending.add(key, self._catalog.chunk_key(key), frame, views, deadline)
-        store = self._begin_store(key, frame, views, deadline)
-        return store is not None and self._waited_for(store)
 
     def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
         """See the interface."""
-        (load,) = self._begin_loads((key,), (allocate,), self._begin())
-        return None if load is None else self._waited_for(load)
-
-    def contains(self, key: ObjectKey) -> bool:
-        """See the interface. Whether stripe 0 is there, which is written last."""
-        name = self._catalog.first_key(key)
-        deadline = self._begin()
-        if not self._is_up(deadline):
-            return False
-        is_answered = threading.Event()
-        results: list[ExistsResult] = []
-
-        def answer(result: ExistsResult) -> None:
-            results.append(result)
-            is_answered.set()
-
-        self._plane.exists((name,), deadline, answer)
-        is_answered.wait()
-        (result,) = results
-        return result.outcome is CallOutcome.DONE and result.present[0]
-
-    def remove(self, key: ObjectKey) -> bool:
-        """See the interface. Where the server does not answer, the chunk may still be there.
-
-        What is under the key but is no chunk goes too.
-        """
-        deadline = self._begin()
-        was_waiting = self._pending.drop(key)
-        if not self._is_up(deadline) or not self._turns.enter(key, deadline, exclusive=True):
-            return was_waiting
-        try:
-            return self._catalog.remove(key, deadline) or was_waiting
-        finally:
-            self._turns.leave(key)
-
-    def list(self) -> builtins.list[ObjectKey]:
-        """See the interface. SCANs of the whole database, in steps that block nobody.
-
-        Where a server does not answer in time, the keys found so far and a line in the log.
-        """
-        deadline = self._begin() - self._deadline_s + self._list_deadline_s
-        if not self._is_up(deadline):
-            logger.warning("no chunks can be listed: %s", self._plane.state.reason)
-            return []
-        return [*dict.fromkeys(self._catalog.keys(deadline))]
-
-    def flush(self, timeout_s: float) -> bool:
-        """See the interface."""
-        self._begin()
-        return self._pending.flush(timeout_s)
+        (load,) = self._begin_loads((key,), (allocate,), self._begin(self._deadline_s))
+        return parse_metadata(load.frame.metadata) if self._is_loaded(load) else None
 
     def close(self) -> None:
-        """See the interface. Calls under way on other threads end soon, as misses."""
+        """See the interface. Calls in flight on other threads end soon, as misses."""
         self._closed = True
-        with self._close_lock:
-            self._pending.flush(self._deadline_s)
-            self._pending.close()
-            self._client.close()
-            self._plane.close(_CLOSE_WRITES_S)
+        self._queue.flush(self._deadline_s)
+        self._tier.close(_CLOSE_WRITES_S)
 
     # --------------------------------------------------------------- inside
 
-    def _begin(self) -> float:
-        """The deadline of a call that begins now."""
-        self._check_open()
-        return time.monotonic() + self._deadline_s
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the tier is closed")
-
-    def _is_up(self, deadline: float) -> bool:
-        """Whether a server is worth asking; the first call waits until one was tried."""
+    def _begin(self, limit_s: float) -> float:
+        """The first call waits until a server was tried."""
+        deadline = super()._begin(limit_s)
         if not self._probed:
-            left_s = max(0.0, deadline - time.monotonic())
-            self._probed = self._plane.wait_probed(left_s).probed
-        return self._plane.state.up
-
-    def _waited_for(self, transfer: Transfer[ResultT]) -> ResultT:
-        """Its result. Where the wait is interrupted, its buffers are let go of first."""
-        try:
-            return transfer.wait()
-        except BaseException:
-            self._plane.cancel(transfer.io)
-            transfer.wait()
-            raise
+            self._probed = self._plane.wait_probed(self._deadline_s).probed
+        return deadline
 
     def _begin_loads(
         self,
@@ -218,70 +137,135 @@ class LMCRemoteBackend(LMCBackendInterface):
         deadline: float,
         *,
         wait: bool = True,
-        room_bytes: float = math.inf,
-    ) -> builtins.list[Load | None]:
+        limit_bytes: float = math.inf,
+    ) -> builtins.list[Transfer | None]:
         """Begin to load the first of the keys, as many as can be had together; None: a miss.
 
-        wait: for the turn of the first, whose answer is then among them if it has room. It never
-        waits for a turn while it holds another of which no read has been begun: that could wait
-        for itself. The headers are asked for together. room_bytes: most that is begun.
+        wait: for the lock of the first key, which is then in the list whatever its size. It waits
+        for no lock while it holds another and has not begun to read: that wait could be for itself.
+        All headers are asked for together. limit_bytes: most payload that is begun.
         """
-        if not self._is_up(deadline):
-            return [None] * len(keys)
-        held: builtins.list[ObjectKey] = []
-        loads: builtins.list[Load | None] = []
-        is_begun = False
+        locked: builtins.list[bytes] = []
+        loads: builtins.list[Transfer | None] = []
         try:
-            for key in keys:
-                if not self._turns.try_enter(key, exclusive=False) and (
-                    held or not wait or not self._turns.enter(key, deadline, exclusive=False)
-                ):
+            for chunk_key in map(self._names.chunk_key, keys):
+                until = deadline if wait and not locked else _AT_ONCE
+                if not self._locks.acquire(chunk_key, until, exclusive=False):
                     break
-                held.append(key)
-            if wait and not held:
-                return [None]
-            frames = self._catalog.find(held, deadline)
-            for key, frame, allocate in zip(held, frames, allocates, strict=False):
-                room_bytes -= frame.chunk_bytes if frame is not None else 0
-                if room_bytes < 0:
-                    break
-                loads.append(self._prepared(key, frame, allocate, deadline))
-            by_io = {load.io: load for load in loads if load is not None}
-            self._plane.read_all([*by_io], lambda io, outcome: by_io[io].answer(outcome))
-            is_begun = True
+                locked.append(chunk_key)
+            if not locked:
+                return [None] if wait else []
+            found: FramesResult = answer_of(partial(self._tier.describe, locked, deadline))
+            frames = found.frames or [None] * len(locked)
+            for key, frame, allocate in zip(keys, frames, allocates, strict=False):
+                if frame is not None:
+                    limit_bytes -= frame.chunk_bytes
+                    if limit_bytes < 0 and (loads or not wait):
+                        break
+                loads.append(self._load(key, frame, allocate, deadline))
+            begun = [load for load in loads if load is not None]
+            self._tier.read_all(begun, self._ended, never_stuck)
+            for load in begun:
+                locked.remove(load.key)
             return loads
         finally:
-            # Those that were begun leave when they are answered.
-            for number, key in enumerate(held):
-                if not is_begun or number >= len(loads) or loads[number] is None:
-                    self._turns.leave(key)
+            for chunk_key in locked:
+                self._locks.release(chunk_key)
 
-    def _prepared(
+    def _load(
         self, key: ObjectKey, frame: ChunkFrame | None, allocate: Allocate, deadline: float
-    ) -> Load | None:
-        """A load with buffers, not begun yet."""
-        if frame is None:
+    ) -> Transfer | None:
+        """A load with buffers, not begun yet; None where there is no such chunk, or no buffer."""
+        if frame is None or frame.chunk_hash != key.chunk_hash:
             return None
-        metadata = RemoteMetadata.deserialize(frame.metadata)
-        views = allocated_views(metadata, allocate)
+        if frame.fingerprint != self._names.fingerprint:
+            return None
+        views = allocated_views(parse_metadata(frame.metadata), allocate)
         if views is None:
             return None
-        chunk_key = self._catalog.chunk_key(key)
-        return Load(self._turns, key, chunk_key, frame, metadata, views, deadline)
+        return Transfer(self._names.chunk_key(key), frame, views, deadline)
 
-    def _begin_store(
-        self, key: ObjectKey, frame: ChunkFrame, views: Sequence[memoryview], deadline: float
-    ) -> Store | None:
-        """Begin to store a chunk; None: its turn did not come in time."""
-        if not self._turns.enter(key, deadline, exclusive=True):
-            return None
-        is_begun = False
+    def _is_loaded(self, load: Transfer | None) -> TypeGuard[Transfer]:
+        """Wait for a load; whether its buffers hold the chunk."""
+        if load is None or self._outcome(load) is not ReadOutcome.LOADED:
+            return False
+        load.stripes.scatter()
+        return True
+
+    def _store(self, put: Put) -> bool:
+        store = Transfer(*put)
+        return self._begin_store(store) and self._is_stored(store)
+
+    def _begin_store(self, store: Transfer) -> bool:
+        """Begin to write a chunk; False: its key was locked until the deadline."""
+        if not self._locks.acquire(store.key, store.deadline, exclusive=True):
+            return False
+        with self._released_on_error(store.key):
+            store.stripes.gather()
+            self._tier.write_all((store,), self._ended, never_stuck)
+        return True
+
+    def _is_stored(self, store: Transfer) -> bool:
+        """Wait for a store that was begun."""
+        return self._outcome(store) is WriteOutcome.STORED
+
+    def _ended(self, chunk: ChunkIO, outcome: ReadOutcome | WriteOutcome) -> None:
+        """On a thread of the plane."""
+        assert isinstance(chunk, Transfer)
+        self._locks.release(chunk.key)
+        chunk.outcome.set_result(outcome)
+
+    def _outcome(self, transfer: Transfer) -> ReadOutcome | WriteOutcome:
+        """Wait for it. Where the wait is interrupted, until the buffers are not in use any more."""
         try:
-            chunk_key = self._catalog.chunk_key(key)
-            store = Store(self._turns, key, chunk_key, frame, views, deadline)
-            self._plane.write(store.io, lambda _, outcome: store.answer(outcome))
-            is_begun = True
-            return store
-        finally:
-            if not is_begun:
-                self._turns.leave(key)
+            return transfer.outcome.result()
+        except BaseException:
+            self._tier.cancel(transfer)
+            transfer.outcome.result()
+            raise
+
+    def _remove(self, chunk_key: bytes, deadline: float) -> bool:
+        if not self._locks.acquire(chunk_key, deadline, exclusive=True):
+            return False
+        answer: Future[RemoveResult] = Future()
+
+        def removed(result: RemoveResult) -> None:
+            # Here: nothing may be written before it, also where the caller is interrupted.
+            self._locks.release(chunk_key)
+            answer.set_result(result)
+
+        with self._released_on_error(chunk_key):
+            self._tier.remove(chunk_key, None, deadline, removed)
+        return answer.result().removed > 0
+
+    def _write(self, chunk: ChunkIO, done: WriteDone) -> None:
+        """A copy is written once its key is not locked, on whichever thread unlocks it."""
+
+        def end(chunk: ChunkIO, outcome: WriteOutcome) -> None:
+            done(chunk, outcome)
+            self._locks.release(chunk.key)
+
+        def begin(grant: Grant) -> None:
+            if grant.cancelled():
+                done(chunk, WriteOutcome.CANCELLED)
+                return
+            try:
+                self._tier.write_all((chunk,), end, never_stuck)
+            except RuntimeError:  # the plane is closed
+                end(chunk, WriteOutcome.CANCELLED)
+
+        chunk.tag = self._locks.request(chunk.key, exclusive=True)
+        chunk.tag.add_done_callback(begin)
+
+    def _cancel(self, chunk: ChunkIO) -> None:
+        # Not one in flight: stripes of it that were sent are removed some time after its end, and
+        # with them those of a later write. That waits for its end instead.
+        cast(Grant, chunk.tag).cancel()
+
+    @contextmanager
+    def _released_on_error(self, chunk_key: bytes) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._locks.release(chunk_key)
+            raise

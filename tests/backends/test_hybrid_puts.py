@@ -124,4 +124,4 @@ def test_a_put_that_does_not_get_its_turn_changes_nothing() -> None:
     assert same(lower.get(key_of(1)), first)
     assert hybrid.backend.put(key_of(1), second)
     assert same(lower.get(key_of(1)), second)
-    assert not hybrid.backend._turns._lines
+    assert not hybrid.backend._locks._locks

@@ -1,9 +1,4 @@
-"""A chunk's payload in buffers of any sizes, seen as one slot for each stripe.
-
-A stripe that lies within one buffer is a slice of it; one that lies across several has memory
-of its own, copied from the buffers before a write (`gathered`) or to them after a read
-(`Scatter.finish`). With one buffer, as every tensor is, nothing is copied.
-"""
+"""A chunk's payload in buffers of any sizes, seen as one slot for each stripe."""
 
 from __future__ import annotations
 
@@ -15,16 +10,12 @@ from lmcache_redis.backends import copying
 from lmcache_redis.stripe import ChunkFrame
 
 
-def gathered(views: Sequence[memoryview], frame: ChunkFrame) -> list[memoryview]:
-    """A slot for each stripe, holding its payload. The views are bytes, none of them empty."""
-    return [
-        pieces[0] if len(pieces) == 1 else copying.gathered(pieces).data
-        for pieces in _pieces(views, frame)
-    ]
+class StripeSlots:
+    """A stripe that lies within one buffer is a slice of it; one that lies across several has
+    memory of its own. With one buffer, as every tensor is, nothing is copied.
 
-
-class Scatter:
-    """Slots for a read into writable buffers."""
+    views: bytes, none of them empty, together as long as the chunk.
+    """
 
     def __init__(self, views: Sequence[memoryview], frame: ChunkFrame) -> None:
         self.slots: list[memoryview] = []
@@ -32,13 +23,18 @@ class Scatter:
         for pieces in _pieces(views, frame):
             if len(pieces) == 1:
                 self.slots.append(pieces[0])
-                continue
-            block: copying.Block = np.empty(sum(map(len, pieces)), np.uint8)
-            self.slots.append(block.data)
-            self._across.append((block, pieces))
+            else:
+                block: copying.Block = np.empty(sum(map(len, pieces)), np.uint8)
+                self.slots.append(block.data)
+                self._across.append((block, pieces))
 
-    def finish(self) -> None:
-        """The slots are filled: bring what lies across buffers to them."""
+    def gather(self) -> None:
+        """Before a write: bring what lies across buffers to its slots."""
+        for block, pieces in self._across:
+            copying.gather(pieces, block)
+
+    def scatter(self) -> None:
+        """After a read: bring it from its slots to the buffers."""
         for block, pieces in self._across:
             copying.scatter(block, pieces)
 
