@@ -1,7 +1,7 @@
 """A tier in a directory: the blocking face of `cache.disk`, which has files, limit and hangs.
 
-Gets, and puts that block, read and write files on the caller's thread. Other puts, and removals,
-are for the threads of the disk tier.
+Calls that block use files on the caller's thread. Puts that do not block are written by the thread
+of the disk tier.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lmcache_redis.backends.interface import Allocate
 from lmcache_redis.backends.tiered import Put, TierBackend, names_of, parse_metadata
 from lmcache_redis.cache.disk.files import Sync
 from lmcache_redis.cache.disk.format import disk_bytes
-from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, READ, WRITE, DiskTier
+from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, READ, REMOVAL, WRITE, DiskTier
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MAX_SIZE, MemoryFormat, RemoteMetadata
@@ -102,3 +102,6 @@ class LMCLocalDiskBackend(TierBackend):
     def _store(self, put: Put) -> bool:
         write = partial(self._disk.store.write, put.key, put.frame, put.views)
         return self._disk.run(WRITE, write) is WriteOutcome.STORED
+
+    def _remove(self, chunk_key: bytes, deadline: float) -> bool:
+        return self._disk.run(REMOVAL, partial(self._disk.store.remove, chunk_key)) or False

@@ -31,17 +31,25 @@ class _KeyLock:
         self.holders = 0
         self.waiting: deque[tuple[Grant, bool]] = deque()
 
+    def is_free(self, exclusive: bool) -> bool:
+        return not self.holders if exclusive else self.holders != _WRITER
+
+    def hold(self, exclusive: bool) -> None:
+        self.holders = _WRITER if exclusive else self.holders + 1
+
+    def release(self) -> None:
+        self.holders = 0 if self.holders == _WRITER else self.holders - 1
+
     def grant(self) -> list[Grant]:
         """Take the requests from the queue that can be granted now."""
         granted: list[Grant] = []
         while self.waiting:
             grant, exclusive = self.waiting[0]
-            is_free = not self.holders if exclusive else self.holders != _WRITER
-            if not is_free and not grant.cancelled():
+            if not self.is_free(exclusive) and not grant.cancelled():
                 break
             self.waiting.popleft()
             if grant.set_running_or_notify_cancel():
-                self.holders = _WRITER if exclusive else self.holders + 1
+                self.hold(exclusive)
                 granted.append(grant)
         return granted
 
@@ -50,7 +58,7 @@ class KeyLocks(Generic[KeyT]):
     """Thread-safe. Each lock that was granted is released once."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._mutex = threading.Lock()
         self._locks: dict[KeyT, _KeyLock] = {}
 
     def request(self, key: KeyT, *, exclusive: bool) -> Grant:
@@ -59,18 +67,23 @@ class KeyLocks(Generic[KeyT]):
         Callbacks of the grant run on the thread that releases the lock, or here.
         """
         grant = Grant()
-        with self._lock:
+        with self._mutex:
             self._locks.setdefault(key, _KeyLock()).waiting.append((grant, exclusive))
         # Readers may wait behind a writer that gives up.
         grant.add_done_callback(lambda grant: self._grant(key) if grant.cancelled() else None)
         self._grant(key)
         return grant
 
-    def acquire(self, key: KeyT, deadline: float | None, *, exclusive: bool) -> bool:
+    def acquire(self, key: KeyT, deadline: float, *, exclusive: bool) -> bool:
         """Wait for the lock until the deadline (monotonic); whether it was granted."""
+        with self._mutex:
+            lock = self._locks.setdefault(key, _KeyLock())
+            if not lock.waiting and lock.is_free(exclusive):
+                lock.hold(exclusive)
+                return True
         grant = self.request(key, exclusive=exclusive)
         try:
-            grant.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            grant.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             return not grant.cancel()
         except BaseException:
@@ -82,13 +95,12 @@ class KeyLocks(Generic[KeyT]):
 
     def release(self, key: KeyT) -> None:
         """Release a lock that was granted."""
-        with self._lock:
-            lock = self._locks[key]
-            lock.holders = 0 if lock.holders == _WRITER else lock.holders - 1
+        with self._mutex:
+            self._locks[key].release()
         self._grant(key)
 
     def _grant(self, key: KeyT) -> None:
-        with self._lock:
+        with self._mutex:
             lock = self._locks.get(key)
             if lock is None:
                 return

@@ -20,9 +20,9 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from queue import SimpleQueue
 from typing import TypeGuard, cast
 
 from lmcache_redis.backends.checks import allocated_views
@@ -65,7 +65,7 @@ class Transfer(ChunkIO):
         self, key: bytes, frame: ChunkFrame, views: Sequence[memoryview], deadline: float
     ) -> None:
         self.stripes = StripeSlots(views, frame)
-        self.outcome: Future[ReadOutcome | WriteOutcome] = Future()
+        self.outcome: SimpleQueue[ReadOutcome | WriteOutcome] = SimpleQueue()
         super().__init__(key, frame, self.stripes.slots, deadline)
 
 
@@ -213,30 +213,30 @@ class LMCRemoteBackend(TierBackend):
         """On a thread of the plane."""
         assert isinstance(chunk, Transfer)
         self._locks.release(chunk.key)
-        chunk.outcome.set_result(outcome)
+        chunk.outcome.put(outcome)
 
     def _outcome(self, transfer: Transfer) -> ReadOutcome | WriteOutcome:
         """Wait for it. Where the wait is interrupted, until the buffers are not in use any more."""
         try:
-            return transfer.outcome.result()
+            return transfer.outcome.get()
         except BaseException:
             self._tier.cancel(transfer)
-            transfer.outcome.result()
+            transfer.outcome.get()
             raise
 
     def _remove(self, chunk_key: bytes, deadline: float) -> bool:
         if not self._locks.acquire(chunk_key, deadline, exclusive=True):
             return False
-        answer: Future[RemoveResult] = Future()
+        answer: SimpleQueue[RemoveResult] = SimpleQueue()
 
         def removed(result: RemoveResult) -> None:
             # Here: nothing may be written before it, also where the caller is interrupted.
             self._locks.release(chunk_key)
-            answer.set_result(result)
+            answer.put(result)
 
         with self._released_on_error(chunk_key):
             self._tier.remove(chunk_key, None, deadline, removed)
-        return answer.result().removed > 0
+        return answer.get().removed > 0
 
     def _write(self, chunk: ChunkIO, done: WriteDone) -> None:
         """A copy is written once its key is not locked, on whichever thread unlocks it."""

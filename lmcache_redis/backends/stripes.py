@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,45 +12,42 @@ from lmcache_redis.stripe import ChunkFrame
 
 
 class StripeSlots:
-    """A stripe that lies within one buffer is a slice of it; one that lies across several has
-    memory of its own. With one buffer, as every tensor is, nothing is copied.
+    """A slot is a slice of a buffer where the stripe lies within one, as with tensors all do.
+    Otherwise it has memory of its own, which is copied from the buffers or to them.
 
     views: bytes, none of them empty, together as long as the chunk.
     """
 
     def __init__(self, views: Sequence[memoryview], frame: ChunkFrame) -> None:
         self.slots: list[memoryview] = []
-        self._across: list[tuple[copying.Block, list[memoryview]]] = []
-        for pieces in _pieces(views, frame):
-            if len(pieces) == 1:
-                self.slots.append(pieces[0])
-            else:
-                block: copying.Block = np.empty(sum(map(len, pieces)), np.uint8)
-                self.slots.append(block.data)
-                self._across.append((block, pieces))
+        self._copies: list[tuple[copying.Block, list[memoryview]]] = []
+        rest = deque(views)
+        for index in range(frame.stripe_count):
+            parts = _take(rest, frame.payload_bytes(index))
+            if len(parts) > 1:
+                block: copying.Block = np.empty(frame.payload_bytes(index), np.uint8)
+                self._copies.append((block, parts))
+                parts = [block.data]
+            self.slots += parts
 
     def gather(self) -> None:
-        """Before a write: bring what lies across buffers to its slots."""
-        for block, pieces in self._across:
-            copying.gather(pieces, block)
+        """Before a write: copy from the buffers."""
+        for block, parts in self._copies:
+            copying.gather(parts, block)
 
     def scatter(self) -> None:
-        """After a read: bring it from its slots to the buffers."""
-        for block, pieces in self._across:
-            copying.scatter(block, pieces)
+        """After a read: copy to the buffers."""
+        for block, parts in self._copies:
+            copying.scatter(block, parts)
 
 
-def _pieces(views: Sequence[memoryview], frame: ChunkFrame) -> Iterator[list[memoryview]]:
-    """For each stripe the parts of the buffers that hold it."""
-    number = start = 0
-    for index in range(frame.stripe_count):
-        left = frame.payload_bytes(index)
-        pieces: list[memoryview] = []
-        while left:
-            piece = views[number][start : start + left]
-            pieces.append(piece)
-            left -= len(piece)
-            start += len(piece)
-            if start == len(views[number]):
-                number, start = number + 1, 0
-        yield pieces
+def _take(rest: deque[memoryview], nbytes: int) -> list[memoryview]:
+    """Take the parts of the buffers that are the next bytes."""
+    parts: list[memoryview] = []
+    while nbytes:
+        view = rest.popleft()
+        if len(view) > nbytes:
+            rest.appendleft(view[nbytes:])
+        parts.append(view[:nbytes])
+        nbytes -= len(parts[-1])
+    return parts

@@ -12,8 +12,8 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import lru_cache, partial
+from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
 from lmcache_redis.backends.checks import payload_views
@@ -24,7 +24,7 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.naming import ChunkNames
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ExistsResult, RemoveResult
+from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ExistsResult
 from lmcache_redis.stripe import FINGERPRINT_BYTES, ChunkFrame, stripe_payload_bytes
 
 ResultT = TypeVar("ResultT")
@@ -89,6 +89,9 @@ class TierBackend(LMCBackendInterface):
         """See the interface."""
         chunk_key = self._names.chunk_key(key)
         deadline = self._begin(self._deadline_s)
+        is_known = self._tier.lookup(chunk_key)
+        if is_known is not None:
+            return is_known
         result: ExistsResult = answer_of(partial(self._tier.exists, (chunk_key,), deadline))
         return result.outcome is CallOutcome.DONE and result.present[0]
 
@@ -139,10 +142,9 @@ class TierBackend(LMCBackendInterface):
     def _store(self, put: Put) -> bool:
         """Write a chunk from the caller's buffers; whether it was stored."""
 
+    @abstractmethod
     def _remove(self, chunk_key: bytes, deadline: float) -> bool:
         """Remove a chunk; whether there was one."""
-        result: RemoveResult = answer_of(partial(self._tier.remove, chunk_key, None, deadline))
-        return result.removed > 0
 
     def _write(self, chunk: ChunkIO, done: WriteDone) -> None:
         """Begin to write a copy. Called in the order in which the puts of a key were accepted."""
@@ -155,9 +157,9 @@ class TierBackend(LMCBackendInterface):
 
 def answer_of(ask: Callable[[Callable[[ResultT], None]], None]) -> ResultT:
     """Wait for what a call of a tier gives to its callback."""
-    answer: Future[ResultT] = Future()
-    ask(answer.set_result)
-    return answer.result()
+    answer: SimpleQueue[ResultT] = SimpleQueue()
+    ask(answer.put)
+    return answer.get()
 
 
 def never_stuck(_chunk: ChunkIO) -> None:

@@ -33,7 +33,7 @@ def test_readers_together_and_writers_alone() -> None:
 
 def test_a_writer_that_waits_no_longer_lets_readers_pass() -> None:
     locks: KeyLocks[str] = KeyLocks()
-    assert locks.acquire("a", None, exclusive=False)
+    assert locks.acquire("a", soon(), exclusive=False)
     writer = threading.Thread(
         target=lambda: locks.acquire("a", time.monotonic() + 0.2, exclusive=True)
     )
@@ -50,7 +50,7 @@ def test_a_writer_that_waits_no_longer_lets_readers_pass() -> None:
 def test_requests_are_granted_in_order() -> None:
     locks: KeyLocks[str] = KeyLocks()
     granted: list[int] = []
-    assert locks.acquire("a", None, exclusive=True)
+    assert locks.acquire("a", soon(), exclusive=True)
     requests = [locks.request("a", exclusive=True) for _ in range(50)]
     for number, request in enumerate(requests):
 
