@@ -9,6 +9,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from lmcache_redis import backends
+
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 ROW = re.compile(r"^\| `([\w.]+)` \| `([\w.]+)` \|([^|]*)\|[^|]*\|$", re.MULTILINE)
 ROWS = ROW.findall(PAGE.read_text())
@@ -41,3 +43,7 @@ def test_names_and_parameters() -> None:
 def test_every_line_of_the_tables_is_read() -> None:
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     assert len(lines) == len(ROWS) >= 50
+
+
+def test_the_former_name_of_the_backends() -> None:
+    assert importlib.import_module("lmcache_redis.storage").__all__ == backends.__all__

@@ -19,6 +19,7 @@ LAYERS = (
     {"agent", "admin", "gateway"},
     {"messages", "transport", "codec"},
     {"storage"},
+    {"backends"},
     {"cache"},
     {"device", "resp"},
     {"naming"},
@@ -38,7 +39,7 @@ STRANGERS = {
     "cache": {"device"},
     "resp": {"device"},
     # Tiers are used by whoever has chunks: they know no engine and no agent.
-    "storage": {"device"},
+    "backends": {"device"},
     "gateway": {"agent", "admin", "device", "messages", "transport", "codec"},
     # Tools that look at servers from outside: no agent, no engine, no memory.
     "admin": {"agent", "device", "cache", "messages", "transport", "codec"},
@@ -204,7 +205,7 @@ def test_only_integrations_import_vllm() -> None:
 
 def test_torch_is_imported_late() -> None:
     """The agent starts without torch: a second of start and 200 MB."""
-    with_torch = ("device/cuda", "integrations/", "storage/tensors")
+    with_torch = ("device/cuda", "integrations/", "backends/tensors")
     assert not [
         str(each)
         for module in MODULES

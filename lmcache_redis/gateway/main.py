@@ -12,7 +12,7 @@ from lmcache_redis import __version__
 from lmcache_redis.gateway.config import GatewayConfig
 from lmcache_redis.gateway.server import Gateway
 from lmcache_redis.resp.options import RedisOptions
-from lmcache_redis.storage.interface import LMCBackendInterface
+from lmcache_redis.backends.interface import LMCBackendInterface
 
 logger = logging.getLogger(__name__)
 
@@ -47,20 +47,20 @@ def open_tiers(config: GatewayConfig) -> LMCBackendInterface:
     tiers: list[LMCBackendInterface] = []
     try:
         if config.memory_bytes:
-            from lmcache_redis.storage.local import LMCLocalBackend
+            from lmcache_redis.backends.local import LMCLocalBackend
 
             tiers.append(LMCLocalBackend(config.memory_bytes))
         if config.disk_path is not None:
-            from lmcache_redis.storage.disk import LMCLocalDiskBackend
+            from lmcache_redis.backends.disk import LMCLocalDiskBackend
 
             tiers.append(LMCLocalDiskBackend(config.disk_path, config.disk_size))
         if config.redis_url is not None:
-            from lmcache_redis.storage.remote import LMCRemoteBackend
+            from lmcache_redis.backends.remote import LMCRemoteBackend
 
             tiers.append(LMCRemoteBackend(_redis_options(config, config.redis_url)))
         if len(tiers) == 1:
             return tiers[0]
-        from lmcache_redis.storage.hybrid import LMCHybridBackend
+        from lmcache_redis.backends.hybrid import LMCHybridBackend
 
         return LMCHybridBackend(tiers)
     except BaseException:

@@ -18,6 +18,7 @@ import socket
 import ssl
 from typing import Any
 
+from lmcache_redis.backends.interface import LMCBackendInterface
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.gateway.access import is_allowed, listening, prepare, tls_context
 from lmcache_redis.gateway.config import GatewayConfig, parse_listen, parse_networks
@@ -26,7 +27,6 @@ from lmcache_redis.gateway.movers import Movers
 from lmcache_redis.gateway.shared import CallThreads, Counters, Dropped, QuietLog, Shared
 from lmcache_redis.gateway.slots import SlotPool
 from lmcache_redis.gateway.stream import Stream
-from lmcache_redis.storage.interface import LMCBackendInterface
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from lmcache_redis.backends.interface import LMCBackendInterface
 from lmcache_redis.gateway.slots import SlotPool
-from lmcache_redis.storage.interface import LMCBackendInterface
 
 SILENCE_S = 10.0
 _DROPPED_BYTES = 256 << 10

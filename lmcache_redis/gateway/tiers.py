@@ -14,14 +14,14 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
+from lmcache_redis.backends.interface import LMCBackendInterface
+from lmcache_redis.backends.lending import Lender
 from lmcache_redis.errors import FormatError
 from lmcache_redis.gateway.shared import Shared
 from lmcache_redis.gateway.slots import Lease
 from lmcache_redis.gateway.wire import key_text_of, reply_of
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import RemoteMetadata
-from lmcache_redis.storage.interface import LMCBackendInterface
-from lmcache_redis.storage.lending import Lender
 
 
 def borrowed(

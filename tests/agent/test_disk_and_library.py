@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.cache.disk.format import PAGE_BYTES, parse_page
-from lmcache_redis.keys import ObjectKey
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.storage import (
+from lmcache_redis.backends import (
     LMCBackendInterface,
     LMCHybridBackend,
     LMCLocalBackend,
@@ -19,6 +16,9 @@ from lmcache_redis.storage import (
     LMCPipelinedRemoteBackend,
     LMCRemoteBackend,
 )
+from lmcache_redis.cache.disk.format import PAGE_BYTES, parse_page
+from lmcache_redis.keys import ObjectKey
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from tests.agent.test_disk import CHUNKS, HASHES, agent_with_disk, check_hit, files, store_and_wait
 from tests.harness import AgentServer, Engine
 from tests.servers import RedisServer

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lmcache_redis.cache.memory import LEAST_REUSED_BYTES, HeapMemory
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
-from lmcache_redis.madvise import address_of
+from lmcache_redis.native.madvise import address_of
 from tests.cache.auditing import audit
 
 MIB = 1 << 20

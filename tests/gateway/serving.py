@@ -10,11 +10,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+from lmcache_redis.backends.interface import Allocate, LMCBackendInterface
 from lmcache_redis.gateway.config import GatewayConfig
 from lmcache_redis.gateway.server import Gateway
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import RemoteMetadata
-from lmcache_redis.storage.interface import Allocate, LMCBackendInterface
 from tests.gateway.wire import Client
 
 WAIT_S = 20.0

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.storage.interface import LMCBackendInterface
-from lmcache_redis.storage.local import LMCLocalBackend
+from lmcache_redis.backends.interface import LMCBackendInterface
+from lmcache_redis.backends.local import LMCLocalBackend
 from tests.gateway.conftest import NewLoop
 from tests.gateway.serving import DictBackend, Serving
 from tests.gateway.wire import GET, KEY, Client, header, put

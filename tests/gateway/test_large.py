@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from lmcache_redis.backends.hybrid import LMCHybridBackend
+from lmcache_redis.backends.local import LMCLocalBackend
 from lmcache_redis.gateway.stream import MOVED_BYTES
 from lmcache_redis.gateway.wire import object_key_of
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import RemoteMetadata
-from lmcache_redis.storage.hybrid import LMCHybridBackend
-from lmcache_redis.storage.local import LMCLocalBackend
 from tests.gateway.conftest import NewLoop
 from tests.gateway.serving import WAIT_S, DictBackend, Serving
 from tests.gateway.wire import EXIST, FAILED, GET, KEY, PUT, SUCCEEDED, UINT8, header, put

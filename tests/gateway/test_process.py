@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.backends.redis_tiers import wait_until
 from tests.gateway.wire import GET, KEY, Client, header
 from tests.servers import RedisServer
-from tests.storage.redis_tiers import wait_until
 
 pytestmark = pytest.mark.servers
 

@@ -1,0 +1,154 @@
+"""A tier in host memory: copies of chunks, up to a byte limit, least recently used first out.
+
+The blocking face of a `HostPool` over heap memory (`lmcache_redis.cache`). Its lock is held only to
+change the pool: copies, in both directions, run outside of it and without the GIL, on an entry that
+is pinned. So a chunk that is replaced or removed while it is read is read whole; one that is read
+is not evicted.
+
+`put` and `get` make a chunk the most recently used; `contains` does not. The limit counts payload.
+Beside it there may be a block for each call in flight, and memory that is kept for the next puts:
+an eighth of the limit, at most 128 MiB.
+
+There is no worker. The caller's buffers are the caller's again on return, so a put that does
+not block has to copy at once all the same, and the copy is all the work: the insertion after it
+takes microseconds, less than to hand it over. So both kinds of put do the same, nothing ever
+waits, and `flush` has nothing to do.
+"""
+
+from __future__ import annotations
+
+import builtins
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from lmcache_redis.cache.memory import HeapMemory
+from lmcache_redis.cache.pool import Entry, EntryState, HostPool
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.keys import ObjectKey
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.backends.checks import allocated_views, payload_views
+from lmcache_redis.backends.copying import gather, scatter
+from lmcache_redis.backends.interface import Allocate, LMCBackendInterface
+
+_MOST_SPARE_BYTES = 128 << 20
+
+
+class LMCLocalBackend(LMCBackendInterface):
+    """Chunks in the memory of this process.
+
+    limit_bytes: payload to hold at most; a chunk larger than that is not stored. Raises
+    ConfigError unless it is positive.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        dst_device: str = "cpu",
+        fmt: MemoryFormat = MemoryFormat.UNDEFINED,
+    ) -> None:
+        super().__init__(dst_device, fmt)
+        if limit_bytes <= 0:
+            raise ConfigError(f"limit_bytes is {limit_bytes}; it must be positive")
+        self.limit_bytes = limit_bytes
+        self._memory = HeapMemory(spare_bytes=min(limit_bytes // 8, _MOST_SPARE_BYTES))
+        self._pool = HostPool(self._memory, limit_bytes)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def used_bytes(self) -> int:
+        """Payload of the chunks that it holds, but for those that are being read."""
+        with self._lock:
+            return self._pool.idle
+
+    def put_bytes(
+        self,
+        key: ObjectKey,
+        metadata: RemoteMetadata,
+        payload: Sequence[memoryview],
+        blocking: bool = True,
+    ) -> bool:
+        """See the interface."""
+        self._check_open()
+        views = payload_views(metadata, payload)
+        if metadata.length > self.limit_bytes:
+            return False
+        with self._lock:
+            entry = self._pool.reserve(None, metadata.length)
+        if entry is None:
+            return False
+        try:
+            entry.tag = metadata
+            gather(views, np.frombuffer(entry.block, np.uint8))
+            with self._lock:
+                self._check_open()
+                return self._pool.publish(entry, key.to_bytes())
+        finally:
+            self._give_back(entry)
+
+    def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
+        """See the interface."""
+        with self._lock:
+            self._check_open()
+            entry = self._pool.get(key.to_bytes())
+            if entry is None:
+                return None
+            self._pool.pin(entry)
+        try:
+            metadata = entry.tag
+            assert isinstance(metadata, RemoteMetadata)
+            views = allocated_views(metadata, allocate)
+            if views is None:
+                return None
+            scatter(np.frombuffer(entry.block, np.uint8), views)
+            return metadata
+        finally:
+            self._give_back(entry)
+
+    def contains(self, key: ObjectKey) -> bool:
+        """See the interface."""
+        with self._lock:
+            self._check_open()
+            return key.to_bytes() in self._pool
+
+    def remove(self, key: ObjectKey) -> bool:
+        """See the interface."""
+        with self._lock:
+            self._check_open()
+            entry = self._pool.peek(key.to_bytes())
+            if entry is None:
+                return False
+            self._pool.discard(entry)
+            return True
+
+    def list(self) -> builtins.list[ObjectKey]:
+        """See the interface."""
+        with self._lock:
+            self._check_open()
+            keys = [entry.key for entry in self._pool]
+        return [ObjectKey.from_bytes(key) for key in keys]
+
+    def flush(self, timeout_s: float) -> bool:
+        """See the interface."""
+        self._check_open()
+        return True
+
+    def close(self) -> None:
+        """See the interface."""
+        with self._lock:
+            self._closed = True
+            self._pool.clear()
+            self._memory.close()
+
+    def _give_back(self, entry: Entry) -> None:
+        """The end of a call. An entry that was not published leaves nothing behind."""
+        with self._lock:
+            if entry.state is EntryState.FILLING:
+                self._pool.discard(entry)
+            self._pool.unpin(entry)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the local tier is closed")

@@ -1,0 +1,168 @@
+"""The remote tier, with several chunks of a batch on their way at once.
+
+`batched_get` keeps reads ahead of the consumer: while it works with one tensor, or while that is
+brought to its device, the next are on their way. `batched_put` does the same with writes, so that
+the next tensor is brought from its device while earlier ones are sent. Both hold at most
+`window_chunks` and `window_bytes`, and one chunk in any case.
+
+Each step of the iterator takes at most `deadline_s`. One that is abandoned (closed, or no longer
+referenced) cancels what is outstanding; nobody waits for it, and its memory goes when the plane
+has answered. Between two steps no turn is held longer than its read takes: a consumer may put and
+remove, also the keys that it is getting.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from lmcache_redis.backends.remote import (
+    DEFAULT_DEADLINE_S,
+    DEFAULT_LIST_DEADLINE_S,
+    DEFAULT_PENDING_BYTES,
+    DEFAULT_SLOT_BYTES,
+    LMCRemoteBackend,
+    Transfer,
+)
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.keys import ObjectKey
+from lmcache_redis.protocol import MemoryFormat
+from lmcache_redis.resp import RedisOptions
+
+if TYPE_CHECKING:
+    import torch
+
+    from lmcache_redis.backends.tensors import TensorAllocation
+
+DEFAULT_WINDOW_CHUNKS = 16
+# Small enough to be through within the deadline on a slow network too.
+DEFAULT_WINDOW_BYTES = 128 << 20
+
+
+class LMCPipelinedRemoteBackend(LMCRemoteBackend):
+    """See the module, and `LMCRemoteBackend` for everything else.
+
+    window_chunks, window_bytes: most that a batched call has on its way.
+    """
+
+    def __init__(
+        self,
+        redis: RedisOptions | str,
+        dst_device: str = "cpu",
+        fmt: MemoryFormat = MemoryFormat.UNDEFINED,
+        *,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        list_deadline_s: float = DEFAULT_LIST_DEADLINE_S,
+        slot_bytes: int = DEFAULT_SLOT_BYTES,
+        pending_bytes: int = DEFAULT_PENDING_BYTES,
+        window_chunks: int = DEFAULT_WINDOW_CHUNKS,
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+        layout: bytes | None = None,
+    ) -> None:
+        if window_chunks < 1 or window_bytes < 1:
+            raise ConfigError("window_chunks and window_bytes are at least 1")
+        super().__init__(
+            redis,
+            dst_device,
+            fmt,
+            deadline_s=deadline_s,
+            list_deadline_s=list_deadline_s,
+            slot_bytes=slot_bytes,
+            pending_bytes=pending_bytes,
+            layout=layout,
+        )
+        self._window_chunks = window_chunks
+        self._window_bytes = window_bytes
+
+    def batched_get(self, keys: Iterable[ObjectKey]) -> Iterator[torch.Tensor | None]:
+        """`get` for each, in order; later ones are read while the first are used."""
+        self._check_open()
+        return self._get_ahead(iter(keys))
+
+    def batched_put(
+        self, keys_and_chunks: Iterable[tuple[ObjectKey, torch.Tensor]], blocking: bool = True
+    ) -> int:
+        """`put` for each; how many were stored or, without blocking, accepted.
+
+        A chunk that cannot be begun within `deadline_s` is not stored; all together may take
+        longer. Of one key the last that was stored is there.
+        """
+        if not blocking:
+            return super().batched_put(keys_and_chunks, blocking)
+        from lmcache_redis.backends.tensors import tensor_bytes, tensor_metadata
+
+        self._check_open()
+        stored = 0
+        stores: deque[Transfer] = deque()
+        try:
+            for key, kv_chunk in keys_and_chunks:
+                metadata = tensor_metadata(kv_chunk, self.fmt)
+                while stores and not self._has_room(stores, metadata.length):
+                    stored += self._is_stored(stores.popleft())
+                # A slot is a view of the tensor's memory, which lives as long as the store.
+                put = self._accept(key, metadata, (tensor_bytes(kv_chunk),))
+                if put is None:
+                    continue
+                self._queue.drop(put.key)
+                store = Transfer(*put)
+                if self._begin_store(store):
+                    stores.append(store)
+        finally:
+            # Also after an error of the caller's iterator: the tensors are in use until then.
+            stored += sum([self._is_stored(store) for store in stores])
+        return stored
+
+    # --------------------------------------------------------------- inside
+
+    def _get_ahead(self, keys: Iterator[ObjectKey]) -> Iterator[torch.Tensor | None]:
+        ahead: deque[tuple[Transfer | None, TensorAllocation]] = deque()
+        waiting: list[ObjectKey] = []  # taken from `keys`, not begun
+        try:
+            while True:
+                deadline = self._begin(self._deadline_s)
+                # Half: a few together cost one question. Meanwhile the first is in flight.
+                if len(ahead) <= self._window_chunks // 2:
+                    self._fill(ahead, keys, waiting, deadline)
+                if not ahead:
+                    return
+                load, allocation = ahead[0]
+                is_loaded = self._is_loaded(load)
+                ahead.popleft()
+                yield allocation.tensor_on(self.dst_device) if is_loaded else None
+        finally:
+            for load, _ in ahead:
+                if load is not None:
+                    self._tier.cancel(load)
+
+    def _fill(
+        self,
+        ahead: deque[tuple[Transfer | None, TensorAllocation]],
+        keys: Iterator[ObjectKey],
+        waiting: list[ObjectKey],
+        deadline: float,
+    ) -> None:
+        """Begin reads of what the window has room for, and one in any case if nothing is ahead."""
+        from lmcache_redis.backends.tensors import TensorAllocation
+
+        sizes = [load.frame.chunk_bytes for load, _ in ahead if load is not None]
+        room_bytes = self._window_bytes - sum(sizes)
+        # The size of the last is a guess at those of the next; what is begun is counted.
+        room = min(self._window_chunks - len(ahead), room_bytes // (sizes or [1])[-1])
+        room = max(room, 0 if ahead else 1)
+        waiting += itertools.islice(keys, max(0, room - len(waiting)))
+        allocations = [TensorAllocation() for _ in waiting[:room]]
+        if not allocations:
+            return
+        # It may begin fewer: no room, or a key is being written.
+        loads = self._begin_loads(
+            waiting[:room], allocations, deadline, wait=not ahead, limit_bytes=room_bytes
+        )
+        del waiting[: len(loads)]
+        ahead.extend(zip(loads, allocations, strict=False))
+
+    def _has_room(self, transfers: Collection[Transfer], nbytes: int) -> bool:
+        """Whether the window has room for another chunk, of so many bytes."""
+        total_bytes = nbytes + sum(each.frame.chunk_bytes for each in transfers)
+        return len(transfers) < self._window_chunks and total_bytes <= self._window_bytes

@@ -1,0 +1,173 @@
+"""The blocking face of a `Tier` of the cache: what the disk and the Redis backend have in common.
+
+Payloads move between the tier and the caller's buffers, with no copy in between. The tier writes
+copies of puts that do not block (`putqueue`). A later put or removal of a key drops the put that
+waits.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from queue import SimpleQueue
+from typing import NamedTuple, TypeVar
+
+from lmcache_redis.backends.checks import payload_views
+from lmcache_redis.backends.interface import LMCBackendInterface
+from lmcache_redis.backends.putqueue import PutQueue, WriteDone
+from lmcache_redis.cache.tier import Tier
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.keys import ObjectKey
+from lmcache_redis.naming import ChunkNames
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ExistsResult
+from lmcache_redis.stripe import FINGERPRINT_BYTES, ChunkFrame, stripe_payload_bytes
+
+ResultT = TypeVar("ResultT")
+
+parse_metadata = lru_cache(maxsize=64)(RemoteMetadata.deserialize)
+
+
+class Put(NamedTuple):
+    """What is to be stored: views of the caller's payload, and until when (monotonic)."""
+
+    key: bytes
+    frame: ChunkFrame
+    views: Sequence[memoryview]
+    deadline: float
+
+
+class TierBackend(LMCBackendInterface):
+    """Thread-safe.
+
+    slot_bytes: most payload of a stripe that is written. queue_bytes: copies of puts that do not
+    block; one that does not fit beside the others is refused. deadline_s, list_deadline_s: what the
+    tier is given for a call, and for a `list`.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        names: ChunkNames,
+        slot_bytes: int,
+        queue_bytes: int,
+        dst_device: str,
+        fmt: MemoryFormat,
+        deadline_s: float = math.inf,
+        list_deadline_s: float = math.inf,
+    ) -> None:
+        super().__init__(dst_device, fmt)
+        self._tier = tier
+        self._names = names
+        self._slot_bytes = slot_bytes
+        self._queue = PutQueue(queue_bytes, self._write, self._cancel)
+        self._deadline_s = deadline_s
+        self._list_deadline_s = list_deadline_s
+        self._closed = False
+
+    def put_bytes(
+        self,
+        key: ObjectKey,
+        metadata: RemoteMetadata,
+        payload: Sequence[memoryview],
+        blocking: bool = True,
+    ) -> bool:
+        """See the interface."""
+        put = self._accept(key, metadata, payload)
+        if put is None:
+            return False
+        if not blocking:
+            return self._queue.add(*put)
+        self._queue.drop(put.key)
+        return self._store(put)
+
+    def contains(self, key: ObjectKey) -> bool:
+        """See the interface."""
+        chunk_key = self._names.chunk_key(key)
+        deadline = self._begin(self._deadline_s)
+        is_known = self._tier.lookup(chunk_key)
+        if is_known is not None:
+            return is_known
+        result: ExistsResult = answer_of(partial(self._tier.exists, (chunk_key,), deadline))
+        return result.outcome is CallOutcome.DONE and result.present[0]
+
+    def remove(self, key: ObjectKey) -> bool:
+        """See the interface. What is in the place of a chunk without being one is removed too."""
+        chunk_key = self._names.chunk_key(key)
+        deadline = self._begin(self._deadline_s)
+        was_queued = self._queue.drop(chunk_key)
+        return self._remove(chunk_key, deadline) or was_queued
+
+    def list(self) -> builtins.list[ObjectKey]:
+        """See the interface. Chunks of the backend's layout: a tier may hold those of several."""
+        deadline = self._begin(self._list_deadline_s)
+        keys = map(self._names.parse, self._tier.keys(self._names.common, deadline))
+        return [key for key in keys if key is not None]
+
+    def flush(self, timeout_s: float) -> bool:
+        """See the interface."""
+        self._check_open()
+        return self._queue.flush(timeout_s)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"the backend is closed: {self._tier.name}")
+
+    # ------------------------------------------------- what a tier may do in its own way
+
+    def _begin(self, limit_s: float) -> float:
+        """The deadline of a call that begins now. Raises RuntimeError after `close`."""
+        self._check_open()
+        return time.monotonic() + limit_s
+
+    def _accept(
+        self, key: ObjectKey, metadata: RemoteMetadata, payload: Sequence[memoryview]
+    ) -> Put | None:
+        """Check a put and begin it. None: the tier is down, or takes no chunk of that size."""
+        views = payload_views(metadata, payload)
+        stripe_bytes = stripe_payload_bytes(metadata.length, self._slot_bytes)
+        frame = self._names.frame(key, metadata, stripe_bytes)
+        put = Put(self._names.chunk_key(key), frame, views, self._begin(self._deadline_s))
+        return put if self._tier.state.up and self._fits(metadata.length) else None
+
+    def _fits(self, chunk_bytes: int) -> bool:
+        """Whether the tier takes chunks of that size."""
+        return True
+
+    @abstractmethod
+    def _store(self, put: Put) -> bool:
+        """Write a chunk from the caller's buffers; whether it was stored."""
+
+    @abstractmethod
+    def _remove(self, chunk_key: bytes, deadline: float) -> bool:
+        """Remove a chunk; whether there was one."""
+
+    def _write(self, chunk: ChunkIO, done: WriteDone) -> None:
+        """Begin to write a copy. Called in the order in which the puts of a key were accepted."""
+        self._tier.write_all((chunk,), done, never_stuck)
+
+    def _cancel(self, chunk: ChunkIO) -> None:
+        """A later call replaces the copy: do not write it, or do not let it be found."""
+        self._tier.cancel(chunk)
+
+
+def answer_of(ask: Callable[[Callable[[ResultT], None]], None]) -> ResultT:
+    """Wait for what a call of a tier gives to its callback."""
+    answer: SimpleQueue[ResultT] = SimpleQueue()
+    ask(answer.put)
+    return answer.get()
+
+
+def never_stuck(_chunk: ChunkIO) -> None:
+    """For jobs that are waited for until they end, whatever the tier says."""
+
+
+def names_of(layout: bytes | None, key_prefix: bytes) -> ChunkNames:
+    """The names of a backend's chunks. Raises ConfigError for what is no layout."""
+    if layout is not None and len(layout) != FINGERPRINT_BYTES:
+        raise ConfigError(f"layout is a fingerprint of {FINGERPRINT_BYTES} bytes")
+    return ChunkNames(layout, key_prefix)
