@@ -243,8 +243,10 @@ class ObjectCache:
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)
         job = ChunkIO(chunk_key, frame, views, time.monotonic() + self._write_s, entry)
-        _WriteThrough(entry, job, self._write_s, written).begin(self.cache)
-        self._pool.unpin(entry)
+        try:
+            _WriteThrough(entry, job, self._write_s, written).begin(self.cache)
+        finally:
+            self._pool.unpin(entry)
 
     def abandon(self, held: Held) -> None:
         """What was reserved will not be filled."""
