@@ -189,6 +189,20 @@ class HeapMemory:
         self._spare.setdefault(size, []).append(array)
         self._spare.move_to_end(size)
         self.spare_bytes += size
+        self._trim()
+
+    def views(self, block: memoryview, chunk_bytes: int, stripe_bytes: int) -> list[memoryview]:
+        """See `pool.Memory`. They are neighbours: stripes of the chunk's size give one view."""
+        starts = range(0, chunk_bytes, stripe_bytes)
+        return [block[start : min(start + stripe_bytes, chunk_bytes)] for start in starts]
+
+    def close(self) -> None:
+        """Keep nothing from now on."""
+        self.spare_limit_bytes = 0
+        self._trim()
+
+    def _trim(self) -> None:
+        """Drop what is over the limit, of the sizes that were used longest ago."""
         while self.spare_bytes > self.spare_limit_bytes:
             oldest, arrays = next(iter(self._spare.items()))
             if arrays:
@@ -196,11 +210,6 @@ class HeapMemory:
                 self.spare_bytes -= oldest
             else:
                 del self._spare[oldest]
-
-    def views(self, block: memoryview, chunk_bytes: int, stripe_bytes: int) -> list[memoryview]:
-        """See `pool.Memory`. They are neighbours: stripes of the chunk's size give one view."""
-        starts = range(0, chunk_bytes, stripe_bytes)
-        return [block[start : min(start + stripe_bytes, chunk_bytes)] for start in starts]
 
 
 def _size_for(nbytes: int) -> int:

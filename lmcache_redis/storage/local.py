@@ -1,18 +1,13 @@
 """A tier in host memory: copies of chunks, up to a byte limit, least recently used first out.
 
-An entry is a private block that nobody writes to again. The lock is held only to change the
-index: copies, in both directions, run outside it and without the GIL, on a reference that keeps
-the entry's memory whole while others evict or replace it. With such a reference chunks are lent
-without a copy (`lending`); with the last one the memory is free for the next (`recycling`).
+The blocking face of a `HostPool` over heap memory (`lmcache_redis.cache`). Its lock is held only to
+change the pool: copies, in both directions, run outside of it and without the GIL, on an entry that
+is pinned. So a chunk that is replaced or removed while it is read is read whole; one that is read
+is not evicted.
 
-`put` and a successful `get` make a chunk the most recently used; `contains` does not. The limit
-counts payload. Beside it there may be
-
-    one block for each put that is under way, and the room that was given to somebody
-    entries that left the index while somebody still reads them; nothing more is lent, nor room
-        given, while these and the blocks above are over a quarter of the limit, or 128 MiB if
-        that is more
-    memory kept for the next puts, an eighth of the limit, at most 128 MiB
+`put` and `get` make a chunk the most recently used; `contains` does not. The limit counts payload.
+Beside it there may be a block for each call in flight, and memory that is kept for the next puts:
+an eighth of the limit, at most 128 MiB.
 
 There is no worker. The caller's buffers are the caller's again on return, so a put that does
 not block has to copy at once all the same, and the copy is all the work: the insertion after it
@@ -24,35 +19,23 @@ from __future__ import annotations
 
 import builtins
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
-from lmcache_redis.cache.lru import LruIndex
+from lmcache_redis.cache.memory import HeapMemory
+from lmcache_redis.cache.pool import Entry, EntryState, HostPool
+from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.storage.checks import allocated_views, payload_views
-from lmcache_redis.storage.copying import Block, gather, scatter
+from lmcache_redis.storage.copying import gather, scatter
 from lmcache_redis.storage.interface import Allocate, LMCBackendInterface
-from lmcache_redis.storage.lending import Lender, Lent
-from lmcache_redis.storage.recycling import Blocks
 
 _MOST_SPARE_BYTES = 128 << 20
-_LEAST_UNLISTED_BYTES = 128 << 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
-    metadata: RemoteMetadata
-    block: Block
-
-    @property
-    def nbytes(self) -> int:
-        return self.metadata.length
-
-
-class LMCLocalBackend(LMCBackendInterface, Lender):
+class LMCLocalBackend(LMCBackendInterface):
     """Chunks in the memory of this process.
 
     limit_bytes: payload to hold at most; a chunk larger than that is not stored. Raises
@@ -66,20 +49,19 @@ class LMCLocalBackend(LMCBackendInterface, Lender):
         fmt: MemoryFormat = MemoryFormat.UNDEFINED,
     ) -> None:
         super().__init__(dst_device, fmt)
-        self._index: LruIndex[ObjectKey, _Entry] = LruIndex(limit_bytes)
-        self._most_unlisted_bytes = max(limit_bytes // 4, _LEAST_UNLISTED_BYTES)
-        self._blocks = Blocks(min(limit_bytes // 8, _MOST_SPARE_BYTES))
+        if limit_bytes <= 0:
+            raise ConfigError(f"limit_bytes is {limit_bytes}; it must be positive")
+        self.limit_bytes = limit_bytes
+        self._memory = HeapMemory(spare_bytes=min(limit_bytes // 8, _MOST_SPARE_BYTES))
+        self._pool = HostPool(self._memory, limit_bytes)
         self._lock = threading.Lock()
         self._closed = False
 
     @property
-    def limit_bytes(self) -> int:
-        return self._index.limit_bytes
-
-    @property
     def used_bytes(self) -> int:
-        """Payload of the chunks that it holds."""
-        return self._index.used_bytes
+        """Payload of the chunks that it holds, but for those that are being read."""
+        with self._lock:
+            return self._pool.idle
 
     def put_bytes(
         self,
@@ -88,106 +70,84 @@ class LMCLocalBackend(LMCBackendInterface, Lender):
         payload: Sequence[memoryview],
         blocking: bool = True,
     ) -> bool:
+        """See the interface."""
         self._check_open()
         views = payload_views(metadata, payload)
-        block = self._block(metadata.length)
-        if block is None:
+        if metadata.length > self.limit_bytes:
             return False
-        gather(views, block)
-        self._insert(key, _Entry(metadata, block))
-        return True
+        with self._lock:
+            entry = self._pool.reserve(None, metadata.length)
+        if entry is None:
+            return False
+        try:
+            entry.tag = metadata
+            gather(views, np.frombuffer(entry.block, np.uint8))
+            with self._lock:
+                self._check_open()
+                return self._pool.publish(entry, key.to_bytes())
+        finally:
+            self._give_back(entry)
 
     def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
+        """See the interface."""
         with self._lock:
             self._check_open()
-            entry = self._index.get(key)
-        if entry is None:
-            return None
-        views = allocated_views(entry.metadata, allocate)
-        if views is None:
-            return None
-        scatter(entry.block, views)
-        with self._lock:
-            self._index.touch(key, entry)
-        return entry.metadata
-
-    def borrow(self, key: ObjectKey) -> Lent | None:
-        """See the lender."""
-        with self._lock:
-            self._check_open()
-            entry = self._index.get(key)
-            if entry is None or not self._lends():
+            entry = self._pool.get(key.to_bytes())
+            if entry is None:
                 return None
-            self._index.touch(key, entry)
-        return Lent(entry.metadata, entry.block.data.toreadonly())
-
-    def room(self, metadata: RemoteMetadata) -> memoryview | None:
-        """See the lender."""
-        with self._lock:
-            self._check_open()
-            if not self._lends():
+            self._pool.pin(entry)
+        try:
+            metadata = entry.tag
+            assert isinstance(metadata, RemoteMetadata)
+            views = allocated_views(metadata, allocate)
+            if views is None:
                 return None
-        block = self._block(metadata.length)
-        return None if block is None else block.data
-
-    def keep(
-        self,
-        key: ObjectKey,
-        metadata: RemoteMetadata,
-        room: memoryview,
-        visible: Callable[[], None],
-    ) -> bool:
-        """See the lender."""
-        (view,) = payload_views(metadata, (room,))
-        self._insert(key, _Entry(metadata, np.frombuffer(view, np.uint8)))
-        visible()
-        return True
+            scatter(np.frombuffer(entry.block, np.uint8), views)
+            return metadata
+        finally:
+            self._give_back(entry)
 
     def contains(self, key: ObjectKey) -> bool:
+        """See the interface."""
         with self._lock:
             self._check_open()
-            return self._index.get(key) is not None
+            return key.to_bytes() in self._pool
 
     def remove(self, key: ObjectKey) -> bool:
+        """See the interface."""
         with self._lock:
             self._check_open()
-            removed = self._index.pop(key)
-        return removed is not None
+            entry = self._pool.peek(key.to_bytes())
+            if entry is None:
+                return False
+            self._pool.discard(entry)
+            return True
 
     def list(self) -> builtins.list[ObjectKey]:
+        """See the interface."""
         with self._lock:
             self._check_open()
-            return self._index.keys()
+            keys = [entry.key for entry in self._pool]
+        return [ObjectKey.from_bytes(key) for key in keys]
 
     def flush(self, timeout_s: float) -> bool:
+        """See the interface."""
         self._check_open()
         return True
 
     def close(self) -> None:
+        """See the interface."""
         with self._lock:
             self._closed = True
-            self._index.clear()
-        self._blocks.close()
+            self._pool.clear()
+            self._memory.close()
 
-    def _block(self, nbytes: int) -> Block | None:
-        if not 0 < nbytes <= self.limit_bytes:
-            return None
-        try:
-            return self._blocks.take(nbytes)
-        except MemoryError:
-            return None
-
-    def _insert(self, key: ObjectKey, entry: _Entry) -> None:
+    def _give_back(self, entry: Entry) -> None:
+        """The end of a call. An entry that was not published leaves nothing behind."""
         with self._lock:
-            self._check_open()
-            # What goes is let go of, thus free, after the lock.
-            replaced = self._index.pop(key)
-            evicted = self._index.reserve(entry.nbytes)
-            self._index.fill(key, entry)
-        del replaced, evicted
-
-    def _lends(self) -> bool:
-        return self._blocks.taken_bytes - self._index.used_bytes <= self._most_unlisted_bytes
+            if entry.state is EntryState.FILLING:
+                self._pool.discard(entry)
+            self._pool.unpin(entry)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.protocol import RemoteMetadata
 from lmcache_redis.storage.local import LMCLocalBackend
 from tests.storage.contract import (
     Buffers,
@@ -15,7 +16,6 @@ from tests.storage.contract import (
     TierContract,
     get_raw,
     key_of,
-    metadata_of,
     same,
     tensor_of,
 )
@@ -64,13 +64,6 @@ def test_the_least_recently_used_goes_first(small: LMCLocalBackend) -> None:
     assert small.used_bytes <= 1000
 
 
-def test_a_get_that_found_no_room_does_not_touch(small: LMCLocalBackend) -> None:
-    fill(small, range(10))
-    assert small.get_bytes(key_of(0), lambda _: None) is None
-    fill(small, range(10, 11))
-    assert held(small) == list(range(1, 11))
-
-
 def test_a_large_chunk_takes_the_place_of_several(small: LMCLocalBackend) -> None:
     fill(small, range(10))
     assert small.put(key_of(20), tensor_of(20, (950,)))
@@ -111,17 +104,42 @@ def test_the_limit_holds_at_all_times() -> None:
     assert backend.used_bytes == 0
 
 
-def test_a_chunk_evicted_while_it_is_read_is_whole(small: LMCLocalBackend) -> None:
-    fill(small, range(10))
+@pytest.mark.parametrize("change", ["evict the others", "replace", "remove", "close"])
+def test_a_chunk_that_is_read_stays_whole(change: str) -> None:
+    """Of a size whose memory is used again."""
+    backend = LMCLocalBackend(1_000_000)
+    chunk = tensor_of(3, (100_000,))
+    assert backend.put(key_of(3), chunk)
     buffers = Buffers()
 
-    def evict_all(metadata: object) -> list[memoryview]:
-        fill(small, range(20, 30))
-        assert held(small) == list(range(20, 30))
-        return buffers(metadata_of(100))
+    def while_it_is_read(metadata: RemoteMetadata) -> list[memoryview]:
+        if change == "remove":
+            assert backend.remove(key_of(3))
+        for number in range(20, 40):
+            key = 3 if change == "replace" else number
+            assert backend.put(key_of(key), tensor_of(number, (100_000,)))
+        assert len(held(backend)) == {"replace": 1, "remove": 10}.get(change, 11)
+        if change == "close":
+            backend.close()
+        return buffers(metadata)
 
-    assert small.get_bytes(key_of(3), evict_all) is not None
-    assert buffers.data == bytes(tensor_of(3, (100,)).numpy())
+    assert backend.get_bytes(key_of(3), while_it_is_read) is not None
+    assert buffers.data == bytes(chunk.numpy())
+    if change == "evict the others":
+        assert held(backend) == [3, *range(31, 40)], "the last one read is the last to go"
+    assert backend.used_bytes <= 1_000_000
+    backend.close()
+
+
+def test_a_put_that_fails_leaves_nothing(small: LMCLocalBackend) -> None:
+    fill(small, range(1))
+    closed = LMCLocalBackend(1000)
+    fill(closed, range(1))
+    closed.close()
+    with pytest.raises(RuntimeError):
+        fill(closed, range(1))
+    for backend in (small, closed):
+        assert backend._pool.pinned == 0
 
 
 def test_threads_that_evict_find_no_wrong_byte() -> None:
