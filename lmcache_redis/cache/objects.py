@@ -218,12 +218,15 @@ class ObjectCache:
 
     # ------------------------------------------------------------------ put
 
-    def reserve(self, metadata: RemoteMetadata) -> Held | None:
+    def reserve(self, metadata: RemoteMetadata, *, fresh: bool = False) -> Held | None:
         """Memory for a chunk, found by nobody; None where there is none, or nothing to hold.
 
-        It is to be published or abandoned.
+        It is to be published or abandoned. fresh: a large block takes no memory until it is
+        written to; filling it takes longer.
         """
-        entry = self._pool.reserve(None, metadata.length) if metadata.length else None
+        if not metadata.length:
+            return None
+        entry = self._pool.reserve(None, metadata.length, fresh=fresh)
         if entry is None:
             return None
         entry.tag = metadata

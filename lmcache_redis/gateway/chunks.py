@@ -34,7 +34,8 @@ class Receiving:
     """Room for the payload of a PUT, which ends with `publish` or `abandon`.
 
     metadata: None: the payload is received and dropped. So is one that the cache has no memory
-    for. Memory is reserved when the first bytes are covered, which is on the loop's thread.
+    for. Memory is reserved when the first bytes are covered, which is on the loop's thread: memory
+    that was used before, or, where too much of that waits for its bytes, an untouched block.
     """
 
     def __init__(self, shared: Shared, metadata: RemoteMetadata | None) -> None:
@@ -43,6 +44,7 @@ class Receiving:
         self._nbytes = metadata.length if metadata is not None else 0
         self._share = shared.budget.empty()
         self._held: Held | None = None
+        self._reused: Share | None = None
 
     def try_next(self, rest: int) -> Sequence[memoryview]:
         """See `stream.Room`."""
@@ -59,6 +61,8 @@ class Receiving:
     def publish(self, key: ObjectKey) -> asyncio.Future[None]:
         """GETs find the chunk from now on. The future is done when every tier has answered."""
         shared, held, nbytes = self._shared, self._held, self._nbytes
+        if self._reused is not None:
+            self._reused.release()
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def written(stored: bool) -> None:
@@ -87,13 +91,16 @@ class Receiving:
         """The payload was not received as a whole."""
         if self._held is not None:
             self._shared.cache.abandon(self._held)
+        if self._reused is not None:
+            self._reused.release()
         self._share.release()
 
     def _views(self, metadata: RemoteMetadata, covered: int, rest: int) -> Sequence[memoryview]:
         if not covered:
             return []
         if rest == metadata.length:
-            self._held = self._shared.cache.reserve(metadata)
+            self._reused = self._shared.reused.try_take(rest)
+            self._held = self._shared.cache.reserve(metadata, fresh=self._reused is None)
         if self._held is None:
             self._metadata = None
             self._share.release()

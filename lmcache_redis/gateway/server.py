@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST_CHECK_S, _MOST_CHECK_S = 0.02, 1.0
 _HURRIED = 5  # messages have to move so many times as fast while others wait for their share
-_LEAST_LENT_BYTES = 128 << 20
+_LEAST_BESIDE_BYTES = 128 << 20
 _PAUSE_AFTER_ACCEPT_ERROR_S = 0.2
 
 
@@ -51,7 +51,8 @@ class Gateway:
         self._shared = Shared(
             cache=cache,
             budget=self._budget,
-            lent=Budget(_lent_bytes(config.memory_bytes), 1),
+            lent=Budget(_beside_budget(config.memory_bytes), 1),
+            reused=Budget(_beside_budget(config.memory_bytes), 1),
             counters=self.counters,
             log=QuietLog(logger),
             memory_bytes=config.memory_bytes,
@@ -197,9 +198,9 @@ class Gateway:
                 stream.abort()
 
 
-def _lent_bytes(memory_bytes: int) -> int:
-    """What sends from the memory tier may hold there beside the budget."""
-    return max(memory_bytes // 4, _LEAST_LENT_BYTES) if memory_bytes else 0
+def _beside_budget(memory_bytes: int) -> int:
+    """Bytes of `Shared.lent` and of `Shared.reused`."""
+    return max(memory_bytes // 4, _LEAST_BESIDE_BYTES) if memory_bytes else 0
 
 
 def _say_if_failed(task: asyncio.Task[None]) -> None:

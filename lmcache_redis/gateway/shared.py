@@ -67,13 +67,15 @@ class QuietLog:
 class Shared:
     """See the module. The loop's thread only.
 
-    budget: `--buffer-bytes`. lent: how much of the memory tier may be sent at a time without a
-    share of the budget. memory_bytes: what the memory tier keeps.
+    budget: `--buffer-bytes`. Beside it, in bytes of memory: lent: what may be sent from the memory
+    tier without a share of the budget; reused: what payloads that are still being received may have
+    of memory that was used before. memory_bytes: what the memory tier keeps.
     """
 
     cache: ObjectCache
     budget: Budget
     lent: Budget
+    reused: Budget
     counters: Counters
     log: QuietLog
     memory_bytes: int

@@ -127,14 +127,14 @@ def test_a_chunk_larger_than_the_memory_leaves_the_others_there() -> None:
 
 def test_a_put_that_there_is_no_memory_for_is_dropped() -> None:
     with Serving(DictTier()) as serving, serving.client() as client:
-        serving.cache.reserve = lambda metadata: None  # type: ignore[method-assign]
+        serving.cache.reserve = lambda metadata, fresh=False: None  # type: ignore[method-assign]
         client.put(KEY, bytes(500_000))
         assert client.get(KEY) is None
         serving.until(not_stored=1, misses=1, slots_in_use=0, open_connections=1)
 
 
 def test_sends_from_memory_beyond_its_share_take_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_LEAST_LENT_BYTES", 0)
+    monkeypatch.setattr(server, "_LEAST_BESIDE_BYTES", 0)
     sizes = {"memory_bytes": 64 << 20, "buffer_bytes": 64 << 20, "max_payload_bytes": 8 << 20}
     with contextlib.ExitStack() as stack:
         serving = stack.enter_context(Serving([], slot_bytes=1 << 20, **sizes))
