@@ -98,7 +98,7 @@ def open_cache(config: GatewayConfig) -> ObjectCache:
         if plane is not None:
             plane.wait_probed(_FIRST_PROBE_S)
             backings.append(Backing(RedisTier(plane), counters.REDIS, _NO_LIMIT_BYTES))
-        memory = HeapMemory(spare_bytes=min(config.memory_bytes // 8, _MOST_SPARE_BYTES))
+        memory = HeapMemory(spare_bytes=min(config.buffer_bytes // 8, _MOST_SPARE_BYTES))
         cache = Cache(LoopOwner(), memory, backings, Metrics(), idle_limit=config.memory_bytes)
         opened.pop_all()
         return ObjectCache(cache, ChunkNames(prefix=config.key_prefix), DEFAULT_SLOT_BYTES)

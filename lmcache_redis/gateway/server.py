@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST_CHECK_S, _MOST_CHECK_S = 0.02, 1.0
 _HURRIED = 5  # messages have to move so many times as fast while others wait for their share
-_LEAST_BESIDE_BYTES = 128 << 20
+_LEAST_BESIDE_BYTES = 128 << 20  # see `Shared`
 _PAUSE_AFTER_ACCEPT_ERROR_S = 0.2
 
 
@@ -48,11 +48,12 @@ class Gateway:
         self._networks = parse_networks(config.allowed_peers)
         self._tls: ssl.SSLContext | None = tls_context(config)
         self._budget = Budget(config.buffer_bytes, config.slot_bytes, config.payload_limit_bytes)
+        beside_bytes = max(config.memory_bytes // 4, _LEAST_BESIDE_BYTES)
         self._shared = Shared(
             cache=cache,
             budget=self._budget,
-            lent=Budget(_beside_budget(config.memory_bytes), 1),
-            reused=Budget(_beside_budget(config.memory_bytes), 1),
+            lent=Budget(beside_bytes if config.memory_bytes else 0, 1),
+            reused=Budget(beside_bytes, 1),
             counters=self.counters,
             log=QuietLog(logger),
             memory_bytes=config.memory_bytes,
@@ -196,11 +197,6 @@ class Gateway:
                     continue
                 self._shared.log.warning(kind, "%s is disconnected: %s", peer, problem)
                 stream.abort()
-
-
-def _beside_budget(memory_bytes: int) -> int:
-    """Bytes of `Shared.lent` and of `Shared.reused`."""
-    return max(memory_bytes // 4, _LEAST_BESIDE_BYTES) if memory_bytes else 0
 
 
 def _say_if_failed(task: asyncio.Task[None]) -> None:
