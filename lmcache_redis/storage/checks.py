@@ -57,3 +57,27 @@ def allocated_views(metadata: RemoteMetadata, allocate: Allocate) -> list[memory
 def _byte_views(buffers: Iterable[memoryview]) -> list[memoryview]:
     # A view with a zero in its shape cannot be cast, and there is nothing in it.
     return [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
+
+
+class AllocateOnce:
+    """An `Allocate` for several tiers: it asks the caller's once, whatever they begin.
+
+    views: what that gave. is_refused: it had no room.
+    """
+
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
+        self._metadata: RemoteMetadata | None = None
+        self.views: Sequence[memoryview] = ()
+        self.is_refused = False
+
+    def __call__(self, metadata: RemoteMetadata) -> Sequence[memoryview] | None:
+        if self._metadata is None:
+            self._metadata = metadata
+            views = allocated_views(metadata, self._allocate)
+            self.is_refused = views is None
+            self.views = views or ()
+        elif metadata != self._metadata:
+            # A tier below has another chunk than the one that could not be finished.
+            return None
+        return None if self.is_refused else self.views

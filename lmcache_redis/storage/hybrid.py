@@ -1,18 +1,21 @@
 """Tiers above each other: memory over disk over Redis, or any of these, the fastest first.
 
-A put goes through to all tiers, the first one first; it is stored if any took it, and one that
-did not take it forgets what it had under that key. A get asks from the top down, and what a lower
-tier had is put into those above it: into the first before the get returns, into the others when
-they come to it. Simultaneous gets of one key are one load: the others wait for the first, at
+The tiers are blocking backends, any of them, also a user's own. What this adds is how they work
+together; what is in which of them, each of them knows.
+
+A put is written through to all tiers, the first one first; it is stored if any took it, and one
+that did not take it forgets what it had under that key. A get asks from the top down, and what a
+lower tier had is promoted to those above it: to the first before the get returns, to the others by
+puts that do not block. Simultaneous gets of one key are one load: the others wait for the first, at
 most `wait_s`, and read the first tier then, or a copy where that did not take the chunk. A tier
 that fails is one that has nothing and takes nothing: it is skipped.
 
-A fill never brings back what was removed, nor puts an old chunk over a new one. Puts and
-removals of a key take its turn, one after the other, for as long as all tiers need; one whose turn
-does not come within `wait_s` changes nothing and says so. At their end,
-still in their turn, they declare the load of that key outdated that is under way. A fill takes the
-same turn, without waiting for it, and is left out where it does not get it or is outdated: so
-either the removal comes after the fill and removes that too, or there is no fill.
+A promotion never brings back what was removed, nor puts an old chunk over a new one. Puts and
+removals of a key hold its lock, for as long as all tiers need; one that does not get it within
+`wait_s` changes nothing and says so. Before they release it they make the load of that key that is
+in flight outdated. A promotion needs the same lock, does not wait for it, and is left out where it
+does not get it or its load is outdated: so either the removal comes after the promotion and removes
+that too, or there is no promotion.
 
 Keys are taken to name contents. A tier that fails to remove a chunk (its server is down), or that
 drops a put that did not block, keeps the previous chunk. It serves that once the tiers above have
@@ -25,21 +28,18 @@ import builtins
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING
 
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.storage.checks import allocated_views, payload_views
+from lmcache_redis.storage.checks import AllocateOnce, allocated_views, payload_views
 from lmcache_redis.storage.copying import gathered, scatter
-from lmcache_redis.storage.flights import End, Flight, Flights
+from lmcache_redis.storage.inflight import InflightLoad, InflightLoads
 from lmcache_redis.storage.interface import Allocate, LMCBackendInterface
-from lmcache_redis.storage.lending import Lender, Lent
-from lmcache_redis.storage.once import Once
 from lmcache_redis.storage.turns import Turns
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ DEFAULT_WAIT_S = 10.0
 DEFAULT_READ_AHEAD = 4
 
 
-class LMCHybridBackend(LMCBackendInterface, Lender):
+class LMCHybridBackend(LMCBackendInterface):
     """See the module. Thread-safe.
 
     tiers: the fastest first; they are closed with this one. wait_s: how long a call waits for
     others of the same key: a get for another get, before it loads for itself, a put or a removal
-    for its turn, before it is given up. read_ahead: how many chunks a batched call has on its way
-    at once, each on a thread of its own, so that one is copied while the next is sent. Without
-    blocking a put still waits for the first tier: that is the one to be found in at once.
+    for the key's lock, before it is given up. read_ahead: how many chunks of a batched call are in
+    flight at once, each on a thread of its own, so that one is copied while the next is sent.
+    Without blocking a put still waits for the first tier: that is the one to be found in at once.
     """
 
     def __init__(
@@ -74,10 +74,9 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
                 "a hybrid has at least one tier, wait_s is at least 0, read_ahead at least 1"
             )
         self._tiers = tuple(tiers)
-        self._lender = tiers[0] if isinstance(tiers[0], Lender) else None
         self._wait_s = wait_s
         self._read_ahead = read_ahead
-        self._flights = Flights()
+        self._loads = InflightLoads()
         self._turns: Turns[ObjectKey] = Turns()
         self._closed = False
 
@@ -90,28 +89,35 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
         payload: Sequence[memoryview],
         blocking: bool = True,
     ) -> bool:
-        """See the interface. Not stored: also where its turn did not come within `wait_s`."""
+        """See the interface. Not stored: also where it did not get the lock within `wait_s`."""
         views = payload_views(metadata, payload)
         self._check_open()
-        return self._put_through(
-            key,
-            [
-                partial(tier.put_bytes, key, metadata, views, blocking or number == 0)
+        if not self._lock(key):
+            return False
+        try:
+            stored = [
+                tier.put_bytes(key, metadata, views, blocking or number == 0)
                 for number, tier in enumerate(self._tiers)
-            ],
-        )
+            ]
+            if any(stored):
+                for tier, took_it in zip(self._tiers, stored, strict=True):
+                    if not took_it:
+                        tier.remove(key)
+            return any(stored)
+        finally:
+            self._end_change(key)
 
     def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
         """See the interface."""
         self._check_open()
-        once = Once(allocate)
+        once = AllocateOnce(allocate)
         metadata = self._tiers[0].get_bytes(key, once)
         if metadata is not None or once.is_refused or len(self._tiers) == 1:
             return metadata
-        flight, leads = self._flights.join(key)
+        load, leads = self._loads.join(key)
         if leads:
-            return self._lead(flight, key, once)
-        return self._follow(flight, key, once)
+            return self._lead(load, key, once)
+        return self._follow(load, key, once)
 
     def contains(self, key: ObjectKey) -> bool:
         """See the interface."""
@@ -119,9 +125,9 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
         return any(tier.contains(key) for tier in self._tiers)
 
     def remove(self, key: ObjectKey) -> bool:
-        """See the interface. From all tiers, or where its turn did not come from none: False."""
+        """See the interface. From all tiers, or where it did not get the lock from none: False."""
         self._check_open()
-        if not self._has_turn(key):
+        if not self._lock(key):
             return False
         try:
             removed = [tier.remove(key) for tier in self._tiers]
@@ -148,39 +154,12 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
             for tier in reversed(self._tiers):
                 stack.callback(tier.close)
 
-    # -------------------------------------------------------------- lending
-
-    def borrow(self, key: ObjectKey) -> Lent | None:
-        """See the lender. What the first tier has, if that lends."""
-        self._check_open()
-        return None if self._lender is None else self._lender.borrow(key)
-
-    def room(self, metadata: RemoteMetadata) -> memoryview | None:
-        """See the lender. In the first tier."""
-        self._check_open()
-        return None if self._lender is None else self._lender.room(metadata)
-
-    def keep(
-        self,
-        key: ObjectKey,
-        metadata: RemoteMetadata,
-        room: memoryview,
-        visible: Callable[[], None],
-    ) -> bool:
-        """See the lender. Visible once the first tier has it; the others come after that."""
-        self._check_open()
-        if self._lender is None:
-            raise RuntimeError("the first tier has no room to give")
-        puts = [partial(tier.put_bytes, key, metadata, (room,)) for tier in self._tiers[1:]]
-        keep = partial(self._lender.keep, key, metadata, room, visible)
-        return self._put_through(key, [keep, *puts])
-
     # -------------------------------------------------------------- tensors
 
     def batched_put(
         self, keys_and_chunks: Iterable[tuple[ObjectKey, torch.Tensor]], blocking: bool = True
     ) -> int:
-        """`put` for each; several are on their way at once, those of one key in their order.
+        """`put` for each; several are in flight at once, those of one key in their order.
 
         After an error, of a chunk or of the caller's iterator, those that were begun are done.
         """
@@ -203,7 +182,7 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
     def batched_get(self, keys: Iterable[ObjectKey]) -> Iterator[torch.Tensor | None]:
         """`get` for each, in order; a few later ones are loaded while the first are used.
 
-        Where it is abandoned, loads that were begun end on their threads, and nobody waits.
+        Where it is abandoned, loads that were begun end on their threads, unwaited for.
         """
         self._check_open()
         return self._get_ahead(iter(keys))
@@ -228,69 +207,54 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
         if self._closed:
             raise RuntimeError("the tier is closed")
 
-    def _put_through(self, key: ObjectKey, puts: Sequence[Callable[[], bool]]) -> bool:
-        """A put into each tier, in the turn of the key; whether any of them took it."""
-        if not self._has_turn(key):
-            return False
-        try:
-            stored = [put() for put in puts]
-            if any(stored):
-                for tier, took_it in zip(self._tiers, stored, strict=True):
-                    if not took_it:
-                        tier.remove(key)
-            return any(stored)
-        finally:
-            self._end_change(key)
-
-    def _has_turn(self, key: ObjectKey) -> bool:
+    def _lock(self, key: ObjectKey) -> bool:
         """Begin a put or a removal; False: others of the key have taken too long."""
         return self._turns.enter(key, time.monotonic() + self._wait_s, exclusive=True)
 
     def _end_change(self, key: ObjectKey) -> None:
         """The end of a put or a removal: see the module."""
-        self._flights.outdate(key)
+        self._loads.outdate(key)
         self._turns.leave(key)
 
-    def _lead(self, flight: Flight, key: ObjectKey, once: Once) -> RemoteMetadata | None:
+    def _lead(
+        self, load: InflightLoad, key: ObjectKey, once: AllocateOnce
+    ) -> RemoteMetadata | None:
         """Load for all who wait."""
-        end = End.UNKNOWN
-        metadata: RemoteMetadata | None = None
         try:
-            # The first tier again: its fill may have come between our look and our flight.
-            found_in, metadata = self._load(key, once, self._tiers)
-            if metadata is not None:
-                is_kept = found_in == 0 or self._fill(flight, key, metadata, once, found_in)
-                end = End.KEPT if is_kept else End.COPIED
-            elif not once.is_refused:
-                end = End.ABSENT
+            # The first tier again: it may have got the chunk between our look and our load.
+            found_in, metadata = self._read(key, once)
+            if metadata is None:
+                load.is_absent = not once.is_refused
+                return None
+            is_in_first = not found_in or self._promote(load, key, metadata, once.views, found_in)
+            is_followed = self._loads.leave(key, load)
+            if is_followed and not is_in_first:
+                load.copy = metadata, gathered(once.views)
             return metadata
         finally:
-            is_followed = self._flights.take_off_list(key, flight)
-            if end is End.COPIED and is_followed and metadata is not None:
-                flight.copy = metadata, gathered(once.views)
-            flight.end = end
-            flight.has_ended.set()
+            self._loads.leave(key, load)
+            load.ended.set()
 
-    def _follow(self, flight: Flight, key: ObjectKey, once: Once) -> RemoteMetadata | None:
+    def _follow(
+        self, load: InflightLoad, key: ObjectKey, once: AllocateOnce
+    ) -> RemoteMetadata | None:
         """Take what the leader brings."""
-        if flight.has_ended.wait(self._wait_s):
-            if flight.end is End.ABSENT:
+        if load.ended.wait(self._wait_s):
+            if load.is_absent:
                 return None
-            if flight.copy is not None:
-                metadata, block = flight.copy
+            if load.copy is not None:
+                metadata, block = load.copy
                 views = allocated_views(metadata, once)
                 if views is None:
                     return None
                 scatter(block, views)
                 return metadata
-        # Without a fill: the leader's is enough, and nobody would tell this one it is outdated.
-        return self._load(key, once, self._tiers)[1]
+        # Not promoted: the leader's promotion is enough, and this load is not told of changes.
+        return self._read(key, once)[1]
 
-    def _load(
-        self, key: ObjectKey, once: Once, tiers: Sequence[LMCBackendInterface]
-    ) -> tuple[int, RemoteMetadata | None]:
-        """From the first of the tiers that has the chunk, and the number of that."""
-        for number, tier in enumerate(tiers):
+    def _read(self, key: ObjectKey, once: AllocateOnce) -> tuple[int, RemoteMetadata | None]:
+        """From the first tier that has the chunk, and the number of that."""
+        for number, tier in enumerate(self._tiers):
             metadata = tier.get_bytes(key, once)
             if metadata is not None:
                 return number, metadata
@@ -298,22 +262,22 @@ class LMCHybridBackend(LMCBackendInterface, Lender):
                 break
         return -1, None
 
-    def _fill(
+    def _promote(
         self,
-        flight: Flight,
+        load: InflightLoad,
         key: ObjectKey,
         metadata: RemoteMetadata,
-        once: Once,
+        views: Sequence[memoryview],
         found_in: int,
     ) -> bool:
         """Put what was found into the tiers above; whether the first one has it."""
         if not self._turns.try_enter(key, exclusive=True):
             return False
         try:
-            if flight.is_outdated:
+            if load.is_outdated:
                 return False
             took_it = [
-                tier.put_bytes(key, metadata, once.views, blocking=number == 0)
+                tier.put_bytes(key, metadata, views, blocking=number == 0)
                 for number, tier in enumerate(self._tiers[:found_in])
             ]
             return took_it[0]

@@ -190,16 +190,24 @@ def test_a_put_is_found_with_its_metadata_and_cannot_be_written(
     assert objects.in_memory(B) is None
 
 
-def test_a_put_replaces_a_chunk_and_its_readers_keep_it(make: Callable[..., Objects]) -> None:
-    objects = make(keeps=100_000, capacity=1_000_000)
-    objects.put(A, b"old" * 30_000)
+@pytest.mark.parametrize("change", ["replace", "remove", "evict"])
+def test_what_is_held_stays_whole(make: Callable[..., Objects], change: str) -> None:
+    """Of a size whose memory is used again."""
+    size = 100_000
+    objects = make(keeps=3 * size, capacity=100 * size)
+    objects.put(A, b"a" * size)
     held = objects.objects.hold(A)
     assert held is not None
-    objects.put(A, b"new" * 30_000)
-    objects.put(B, b"xyz" * 30_000)  # in no memory of the first one
-    assert held.payload == b"old" * 30_000
+    if change == "remove":
+        assert objects.remove(A) == [True]
+    for number in range(10, 20):
+        objects.put(A if change == "replace" else key_of(number), bytes([number]) * size)
+        assert held.payload == b"a" * size
+    if change == "replace":
+        assert objects.in_memory(A) == bytes([19]) * size
+    else:
+        assert objects.contains(A) == [change == "evict"], "what is held is not evicted"
     objects.objects.release(held)
-    objects.close()
 
 
 def test_what_is_abandoned_leaves_nothing(make: Callable[..., Objects]) -> None:

@@ -316,7 +316,7 @@ def test_readers_at_the_same_moment_are_one_load(upper_bytes: int) -> None:
 
 
 def flight_of(hybrid: Hybrid) -> Any:
-    return hybrid.backend._flights._flights[key_of(1)]
+    return hybrid.backend._loads._loads[key_of(1)]
 
 
 def test_readers_of_what_is_not_there_are_one_load() -> None:

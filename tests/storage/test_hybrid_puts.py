@@ -10,7 +10,7 @@ import torch
 
 from lmcache_redis.errors import FormatError
 from lmcache_redis.keys import ObjectKey
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.protocol import RemoteMetadata
 from lmcache_redis.storage.local import LMCLocalBackend
 from tests.storage.contract import key_of, same, tensor_of
 from tests.storage.redis_tiers import wait_until
@@ -113,10 +113,6 @@ def test_a_put_that_does_not_get_its_turn_changes_nothing() -> None:
     assert not hybrid.backend.put(key_of(1), second, blocking=False)
     assert not hybrid.backend.remove(key_of(1))
     assert hybrid.backend.batched_put([(key_of(1), second)]) == 0
-    metadata = RemoteMetadata(200, [(200,)], ["uint8"], MemoryFormat.UNDEFINED)
-    room = hybrid.backend.room(metadata)
-    assert room is not None
-    assert not hybrid.backend.keep(key_of(1), metadata, room, pytest.fail)
     assert lower.order == [key_of(1)]
     assert same(hybrid.backend.get(key_of(1)), first)
     lower.go_on.set()
