@@ -118,7 +118,7 @@ class Budget:
             raise
 
     def give_back(self, grains: int) -> None:
-        """Grains that a share has no more use for: those who wait get them, in their order."""
+        """Returns grains; payloads that wait get them, in order of arrival."""
         with self._lock:
             self._free += grains
             while self._waiting:

@@ -30,7 +30,8 @@ from lmcache_redis.gateway.stream import Stream
 logger = logging.getLogger(__name__)
 
 _LEAST_CHECK_S, _MOST_CHECK_S = 0.02, 1.0
-_HURRIED = 5  # messages have to move so many times as fast while others wait for their share
+# While a payload waits for its share, messages in flight have to be this many times as fast.
+_HURRIED = 5
 _LEAST_BESIDE_BYTES = 128 << 20  # see `Shared`
 _PAUSE_AFTER_ACCEPT_ERROR_S = 0.2
 
@@ -91,7 +92,7 @@ class Gateway:
         }
 
     async def start(self) -> None:
-        """Listens and serves from now on. Raises ConfigError where the address cannot be had."""
+        """Listens and serves from now on. Raises ConfigError where the address cannot be used."""
         self._listener = listening(*parse_listen(self.config.listen))
         self._movers = Movers(self.config.payload_threads)
         self._background = [

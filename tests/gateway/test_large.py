@@ -124,7 +124,7 @@ def test_slow_clients_beside_fast_ones(large_serving: Serving) -> None:
 
 def test_who_does_not_go_on_is_cut_off(lower: DictTier, any_loop: NewLoop) -> None:
     with (
-        Serving(lower, any_loop, stall_timeout_s=0.5, **LARGE) as serving,
+        Serving(lower, any_loop, stall_timeout_s=2.0, **LARGE) as serving,
         serving.client() as reader,
         serving.client() as writer,
         serving.client() as idle,

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmcache_redis.gateway.wire import object_key_of
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from tests.gateway.conftest import NewLoop
 from tests.gateway.serving import DictTier, Serving
 from tests.gateway.wire import (
@@ -343,7 +345,8 @@ def test_list_does_not_wait_for_who_reads_slowly(backend: DictTier, any_loop: Ne
         serving.client() as other,
     ):
         for number in range(3000):
-            other.put(f"{'m' * 100}@1@0@{number:04x}@half", b"x")
+            key = object_key_of(f"{'m' * 100}@1@0@{number:04x}@half")
+            backend.chunks[key] = RemoteMetadata(1, [], [], MemoryFormat.UNDEFINED), b"x"
         slow.send(header(LIST) * 40)
         for _ in range(3):
             assert len(other.list()) == 3000
