@@ -40,7 +40,7 @@ STRANGERS = {
     "resp": {"device"},
     # Tiers are used by whoever has chunks: they know no engine and no agent.
     "backends": {"device"},
-    "gateway": {"agent", "admin", "device", "messages", "transport", "codec"},
+    "gateway": {"agent", "admin", "device", "messages", "transport", "codec", "backends"},
     # Tools that look at servers from outside: no agent, no engine, no memory.
     "admin": {"agent", "device", "cache", "messages", "transport", "codec"},
     # An engine's process has no pool and no Redis: it talks to the agent and exports memory.

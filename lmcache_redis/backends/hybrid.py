@@ -33,14 +33,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from lmcache_redis.errors import ConfigError
-from lmcache_redis.keys import ObjectKey
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.backends.checks import AllocateOnce, allocated_views, payload_views
 from lmcache_redis.backends.copying import gathered, scatter
 from lmcache_redis.backends.inflight import InflightLoad, InflightLoads
 from lmcache_redis.backends.interface import Allocate, LMCBackendInterface
 from lmcache_redis.backends.keylocks import KeyLocks
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.keys import ObjectKey
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 
 if TYPE_CHECKING:
     import torch

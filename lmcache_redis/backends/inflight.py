@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 
+from lmcache_redis.backends.copying import Block
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import RemoteMetadata
-from lmcache_redis.backends.copying import Block
 
 
 class InflightLoad:

@@ -23,14 +23,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lmcache_redis.backends.checks import allocated_views, payload_views
+from lmcache_redis.backends.copying import gather, scatter
+from lmcache_redis.backends.interface import Allocate, LMCBackendInterface
 from lmcache_redis.cache.memory import HeapMemory
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.backends.checks import allocated_views, payload_views
-from lmcache_redis.backends.copying import gather, scatter
-from lmcache_redis.backends.interface import Allocate, LMCBackendInterface
 
 _MOST_SPARE_BYTES = 128 << 20
 

@@ -115,7 +115,7 @@ class Arena:
         """See `pool.Memory`. A slot for each stripe."""
         return -(-chunk_bytes // stripe_bytes)
 
-    def take(self, units: int) -> tuple[int, ...]:
+    def take(self, units: int, *, fresh: bool = False) -> tuple[int, ...]:
         """See `pool.Memory`."""
         pop = self._free.pop
         return tuple(pop() for _ in range(units))
@@ -167,13 +167,13 @@ class HeapMemory:
         """See `pool.Memory`."""
         return chunk_bytes
 
-    def take(self, units: int) -> memoryview:
+    def take(self, units: int, *, fresh: bool = False) -> memoryview:
         """See `pool.Memory`. A block is a view of its bytes."""
         if units < LEAST_REUSED_BYTES:
             return np.empty(units, np.uint8).data
         size = _size_for(units)
         spare = self._spare.get(size)
-        if not spare:
+        if fresh or not spare:
             return np.empty(size, np.uint8).data[:units]
         self._spare.move_to_end(size)
         self.spare_bytes -= size

@@ -218,12 +218,15 @@ class ObjectCache:
 
     # ------------------------------------------------------------------ put
 
-    def reserve(self, metadata: RemoteMetadata) -> Held | None:
+    def reserve(self, metadata: RemoteMetadata, *, fresh: bool = False) -> Held | None:
         """Memory for a chunk, found by nobody; None where there is none, or nothing to hold.
 
-        It is to be published or abandoned.
+        It is to be published or abandoned. fresh: a large block takes no memory until it is
+        written to; filling it takes longer.
         """
-        entry = self._pool.reserve(None, metadata.length) if metadata.length else None
+        if not metadata.length:
+            return None
+        entry = self._pool.reserve(None, metadata.length, fresh=fresh)
         if entry is None:
             return None
         entry.tag = metadata
@@ -243,8 +246,10 @@ class ObjectCache:
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)
         job = ChunkIO(chunk_key, frame, views, time.monotonic() + self._write_s, entry)
-        _WriteThrough(entry, job, self._write_s, written).begin(self.cache)
-        self._pool.unpin(entry)
+        try:
+            _WriteThrough(entry, job, self._write_s, written).begin(self.cache)
+        finally:
+            self._pool.unpin(entry)
 
     def abandon(self, held: Held) -> None:
         """What was reserved will not be filled."""

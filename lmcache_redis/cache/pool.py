@@ -33,9 +33,10 @@ class Memory(Protocol):
     def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
         """What a chunk takes that is cut into stripes of that size."""
 
-    def take(self, units: int) -> Any:
+    def take(self, units: int, *, fresh: bool = False) -> Any:
         """A block of memory, with anything in it. Raises MemoryError.
 
+        fresh: where the memory grows with its use, one that takes none until it is written to.
         The pool asks for no more than `capacity` units at a time.
         """
 
@@ -140,12 +141,12 @@ class HostPool:
         """The entry of a key, FILLING or READY, or None, left where it is in the order."""
         return self._index.get(key)
 
-    def reserve(self, key: bytes | None, units: int) -> Entry | None:
+    def reserve(self, key: bytes | None, units: int, *, fresh: bool = False) -> Entry | None:
         """A new FILLING entry with one pin, or None if that cannot be.
 
         key: None: outside of the index, until `publish` gives it a key. Evicts as many of the
         least recently used unpinned READY entries as it needs; where even all of them would not
-        do, it evicts none.
+        do, it evicts none. fresh: see `Memory.take`.
         """
         if units <= 0:
             raise RuntimeError(f"an entry of {units} units")
@@ -156,7 +157,7 @@ class HostPool:
         while self._free < units:
             self._evict()
         try:
-            block = self.memory.take(units)
+            block = self.memory.take(units, fresh=fresh)
         except MemoryError:
             return None
         self._free -= units
@@ -225,6 +226,8 @@ class HostPool:
         if entry.state is EntryState.READY:
             self._idle[entry.key] = entry
             self._idle_units += entry.units
+            if entry.units > self.idle_limit:
+                self.discard(entry)
             while self._idle_units > self.idle_limit:
                 self._evict()
         else:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 
 from lmcache_redis.cache.tier import FramesResult
-from lmcache_redis.errors import RedisError
 from lmcache_redis.keys import stripe_key
-from lmcache_redis.resp.commands import CommandClient
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ChunkIO,
     DescribeResult,
     ExistsResult,
+    KeysResult,
     PlaneState,
     ReadOutcome,
     RemoveResult,
@@ -27,8 +27,6 @@ from lmcache_redis.stripe import ChunkFrame, StripeHeader
 logger = logging.getLogger(__name__)
 
 _FIRST_STRIPE = stripe_key(b"", 0)
-# One SCAN: well under a millisecond of the server's.
-_SCAN_KEYS = 512
 
 
 class RedisTier:
@@ -73,23 +71,20 @@ class RedisTier:
         self._plane.describe([key + _FIRST_STRIPE for key in keys], deadline, answer)
 
     def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
-        """See the contract. SCANs of the whole database, on a connection of their own."""
+        """See the contract. SCANs of the whole database, behind lookups."""
         pattern = escape_pattern(prefix) + b"*" + _FIRST_STRIPE
-        found: dict[bytes, None] = {}
-        if not self.state.up:
-            logger.warning("no chunks can be listed: %s", self.state.reason)
-            return []
-        client = CommandClient(self._plane.options)
-        try:
-            for name in client.scan(pattern, _SCAN_KEYS, deadline):
-                # Whatever the server matched: names are read here.
-                if name.startswith(prefix) and name.endswith(_FIRST_STRIPE):
-                    found[name.removesuffix(_FIRST_STRIPE)] = None
-        except RedisError as error:
-            logger.warning("the list of chunks is not complete: %s", error)
-        finally:
-            client.close()
-        return [*found]
+        results: SimpleQueue[KeysResult] = SimpleQueue()
+        self._plane.keys(pattern, deadline, results.put)
+        result = results.get()
+        if result.outcome is not CallOutcome.DONE:
+            logger.warning("the list of chunks is not complete: %s", result.outcome.value)
+        # Whatever the server matched: names are read here.
+        found = [
+            name.removesuffix(_FIRST_STRIPE)
+            for name in result.names
+            if name.startswith(prefix) and name.endswith(_FIRST_STRIPE)
+        ]
+        return [*dict.fromkeys(found)]
 
     def read_all(
         self,

@@ -104,7 +104,8 @@ class WriteBehind:
     def write(self, entry: Entry, job: ChunkIO, done: Callable[[WriteOutcome], None]) -> None:
         """Writes a READY entry at once, in place of what the tier has under its key.
 
-        done: called once, while the entry is still pinned. UNAVAILABLE also where it is dropped.
+        done: called once, while the entry is still pinned. UNAVAILABLE also where it is dropped,
+        and where the write is stuck.
         """
         if not self._has_room(job.frame.chunk_bytes):
             done(WriteOutcome.UNAVAILABLE)
@@ -253,10 +254,14 @@ class WriteBehind:
 
     def _hung(self, job: ChunkIO) -> None:
         """Writes and removals that wait for it are answered by the tier, which is down."""
-        self._stuck.add(_entry_of(job))
-        if _entry_of(job).state is EntryState.DISCARDED:
+        entry = _entry_of(job)
+        self._stuck.add(entry)
+        if entry.state is EntryState.DISCARDED:
             self._tier.cancel(job)
         self._locks.release(job.key)
+        done = self._done_calls.pop(entry, None)
+        if done is not None:
+            done(WriteOutcome.UNAVAILABLE)
 
     def _skip(self, job: ChunkIO) -> None:
         """The tier has the chunk."""

@@ -1,12 +1,14 @@
-"""The `lm://` server: LMCache's TCP protocol on top of the tiers.
+"""The `lm://` server: LMCache's TCP protocol on top of a cache.
+
+One asyncio loop owns the cache (`lmcache_redis.cache.objects`), all connections and all decisions.
 
 config      settings
-wire        between messages of the protocol and tiers: keys and metadata
-slots       bounded memory for payloads in flight
-shared      what connections share: counters, log lines, threads for calls to tiers
+wire        between messages of the protocol and the cache: keys and metadata
+budget      a bound for payload bytes in flight
+shared      what connections share: cache, budgets, counters, log lines
 movers      transfers between sockets and buffers, and threads for the large ones
 stream      one socket: receives, sends, TLS, stalls
-tiers       what connections do with the tiers
+chunks      what connections do with the cache
 connection  one client: its requests, one after the other
 access      who may connect: the listening socket, allowed peers, TLS
 server      accepting, limits, stopping

@@ -24,7 +24,7 @@ _KEEPALIVE = (
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises ConfigError where the address cannot be had."""
+    """A socket that listens. Raises ConfigError where the address cannot be used."""
     listener = socket.socket(
         socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC
     )
@@ -35,7 +35,7 @@ def listening(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"--listen: {host} port {port} cannot be had ({error.strerror}): choose another one"
+            f"--listen: {host} port {port} cannot be used ({error.strerror}): choose another one"
         ) from error
     listener.setblocking(False)
     return listener

@@ -61,13 +61,13 @@ class GatewayConfig:
     disk_path: str | None = setting("directory for the disk tier, which survives restarts", None)
     disk_size: int = setting("maximum total size of the files in --disk-path", 64 << 30, size=True)
     buffer_bytes: int = setting(
-        "memory for payloads in flight, a hard limit",
+        "payload in flight, a hard limit",
         lambda: machine_share(1 << 30),
         shown="1GiB, at most a quarter of the machine's memory",
         size=True,
     )
     slot_bytes: int = setting(
-        "slot size in that memory; a payload takes whole slots", 256 << 10, size=True
+        "what payloads take of --buffer-bytes at a time", 256 << 10, size=True
     )
     max_payload_bytes: int | None = setting(
         "maximum chunk size; a client that sends a larger chunk is disconnected",
@@ -78,7 +78,7 @@ class GatewayConfig:
     max_connections: int = setting(
         "maximum number of clients; further clients are disconnected", 1024
     )
-    threads: int = setting("concurrent calls to memory, disk and Redis", 16)
+    threads: int = setting("concurrent reads from the disk, and as many writes", 16)
     payload_threads: int = setting(
         "threads that move payloads of 256 KiB and more between sockets and memory",
         lambda: min(max(2, (os.cpu_count() or 1) // 2), 8),
@@ -148,9 +148,8 @@ class GatewayConfig:
 
     @property
     def usable_buffer_bytes(self) -> int:
-        """What slots hold together."""
-        stride = -(-self.slot_bytes // MIN_SLOT_BYTES) * MIN_SLOT_BYTES
-        return self.buffer_bytes // stride * self.slot_bytes
+        """What whole slots hold together."""
+        return self.buffer_bytes // self.slot_bytes * self.slot_bytes
 
     @property
     def payload_limit_bytes(self) -> int:

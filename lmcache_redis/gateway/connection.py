@@ -1,19 +1,18 @@
 """One client: its requests, one after the other.
 
-A PUT has no reply, so one that cannot be stored (a malformed key, an unknown dtype, no room in
-the tiers) is received, dropped and counted, and the stream stays in step. GET and EXIST answer
+A PUT has no reply, so one that cannot be stored (a malformed key, an unknown dtype, no memory) is
+received, dropped and counted, and the stream stays in step. GET and EXIST answer
 FAIL for what they cannot understand; LIST and HEALTH look at nothing but the command. Where the
 end of a request cannot be known, or is not worth waiting for, the connection is closed: an
 unknown command, after a FAIL, and a PUT whose length is negative or over the limit.
 
-A request is finished before the next is read, with one exception: a PUT that is in memory is
-written through to the tiers below (`tiers.Storing`) until the connection has another PUT to store,
-or a question that these tiers answer.
+A request is finished before the next is read, with one exception: a PUT that the memory tier keeps
+is written through to the other tiers until the connection has another PUT to publish, or a
+question that these tiers answer. Its share of the budget is released when all tiers have it.
 
-Tiers block, so they are called on threads; only what one has in memory is sent
-from there at once. The slots of a payload are taken as its bytes come, and for a GET while the
-tier waits; a GET that finds no slots free gives its thread back, waits for its turn and asks the
-tier again.
+A PUT is received into the memory of its future entry, and a GET is sent from the entry. A chunk
+that is in memory is sent at once. Any other GET asks the tiers, waits for its share of the budget,
+and loads.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ import asyncio
 import functools
 
 from lmcache_redis.errors import FormatError
+from lmcache_redis.gateway.chunks import Receiving, contains, listed, load, reply_to
 from lmcache_redis.gateway.shared import Shared
-from lmcache_redis.gateway.slots import Lease
 from lmcache_redis.gateway.stream import Gone, Stream
-from lmcache_redis.gateway.tiers import Loading, Receiving, Storing, borrowed, listed
 from lmcache_redis.gateway.wire import (
     FAILED,
     SUCCEEDED,
@@ -37,8 +35,6 @@ from lmcache_redis.keys import ObjectKey
 from lmcache_redis.lm_wire import ClientCommand, ClientMetaMessage
 
 _HEADER_BYTES = ClientMetaMessage.packlength()
-# A chunk may be replaced by a larger one between two tries of a GET.
-_TRIES = 4
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,7 +57,7 @@ class Connection:
         self._header = memoryview(bytearray(_HEADER_BYTES))
         self._busy = False
         self._stopping = False
-        self._storing: Storing | None = None
+        self._written: asyncio.Future[None] | None = None  # of the PUT before
 
     async def serve(self) -> None:
         """Until the client ends, breaks the protocol, or `stop` was called."""
@@ -77,12 +73,7 @@ class Connection:
                 counters.abandoned += 1
         except OutOfStep as problem:
             self._complain("closed", "%s; the connection is closed", problem)
-        except asyncio.CancelledError:
-            if self._storing is not None:
-                self._storing.abandon()
-            raise
-        finally:
-            await self._written_through()
+        await self._written_through()
 
     def stop(self) -> None:
         """The request in flight is finished; no later one is served."""
@@ -100,13 +91,15 @@ class Connection:
             await self._put(length)
         elif command == ClientCommand.GET:
             counters.gets += 1
-            await self._get()
+            key = self._key()
+            if key is None or not await self._send_chunk(key):
+                counters.misses += 1
+                await send([FAILED])
         elif command == ClientCommand.EXIST:
             counters.exists += 1
             key = self._key()
             await self._written_through()
-            shared = self._shared
-            there = key is not None and await shared.threads.call(shared.backend.contains, key)
+            there = key is not None and await contains(self._shared.cache, key)
             await send([SUCCEEDED if there else FAILED])
         elif command == ClientCommand.LIST:
             counters.lists += 1
@@ -131,83 +124,70 @@ class Connection:
             key, metadata = object_key_of(message.key), metadata_of(message)
         except FormatError as problem:
             self._complain("put", "a PUT is dropped: %s", problem)
-            await self.stream.receive_payload(length, shared.dropped)
+            await self.stream.receive_payload(length, Receiving(shared, None))
             return
-        payload = Receiving(shared, metadata)
+        room = Receiving(shared, metadata)
         try:
-            await self.stream.receive_payload(length, payload)
+            await self.stream.receive_payload(length, room)
             shared.counters.payload_bytes_in += length
             await self._written_through()
         except BaseException:
-            payload.lease.release()
+            room.abandon()
             raise
-        self._storing = Storing(shared, key, payload)
-        await self._storing.visible()
+        self._written = room.publish(key)
+        if length > shared.memory_bytes:
+            await self._written_through()
 
-    async def _get(self) -> None:
-        shared, key = self._shared, self._key()
-        found = key and borrowed(shared.backend, key, shared.max_payload_bytes)
-        if found:
-            shared.counters.hits += 1
-            await self._send_payload(*found)
-        elif key is None or not await self._get_through_slots(key):
-            shared.counters.misses += 1
-            await self.stream.send([FAILED])
-
-    async def _get_through_slots(self, key: ObjectKey) -> bool:
+    async def _send_chunk(self, key: ObjectKey) -> bool:
+        """False: a miss, and nothing was sent."""
         shared = self._shared
-        await self._written_through()
-        needed: int | None = None
-        for _ in range(_TRIES):
-            lease = None if needed is None else await shared.slots.take(needed)
-            loading = Loading(shared, lease)
-            try:
-                found = await shared.threads.call(shared.backend.get_bytes, key, loading)
-                if found is not None and loading.lease is not None:
-                    shared.counters.hits += 1
-                    await self._send_payload(loading.reply, *loading.lease.views)
-                    return True
-            finally:
-                if loading.lease is not None:
-                    loading.lease.release()
-            needed = loading.needed
-            if needed is None:
-                break
-        return False
+        held, share = shared.cache.hold(key), None
+        if held is None:
+            await self._written_through()
+            loaded = await load(shared, key)
+            if loaded is None:
+                return False
+            held, share = loaded
+        try:
+            length = held.metadata.length
+            if (reply := reply_to(held.metadata, shared.max_payload_bytes)) is None:
+                return False
+            if share is None:
+                share = shared.lent.try_take(length) or await shared.budget.take(length)
+            shared.counters.hits += 1
+            await self._send_payload(reply, held.payload)
+            return True
+        finally:
+            shared.cache.release(held)
+            if share is not None:
+                share.release()
 
     async def _list(self) -> None:
-        async with self._shared.one_list:
-            lease = await self._list_into_slots()
-        # Outside of the lock: a client that reads slowly keeps slots and nothing else.
-        if lease is None:
-            await self.stream.send([FAILED])
-            return
-        with lease:
-            await self._send_payload(list_reply_of(lease.nbytes), *lease.views)
-
-    async def _list_into_slots(self) -> Lease | None:
-        text = await self._shared.threads.call(listed, self._shared.backend)
-        if len(text) > self._shared.max_payload_bytes:
+        shared = self._shared
+        async with shared.one_list:
+            text = memoryview(await listed(shared.cache))
+            is_small = len(text) <= shared.max_payload_bytes
+            share = await shared.budget.take(len(text) if is_small else 0)
+        # Outside of the lock: a client that reads slowly holds its share and nothing else.
+        try:
+            if is_small:
+                return await self._send_payload(list_reply_of(len(text)), text)
             self._complain("list", "a LIST of %d bytes is over --max-payload-bytes", len(text))
-            return None
-        lease = await self._shared.slots.take(len(text))
-        at = 0
-        for view in lease.views:
-            view[:] = text[at : at + len(view)]
-            at += len(view)
-        return lease
+            await self.stream.send([FAILED])
+        finally:
+            share.release()
 
-    async def _send_payload(self, header: bytes, *views: memoryview) -> None:
-        await self.stream.send([header, *views])
-        self._shared.counters.payload_bytes_out += sum(map(len, views))
+    async def _send_payload(self, header: bytes, payload: memoryview) -> None:
+        await self.stream.send([header, payload])
+        self._shared.counters.payload_bytes_out += len(payload)
 
     # ------------------------------------------------------------ inside
 
     async def _written_through(self) -> None:
-        """Returns when the PUT before, if it is in flight, is in all tiers."""
-        storing, self._storing = self._storing, None
-        if storing is not None:
-            await storing.done()
+        """Returns when the PUT before, if it is still being written, is in all tiers."""
+        written, self._written = self._written, None
+        if written is not None:
+            await written
 
     def _key(self) -> ObjectKey | None:
         """The key of a request without payload; None where it is malformed."""

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import signal
 import time
 
 from lmcache_redis import __version__
+from lmcache_redis.cache import Backing, Cache, RedisTier, counters
+from lmcache_redis.cache.memory import HeapMemory
+from lmcache_redis.cache.objects import ObjectCache
+from lmcache_redis.cache.owner import Action, Timer
+from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.gateway.config import GatewayConfig
 from lmcache_redis.gateway.server import Gateway
-from lmcache_redis.resp.options import RedisOptions
-from lmcache_redis.backends.interface import LMCBackendInterface
+from lmcache_redis.metrics import Metrics
+from lmcache_redis.naming import ChunkNames
+from lmcache_redis.resp import RedisOptions, RedisPlane
 
 logger = logging.getLogger(__name__)
 
 _LEAST_FLUSH_S = 0.1
+_CLOSE_S = 1.0
+_FIRST_PROBE_S = 5.0
+_MOST_SPARE_BYTES = 128 << 20
+# Of the write-behind queues: the budget of the gateway bounds what is in them.
+_NO_LIMIT_BYTES = 1 << 62
 
 
 def run_gateway(config: GatewayConfig) -> int:
@@ -42,40 +54,69 @@ def new_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def open_tiers(config: GatewayConfig) -> LMCBackendInterface:
-    """Memory, disk and Redis, as many as the settings name, the nearest first."""
-    tiers: list[LMCBackendInterface] = []
-    try:
-        if config.memory_bytes:
-            from lmcache_redis.backends.local import LMCLocalBackend
+class LoopOwner:
+    """A running asyncio loop as the `Owner` of a cache."""
 
-            tiers.append(LMCLocalBackend(config.memory_bytes))
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def post(self, action: Action) -> None:
+        """See `Owner`."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: only a hung tier posts then
+            self._loop.call_soon_threadsafe(action)
+
+    def at(self, due_s: float, action: Action) -> Timer:
+        """See `Owner`."""
+        return self.after(due_s - time.monotonic(), action)
+
+    def after(self, delay_s: float, action: Action) -> Timer:
+        """See `Owner`."""
+        return self._loop.call_later(delay_s, action)
+
+
+def open_cache(config: GatewayConfig) -> ObjectCache:
+    """Memory, disk and Redis as the settings say, owned by the running loop.
+
+    Waits until the disk was read and Redis has answered once, or for a few seconds. Raises
+    ConfigError.
+    """
+    backings: list[Backing] = []
+    with contextlib.ExitStack() as opened:
+        plane = _started_plane(config)
+        if plane is not None:
+            opened.callback(plane.close, 0.0)
         if config.disk_path is not None:
-            from lmcache_redis.backends.disk import LMCLocalDiskBackend
+            from lmcache_redis.cache.disk.tier import DiskTier
 
-            tiers.append(LMCLocalDiskBackend(config.disk_path, config.disk_size))
-        if config.redis_url is not None:
-            from lmcache_redis.backends.remote import LMCRemoteBackend
+            threads = config.threads
+            disk = DiskTier(
+                config.disk_path, config.disk_size,
+                read_threads=threads, write_threads=threads, write_nice=0,
+            )  # fmt: skip
+            opened.callback(disk.close, 0.0)
+            backings.append(Backing(disk, counters.DISK, _NO_LIMIT_BYTES))
+        if plane is not None:
+            plane.wait_probed(_FIRST_PROBE_S)
+            backings.append(Backing(RedisTier(plane), counters.REDIS, _NO_LIMIT_BYTES))
+        memory = HeapMemory(spare_bytes=min(config.buffer_bytes // 8, _MOST_SPARE_BYTES))
+        cache = Cache(LoopOwner(), memory, backings, Metrics(), idle_limit=config.memory_bytes)
+        opened.pop_all()
+        return ObjectCache(cache, ChunkNames(prefix=config.key_prefix), DEFAULT_SLOT_BYTES)
 
-            tiers.append(LMCRemoteBackend(_redis_options(config, config.redis_url)))
-        if len(tiers) == 1:
-            return tiers[0]
-        from lmcache_redis.backends.hybrid import LMCHybridBackend
 
-        return LMCHybridBackend(tiers)
-    except BaseException:
-        for tier in tiers:
-            tier.close()
-        raise
-
-
-def _redis_options(config: GatewayConfig, url: str) -> RedisOptions:
-    return RedisOptions(
-        url=url,
-        key_prefix=config.key_prefix,
-        username=config.redis_username,
-        password=config.redis_password,
+def _started_plane(config: GatewayConfig) -> RedisPlane | None:
+    if config.redis_url is None:
+        return None
+    plane = RedisPlane(
+        RedisOptions(
+            url=config.redis_url,
+            key_prefix=config.key_prefix,
+            username=config.redis_username,
+            password=config.redis_password,
+        )
     )
+    plane.start()
+    return plane
 
 
 async def _run(config: GatewayConfig) -> int:
@@ -83,9 +124,9 @@ async def _run(config: GatewayConfig) -> int:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    backend = open_tiers(config)
+    cache = open_cache(config)
     try:
-        gateway = Gateway(backend, config)
+        gateway = Gateway(cache, config)
         await gateway.start()
         logger.info(
             "lmcache-redis %s serves %s%s: %s",
@@ -95,11 +136,18 @@ async def _run(config: GatewayConfig) -> int:
         deadline_s = time.monotonic() + config.shutdown_deadline_s
         logger.info("stopping: requests have %.1f s to finish", config.shutdown_deadline_s)
         await gateway.stop()
-        if not backend.flush(max(_LEAST_FLUSH_S, deadline_s - time.monotonic())):
+        flushed = asyncio.Event()
+        cache.flush(flushed.set)
+        try:
+            await asyncio.wait_for(
+                flushed.wait(), max(_LEAST_FLUSH_S, deadline_s - time.monotonic())
+            )
+        except asyncio.TimeoutError:
             logger.warning("not everything that was put is stored")
         logger.info("stopped: %s", _counted(gateway.stats()))
     finally:
-        backend.close()
+        cache.close(_CLOSE_S)
+        await asyncio.sleep(0)  # what the tiers posted at their end
     return 0
 
 

@@ -5,7 +5,7 @@ that may not connect is turned away before TLS spends anything on it, and a clie
 the limit from its first moment.
 
 `stop` lets every request that has begun finish, within a deadline; then it cuts off what is left.
-What the tiers still write is theirs: the owner of the backend flushes and closes it afterwards.
+What is still being written through is the cache's: its owner flushes and closes it afterwards.
 """
 
 from __future__ import annotations
@@ -18,51 +18,48 @@ import socket
 import ssl
 from typing import Any
 
-from lmcache_redis.backends.interface import LMCBackendInterface
-from lmcache_redis.errors import ConfigError
+from lmcache_redis.cache.objects import ObjectCache
 from lmcache_redis.gateway.access import is_allowed, listening, prepare, tls_context
+from lmcache_redis.gateway.budget import Budget
 from lmcache_redis.gateway.config import GatewayConfig, parse_listen, parse_networks
 from lmcache_redis.gateway.connection import Connection
 from lmcache_redis.gateway.movers import Movers
-from lmcache_redis.gateway.shared import CallThreads, Counters, Dropped, QuietLog, Shared
-from lmcache_redis.gateway.slots import SlotPool
+from lmcache_redis.gateway.shared import Counters, QuietLog, Shared
 from lmcache_redis.gateway.stream import Stream
 
 logger = logging.getLogger(__name__)
 
 _LEAST_CHECK_S, _MOST_CHECK_S = 0.02, 1.0
-_HURRIED = 5  # messages have to move so many times as fast while others wait for slots
+# While a payload waits for its share, messages in flight have to be this many times as fast.
+_HURRIED = 5
+_LEAST_BESIDE_BYTES = 128 << 20  # see `Shared`
 _PAUSE_AFTER_ACCEPT_ERROR_S = 0.2
 
 
 class Gateway:
-    """Serves a backend. Start and stop it on one running loop; it is used up then.
+    """Serves a cache. Start and stop it on one running loop; it is used up then.
 
-    The backend is the caller's: it has to be open until `stop` is over. Raises ConfigError for
-    files and sizes that cannot be used.
+    The cache is the caller's, and the loop is its owner: it has to be open until `stop` is over.
+    Raises ConfigError for files that cannot be used.
     """
 
-    def __init__(self, backend: LMCBackendInterface, config: GatewayConfig) -> None:
+    def __init__(self, cache: ObjectCache, config: GatewayConfig) -> None:
         self.config = config
         self.counters = Counters()
         self._networks = parse_networks(config.allowed_peers)
         self._tls: ssl.SSLContext | None = tls_context(config)
-        try:
-            slots = SlotPool(config.buffer_bytes, config.slot_bytes, config.payload_limit_bytes)
-        except (ValueError, OSError) as error:
-            raise ConfigError(
-                f"buffers of {config.buffer_bytes} bytes cannot be had ({error}): "
-                "set another --buffer-bytes"
-            ) from error
+        self._budget = Budget(config.buffer_bytes, config.slot_bytes, config.payload_limit_bytes)
+        beside_bytes = max(config.memory_bytes // 4, _LEAST_BESIDE_BYTES)
         self._shared = Shared(
-            backend=backend,
-            slots=slots,
-            threads=CallThreads(config.threads, "gateway"),
+            cache=cache,
+            budget=self._budget,
+            lent=Budget(beside_bytes if config.memory_bytes else 0, 1),
+            reused=Budget(beside_bytes, 1),
             counters=self.counters,
             log=QuietLog(logger),
+            memory_bytes=config.memory_bytes,
             max_payload_bytes=config.payload_limit_bytes,
             one_list=asyncio.Lock(),
-            dropped=Dropped(),
         )
         self._movers: Movers | None = None
         self._listener: socket.socket | None = None
@@ -86,16 +83,16 @@ class Gateway:
         return f"lm://[{host}]:{port}" if ":" in host else f"lm://{host}:{port}"
 
     def stats(self) -> dict[str, int]:
-        """Counters, and connections and slots in use. From any thread."""
+        """Counters, and connections and grains of the budget in use. From any thread."""
         return {
             **self.counters.snapshot(),
             "open_connections": len(self._clients),
-            "slots": self._shared.slots.slot_count,
-            "slots_in_use": self._shared.slots.used_slots,
+            "slots": self._budget.grain_count,
+            "slots_in_use": self._budget.used_grains,
         }
 
     async def start(self) -> None:
-        """Listens and serves from now on. Raises ConfigError where the address cannot be had."""
+        """Listens and serves from now on. Raises ConfigError where the address cannot be used."""
         self._listener = listening(*parse_listen(self.config.listen))
         self._movers = Movers(self.config.payload_threads)
         self._background = [
@@ -122,9 +119,6 @@ class Gateway:
         for task in [*self._clients, *self._background]:
             task.cancel()
         await asyncio.gather(*self._clients, *self._background, return_exceptions=True)
-        # A call into a tier that still runs keeps its slots in its views.
-        self._shared.threads.end()
-        self._shared.slots.close()
         if self._movers is not None:
             self._movers.close()
             self._movers = None
@@ -191,7 +185,7 @@ class Gateway:
         while True:
             await asyncio.sleep(min(max(stall_s / 8, _LEAST_CHECK_S), _MOST_CHECK_S))
             now_s = loop.time()
-            timeout_s = stall_s / (_HURRIED if self._shared.slots.is_short else 1)
+            timeout_s = stall_s / (_HURRIED if self._budget.is_short else 1)
             for connection in self._connections:
                 stream, peer = connection.stream, connection.peer
                 if stream.stalled(now_s, timeout_s):

@@ -1,26 +1,17 @@
-"""What the connections of a gateway share: counters, log lines, threads, memory."""
+"""What the connections of a gateway share: the cache, the budgets, counters, log lines."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
 
-from lmcache_redis.backends.interface import LMCBackendInterface
-from lmcache_redis.gateway.slots import SlotPool
+from lmcache_redis.cache.objects import ObjectCache
+from lmcache_redis.gateway.budget import Budget
 
 SILENCE_S = 10.0
-_DROPPED_BYTES = 256 << 10
-_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
@@ -36,13 +27,13 @@ class Counters:
     lists: int = 0
     healths: int = 0
     stored: int = 0
-    not_stored: int = 0  # a tier could not, for lack of room or of a server
+    not_stored: int = 0  # no tier took it, for lack of room or of a server
     hits: int = 0
     misses: int = 0
     payload_bytes_in: int = 0
     payload_bytes_out: int = 0
     malformed: int = 0  # requests that had to fail, or whose connection had to be closed
-    stalled: int = 0  # connections closed because a message did not go on
+    stalled: int = 0  # connections closed because a message made too little progress
     idle: int = 0  # connections closed because no request came
     abandoned: int = 0  # connections that their client ended in the middle of a request
     errors: int = 0  # connections closed because of a fault of our own
@@ -72,72 +63,21 @@ class QuietLog:
         self._logger.warning(message + more, *args)
 
 
-class CallThreads:
-    """Daemon threads for calls to tiers, which may hang: the end of the process does not wait.
-
-    The threads of `concurrent.futures` are joined when the process ends; these are not. The
-    loop's thread only.
-    """
-
-    def __init__(self, count: int, name: str) -> None:
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._count = count
-        self._ended = False
-        for number in range(count):
-            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True).start()
-
-    async def call(self, function: Callable[..., _Result], *args: object) -> _Result:
-        """Calls it on a thread. Raises what it raises, and RuntimeError after `end`."""
-        if self._ended:
-            raise RuntimeError("a call after the threads were ended")
-        future: Future[_Result] = Future()
-        self._queue.put((future, partial(function, *args)))
-        return await asyncio.wrap_future(future)
-
-    def end(self) -> None:
-        """Cancels calls that have not begun; those in flight are left to themselves."""
-        self._ended = True
-        with contextlib.suppress(Empty):
-            while (work := self._queue.get_nowait()) is not None:
-                work[0].cancel()
-        for _ in range(self._count):
-            self._queue.put(None)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            future, call = work
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except BaseException as error:
-                    future.set_exception(error)  # the caller has it
-            del work, future, call  # they hold views of slots
-
-
-class Dropped:
-    """Room for bytes that are thrown away: the same memory each time, with anything in it."""
-
-    def __init__(self) -> None:
-        self._memory = memoryview(bytearray(_DROPPED_BYTES))
-
-    def try_next(self, rest: int) -> Sequence[memoryview]:
-        """See `stream.Room`."""
-        return [self._memory[:rest]]
-
-    async def next(self, rest: int) -> Sequence[memoryview]:
-        """See `stream.Room`."""
-        return self.try_next(rest)
-
-
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """See the module. The loop's thread only."""
+    """See the module. The loop's thread only.
 
-    backend: LMCBackendInterface
-    slots: SlotPool
-    threads: CallThreads
+    budget: `--buffer-bytes`. Beside it, in bytes of memory: lent: what may be sent from the memory
+    tier without a share of the budget; reused: what payloads that are still being received may have
+    of memory that was used before. memory_bytes: what the memory tier keeps.
+    """
+
+    cache: ObjectCache
+    budget: Budget
+    lent: Budget
+    reused: Budget
     counters: Counters
     log: QuietLog
+    memory_bytes: int
     max_payload_bytes: int
     one_list: asyncio.Lock  # a LIST may take long and much memory: one at a time
-    dropped: Dropped

@@ -230,7 +230,7 @@ class Stream:
         self._least_progress_bytes = max(LEAST_PROGRESS_BYTES, left // MOST_STALL_TIMEOUTS)
 
     def _shut_down(self, how: int) -> None:
-        # Not the method of SSLSocket: that would go on without TLS.
+        # Not the method of SSLSocket: that would continue without TLS.
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, how)
 

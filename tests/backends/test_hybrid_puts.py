@@ -12,7 +12,6 @@ from lmcache_redis.backends.local import LMCLocalBackend
 from lmcache_redis.errors import FormatError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import RemoteMetadata
-from lmcache_redis.backends.local import LMCLocalBackend
 from tests.backends.contract import key_of, same, tensor_of
 from tests.backends.redis_tiers import wait_until
 from tests.backends.test_hybrid import ROOM, Hybrid

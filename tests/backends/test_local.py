@@ -10,7 +10,6 @@ import pytest
 from lmcache_redis.backends.local import LMCLocalBackend
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.protocol import RemoteMetadata
-from lmcache_redis.backends.local import LMCLocalBackend
 from tests.backends.contract import (
     Buffers,
     MakeBackend,

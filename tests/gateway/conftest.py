@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lmcache_redis.gateway.main import new_loop
-from tests.gateway.serving import DictBackend, Serving
+from tests.gateway.serving import DictTier, Serving
 from tests.gateway.wire import Client
 
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
@@ -25,12 +25,12 @@ def any_loop(request: pytest.FixtureRequest) -> NewLoop:
 
 
 @pytest.fixture
-def backend() -> DictBackend:
-    return DictBackend()
+def backend() -> DictTier:
+    return DictTier()
 
 
 @pytest.fixture
-def serving(backend: DictBackend, any_loop: NewLoop) -> Iterator[Serving]:
+def serving(backend: DictTier, any_loop: NewLoop) -> Iterator[Serving]:
     with Serving(backend, any_loop) as serving:
         yield serving
 

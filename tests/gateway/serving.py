@@ -1,111 +1,253 @@
-"""A gateway on a loop of its own thread, and a tier that is a dict."""
+"""A gateway on a loop of its own thread, over a cache, and a tier that is a dict."""
 
 from __future__ import annotations
 
 import asyncio
-import builtins
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from lmcache_redis.backends.interface import Allocate, LMCBackendInterface
+from lmcache_redis.cache import Backing, Cache, counters
+from lmcache_redis.cache.memory import HeapMemory
+from lmcache_redis.cache.objects import ObjectCache
+from lmcache_redis.cache.pool import HostPool
+from lmcache_redis.cache.tier import FramesResult, Tier
 from lmcache_redis.gateway.config import GatewayConfig
+from lmcache_redis.gateway.main import LoopOwner, open_cache
 from lmcache_redis.gateway.server import Gateway
+from lmcache_redis.gateway.wire import object_key_of
 from lmcache_redis.keys import ObjectKey
+from lmcache_redis.metrics import Metrics
+from lmcache_redis.naming import ChunkNames
 from lmcache_redis.protocol import RemoteMetadata
+from lmcache_redis.resp.outcomes import (
+    CallOutcome,
+    ChunkIO,
+    ClearResult,
+    ExistsResult,
+    PlaneState,
+    ReadOutcome,
+    RemoveResult,
+    ScanResult,
+    WriteOutcome,
+)
 from tests.gateway.wire import Client
 
 WAIT_S = 20.0
+STRIPE_BYTES = (1 << 20) - 4096
+_NAMES = ChunkNames()
 _Result = TypeVar("_Result")
 
 
-class DictBackend(LMCBackendInterface):
-    """Chunks in a dict. Clear `open` to make every call wait; set `error` to make it raise."""
+class Gate:
+    """What passes it waits while it is cleared, and goes on when it is set."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._lock = threading.Lock()
+        self._waiting: list[Callable[[], None]] | None = None
+
+    def clear(self) -> None:
+        with self._lock:
+            self._waiting = []
+
+    def set(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting or [], None
+        for action in waiting:
+            action()
+
+    def passed(self, action: Callable[[], None]) -> None:
+        with self._lock:
+            if self._waiting is not None:
+                self._waiting.append(action)
+                return
+        action()
+
+
+class DictTier:
+    """A tier that keeps chunks in a dict, without an index.
+
+    Clear `open` to make every call wait, or only writes where `holds_writes_only`. `refuses`: it
+    takes nothing. `damaged`: no read succeeds. `hangs_next`: the next write is stuck until `open`
+    is set, and the tier down (`hangs`). `error`: what it raises, as no tier should.
+    """
+
+    name = "dict"
+
+    def __init__(self, *, holds_writes_only: bool = False) -> None:
         self.chunks: dict[ObjectKey, tuple[RemoteMetadata, bytes]] = {}
-        self.open = threading.Event()
-        self.open.set()
+        self.open = Gate()
+        self.refuses = self.hangs_next = self.hangs = self.damaged = False
         self.error: Exception | None = None
-        self.calls = 0
+        self.writes = 0
+        self._holds_writes_only = holds_writes_only
 
-    def put_bytes(
+    @property
+    def state(self) -> PlaneState:
+        return PlaneState(not self.hangs, True, "", 0.0)
+
+    def lookup(self, key: bytes) -> bool | None:
+        return False if self.hangs else None
+
+    def scan(
+        self, keys: Sequence[bytes], deadline: float, done: Callable[[ScanResult], None]
+    ) -> None:
+        raise AssertionError("a gateway looks for no prefixes")
+
+    def exists(
+        self, keys: Sequence[bytes], deadline: float, done: Callable[[ExistsResult], None]
+    ) -> None:
+        def answer() -> None:
+            done(ExistsResult(CallOutcome.DONE, [_parsed(key) in self.chunks for key in keys]))
+
+        self._enter(answer)
+
+    def describe(
+        self, keys: Sequence[bytes], deadline: float, done: Callable[[FramesResult], None]
+    ) -> None:
+        def answer() -> None:
+            frames = []
+            for key in map(_parsed, keys):
+                found = self.chunks.get(key)
+                frames.append(found and _NAMES.frame(key, found[0], max(1, found[0].length)))
+            done(FramesResult(CallOutcome.DONE, frames))
+
+        self._enter(answer)
+
+    def read_all(
         self,
-        key: ObjectKey,
-        metadata: RemoteMetadata,
-        payload: Sequence[memoryview],
-        blocking: bool = True,
-    ) -> bool:
-        self._enter()
-        data = b"".join(payload)
-        assert len(data) == metadata.length
-        self.chunks[key] = metadata, data
-        return True
+        jobs: Sequence[ChunkIO],
+        done: Callable[[ChunkIO, ReadOutcome], None],
+        stuck: Callable[[ChunkIO], None],
+    ) -> None:
+        def read(job: ChunkIO) -> None:
+            job.check(writable=True)
+            key = _parsed(job.key)
+            if self.damaged:
+                return done(job, ReadOutcome.CORRUPT)
+            if key not in self.chunks:
+                return done(job, ReadOutcome.MISSING)
+            metadata, data = self.chunks[key]
+            if metadata.serialize() != job.frame.metadata:
+                return done(job, ReadOutcome.FOREIGN)
+            for slot in job.slots:
+                slot[:], data = data[: len(slot)], data[len(slot) :]
+            done(job, ReadOutcome.LOADED)
 
-    def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
-        self._enter()
-        if key not in self.chunks:
-            return None
-        metadata, data = self.chunks[key]
-        views = allocate(metadata)
-        if views is None:
-            return None
-        assert sum(map(len, views)) == metadata.length
-        for view in views:
-            view[:], data = data[: len(view)], data[len(view) :]
-        return metadata
+        self._enter(lambda: [read(job) for job in jobs])
 
-    def contains(self, key: ObjectKey) -> bool:
-        self._enter()
-        return key in self.chunks
+    def write_all(
+        self,
+        jobs: Sequence[ChunkIO],
+        done: Callable[[ChunkIO, WriteOutcome], None],
+        stuck: Callable[[ChunkIO], None],
+    ) -> None:
+        def write(job: ChunkIO) -> None:
+            job.check(writable=False)
+            if self.refuses:
+                return done(job, WriteOutcome.REJECTED)
+            metadata = RemoteMetadata.deserialize(job.frame.metadata)
+            self.chunks[_parsed(job.key)] = metadata, b"".join(job.slots)
+            done(job, WriteOutcome.STORED)
 
-    def remove(self, key: ObjectKey) -> bool:
-        return self.chunks.pop(key, None) is not None
+        self.writes += len(jobs)
+        if self.hangs_next:
+            self.hangs_next, self.hangs = False, True
+            for job in jobs:
+                stuck(job)
+        self._enter(lambda: [write(job) for job in jobs], is_write=True)
 
-    def list(self) -> builtins.list[ObjectKey]:
-        self._enter()
-        return [*self.chunks]
-
-    def flush(self, timeout_s: float) -> bool:
-        return True
-
-    def close(self) -> None:
+    def cancel(self, job: ChunkIO) -> None:
         pass
 
-    def _enter(self) -> None:
-        self.calls += 1
-        assert self.open.wait(WAIT_S)
+    def remove(
+        self,
+        key: bytes,
+        stripe_count: int | None,
+        deadline: float,
+        done: Callable[[RemoveResult], None],
+    ) -> None:
+        removed = self.chunks.pop(_parsed(key), None)
+        done(RemoveResult(CallOutcome.DONE, removed is not None))
+
+    def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
+        answered = threading.Event()
+        self._enter(answered.set)
+        assert answered.wait(WAIT_S)
+        return [_NAMES.chunk_key(key) for key in [*self.chunks]]
+
+    def clear(
+        self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
+    ) -> None:
+        raise AssertionError("a gateway clears nothing")
+
+    def close(self, deadline_s: float) -> bool:
+        self.open.set()
+        return True
+
+    def _enter(self, action: Callable[[], object], is_write: bool = False) -> None:
         if self.error is not None:
             raise self.error
+        if self._holds_writes_only and not is_write:
+            action()
+        else:
+            self.open.passed(lambda: (action(), None)[1])
+
+
+def _parsed(key: bytes) -> ObjectKey:
+    parsed = _NAMES.parse(key)
+    assert parsed is not None
+    return parsed
+
+
+def cache_over(config: GatewayConfig, tiers: Sequence[Tier]) -> ObjectCache:
+    """A cache of its memory over these tiers, owned by the running loop."""
+    backings = [Backing(tier, counters.REDIS, 1 << 40) for tier in tiers]
+    memory = HeapMemory(spare_bytes=64 << 20)
+    cache = Cache(LoopOwner(), memory, backings, Metrics(), idle_limit=config.memory_bytes)
+    return ObjectCache(cache, _NAMES, STRIPE_BYTES)
 
 
 class Serving:
-    """A started gateway; ends it at the end of the block, and says when slots were lost."""
+    """A started gateway; ends it at the end of the block, and says when something was lost.
+
+    tiers: behind the memory, if there is some; None: those that the settings name.
+    """
 
     def __init__(
         self,
-        backend: LMCBackendInterface,
+        tiers: Tier | Sequence[Tier] | None,
         new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
         **settings: Any,
     ) -> None:
         settings = {
             "listen": "lm://127.0.0.1:0", "buffer_bytes": 1 << 20, "slot_bytes": 4096,
-            "max_payload_bytes": 1 << 19, "shutdown_deadline_s": 2.0, **settings,
+            "max_payload_bytes": 1 << 19, "shutdown_deadline_s": 2.0,
+            "memory_bytes": 0, "disk_path": "a tier", **settings,
         }  # fmt: skip
+        config = GatewayConfig(**settings)
         self._loop = new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._cache: ObjectCache | None = None
         self._stopped = False
         try:
-            self.gateway = Gateway(backend, GatewayConfig(**settings))
-            self._thread.start()
-            self.run(self.gateway.start())
+            self.run(self._start(config, tiers))
         except BaseException:
             self._end_loop()
             raise
         self.port = self.gateway.address[1]
+
+    async def _start(self, config: GatewayConfig, tiers: Tier | Sequence[Tier] | None) -> None:
+        if tiers is None:
+            self.cache = open_cache(config)
+        else:
+            self.cache = cache_over(config, tiers if isinstance(tiers, Sequence) else [tiers])
+        self._cache = self.cache
+        self.gateway = Gateway(self.cache, config)
+        await self.gateway.start()
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
@@ -116,6 +258,25 @@ class Serving:
 
     def client(self, **more: Any) -> Client:
         return Client(self.port, **more)
+
+    def call(self, function: Callable[..., _Result], *args: object) -> _Result:
+        """Calls it on the thread of the loop, which owns the cache."""
+
+        async def work() -> _Result:
+            return function(*args)
+
+        return self.run(work())
+
+    def remove(self, key: str) -> bool:
+        """Removes a chunk behind the gateway's back."""
+
+        async def work() -> bool:
+            removed: asyncio.Future[bool] = self._loop.create_future()
+            deadline = time.monotonic() + WAIT_S
+            self.cache.remove(object_key_of(key), deadline, removed.set_result)
+            return await removed
+
+        return self.run(work())
 
     def stats(self) -> dict[str, int]:
         return self.gateway.stats()
@@ -140,13 +301,25 @@ class Serving:
             if not self._stopped:
                 self.stop()
             if error is None:
-                assert self.stats()["slots_in_use"] == 0
-                assert self.stats()["open_connections"] == 0
+                self.until(slots_in_use=0, open_connections=0)
+                self._close_cache()
+                assert self.pool.pinned == 0
         finally:
             self._end_loop()
 
+    @property
+    def pool(self) -> HostPool:
+        """Where the cache has its chunks."""
+        return self.cache.cache.pool
+
+    def _close_cache(self) -> None:
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            self.call(cache.close, 1.0)
+            self.call(lambda: None)  # after what the tiers posted at their end
+
     def _end_loop(self) -> None:
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(WAIT_S)
+        self._close_cache()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT_S)
         self._loop.close()

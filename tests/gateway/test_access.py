@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_redis.errors import ConfigError
 from tests.gateway.conftest import NewLoop
-from tests.gateway.serving import DictBackend, Serving
+from tests.gateway.serving import DictTier, Serving
 from tests.gateway.wire import GET, KEY, Client, header, put
 from tests.resp.certificates import Authority
 
@@ -33,7 +33,7 @@ def trusting(authority: Authority) -> ssl.SSLContext:
 
 @pytest.mark.servers
 def test_tls(
-    backend: DictBackend, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
+    backend: DictTier, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
 ) -> None:
     payload = random.Random(1).randbytes(1 << 19)
     with (
@@ -55,7 +55,7 @@ def test_tls(
 
 @pytest.mark.servers
 def test_a_client_with_tls_that_closes_after_its_puts_has_put(
-    backend: DictBackend, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
+    backend: DictTier, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
 ) -> None:
     """Also with a gateway that has to wait for room while the end of the stream comes."""
     with Serving(backend, any_loop, buffer_bytes=1 << 19, **tls) as serving:
@@ -76,7 +76,7 @@ def test_a_client_with_tls_that_closes_after_its_puts_has_put(
 
 @pytest.mark.servers
 def test_without_tls_nobody_gets_in_and_others_go_on(
-    backend: DictBackend, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
+    backend: DictTier, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
 ) -> None:
     with Serving(backend, any_loop, **tls) as serving:
         with serving.client() as plain:
@@ -91,7 +91,7 @@ def test_without_tls_nobody_gets_in_and_others_go_on(
 
 @pytest.mark.servers
 def test_a_handshake_that_does_not_go_on_is_cut_off(
-    backend: DictBackend, any_loop: NewLoop, tls: dict[str, str]
+    backend: DictTier, any_loop: NewLoop, tls: dict[str, str]
 ) -> None:
     with (
         Serving(backend, any_loop, stall_timeout_s=0.3, **tls) as serving,
@@ -103,7 +103,7 @@ def test_a_handshake_that_does_not_go_on_is_cut_off(
 
 @pytest.mark.servers
 def test_a_slow_reader_with_tls_is_cut_off(
-    backend: DictBackend, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
+    backend: DictTier, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
 ) -> None:
     with (
         Serving(backend, any_loop, stall_timeout_s=0.5, **tls) as serving,
@@ -116,7 +116,7 @@ def test_a_slow_reader_with_tls_is_cut_off(
 
 @pytest.mark.servers
 def test_clients_with_certificates(
-    backend: DictBackend,
+    backend: DictTier,
     any_loop: NewLoop,
     authority: Authority,
     tls: dict[str, str],
@@ -137,7 +137,7 @@ def test_clients_with_certificates(
 
 @pytest.mark.servers
 def test_files_that_are_no_certificates(
-    backend: DictBackend, authority: Authority, tls: dict[str, str], tmp_path: Path
+    backend: DictTier, authority: Authority, tls: dict[str, str], tmp_path: Path
 ) -> None:
     wrong = tmp_path / "wrong.pem"
     wrong.write_text("nothing")
@@ -152,7 +152,7 @@ def test_files_that_are_no_certificates(
             Serving(backend, **settings)
 
 
-def test_only_allowed_peers(backend: DictBackend, any_loop: NewLoop) -> None:
+def test_only_allowed_peers(backend: DictTier, any_loop: NewLoop) -> None:
     with Serving(backend, any_loop, allowed_peers="127.0.0.2, 10.0.0.0/8") as serving:
         with serving.client() as client:
             assert client.ended()
@@ -165,7 +165,7 @@ def test_only_allowed_peers(backend: DictBackend, any_loop: NewLoop) -> None:
         serving.until(refused_connections=1, healths=1)
 
 
-def test_an_allowed_ipv4_peer_on_an_ipv6_socket(backend: DictBackend) -> None:
+def test_an_allowed_ipv4_peer_on_an_ipv6_socket(backend: DictTier) -> None:
     with Serving(backend, listen="lm://[::]:0", allowed_peers="127.0.0.0/8") as serving:
         with serving.client() as client:
             assert client.healthy()
@@ -173,14 +173,14 @@ def test_an_allowed_ipv4_peer_on_an_ipv6_socket(backend: DictBackend) -> None:
             assert client.ended()
 
 
-def test_ipv6(backend: DictBackend, any_loop: NewLoop) -> None:
+def test_ipv6(backend: DictTier, any_loop: NewLoop) -> None:
     with Serving(backend, any_loop, listen="lm://[::1]:0") as serving:
         assert serving.gateway.url == f"lm://[::1]:{serving.port}"
         with Client(serving.port, "::1") as client:
             assert client.healthy()
 
 
-def test_one_client_too_many(backend: DictBackend, any_loop: NewLoop) -> None:
+def test_one_client_too_many(backend: DictTier, any_loop: NewLoop) -> None:
     with Serving(backend, any_loop, max_connections=2) as serving:
         with serving.client() as first, serving.client() as second:
             assert first.healthy()
@@ -194,7 +194,7 @@ def test_one_client_too_many(backend: DictBackend, any_loop: NewLoop) -> None:
         assert serving.stats()["refused_connections"] == 1
 
 
-def test_beyond_loopback_for_anyone_where_that_is_meant(backend: DictBackend) -> None:
+def test_beyond_loopback_for_anyone_where_that_is_meant(backend: DictTier) -> None:
     with pytest.raises(ConfigError, match="--allow-anyone"):
         Serving(backend, listen="lm://0.0.0.0:0")
     with (
@@ -204,6 +204,6 @@ def test_beyond_loopback_for_anyone_where_that_is_meant(backend: DictBackend) ->
         assert client.healthy()
 
 
-def test_an_address_in_use_is_a_setting_to_change(backend: DictBackend) -> None:
+def test_an_address_in_use_is_a_setting_to_change(backend: DictTier) -> None:
     with Serving(backend) as serving, pytest.raises(ConfigError, match="--listen"):
         Serving(backend, listen=f"lm://127.0.0.1:{serving.port}")

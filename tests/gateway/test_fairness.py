@@ -10,10 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.backends.interface import LMCBackendInterface
-from lmcache_redis.backends.local import LMCLocalBackend
 from tests.gateway.conftest import NewLoop
-from tests.gateway.serving import DictBackend, Serving
+from tests.gateway.serving import DictTier, Serving
 from tests.gateway.wire import GET, KEY, Client, header, put
 
 pytestmark = pytest.mark.servers
@@ -64,9 +62,9 @@ def test_who_announces_much_and_trickles_takes_no_room_from_others(
 ) -> None:
     """Eight times as many as the buffers hold of what they announced."""
     nbytes = sizes["max_payload_bytes"]
-    backend: LMCBackendInterface = LMCLocalBackend(64 * MIB) if memory else DictBackend()
+    kept = {"memory_bytes": 64 * MIB if memory else 0}
     with (
-        Serving(backend, any_loop, **sizes, **FOR_EVER) as serving,
+        Serving(DictTier(), any_loop, **kept, **sizes, **FOR_EVER) as serving,
         clients(serving, 32) as slow,
         serving.client() as good,
     ):
@@ -84,7 +82,7 @@ def test_who_announces_much_and_trickles_takes_no_room_from_others(
 
 def test_room_grows_with_what_was_received(any_loop: NewLoop) -> None:
     """No more than as much again, and a payload in slots that others lie between is whole."""
-    backend = DictBackend()
+    backend = DictTier()
     payloads = [random.Random(n).randbytes(MIB // 4 - n) for n in range(3)]
     with Serving(backend, any_loop, **SMALL, **FOR_EVER) as serving, clients(serving, 3) as some:
         sent = 0
@@ -101,7 +99,7 @@ def test_room_grows_with_what_was_received(any_loop: NewLoop) -> None:
 
 def test_more_uploads_than_the_buffers_hold_all_arrive(any_loop: NewLoop) -> None:
     """All of them have a part of their room when there is no more."""
-    backend = DictBackend()
+    backend = DictTier()
     payloads = [random.Random(n).randbytes(MIB // 4) for n in range(24)]
     with Serving(backend, any_loop, **SMALL, **FOR_EVER) as serving, clients(serving, 24) as some:
         for half in (0, 1):
@@ -119,7 +117,7 @@ def test_who_holds_room_that_others_wait_for_has_to_go_on(how: str, any_loop: Ne
     """They did send nearly everything, or ask for what is there: all buffers are taken."""
     payload = random.Random(1).randbytes(16 * MIB)
     with (
-        Serving(DictBackend(), any_loop, stall_timeout_s=8.0, **LARGE) as serving,
+        Serving(DictTier(), any_loop, stall_timeout_s=8.0, **LARGE) as serving,
         serving.client() as good,
         clients(serving, 4) as slow,
     ):
@@ -141,7 +139,7 @@ def test_who_holds_room_that_others_wait_for_has_to_go_on(how: str, any_loop: Ne
 def test_the_larger_a_payload_the_more_of_it_has_to_come(any_loop: NewLoop) -> None:
     """An eighth within each time-out: so no payload is on its way for more than eight."""
     with (
-        Serving(DictBackend(), any_loop, stall_timeout_s=0.5, **LARGE) as serving,
+        Serving(DictTier(), any_loop, stall_timeout_s=0.5, **LARGE) as serving,
         serving.client() as slow,
         contextlib.suppress(ConnectionError),
     ):
@@ -153,7 +151,7 @@ def test_the_larger_a_payload_the_more_of_it_has_to_come(any_loop: NewLoop) -> N
 
 
 def test_the_idle_are_closed_and_only_they(any_loop: NewLoop) -> None:
-    backend = DictBackend()
+    backend = DictTier()
     with (
         Serving(backend, any_loop, idle_timeout_s=1.0) as serving,
         serving.client() as silent,
@@ -176,7 +174,7 @@ def test_the_idle_are_closed_and_only_they(any_loop: NewLoop) -> None:
 
 def test_a_header_that_trickles_is_cut_off(any_loop: NewLoop) -> None:
     with (
-        Serving(DictBackend(), any_loop, stall_timeout_s=0.5, idle_timeout_s=0) as serving,
+        Serving(DictTier(), any_loop, stall_timeout_s=0.5, idle_timeout_s=0) as serving,
         serving.client() as client,
     ):
         with contextlib.suppress(ConnectionError):

@@ -7,24 +7,24 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from lmcache_redis.backends.hybrid import LMCHybridBackend
-from lmcache_redis.backends.local import LMCLocalBackend
 from lmcache_redis.gateway.stream import MOVED_BYTES
 from lmcache_redis.gateway.wire import object_key_of
-from lmcache_redis.keys import ObjectKey
-from lmcache_redis.protocol import RemoteMetadata
 from tests.gateway.conftest import NewLoop
-from tests.gateway.serving import WAIT_S, DictBackend, Serving
+from tests.gateway.serving import WAIT_S, DictTier, Serving
 from tests.gateway.wire import EXIST, FAILED, GET, KEY, PUT, SUCCEEDED, UINT8, header, put
 
 pytestmark = pytest.mark.servers
 
 MIB = 1 << 20
-LARGE = {"buffer_bytes": 64 * MIB, "max_payload_bytes": 16 * MIB, "payload_threads": 1}
+# Memory has room for eight of the large chunks.
+LARGE = {
+    "buffer_bytes": 64 * MIB, "max_payload_bytes": 16 * MIB, "payload_threads": 1,
+    "memory_bytes": 64 * MIB,
+}  # fmt: skip
 
 
 def key(number: int) -> str:
@@ -37,58 +37,25 @@ def large(seed: int, nbytes: int = 8 * MIB) -> bytes:
     return (block * (nbytes // len(block) + 1))[:nbytes]
 
 
-class Lower(LMCLocalBackend):
-    """A tier below memory. Clear `open` to make puts wait; set `error` to make them raise."""
-
-    def __init__(self) -> None:
-        super().__init__(1 << 30)
-        self.open = threading.Event()
-        self.open.set()
-        self.error: Exception | None = None
-
-    def put_bytes(
-        self,
-        key: ObjectKey,
-        metadata: RemoteMetadata,
-        payload: Sequence[memoryview],
-        blocking: bool = True,
-    ) -> bool:
-        assert self.open.wait(WAIT_S)
-        if self.error is not None:
-            raise self.error
-        return super().put_bytes(key, metadata, payload, blocking)
+@pytest.fixture
+def lower() -> DictTier:
+    """A tier below memory, which answers questions while its writes wait."""
+    return DictTier(holds_writes_only=True)
 
 
 @pytest.fixture
-def memory() -> LMCLocalBackend:
-    """Room for eight of the large chunks."""
-    return LMCLocalBackend(64 * MIB)
-
-
-@pytest.fixture
-def lower() -> Lower:
-    return Lower()
-
-
-@pytest.fixture
-def tiers(memory: LMCLocalBackend, lower: Lower) -> LMCHybridBackend:
-    return LMCHybridBackend((memory, lower))
-
-
-@pytest.fixture
-def large_serving(tiers: LMCHybridBackend, any_loop: NewLoop) -> Iterator[Serving]:
-    with Serving(tiers, any_loop, **LARGE) as serving:
+def large_serving(lower: DictTier, any_loop: NewLoop) -> Iterator[Serving]:
+    with Serving(lower, any_loop, **LARGE) as serving:
         yield serving
 
 
-@pytest.mark.parametrize("lends", [True, False])
-def test_sizes_around_the_limit_of_what_the_loop_moves(
-    memory: LMCLocalBackend, any_loop: NewLoop, lends: bool
-) -> None:
-    backend = memory if lends else DictBackend()
-    with Serving(backend, any_loop, **LARGE) as serving, serving.client() as client:
+@pytest.mark.parametrize("memory", [True, False])
+def test_sizes_around_the_limit_of_what_the_loop_moves(any_loop: NewLoop, memory: bool) -> None:
+    settings = LARGE | {"memory_bytes": 64 * MIB if memory else 0}
+    tiers = [] if memory else [DictTier()]
+    with Serving(tiers, any_loop, **settings) as serving, serving.client() as client:
         near = (MOVED_BYTES - 37, MOVED_BYTES - 36, MOVED_BYTES - 1, MOVED_BYTES, MOVED_BYTES + 1)
-        for nbytes in (*near, 16 * MIB if lends else 3 * MIB + 5):
+        for nbytes in (*near, 16 * MIB if memory else 3 * MIB + 5):
             client.put(KEY, large(nbytes, nbytes))
             assert client.get(KEY) == large(nbytes, nbytes)
         serving.until(stored=6, hits=6)
@@ -155,9 +122,9 @@ def test_slow_clients_beside_fast_ones(large_serving: Serving) -> None:
         assert slow_reader.receive(len(payload)) == payload
 
 
-def test_who_does_not_go_on_is_cut_off(tiers: LMCHybridBackend, any_loop: NewLoop) -> None:
+def test_who_does_not_go_on_is_cut_off(lower: DictTier, any_loop: NewLoop) -> None:
     with (
-        Serving(tiers, any_loop, stall_timeout_s=0.5, **LARGE) as serving,
+        Serving(lower, any_loop, stall_timeout_s=2.0, **LARGE) as serving,
         serving.client() as reader,
         serving.client() as writer,
         serving.client() as idle,
@@ -174,9 +141,7 @@ def test_who_does_not_go_on_is_cut_off(tiers: LMCHybridBackend, any_loop: NewLoo
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
-def test_a_client_that_disappears_leaves_nothing(
-    large_serving: Serving, memory: LMCLocalBackend, how: str
-) -> None:
+def test_a_client_that_disappears_leaves_nothing(large_serving: Serving, how: str) -> None:
     with large_serving.client() as other:
         for cut_off in (1, MOVED_BYTES, 5 * MIB, 8 * MIB - 1):
             other.put(key(1), large(1))
@@ -192,13 +157,13 @@ def test_a_client_that_disappears_leaves_nothing(
             assert other.get(key(1)) == large(1)
     large_serving.until(open_connections=0)
     assert large_serving.stats()["errors"] == 0
-    # Of all the rooms that were given none is left.
-    assert memory._blocks.taken_bytes == memory.used_bytes == 8 * MIB
+    # Of all the memory that was reserved none is left.
+    assert large_serving.pool.used == large_serving.pool.idle == 8 * MIB
 
 
 @pytest.mark.parametrize("change", ["replace", "remove", "evict"])
 def test_a_chunk_that_goes_while_it_is_sent_is_sent_whole(
-    large_serving: Serving, tiers: LMCHybridBackend, memory: LMCLocalBackend, change: str
+    large_serving: Serving, change: str
 ) -> None:
     payload = large(1)
     with large_serving.client() as reader, large_serving.client() as other:
@@ -207,11 +172,11 @@ def test_a_chunk_that_goes_while_it_is_sent_is_sent_whole(
         reader.send(header(GET, key(1)))
         assert reader.reply()[:2] == (200, len(payload))
         if change == "remove":
-            assert tiers.remove(object_key_of(key(1)))
+            assert large_serving.remove(key(1))
         for number in range(20):
             other.put(key(1 if change == "replace" else number + 2), large(number + 2))
             assert other.exists(key(1 if change == "replace" else number + 2))
-        assert memory._blocks.taken_bytes > memory.used_bytes, "it is still being sent"
+        assert large_serving.pool.pinned == len(payload), "it is still being sent"
         assert reader.receive(len(payload)) == payload
         large_serving.until(payload_bytes_out=len(payload))
         assert other.get(key(1)) == {"replace": large(21), "evict": payload, "remove": None}[change]
@@ -249,7 +214,7 @@ def test_nobody_sees_the_bytes_of_another(large_serving: Serving) -> None:
 
 
 def test_the_next_payload_comes_while_one_is_written_through(
-    large_serving: Serving, lower: Lower
+    large_serving: Serving, lower: DictTier
 ) -> None:
     lower.open.clear()
     with large_serving.client() as client, large_serving.client() as other:
@@ -264,12 +229,12 @@ def test_the_next_payload_comes_while_one_is_written_through(
         lower.open.set()
         assert client.receive(36) == SUCCEEDED
         large_serving.until(stored=2, slots_in_use=0)
-        assert lower.contains(object_key_of(key(2)))
+        assert object_key_of(key(2)) in lower.chunks
 
 
 @pytest.mark.parametrize("question", ["exists", "list", "get"])
 def test_what_is_asked_of_the_tiers_below_waits_for_them(
-    large_serving: Serving, lower: Lower, question: str
+    large_serving: Serving, lower: DictTier, question: str
 ) -> None:
     lower.open.clear()
     answers: list[object] = []
@@ -289,17 +254,19 @@ def test_what_is_asked_of_the_tiers_below_waits_for_them(
     assert answers == [{"exists": True, "list": {key(1)}, "get": None}[question]]
 
 
-def test_a_client_that_goes_after_a_put_has_put(large_serving: Serving, lower: Lower) -> None:
+def test_a_client_that_goes_after_a_put_has_put(large_serving: Serving, lower: DictTier) -> None:
     lower.open.clear()
     with large_serving.client() as client:
         client.put(key(1), large(1))
     large_serving.until(puts=1, payload_bytes_in=8 * MIB)
     lower.open.set()
     large_serving.until(stored=1, open_connections=0, slots_in_use=0)
-    assert lower.contains(object_key_of(key(1)))
+    assert object_key_of(key(1)) in lower.chunks
 
 
-def test_a_fault_of_a_tier_below_ends_the_connection(large_serving: Serving, lower: Lower) -> None:
+def test_a_fault_of_a_tier_below_ends_the_connection(
+    large_serving: Serving, lower: DictTier
+) -> None:
     lower.error = RuntimeError("a fault")
     with large_serving.client() as client, large_serving.client() as other:
         client.put(key(1), large(1))
@@ -312,10 +279,10 @@ def test_a_fault_of_a_tier_below_ends_the_connection(large_serving: Serving, low
 
 
 def test_memory_that_does_not_take_it_leaves_it_to_the_others(
-    lower: Lower, any_loop: NewLoop
+    lower: DictTier, any_loop: NewLoop
 ) -> None:
-    tiers = LMCHybridBackend((LMCLocalBackend(MIB), lower))
-    with Serving(tiers, any_loop, **LARGE) as serving, serving.client() as client:
+    settings = LARGE | {"memory_bytes": MIB}
+    with Serving(lower, any_loop, **settings) as serving, serving.client() as client:
         client.put(key(1), large(1))
         assert client.get(key(1)) == large(1)
         assert client.exists(key(1))
@@ -325,10 +292,8 @@ def test_memory_that_does_not_take_it_leaves_it_to_the_others(
 # ------------------------------------------------------------------ the end
 
 
-def test_stopping_while_payloads_move(
-    tiers: LMCHybridBackend, memory: LMCLocalBackend, any_loop: NewLoop
-) -> None:
-    with Serving(tiers, any_loop, shutdown_deadline_s=0.3, **LARGE) as serving:
+def test_stopping_while_payloads_move(lower: DictTier, any_loop: NewLoop) -> None:
+    with Serving(lower, any_loop, shutdown_deadline_s=0.3, **LARGE) as serving:
         clients = [serving.client() for _ in range(6)]
         try:
             clients[0].put(key(1), large(1))
@@ -346,13 +311,14 @@ def test_stopping_while_payloads_move(
         finally:
             for client in clients:
                 client.socket.close()
-    assert memory.list() == [object_key_of(key(1))]
+    assert len(serving.pool) == 1
+    assert serving.pool.used == 8 * MIB
     assert not [each for each in threading.enumerate() if each.name.startswith("gateway-mover")]
 
 
-def test_stopping_lets_payloads_arrive(tiers: LMCHybridBackend, any_loop: NewLoop) -> None:
+def test_stopping_lets_payloads_arrive(lower: DictTier, any_loop: NewLoop) -> None:
     with (
-        Serving(tiers, any_loop, shutdown_deadline_s=10.0, **LARGE) as serving,
+        Serving(lower, any_loop, shutdown_deadline_s=10.0, **LARGE) as serving,
         serving.client() as reader,
         serving.client() as writer,
     ):
@@ -370,14 +336,12 @@ def test_stopping_lets_payloads_arrive(tiers: LMCHybridBackend, any_loop: NewLoo
         assert reader.receive(8 * MIB) == large(1)
         stopper.join(WAIT_S)
         assert not stopper.is_alive()
-    assert tiers.contains(object_key_of(key(2)))
+    assert object_key_of(key(2)) in lower.chunks
 
 
-def test_stopping_does_not_wait_for_a_tier_below(
-    tiers: LMCHybridBackend, lower: Lower, any_loop: NewLoop
-) -> None:
+def test_stopping_does_not_wait_for_a_tier_below(lower: DictTier, any_loop: NewLoop) -> None:
     lower.open.clear()
-    with Serving(tiers, any_loop, shutdown_deadline_s=0.2, **LARGE) as serving:
+    with Serving(lower, any_loop, shutdown_deadline_s=0.2, **LARGE) as serving:
         with serving.client() as client:
             client.put(key(1), large(1))
             serving.until(payload_bytes_in=8 * MIB)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fetch import find_package
-from tests.gateway.serving import DictBackend, Serving
+from tests.gateway.serving import DictTier, Serving
 
 pytestmark = pytest.mark.servers
 
@@ -18,7 +18,7 @@ FOLDER = find_package()
 
 
 @pytest.mark.skipif(FOLDER is None, reason="needs LMCache's wheel, which scripts/setup fetches")
-def test_it_finds_what_it_expects(backend: DictBackend) -> None:
+def test_it_finds_what_it_expects(backend: DictTier) -> None:
     with Serving(backend, buffer_bytes=64 << 20, max_payload_bytes=32 << 20) as serving:
         words = [str(serving.port), str(FOLDER)]
         done = subprocess.run(

@@ -1,17 +1,17 @@
-"""The real tiers behind a gateway, in one process."""
+"""Tiers behind a gateway: the real ones in one process, and some that fail."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from pathlib import Path
 
 import pytest
 
-from lmcache_redis.gateway.config import GatewayConfig
-from lmcache_redis.gateway.main import open_tiers
-from tests.gateway.serving import Serving
-from tests.gateway.wire import GET, PUT, SUCCESS, header
+from lmcache_redis.gateway import server
+from tests.gateway.serving import DictTier, Serving
+from tests.gateway.wire import GET, KEY, PUT, SUCCESS, header
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.servers
@@ -30,28 +30,25 @@ def test_whatever_a_request_says_is_in_the_reply(tmp_path: Path, tiers: str) -> 
     with RedisServer(redis_directory) as redis:
         everything = tiers == "all"
         on_disk = tiers in ("disk", "all")
-        config = GatewayConfig(
-            memory_bytes=16 << 20 if everything or tiers == "memory" else 0,
-            disk_path=str(tmp_path / "disk") if on_disk else None,
-            disk_size=16 << 20,
-            redis_url=redis.url if everything or tiers == "redis" else None,
-        )
-        backend = open_tiers(config)
-        try:
-            sizes = {"buffer_bytes": 8 << 20, "max_payload_bytes": 4 << 20}
-            with Serving(backend, **sizes) as serving, serving.client() as client:
-                for number, (length, fmt, dtype, shape) in enumerate(FORMS):
-                    payload = random.Random(number).randbytes(length)
-                    key = f"m@1@0@{number:x}@half"
-                    client.send(header(PUT, key, length, fmt, dtype, shape) + payload)
-                    client.send(header(GET, key))
-                    assert client.reply() == (SUCCESS, length, fmt, dtype, shape, 0)
-                    assert client.receive(length) == payload
-                client.send(header(PUT, "m@1@0@ff@half"))
-                assert not client.exists("m@1@0@ff@half"), "tiers have no chunks of no bytes"
-                assert client.list() == {f"m@1@0@{n:x}@half" for n in range(len(FORMS))}
-        finally:
-            backend.close()
+        settings = {
+            "memory_bytes": 16 << 20 if everything or tiers == "memory" else 0,
+            "disk_path": str(tmp_path / "disk") if on_disk else None,
+            "disk_size": 16 << 20,
+            "redis_url": redis.url if everything or tiers == "redis" else None,
+            "buffer_bytes": 8 << 20,
+            "max_payload_bytes": 4 << 20,
+        }
+        with Serving(None, **settings) as serving, serving.client() as client:
+            for number, (length, fmt, dtype, shape) in enumerate(FORMS):
+                payload = random.Random(number).randbytes(length)
+                key = f"m@1@0@{number:x}@half"
+                client.send(header(PUT, key, length, fmt, dtype, shape) + payload)
+                client.send(header(GET, key))
+                assert client.reply() == (SUCCESS, length, fmt, dtype, shape, 0)
+                assert client.receive(length) == payload
+            client.send(header(PUT, "m@1@0@ff@half"))
+            assert not client.exists("m@1@0@ff@half"), "tiers have no chunks of no bytes"
+            assert client.list() == {f"m@1@0@{n:x}@half" for n in range(len(FORMS))}
 
 
 def test_many_clients_on_all_tiers(tmp_path: Path) -> None:
@@ -60,29 +57,90 @@ def test_many_clients_on_all_tiers(tmp_path: Path) -> None:
     redis_directory.mkdir()
     problems: list[BaseException] = []
     with RedisServer(redis_directory) as redis:
-        config = GatewayConfig(memory_bytes=2 << 20, redis_url=redis.url)
-        backend = open_tiers(config)
-        try:
-            with Serving(backend, buffer_bytes=2 << 20, max_payload_bytes=1 << 20) as serving:
+        settings = {"memory_bytes": 2 << 20, "disk_path": None, "redis_url": redis.url}
+        sizes = {"buffer_bytes": 2 << 20, "max_payload_bytes": 1 << 20}
+        with Serving(None, **settings, **sizes) as serving:
 
-                def work(number: int) -> None:
-                    source = random.Random(number)
-                    chunks = [source.randbytes(source.randrange(200_000)) for _ in range(4)]
-                    try:
-                        with serving.client() as client:
-                            for turn, chunk in enumerate(chunks):
-                                client.put(f"m@16@{number}@{turn:02x}@half", chunk)
-                            for turn, chunk in enumerate(chunks):
-                                assert client.get(f"m@16@{number}@{turn:02x}@half") == chunk
-                    except BaseException as problem:
-                        problems.append(problem)
+            def work(number: int) -> None:
+                source = random.Random(number)
+                chunks = [source.randbytes(source.randrange(200_000)) for _ in range(4)]
+                try:
+                    with serving.client() as client:
+                        for turn, chunk in enumerate(chunks):
+                            client.put(f"m@16@{number}@{turn:02x}@half", chunk)
+                        for turn, chunk in enumerate(chunks):
+                            assert client.get(f"m@16@{number}@{turn:02x}@half") == chunk
+                except BaseException as problem:
+                    problems.append(problem)
 
-                threads = [threading.Thread(target=work, args=(n,)) for n in range(16)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-                assert problems == []
-                assert serving.stats()["hits"] == 64
-        finally:
-            backend.close()
+            threads = [threading.Thread(target=work, args=(n,)) for n in range(16)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert problems == []
+            assert serving.stats()["hits"] == 64
+
+
+def test_a_write_that_hangs_holds_up_no_client() -> None:
+    """Its memory stays taken until the tier is done with it, its share of the budget does not."""
+    tier = DictTier()
+    with (
+        Serving(tier, memory_bytes=1 << 20) as serving,
+        serving.client() as client,
+    ):
+        tier.open.clear()
+        tier.hangs_next = True
+        client.put("m@1@0@01@half", b"1" * 5000)
+        client.put("m@1@0@02@half", b"2" * 6000)
+        assert not client.exists("m@1@0@03@half")
+        assert client.get("m@1@0@01@half") == b"1" * 5000
+        serving.until(slots_in_use=0, stored=2)
+        assert serving.call(lambda: serving.pool.pinned) == 5000
+        tier.hangs = False
+        tier.open.set()
+
+
+def test_a_tier_that_cannot_deliver_is_passed_over() -> None:
+    upper, lower = DictTier(), DictTier()
+    with Serving([upper, lower]) as serving, serving.client() as client:
+        client.put(KEY, b"x" * 5000)
+        assert client.exists(KEY)
+        upper.damaged = True
+        assert client.get(KEY) == b"x" * 5000
+        lower.damaged = True
+        assert client.get(KEY) is None
+        serving.until(hits=1, misses=1)
+
+
+def test_a_chunk_larger_than_the_memory_leaves_the_others_there() -> None:
+    tier = DictTier()
+    with Serving(tier, memory_bytes=10_000) as serving, serving.client() as client:
+        client.put("m@1@0@01@half", b"1" * 4000)
+        client.put("m@1@0@02@half", b"2" * 20_000)
+        for _ in range(2):
+            assert client.get("m@1@0@02@half") == b"2" * 20_000
+            assert serving.call(lambda: serving.pool.idle) == 4000
+        tier.chunks.clear()
+        assert client.get("m@1@0@01@half") == b"1" * 4000
+
+
+def test_a_put_that_there_is_no_memory_for_is_dropped() -> None:
+    with Serving(DictTier()) as serving, serving.client() as client:
+        serving.cache.reserve = lambda metadata, fresh=False: None  # type: ignore[method-assign]
+        client.put(KEY, bytes(500_000))
+        assert client.get(KEY) is None
+        serving.until(not_stored=1, misses=1, slots_in_use=0, open_connections=1)
+
+
+def test_sends_from_memory_beyond_its_share_take_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_LEAST_BESIDE_BYTES", 0)
+    sizes = {"memory_bytes": 64 << 20, "buffer_bytes": 64 << 20, "max_payload_bytes": 8 << 20}
+    with contextlib.ExitStack() as stack:
+        serving = stack.enter_context(Serving([], slot_bytes=1 << 20, **sizes))
+        first, *slow = [stack.enter_context(serving.client()) for _ in range(4)]
+        first.put(KEY, bytes(8 << 20))
+        assert first.exists(KEY)
+        for number, client in enumerate(slow):
+            client.send(header(GET, KEY))
+            serving.until(hits=number + 1, slots_in_use=[0, 0, 8][number])

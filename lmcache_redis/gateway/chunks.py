@@ -1,0 +1,190 @@
+"""What connections do with the cache: receive a chunk into it, load one, list the keys.
+
+A PUT is received into the memory of its future entry, as far as its share of the budget covers it.
+A chunk that is loaded has its share before it has memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from lmcache_redis.cache.objects import Held, ObjectCache
+from lmcache_redis.errors import FormatError
+from lmcache_redis.gateway.budget import Share
+from lmcache_redis.gateway.shared import Shared
+from lmcache_redis.gateway.wire import key_text_of, reply_of
+from lmcache_redis.keys import ObjectKey
+from lmcache_redis.protocol import RemoteMetadata
+
+# Of one question to the tiers, or one load.
+_TIER_TIMEOUT_S = 5.0
+_LIST_TIMEOUT_S = 60.0
+# Payloads that are not stored are received into it: the same memory each time.
+_DROPPED = memoryview(bytearray(256 << 10))
+
+_Answer = TypeVar("_Answer")
+
+
+class Receiving:
+    """Room for the payload of a PUT, which ends with `publish` or `abandon`.
+
+    metadata: None: the payload is received and dropped. So is one that the cache has no memory
+    for. Memory is reserved when the first bytes are covered, which is on the loop's thread: memory
+    that was used before, or, where too much of that waits for its bytes, an untouched block.
+    """
+
+    def __init__(self, shared: Shared, metadata: RemoteMetadata | None) -> None:
+        self._shared = shared
+        self._metadata = metadata
+        self._nbytes = metadata.length if metadata is not None else 0
+        self._share = shared.budget.empty()
+        self._held: Held | None = None
+        self._reused: Share | None = None
+
+    def try_next(self, rest: int) -> Sequence[memoryview]:
+        """See `stream.Room`."""
+        if self._metadata is None:
+            return [_DROPPED[:rest]]
+        return self._views(self._metadata, self._share.try_extend(rest), rest)
+
+    async def next(self, rest: int) -> Sequence[memoryview]:
+        """See `stream.Room`."""
+        if self._metadata is None:
+            return [_DROPPED[:rest]]
+        return self._views(self._metadata, await self._share.extend(rest), rest)
+
+    def publish(self, key: ObjectKey) -> asyncio.Future[None]:
+        """GETs find the chunk from now on. The future is done when every tier has answered."""
+        shared, held, nbytes = self._shared, self._held, self._nbytes
+        if self._reused is not None:
+            self._reused.release()
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def written(stored: bool) -> None:
+            self._share.release()
+            if not ended.done():
+                ended.set_result(None)
+            if stored:
+                shared.counters.stored += 1
+                return
+            shared.counters.not_stored += 1
+            shared.log.warning(
+                "not stored", "a chunk of %d bytes is not stored: no tier took it", nbytes
+            )
+
+        if held is None:
+            written(False)
+            return ended
+        try:
+            shared.cache.publish(key, held, written)
+        except FormatError:  # it has no encoding in a tier
+            shared.cache.abandon(held)
+            written(False)
+        return ended
+
+    def abandon(self) -> None:
+        """The payload was not received as a whole."""
+        if self._held is not None:
+            self._shared.cache.abandon(self._held)
+        if self._reused is not None:
+            self._reused.release()
+        self._share.release()
+
+    def _views(self, metadata: RemoteMetadata, covered: int, rest: int) -> Sequence[memoryview]:
+        if not covered:
+            return []
+        if rest == metadata.length:
+            self._reused = self._shared.reused.try_take(rest)
+            self._held = self._shared.cache.reserve(metadata, fresh=self._reused is None)
+        if self._held is None:
+            self._metadata = None
+            self._share.release()
+            return [_DROPPED[:rest]]
+        at = metadata.length - rest
+        return [self._held.payload[at : at + covered]]
+
+
+def reply_to(metadata: RemoteMetadata, most_bytes: int) -> bytes | None:
+    """The header before the payload; None for a chunk that is a miss for these clients."""
+    try:
+        return reply_of(metadata) if metadata.length <= most_bytes else None
+    except FormatError:
+        return None  # another protocol's chunk
+
+
+async def load(shared: Shared, key: ObjectKey) -> tuple[Held, Share] | None:
+    """A chunk from the first tier that has it and delivers it; both are to be released."""
+    cache, first = shared.cache, 0
+    while True:
+        found = await _ask(partial(cache.find, key, _deadline(), first=first))
+        if found is None or reply_to(found.metadata, shared.max_payload_bytes) is None:
+            return None
+        share = await shared.budget.take(found.length)
+        held: Held | None = None
+        try:
+            held = await _ask(partial(cache.load, key, found, _deadline()), partial(_drop, cache))
+        finally:
+            if held is None:
+                share.release()
+        if held is not None:
+            return held, share
+        first = found.level + 1
+
+
+async def contains(cache: ObjectCache, key: ObjectKey) -> bool:
+    """Whether a GET would most likely find the chunk."""
+    return await _ask(partial(cache.contains, key, _deadline()))
+
+
+async def listed(cache: ObjectCache) -> bytes:
+    """The key texts of all chunks that a GET could name."""
+    keys = await _ask(partial(cache.keys, _deadline(_LIST_TIMEOUT_S)))
+    return await asyncio.to_thread(_text_of, keys)  # there may be millions
+
+
+async def _ask(
+    begin: Callable[[Callable[[_Answer], None]], None],
+    unwanted: Callable[[_Answer], None] = lambda _: None,
+) -> _Answer:
+    """What a call to the cache is done with.
+
+    begin: the call, apart from its `done`. unwanted: called with the answer where the task was
+    cancelled before it had it.
+    """
+    answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+
+    def done(result: _Answer) -> None:
+        if answer.cancelled():
+            unwanted(result)
+        else:
+            answer.set_result(result)
+
+    begin(done)
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        if not answer.cancelled():
+            unwanted(answer.result())
+        raise
+
+
+def _drop(cache: ObjectCache, held: Held | None) -> None:
+    if held is not None:
+        cache.release(held)
+
+
+def _deadline(timeout_s: float = _TIER_TIMEOUT_S) -> float:
+    return time.monotonic() + timeout_s
+
+
+def _text_of(keys: Sequence[ObjectKey]) -> bytes:
+    texts = []
+    for key in keys:
+        with contextlib.suppress(FormatError):
+            texts.append(key_text_of(key))
+    return "\n".join(texts).encode("utf-8")
