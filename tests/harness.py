@@ -22,7 +22,8 @@ from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
 from lmcache_redis.errors import LMCacheRedisError
 
-WAIT_S = 10.0
+# What only a hang reaches: the machine may run several test runs at once.
+WAIT_S = 60.0
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = WAIT_S, what: str = "") -> float:
@@ -100,7 +101,15 @@ class AgentServer:
         return self.process.returncode
 
     def stop(self) -> None:
+        """Return when every thread has stopped."""
         os.kill(self.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.pid}/task")
+
+        def states() -> set[str]:
+            stats = [task.joinpath("stat").read_text() for task in tasks.iterdir()]
+            return {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+        wait_until(lambda: states() == {"T"}, what="a stopped agent")
 
     def cont(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -126,7 +135,11 @@ class AgentServer:
             self._process.wait(WAIT_S)
 
     def __enter__(self) -> AgentServer:
-        return self.start()
+        try:
+            return self.start()
+        except BaseException:
+            self.kill()
+            raise
 
     def __exit__(
         self,

@@ -20,7 +20,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0
 START_ATTEMPTS = 5
 # sun_path of a unix socket address holds 108 bytes on Linux.
 MAX_SOCKET_PATH_BYTES = 100
