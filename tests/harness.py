@@ -19,7 +19,8 @@ from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
 from lmcache_redis.demo import agent
 from tests.servers import wait_until as wait_until
 
-WAIT_S = 10.0
+# What only a hang reaches: the machine may run several test runs at once.
+WAIT_S = 60.0
 
 
 class AgentServer(agent.AgentServer):
@@ -58,7 +59,15 @@ class AgentServer(agent.AgentServer):
         return self.process.wait(WAIT_S)
 
     def stop(self) -> None:
+        """Return when every thread has stopped."""
         os.kill(self.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.pid}/task")
+
+        def states() -> set[str]:
+            stats = [task.joinpath("stat").read_text() for task in tasks.iterdir()]
+            return {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+        wait_until(lambda: states() == {"T"}, what="a stopped agent")
 
     def cont(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

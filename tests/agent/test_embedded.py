@@ -21,7 +21,7 @@ from lmcache_redis.errors import ConfigError
 pytestmark = pytest.mark.servers
 
 LIMIT_BYTES = 64 << 20
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def script(path: Path, text: str) -> Path:

@@ -39,7 +39,6 @@ def stop_inside_a_retrieve(agent: AgentServer, engine: Engine, hashes: list[byte
         while not layers[0][8].any() and not layers[-1][15].any():
             pass
         agent.stop()
-        time.sleep(0.05)  # SIGSTOP takes a moment
         if not layers[-1][15].flatten()[-1].any():
             return
         agent.cont()
