@@ -1,14 +1,15 @@
-"""Tiers of chunks, each usable alone.
+"""Chunks in memory, on disk or in Redis, for programs that use the package as a library.
 
-interface   what every tier can do
+interface   the contract of every backend
 tensors     tensors as bytes and back
-local       a tier in host memory
-disk        a tier in a directory
-remote      a tier in Redis or Valkey
-pipelined   the same, with several chunks of a batch on their way
-hybrid      tiers above each other
+local       memory of the process
+tiered      the blocking face of a tier of the cache, with putqueue
+disk        a directory
+remote      Redis or Valkey, with keylocks, stripes
+pipelined   the same, with several chunks of a batch in flight
+hybrid      backends above each other, with inflight
 
-Their classes can be had from here; each is imported when it is first asked for.
+The classes can be imported from here; each module is imported on first use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Buffers of callers, looked at once, before a tier does anything with them.
+"""Checks of the caller's buffers, before a backend uses them.
 
-Every tier begins `put_bytes` with `payload_views` and calls `allocate` through
+Every backend begins `put_bytes` with `payload_views` and calls `allocate` through
 `allocated_views`, so that wrong use is the same error everywhere.
 """
 

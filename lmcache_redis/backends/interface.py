@@ -1,15 +1,15 @@
-"""What every tier of chunks can do: the contract, and the tensor calls made of byte calls.
+"""The contract of every backend, and the tensor calls, which are made of the byte calls.
 
-A tier keeps chunks by `ObjectKey`. What a chunk's bytes are, its `RemoteMetadata` says, which is
-kept beside them. The byte calls move payloads between the tier and buffers of the caller, without
-a copy of their own; the tensor calls allocate and call them.
+A backend keeps chunks by `ObjectKey`, each with its `RemoteMetadata`, which says what its bytes
+are. The byte calls move payloads between the backend and the caller's buffers, without a copy of
+their own; the tensor calls allocate the buffers.
 
-Every call may come from any thread, at the same time as any other; an iterator of `batched_get` is
-for one thread at a time. A tier behind a network answers each call by a deadline of its own; a
-disk that hangs keeps the calls that are in it and refuses others. No call raises for what is
-stored, for a server or disk that fails, or for a chunk that does not fit: then a put stores
-nothing and says so, and a get is a miss. Wrong use raises: FormatError for a key or a chunk that
-has no encoding, RuntimeError after `close`.
+Calls may come from any thread and at the same time; an iterator of `batched_get` is for one thread
+at a time. A backend behind a network ends each call by a deadline of its own; a disk that hangs
+keeps the calls that are in it, and others are refused. No call raises because of what is stored,
+because a server or a disk fails, or because a chunk does not fit: then a put stores nothing and
+returns False, and a get is a miss. Wrong use raises: FormatError for a key or a chunk that has no
+encoding, RuntimeError after `close`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 if TYPE_CHECKING:
     import torch
 
-# Given the metadata of a chunk that was found, gives writable buffers for its payload, in order
-# and together `metadata.length` bytes; None where there is no room, which makes it a miss.
+# Given the metadata of a chunk that was found, returns writable buffers for its payload, in order
+# and together `metadata.length` bytes. None: there is no room, and the get is a miss.
 Allocate = Callable[[RemoteMetadata], Sequence[memoryview] | None]
 
 
 class LMCBackendInterface(ABC):
-    """One tier.
+    """See the module.
 
     dst_device: where `get` and `batched_get` bring tensors, "cpu" or a CUDA device. fmt: the
     memory format that `put` writes into the metadata of tensors.
@@ -53,14 +53,14 @@ class LMCBackendInterface(ABC):
         """Store a chunk, in place of the one under this key, if any.
 
         payload: contiguous buffers in order, together `metadata.length` bytes; they are the
-        caller's again on return, also where blocking is False. blocking: on return the chunk can
-        be had (True) or was not stored (False). Otherwise True means that it was accepted: a
-        worker stores it soon, or drops it where that fails; until then it may or may not be had.
+        caller's again on return, also where blocking is False. blocking: the chunk is stored on
+        return, or False. Otherwise True means accepted: it is stored in the background, or dropped
+        where that fails; until then gets may or may not find it.
         """
 
     @abstractmethod
     def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
-        """Load a chunk into the buffers that `allocate` gives; None is a miss.
+        """Load a chunk into the buffers that `allocate` returns; None is a miss.
 
         `allocate` is called at most once, on this thread. After a miss the buffers hold
         anything.
@@ -72,9 +72,9 @@ class LMCBackendInterface(ABC):
 
     @abstractmethod
     def remove(self, key: ObjectKey) -> bool:
-        """Forget a chunk, and a put of it that is still waiting; whether there was one.
+        """Remove a chunk, and drop a put of it that waits; whether there was one.
 
-        False also where the tier does not answer in time: the chunk may still be there then.
+        False also where the backend does not answer in time: then the chunk may still be there.
         """
 
     @abstractmethod
@@ -87,7 +87,7 @@ class LMCBackendInterface(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Flush for a bounded time, end all threads and let everything go. Idempotent."""
+        """Flush for a bounded time, end all threads and free everything. Idempotent."""
 
     # -------------------------------------------------------------- tensors
 

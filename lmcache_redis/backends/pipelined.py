@@ -1,14 +1,14 @@
-"""The remote tier, with several chunks of a batch on their way at once.
+"""The backend in Redis, with several chunks of a batch in flight.
 
-`batched_get` keeps reads ahead of the consumer: while it works with one tensor, or while that is
-brought to its device, the next are on their way. `batched_put` does the same with writes, so that
-the next tensor is brought from its device while earlier ones are sent. Both hold at most
-`window_chunks` and `window_bytes`, and one chunk in any case.
+`batched_get` reads ahead: while the consumer works with one tensor, or while that is brought to its
+device, the next are being read. `batched_put` sends earlier tensors while the next is brought from
+its device. Both have at most `window_chunks` and `window_bytes` in flight, and one chunk in any
+case.
 
 Each step of the iterator takes at most `deadline_s`. One that is abandoned (closed, or no longer
-referenced) cancels what is outstanding; nobody waits for it, and its memory goes when the plane
-has answered. Between two steps no turn is held longer than its read takes: a consumer may put and
-remove, also the keys that it is getting.
+referenced) cancels its reads without waiting; their memory is freed when the plane has answered.
+Between two steps a key is locked for no longer than its read takes: a consumer may put and remove,
+also the keys that it is getting.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DEFAULT_WINDOW_BYTES = 128 << 20
 class LMCPipelinedRemoteBackend(LMCRemoteBackend):
     """See the module, and `LMCRemoteBackend` for everything else.
 
-    window_chunks, window_bytes: most that a batched call has on its way.
+    window_chunks, window_bytes: most that a batched call has in flight.
     """
 
     def __init__(

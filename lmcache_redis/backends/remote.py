@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -57,15 +58,16 @@ _AT_ONCE = -math.inf
 
 
 class Transfer(ChunkIO):
-    """A chunk between Redis and the caller's buffers, which it uses until it has an outcome."""
+    """A chunk between Redis and the caller's buffers, which are in use until it has ended."""
 
-    __slots__ = ("outcome", "stripes")
+    __slots__ = ("has_ended", "outcome", "stripes")
 
     def __init__(
         self, key: bytes, frame: ChunkFrame, views: Sequence[memoryview], deadline: float
     ) -> None:
         self.stripes = StripeSlots(views, frame)
-        self.outcome: SimpleQueue[ReadOutcome | WriteOutcome] = SimpleQueue()
+        self.outcome: ReadOutcome | WriteOutcome | None = None
+        self.has_ended = threading.Event()
         super().__init__(key, frame, self.stripes.slots, deadline)
 
 
@@ -212,17 +214,19 @@ class LMCRemoteBackend(TierBackend):
     def _ended(self, chunk: ChunkIO, outcome: ReadOutcome | WriteOutcome) -> None:
         """On a thread of the plane."""
         assert isinstance(chunk, Transfer)
+        chunk.outcome = outcome
         self._locks.release(chunk.key)
-        chunk.outcome.put(outcome)
+        chunk.has_ended.set()
 
-    def _outcome(self, transfer: Transfer) -> ReadOutcome | WriteOutcome:
+    def _outcome(self, transfer: Transfer) -> ReadOutcome | WriteOutcome | None:
         """Wait for it. Where the wait is interrupted, until the buffers are not in use any more."""
         try:
-            return transfer.outcome.get()
+            transfer.has_ended.wait()
         except BaseException:
             self._tier.cancel(transfer)
-            transfer.outcome.get()
+            transfer.has_ended.wait()
             raise
+        return transfer.outcome
 
     def _remove(self, chunk_key: bytes, deadline: float) -> bool:
         if not self._locks.acquire(chunk_key, deadline, exclusive=True):

@@ -1,4 +1,4 @@
-"""Tensors as bytes and back, without a copy on the CPU. The only module of storage with torch."""
+"""Tensors as bytes and back, without a copy on the CPU. The only backend module with torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TensorAllocation:
 
     def __call__(self, metadata: RemoteMetadata) -> Sequence[memoryview] | None:
         if len(metadata.shapes) != 1 or not metadata.shapes[0]:
-            return None  # stored as bytes by somebody else: it is no tensor
+            return None  # stored as bytes: not a tensor
         try:
             tensor = torch.empty(metadata.shapes[0], dtype=torch_dtype(metadata.dtype_names[0]))
         except (FormatError, MemoryError, RuntimeError):
