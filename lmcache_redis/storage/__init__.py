@@ -1,7 +1,6 @@
 """Tiers of chunks, each usable alone.
 
 interface   what every tier can do
-lending     what a tier in memory can do without a copy
 tensors     tensors as bytes and back
 local       a tier in host memory
 disk        a tier in a directory
