@@ -219,7 +219,7 @@ class ObjectCache:
     # ------------------------------------------------------------------ put
 
     def reserve(self, metadata: RemoteMetadata) -> Held | None:
-        """Memory for a chunk, found by nobody; None where there is none, or nothing to hold.
+        """Memory for a chunk that is not found yet; None for no room, or a chunk without bytes.
 
         It is to be published or abandoned.
         """
@@ -346,7 +346,7 @@ class ObjectCache:
 
 
 class _WriteThrough:
-    """A chunk that was published on its way to every tier.
+    """The writes of a published chunk to every tier.
 
     written: see `ObjectCache.publish`. remove_s: for a tier to forget what it has under the key.
     """
