@@ -219,7 +219,7 @@ class ObjectCache:
     # ------------------------------------------------------------------ put
 
     def reserve(self, metadata: RemoteMetadata) -> Held | None:
-        """Memory for a chunk that is not found yet; None for no room, or a chunk without bytes.
+        """Memory for a chunk, found by nobody; None where there is none, or nothing to hold.
 
         It is to be published or abandoned.
         """

@@ -225,6 +225,8 @@ class HostPool:
         if entry.state is EntryState.READY:
             self._idle[entry.key] = entry
             self._idle_units += entry.units
+            if entry.units > self.idle_limit:
+                self.discard(entry)
             while self._idle_units > self.idle_limit:
                 self._evict()
         else:

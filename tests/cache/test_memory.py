@@ -212,6 +212,9 @@ class HeapMachine(RuleBasedStateMachine):
             return
         del self.pins[entry]
         if self.index.get(entry.key) is entry:
+            if entry.units > IDLE:
+                del self.index[entry.key]  # it alone: it costs no other its place
+                return
             self.idle.append(entry)
             self._evict(lambda: sum(each.units for each in self.idle) <= IDLE)
 
