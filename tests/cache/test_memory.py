@@ -213,7 +213,7 @@ class HeapMachine(RuleBasedStateMachine):
         del self.pins[entry]
         if self.index.get(entry.key) is entry:
             if entry.units > IDLE:
-                del self.index[entry.key]  # it alone: it costs no other its place
+                del self.index[entry.key]  # it alone, not the others before it
                 return
             self.idle.append(entry)
             self._evict(lambda: sum(each.units for each in self.idle) <= IDLE)
