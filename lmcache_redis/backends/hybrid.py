@@ -182,7 +182,7 @@ class LMCHybridBackend(LMCBackendInterface):
     def batched_get(self, keys: Iterable[ObjectKey]) -> Iterator[torch.Tensor | None]:
         """`get` for each, in order; a few later ones are loaded while the first are used.
 
-        Where it is abandoned, loads that were begun end on their threads, unwaited for.
+        Where it is abandoned, loads that were begun end on their threads.
         """
         self._check_open()
         return self._get_ahead(iter(keys))

@@ -12,22 +12,27 @@ class KeyLock:
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
-        self._waiting: dict[bytes, deque[Action]] = {}  # of each key that is held
+        self._held: dict[bytes, deque[Action] | None] = {}  # who waits for each, None: none does
 
-    def acquire(self, key: bytes, acquired: Action) -> bool:
-        """Whether the lock was free, and is the caller's. Otherwise ``acquired`` is posted then."""
-        waiting = self._waiting.get(key)
-        if waiting is not None:
-            waiting.append(acquired)
+    def try_acquire(self, key: bytes) -> bool:
+        """Takes the lock if it is free."""
+        if key in self._held:
             return False
-        self._waiting[key] = deque()
+        self._held[key] = None
         return True
+
+    def wait(self, key: bytes, acquired: Action) -> None:
+        """Posts ``acquired`` when the lock, which is held, is the caller's."""
+        waiting = self._held[key]
+        if waiting is None:
+            waiting = self._held[key] = deque()
+        waiting.append(acquired)
 
     def release(self, key: bytes) -> None:
         """Hands the lock to the one that has waited longest."""
-        waiting = self._waiting[key]
+        waiting = self._held[key]
         if waiting:
             # Posted: of many that have nothing to do with it each would release it within the last.
             self._owner.post(waiting.popleft())
         else:
-            del self._waiting[key]
+            del self._held[key]

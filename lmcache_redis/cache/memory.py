@@ -117,8 +117,9 @@ class Arena:
 
     def take(self, units: int, *, fresh: bool = False) -> tuple[int, ...]:
         """See `pool.Memory`."""
-        pop = self._free.pop
-        return tuple(pop() for _ in range(units))
+        block = tuple(self._free[: -units - 1 : -1])
+        del self._free[-units:]
+        return block
 
     def give_back(self, block: tuple[int, ...]) -> None:
         """See `pool.Memory`."""
@@ -128,9 +129,11 @@ class Arena:
         self, block: tuple[int, ...], chunk_bytes: int, stripe_bytes: int
     ) -> list[memoryview]:
         """See `pool.Memory`."""
-        view, last_bytes = self.slot_view, chunk_bytes - (len(block) - 1) * stripe_bytes
-        views = [view(slot, stripe_bytes) for slot in block[:-1]]
-        views.append(view(block[-1], last_bytes))
+        if stripe_bytes > self.slot_bytes:
+            raise IndexError(f"stripes of {stripe_bytes} bytes in slots of {self.slot_bytes}")
+        memory, stride = self._view, self.slot_stride_bytes
+        views = [memory[at : at + stripe_bytes] for at in [slot * stride for slot in block]]
+        views[-1] = views[-1][: chunk_bytes - (len(block) - 1) * stripe_bytes]
         return views
 
     def close(self) -> None:

@@ -351,7 +351,7 @@ class ObjectCache:
 
 
 class _WriteThrough:
-    """A chunk that was published on its way to every tier.
+    """The writes of a published chunk to every tier.
 
     written: see `ObjectCache.publish`. remove_s: for a tier to forget what it has under the key.
     """

@@ -141,8 +141,7 @@ class WriteBehind:
             done(result)
             self._ended(removal)
 
-        if self._locks.acquire(key, begin):
-            begin()
+        self._locked(key, begin)
 
     def is_removing(self, key: bytes) -> bool:
         """Whether the chunk may be found in the tier although it was removed."""
@@ -150,9 +149,14 @@ class WriteBehind:
 
     def wait_for(self, key: bytes, when_ended: Callable[[Action], None]) -> None:
         """Later writes and removals of a key wait until ``when_ended`` calls what it is given."""
-        begin = partial(when_ended, partial(self._locks.release, key))
-        if self._locks.acquire(key, begin):
+        self._locked(key, partial(when_ended, partial(self._locks.release, key)))
+
+    def _locked(self, key: bytes, begin: Action) -> None:
+        """Calls ``begin`` with the lock of the key, now or later."""
+        if self._locks.try_acquire(key):
             begin()
+        else:
+            self._locks.wait(key, begin)
 
     def flush(self, done: Action) -> None:
         """Calls ``done`` when all writes and removals have ended that were enqueued before."""
@@ -213,7 +217,12 @@ class WriteBehind:
 
     def _write(self, jobs: Sequence[ChunkIO]) -> None:
         """Begins the writes whose keys are free, and the others as soon as they are."""
-        free = [job for job in jobs if self._locks.acquire(job.key, partial(self._acquired, job))]
+        free: list[ChunkIO] = []
+        for job in jobs:
+            if self._locks.try_acquire(job.key):
+                free.append(job)
+            else:
+                self._locks.wait(job.key, partial(self._acquired, job))
         if free:
             self._begin_writes(free)
 
@@ -286,16 +295,15 @@ class WriteBehind:
                     self._tier.name,
                     outcome.value,
                 )
-        holds_lock = self._writing.get(job.key) is job
-        if holds_lock:
-            del self._writing[job.key]
-        holds_lock &= entry not in self._stuck
+        if self._writing.get(job.key) is not job:
+            self._release(job)
+            return
+        del self._writing[job.key]
         try:
-            done = self._done_calls.pop(entry, None)
-            if done is not None:
-                done(outcome)
+            if entry in self._done_calls:
+                self._done_calls.pop(entry)(outcome)
         finally:
-            if holds_lock:
+            if entry not in self._stuck:
                 self._locks.release(job.key)
             self._release(job)
 

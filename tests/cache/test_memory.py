@@ -17,6 +17,25 @@ from tests.cache.auditing import audit
 MIB = 1 << 20
 
 
+def test_fresh_memory_is_not_the_one_that_was_used_before() -> None:
+    memory = HeapMemory(spare_bytes=8 * MIB)
+    memory.give_back(memory.take(MIB))
+    fresh = memory.take(MIB, fresh=True)
+    assert (fresh.nbytes, memory.spare_bytes) == (MIB, MIB)
+
+
+def test_an_entry_over_the_idle_limit_leaves_the_others() -> None:
+    pool = HostPool(HeapMemory(), idle_limit=100)
+    small, large = pool.reserve(b"small", 60), pool.reserve(b"large", 101)
+    for entry in (small, large):
+        assert entry is not None
+        pool.publish(entry)
+        pool.unpin(entry)
+    assert [entry.key for entry in pool] == [b"small"]
+    assert (pool.used, pool.idle) == (60, 60)
+    audit(pool)
+
+
 def test_memory_is_used_again_for_about_the_same_size() -> None:
     memory = HeapMemory(spare_bytes=8 * MIB)
     first = memory.take(MIB)
@@ -212,6 +231,9 @@ class HeapMachine(RuleBasedStateMachine):
             return
         del self.pins[entry]
         if self.index.get(entry.key) is entry:
+            if entry.units > IDLE:
+                del self.index[entry.key]  # it alone, not the others before it
+                return
             self.idle.append(entry)
             self._evict(lambda: sum(each.units for each in self.idle) <= IDLE)
 

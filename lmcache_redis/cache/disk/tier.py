@@ -308,7 +308,7 @@ class DiskTier:
 
 
 def _first_of(done: Callable[[ResultT], None]) -> Callable[[ResultT], None]:
-    """Calls ``done`` with the first answer: one that a call hangs comes before that it returned."""
+    """Calls ``done`` with the first answer: a call that hangs may give two."""
     unanswered = [done]
 
     def answer(result: ResultT) -> None:
