@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import logging
 import signal
+import threading
 import time
 
 from lmcache_redis import __version__
@@ -59,9 +60,13 @@ class LoopOwner:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
 
     def post(self, action: Action) -> None:
         """See `Owner`."""
+        if threading.get_ident() == self._thread:
+            self._loop.call_soon(action)  # without a system call that wakes the loop
+            return
         with contextlib.suppress(RuntimeError):  # the loop is closed: only a hung tier posts then
             self._loop.call_soon_threadsafe(action)
 
