@@ -28,6 +28,8 @@ NAMESPACE = FINGERPRINT[:16]
 STEM = key_stem(NAMESPACE, "test/model", 0, 32)
 # Generous: what these waits are for takes milliseconds unless something is broken.
 PATIENCE_S = 15.0
+# Longer than a busy machine takes for a handshake, and short enough to wait for.
+SLOW_S = 5.0
 GUARD = b"\xa5" * 64
 
 
@@ -151,8 +153,9 @@ def open_all(plane: RedisPlane) -> None:
 
 @contextmanager
 def running(url: str, **settings: Any) -> Iterator[RedisPlane]:
-    """A plane that has asked its server once."""
-    plane = RedisPlane(RedisOptions(url, **settings))
+    """A plane that has asked its server once. Its timeouts suit a busy machine."""
+    patient = {"connect_timeout_s": SLOW_S, "op_timeout_s": SLOW_S}
+    plane = RedisPlane(RedisOptions(url, **(patient | settings)))
     plane.start()
     try:
         plane.wait_probed(PATIENCE_S)

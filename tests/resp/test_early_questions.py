@@ -137,34 +137,6 @@ def test_a_connection_that_died_unnoticed_costs_no_answer(
         assert plane.state.up
 
 
-def test_a_caller_that_waits_does_the_work(
-    own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[str] = []
-    original = Pipeline.receive_all
-
-    def receive_all(self: Pipeline) -> object:
-        threads.append(threading.current_thread().name)
-        return original(self)
-
-    monkeypatch.setattr(Pipeline, "receive_all", receive_all)
-    with running(own_server.url, heartbeat_s=3600.0) as plane:
-        there = store(plane, 3)
-
-        def is_done_here() -> bool:
-            del threads[:]
-            outcome, headers = describe(plane, [there[1], first_key(99)])
-            assert outcome is CallOutcome.DONE
-            assert [header is not None for header in headers] == [True, False]
-            return threading.current_thread().name in threads
-
-        wait_until(is_done_here)
-        # Where the connection died unnoticed the plane asks again on another.
-        own_server.restart()
-        assert describe(plane, there) == (CallOutcome.DONE, [None] * 3)
-        assert plane.state.up
-
-
 def test_a_reply_cut_in_two_is_asked_for_again(own_server: RedisServer, early: list[str]) -> None:
     with Scissors(own_server.port) as scissors, running(scissors.url) as plane:
         there = store(plane, 3)
