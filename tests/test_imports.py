@@ -30,7 +30,7 @@ LAYERS = (
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # In one folder: what a reader takes in at a glance.
-MOST_FILES = 20
+MOST_FILES = 15
 
 # Within what the layers would allow, these never meet.
 STRANGERS = {

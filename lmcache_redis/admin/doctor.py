@@ -22,10 +22,16 @@ from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
 from lmcache_redis.keys import KEY_MAGIC
 from lmcache_redis.resp.bulk import ask_value, receive_value
-from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.connection import Connection
-from lmcache_redis.resp.options import DEFAULT_GET_CONNECTIONS
-from lmcache_redis.resp.wire import ErrorReply, end_of_command, error_of, get_command, set_prefix
+from lmcache_redis.resp.net.connect import Connector
+from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.options import DEFAULT_GET_CONNECTIONS
+from lmcache_redis.resp.net.wire import (
+    ErrorReply,
+    end_of_command,
+    error_of,
+    get_command,
+    set_prefix,
+)
 from lmcache_redis.stripe import HEADER_BYTES
 
 PINGS = 51

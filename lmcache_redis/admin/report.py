@@ -18,7 +18,7 @@ from lmcache_redis.admin.names import printable, show_key, shown_age, shown_byte
 from lmcache_redis.admin.purge import Plan, Removal
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.stripes import State, Stripe, Use
-from lmcache_redis.resp.endpoint import Transport
+from lmcache_redis.resp.net.endpoint import Transport
 
 # The JSON fields of a type; NAME=PATH for another attribute. Other types: all fields.
 _FIELDS: dict[type, str] = {

@@ -26,12 +26,12 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp.bulk import ask_value, receive_value
-from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.connection import Connection
-from lmcache_redis.resp.endpoint import Deployment, Endpoint, parse_deployment
-from lmcache_redis.resp.options import RedisOptions
-from lmcache_redis.resp.topology import Routes, Routing, find_servers
-from lmcache_redis.resp.wire import (
+from lmcache_redis.resp.net.connect import Connector
+from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, parse_deployment
+from lmcache_redis.resp.net.options import RedisOptions
+from lmcache_redis.resp.net.topology import Routes, Routing, find_servers
+from lmcache_redis.resp.net.wire import (
     ErrorReply,
     Reply,
     error_of,

@@ -19,7 +19,7 @@ from lmcache_redis.agent.service import Service
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.config import AgentConfig, endpoint_path, ensure_private
 from lmcache_redis.errors import ConfigError, DeviceError
-from lmcache_redis.resp.options import RedisOptions
+from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.transport import bind_router
 

@@ -8,6 +8,7 @@ from queue import SimpleQueue
 
 from lmcache_redis.cache.tier import FramesResult
 from lmcache_redis.keys import stripe_key
+from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ChunkIO,
@@ -21,7 +22,6 @@ from lmcache_redis.resp.outcomes import (
     WriteOutcome,
 )
 from lmcache_redis.resp.plane import RedisPlane
-from lmcache_redis.resp.wire import escape_pattern
 from lmcache_redis.stripe import ChunkFrame, StripeHeader
 
 logger = logging.getLogger(__name__)

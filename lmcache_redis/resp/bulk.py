@@ -32,10 +32,10 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.connection import Connection
+from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.stream import Stream
+from lmcache_redis.resp.net.wire import CRLF, error_of, parse_error, parse_length, value_head
 from lmcache_redis.resp.outcomes import ReadOutcome
-from lmcache_redis.resp.stream import Stream
-from lmcache_redis.resp.wire import CRLF, error_of, parse_error, parse_length, value_head
 from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, Verdict, describe_header
 
 # A call that is met by silence returns after that long: the caller has deadlines to keep, and lanes

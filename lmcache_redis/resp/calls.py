@@ -11,6 +11,8 @@ from typing import Any
 from lmcache_redis.keys import KEY_MAGIC, stripe_key
 from lmcache_redis.resp.control import Question, Removal, Steps
 from lmcache_redis.resp.jobs import Jobs
+from lmcache_redis.resp.net.topology import Part, Routing
+from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.resp.node import Node, Nodes
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
@@ -33,8 +35,6 @@ from lmcache_redis.resp.query import (
     unlink_command,
     walk_keys,
 )
-from lmcache_redis.resp.topology import Part, Routing
-from lmcache_redis.resp.wire import escape_pattern
 
 # Partial writes are removed soon or not at all: later, the chunk may have been stored again.
 _REMOVE_WITHIN_S = 10.0

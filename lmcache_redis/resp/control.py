@@ -14,8 +14,8 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 from lmcache_redis.errors import RedisError, RedisTimeout, RedisUnavailable
-from lmcache_redis.resp.connection import Connection, Pipeline
 from lmcache_redis.resp.jobs import Job, Jobs, TaskQueue
+from lmcache_redis.resp.net.connection import Connection, Pipeline
 from lmcache_redis.resp.outcomes import CallOutcome
 from lmcache_redis.resp.worker import Server, Worker
 

@@ -23,9 +23,9 @@ from lmcache_redis.errors import (
     RedisReplyError,
     RedisUnavailable,
 )
-from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.connection import Connection
-from lmcache_redis.resp.options import RedisOptions
+from lmcache_redis.resp.net.connect import Connector
+from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.outcomes import PlaneState
 
 logger = logging.getLogger(__name__)

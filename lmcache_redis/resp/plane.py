@@ -23,10 +23,10 @@ from lmcache_redis import native
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.calls import KeyCalls
 from lmcache_redis.resp.control import Removal
-from lmcache_redis.resp.endpoint import parse_deployment
 from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
+from lmcache_redis.resp.net.endpoint import parse_deployment
+from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.node import Node, Nodes
-from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.outcomes import (
     ChunkIO,
     PlaneState,

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lmcache_redis.errors import FormatError, RedisProtocolError, RedisRedirect
-from lmcache_redis.resp.connection import Pipeline
 from lmcache_redis.resp.control import Request, Steps
-from lmcache_redis.resp.wire import (
+from lmcache_redis.resp.net.connection import Pipeline
+from lmcache_redis.resp.net.wire import (
     ASKING_COMMAND,
     ErrorReply,
     Reply,

@@ -15,8 +15,8 @@ from lmcache_redis.errors import RedisError, RedisRedirect, RedisTimeout, RedisU
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.bulk import Call, Failure, Moved, Packed, Verified, verify
 from lmcache_redis.resp.jobs import Job, Jobs, Stop
+from lmcache_redis.resp.net.wire import get_command, value_head
 from lmcache_redis.resp.outcomes import ChunkIO, ReadOutcome
-from lmcache_redis.resp.wire import get_command, value_head
 from lmcache_redis.resp.worker import BulkWorker, Lane, Task
 from lmcache_redis.stripe import HEADER_BYTES
 

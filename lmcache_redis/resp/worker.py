@@ -46,13 +46,13 @@ from lmcache_redis.resp.bulk import (
     error_in,
     mover_for,
 )
-from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.connection import Connection
 from lmcache_redis.resp.health import Health
 from lmcache_redis.resp.jobs import Job, Jobs, Stop, TaskQueue
-from lmcache_redis.resp.options import RedisOptions
-from lmcache_redis.resp.topology import Hop
-from lmcache_redis.resp.wire import ASKING_COMMAND
+from lmcache_redis.resp.net.connect import Connector
+from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.options import RedisOptions
+from lmcache_redis.resp.net.topology import Hop
+from lmcache_redis.resp.net.wire import ASKING_COMMAND
 
 logger = logging.getLogger(__name__)
 

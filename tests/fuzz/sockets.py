@@ -26,9 +26,9 @@ from lmcache_redis.resp.bulk import (
     receive_value,
     verify,
 )
-from lmcache_redis.resp.connection import Connection
-from lmcache_redis.resp.stream import PlainStream
-from lmcache_redis.resp.wire import get_command
+from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.stream import PlainStream
+from lmcache_redis.resp.net.wire import get_command
 from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.target import ACCEPTED

@@ -16,8 +16,8 @@ from lmcache_redis.keys import key_stem, stripe_key
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
 from lmcache_redis.resp.bulk import Call, End, Mover, Packed, Result
-from lmcache_redis.resp.connection import Connection
-from lmcache_redis.resp.options import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
+from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.options import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
 from lmcache_redis.resp.outcomes import DescribeResult
 from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
 from tests.servers import RedisServer

@@ -45,8 +45,8 @@ from lmcache_redis.resp.bulk import (
     seal_short,
     verify,
 )
-from lmcache_redis.resp.connection import Connection, ConnectionState
-from lmcache_redis.resp.stream import PlainStream, Stream
+from lmcache_redis.resp.net.connection import Connection, ConnectionState
+from lmcache_redis.resp.net.stream import PlainStream, Stream
 from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, Verdict
 
 PAYLOAD = 4096

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.resp import CallOutcome, ReadOutcome, WriteOutcome
-from lmcache_redis.resp.topology import slot_of
+from lmcache_redis.resp.net.topology import slot_of
 from tests.resp.helpers import (
     NAMESPACE,
     Chunk,

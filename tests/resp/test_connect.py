@@ -18,10 +18,10 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
-from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.connection import Connection
-from lmcache_redis.resp.endpoint import parse_deployment
-from lmcache_redis.resp.stream import PlainStream, TlsStream
+from lmcache_redis.resp.net.connect import Connector
+from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.endpoint import parse_deployment
+from lmcache_redis.resp.net.stream import PlainStream, TlsStream
 from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, read, running, wait_until, write
 from tests.resp.trickling import LyingServer

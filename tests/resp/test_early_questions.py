@@ -9,7 +9,7 @@ import pytest
 
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp import CallOutcome, RedisPlane, WriteOutcome
-from lmcache_redis.resp.connection import Pipeline
+from lmcache_redis.resp.net.connection import Pipeline
 from tests.resp.helpers import (
     STEM,
     Answers,

@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 from redis.crc import key_slot
 
 from lmcache_redis.errors import RedisRedirect
-from lmcache_redis.resp.endpoint import Endpoint, Transport
-from lmcache_redis.resp.topology import MAX_HOPS, SLOTS, Part, Routes, Routing, ServerMap, slot_of
+from lmcache_redis.resp.net.endpoint import Endpoint, Transport
+from lmcache_redis.resp.net.topology import (
+    MAX_HOPS,
+    SLOTS,
+    Part,
+    Routes,
+    Routing,
+    ServerMap,
+    slot_of,
+)
 
 SERVERS = tuple(Endpoint(Transport.TCP, host="h", port=port) for port in (1, 2, 3))
 NODES = {server: f"node-{server.port}" for server in SERVERS}

@@ -8,10 +8,10 @@ import pytest
 
 from lmcache_redis.errors import RedisProtocolError
 from lmcache_redis.resp import CallOutcome, RedisPlane
-from lmcache_redis.resp.connection import Pipeline
 from lmcache_redis.resp.control import Steps
+from lmcache_redis.resp.net.connection import Pipeline
+from lmcache_redis.resp.net.wire import Reply, keys_command
 from lmcache_redis.resp.query import GROUP_KEYS, count_prefix, find_present
-from lmcache_redis.resp.wire import Reply, keys_command
 from tests.resp.helpers import exists, first_key, scan
 from tests.servers import RedisServer
 

@@ -11,8 +11,8 @@ import pytest
 
 from lmcache_redis.errors import ConfigError, RedisError
 from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
-from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.endpoint import parse_deployment
+from lmcache_redis.resp.net.connect import Connector
+from lmcache_redis.resp.net.endpoint import parse_deployment
 from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, read, running, write
 from tests.servers import RedisServer, free_port, server_binaries, speaks_tls

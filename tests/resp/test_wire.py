@@ -15,7 +15,7 @@ from lmcache_redis.errors import (
     RedisReplyError,
     RedisUnavailable,
 )
-from lmcache_redis.resp.wire import (
+from lmcache_redis.resp.net.wire import (
     MAX_BULK_BYTES,
     MAX_DEPTH,
     MAX_ELEMENTS,

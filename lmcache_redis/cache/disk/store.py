@@ -30,8 +30,8 @@ from collections.abc import Callable, Sequence
 
 from lmcache_redis.cache.disk.files import ChunkFiles, read_chunk, touch
 from lmcache_redis.cache.disk.format import Cut, disk_bytes
+from lmcache_redis.cache.disk.lru import LruIndex
 from lmcache_redis.cache.disk.scan import Scan
-from lmcache_redis.cache.lru import LruIndex
 from lmcache_redis.errors import FormatError
 from lmcache_redis.resp.outcomes import ReadOutcome, WriteOutcome
 from lmcache_redis.stripe import ChunkFrame

@@ -27,9 +27,9 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.endpoint import Endpoint, Transport
-from lmcache_redis.resp.stream import PlainStream, Stream, TlsStream
-from lmcache_redis.resp.wire import ErrorReply, ReplyBuffer, error_of, pack_command
+from lmcache_redis.resp.net.endpoint import Endpoint, Transport
+from lmcache_redis.resp.net.stream import PlainStream, Stream, TlsStream
+from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of, pack_command
 
 # A unix socket's default (208 KiB) makes a sender sleep five times a stripe; TCP tunes itself.
 _UNIX_SEND_BUFFER_BYTES = 1 << 20

@@ -23,9 +23,9 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.stream import Stream
-from lmcache_redis.resp.wire import (
+from lmcache_redis.resp.net.connect import Connector
+from lmcache_redis.resp.net.stream import Stream
+from lmcache_redis.resp.net.wire import (
     LEAST_REPLY_BYTES,
     PING_COMMAND,
     PONG,

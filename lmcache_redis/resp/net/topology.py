@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisRedirect, RedisUnavailable
-from lmcache_redis.resp.connect import Connector
-from lmcache_redis.resp.connection import Connection
-from lmcache_redis.resp.endpoint import Deployment, Endpoint, Topology
-from lmcache_redis.resp.wire import pack_command
+from lmcache_redis.resp.net.connect import Connector
+from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, Topology
+from lmcache_redis.resp.net.wire import pack_command
 
 # Only the deadline of a question bounds it.
 _FAR_S = 3600.0

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote
 
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.resp.options import RedisOptions
+from lmcache_redis.resp.net.options import RedisOptions
 
 WRONG_SCHEME = (
     "the Redis URL must begin with redis://, unix:// (socket path), redis+sentinel:// or "
