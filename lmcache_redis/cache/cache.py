@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # How long a chunk may wait in a queue and be written, in total.
 _WRITE_DEADLINE_S = 30.0
-# Large servers hold millions of keys, and a clear gives way to everything else.
+# Large servers hold millions of keys, and a clear has the lowest priority.
 _CLEAR_DEADLINE_S = 60.0
 
 

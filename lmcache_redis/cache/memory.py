@@ -81,7 +81,7 @@ class Arena:
         """Fault all of it in, so that first use costs no page faults. The GIL is free.
 
         Contents stay, and slots may be in use meanwhile. After each step it rests for as long as
-        that took: so it gives way to others where cores are short. (A low priority would not do:
+        that took, so that other threads get the cores. (A low priority would not do:
         a thread that gets no core keeps what it holds, the GIL or the kernel's lock of the address
         space, from threads that have one.) Returns whether all of it is present: False when
         ``stop`` was set, or on a kernel before 5.14, which cannot do this safely (the arena then

@@ -219,7 +219,7 @@ class ObjectCache:
     # ------------------------------------------------------------------ put
 
     def reserve(self, metadata: RemoteMetadata, *, fresh: bool = False) -> Held | None:
-        """Memory for a chunk, found by nobody; None where there is none, or nothing to hold.
+        """Memory for a chunk that cannot be found yet; None if there is none, or no payload.
 
         It is to be published or abandoned. fresh: a large block takes no memory until it is
         written to; filling it takes longer.

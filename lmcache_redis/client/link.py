@@ -155,7 +155,7 @@ class AgentLink:
             while not self._stop:
                 self._serve_socket()
         except Exception:
-            logger.exception("the link to the agent at %s failed; no more hits", self.endpoint)
+            logger.exception("the link to the agent at %s failed; the cache is off", self.endpoint)
         finally:
             was_online = self.online
             self._set_state(LinkState.CLOSED)

@@ -257,7 +257,7 @@ class Health:
             changed = self._breaker.failed(time.monotonic(), str(error), retry_after_s)
             self.is_up = False
             self._changed.notify_all()
-            # Up and down by the second: the same sentence once a minute is enough.
+            # A server that changes every second: the same line once a minute is enough.
             log = self._is_new(str(error)) or (changed and not self._breaker.unsteady)
             self._logged_down = log or (self._logged_down and not changed)
         if log:

@@ -86,7 +86,7 @@ class Job(ABC, Generic[OutcomeT]):
 
     @abstractmethod
     def leave(self, jobs: Jobs) -> None:
-        """Under the lock, before the answer: be counted, and be known no more."""
+        """Under the lock, before the answer: count the job and forget it."""
 
     @abstractmethod
     def answer(self, outcome: OutcomeT) -> None:

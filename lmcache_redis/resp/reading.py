@@ -23,12 +23,12 @@ from lmcache_redis.stripe import HEADER_BYTES
 ReadDone = Callable[[ChunkIO, ReadOutcome], None]
 # Called with a chunk key and a stripe count.
 Remove = Callable[[bytes, int], None]
-# The rest of a reply that is of no use comes within this time, or is not worth the wait.
+# The rest of an unused reply arrives within this time, or the connection is closed.
 _DROP_WITHIN_S = 0.1
 
 
 class Read(Job[ReadOutcome]):
-    """One chunk on its way in; a step is a stripe. ttl_s: see `wire.get_command`."""
+    """One chunk being read; a step is a stripe. ttl_s: see `wire.get_command`."""
 
     __slots__ = (
         "_done",
@@ -117,7 +117,7 @@ class Read(Job[ReadOutcome]):
 class Reader(BulkWorker):
     """A thread with GET connections. Stripes of one queue, in chunk order, on all of them."""
 
-    # Where the rest of replies goes that are of no use.
+    # Receives the rest of unused replies.
     _scratch = memoryview(b"")
 
     def _pack(self, task: Task) -> Packed:

@@ -105,9 +105,9 @@ class Worker(ABC):
 
     @abstractmethod
     def serve(self, connection: Connection) -> bool:
-        """Work until the connection is of no more use, which it has closed then: True.
+        """Work until the connection is unusable, and close it: True.
 
-        Or until there will be no more work: False. Answers for the jobs it takes, whatever happens.
+        Or until the queue is closed: False. Each job that it takes is answered, whatever happens.
         """
 
     def _new_connection(self) -> Connection:
@@ -172,7 +172,7 @@ class Worker(ABC):
                 self.connections_lost += 1
         else:
             if isinstance(error, RedisAuthError):
-                # Credentials that were good no more are: connecting again brings it to light.
+                # The credentials were revoked: connecting again shows it.
                 connection.close()
             self._health.note(error)
 

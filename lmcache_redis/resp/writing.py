@@ -45,7 +45,7 @@ _PRUNE_AT = 64
 
 
 class Write(Job[WriteOutcome]):
-    """One chunk on its way out; a step is a stripe. first_queue: where stripe 0 is to be queued."""
+    """One chunk being written; a step is a stripe. first_queue: where stripe 0 is to be queued."""
 
     __slots__ = (
         "_created_unix_ms",
@@ -112,7 +112,7 @@ class Write(Job[WriteOutcome]):
             self.first_queue.put(((self, 0, None),), urgent=True)
 
     def take_partial(self) -> bool:
-        """Under the lock. True once: it failed, is partly in Redis perhaps, and no more will come.
+        """Under the lock. True once: it failed, may be partly in Redis, and no reply is outstanding.
 
         Then it is to be removed: now, before the chunk may have been stored anew.
         """
@@ -222,7 +222,7 @@ class Writer(BulkWorker):
             self._fail(job, outcome, was_sent=True)
 
     def _lose(self, lane: Lane, error: RedisError) -> None:
-        """The connection is of no more use, and the others are renewed with it."""
+        """The connection is unusable, and the others are replaced with it."""
         self._judge(error, lane.connection)
         if self._losing is None:
             late = isinstance(error, RedisTimeout)
@@ -257,7 +257,7 @@ class Writer(BulkWorker):
         self._retire((job,))
 
     def _retire(self, jobs: Sequence[Write]) -> None:
-        """Have what is in Redis of failed chunks removed, when no more can come of them."""
+        """Remove partial writes of failed chunks once all their replies have come."""
         with self._jobs.lock:
             due = [job for job in jobs if job.take_partial()]
         for job in due:
