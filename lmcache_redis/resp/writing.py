@@ -112,7 +112,7 @@ class Write(Job[WriteOutcome]):
             self.first_queue.put(((self, 0, None),), urgent=True)
 
     def take_partial(self) -> bool:
-        """Under the lock. True once: it failed, may be partly in Redis, and no reply is outstanding.
+        """Under the lock. True once: it failed, may be partly in Redis, and no reply is due.
 
         Then it is to be removed: now, before the chunk may have been stored anew.
         """
