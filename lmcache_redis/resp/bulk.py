@@ -5,7 +5,8 @@ and replies are received in the order of the requests. The native extension is o
 call without the GIL for many stripes); `PythonMover` does the same for TLS and where the extension
 is missing. Each stripe ends with a definite result (`End`). A call that meets a wait returns after
 `QUIET_MS` and the next call continues, from a progress that only the mover reads; so the caller
-keeps the deadlines. What a mover is told to receive may be directed to other memory between two calls.
+keeps the deadlines. Between two calls, what a mover is told to receive may be directed to other
+memory.
 
 A value counts only when its header is exactly the expected one and its payload has the checksum
 that the header names. What is wrong is either ours beyond doubt, and then its chunk is removed: a
