@@ -135,7 +135,7 @@ def test_a_store_that_waits_for_a_removal_keeps_its_deadline(
 def test_a_removal_that_was_not_sent_in_time_is_never_sent(
     server: RedisServer, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_redis.resp.query._REMOVE_WITHIN_S", 0.05)
+    monkeypatch.setattr("lmcache_redis.resp.calls._REMOVE_WITHIN_S", 0.05)
     with running(proxy.url, op_timeout_s=PATIENCE_S) as plane:
         blocker, chunk = Chunk(2, SIZE, SLOT, seed=2), Chunk(1, SIZE, SLOT, seed=1)
         assert write(plane, blocker, chunk) == [WriteOutcome.STORED] * 2
