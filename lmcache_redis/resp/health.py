@@ -108,7 +108,9 @@ class Health:
         self.errors = 0
         self._connector = connector
         self._where = connector.endpoint.where
-        self._op_timeout_s = options.op_timeout_s
+        self._op_timeout_s = op_timeout_s = options.op_timeout_s
+        # Patience with operations is patience with PINGs.
+        self._heartbeat_timeout_s = min(op_timeout_s, max(_HEARTBEAT_TIMEOUT_S, op_timeout_s / 4))
         self._on_down = on_down
         since = time.monotonic()
         self._breaker = Breaker(options.probe_interval_s, options.heartbeat_s, since=since)
@@ -204,7 +206,7 @@ class Health:
         """Probe once and act on the answer; the connection to keep for the next probe."""
         if connection is not None and connection.is_open and self.is_up:
             try:
-                self._ping(connection, min(_HEARTBEAT_TIMEOUT_S, self._op_timeout_s))
+                self._ping(connection, self._heartbeat_timeout_s)
                 return connection
             except RedisError as error:
                 # A connection that was lost may mean a restart: only a new one can tell.
