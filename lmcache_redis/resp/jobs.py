@@ -265,7 +265,8 @@ class Removals:
 
     Removals and stores of one chunk go over different connections: a store waits for the answers to
     the removals of its chunk, and a chunk that is being stored is not removed because of a failed
-    read or an earlier store. transfers: `Jobs.transfers`; a store is added to it before `wait`.
+    read or an earlier store. transfers: `Jobs.transfers`; a store is added to it before
+    `is_empty` and `wait`.
     """
 
     def __init__(self, transfers: Mapping[Any, Job[Any]]) -> None:
@@ -294,6 +295,11 @@ class Removals:
                 return
         for start in waiting:
             start()
+
+    def is_empty(self) -> bool:
+        """Whether no removal is in flight: stores that are in `transfers` need not wait."""
+        with self._lock:
+            return not self._removals
 
     def wait(self, chunk_key: bytes, start: Callable[[], None]) -> bool:
         """Call `start` when the removals of the chunk have ended; False: none is in flight."""

@@ -185,14 +185,15 @@ class RedisPlane(KeyCalls):
                 jobs.append(Write(chunk, done, self.remove, now, store_id, unix_ms))
             nodes = self._place(some, jobs)
             accepted = self._jobs.enter(jobs)
+            removals = self._jobs.removals
+            is_clear = removals.is_empty()
             by_queue: dict[TaskQueue[Task], list[Task]] = {}
             for job in accepted:
                 queues = [node.writes(job.chunk_key) for node in nodes[job]]
                 job.first_queue = queues[0]
                 # Stripe 0 goes when all others are there.
-                tasks: list[Task] = [(job, n, None) for n in range(len(queues) > 1, len(queues))]
-                placed = list(zip(queues[-len(tasks) :], tasks, strict=True))
-                if not self._jobs.removals.wait(job.chunk_key, partial(_put_all, placed)):
+                placed = [(queues[n], (job, n, None)) for n in range(len(queues) > 1, len(queues))]
+                if is_clear or not removals.wait(job.chunk_key, partial(_put_all, placed)):
                     for queue, task in placed:
                         by_queue.setdefault(queue, []).append(task)
             for queue, tasks in by_queue.items():
