@@ -148,9 +148,10 @@ class RedisPlane(KeyCalls):
         """Load chunks, in this order; `done` is called for each. Cheaper than one by one."""
         self._check(chunks, writable=True)
         ttl_s = self.options.ttl_s if self.options.ttl_refresh else 0
+        remove = self.remove
         for some in _batches(chunks):
             now = time.monotonic()
-            jobs = [Read(chunk, done, self.remove, now, ttl_s) for chunk in some]
+            jobs = [Read(chunk, done, remove, now, ttl_s) for chunk in some]
             nodes = self._place(some, jobs)
             accepted = self._jobs.enter(jobs)
             by_node: dict[Node, list[Task]] = {}
@@ -173,6 +174,7 @@ class RedisPlane(KeyCalls):
     ) -> None:
         """Store chunks, in this order; `done` is called for each. Cheaper than one by one."""
         self._check(chunks, writable=False)
+        remove = self.remove
         for some in _batches(chunks):
             now = time.monotonic()
             unix_ms = max(0, int(time.time() * 1000))
@@ -182,7 +184,7 @@ class RedisPlane(KeyCalls):
             for chunk in some:
                 if chunk.frame.stripe_count > 1:
                     store_id = self._new_store_id()
-                jobs.append(Write(chunk, done, self.remove, now, store_id, unix_ms))
+                jobs.append(Write(chunk, done, remove, now, store_id, unix_ms))
             nodes = self._place(some, jobs)
             accepted = self._jobs.enter(jobs)
             removals = self._jobs.removals
