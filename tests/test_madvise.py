@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 
-from lmcache_redis.native.madvise import address_of, ask_for_huge_pages, fault_in
+from lmcache_redis.native.madvise import (
+    PAGE_SIZE_BYTES,
+    address_of,
+    ask_for_huge_pages,
+    fault_in,
+)
 
 SIZE = 8 << 20
 
@@ -14,7 +20,7 @@ def test_faulting_in_keeps_contents_and_takes_the_memory() -> None:
         memory[SIZE - 1] = 7
         before = resident_bytes(address_of(memory))
         assert fault_in(address_of(memory), SIZE, for_write=True)
-        assert before < SIZE <= resident_bytes(address_of(memory))
+        assert before < SIZE == resident_bytes(address_of(memory))
         assert memory[SIZE - 1] == 7
         assert memory[: SIZE - 1] == bytes(SIZE - 1)
 
@@ -32,14 +38,9 @@ def test_the_address_is_that_of_the_buffer() -> None:
 
 
 def resident_bytes(address: int) -> int:
-    """Bytes of the mapping that begins at or holds ``address`` that are in memory."""
-    with open("/proc/self/smaps") as smaps:
-        inside = False
-        for line in smaps:
-            first = line.split()[0]
-            if "-" in first:
-                low, high = (int(bound, 16) for bound in first.split("-"))
-                inside = low <= address < high
-            elif inside and first == "Rss:":
-                return int(line.split()[1]) << 10
-    raise AssertionError("not mapped")
+    """Bytes in memory of the `SIZE` that begin at ``address``, see mincore(2)."""
+    pages = (ctypes.c_ubyte * (SIZE // PAGE_SIZE_BYTES))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(SIZE), pages):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return sum(page & 1 for page in pages) * PAGE_SIZE_BYTES

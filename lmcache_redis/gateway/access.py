@@ -1,4 +1,4 @@
-"""Who may connect, and how: the listening socket, allowed peers, TLS, the options of sockets."""
+"""Who may connect: the listening socket, allowed peers, TLS, socket options."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.gateway.config import GatewayConfig, Network
 
 _BACKLOG = 1024
-# In flight to a client on this machine: enough, for there is no distance, and little enough to
-# stay in the processor's cache. Others get what the kernel finds right for their distance.
+# For a client on this machine: enough without a round-trip time, and small enough to stay in the
+# processor's cache. For others the kernel tunes it to the round-trip time.
 _NEAR_SEND_BYTES = 512 << 10
-# A client that vanished without a word is noticed after two minutes.
+# Detects a lost client after two minutes.
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 60),
     (socket.TCP_KEEPINTVL, 15),
@@ -24,7 +24,7 @@ _KEEPALIVE = (
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises ConfigError where the address cannot be used."""
+    """A listening socket. Raises ConfigError if the address cannot be used."""
     listener = socket.socket(
         socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC
     )
@@ -42,7 +42,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def is_allowed(host: str, networks: Sequence[Network] | None) -> bool:
-    """Whether a client may connect from there; None is no restriction."""
+    """Whether a client may connect from this address; None allows all."""
     if networks is None:
         return True
     address = ipaddress.ip_address(host.partition("%")[0])
@@ -52,7 +52,7 @@ def is_allowed(host: str, networks: Sequence[Network] | None) -> bool:
 
 
 def prepare(accepted: socket.socket) -> None:
-    """Sets the options of a client's socket. Raises OSError where the client is gone."""
+    """Sets the options of a client's socket. Raises OSError if the client is gone."""
     accepted.setblocking(False)
     accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -63,13 +63,13 @@ def prepare(accepted: socket.socket) -> None:
 
 
 def tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
-    """What the TLS settings say; reads the files. None is no TLS."""
+    """The TLS settings as a context; None for no TLS. Raises ConfigError for unusable files."""
     if config.tls_cert is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # A client that closes after a PUT has not read the tickets; that resets the connection, and
-    # what the server had not read yet is lost.
+    # A client that closes after a PUT has not read session tickets. That resets the connection, and
+    # the server loses what it has not read yet.
     context.num_tickets = 0
     try:
         context.load_cert_chain(config.tls_cert, config.tls_key, password=_no_password)
@@ -91,4 +91,4 @@ def tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
 
 
 def _no_password() -> str:
-    return ""  # rather than a question on the terminal
+    return ""  # instead of a prompt on the terminal

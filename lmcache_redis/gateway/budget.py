@@ -1,15 +1,15 @@
-"""The budget of payload bytes in flight, counted in grains. The memory is the cache's.
+"""The budget of payload bytes in flight, counted in grains. The memory belongs to the cache.
 
-A payload that is sent or loaded takes its whole share at once, or waits. One that is received
-takes it as its bytes arrive: `extend` grants one grain first, then as much again as the payload
-has. A client that only announces a payload holds a grain, a slow one at most twice what it sent.
+A payload that is sent or loaded takes its whole share at once, or waits. A payload that is received
+takes its share as the bytes arrive: one grain first, then as much again as it has. A client that
+only announces a payload holds one grain; a slow client holds at most twice what it has sent.
 
-No two payloads wait for each other: a part is granted only if the largest payload would still fit
-beside it. Otherwise the payload waits, first come first served, for all that it still needs, and
-then never again.
+Payloads cannot deadlock: a part is granted only if the largest payload would still fit beside it.
+Otherwise the payload waits, first come first served, for all that it still needs, and then never
+waits again.
 
-`try_take` and `try_extend` may be called from any thread; they neither wait nor overtake a payload
-that waits. Everything else belongs to the loop's thread.
+`try_take` and `try_extend` may be called on any thread; they neither wait nor overtake a waiting
+payload. Everything else belongs to the loop's thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import deque
 
 
 class Share:
-    """What one payload has of a budget. nbytes: how much of the payload that covers."""
+    """The part of a budget that one payload holds. nbytes: payload bytes that it covers."""
 
     __slots__ = ("_budget", "_grains", "nbytes")
 
@@ -30,19 +30,19 @@ class Share:
         self._grains = grains
 
     def try_extend(self, rest: int) -> int:
-        """Bytes by which the share has grown; 0 where nothing can be granted at once.
+        """Extends the share; returns by how many bytes, 0 if nothing can be granted now.
 
-        rest: bytes of the payload that the share does not cover yet, more than none.
+        rest: bytes of the payload that the share does not cover yet; positive.
         """
         part = min(rest, max(self.nbytes, self._budget.grain_bytes))
         return self._join(self._budget.try_part(part, is_last=part == rest))
 
     async def extend(self, rest: int) -> int:
-        """`try_extend`, or all that is missing when it is this payload's turn."""
+        """As `try_extend`; waits, if it must, for the whole rest."""
         return self.try_extend(rest) or self._join(await self._budget.take(rest))
 
     def release(self) -> None:
-        """Gives everything back. Idempotent."""
+        """Returns all grains. Idempotent."""
         grains, self._grains = self._grains, 0
         if grains:
             self._budget.give_back(grains)
@@ -56,7 +56,7 @@ class Share:
 
 
 class Budget:
-    """`size_bytes`, as far as they fill grains of `grain_bytes`.
+    """`size_bytes`, rounded down to whole grains of `grain_bytes`.
 
     largest_bytes: of a payload that is received in parts; None: `most_bytes`.
     """
@@ -77,7 +77,7 @@ class Budget:
 
     @property
     def most_bytes(self) -> int:
-        """The largest payload that ever fits."""
+        """The largest payload that fits into the empty budget."""
         return self.grain_count * self.grain_bytes
 
     @property
@@ -86,15 +86,15 @@ class Budget:
         return bool(self._waiting)
 
     def empty(self) -> Share:
-        """A share to be extended."""
+        """An empty share, to be extended."""
         return Share(self, 0, 0)
 
     def try_take(self, nbytes: int) -> Share | None:
-        """A share for a whole payload, or None where it cannot be granted at once."""
+        """A share for a whole payload; None if it cannot be granted now."""
         return self.try_part(nbytes, is_last=True)
 
     def try_part(self, nbytes: int, *, is_last: bool) -> Share | None:
-        """As `try_take`; a part that is not a payload's last leaves room for the largest one."""
+        """As `try_take`; a part that is not the last leaves room for the largest payload."""
         needed = self._grains_for(nbytes)
         with self._lock:
             if self._waiting or needed + (0 if is_last else self._kept_back) > self._free:
@@ -103,7 +103,7 @@ class Budget:
         return Share(self, nbytes, needed)
 
     async def take(self, nbytes: int) -> Share:
-        """A share of at most `most_bytes`, when it is this caller's turn."""
+        """A share of at most `most_bytes`, first come first served."""
         share = self.try_take(nbytes)
         if share is not None:
             return share
@@ -114,11 +114,11 @@ class Budget:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 waiter.result().release()
-            self.give_back(0)  # the next one may fit
+            self.give_back(0)  # the next payload may fit
             raise
 
     def give_back(self, grains: int) -> None:
-        """Returns grains; payloads that wait get them, in order of arrival."""
+        """Returns grains and grants them to waiting payloads, in order of arrival."""
         with self._lock:
             self._free += grains
             while self._waiting:

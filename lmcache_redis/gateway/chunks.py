@@ -1,7 +1,7 @@
 """What connections do with the cache: receive a chunk into it, load one, list the keys.
 
-A PUT is received into the memory of its future entry, as far as its share of the budget covers it.
-A chunk that is loaded has its share before it has memory.
+A PUT is received into the memory of its future entry, as far as its share of the budget reaches.
+A load takes its share before it takes memory.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from lmcache_redis.gateway.wire import key_text_of, reply_of
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import RemoteMetadata
 
-# Of one question to the tiers, or one load.
+# For one question to the tiers, or one load.
 _TIER_TIMEOUT_S = 5.0
 _LIST_TIMEOUT_S = 60.0
-# Payloads that are not stored are received into it: the same memory each time.
+# Receives payloads that are not stored.
 _DROPPED = memoryview(bytearray(256 << 10))
 
 _Answer = TypeVar("_Answer")
 
 
 class Receiving:
-    """Room for the payload of a PUT, which ends with `publish` or `abandon`.
+    """Room for the payload of a PUT. It ends with `publish` or `abandon`.
 
-    metadata: None: the payload is received and dropped. So is one that the cache has no memory
-    for. Memory is reserved when the first bytes are covered, which is on the loop's thread: memory
-    that was used before, or, where too much of that waits for its bytes, an untouched block.
+    metadata: None if the payload is to be received and dropped. It is also dropped if the cache
+    has no memory for it. Memory is reserved with the first grant, on the loop's thread: a recycled
+    block, or a fresh one if too many recycled ones wait for their bytes.
     """
 
     def __init__(self, shared: Shared, metadata: RemoteMetadata | None) -> None:
@@ -59,7 +59,7 @@ class Receiving:
         return self._views(self._metadata, await self._share.extend(rest), rest)
 
     def publish(self, key: ObjectKey) -> asyncio.Future[None]:
-        """GETs find the chunk from now on. The future is done when every tier has answered."""
+        """Makes the chunk visible to GETs. The future is done when every tier has answered."""
         shared, held, nbytes = self._shared, self._held, self._nbytes
         if self._reused is not None:
             self._reused.release()
@@ -82,13 +82,13 @@ class Receiving:
             return ended
         try:
             shared.cache.publish(key, held, written)
-        except FormatError:  # it has no encoding in a tier
+        except FormatError:  # the tiers have no encoding for it
             shared.cache.abandon(held)
             written(False)
         return ended
 
     def abandon(self) -> None:
-        """The payload was not received as a whole."""
+        """Releases everything: the payload was not received completely."""
         if self._held is not None:
             self._shared.cache.abandon(self._held)
         if self._reused is not None:
@@ -110,15 +110,15 @@ class Receiving:
 
 
 def reply_to(metadata: RemoteMetadata, most_bytes: int) -> bytes | None:
-    """The header before the payload; None for a chunk that is a miss for these clients."""
+    """The header of a reply; None for a chunk that this protocol cannot deliver: a miss."""
     try:
         return reply_of(metadata) if metadata.length <= most_bytes else None
     except FormatError:
-        return None  # another protocol's chunk
+        return None  # a chunk of another protocol
 
 
 async def load(shared: Shared, key: ObjectKey) -> tuple[Held, Share] | None:
-    """A chunk from the first tier that has it and delivers it; both are to be released."""
+    """A chunk from the first tier that delivers it, and its share. The caller releases both."""
     cache, first = shared.cache, 0
     while True:
         found = await _ask(partial(cache.find, key, _deadline(), first=first))
@@ -142,7 +142,7 @@ async def contains(cache: ObjectCache, key: ObjectKey) -> bool:
 
 
 async def listed(cache: ObjectCache) -> bytes:
-    """The key texts of all chunks that a GET could name."""
+    """The key texts of all chunks that a GET can name, one a line."""
     keys = await _ask(partial(cache.keys, _deadline(_LIST_TIMEOUT_S)))
     return await asyncio.to_thread(_text_of, keys)  # there may be millions
 
@@ -151,10 +151,9 @@ async def _ask(
     begin: Callable[[Callable[[_Answer], None]], None],
     unwanted: Callable[[_Answer], None] = lambda _: None,
 ) -> _Answer:
-    """What a call to the cache is done with.
+    """The result of an asynchronous call to the cache.
 
-    begin: the call, apart from its `done`. unwanted: called with the answer where the task was
-    cancelled before it had it.
+    begin: the call without its `done`. unwanted: gets the result if the task is cancelled first.
     """
     answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
 

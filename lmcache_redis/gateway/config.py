@@ -1,6 +1,6 @@
 """The settings of `lmcache-redis gateway`, in the manner of `lmcache_redis.config`.
 
-The command's options are made from the fields, so they cannot disagree with them.
+The command's options are generated from the fields.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """All settings of a gateway. Raises ``ConfigError`` for impossible values."""
+    """All settings of a gateway. Raises ``ConfigError`` for invalid values."""
 
     listen: str = setting(
         "address to listen on: lm://ADDRESS:PORT, an IPv6 address in brackets; the protocol has no "
@@ -67,7 +67,7 @@ class GatewayConfig:
         size=True,
     )
     slot_bytes: int = setting(
-        "what payloads take of --buffer-bytes at a time", 256 << 10, size=True
+        "unit in which payloads take space of --buffer-bytes", 256 << 10, size=True
     )
     max_payload_bytes: int | None = setting(
         "maximum chunk size; a client that sends a larger chunk is disconnected",
@@ -148,25 +148,25 @@ class GatewayConfig:
 
     @property
     def usable_buffer_bytes(self) -> int:
-        """What whole slots hold together."""
+        """``buffer_bytes``, rounded down to whole slots."""
         return self.buffer_bytes // self.slot_bytes * self.slot_bytes
 
     @property
     def payload_limit_bytes(self) -> int:
-        """``max_payload_bytes``, resolved."""
+        """``max_payload_bytes``, or its default."""
         if self.max_payload_bytes is not None:
             return self.max_payload_bytes
         return min(max(self.buffer_bytes // 4, self.slot_bytes), MAX_WIRE_LENGTH)
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """Address and port of ``lm://ADDRESS:PORT``; port 0 is any free one."""
+    """Address and port of ``lm://ADDRESS:PORT``; port 0 means any free one."""
     match = _LISTEN.fullmatch(text) if isinstance(text, str) else None
     host = match and (match.group(1) or match.group(2))
     if match is None or host is None or int(match.group(3)) > 65_535:
         raise ConfigError(f"--listen is {text!r}: write lm://ADDRESS:PORT, as {DEFAULT_LISTEN}")
     if host == "localhost":
-        host = "127.0.0.1"  # where LMCache's client looks: it speaks IPv4 only
+        host = "127.0.0.1"  # LMCache's client speaks IPv4 only
     try:
         address = ipaddress.ip_address(host)
     except ValueError as error:
@@ -177,7 +177,7 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 def parse_networks(text: str | None) -> tuple[Network, ...] | None:
-    """The networks of ``allowed_peers``; None is no restriction."""
+    """The networks of ``allowed_peers``; None allows all."""
     if text is None:
         return None
     try:

@@ -1,18 +1,18 @@
 """One client: its requests, one after the other.
 
-A PUT has no reply, so one that cannot be stored (a malformed key, an unknown dtype, no memory) is
-received, dropped and counted, and the stream stays in step. GET and EXIST answer
-FAIL for what they cannot understand; LIST and HEALTH look at nothing but the command. Where the
-end of a request cannot be known, or is not worth waiting for, the connection is closed: an
-unknown command, after a FAIL, and a PUT whose length is negative or over the limit.
+A PUT has no reply. One that cannot be stored (a malformed key, an unknown dtype, no memory) is
+received, dropped and counted, and the stream stays in step. GET and EXIST answer FAIL to a
+malformed request; LIST and HEALTH read nothing but the command. The connection is closed when the
+end of a request is unknown or too far away: after an unknown command (answered with FAIL) and
+after a PUT whose length is negative or over the limit.
 
-A request is finished before the next is read, with one exception: a PUT that the memory tier keeps
-is written through to the other tiers until the connection has another PUT to publish, or a
-question that these tiers answer. Its share of the budget is released when all tiers have it.
+A request ends before the next one is read, with one exception: a PUT that the memory tier keeps
+is written through in the background. The connection waits for it before it publishes its next PUT
+and before a question that the other tiers answer. Its share of the budget is released when all
+tiers have it.
 
-A PUT is received into the memory of its future entry, and a GET is sent from the entry. A chunk
-that is in memory is sent at once. Any other GET asks the tiers, waits for its share of the budget,
-and loads.
+A PUT is received into the memory of its future entry, and a GET is sent from the entry. A chunk in
+memory is sent at once. Any other GET asks the tiers, waits for its share of the budget, and loads.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _HEADER_BYTES = ClientMetaMessage.packlength()
 
 @functools.lru_cache(maxsize=4096)
 def _key_of(header: bytes) -> ObjectKey:
-    """The key of a request; reading it takes longer than all else about a small GET."""
+    """The key of a request. Parsing it would be the largest cost of a small GET."""
     return object_key_of(ClientMetaMessage.deserialize(header).key)
 
 
 class OutOfStep(Exception):
-    """Where the next request begins cannot be known."""
+    """The beginning of the next request is unknown."""
 
 
 class Connection:
@@ -57,10 +57,10 @@ class Connection:
         self._header = memoryview(bytearray(_HEADER_BYTES))
         self._busy = False
         self._stopping = False
-        self._written: asyncio.Future[None] | None = None  # of the PUT before
+        self._written: asyncio.Future[None] | None = None  # the write-through of the previous PUT
 
     async def serve(self) -> None:
-        """Until the client ends, breaks the protocol, or `stop` was called."""
+        """Serves requests until the client disconnects or breaks the protocol, or after `stop`."""
         counters = self._shared.counters
         try:
             while not self._stopping:
@@ -76,7 +76,7 @@ class Connection:
         await self._written_through()
 
     def stop(self) -> None:
-        """The request in flight is finished; no later one is served."""
+        """Finishes the request in flight and serves no other."""
         self._stopping = True
         if not self._busy and not self.stream.in_message:
             self.stream.end_requests()
@@ -139,7 +139,7 @@ class Connection:
             await self._written_through()
 
     async def _send_chunk(self, key: ObjectKey) -> bool:
-        """False: a miss, and nothing was sent."""
+        """Sends the reply to a GET. False: a miss, and nothing was sent."""
         shared = self._shared
         held, share = shared.cache.hold(key), None
         if held is None:
@@ -168,7 +168,7 @@ class Connection:
             text = memoryview(await listed(shared.cache))
             is_small = len(text) <= shared.max_payload_bytes
             share = await shared.budget.take(len(text) if is_small else 0)
-        # Outside of the lock: a client that reads slowly holds its share and nothing else.
+        # Outside the lock: a slow client holds its share and nothing else.
         try:
             if is_small:
                 return await self._send_payload(list_reply_of(len(text)), text)
@@ -184,13 +184,13 @@ class Connection:
     # ------------------------------------------------------------ inside
 
     async def _written_through(self) -> None:
-        """Returns when the PUT before, if it is still being written, is in all tiers."""
+        """Waits until every tier has answered for the previous PUT."""
         written, self._written = self._written, None
         if written is not None:
             await written
 
     def _key(self) -> ObjectKey | None:
-        """The key of a request without payload; None where it is malformed."""
+        """The key of a request without payload; None if it is malformed."""
         try:
             return _key_of(bytes(self._header))
         except FormatError as problem:

@@ -28,15 +28,15 @@ _LEAST_FLUSH_S = 0.1
 _CLOSE_S = 1.0
 _FIRST_PROBE_S = 5.0
 _MOST_SPARE_BYTES = 128 << 20
-# Of the write-behind queues: the budget of the gateway bounds what is in them.
+# The write-behind queues need no limit: the gateway's budget bounds them.
 _NO_LIMIT_BYTES = 1 << 62
 
 
 def run_gateway(config: GatewayConfig) -> int:
     """Runs a gateway until SIGTERM or SIGINT; returns the exit status.
 
-    Raises ``ConfigError`` where a setting has to change: an address in use, a URL that is none,
-    a directory or certificate that cannot be used.
+    Raises ``ConfigError`` if a setting has to change: an address in use, an invalid URL, an
+    unusable directory or certificate.
     """
     loop = new_loop()
     try:
@@ -46,7 +46,7 @@ def run_gateway(config: GatewayConfig) -> int:
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """A loop of uvloop where that is installed, of asyncio otherwise."""
+    """A loop of uvloop if that is installed, else of asyncio."""
     try:
         module = importlib.import_module("uvloop")
     except ImportError:
@@ -67,7 +67,7 @@ class LoopOwner:
         if threading.get_ident() == self._thread:
             self._loop.call_soon(action)  # without a system call that wakes the loop
             return
-        with contextlib.suppress(RuntimeError):  # the loop is closed: only a hung tier posts then
+        with contextlib.suppress(RuntimeError):  # the loop is closed; only a hung tier posts then
             self._loop.call_soon_threadsafe(action)
 
     def at(self, due_s: float, action: Action) -> Timer:
@@ -80,10 +80,9 @@ class LoopOwner:
 
 
 def open_cache(config: GatewayConfig) -> ObjectCache:
-    """Memory, disk and Redis as the settings say, owned by the running loop.
+    """Memory, disk and Redis as configured, owned by the running loop.
 
-    Waits until the disk was read and Redis has answered once, or for a few seconds. Raises
-    ConfigError.
+    Waits until the disk is indexed, and up to a few seconds for Redis. Raises ConfigError.
     """
     backings: list[Backing] = []
     with contextlib.ExitStack() as opened:
@@ -152,7 +151,7 @@ async def _run(config: GatewayConfig) -> int:
         logger.info("stopped: %s", _counted(gateway.stats()))
     finally:
         cache.close(_CLOSE_S)
-        await asyncio.sleep(0)  # what the tiers posted at their end
+        await asyncio.sleep(0)  # runs what the tiers posted when they closed
     return 0
 
 
@@ -166,4 +165,4 @@ def _tiers_text(config: GatewayConfig) -> str:
 
 
 def _counted(stats: dict[str, int]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in stats.items() if value) or "nothing done"
+    return ", ".join(f"{name} {value}" for name, value in stats.items() if value) or "no requests"

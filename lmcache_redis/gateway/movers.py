@@ -1,12 +1,12 @@
 """Transfers between sockets and buffers, and the threads that move the large ones.
 
 A transfer moves in turns: as many bytes as the socket takes or gives at once, up to a budget. The
-loop gives the turns of small ones. For large ones it would do nothing else while the kernel copies
-(or TLS encrypts), so a few threads here give those. The threads share one epoll: a transfer is
-armed for one event, the thread that gets it gives a turn and arms it again. A slow client costs
-an entry in the epoll and holds no thread; several fast ones take turns.
+loop runs the turns of small transfers. Large ones would block it while the kernel copies (or TLS
+encrypts), so a few threads here run theirs. The threads share one epoll: a transfer is armed for
+one event, and the thread that gets the event runs a turn and arms it again. A slow client costs an
+entry in the epoll and holds no thread; several fast ones alternate.
 
-One thread at a time has a transfer, without a lock: it is armed only between turns. To end one
+One thread at a time owns a transfer, without a lock: it is armed only between turns. To end one
 early, shut the socket down: the next turn raises.
 """
 
@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 TURN_BYTES = 2 << 20
-# Of one call into the kernel: one that takes long keeps the socket locked meanwhile, and
-# acknowledgements of the peer have to wait (32 MiB at once are a quarter slower).
+# Most bytes of one system call. It keeps the socket locked, and the peer's acknowledgements wait:
+# 32 MiB in one call are a quarter slower.
 _PIECE_BYTES = 1 << 20
-_TLS_PIECE_BYTES = 64 << 10  # sent as a whole or not yet, so `left` shows progress only after it
-_MAX_BUFFERS = 512  # of one call; the kernel's limit is 1,024
+_TLS_PIECE_BYTES = 64 << 10  # sent as a whole: `left` shows progress in these steps
+_MAX_BUFFERS = 512  # of one system call; the kernel's limit is 1,024
 
 WAITS = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 Ended = Callable[[], object]
@@ -33,16 +33,18 @@ More = Callable[[int], Sequence[memoryview]]
 
 
 class Channel:
-    """A socket that does not block: how to move bytes, with TLS or without.
+    """The calls that move bytes over a non-blocking socket, with or without TLS.
 
-    Both calls take buffers in order, move what they can and return how many bytes that was.
+    Both take buffers in order, move what they can, and return the number of bytes.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.fd = sock.fileno()
         self.receive: Callable[[list[memoryview]], int] = partial(os.readv, self.fd)
         self.send: Callable[[list[memoryview]], int] = partial(os.writev, self.fd)
-        self.decrypted_bytes: Callable[[], int] = int  # and not received: no event tells of them
+        self.decrypted_bytes: Callable[[], int] = (
+            int  # decrypted, not yet received: epoll is silent
+        )
         if isinstance(sock, ssl.SSLSocket):
             self.receive = lambda views: sock.recv_into(views[0])
             self.send = lambda views: sock.send(views[0][:_TLS_PIECE_BYTES])
@@ -52,9 +54,9 @@ class Channel:
 class Transfer:
     """Bytes of one message in one direction. One thread at a time.
 
-    left: bytes to go; any thread may read it. more: called with `left` for further buffers, in
-    order, when the present ones are full; when it gives none the transfer is over.
-    events: what the socket has to be ready for before the next turn. error: of a thread's turn.
+    left: bytes still to move; any thread may read it. more: called with `left` when the buffers are
+    full, for further ones in order; if it returns none, the transfer ends.
+    events: what the socket must be ready for before the next turn. error: of a thread's turn.
     """
 
     def __init__(
@@ -76,9 +78,9 @@ class Transfer:
         self._buffers = [each for each in reversed(buffers) if each]  # the last one is next
 
     def turn(self, budget: int) -> bool:
-        """Moves what can be moved now; whether the transfer is over. Raises OSError.
+        """Moves what can be moved now; returns whether the transfer has ended. Raises OSError.
 
-        budget: bytes, at most; what TLS has decrypted is received beyond it.
+        budget: most bytes; bytes that TLS has decrypted are received beyond it.
         """
         self.events = self._own_events
         until = self.left - budget
@@ -123,7 +125,7 @@ class Transfer:
 
 
 class Movers:
-    """Thread-safe. The sockets do not block, and nothing else reads or writes them meanwhile."""
+    """Threads that move large transfers. Thread-safe. They have the sockets to themselves."""
 
     def __init__(self, threads: int) -> None:
         self._epoll = select.epoll()
@@ -138,10 +140,10 @@ class Movers:
             thread.start()
 
     def begin(self, transfer: Transfer, ended: Ended) -> None:
-        """Moves it until it is over or has an error. Raises OSError where the epoll is full.
+        """Moves it until it ends or fails. Raises OSError if the epoll is full.
 
-        ended: called once, then, on one of the threads; must not block. Until then buffers and
-        socket are the threads'.
+        ended: called once, on one of the threads; it must not block. Until then buffers and socket
+        belong to the threads.
         """
         self._transfers[transfer.fd] = transfer, ended
         # A thread may have it at once, so it is in the dict already.
@@ -172,7 +174,7 @@ class Movers:
             if not transfer.turn(TURN_BYTES):
                 self._epoll.modify(fd, transfer.events | select.EPOLLONESHOT)
                 return
-        except Exception as error:  # also a fault of `more`: the owner has to learn of it
+        except Exception as error:  # also of `more`: the owner must be told
             transfer.error = error
         self._epoll.unregister(fd)
         del self._transfers[fd], transfer
@@ -180,7 +182,7 @@ class Movers:
 
 
 def events_of(wait: OSError, own: int) -> int:
-    """What a socket that would have blocked has to be ready for; own: where TLS does not say."""
+    """What a socket that would block must be ready for. own: the answer without TLS."""
     if isinstance(wait, ssl.SSLWantReadError):
         return select.EPOLLIN
     return select.EPOLLOUT if isinstance(wait, ssl.SSLWantWriteError) else own

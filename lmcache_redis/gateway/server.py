@@ -1,11 +1,11 @@
-"""The server: who may connect, what all connections share, and how it ends.
+"""The server: accepting, limits, what connections share, stopping.
 
-One loop, one task for each client. The server accepts without asyncio's server, so that a client
-that may not connect is turned away before TLS spends anything on it, and a client counts against
-the limit from its first moment.
+One loop, one task for each client. The server accepts without asyncio's server: a client that may
+not connect is refused before TLS spends anything on it, and each client counts against the limit
+as soon as it is accepted.
 
-`stop` lets every request that has begun finish, within a deadline; then it cuts off what is left.
-What is still being written through is the cache's: its owner flushes and closes it afterwards.
+`stop` lets requests in flight finish within a deadline, then cuts off the rest. Writes that are
+still in flight belong to the cache: its owner flushes and closes it afterwards.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from lmcache_redis.gateway.stream import Stream
 logger = logging.getLogger(__name__)
 
 _LEAST_CHECK_S, _MOST_CHECK_S = 0.02, 1.0
-# While a payload waits for its share, messages in flight have to be this many times as fast.
+# While a payload waits for its share, the stall timeout is divided by this.
 _HURRIED = 5
 _LEAST_BESIDE_BYTES = 128 << 20  # see `Shared`
 _PAUSE_AFTER_ACCEPT_ERROR_S = 0.2
 
 
 class Gateway:
-    """Serves a cache. Start and stop it on one running loop; it is used up then.
+    """Serves a cache. Start and stop it once, on one running loop.
 
-    The cache is the caller's, and the loop is its owner: it has to be open until `stop` is over.
-    Raises ConfigError for files that cannot be used.
+    The loop owns the cache; the caller closes it after `stop`. Raises ConfigError if the files of a
+    certificate cannot be used.
     """
 
     def __init__(self, cache: ObjectCache, config: GatewayConfig) -> None:
@@ -70,7 +70,7 @@ class Gateway:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens, with the port that was found for port 0."""
+        """Where it listens; for port 0, with the port that was chosen."""
         if self._listener is None:
             raise RuntimeError("the gateway does not listen")
         name: tuple[Any, ...] = self._listener.getsockname()
@@ -83,7 +83,7 @@ class Gateway:
         return f"lm://[{host}]:{port}" if ":" in host else f"lm://{host}:{port}"
 
     def stats(self) -> dict[str, int]:
-        """Counters, and connections and grains of the budget in use. From any thread."""
+        """Counters, open connections, and grains of the budget in use. On any thread."""
         return {
             **self.counters.snapshot(),
             "open_connections": len(self._clients),
@@ -92,7 +92,7 @@ class Gateway:
         }
 
     async def start(self) -> None:
-        """Listens and serves from now on. Raises ConfigError where the address cannot be used."""
+        """Listens and serves. Raises ConfigError if the address cannot be used."""
         self._listener = listening(*parse_listen(self.config.listen))
         self._movers = Movers(self.config.payload_threads)
         self._background = [
@@ -103,7 +103,7 @@ class Gateway:
             task.add_done_callback(_say_if_failed)
 
     async def stop(self) -> None:
-        """Ends within the deadline of the config, or little later. Idempotent."""
+        """Stops within the deadline of the config, or shortly after. Idempotent."""
         self._stopping = True
         for task in self._background[:1]:
             task.cancel()
@@ -131,7 +131,7 @@ class Gateway:
             try:
                 accepted, peer = await loop.sock_accept(listener)
             except OSError as error:
-                # Out of descriptors, or the client is gone already: both pass.
+                # Out of descriptors, or the client is gone already: both are temporary.
                 self._shared.log.warning("accept", "a client cannot be accepted: %s", error)
                 await asyncio.sleep(_PAUSE_AFTER_ACCEPT_ERROR_S)
                 continue

@@ -16,10 +16,10 @@ SILENCE_S = 10.0
 
 @dataclass(slots=True)
 class Counters:
-    """Counters only grow, from the start of the server; the loop's thread writes them."""
+    """Counters since the start of the server. Only the loop's thread writes them."""
 
-    connections: int = 0  # accepted, also those that were refused then
-    refused_connections: int = 0  # not on the allow-list, or one too many
+    connections: int = 0  # accepted, those refused afterwards included
+    refused_connections: int = 0  # not on the allow-list, or over the limit
     failed_handshakes: int = 0
     puts: int = 0
     gets: int = 0
@@ -32,11 +32,11 @@ class Counters:
     misses: int = 0
     payload_bytes_in: int = 0
     payload_bytes_out: int = 0
-    malformed: int = 0  # requests that had to fail, or whose connection had to be closed
-    stalled: int = 0  # connections closed because a message made too little progress
-    idle: int = 0  # connections closed because no request came
-    abandoned: int = 0  # connections that their client ended in the middle of a request
-    errors: int = 0  # connections closed because of a fault of our own
+    malformed: int = 0  # requests that failed, or whose connection was closed
+    stalled: int = 0  # connections closed: a message made too little progress
+    idle: int = 0  # connections closed: no request came
+    abandoned: int = 0  # connections that the client closed in the middle of a request
+    errors: int = 0  # connections closed: a bug of ours
 
     def snapshot(self) -> dict[str, int]:
         """All counters by name."""
@@ -44,7 +44,7 @@ class Counters:
 
 
 class QuietLog:
-    """Logs at most one warning of a kind in `SILENCE_S`, with the number of those left out."""
+    """Logs one warning of a kind per `SILENCE_S` at most, and how many were suppressed."""
 
     def __init__(self, logger: logging.Logger, silence_s: float = SILENCE_S) -> None:
         self._logger = logger
@@ -52,7 +52,7 @@ class QuietLog:
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def warning(self, kind: str, message: str, *args: object) -> None:
-        """kind: one of few words of the program, never of a client."""
+        """kind: one of a few constants, never text of a client."""
         now_s = time.monotonic()
         until_s, left_out = self._kinds.get(kind, (0.0, 0))
         if now_s < until_s:
@@ -67,9 +67,9 @@ class QuietLog:
 class Shared:
     """See the module. The loop's thread only.
 
-    budget: `--buffer-bytes`. Beside it, in bytes of memory: lent: what may be sent from the memory
-    tier without a share of the budget; reused: what payloads that are still being received may have
-    of memory that was used before. memory_bytes: what the memory tier keeps.
+    budget: `--buffer-bytes`. lent: bytes that may be sent from the memory tier without a share of
+    that budget. reused: bytes of recycled memory that payloads may hold while they are received.
+    memory_bytes: capacity of the memory tier.
     """
 
     cache: ObjectCache
@@ -80,4 +80,4 @@ class Shared:
     log: QuietLog
     memory_bytes: int
     max_payload_bytes: int
-    one_list: asyncio.Lock  # a LIST may take long and much memory: one at a time
+    one_list: asyncio.Lock  # a LIST may take long and much memory

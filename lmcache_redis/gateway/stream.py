@@ -1,12 +1,11 @@
-"""One client's socket on the loop, with TLS or without: exact receives, sends without joins.
+"""One client's socket on the loop, with or without TLS: exact receives, gathered sends.
 
-Bytes go from the kernel (or from TLS) straight into the caller's buffers and out of them. Large
-transfers move on threads of the `Movers`, in both directions; the loop gives all others their turns
-when the socket is ready. When a receive or send returns, however it ends, the buffers are the
-caller's again.
+Bytes move between the kernel (or TLS) and the caller's buffers without a copy in between. Threads
+of the `Movers` move large transfers in both directions; the loop moves the others when the socket
+is ready. When a receive or send returns or raises, the buffers belong to the caller again.
 
-A message in flight has to make progress: `stalled` says when it did not. Time in which it waits
-for room is not the client's. `idle_s` says for how long a client has not begun a request.
+A message in flight has to make progress: `stalled` tells when it does not. Time that it spends
+waiting for room does not count. `idle_s` tells how long a client has not begun a request.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from typing import Protocol
 
 from lmcache_redis.gateway.movers import TURN_BYTES, WAITS, Channel, Movers, Transfer, events_of
 
-# From this size on a thread is worth the hop to it and back.
+# From this size on, a thread is worth the hop to it and back.
 MOVED_BYTES = 256 << 10
-# Of a message in flight, so much (or all that is left) has to move within each stall timeout, and
-# an eighth of it where that is more: so none is in flight for more than eight of them.
+# Within each stall timeout a message has to move this much, or an eighth of its length if that is
+# more, or its rest. So no message is in flight for more than eight stall timeouts.
 LEAST_PROGRESS_BYTES = 256 << 10
 MOST_STALL_TIMEOUTS = 8
 _UNREAD_BYTES = 64 << 10
@@ -38,19 +37,19 @@ class Gone(ConnectionError):
 
 
 class Room(Protocol):
-    """Where a payload goes, part by part. rest: bytes of it for which there was no room yet."""
+    """Memory for a payload, granted part by part. rest: bytes that have no room yet."""
 
     def try_next(self, rest: int) -> Sequence[memoryview]:
-        """Room for some of them, in order; none where there is none at once. On any thread."""
+        """Room for the next bytes, in order; empty if none is free now. On any thread."""
 
     async def next(self, rest: int) -> Sequence[memoryview]:
-        """As soon as there is some."""
+        """As `try_next`; waits until there is some."""
 
 
 class Stream:
-    """See above. At most one `receive` or `send` at a time; the loop's thread only.
+    """See the module. At most one receive or send at a time; on the loop's thread only.
 
-    sock: must not block; the stream closes it.
+    sock: non-blocking; the stream closes it.
     """
 
     def __init__(self, sock: socket.socket, movers: Movers) -> None:
@@ -59,15 +58,15 @@ class Stream:
         self._channel = Channel(sock)
         self._movers = movers
         self._transfer: Transfer | None = None
-        self._idle_from_s = self._loop.time()  # _NEVER: a request has begun
+        self._idle_from_s = self._loop.time()  # _NEVER while a request is in flight
         self._watched_from_s = _NEVER
-        self._watched_left = 0  # bytes at that time
+        self._watched_left = 0  # bytes left at `_watched_from_s`
         self._least_progress_bytes = LEAST_PROGRESS_BYTES
         self._is_read_by_loop = False
         self._readable: asyncio.Future[None] | None = None
 
     async def start_tls(self, context: ssl.SSLContext, timeout_s: float) -> None:
-        """The handshake, before anything else. Raises OSError."""
+        """Performs the handshake, before any other call. Raises OSError."""
         self._sock = context.wrap_socket(
             self._sock, server_side=True, do_handshake_on_connect=False
         )
@@ -78,16 +77,16 @@ class Stream:
             raise Gone(f"no TLS handshake within {timeout_s:g} s") from None
 
     async def receive_header(self, header: memoryview) -> None:
-        """Fills it with the next request, which may begin at any time, or raises `Gone`."""
+        """Receives the next request, whenever it comes, or raises `Gone`."""
         self._idle_from_s = self._loop.time()
         if not self._channel.decrypted_bytes():
-            # Most often it is not there yet; if it is, other clients come first.
+            # It has rarely arrived yet; if it has, other clients come first.
             await self._ready(select.EPOLLIN)
         await self._move(Transfer(self._channel, [header], sending=False))
         self._idle_from_s = self._watched_from_s = _NEVER
 
     async def receive_payload(self, nbytes: int, room: Room) -> None:
-        """Receives what follows a header to where `room` says, or raises `Gone`."""
+        """Receives a payload into the memory that `room` grants, or raises `Gone`."""
         left = nbytes
         self._watch(left)
         while left:
@@ -115,11 +114,11 @@ class Stream:
         return self._idle_from_s == _NEVER
 
     def idle_s(self, now_s: float) -> float:
-        """For how long the client could have begun a request, and has not; negative: it has."""
+        """Seconds since the client could have begun a request; negative if it has."""
         return now_s - self._idle_from_s
 
     def stalled(self, now_s: float, timeout_s: float) -> bool:
-        """Whether a message in flight made no progress for that long. To be asked regularly."""
+        """Whether a message in flight made too little progress. To be called regularly."""
         if self._watched_from_s == _NEVER or self._transfer is None:
             return False
         left = self._transfer.left
@@ -128,26 +127,26 @@ class Stream:
         return now_s - self._watched_from_s > timeout_s
 
     def end_requests(self) -> None:
-        """What has not come yet is not received any more; replies are sent."""
+        """Receives nothing more; replies are still sent."""
         self._shut_down(socket.SHUT_RD)
 
     def abort(self) -> None:
-        """A receive or send in flight raises `Gone` soon, and so does every later one."""
+        """Makes a receive or send in flight, and every later one, raise `Gone`."""
         self._watched_from_s = _NEVER
         if not self.in_message:
             self._idle_from_s = self._loop.time()
         self._shut_down(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes; what was sent still arrives. No receive or send may be in flight."""
+        """Closes; sent bytes still arrive. No receive or send may be in flight."""
         if self._is_read_by_loop:
             self._is_read_by_loop = False
             self._loop.remove_reader(self._channel.fd)
         with contextlib.suppress(OSError, ValueError):
             if isinstance(self._sock, ssl.SSLSocket):
-                self._sock.unwrap()  # says that this is the end; the client's answer is not read
+                self._sock.unwrap()  # sends close_notify and does not wait for the client's
         with contextlib.suppress(OSError):
-            # To close with bytes unread is a reset, which takes replies from the client.
+            # Closing with unread bytes resets the connection, and the client loses replies.
             socket.socket.recv(self._sock, _UNREAD_BYTES)
         self._sock.close()
 
@@ -183,10 +182,10 @@ class Stream:
         moved: asyncio.Future[None] = self._loop.create_future()
         self._movers.begin(transfer, partial(self._loop.call_soon_threadsafe, _tell, moved))
         is_cancelled = False
-        while not moved.done():  # until then a thread uses the buffers
+        while not moved.done():  # a thread uses the buffers until then
             try:
                 await asyncio.wait([moved])
-            except asyncio.CancelledError:  # noqa: PERF203 - once, if at all
+            except asyncio.CancelledError:  # noqa: PERF203 - at most once
                 is_cancelled = True
                 self.abort()
         error, transfer.error = transfer.error, None
@@ -196,10 +195,10 @@ class Stream:
             if error is not None:
                 raise error
         finally:
-            del error  # it refers to this frame: buffers would wait for the garbage collector
+            del error  # a reference cycle with this frame would keep the buffers
 
     async def _ready(self, events: int) -> None:
-        """Returns when the socket is ready for it."""
+        """Waits until the socket is ready."""
         ready: asyncio.Future[None] = self._loop.create_future()
         if events == select.EPOLLOUT:
             self._loop.add_writer(self._channel.fd, _tell, ready)
@@ -218,7 +217,7 @@ class Stream:
             self._readable = None
 
     def _can_be_read(self) -> None:
-        """Stays registered between requests, to save system calls, until no receive waits."""
+        """Stays registered between requests, which saves system calls; removed if none waits."""
         if self._readable is not None:
             _tell(self._readable)
         else:
@@ -230,7 +229,7 @@ class Stream:
         self._least_progress_bytes = max(LEAST_PROGRESS_BYTES, left // MOST_STALL_TIMEOUTS)
 
     def _shut_down(self, how: int) -> None:
-        # Not the method of SSLSocket: that would continue without TLS.
+        # Not the method of SSLSocket: it would continue without TLS.
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, how)
 

@@ -1,27 +1,27 @@
-"""Between messages of the protocol and tiers: key texts and keys, payloads and metadata.
+"""Translates between messages of the protocol and the cache: keys and metadata.
 
 A key text is `model@world_size@worker_id@chunk_hash@dtype`, then `@layer_id` for one layer's
-part of a chunk, then any number of `@tag%value`. LMCache writes a hash that is bytes as hex, and
-one that is an int in base 16 as short as it goes: with an odd number of digits, or a minus.
+part of a chunk, then any number of `@tag%value`. LMCache writes a hash of type bytes as hex, and an
+int in base 16 without leading zeros: perhaps with an odd number of digits, or a minus.
 
-In an ObjectKey the model name is the key text with another hash field, so that nothing is lost:
+In an ObjectKey the model name is the key text with another hash field, so nothing is lost:
 
     field empty   the hash is bytes, and these are the chunk hash
     field `~`     the chunk hash is the ASCII text of the field
 
-The empty field is used where the text is lower-case hex of whole bytes, `~` otherwise: for every
-text there is one key. Model names of the engine plane contain `@` only in ways that this strict
-reading rejects, so keys of others in the same tier are told apart.
+The empty field is used if the text is lower-case hex of whole bytes, `~` otherwise: each text has
+exactly one key. This strict parser rejects every model name of the engine plane, so its keys in
+the same tier are told apart.
 
-The dtype, the format and the sizes of a PUT come back in the reply to a later GET, whatever they
-are; a tier's metadata is stricter. It gets one of three forms:
+A GET returns the dtype, the format and the sizes of the PUT unchanged, whatever they are; a tier's
+metadata is stricter. It takes one of three forms:
 
     one group                          length, shape and dtype agree, or the format is encoded
     the group, then one without shape  the length differs from what shape and dtype need
     one without shape, then the group  the request gave no dtype; the group's uint8 stands for it
 
 A chunk of any other form was not stored by this protocol and has no reply. The location of a
-request is not kept: it says where the client had the chunk.
+request, which says where the client had the chunk, is not kept.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SUCCEEDED = ServerMetaMessage(
 
 
 def object_key_of(text: str) -> ObjectKey:
-    """The key in a tier of a key text. Raises FormatError for anything else."""
+    """The key of a key text. Raises FormatError if the text is malformed."""
     fields = _fields_of(text)
     size, worker, chunk_hash = int(fields[1]), int(fields[2]), fields[3]
     is_bytes = _WHOLE_BYTES.fullmatch(chunk_hash) is not None
@@ -71,14 +71,14 @@ def object_key_of(text: str) -> ObjectKey:
 
 
 def key_text_of(key: ObjectKey) -> str:
-    """The inverse of `object_key_of`. Raises FormatError for a key that it never gives."""
+    """The inverse of `object_key_of`. Raises FormatError for any other key."""
     fields = key.model_name.split("@")
     if len(fields) < 5 or fields[3] not in ("", _TEXT_HASH):
         raise FormatError(f"the key of a chunk that no key text names: {key!r:.200}")
     try:
         fields[3] = key.chunk_hash.decode("ascii") if fields[3] else key.chunk_hash.hex()
     except UnicodeDecodeError:
-        raise FormatError(f"a chunk hash that is no text: {key!r:.200}") from None
+        raise FormatError(f"a chunk hash that is not ASCII: {key!r:.200}") from None
     text = "@".join(fields)
     if object_key_of(text) != key:
         raise FormatError(f"the key of a chunk that no key text names: {key!r:.200}")
@@ -101,7 +101,7 @@ def metadata_of(message: ClientMetaMessage) -> RemoteMetadata:
 
 @functools.lru_cache(maxsize=1024)
 def reply_of(metadata: RemoteMetadata) -> bytes:
-    """The header before the payload. Raises FormatError for a chunk that no request stored."""
+    """The header of a reply. Raises FormatError for a chunk that no request stored."""
     shapes, names = metadata.shapes, metadata.dtype_names
     name: str | None = names[0] if names else None
     if len(shapes) == 1 or (len(shapes) == 2 and shapes[1] == _NOT_GIVEN):
@@ -116,14 +116,14 @@ def reply_of(metadata: RemoteMetadata) -> bytes:
 
 
 def list_reply_of(length: int) -> bytes:
-    """The header before the text of a LIST."""
+    """The header of the reply to a LIST."""
     return ServerMetaMessage(
         ServerReturnCode.SUCCESS, length, MemoryFormat.BINARY, _NO_DTYPE, (length, 0, 0, 0)
     ).serialize()
 
 
 def _fields_of(text: str) -> list[str]:
-    """The fields of a key text. Raises FormatError for anything else."""
+    """The fields of a key text. Raises FormatError if it is malformed."""
     if not text.isprintable() or text != text.strip():
         raise FormatError(f"a key text is printable, without spaces around it: {text!r:.200}")
     if len(text.encode("utf-8")) > MAX_KEY_LENGTH:
@@ -137,7 +137,7 @@ def _fields_of(text: str) -> list[str]:
     if not _HASH.fullmatch(chunk_hash):
         raise FormatError(f"a hash is lower-case hex, not {chunk_hash!r:.200}")
     if not _DTYPE.fullmatch(dtype):
-        raise FormatError(f"no name of a dtype: {dtype!r:.200}")
+        raise FormatError(f"not the name of a dtype: {dtype!r:.200}")
     has_layer = bool(rest) and "%" not in rest[0]
     for number in (world_size, worker_id, *rest[:has_layer]):
         if not _NUMBER.fullmatch(number):

@@ -35,7 +35,7 @@ from lmcache_redis.resp.outcomes import (
 )
 from tests.gateway.wire import Client
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 STRIPE_BYTES = (1 << 20) - 4096
 _NAMES = ChunkNames()
 _Result = TypeVar("_Result")

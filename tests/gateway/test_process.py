@@ -20,7 +20,7 @@ from tests.servers import RedisServer
 
 pytestmark = pytest.mark.servers
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class Process:
