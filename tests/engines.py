@@ -73,6 +73,7 @@ class ForkServer:
             env={
                 **os.environ,
                 **engine.engine_environment(),
+                "OMP_WAIT_POLICY": "passive",  # other tests need the cores that would spin
                 "PYTHONPATH": os.pathsep.join(sys.path),
             },
         )

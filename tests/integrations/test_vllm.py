@@ -245,8 +245,8 @@ def test_preempted_requests_and_a_small_block_pool(
         agent.wait_idle()
     agent.restart()
     with start(model_dir, agent, tmp_path / "warm.log", block_size=128) as engine:
-        warm = engine.generate(questions, 200)
-        assert warm.outputs == expected
+        warm = engine.generate(questions, 16)
+        assert warm.outputs == [answer[:16] for answer in expected]
         assert all(cached >= 2 * CHUNK for cached in warm.details["cached_tokens"])
 
 
