@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from lmcache_redis.admin.facts import Facts, Need, gather
-from lmcache_redis.admin.rules import Finding, Severity, by_importance, judge
+from lmcache_redis.admin.rules import Finding, Severity, judge
 from lmcache_redis.admin.server import CLIENT_NAME, CONNECT_TIMEOUT_S, OP_TIMEOUT_S, Node, Server
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
@@ -70,12 +70,9 @@ def diagnose(server: Server, prefix: bytes, need: Need, *, bandwidth: bool) -> D
 
 
 def findings_of(facts: Iterable[Facts]) -> tuple[Finding, ...]:
-    """The findings of all servers, each with its address. Pure."""
-    return tuple(
-        by_importance(
-            replace(finding, where=each.where) for each in facts for finding in judge(each)
-        )
-    )
+    """The findings of all servers, each with its address, the most important first. Pure."""
+    found = (replace(finding, where=each.where) for each in facts for finding in judge(each))
+    return tuple(sorted(found, key=lambda finding: finding.severity))
 
 
 def _examined(server: Server, node: Node, prefix: bytes, need: Need, bandwidth: bool) -> Facts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lmcache_redis.admin.facts import HUGE_PAGES, Facts
@@ -150,12 +150,7 @@ def judge(facts: Facts) -> list[Finding]:
                     finding, why=finding.why or why, change=finding.change or tuple(change)
                 )
             findings.append(finding)
-    return by_importance(sorted(findings, key=lambda finding: _TOPICS.index(finding.topic)))
-
-
-def by_importance(findings: Iterable[Finding]) -> list[Finding]:
-    """Sorted by severity; findings of one severity keep their order."""
-    return sorted(findings, key=lambda finding: finding.severity)
+    return sorted(findings, key=lambda f: (f.severity, _TOPICS.index(f.topic)))
 
 
 def _access(f: Facts) -> Iterator[Finding]:
