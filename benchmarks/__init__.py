@@ -1,4 +1,4 @@
-"""Benchmarks: the source of every claim about speed. Results name the machine.
+"""Benchmarks: the source of every claim about speed. Every result names its machine.
 
     scripts/bench data-plane    plane/      chunks to and from Redis, beside other clients
     scripts/bench lookup        lookups     a lookup's round trip through an agent
@@ -8,8 +8,8 @@
     scripts/bench main-job      main_job    time to first token of a real vLLM
 
 `engine` is an engine without a model; `servers` starts Redis; `fetch` downloads LMCache's wheel;
-`report` has tables, JSON and statistics; `plots` is shared by all plots. None of this is in the
-wheel: `lmcache-redis bench` (`lmcache_redis.bench`) measures a server in use.
+`report` has statistics, tables and JSON; `plots` draws. None of this is in the package's wheel:
+`lmcache-redis bench` (`lmcache_redis.bench`) measures a server in use.
 """
 
 from pathlib import Path

@@ -33,18 +33,18 @@ def _sizes(given: str, like: str = "0.25,2,8,32") -> list[float]:
     try:
         return [float(word) for word in given.replace(",", " ").split()]
     except ValueError:
-        raise typer.BadParameter(f"{given!r} is no list like {like}") from None
+        raise typer.BadParameter(f"{given!r} is not a list like {like}") from None
 
 
 def _counts(given: str | None) -> list[int]:
-    """The whole numbers in a list; none where nothing is given."""
+    """The whole numbers in a list; empty if no list is given."""
     counts = _sizes(given or "", "1,2,4")
     if any(count < 1 or count % 1 for count in counts):
-        raise typer.BadParameter(f"{given!r}: each has to be a whole number from 1 on")
+        raise typer.BadParameter(f"{given!r}: each must be a whole number of 1 or more")
     return [int(count) for count in counts]
 
 
-OWN = "For this client: a list like 1,2,4"
+OWN = "For our client: a list like 1,2,4"
 GetsOption = Annotated[str | None, typer.Option(help=f"{OWN} of GET connections.")]
 SetsOption = Annotated[str | None, typer.Option(help=f"{OWN} of SET connections.")]
 ThreadsOption = Annotated[str | None, typer.Option(help=f"{OWN} of network threads.")]
@@ -74,7 +74,7 @@ def data_plane(
 ) -> None:
     """Chunks to and from Redis, and prefix scans, beside LMCache's client and others.
 
-    Takes about six minutes. This client runs at its defaults and with one to eight connections. If
+    Takes about six minutes. Our client runs at its defaults and with one to eight connections. If
     --gets, --sets, --threads or --slot-kib is given, it runs with every combination of them
     instead, and the first one is compared with the peers.
     """
@@ -104,7 +104,7 @@ def data_plane(
 
 @app.command()
 def lookup(rounds: RoundsOption = 200, json: JsonOption = None) -> None:
-    """A lookup's round trip through the agent; the agent's start and memory."""
+    """A lookup's round trip through the agent, and the agent's start and memory."""
     from benchmarks import lookups as benchmark
 
     _report("agent", benchmark.run(rounds), json)
@@ -147,7 +147,7 @@ def gpu(
 ) -> None:
     """Copies between a GPU's paged KV cache and the host pool, beside what the hardware moves.
 
-    Needs an NVIDIA GPU and some minutes; for the largest cases 20 GiB of GPU memory and 8 GiB of
+    Needs an NVIDIA GPU and some minutes. The largest cases need 20 GiB of GPU memory and 8 GiB of
     memory that can be pinned (ulimit -l). Each figure stands beside a plain copy of the same
     bytes, measured in the same round, and beside its target:
 

@@ -1,7 +1,7 @@
 """An engine without a model, registered with an agent: for `lookups`, `recovery` and `gpu`.
 
-The paged KV cache is one allocation of random bytes, a layer each segment of a `Shape`. Half of
-its blocks are stored from, the other half is loaded into.
+The paged KV cache is one allocation of random bytes, one layer per segment of a `Shape`. Stores
+read one half of its blocks, loads write the other half.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOG_TAIL_LINES = 8
 
 
 class EngineFailed(LMCacheRedisError):
-    """The agent did not do what the engine asked."""
+    """The agent failed, or did not answer, a request of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class Transfer(NamedTuple):
 
 
 class Engine:
-    """Scheduler and worker. It stores from one half of its blocks and loads into the other.
+    """Scheduler and worker; registered on return.
 
-    chunks: of each transfer. Registered on return. Raises EngineFailed, with the agent's log, if
+    chunks: the number of chunks in each transfer. Raises EngineFailed, with the agent's log, if
     the agent does not map the memory.
     """
 
@@ -124,14 +124,14 @@ class Engine:
         dropped = transfer.store.result.dropped
         if dropped:
             raise EngineFailed(f"{dropped} of {self.chunks} chunks were not stored")
-        # A request that stores has a session, as one that loads has.
+        # A request that stores has a session too.
         self.scheduler.end_session(transfer.request_id)
         return True
 
     def store(self) -> tuple[float, list[bytes]]:
         """Seconds of a store of all chunks, until the host pool has them; and their hashes.
 
-        The answer comes earlier, when the blocks have been read: a lookup waits for the rest.
+        A store is answered when its blocks have been read; a lookup waits for the rest of it.
         """
         transfer = self.begin_store()
         transfer.store.call.wait(_TRANSFER_S)

@@ -17,8 +17,8 @@ from pathlib import Path
 LMCACHE_VERSION = "0.5.6"
 DIRECTORY = Path(sys.prefix) / "bench-peers" / "wheel"
 HOW_TO_FETCH = (
-    "LMCache is not here: run `python benchmarks/fetch.py`, which is "
-    "`pip download --no-deps lmcache` and unpacks the wheel without installing it"
+    "LMCache is not installed: run `python benchmarks/fetch.py`, which downloads its wheel "
+    "(`pip download --no-deps lmcache`) and unpacks it without installing it"
 )
 _TIMEOUT_S = 300.0
 
@@ -35,7 +35,7 @@ def find_client() -> Path | None:
 
 
 def find_package() -> Path | None:
-    """The folder with the package `lmcache` and its server."""
+    """The directory that contains the package `lmcache` with its server."""
     places = [place for place in _places() if (place / "lmcache" / "v1" / "server").is_dir()]
     return next(iter(places), None)
 

@@ -4,8 +4,8 @@
     get         the same chunks, which both servers have in memory
     get, many   many clients at once, each with GETs of its own: throughput, median and p99
 
-The servers take turns; the first one changes with the round. Ours keeps every chunk in Redis as
-well, and answers the EXIST when the last one is in Redis too.
+The servers take turns; the first one changes with the round. Ours also writes every chunk to Redis,
+and answers the EXIST when the last chunk is there.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LmServer:
     pid: int
 
     def peak_rss_mib(self) -> float:
-        """Its peak resident memory, shared pages included (VmHWM)."""
+        """Its peak resident memory (VmHWM), shared pages included."""
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / 1024

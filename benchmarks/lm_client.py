@@ -46,7 +46,7 @@ class LmClient:
         self._socket.close()
 
     def put(self, key: str, payload: memoryview) -> None:
-        """Sends a chunk. There is no reply; an `exists` on this connection is served after it."""
+        """Sends a chunk. There is no reply; the connection serves a later `exists` after it."""
         self._socket.sendall(_request(ClientCommand.PUT, key, payload.nbytes))
         self._socket.sendall(payload)
 

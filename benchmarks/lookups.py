@@ -1,4 +1,4 @@
-"""The agent by itself: a lookup's round trip, its start, and its memory.
+"""The agent alone: the round trip of a lookup, the agent's start, and its memory.
 
 lookup-pool   128 chunks, all in Redis and in the host pool: LOOKUP to LOOKUP_RESULT
 lookup-none   128 chunks, none cached: includes one prefix scan of Redis

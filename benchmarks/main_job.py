@@ -12,9 +12,9 @@ the machine's speed affect both. Time to first token is the time of a request fo
     redis-hit         a new engine and a new agent: from Redis
     get               256 MiB from the same Redis into slots, by the data plane alone
 
-Redis is full at the start, as a cache is after its first day: each store evicts a value and
-reuses its memory. A growing server needs fresh pages instead, which on a virtual machine cost more
-than the rest of a store.
+Redis is full at the start, as a cache is after its first day: each store evicts a value and reuses
+its memory. A server that grows needs fresh pages instead, which on a virtual machine cost more than
+everything else in a store.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lmcache_redis.resp import RedisOptions
 REDIS_BYTES = 6 << 30
 POOL_BYTES = 4 << 30
 _MOST_PROMPTS = 200
-# Each takes three prompts of each engine, and varies less than single prompts.
+# Each takes three prompts per engine, and varies less than single prompts.
 _MOST_RUSH_ROUNDS = 5
 # How many of the last prompts the engine's own cache and the host pool hold.
 _MOST_HITS = 7

@@ -1,4 +1,4 @@
-"""How soon requests continue when something stops, and hit again when it is back.
+"""How soon requests continue after Redis or the agent stops, and hit after its return.
 
     redis-stopped   after SIGSTOP of Redis: until a lookup is answered
     redis-back      after SIGCONT of Redis: until a prefix that only Redis has is a hit
@@ -76,7 +76,7 @@ def _round(server: RedisProcess, agent: AgentServer, engine: Engine) -> dict[str
     seconds["redis-back"] = _timed(lambda: _wait_hit(engine, second))
     server.send(signal.SIGSTOP)
     engine.ask("open", third)
-    # Long enough for the question to reach the agent, shorter than its deadline.
+    # Long enough for the lookup to reach the agent, shorter than its deadline.
     time.sleep(0.2)
     agent.kill()
     seconds["agent-killed"] = _timed(lambda: engine.answer("open"))

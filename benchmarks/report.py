@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 def rotated(items: Sequence[_T], number: int) -> list[_T]:
-    """The items, starting with another one in each round."""
+    """The items, rotated so that each round starts with the next one."""
     first = number % max(1, len(items))
     return [*items[first:], *items[:first]]
 
@@ -67,7 +67,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints the rows as one table; columns are the keys of the first row."""
     console = Console()
     if not console.is_terminal:
-        console = Console(width=_FILE_WIDTH)  # in a file, a table of 80 columns is cut
+        console = Console(width=_FILE_WIDTH)  # rich assumes 80 columns, too few for a table
     facts = machine()
     table = Table(title=title, caption=", ".join(f"{k} {v}" for k, v in facts.items()))
     if rows:

@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts and ends, on free loopback ports of this machine."""
+"""Processes that a benchmark starts and ends, on free loopback ports."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def listens(port: int) -> bool:
 
 
 class RedisProcess:
-    """A redis-server that saves nothing. A context manager: started on entry, killed on exit.
+    """A redis-server without persistence. A context manager: started on entry, killed on exit.
 
-    It keeps its address when it is killed and started again, empty. Raises ConfigError if no
+    After a kill and a new start it is empty and has the same address. Raises ConfigError if no
     redis-server is installed.
     """
 
@@ -57,14 +57,14 @@ class RedisProcess:
         return f"redis://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Returns when it accepts connections."""
+        """Starts the server; returns when it accepts connections."""
         self._process = subprocess.Popen(self._words, stdout=subprocess.DEVNULL)
         wait_for(self._ended_or_listens, "redis-server", 0.002)
         if self._process.poll() is not None:
             raise LMCacheRedisError("the redis-server did not start")
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal. After SIGKILL it waits for the end."""
+        """Sends a signal. After SIGKILL it waits for the process to end."""
         self._process.send_signal(number)
         if number is signal.SIGKILL:
             self._process.wait()

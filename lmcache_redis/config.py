@@ -83,9 +83,10 @@ def endpoint_path(endpoint: str) -> Path:
 
 
 def why_unsafe(directory: Path) -> str | None:
-    """Why others may put files into ``directory``, or None. Raises OSError if it does not exist.
+    """Why other users may put files into ``directory``; None if they cannot.
 
-    It, and a link to it, must belong to this user or to root, and only they may write into it.
+    The directory, and a link to it, must belong to this user or to root, and only they may write
+    into it. Raises OSError if it does not exist.
     """
     found = directory.stat()
     if not {found.st_uid, directory.lstat().st_uid} <= {0, os.geteuid()}:
@@ -125,9 +126,10 @@ def setting(
     environment_only: str = "",
     **more: Any,
 ) -> Any:
-    """A dataclass field for a setting: help text, default (or its factory), how that is shown.
+    """A dataclass field for a setting: its help text and its default or the factory of that.
 
-    size: bytes, written as 4GiB. environment_only: the environment variable that sets it.
+    shown: the default as users read it. size: in bytes, which users may write as 4GiB.
+    environment_only: the environment variable that sets it; it has no option.
     """
     if callable(default):
         more["default_factory"] = default
@@ -242,7 +244,7 @@ class AgentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
-    """The engine's settings: ``kv_connector_extra_config`` of vLLM."""
+    """All settings of an engine: ``kv_connector_extra_config`` of vLLM."""
 
     endpoint: str = field(default_factory=default_endpoint)
     agent_dead_after_s: float = 1.5
@@ -259,7 +261,7 @@ class ClientConfig:
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> ClientConfig:
-        """Raises ``ConfigError`` for an unknown name."""
+        """The config. Raises ``ConfigError`` for an unknown name or an impossible value."""
         known = [f.name for f in dataclasses.fields(ClientConfig)]
         unknown = sorted(set(extra) - set(known))
         if unknown:
@@ -276,7 +278,7 @@ def option_name(name: str) -> str:
 
 
 def shown_default(setting: dataclasses.Field[Any]) -> str:
-    """The default of a setting, for people."""
+    """The default of a setting as users read it."""
     shown: str = setting.metadata["shown"]
     if shown:
         return shown

@@ -1,7 +1,7 @@
 """The errors of the package, by the stage at which they occur.
 
-Third-party exceptions are translated into these once, where they arise. Code above that catches
-only these.
+Third-party exceptions are translated into these once, where they arise. Code above that layer
+catches only these.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ class LMCacheRedisError(Exception):
 
 
 class ConfigError(LMCacheRedisError, ValueError):
-    """A setting must change; the message names the setting and its allowed values."""
+    """A wrong setting; the message names it and what it may be."""
 
 
 class FormatError(LMCacheRedisError, ValueError):

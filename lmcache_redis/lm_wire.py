@@ -68,7 +68,7 @@ _CODE_OF_NAME = {name: code for code, name in _NAME_OF_CODE.items()}
 
 
 class _DtypeToInt(Mapping["torch.dtype | str | None", int]):
-    """Codes by torch.dtype or its name; None has one too. Iterating imports torch."""
+    """Codes by torch.dtype or its name; None has a code too. Iterating imports torch."""
 
     def __getitem__(self, dtype: torch.dtype | str | None) -> int:
         if dtype == "half":
@@ -164,7 +164,7 @@ class ClientMetaMessage(_Payload):
     """A request.
 
     key: text, or an object whose `to_string` gives it; the message holds the text, which is
-    empty where a request names no chunk. dtype: torch.dtype, its name or None; the message
+    empty if the request names no chunk. dtype: torch.dtype, its name or None; the message
     holds the name.
     """
 
@@ -181,7 +181,7 @@ class ClientMetaMessage(_Payload):
         shape: Sequence[int],
         location: str | None = None,
     ) -> None:
-        # Not super(): a dataclass with slots is another class than the one written here.
+        # Not super(): with slots=True the decorator replaces the class that super() would refer to.
         _Payload.__init__(self, length, fmt, dtype, shape, location)
         text = key if isinstance(key, str) else key.to_string()
         _key_bytes(text)
@@ -212,7 +212,7 @@ class ClientMetaMessage(_Payload):
 
     @staticmethod
     def command_and_length(data: bytes | bytearray | memoryview) -> tuple[int, int]:
-        """The two numbers that say what follows a request, unchecked: all else may be wrong."""
+        """The command and the payload's length, not validated: the rest may be invalid."""
         command, length = _COMMAND_AND_LENGTH.unpack_from(data)
         return command, length
 

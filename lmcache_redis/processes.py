@@ -1,4 +1,4 @@
-"""Other processes, as ``/proc`` (Linux) shows them, and how to end the ones that we start.
+"""Other processes as ``/proc`` (Linux) shows them, and how to end those that we started.
 
 A process is identified by its id and its start time, because the kernel reuses ids. A process in
 another PID namespace is invisible.
@@ -84,7 +84,7 @@ def ended_in_order() -> Iterator[None]:
 
 
 def _end_children(spared: set[int]) -> None:
-    """Waits a moment for the children to end; then kills them, and the children they leave."""
+    """Waits a moment for the children to end; then kills them and the children that they leave."""
     deadline_s = time.monotonic() + _GRACE_S
     while left := _children() - spared:
         for pid in left:

@@ -17,7 +17,7 @@ MIB = 1 << 20
 # one KV head for each of eight ranks. MLA: 61 layers of 576 elements, blocks of 64.
 LLAMA_8B = Shape("8B, bf16", 64, 32 * KIB, 16)
 TP8_70B = Shape("70B TP8, bf16", 160, 4 * KIB, 16)
-# Chunks of 3 MiB, of which the agent moves several in one call: 48 layers of one KV head.
+# Chunks of 3 MiB, so that the agent moves several in one call: 48 layers of one KV head.
 TP4_30B = Shape("30B-A3B TP4, fp8", 96, 2 * KIB, 16)
 SHAPES = (
     LLAMA_8B,

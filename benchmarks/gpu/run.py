@@ -36,14 +36,14 @@ _ROOM = 0.6
 
 
 class NoGpu(LMCacheRedisError):
-    """There is no GPU to measure."""
+    """No GPU can be used here; the message says why."""
 
 
 def find_gpu() -> torch.device:
     """The first GPU that this process sees. Raises NoGpu."""
     needs = "this benchmark needs an NVIDIA GPU, and a torch that is built for CUDA"
     if importlib.util.find_spec("torch") is None:
-        raise NoGpu(f"{needs}: there is no torch here")
+        raise NoGpu(f"{needs}: torch is not installed")
     import torch
 
     if torch.version.cuda is None:

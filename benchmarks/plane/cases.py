@@ -126,7 +126,7 @@ class Bench:
 
         self._server.flush()
         if not setting.checksums:
-            # Its stores are those of other settings.
+            # Its stores do not differ from those with checksums.
             self._ask(client, Store(setting, batch, "a", fresh=True))
             sample("load", Load(setting, batch, "a"))
             return

@@ -1,4 +1,4 @@
-"""The bound of every client: the same bytes over bare sockets to a sink and back, and memcpy.
+"""Upper bounds for every client: the same bytes over bare sockets to a sink and back, and memcpy.
 
 `python -m benchmarks.plane.ceiling` is the sink: it receives and sends bytes, the minimum work of a
 server. A request has 9 bytes: what, and how many bytes. After FRESH and AGAIN the bytes follow, and
@@ -85,7 +85,7 @@ class BareSocket(Client):
         for number in numbers:
             value = self._values[number]
             request = _REQUEST.pack(self._kind, value.nbytes)
-            # Together: a separate request would wake the sink twice.
+            # In one call: a separate request would wake the sink twice.
             sent = connection.sendmsg([request, value]) - len(request)
             connection.sendall(value[max(0, sent) :])
             self._wait(connection)
@@ -142,7 +142,7 @@ class MemoryCopy(Client):
 def _fill(connection: socket.socket, buffer: memoryview) -> bool:
     """Fills the buffer; False if the connection was closed."""
     while buffer.nbytes:
-        # Without MSG_WAITALL the sender continues meanwhile, which is faster.
+        # Without MSG_WAITALL, which would delay the sender.
         count = connection.recv_into(buffer)
         if count == 0:
             return False
@@ -173,7 +173,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _pieces(buffer: memoryview, total: int) -> Iterator[memoryview]:
-    """The buffer repeatedly, at last only as much as is needed."""
+    """The buffer repeatedly, as long as bytes are expected; the last piece may be shorter."""
     return (buffer[: total - at] for at in range(0, total, buffer.nbytes))
 
 

@@ -151,8 +151,7 @@ class GlideClient(Client):
 class LMCacheClient(ScanningClient):
     """LMCache's C++ client from its wheel alone; each worker is a thread with a connection.
 
-    It never answers for a missing key, nor when the server is gone: the caller kills its process
-    then.
+    It never answers if a key is missing or the server is gone: then the caller kills its process.
     """
 
     def __init__(self, url: str, setting: Setting) -> None:
@@ -212,7 +211,7 @@ def _load_lmcache() -> Any:
         raise ConfigError(HOW_TO_FETCH)
     spec = importlib.util.spec_from_file_location("lmcache_redis", path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is no module that this Python can load")
+        raise ConfigError(f"this Python cannot load {path}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""Ours at its default setting beside each peer at its best, and beside the targets."""
+"""Compares our client at its default setting with each peer at its best, and with the targets."""
 
 from __future__ import annotations
 

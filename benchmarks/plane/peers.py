@@ -111,12 +111,12 @@ def why_left_out(peer: str, url: str) -> str | None:
             return "its C++ client needs torch: run `pip install torch`"
         options = parse_url(url)
         if not url.startswith("redis://") or options.get("db", 0) != 0:
-            return "it speaks TCP without TLS to database 0 alone"
+            return "it supports only TCP without TLS, and database 0"
     if peer == REDIS_PY and importlib.util.find_spec("hiredis") is None:
         return "run `pip install hiredis`"
     if peer == GLIDE:
         if importlib.util.find_spec("glide_sync") is None:
             return "run `pip install -r benchmarks/requirements.txt`"
         if not url.startswith("redis://"):
-            return "it is used over TCP without TLS here"
+            return "the benchmark uses it only over TCP without TLS"
     return None

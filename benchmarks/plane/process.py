@@ -1,4 +1,4 @@
-"""A worker as the benchmark sees it: asked, waited for until a deadline, and ended."""
+"""The benchmark's side of a `worker`: requests, answers with a deadline, and the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WorkerProcess(Child):
         super().__init__(["benchmarks.plane.worker", client, url], log, {"PYTHONPATH": path})
 
     def ask(self, request: Request, within_s: float = _ANSWER_WITHIN_S) -> Measured:
-        """Raises WorkerFailed if the worker ends or does not answer in time; close it then."""
-        self._tell(request)
-        measured: Measured = self._hear(Measured, within_s)
+        """The answer. Raises WorkerFailed if the worker ends or is late; close it then."""
+        self._send(request)
+        measured: Measured = self._receive(Measured, within_s)
         return measured

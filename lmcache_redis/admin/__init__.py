@@ -2,12 +2,12 @@
 
 server      connections to the servers that a URL names
 names       keys, layouts, sizes and ages as text
-stripes     the values of stripe keys, judged by their headers
+stripes     reads the values of stripe keys and judges them by their headers
 survey      which chunks a server holds, by SCAN, and how large they are
-inspect     one key explained, or all that is cached by model and layout
-purge       chunks chosen and removed, at a bounded rate
-facts       the settings and the state of a server
-rules       what to change, from facts alone
+inspect     explains one key, or summarises the cache by model and layout
+purge       selects chunks and removes them, at a bounded rate
+facts       reads the settings and the state of a server
+rules       judges facts: what to change, and why
 doctor      facts, measurements and rules together
-report      all of it, as JSON and as text
+report      every report as JSON and as text
 """

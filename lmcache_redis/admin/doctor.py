@@ -1,4 +1,4 @@
-"""What to change about the servers behind a cache: facts, measurements and rules together.
+"""Diagnoses the servers behind a cache: reads facts, measures, and applies the rules.
 
 Latency and bandwidth are measured as an agent moves stripes: a few values of the usual size,
 under keys that name no stripe. They are removed at the end, and expire if this process is killed.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from lmcache_redis.admin.facts import Facts, Need, gather
-from lmcache_redis.admin.rules import Finding, Severity, by_importance, judge
+from lmcache_redis.admin.rules import Finding, Severity, judge
 from lmcache_redis.admin.server import CLIENT_NAME, CONNECT_TIMEOUT_S, OP_TIMEOUT_S, Node, Server
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
@@ -38,11 +38,11 @@ PINGS = 51
 STRIPES = 8
 VALUE_BYTES = HEADER_BYTES + DEFAULT_SLOT_BYTES
 EXPIRES_S = 60
-# Each way is measured for this long, writing for this many rounds at most.
+# Each direction is measured for this long, writes for at most this many rounds.
 _MEASURE_S = 0.6
 _ROUNDS = 12
 _DEADLINE_S = 20.0
-# Enough to find keys for each of a thousand servers.
+# Enough to find keys that belong to one of a thousand servers.
 _ATTEMPTS = 50_000
 
 
@@ -70,12 +70,9 @@ def diagnose(server: Server, prefix: bytes, need: Need, *, bandwidth: bool) -> D
 
 
 def findings_of(facts: Iterable[Facts]) -> tuple[Finding, ...]:
-    """The findings of all servers, each with its address. Pure."""
-    return tuple(
-        by_importance(
-            replace(finding, where=each.where) for each in facts for finding in judge(each)
-        )
-    )
+    """The findings of all servers, each with its address, the most important first. Pure."""
+    found = (replace(finding, where=each.where) for each in facts for finding in judge(each))
+    return tuple(sorted(found, key=lambda finding: finding.severity))
 
 
 def _examined(server: Server, node: Node, prefix: bytes, need: Need, bandwidth: bool) -> Facts:
@@ -102,8 +99,8 @@ def measure_ping(node: Node, pings: int = PINGS) -> float:
 def probe_keys(prefix: bytes, is_there: Callable[[bytes], bool] = lambda key: True) -> list[bytes]:
     """Keys that the ACL rights of agents cover (prefix and `lmcr1:`) and that name no stripe.
 
-    is_there: whether the measured node owns the key. Raises RedisUnavailable if it owns none of
-    those tried.
+    is_there: whether the measured node owns the key. Raises RedisUnavailable if it owns too few of
+    the keys tried.
     """
     base = prefix + KEY_MAGIC + b"doctor:"
     tried = (b"%b%b" % (base, secrets.token_hex(16).encode()) for _ in range(_ATTEMPTS))
@@ -114,7 +111,7 @@ def probe_keys(prefix: bytes, is_there: Callable[[bytes], bool] = lambda key: Tr
 
 
 def measure_bandwidth(server: Server, node: Node, prefix: bytes) -> tuple[float, float]:
-    """Bytes a second, read over several connections and written over one, as an agent does.
+    """Bytes per second: reads over as many connections as an agent has, writes over one.
 
     Raises RedisError if the server refuses, or takes longer than 20 s.
     """
@@ -135,7 +132,7 @@ def measure_bandwidth(server: Server, node: Node, prefix: bytes) -> tuple[float,
 
 
 def _write(connection: Connection, keys: list[bytes], deadline: float) -> float:
-    """Sends all stripes before it reads the first reply; the median of some rounds."""
+    """Bytes per second, the median of some rounds; each sends all stripes, then reads replies."""
     # Not zeros: some networks compress.
     value = memoryview(secrets.token_bytes(VALUE_BYTES))
     heads = [set_prefix(key, VALUE_BYTES, EXPIRES_S) for key in keys]
@@ -153,7 +150,7 @@ def _write(connection: Connection, keys: list[bytes], deadline: float) -> float:
 
     connection.open()
     try:
-        one_round()  # into fresh memory: not counted
+        one_round()  # not counted: the server allocates memory
         until = time.perf_counter() + _MEASURE_S
         times = [one_round()]
         while len(times) < _ROUNDS and time.perf_counter() < until:
@@ -164,7 +161,7 @@ def _write(connection: Connection, keys: list[bytes], deadline: float) -> float:
 
 
 def _read(connections: list[Connection], keys: list[bytes], deadline: float) -> float:
-    """One thread, one GET outstanding on each connection."""
+    """Bytes per second, by one thread with one GET in flight on each connection."""
     commands = itertools.cycle([get_command(key) for key in keys])
     payload = memoryview(bytearray(DEFAULT_SLOT_BYTES))
     received_bytes = 0

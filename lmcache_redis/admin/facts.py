@@ -1,7 +1,7 @@
-"""The facts of a server: from INFO, from CONFIG where it is allowed, from /sys if it is local.
+"""Reads the facts of a server: INFO, CONFIG GET if allowed, and /sys if the server is local.
 
-Managed services forbid CONFIG, and a user may lack INFO too: what is refused is None in `Facts`
-and named in `Facts.unseen`.
+Managed services forbid CONFIG, and a user may lack the right to call INFO. A fact that is refused
+is None, and `Facts.unseen` says what was refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The KV that prefill produces: bytes a token, and tokens a second of all engines together."""
+    """The KV that prefill produces: bytes per token, and tokens per second of all engines."""
 
     kv_bytes_per_token: int = 128 << 10
     prefill_tokens_per_s: float = 8000.0
@@ -46,7 +46,7 @@ class Need:
 
 
 def _from(info: str = "", setting: str = "") -> Any:
-    """A fact that the server states: CONFIG GET of a setting, else a field of INFO."""
+    """A fact that the server reports: CONFIG GET of ``setting``, else this field of INFO."""
     return field(default=None, metadata={"info": info, "setting": setting})
 
 
@@ -54,11 +54,11 @@ def _from(info: str = "", setting: str = "") -> Any:
 class Facts:
     """What is known of one server; None: unknown. Sizes in bytes.
 
-    local: on this machine. private: not reachable by a public address. nodes: how many
-    servers share the keys. as_cluster: agents ask each of them for its own slots.
-    normal_buffer: hard limit, soft limit, soft seconds of client-output-buffer-limit. save:
-    the schedule as configured, "" for none. saved: whether a background save was seen since
-    the start. unseen: what was refused, in words.
+    local: on this machine. private: every address is a private one. nodes: how many servers share
+    the keys. as_cluster: named as a Redis Cluster, so that agents send each key to its node.
+    normal_buffer: hard limit, soft limit and soft seconds of client-output-buffer-limit. save: the
+    schedule as configured, "" for none. saved: whether a background save has been made since the
+    server started. unseen: what was refused, in words.
     """
 
     where: str = ""
@@ -113,7 +113,7 @@ def gather(server: Server, node: Node, need: Need, huge_pages: Path = HUGE_PAGES
     (info,) = node.ask_all([("INFO",)])
     if isinstance(info, RedisError):
         unseen.append("INFO is refused: memory, persistence, version and connections")
-    # One CONFIG GET for each: several in one are not understood before Redis 7.
+    # One CONFIG GET per setting: before Redis 7 the command takes only one.
     replies = node.ask_all([("CONFIG", "GET", name) for name in SETTINGS])
     if any(isinstance(reply, RedisError) for reply in replies):
         only = "save, client-output-buffer-limit, io-threads, disable-thp"
@@ -151,7 +151,7 @@ def facts_of(info: Mapping[str, Any], settings: Mapping[str, str], **known: Any)
         if (value := _read(str(f.type), text)) is not None
     }
     if "io_threads" not in stated and _read("int", info.get("io_threads_active")):
-        stated["io_threads"] = 2  # INFO tells whether there are threads, not how many
+        stated["io_threads"] = 2  # INFO says whether there are threads, not how many
     save_s = _read("int", info.get("rdb_last_bgsave_time_sec"))
     save_status = info.get("rdb_last_bgsave_status")
     valkey = info.get("valkey_version")
@@ -181,7 +181,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _read(kind: str, text: Any) -> Any:
-    """A value of this type, or None if the server states none."""
+    """The text as a value of type ``kind``; None if there is no text, or it is not of that type."""
     try:
         return None if text is None else _READERS[kind.removesuffix(" | None")](text)
     except ValueError:
@@ -195,7 +195,7 @@ def info_of(reply: bytes) -> Mapping[str, str]:
 
 
 def _place(endpoint: Endpoint) -> tuple[bool, bool]:
-    """Whether the server is on this machine, and whether its address is a private one."""
+    """Whether the server is on this machine, and whether it has only private addresses."""
     if endpoint.transport is Transport.UNIX:
         return True, True
     with contextlib.suppress(OSError, ValueError):
@@ -206,7 +206,7 @@ def _place(endpoint: Endpoint) -> tuple[bool, bool]:
 
 
 def _huge_pages(path: Path) -> str | None:
-    """The word in brackets: always, madvise or never."""
+    """The active mode, which the kernel puts in brackets: always, madvise or never."""
     with contextlib.suppress(OSError):
         if match := re.search(r"\[(\w+)\]", path.read_text()):
             return match.group(1)

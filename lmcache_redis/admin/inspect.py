@@ -1,4 +1,4 @@
-"""One key explained, or what is cached by model and layout.
+"""Explains one key, or summarises the cache by model and layout.
 
 Reads headers, and payloads only to verify them. Removes nothing.
 """
@@ -82,9 +82,9 @@ class OtherKey:
 
 
 def explain(server: Server, key: bytes, prefix: bytes, verify: bool) -> ChunkReport | OtherKey:
-    """Explains the key of a stripe, or of a chunk (without the stripe index).
+    """Explains the key of a stripe, or of a chunk (without the stripe index), with any prefix.
 
-    The key may have another prefix. Raises RedisError.
+    prefix: is tried first. Raises RedisError.
     """
     try:
         name, index = find_name(key, prefix)
@@ -101,7 +101,7 @@ def explain(server: Server, key: bytes, prefix: bytes, verify: bool) -> ChunkRep
 
 
 def verdict_of(stripes: Sequence[Stripe]) -> Verdict:
-    """The verdict on a chunk with these stripes, which are sorted by index."""
+    """The verdict on a chunk with these stripes, sorted by index."""
     there = [s for s in stripes if s.state is not State.MISSING]
     if not there:
         return Verdict.ABSENT
@@ -173,9 +173,9 @@ class Summary:
 def summarise(server: Server, prefix: bytes, *, everything: bool, verify: bool) -> Summary:
     """What the cache holds by model and layout, from a sample or from every key.
 
-    Each chunk's header is read if that does not count as a use (`Node.untouched`). Otherwise store
-    times are unknown, and sizes are memory usage. verify: reads every payload, which then counts
-    as a use. Raises RedisError.
+    One header of each chunk is read if that does not count as a use (`Node.untouched`). Otherwise
+    store times are unknown, and sizes are memory usage. verify: also reads every payload, which
+    counts as a use if reading headers does. Raises RedisError.
     """
     most = (None, None) if everything else (SAMPLE_CHUNKS, SAMPLE_KEYS)
     found = survey(server, prefix, most_chunks=most[0], most_keys=most[1])

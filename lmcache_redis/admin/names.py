@@ -20,7 +20,7 @@ _HEX = re.compile(r"(?:[0-9A-Fa-f]{2})+")
 _ESCAPE = re.compile(rb"\\(x[0-9A-Fa-f]{2}|.)", re.DOTALL)
 _LETTERS = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"a": b"\a", b"b": b"\b"}
 _SHOWN = {ord(v): "\\" + k.decode() for k, v in _LETTERS.items()} | {34: '\\"', 92: "\\\\"}
-# What a list of redis-cli puts before each of its lines.
+# What redis-cli prints before each element of a list.
 _LIST_NUMBER = re.compile(r"^\s*\d+\)\s+")
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 _AGE_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -38,7 +38,7 @@ class Ranks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkName:
-    """The chunk that a Redis key names: prefix, namespace (16 bytes), and the rest."""
+    """The chunk that a Redis key names: the key prefix, the namespace (16 bytes) and the rest."""
 
     prefix: bytes
     namespace: bytes
@@ -51,7 +51,7 @@ class ChunkName:
 
     @property
     def layout(self) -> str:
-        """The namespace as text, as an agent writes it, or as hex: what `status` shows."""
+        """The namespace: as text if it is one of an agent, as `status` shows it; else in hex."""
         is_text = _TEXT_NAMESPACE.fullmatch(self.namespace)
         return self.namespace.decode() if is_text else self.namespace.hex()
 
@@ -77,7 +77,7 @@ def parse_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
         namespace, key, index = parse_stripe_key(data, prefix)
         return ChunkName(prefix, namespace, key), index
     except FormatError as not_a_stripe:
-        # Its lengths say where a key ends: it cannot be both.
+        # A key contains the lengths of its parts: none is both a stripe's and a chunk's.
         at = len(prefix) + len(KEY_MAGIC)
         if not data.startswith(prefix + KEY_MAGIC):
             raise
@@ -89,9 +89,9 @@ def parse_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
 
 
 def find_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
-    """As `parse_name`, also for a key with another prefix.
+    """`parse_name` for a key with any prefix; ``prefix`` is tried first.
 
-    Raises FormatError for a key that names neither.
+    Raises FormatError if the key names neither a stripe nor a chunk.
     """
     others = (data[: at.start()] for at in re.finditer(re.escape(KEY_MAGIC), data))
     for candidate in (prefix, *others):
@@ -104,7 +104,7 @@ def find_name(data: bytes, prefix: bytes) -> tuple[ChunkName, int | None]:
 
 
 def read_key(text: str) -> bytes:
-    """A key as typed by a user: hex, text with escapes such as \\xNN, or redis-cli's quotes."""
+    """A key as a user types it: in hex, with escapes such as \\xNN, or as redis-cli prints it."""
     text = _LIST_NUMBER.sub("", text).strip()
     if _HEX.fullmatch(text):
         return bytes.fromhex(text)
@@ -153,7 +153,7 @@ def read_layout(text: str) -> frozenset[bytes]:
 
 
 def namespaces_of(fingerprint: bytes) -> frozenset[bytes]:
-    """The namespaces of a layout: the first bytes of its fingerprint, as they are or as hex."""
+    """The possible namespaces of a layout: the start of its fingerprint, as bytes or in hex."""
     return frozenset({fingerprint[:NAMESPACE_BYTES], fingerprint.hex()[:NAMESPACE_BYTES].encode()})
 
 
@@ -170,7 +170,7 @@ def read_age(option: str, text: str | None) -> float | None:
 
 
 def shown_age(seconds: float) -> str:
-    """The largest unit that fits: 45 s, 12 min, 3.5 h, 8.0 days."""
+    """An age in the largest suitable unit: 45 s, 12 min, 3.5 h, 8.0 days."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 7200:

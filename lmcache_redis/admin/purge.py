@@ -1,10 +1,11 @@
-"""Removes chunks, chosen by name and by age, at a bounded rate.
+"""Removes chunks, selected by name and by age, at a bounded rate.
 
-Two passes. The first chooses by key name and idle time. It reads headers, which may change idle
-times, only if chunks are chosen by store time. The second reads the header of each key just before
+The first pass selects by key name and idle time. It reads headers, which may change idle times,
+only if chunks are selected by store time. The second pass reads the header of each key just before
 it removes the key, and leaves every value that is not certainly a stripe of the chunk that the key
-names. Stripe 0 goes first: without it no reader sees the others. Agents may run meanwhile: a chunk
-that was removed is a miss, and so is one that is stored again at that moment and loses stripes.
+names. It removes stripe 0 first: without it no reader sees the others. Agents may run meanwhile: a
+removed chunk is a miss, and so is a chunk that is stored again during its removal and loses
+stripes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lmcache_redis.admin.stripes import State, Stripe, ask_each, read_stripes, r
 from lmcache_redis.admin.survey import SeenChunk, cuts_of, survey
 from lmcache_redis.errors import ConfigError, RedisAuthError, RedisError, RedisReplyError
 
-# Keys whose headers are read, and that are then removed, in one go at most.
+# Maximum keys of a step: their headers are read, then they are removed.
 _STEP_KEYS = 100
 _EXAMPLES = 5
 _CHOOSE_BY = "choose by --model, --layout or --stored-longer-than instead of --idle-longer-than"
@@ -29,7 +30,7 @@ _CHOOSE_BY = "choose by --model, --layout or --stored-longer-than instead of --i
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which chunks to remove: those that match every condition given."""
+    """Which chunks to remove: those that meet every condition given."""
 
     models: frozenset[str] = frozenset()
     namespaces: frozenset[bytes] | None = None
@@ -83,9 +84,9 @@ class Plan:
 
 @dataclass(slots=True)
 class Removal:
-    """What was removed. chunks: those whose first stripe was. used_again, stored_again: chunks and
-    keys that are no longer old enough. left: keys not removed, by reason; left_examples: some of
-    them."""
+    """What was removed. chunks: those whose first stripe was removed. vanished: keys that no longer
+    existed. used_again: chunks, and stored_again: keys, that are no longer old enough. left: keys
+    not removed, by reason; left_examples: some of them."""
 
     chunks: int = 0
     stripes: int = 0
@@ -121,7 +122,7 @@ class Pace:
         self._sleep = sleep
 
     def steps(self, chunks: Sequence[SeenChunk]) -> Iterator[tuple[list[SeenChunk], int]]:
-        """Chunks to remove now, and the number of their keys; a chunk is never divided."""
+        """The chunks to remove now, and the number of their keys; a chunk is never divided."""
         # Ten steps a second, so that a slow purge proceeds evenly too.
         most_keys = max(1, min(_STEP_KEYS, int(self._per_second / 10)))
         due = self._clock()
@@ -136,16 +137,16 @@ class Pace:
             if due > now:
                 self._sleep(due - now)
             yield step, keys
-            # A delay is not made up for.
+            # Time lost to a delay is not made up for.
             due = max(due, now) + keys / self._per_second
 
 
 def choose(server: Server, prefix: bytes, selection: Selection) -> Plan:
-    """What a purge would remove. Removes nothing, and changes no idle times, unless headers are
-    read for `stored_longer_than_s` and the server counts that as a use.
+    """What a purge would remove. Removes nothing. Changes idle times only if headers are read (for
+    ``stored_longer_than_s``) and the server counts that as a use.
 
     Raises RedisError, and ConfigError if the server keeps no idle times, or if reading headers
-    would change the idle times that chunks are chosen by.
+    would change the idle times by which chunks are selected.
     """
     both = None not in (selection.idle_longer_than_s, selection.stored_longer_than_s)
     if both and not server.untouched:
@@ -180,8 +181,8 @@ def remove(
 ) -> None:
     """Removes the chunks of a plan and counts them in `result`. Raises RedisError.
 
-    If idle chunks were chosen, those used since then stay. progress: called with the number of the
-    plan's keys that are done.
+    If idle chunks were selected, those used since then stay. progress: called after each step with
+    the number of keys done.
     """
     started = time.monotonic()
     done = 0
@@ -211,7 +212,7 @@ def _remove_step(
             result.vanished += 1
         else:
             result.leave(chunk.name.stripe(index), stripe.state.value)
-    # On several nodes, only a separate call removes stripe 0 before the others.
+    # Two calls: on several nodes, commands of one call run in any order.
     for first in (True, False):
         _unlink(server, [pair for pair in ours if (pair[1].index == 0) is first], result)
 
@@ -234,7 +235,7 @@ def _unlink(server: Server, stripes: list[tuple[SeenChunk, Stripe]], result: Rem
 
 
 def _idle(server: Server, chunks: Sequence[SeenChunk], selection: Selection) -> list[SeenChunk]:
-    """The chunks whose first stripe is idle for long enough, if that is a condition."""
+    """The chunks that are idle for long enough, if that is a condition."""
     least_s = selection.idle_longer_than_s
     if least_s is None:
         return list(chunks)

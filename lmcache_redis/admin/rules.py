@@ -1,10 +1,10 @@
-"""What to change about a server, and why, from its facts alone. Pure."""
+"""Judges the facts of a server: what to change, and why. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lmcache_redis.admin.facts import HUGE_PAGES, Facts
@@ -16,10 +16,10 @@ from lmcache_redis.stripe import HEADER_BYTES
 
 OLDEST_VERSION = (6, 2)
 STRIPE_BYTES = DEFAULT_SLOT_BYTES + HEADER_BYTES
-# An agent has one GET in flight on a connection: a reply, and room to spare.
+# An agent has one GET in flight per connection: one reply has to fit, with room to spare.
 LEAST_BUFFER_BYTES = 4 * STRIPE_BYTES
 _FEW_CORES = 2
-# Shares of the machine's memory: the most that is safe, the most beside forks, what to set.
+# Shares of the machine's memory: the safe maximum, the maximum if the server forks, what to set.
 _MOST_OF_MEMORY, _MOST_WITH_FORKS, _ADVISED_OF_MEMORY = 0.85, 0.45, 0.75
 _SLOW_FORK_US = 100_000
 _LEAST_USED_BYTES = 1 << 30
@@ -39,7 +39,7 @@ CRITICAL, WARNING, HINT, OK = Severity
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding about one server: what was seen, why it matters, how to change it."""
+    """One finding about one server: what was seen, why it matters, and how to change it."""
 
     severity: Severity
     topic: str
@@ -50,7 +50,7 @@ class Finding:
 
 
 def _set(name: str, value: str) -> tuple[str, str]:
-    """How to change a setting: the command for now, and the line that a restart reads."""
+    """How to change a setting: the command for the running server, and the line of redis.conf."""
     line = value.strip('"') if " " in value else value
     return f"CONFIG SET {name} {value}", f"redis.conf: {name} {line}"
 
@@ -58,7 +58,7 @@ def _set(name: str, value: str) -> tuple[str, str]:
 _TOO_SMALL = f"a stripe is up to {shown_bytes(STRIPE_BYTES)}: the server would refuse stores"
 _THP_OFF = f"as root on the server's machine: echo madvise > {HUGE_PAGES}"
 
-# Why each topic matters and what to change, unless its rule below gives both. Findings of equal
+# Why each topic matters and what to change, unless its rule below says so. Findings of equal
 # severity are sorted in the order of these topics.
 ADVICE: dict[str, tuple[str, ...]] = {
     "role": (
@@ -150,12 +150,7 @@ def judge(facts: Facts) -> list[Finding]:
                     finding, why=finding.why or why, change=finding.change or tuple(change)
                 )
             findings.append(finding)
-    return by_importance(sorted(findings, key=lambda finding: _TOPICS.index(finding.topic)))
-
-
-def by_importance(findings: Iterable[Finding]) -> list[Finding]:
-    """Sorted by severity; findings of one severity keep their order."""
-    return sorted(findings, key=lambda finding: finding.severity)
+    return sorted(findings, key=lambda f: (f.severity, _TOPICS.index(f.topic)))
 
 
 def _access(f: Facts) -> Iterator[Finding]:
@@ -284,7 +279,7 @@ def _limits(f: Facts) -> Iterator[Finding]:
 
 
 def _speed(f: Facts) -> Iterator[Finding]:
-    # The share of this server in the bandwidth that prefill needs.
+    # This server's share of the bandwidth that prefill needs.
     need = f.need.bytes_per_s / f.nodes
     split = f" over {f.nodes} servers" if f.nodes > 1 else ""
     read, write = f.read_bytes_per_s, f.write_bytes_per_s

@@ -1,9 +1,9 @@
-"""The servers that a URL names, each with one connection. The only place where the tools connect.
+"""The servers that a URL names, with one connection each.
 
-Everything else asks `Server.nodes`: the processes that hold keys, one for a single server. Which
-these are is looked up once; in a cluster redirections are followed. Replies are those of the data
-plane's reader, bounded as it bounds them, each by its deadline. A connection that was lost between
-two commands is replaced. No message contains a secret. For one thread.
+A `Node` is one process that holds keys; a `Server` is all of them, one unless it is a cluster. The
+nodes are looked up once; in a cluster redirections are followed. Every reply has a deadline and is
+bounded by the data plane's parser. A connection that was lost between two commands is replaced. No
+error message contains a secret. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from lmcache_redis.resp.net.wire import (
 
 CLIENT_NAME = "lmcache-redis-admin"
 CONNECT_TIMEOUT_S = 3.0
-# A SCAN step or a pipeline of a thousand small commands, on a server that is busy.
+# For a SCAN step or a pipeline of a thousand small commands, on a busy server.
 OP_TIMEOUT_S = 10.0
-# What a server that was not told otherwise holds in one string (proto-max-bulk-len).
+# The maximum string of a server by default (proto-max-bulk-len).
 MAX_STRIPE_BYTES = 512 << 20
 
 Command = tuple[bytes | str | int, ...]
@@ -57,8 +57,8 @@ ResultT = TypeVar("ResultT")
 class Node:
     """One process that holds keys.
 
-    untouched: reading a value here does not count as a use (CLIENT NO-TOUCH, Redis 7.2), so
-    that looking at the cache changes neither ages nor what is evicted next.
+    untouched: reading a value does not count as a use (CLIENT NO-TOUCH, Redis 7.2): inspection
+    changes neither idle times nor the order of eviction.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -79,29 +79,29 @@ class Node:
         return reply
 
     def ask_all(self, commands: Sequence[Command]) -> list[Any]:
-        """The replies to commands sent at once, an error reply as a RedisError in its place.
+        """The replies to commands in one pipeline; an error reply is a RedisError in its place.
 
-        Raises RedisError where the connection fails.
+        Raises RedisError if the connection fails.
         """
         if not commands:
             return []
         request = b"".join([pack_command(*command) for command in commands])
         replies = self._exchange(request, len(commands))
-        return [_said(r, self.where) if isinstance(r, ErrorReply) else r for r in replies]
+        return [_error_of_reply(r, self.where) if isinstance(r, ErrorReply) else r for r in replies]
 
     def scan(self, pattern: bytes, step_keys: int) -> Iterator[tuple[list[bytes], bool]]:
-        """The strings that each SCAN finds, and whether it was the last. Raises RedisError."""
+        """The string keys of each SCAN step, and whether it was the last. Raises RedisError."""
         cursor = b""
         while cursor != b"0":
             request = scan_command(cursor or b"0", pattern, step_keys, "TYPE", "string")
             (reply,) = self._exchange(request, 1)
             if isinstance(reply, ErrorReply):
-                raise _said(reply, self.where)
+                raise _error_of_reply(reply, self.where)
             cursor, keys = parse_scan(reply)
             yield keys, cursor == b"0"
 
     def get(self, key: bytes, payload_bytes: int) -> tuple[bytes, memoryview] | None:
-        """The header and the payload of a value; None if it is not there, or has another length.
+        """The header and the payload of a value; None if it does not exist or has another length.
 
         Raises RedisError.
         """
@@ -117,7 +117,7 @@ class Node:
         return None if header is None else (header, payload)
 
     def connect(self) -> None:
-        """Open a connection. Raises RedisError, saying what to change."""
+        """Opens a connection. Raises RedisError; the message says what to change."""
         connection = self._connection = Connection(self._connector, CLIENT_NAME)
         try:
             connection.open(_deadline())
@@ -134,7 +134,7 @@ class Node:
         return self._use(lambda each: each.exchange((request,), replies, _deadline()))
 
     def _use(self, use: Callable[[Connection], ResultT]) -> ResultT:
-        """On the connection, or on another where it was lost: a tool's commands may be repeated."""
+        """Uses the connection, or a new one if it was lost: all commands here may be repeated."""
         try:
             if self._connection.is_open:
                 with contextlib.suppress(RedisUnavailable):
@@ -142,15 +142,15 @@ class Node:
             self.connect()
             return use(self._connection)
         except RedisError as error:
-            raise _lost(error, self.where) from None
+            raise _error_of_loss(error, self.where) from None
         except BaseException:
-            # Interrupted: the reply may still come.
+            # Interrupted: a late reply would answer the next command.
             self.close()
             raise
 
 
 class Server:
-    """Where keys are: at least one node, each key on exactly one of them."""
+    """At least one node; each key is on exactly one of them."""
 
     def __init__(self, deployment: Deployment, routes: Routes[Node]) -> None:
         self.nodes = routes.nodes
@@ -168,16 +168,16 @@ class Server:
         return all(node.untouched for node in self.nodes)
 
     def node_of(self, key: bytes) -> Node:
-        """The node that holds `key`. Raises RedisUnavailable where none does."""
+        """The node that owns `key`. Raises RedisUnavailable if none does."""
         node = self._routes.node_of(key)
         if node is None:
             raise self._no_server()
         return node
 
     def ask_all(self, commands: Sequence[tuple[bytes, Command]]) -> list[Any]:
-        """Replies to (key, command) pairs, each asked of its key's node, in the given order.
+        """The replies to (key, command) pairs, each sent to its key's node, in the given order.
 
-        On one node the commands are carried out in that order. Raises as `Node.ask_all`.
+        A node executes its commands in that order. Raises as `Node.ask_all`.
         """
         if not self.is_cluster:
             return self.nodes[0].ask_all([command for _, command in commands])
@@ -216,10 +216,10 @@ class Server:
 
 @contextlib.contextmanager
 def open_server(options: RedisOptions) -> Iterator[Server]:
-    """The servers that `options` name, each connected; closed on exit.
+    """The servers that `options` name, connected; closed on exit.
 
-    Raises ConfigError for a URL that is none, and RedisError, saying what to change, where
-    the server cannot be reached or does not let us in.
+    Raises ConfigError if the URL is invalid, and RedisError, which says what to change, if a server
+    cannot be reached or refuses the connection.
     """
     deployment = parse_deployment(options)
     try:
@@ -243,8 +243,8 @@ def _deadline() -> float:
     return time.monotonic() + OP_TIMEOUT_S
 
 
-def _lost(error: RedisError, where: str) -> RedisError:
-    """What to say where a question to a server that was there had no answer."""
+def _error_of_loss(error: RedisError, where: str) -> RedisError:
+    """The error to raise if a server that was reachable does not answer."""
     at = f"Redis at {where}"
     if isinstance(error, RedisTimeout):
         return RedisTimeout(f"{at} did not answer within {OP_TIMEOUT_S:g} s: is it overloaded?")
@@ -253,8 +253,8 @@ def _lost(error: RedisError, where: str) -> RedisError:
     return error
 
 
-def _said(reply: ErrorReply, where: str) -> RedisError:
-    """The exception that stands for an error reply."""
+def _error_of_reply(reply: ErrorReply, where: str) -> RedisError:
+    """An error reply as an exception."""
     at = f"Redis at {where}"
     text = " ".join(reply.text.split())[:160]
     error = error_of(reply)

@@ -15,7 +15,7 @@ from lmcache_redis.admin.server import Command, Server
 from lmcache_redis.errors import FormatError, RedisAuthError, RedisError
 from lmcache_redis.stripe import HEADER_BYTES, StripeHeader, describe_header
 
-# Keys in one pipeline: half a megabyte of headers at most.
+# Keys in one pipeline: their headers are 250 KiB.
 BATCH_KEYS = 500
 
 
@@ -68,7 +68,7 @@ class Stripe:
 
 
 def judge(name: ChunkName, index: int, kind: str, value_bytes: int, head: bytes) -> Stripe:
-    """The stripe of a value with the Redis type `kind`, this length and these first 512 bytes."""
+    """The stripe, judged by its value's Redis type, length and first 512 bytes."""
     if kind == "none":
         return Stripe(index, State.MISSING, State.MISSING.value)
     if kind != "string":
@@ -100,7 +100,7 @@ def _mismatch(name: ChunkName, index: int, header: StripeHeader) -> str:
 def ask_each(
     server: Server, keys: Sequence[bytes], questions: Callable[[bytes], list[Command]]
 ) -> Iterator[list[Any]]:
-    """For each key the replies to its commands, many keys in a pipeline. Raises RedisError."""
+    """For each key the replies to its commands, BATCH_KEYS keys a pipeline. Raises RedisError."""
     for start in range(0, len(keys), BATCH_KEYS):
         asked = [(key, questions(key)) for key in keys[start : start + BATCH_KEYS]]
         replies = iter(server.ask_all([(key, command) for key, some in asked for command in some]))
@@ -125,9 +125,10 @@ def read_stripes(server: Server, wanted: Sequence[tuple[ChunkName, int]]) -> lis
 
 
 def stripes_of(server: Server, name: ChunkName, hint: int | None = None) -> list[Stripe]:
-    """Every stripe that a chunk should have; those that are found if no header gives their count.
+    """Every stripe that a chunk should have.
 
-    hint: a stripe index to read first, beside 0. Raises RedisError.
+    If no header gives their number: those that are found among the first BATCH_KEYS. hint: the
+    index of a stripe to read first, beside stripe 0. Raises RedisError.
     """
     asked = sorted({0, hint or 0})
     known = read_stripes(server, [(name, index) for index in asked])
@@ -140,7 +141,7 @@ def stripes_of(server: Server, name: ChunkName, hint: int | None = None) -> list
 
 
 def count_of(stripes: Sequence[Stripe]) -> int:
-    """How many stripes their chunk has; 0 if no header says."""
+    """How many stripes the chunk has; 0 if no header gives it."""
     return max((s.header.stripe_count for s in stripes if s.is_ours and s.header), default=0)
 
 
@@ -151,7 +152,7 @@ def verify_payload(server: Server, name: ChunkName, stripe: Stripe) -> Stripe:
     key = name.stripe(stripe.index)
     found = server.node_of(key).get(key, stripe.header.payload_bytes)
     if found is None:
-        # Removed or replaced meanwhile.
+        # It was removed or replaced meanwhile.
         return read_stripes(server, [(name, stripe.index)])[0]
     header, payload = found
     again = judge(name, stripe.index, "string", len(header) + payload.nbytes, header)
@@ -168,7 +169,7 @@ def _use_of(key: bytes) -> list[Command]:
 
 
 def _questions(key: bytes) -> list[Command]:
-    """The use first: on a server without CLIENT NO-TOUCH, reading the value counts as a use."""
+    """The idle time comes first: reading the value resets it, unless CLIENT NO-TOUCH is on."""
     head: Command = ("GETRANGE", key, 0, HEADER_BYTES - 1)
     return [*_use_of(key), ("TYPE", key), ("PTTL", key), ("STRLEN", key), head]
 

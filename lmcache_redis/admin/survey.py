@@ -3,9 +3,9 @@
 SCAN returns every key that exists from its start to its end at least once; keys that are added or
 removed meanwhile may be missed.
 
-Chunks of one form (layout, model, worker) are cut alike, as a header says. On a server where
-reading a header counts as a use, and would reset the idle time, the highest stripe index gives the
-number of stripes and MEMORY USAGE their approximate size.
+Chunks of one form (layout, model, worker) are cut alike, and any header says how. If reading a
+header counts as a use, which would reset the idle time, the highest stripe index gives the number
+of stripes, and MEMORY USAGE their approximate size.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lmcache_redis.stripe import HEADER_BYTES, StripeHeader
 # COUNT of one SCAN: a fraction of a millisecond of the server's time.
 STEP_KEYS = 500
 _INDEX_BYTES = 2
-# Chunks of one form whose headers are read before the form counts as unknown.
+# Headers that are read for a form; the first valid one says how its chunks are cut.
 _ATTEMPTS = 16
-# Stripes past the highest one seen that are looked up at a time.
+# How many stripes past the highest known one are looked up at a time.
 _AHEAD = 32
 
 Form = tuple[bytes, str, int]
@@ -55,14 +55,14 @@ class SeenChunk:
 
     @property
     def form(self) -> Form:
-        """Chunks of one form have one size: namespace, model, rank."""
+        """Namespace, model and rank, which chunks of one size share."""
         return self.name.namespace, self.name.key.model_name, self.name.key.kv_rank
 
 
 @dataclass(slots=True)
 class Survey:
-    """Chunks by chunk key. other_keys: strings named like stripes that are none. whole: all keys
-    were scanned; otherwise about looked_at of database_keys."""
+    """Chunks by chunk key. other_keys: keys with our magic that name no stripe. whole: whether all
+    keys were scanned; otherwise about ``looked_at`` of ``database_keys``."""
 
     chunks: dict[bytes, SeenChunk] = field(default_factory=dict)
     other_keys: set[bytes] = field(default_factory=set)
@@ -81,8 +81,8 @@ def survey(
 ) -> Survey:
     """The chunks on all nodes, or a sample of about ``most_chunks``, spread over the nodes.
 
-    namespaces: only these layouts. most_keys: how many keys of a node a sample scans. Raises
-    RedisError.
+    namespaces: only these layouts. most_keys: the number of keys after which the sample of a node
+    ends. Raises RedisError.
     """
     found = Survey()
     pattern = prefix + KEY_MAGIC
@@ -108,7 +108,7 @@ def survey(
 
 
 def _add(found: Survey, key: bytes, prefix: bytes, namespaces: frozenset[bytes] | None) -> None:
-    # The server's pattern is only a first filter.
+    # The pattern of the SCAN is only a first filter.
     chunk_key, index = key[:-_INDEX_BYTES], int.from_bytes(key[-_INDEX_BYTES:], "big")
     if chunk_key in found.chunks:
         found.chunks[chunk_key].stripes |= 1 << index
@@ -141,7 +141,7 @@ class Cut:
         return Cut(header.chunk_bytes, payload, header.stripe_count)
 
     def value_bytes(self, stripes: int) -> int:
-        """Bytes of the values of these stripes (a bit each), headers included."""
+        """Size of the values of these stripes (a bitmask), headers included."""
         if not self.chunk_bytes:
             return 0
         inside = stripes & ((1 << self.stripe_count) - 1)
@@ -151,21 +151,21 @@ class Cut:
         return total
 
     def missing(self, stripes: int) -> list[int]:
-        """Indexes of the stripes that are not among these."""
+        """Indexes of the stripes that this bitmask lacks."""
         return [i for i in range(self.stripe_count) if not stripes >> i & 1]
 
 
 def cuts_of(server: Server, chunks: Sequence[SeenChunk]) -> dict[Form, Cut]:
     """How the chunks of each form are cut, without counting as a use. Raises RedisError.
 
-    Exact if headers can be read without that counting as a use (a form without a complete header
-    is left out then); otherwise sizes are memory usage, which is slightly more.
+    If headers can be read without that counting as a use, the cuts are exact, and a form without a
+    valid header is left out. Otherwise sizes are memory usage, which is slightly more.
     """
     by_form: dict[Form, list[SeenChunk]] = {}
     for chunk in chunks:
         by_form.setdefault(chunk.form, []).append(chunk)
     if not server.untouched:
-        return {form: _reckoned(server, some) for form, some in by_form.items()}
+        return {form: _estimated(server, some) for form, some in by_form.items()}
     cuts: dict[Form, Cut] = {}
     for form, some in by_form.items():
         for stripe in read_stripes(server, [(c.name, c.first) for c in some[:_ATTEMPTS]]):
@@ -174,8 +174,8 @@ def cuts_of(server: Server, chunks: Sequence[SeenChunk]) -> dict[Form, Cut]:
     return cuts
 
 
-def _reckoned(server: Server, chunks: Sequence[SeenChunk]) -> Cut:
-    """From the chunk with the highest stripe index, without reading a value."""
+def _estimated(server: Server, chunks: Sequence[SeenChunk]) -> Cut:
+    """A cut estimated from the chunk with the highest stripe index. Reads no value."""
     chunk = max(chunks, key=lambda chunk: chunk.stripes)
     last, found = chunk.stripes.bit_length() - 1, [True]
     while any(found):
@@ -190,7 +190,7 @@ def _reckoned(server: Server, chunks: Sequence[SeenChunk]) -> Cut:
 
 
 def present_of(server: Server, chunks: Sequence[tuple[SeenChunk, Cut | None]]) -> list[int]:
-    """For each chunk the stripes that exist: those seen, and others found by EXISTS."""
+    """The stripes of each chunk that exist, a bitmask: those seen, and those found by EXISTS."""
     masks = [chunk.stripes for chunk, _ in chunks]
     asked = [
         (at, index)

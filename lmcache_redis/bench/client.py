@@ -79,7 +79,7 @@ class PlaneClient:
         return [stripe_key(key, 0) for key, _, _ in self._chunks]
 
     def absent_stripes(self, name: str, count: int) -> list[bytes]:
-        """The keys of ``count`` chunks that no `prepare` names."""
+        """The keys of ``count`` chunks that do not exist."""
         stem = key_stem(bytes(NAMESPACE_BYTES), name, 0, _HASH_BYTES, self._options.key_prefix)
         return [stripe_key(stem + _chunk_hash(number), 0) for number in range(count)]
 

@@ -1,4 +1,4 @@
-"""Rounds of writes, reads and lookups against a server in use, and their medians.
+"""Measures rounds of writes, reads and lookups against a server in use.
 
     write         new chunks, all together
     read          the same chunks into memory that was wiped; every page is checked
@@ -6,8 +6,9 @@
     lookup, all   one prefix scan of these chunks
     lookup, none  one prefix scan of 1,000 chunks that do not exist
 
-The first round is not counted: it opens connections, and the server faults its memory in. Each
-round removes its keys. They have names that no agent uses, and expire in case the run is killed.
+Figures are medians. The first round is not counted: it opens connections, and the server faults
+memory in. Each round removes its keys. No agent uses their names, and they expire in case the run
+is killed.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _round(
         seconds["lookup, all", plan.chunks] = _lookup(client, stored, plan.chunks)
         seconds["lookup, none", ABSENT_CHUNKS] = _lookup(client, absent, 0)
     except BaseException:
-        # The first failure is reported, not that of removing the keys, which expire.
+        # The first failure is reported; if the keys cannot be removed either, they expire.
         with contextlib.suppress(RedisUnavailable):
             _remove(client, name, values)
         raise

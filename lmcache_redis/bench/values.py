@@ -73,7 +73,7 @@ class Arena:
 
     def __init__(self, moved_bytes: int) -> None:
         self.moved_bytes = moved_bytes
-        # Twice as much: slots are page-aligned, so small ones may leave up to half unused.
+        # Twice the size: slots are page-aligned, so small slots may leave up to half unused.
         mapped = mmap.mmap(-1, 2 * moved_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):
             mapped.madvise(mmap.MADV_HUGEPAGE)

@@ -75,11 +75,11 @@ def purge(
     ] = None,
     idle_longer_than: Annotated[
         str | None,
-        typer.Option("--idle-longer-than", help="Chunks not read for this long: 12h, 7d, 2w."),
+        typer.Option("--idle-longer-than", help="Chunks not used for this long: 12h, 7d, 2w."),
     ] = None,
     stored_longer_than: Annotated[
         str | None,
-        typer.Option("--stored-longer-than", help="Chunks stored this long ago, read or not."),
+        typer.Option("--stored-longer-than", help="Chunks stored longer ago than this."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--everything", help="All chunks under the key prefix.")
@@ -142,7 +142,7 @@ def purge(
         try:
             remove(server, plan, pace, removal, progress)
         finally:
-            # Reported also after an interrupt, or if the server was lost.
+            # The report is also printed after an interrupt, or if the server is lost.
             if shown:
                 print(file=sys.stderr)
             _print(as_json, removal, removal_lines(removal))
@@ -169,7 +169,7 @@ def doctor(
     key_prefix: KeyPrefix = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a server, and say what to change and why, the most important first.
+    """Check a server and say what to change, and why. The most important comes first.
 
     Changes nothing. Exit status: 1 for a critical finding or a warning, 2 for a wrong option,
     else 0.
@@ -189,7 +189,7 @@ def doctor(
 def _server(
     url: str | None, username: str | None, key_prefix: str | None
 ) -> Iterator[tuple[Server, bytes]]:
-    """The server that the options and the environment name, and the key prefix."""
+    """The server named by the options and the environment, and the key prefix."""
     from lmcache_redis.admin.server import open_server
 
     options = redis_options(redis_url=url, redis_username=username, key_prefix=key_prefix)

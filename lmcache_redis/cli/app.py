@@ -13,7 +13,7 @@ from rich.console import Console
 from lmcache_redis import __version__
 from lmcache_redis.cli import admin
 from lmcache_redis.cli.bench import bench
-from lmcache_redis.cli.options import config_from, takes_options_of
+from lmcache_redis.cli.options import AsJson, config_from, takes_options_of
 from lmcache_redis.cli.starting import start_again_if_needed
 from lmcache_redis.config import AgentConfig, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
@@ -80,7 +80,7 @@ def gateway(**options: object) -> None:
 def status(
     endpoint: EndpointOption = None,
     timeout_s: TimeoutOption = 2.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what the agent holds, the state of Redis, and all counters."""
     from lmcache_redis.cli.tables import status_tables

@@ -13,7 +13,9 @@ from lmcache_redis.cli.options import AsJson, KeyPrefix, RedisUrl, RedisUsername
 from lmcache_redis.config import format_size, parse_size
 from lmcache_redis.errors import ConfigError
 
-ConnectionsOption = Annotated[int | None, typer.Option(help="As for the agent.")]
+ConnectionsOption = Annotated[
+    int | None, typer.Option(help="As for the agent.", show_default="the agent's default")
+]
 
 
 def bench(
@@ -34,7 +36,7 @@ def bench(
             help="Chunks to write and read together.",
         ),
     ] = 16,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, max=1000)] = 5,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, max=1000, help="Number of rounds.")] = 5,
     get_connections: ConnectionsOption = None,
     set_connections: ConnectionsOption = None,
     redis_url: RedisUrl = None,
@@ -46,7 +48,7 @@ def bench(
 
     Figures are medians; other work on this machine or the server distorts them. The keys are
     removed after each round, and expire after ten minutes if the command is killed. They take
-    --chunks times --chunk-bytes of the server's memory: a full server evicts as much.
+    --chunks times --chunk-bytes of the server's memory: a full server evicts that amount.
 
     Examples:
 

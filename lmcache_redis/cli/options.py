@@ -1,4 +1,4 @@
-"""Command-line options: made from the fields of a config, or shared by several commands."""
+"""Command-line options: those made from the fields of a config, and those that commands share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TYPES = {"int": int, "float": float, "bool": bool}
 _Config = TypeVar("_Config")
 _Command = Callable[..., None]
 
-# Of the commands that use a server without an agent.
+# Options of the commands that use a server without an agent.
 RedisUrl = Annotated[
     str | None,
     typer.Option(
@@ -42,7 +42,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def takes_options_of(config: type[Any]) -> Callable[[_Command], _Command]:
-    """Gives a command one option for each setting; None: the setting's default."""
+    """Gives a command one option per setting; an option that is not given is None."""
 
     def with_options(command: _Command) -> _Command:
         parameters = [
@@ -74,7 +74,7 @@ def _parameter(setting: dataclasses.Field[Any]) -> inspect.Parameter:
 
 
 def config_from(config: type[_Config], options: Mapping[str, Any]) -> _Config:
-    """The config that the options and the environment give. Raises ``ConfigError``."""
+    """The config made from the options and the environment. Raises ``ConfigError``."""
     given = {name: value for name, value in options.items() if value is not None}
     settings: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(config)  # type: ignore[arg-type]
     for setting in settings:
@@ -92,9 +92,9 @@ def config_from(config: type[_Config], options: Mapping[str, Any]) -> _Config:
 
 
 def redis_options(**given: Any) -> RedisOptions:
-    """The server that settings of the agent and the environment name, as an agent uses it.
+    """The server named by these settings of an agent and by the environment.
 
-    Raises ``ConfigError``, also if none is named.
+    Raises ``ConfigError``, also if no server is named.
     """
     from lmcache_redis.resp import RedisOptions
 
@@ -116,7 +116,7 @@ def redis_options(**given: Any) -> RedisOptions:
 
 
 def _secret(variable: str) -> str | None:
-    """The value of a variable, or the file that ``VARIABLE_FILE`` names (as containers do)."""
+    """The value of a variable, or the content of the file that ``VARIABLE_FILE`` names."""
     path = os.environ.get(f"{variable}_FILE")
     if os.environ.get(variable) or not path:
         return os.environ.get(variable)

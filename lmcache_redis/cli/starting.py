@@ -1,13 +1,13 @@
-"""What a command sets up in its process before it starts.
+"""Restarts a command once in the environment that it needs.
 
-A password in `--redis-url` would be visible in the process list to every user of the machine: the
-URL moves into the environment, which only this user can read.
+Every user of the machine could read a password in `--redis-url` in the process list. So the URL
+moves into the environment, which only this user can read.
 
-The agent copies pages of about a megabyte that are not read again soon. glibc bypasses the
-caches only for copies larger than three quarters of the last-level cache; for smaller ones each
-line of the target is read before it is overwritten. With the threshold at 256 KiB two threads
-copy 256 MiB in 14 ms instead of 25 (docs/performance.md). glibc reads it at the start of a
-process:
+The agent copies pages of about a megabyte that are not read again soon. By default glibc bypasses
+the caches only for copies larger than three quarters of the last-level cache; for smaller copies
+the CPU reads each line of the target before it overwrites it. With the threshold at 256 KiB two
+threads copy 256 MiB in 14 ms instead of 25 (docs/performance.md). glibc reads the threshold when a
+process starts:
 https://sourceware.org/glibc/manual/latest/html_node/Hardware-Capability-Tunables.html
 """
 
@@ -35,11 +35,11 @@ def start_again_if_needed(command: str) -> None:
     try:
         os.execve(sys.executable, [sys.executable, *words], {**os.environ, **environment})
     except OSError:
-        return  # copies are slower, and the command line stays as it is
+        return  # the command runs as it was started
 
 
 def without_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """A command line without a URL that may hold a password, and the URL as a variable."""
+    """The command line without a URL that may contain a password, and that URL as a variable."""
     kept: list[str] = []
     found: dict[str, str] = {}
     rest = iter(words)
@@ -64,5 +64,5 @@ def _tuned(before: str) -> dict[str, str]:
 
 
 def applies() -> bool:
-    """Whether the C library has the setting: glibc on x86."""
+    """Whether the C library has the threshold: glibc on x86."""
     return platform.machine() in ("x86_64", "AMD64") and platform.libc_ver()[0] == "glibc"

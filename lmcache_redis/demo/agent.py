@@ -50,7 +50,7 @@ class AgentServer:
         return self._process
 
     def spawn(self: _Self) -> _Self:
-        """Starts the process without waiting for it."""
+        """Starts the process; does not wait until it answers."""
         words = [sys.executable, "-m", "lmcache_redis.cli", "agent"]
         for name, value in self._settings.items():
             words += [] if value is None else [option_name(name), str(value)]
@@ -73,7 +73,7 @@ class AgentServer:
         return self
 
     def end(self) -> None:
-        """SIGTERM, then SIGKILL if that is not enough. May be called again."""
+        """SIGTERM, then SIGKILL if the agent does not end in time. May be called again."""
         if self._process is not None:
             end_process(self._process, _END_TIMEOUT_S)
 

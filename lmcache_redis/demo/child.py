@@ -1,6 +1,6 @@
-"""A Python module in a process of its own, asked and answering in lines of JSON over a socket.
+"""A Python module in a process of its own: requests and answers are lines of JSON over a socket.
 
-One answer follows each question. The process ends when our end of the socket is closed.
+Each request has one answer. The process ends when our end of the socket is closed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _Self = TypeVar("_Self", bound="Child")
 class Child:
     """Starts `python -m words... FD`, with FD its end of the socket. A context manager.
 
-    log: takes its output; closed with it. A failure quotes the last ``log_lines`` of it.
-    end_within_s: how long the process may take to end by itself.
+    log: receives the output of the process; `close` closes it. A failure quotes its last
+    ``log_lines``. end_within_s: how long the process may take to end by itself.
     """
 
     failure: ClassVar[type[LMCacheRedisError]]
@@ -55,15 +55,15 @@ class Child:
             env=os.environ | env,
         )
 
-    def _tell(self, question: object) -> None:
-        """Sends a question. Raises ``failure`` if the process has ended."""
+    def _send(self, request: object) -> None:
+        """Sends a request. Raises ``failure`` if the process has ended."""
         try:
-            self._stream.write(msgspec.json.encode(question) + b"\n")
+            self._stream.write(msgspec.json.encode(request) + b"\n")
             self._stream.flush()
         except (OSError, ValueError):  # ValueError: closed
             raise self._ended() from None
 
-    def _hear(self, kind: Any = Any, within_s: float | None = None) -> Any:
+    def _receive(self, kind: Any = Any, within_s: float | None = None) -> Any:
         """The next answer. Raises ``failure`` if the process has ended or takes longer."""
         self._channel.settimeout(within_s)
         try:
@@ -77,7 +77,7 @@ class Child:
         return msgspec.json.decode(line, type=kind)
 
     def _ended(self) -> LMCacheRedisError:
-        # Its log is complete when it has ended, a moment after its socket is closed.
+        # The log is complete when the process has ended, a moment after its socket is closed.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_GRACE_S)
         return self._failed("the process has ended")
@@ -95,7 +95,7 @@ class Child:
             self.process.wait(self.end_within_s)
         end_process(self.process, _GRACE_S)
         for each in (self._stream, self._channel, self._log):
-            # The stream may hold a question that could not be sent.
+            # The stream may hold a request that could not be sent.
             with contextlib.suppress(OSError):
                 each.close()
 

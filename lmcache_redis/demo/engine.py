@@ -50,7 +50,7 @@ class EngineProcess(Child):
 
     failure = EngineFailed
     log_lines = 30
-    end_within_s = 0.0  # an engine that is starting does not look at its socket
+    end_within_s = 0.0  # an engine does not read its socket while it starts
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class EngineProcess(Child):
         environment = {**engine_environment(), **(env or {})}
         super().__init__(["lmcache_redis.demo.engine"], log_path.open("a+b"), environment)
         options = {**_DEFAULT_OPTIONS, **(options or {})}
-        self._tell({"model": str(model_dir), "kv_transfer": kv_transfer, "options": options})
+        self._send({"model": str(model_dir), "kv_transfer": kv_transfer, "options": options})
         try:
             self._answer()
         except BaseException:
@@ -101,7 +101,7 @@ class EngineProcess(Child):
         **sampling: Any,
     ) -> None:
         """Begins ``generate`` and returns; ``finish`` waits for it."""
-        self._tell(
+        self._send(
             {
                 "do": "generate",
                 "prompts": [list(prompt) for prompt in prompts],
@@ -112,27 +112,27 @@ class EngineProcess(Child):
         )
 
     def finish(self) -> Answer:
-        """The answer of the step that was begun."""
+        """Waits for the step that was begun, and returns its answer."""
         answer = self._answer()
         return Answer(answer["seconds"], answer.get("outputs", []), answer)
 
     def abort_after(self, prompt: Sequence[int], delay_s: float) -> Answer:
         """Adds a request and aborts it ``delay_s`` later."""
-        self._tell({"do": "abort_after", "prompt": list(prompt), "delay_s": delay_s})
+        self._send({"do": "abort_after", "prompt": list(prompt), "delay_s": delay_s})
         return self.finish()
 
     def reset_prefix_cache(self, *, connector: bool = False) -> bool:
         """Empties vLLM's own prefix cache, and with ``connector`` the connector's too."""
-        self._tell({"do": "reset", "connector": connector})
+        self._send({"do": "reset", "connector": connector})
         return bool(self._answer()["done"])
 
     def rpc(self, method: str, *args: Any) -> None:
         """Calls a method in every worker of the engine (``LLM.collective_rpc``)."""
-        self._tell({"do": "rpc", "method": method, "args": args})
+        self._send({"do": "rpc", "method": method, "args": args})
         self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        answer: dict[str, Any] = self._hear()
+        answer: dict[str, Any] = self._receive()
         if "error" in answer:
             raise self._failed(f"a step failed: {answer['error']}")
         return answer
@@ -147,7 +147,7 @@ _DEFAULT_OPTIONS: dict[str, Any] = {
 
 
 def engine_environment() -> dict[str, str]:
-    """Binds threads alike with and without a connector, which vLLM by itself does not."""
+    """Binds threads in the same way with and without a connector, unlike vLLM's default."""
     cores = sorted(os.sched_getaffinity(0))
     return {
         "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}-{cores[-1]}",
@@ -179,10 +179,10 @@ def main(fd: int) -> None:
         llm = LLM(spec["model"], **options)
         tell({"ready": True})
         for line in stream:
-            question = json.loads(line)
+            request = json.loads(line)
             started_s = time.perf_counter()
             try:
-                answer = _STEPS[question["do"]](llm, question)
+                answer = _STEPS[request["do"]](llm, request)
             except Exception as error:
                 tell({"error": f"{type(error).__name__}: {error}"})
                 raise
@@ -190,25 +190,25 @@ def main(fd: int) -> None:
         llm.llm_engine.engine_core.shutdown()
 
 
-def _generate(llm: Any, question: Mapping[str, Any]) -> dict[str, Any]:
+def _generate(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    max_tokens = question["max_tokens"]
+    max_tokens = request["max_tokens"]
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=max_tokens,
         min_tokens=max_tokens,
         ignore_eos=True,
         detokenize=False,
-        **question["sampling"],
+        **request["sampling"],
     )
-    prompts = [{"prompt_token_ids": prompt} for prompt in question["prompts"]]
+    prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
     started_s = time.perf_counter()
     lora = None
-    if question["lora"] is not None:
+    if request["lora"] is not None:
         from vllm.lora.request import LoRARequest
 
-        lora = LoRARequest(*question["lora"])
+        lora = LoRARequest(*request["lora"])
     outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
     return {
         "seconds": time.perf_counter() - started_s,
@@ -217,26 +217,26 @@ def _generate(llm: Any, question: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _abort_after(llm: Any, question: Mapping[str, Any]) -> dict[str, Any]:
+def _abort_after(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     engine = llm.llm_engine
     sampling = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False)
-    engine.add_request("to-abort", {"prompt_token_ids": question["prompt"]}, sampling)
-    time.sleep(question["delay_s"])
+    engine.add_request("to-abort", {"prompt_token_ids": request["prompt"]}, sampling)
+    time.sleep(request["delay_s"])
     engine.abort_request(["to-abort"])
     return {}
 
 
-def _reset(llm: Any, question: Mapping[str, Any]) -> dict[str, Any]:
+def _reset(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     done = llm.llm_engine.reset_prefix_cache(
-        reset_running_requests=False, reset_connector=question["connector"]
+        reset_running_requests=False, reset_connector=request["connector"]
     )
     return {"done": bool(done)}
 
 
-def _rpc(llm: Any, question: Mapping[str, Any]) -> dict[str, Any]:
-    llm.collective_rpc(question["method"], args=tuple(question["args"]))
+def _rpc(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+    llm.collective_rpc(request["method"], args=tuple(request["args"]))
     return {}
 
 

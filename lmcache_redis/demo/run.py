@@ -1,4 +1,4 @@
-"""The demo itself: the same prompts, cold and warm, with only Redis alive in between.
+"""The demo: the same prompts, cold and warm. Between the two, only Redis keeps running.
 
 1. Engine one computes every prompt; the agent stores the KV in an embedded Redis.
 2. Engine one ends. The agent is restarted, so that its host pool is empty.
@@ -34,14 +34,14 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.processes import ended_in_order
 
 _GIB = 1 << 30
-# Shorter than a chunk, so that it warms up an engine and leaves nothing in the cache.
+# Shorter than a chunk: the warm-up leaves nothing in the cache.
 _WARM_UP_TOKENS = 64
 # Memory of two Python processes and vLLM, besides model, KV and host pool.
 _PROCESSES_BYTES = 2 * _GIB
 
 
-# A busy laptop may stall a process for a second. With the default deadlines that is a miss, which
-# is right in production, but not what the demo is about. The times shown include every such wait.
+# A busy laptop may stall a process for a second. With the default deadlines that is a miss: right
+# in production, but it would fail the demo. The times shown include every such wait.
 _DEADLINES = {"op_timeout_s": 20, "lookup_deadline_s": 10}
 
 
@@ -65,7 +65,7 @@ class _Plan:
 
     @property
     def pool_bytes(self) -> int:
-        """Half of it may queue for Redis, and that half holds a prompt."""
+        """Half of it may be queued for Redis; that half has room for a prompt."""
         return max(_GIB, 3 * self.prompt_bytes)
 
     @property

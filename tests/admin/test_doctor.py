@@ -19,7 +19,7 @@ from lmcache_redis.admin.doctor import (
 from lmcache_redis.admin.facts import Facts, Need
 from lmcache_redis.admin.names import find_name
 from lmcache_redis.admin.report import diagnosis_lines
-from lmcache_redis.admin.rules import Finding, Severity
+from lmcache_redis.admin.rules import Finding, Severity, judge
 from lmcache_redis.admin.server import Node, Server, open_server
 from lmcache_redis.errors import FormatError, RedisFull, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
@@ -137,6 +137,9 @@ def test_several_servers_are_told_apart() -> None:
     findings = findings_of(facts)
     assert [finding.where for finding in findings if finding.topic == "role"] == ["b"]
     assert [f.severity for f in findings] == sorted(f.severity for f in findings)
+    for each in facts:
+        own = [finding.topic for finding in findings if finding.where == each.where]
+        assert own == [finding.topic for finding in judge(each)]
     text = "\n".join(diagnosis_lines(Diagnosis(tuple(facts), findings)))
     assert "CRITICAL  b: role: the server is a slave" in text
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.admin.facts import Facts, Need
-from lmcache_redis.admin.rules import ADVICE, Finding, Severity, by_importance, judge
+from lmcache_redis.admin.rules import ADVICE, Finding, Severity, judge
 from lmcache_redis.resp.net.endpoint import Transport
 from tests.servers import RedisServer
 
@@ -216,14 +216,6 @@ def test_a_fresh_redis_as_it_comes() -> None:
     )
     worst = [finding.topic for finding in findings if finding.severity is CRITICAL]
     assert worst == ["maxmemory", "maxmemory-policy", "snapshots", "password"]
-
-
-def test_findings_are_sorted_and_keep_their_order() -> None:
-    given_order = [Finding(severity, str(at), "") for at in range(3) for severity in Severity]
-    ordered = by_importance(given_order)
-    assert [f.severity for f in ordered] == sorted(f.severity for f in given_order)
-    for severity in Severity:
-        assert [f.topic for f in ordered if f.severity is severity] == ["0", "1", "2"]
 
 
 @given(
