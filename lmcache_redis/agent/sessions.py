@@ -126,7 +126,7 @@ class Sessions:
         session = self._sessions.get(key)
         if session is None:
             if len(self._sessions) >= MAX_SESSIONS:
-                raise WireError(f"{MAX_SESSIONS} sessions are open; requests are not ended")
+                raise WireError(f"{MAX_SESSIONS} requests are open and have not been ended")
             session = self._sessions[key] = Session(key, self._pool)
             session.ended = not for_lookup
         session.ended = session.ended and not for_lookup

@@ -1,4 +1,4 @@
-"""Changes of one key in a tier, one after the other, without a thread that waits."""
+"""Key locks that serialise the changes of a key in a tier without blocking a thread."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from lmcache_redis.cache.owner import Action, Owner
 
 
 class KeyLock:
-    """A lock for each key. Owner's thread only. Keys that none holds take no memory."""
+    """A lock per key. Owned by the owner's thread. Unlocked keys use no memory."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
-        self._held: dict[bytes, deque[Action] | None] = {}  # who waits for each, None: none does
+        self._held: dict[bytes, deque[Action] | None] = {}  # waiters of each; None: no waiters yet
 
     def try_acquire(self, key: bytes) -> bool:
         """Takes the lock if it is free."""
@@ -22,17 +22,17 @@ class KeyLock:
         return True
 
     def wait(self, key: bytes, acquired: Action) -> None:
-        """Posts ``acquired`` when the lock, which is held, is the caller's."""
+        """Waits for a lock that is held: posts ``acquired`` when the caller has it."""
         waiting = self._held[key]
         if waiting is None:
             waiting = self._held[key] = deque()
         waiting.append(acquired)
 
     def release(self, key: bytes) -> None:
-        """Hands the lock to the one that has waited longest."""
+        """Passes the lock to the longest waiter, or frees it."""
         waiting = self._held[key]
         if waiting:
-            # Posted: of many that have nothing to do with it each would release it within the last.
+            # Posted: if many waiters release at once, calling each from here would nest them.
             self._owner.post(waiting.popleft())
         else:
             del self._held[key]

@@ -30,11 +30,11 @@ _FIRST_STRIPE = stripe_key(b"", 0)
 
 
 class RedisTier:
-    """A `Tier`. A chunk is there when its stripe 0 is: that one is written last.
+    """A `Tier`. A chunk exists if its stripe 0 does, which is written last.
 
     Every job of the plane ends by its deadline, so none is ever stuck. `clear` raises ValueError
-    for a prefix without the magic of our keys. Beside what the plane needs, `keys` needs SCAN, and
-    `describe` and `remove` GETRANGE.
+    for a prefix without the magic of our keys. In addition to the plane's commands, `keys` uses
+    SCAN, and `describe` and `remove` use GETRANGE.
     """
 
     name = "Redis"
@@ -71,14 +71,14 @@ class RedisTier:
         self._plane.describe([key + _FIRST_STRIPE for key in keys], deadline, answer)
 
     def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
-        """See the contract. SCANs of the whole database, behind lookups."""
+        """See the contract. SCANs the whole database, at a lower priority than lookups."""
         pattern = escape_pattern(prefix) + b"*" + _FIRST_STRIPE
         results: SimpleQueue[KeysResult] = SimpleQueue()
         self._plane.keys(pattern, deadline, results.put)
         result = results.get()
         if result.outcome is not CallOutcome.DONE:
             logger.warning("the list of chunks is not complete: %s", result.outcome.value)
-        # Whatever the server matched: names are read here.
+        # Checked here too, because the server may match other names.
         found = [
             name.removesuffix(_FIRST_STRIPE)
             for name in result.names
@@ -131,6 +131,6 @@ def _frame(header: StripeHeader | None) -> ChunkFrame | None:
         header.fingerprint,
         header.chunk_hash,
         header.chunk_bytes,
-        header.payload_bytes,  # stripe 0 is as large as any
+        header.payload_bytes,  # no stripe is larger than stripe 0
         header.metadata.serialize(),
     )
