@@ -1,7 +1,7 @@
-"""Copies between memory of the tiers and buffers of their callers, without the GIL.
+"""Copies between a backend's memory and its callers' buffers, without the GIL.
 
-Assigning to a slice of a memoryview keeps the GIL for the whole copy, six milliseconds for
-32 MiB, in which no other thread of the process runs; numpy gives it up.
+Assigning to a slice of a memoryview holds the GIL for the whole copy: 6 ms for 32 MiB, in which no
+other Python thread runs. numpy releases it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Block: TypeAlias = npt.NDArray[np.uint8]
 
 
 def gathered(views: Sequence[memoryview]) -> Block:
-    """The bytes of the views in order, in new memory. Raises MemoryError where there is none."""
+    """The bytes of the views, in order, in new memory. Raises MemoryError."""
     block: Block = np.empty(sum(view.nbytes for view in views), np.uint8)
     gather(views, block)
     return block
 
 
 def gather(views: Sequence[memoryview], block: Block) -> None:
-    """Fill the block with the bytes of the views, none of them empty and together as long."""
+    """Copy the views into the block, in order. No view is empty; their total is the block's."""
     start = 0
     for view in views:
         end = start + view.nbytes
@@ -32,7 +32,7 @@ def gather(views: Sequence[memoryview], block: Block) -> None:
 
 
 def scatter(block: Block, views: Sequence[memoryview]) -> None:
-    """Fill the views, none of them empty and together as long as the block, in order."""
+    """Copy the block into the views, in order. No view is empty; their total is the block's."""
     start = 0
     for view in views:
         end = start + view.nbytes

@@ -1,4 +1,4 @@
-"""Puts that do not block: copies of their payloads, bounded in bytes, until they are written."""
+"""Non-blocking puts: copies of their payloads, bounded in bytes, until they are written."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ WriteDone = Callable[[ChunkIO, WriteOutcome], None]
 
 
 class PutQueue:
-    """Thread-safe; it has no thread of its own.
+    """Non-blocking puts in flight. Thread-safe; has no thread of its own.
 
-    limit_bytes: of the copies, from before one is made until its write has ended. write: begins a
-    write, and calls its second argument once, from any thread, when that has ended. cancel: ends a
-    write early where that is possible.
+    limit_bytes: of the copies, counted from before a copy is made until its write has ended. write:
+    begins a write, and calls its second argument once, on any thread, when the write has ended.
+    cancel: ends a write early if that is possible.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class PutQueue:
         self._bytes = 0
         self._changed = threading.Condition()
         self._writes: set[ChunkIO] = set()  # waiting or in flight
-        self._latest: dict[bytes, ChunkIO] = {}  # of those, what was not dropped
+        self._latest: dict[bytes, ChunkIO] = {}  # those of them that were not dropped, by key
 
     def add(
         self, key: bytes, frame: ChunkFrame, views: Sequence[memoryview], deadline: float
     ) -> bool:
-        """Copy a payload and have it written. False: there is no room for the copy."""
+        """Copy a payload and begin its write. False: there is no room for the copy."""
         with self._changed:
             if self._bytes + frame.chunk_bytes > self._limit_bytes:
                 return False
@@ -49,7 +49,7 @@ class PutQueue:
             self._release(frame.chunk_bytes)
             return False
         chunk = ChunkIO(key, frame, StripeSlots((copy,), frame).slots, deadline)
-        # Under the lock: of two puts of a key the later is also written later.
+        # Under the lock, so that two puts of a key are written in the order of their calls.
         with self._changed:
             self.drop(key)
             self._writes.add(chunk)
@@ -58,7 +58,7 @@ class PutQueue:
         return True
 
     def drop(self, key: bytes) -> bool:
-        """Drop the put of a key that waits or is in flight; whether there was one."""
+        """Drop the put of a key that is queued or in flight; return whether there was one."""
         with self._changed:
             chunk = self._latest.pop(key, None)
             if chunk is not None:
@@ -66,7 +66,7 @@ class PutQueue:
         return chunk is not None
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until every put that was added before has ended; False if that takes longer."""
+        """Wait until every put added before has ended; False after the timeout."""
         with self._changed:
             before = set(self._writes)
             return self._changed.wait_for(lambda: before.isdisjoint(self._writes), timeout_s)

@@ -1,4 +1,4 @@
-"""A chunk's payload in buffers of any sizes, seen as one slot for each stripe."""
+"""A chunk's payload in buffers of any sizes, as one slot per stripe."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lmcache_redis.stripe import ChunkFrame
 
 
 class StripeSlots:
-    """A slot is a slice of a buffer where the stripe lies within one, as with tensors all do.
-    Otherwise it has memory of its own, which is copied from the buffers or to them.
+    """One slot per stripe: a slice of a buffer if the stripe lies within one, as always for a
+    tensor. Otherwise the slot has memory of its own, copied from or to the buffers.
 
-    views: bytes, none of them empty, together as long as the chunk.
+    views: of bytes, none of them empty, in total as long as the chunk.
     """
 
     def __init__(self, views: Sequence[memoryview], frame: ChunkFrame) -> None:
@@ -42,7 +42,7 @@ class StripeSlots:
 
 
 def _take(rest: deque[memoryview], nbytes: int) -> list[memoryview]:
-    """Take the parts of the buffers that are the next bytes."""
+    """Take the next `nbytes` from the buffers, as one or more parts."""
     parts: list[memoryview] = []
     while nbytes:
         view = rest.popleft()

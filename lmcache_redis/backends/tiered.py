@@ -1,8 +1,7 @@
-"""The blocking face of a `Tier` of the cache: what the disk and the Redis backend have in common.
+"""Blocking calls over a `Tier` of the cache: the common part of the disk and the Redis backend.
 
-Payloads move between the tier and the caller's buffers, with no copy in between. The tier writes
-copies of puts that do not block (`putqueue`). A later put or removal of a key drops the put that
-waits.
+Payloads move between the tier and the caller's buffers without an intermediate copy. Non-blocking
+puts are copied (`putqueue`). A later put or removal of a key drops a queued put.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ parse_metadata = lru_cache(maxsize=64)(RemoteMetadata.deserialize)
 
 
 class Put(NamedTuple):
-    """What is to be stored: views of the caller's payload, and until when (monotonic)."""
+    """A chunk to store: views of the caller's payload, and a deadline (monotonic)."""
 
     key: bytes
     frame: ChunkFrame
@@ -44,9 +43,9 @@ class Put(NamedTuple):
 class TierBackend(LMCBackendInterface):
     """Thread-safe.
 
-    slot_bytes: most payload of a stripe that is written. queue_bytes: copies of puts that do not
-    block; one that does not fit beside the others is refused. deadline_s, list_deadline_s: what the
-    tier is given for a call, and for a `list`.
+    slot_bytes: the largest payload of a stripe that is written. queue_bytes: the limit of copies of
+    non-blocking puts; a put beyond it is refused. deadline_s, list_deadline_s: the timeout of a
+    tier's call, and of a `list`.
     """
 
     def __init__(
@@ -96,14 +95,14 @@ class TierBackend(LMCBackendInterface):
         return result.outcome is CallOutcome.DONE and result.present[0]
 
     def remove(self, key: ObjectKey) -> bool:
-        """See the interface. What is in the place of a chunk without being one is removed too."""
+        """See the interface. Whatever is stored under the key is removed, even if not a chunk."""
         chunk_key = self._names.chunk_key(key)
         deadline = self._begin(self._deadline_s)
         was_queued = self._queue.drop(chunk_key)
         return self._remove(chunk_key, deadline) or was_queued
 
     def list(self) -> builtins.list[ObjectKey]:
-        """See the interface. Chunks of the backend's layout: a tier may hold those of several."""
+        """See the interface. Only chunks of the backend's layout; the tier may hold others."""
         deadline = self._begin(self._list_deadline_s)
         keys = map(self._names.parse, self._tier.keys(self._names.common, deadline))
         return [key for key in keys if key is not None]
@@ -117,17 +116,17 @@ class TierBackend(LMCBackendInterface):
         if self._closed:
             raise RuntimeError(f"the backend is closed: {self._tier.name}")
 
-    # ------------------------------------------------- what a tier may do in its own way
+    # ------------------------------------------------- overridden by backends
 
     def _begin(self, limit_s: float) -> float:
-        """The deadline of a call that begins now. Raises RuntimeError after `close`."""
+        """The deadline of a call that starts now. Raises RuntimeError after `close`."""
         self._check_open()
         return time.monotonic() + limit_s
 
     def _accept(
         self, key: ObjectKey, metadata: RemoteMetadata, payload: Sequence[memoryview]
     ) -> Put | None:
-        """Check a put and begin it. None: the tier is down, or takes no chunk of that size."""
+        """Check and frame a put. None: the tier is down, or a chunk of that size does not fit."""
         views = payload_views(metadata, payload)
         stripe_bytes = stripe_payload_bytes(metadata.length, self._slot_bytes)
         frame = self._names.frame(key, metadata, stripe_bytes)
@@ -135,39 +134,39 @@ class TierBackend(LMCBackendInterface):
         return put if self._tier.state.up and self._fits(metadata.length) else None
 
     def _fits(self, chunk_bytes: int) -> bool:
-        """Whether the tier takes chunks of that size."""
+        """Whether the tier can store a chunk of that size."""
         return True
 
     @abstractmethod
     def _store(self, put: Put) -> bool:
-        """Write a chunk from the caller's buffers; whether it was stored."""
+        """Write a chunk from the caller's buffers; return whether it was stored."""
 
     @abstractmethod
     def _remove(self, chunk_key: bytes, deadline: float) -> bool:
-        """Remove a chunk; whether there was one."""
+        """Remove a chunk; return whether there was one."""
 
     def _write(self, chunk: ChunkIO, done: WriteDone) -> None:
-        """Begin to write a copy. Called in the order in which the puts of a key were accepted."""
+        """Begin to write a copy. For one key, called in the order in which puts were accepted."""
         self._tier.write_all((chunk,), done, never_stuck)
 
     def _cancel(self, chunk: ChunkIO) -> None:
-        """A later call replaces the copy: do not write it, or do not let it be found."""
+        """A later call replaces the copy: do not write it, or do not make it visible."""
         self._tier.cancel(chunk)
 
 
 def answer_of(ask: Callable[[Callable[[ResultT], None]], None]) -> ResultT:
-    """Wait for what a call of a tier gives to its callback."""
+    """Call a tier and wait for the result that it passes to its callback."""
     answer: SimpleQueue[ResultT] = SimpleQueue()
     ask(answer.put)
     return answer.get()
 
 
 def never_stuck(_chunk: ChunkIO) -> None:
-    """For jobs that are waited for until they end, whatever the tier says."""
+    """The `stuck` callback of jobs that the caller waits for to their end."""
 
 
 def names_of(layout: bytes | None, key_prefix: bytes) -> ChunkNames:
-    """The names of a backend's chunks. Raises ConfigError for what is no layout."""
+    """The names of a backend's chunks. Raises ConfigError if layout is not a fingerprint."""
     if layout is not None and len(layout) != FINGERPRINT_BYTES:
         raise ConfigError(f"layout is a fingerprint of {FINGERPRINT_BYTES} bytes")
     return ChunkNames(layout, key_prefix)
