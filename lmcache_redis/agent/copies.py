@@ -77,8 +77,9 @@ class CopyThreads:
 
     def drop_late(self) -> None:
         """Cancels queued copies whose ``until_ns`` has passed."""
+        now_s = time.monotonic()
         for threads in self._started.values():
-            threads.drop_late()
+            threads.drop(now_s)
 
     @property
     def backlog(self) -> int:

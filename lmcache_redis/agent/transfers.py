@@ -180,7 +180,7 @@ class StoreJob(CopyJob):
                 wanted.append(chunk)
                 continue
             self._already += 1
-            if not self._cache.inflight.filling(entry):
+            if entry.state is EntryState.READY:
                 self._write_behind(chunk, entry)
         self._unread = set(wanted)
         if not wanted:

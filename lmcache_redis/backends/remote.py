@@ -239,7 +239,7 @@ class LMCRemoteBackend(TierBackend):
             answer.put(result)
 
         with self._released_on_error(chunk_key):
-            self._tier.remove(chunk_key, None, deadline, removed)
+            self._tier.remove(chunk_key, deadline, removed)
         return answer.get().removed > 0
 
     def _write(self, chunk: ChunkIO, done: WriteDone) -> None:

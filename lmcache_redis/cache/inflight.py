@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-from lmcache_redis.cache.pool import Entry, EntryState, HostPool
+from lmcache_redis.cache.pool import Entry, HostPool
 
 
 class Filled(Enum):
@@ -90,8 +90,3 @@ class InflightLoads:
     def ended(self, entry: Entry) -> bool:
         """Whether `end` was called for the entry."""
         return entry not in self._watchers
-
-    @staticmethod
-    def filling(entry: Entry) -> bool:
-        """Whether the entry is still being filled."""
-        return entry.state is EntryState.FILLING

@@ -18,7 +18,7 @@ from functools import partial
 
 from lmcache_redis.cache.cache import Cache, Load, load_of
 from lmcache_redis.cache.inflight import Filled
-from lmcache_redis.cache.pool import Entry
+from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.naming import ChunkForm
 from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ReadOutcome, ScanResult
 
@@ -203,7 +203,7 @@ class PrefixLookup:
     def _hold(self, part: Part, entry: Entry) -> None:
         self._cache.pool.pin(entry)
         self._held[part] = entry
-        if self._cache.inflight.filling(entry):
+        if entry.state is EntryState.FILLING:
             self._watchers[part] = watcher = partial(self._filled, part)
             self._cache.inflight.watch(entry, watcher)
 

@@ -97,19 +97,6 @@ class Arena:
             stop.wait(time.monotonic() - started_s)
         return True
 
-    def slot_view(self, index: int, nbytes: int) -> memoryview:
-        """The first ``nbytes`` of slot ``index``, writable, of exactly that length.
-
-        Raises:
-            IndexError: no such slot, or more bytes than a slot has.
-        """
-        if not 0 <= index < self.capacity:
-            raise IndexError(f"slot {index} of {self.capacity}")
-        if not 0 <= nbytes <= self.slot_bytes:
-            raise IndexError(f"{nbytes} bytes of a slot of {self.slot_bytes}")
-        start = index * self.slot_stride_bytes
-        return self._view[start : start + nbytes]
-
     def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
         """See `pool.Memory`. One slot per stripe."""
         return -(-chunk_bytes // stripe_bytes)

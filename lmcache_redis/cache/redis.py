@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from lmcache_redis.cache.tier import FramesResult
+from lmcache_redis.cache.tier import FramesResult, ReadDone, Stuck, WriteDone
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.resp.outcomes import (
@@ -16,10 +16,8 @@ from lmcache_redis.resp.outcomes import (
     ExistsResult,
     KeysResult,
     PlaneState,
-    ReadOutcome,
     RemoveResult,
     ScanResult,
-    WriteOutcome,
 )
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.stripe import ChunkFrame, StripeHeader
@@ -86,29 +84,13 @@ class RedisTier:
         ]
         return [*dict.fromkeys(found)]
 
-    def read_all(
-        self,
-        jobs: Sequence[ChunkIO],
-        done: Callable[[ChunkIO, ReadOutcome], None],
-        stuck: Callable[[ChunkIO], None],
-    ) -> None:
+    def read_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
         self._plane.read_all(jobs, done)
 
-    def write_all(
-        self,
-        jobs: Sequence[ChunkIO],
-        done: Callable[[ChunkIO, WriteOutcome], None],
-        stuck: Callable[[ChunkIO], None],
-    ) -> None:
+    def write_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
         self._plane.write_all(jobs, done)
 
-    def remove(
-        self,
-        key: bytes,
-        stripe_count: int | None,
-        deadline: float,
-        done: Callable[[RemoveResult], None],
-    ) -> None:
+    def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
         def described(result: DescribeResult) -> None:
             if result.outcome is CallOutcome.DONE:
                 (header,) = result.headers
@@ -117,10 +99,7 @@ class RedisTier:
             else:
                 done(RemoveResult(result.outcome))
 
-        if stripe_count is None:
-            self._plane.describe([key + _FIRST_STRIPE], deadline, described)
-        else:
-            self._plane.remove(key, stripe_count, deadline, done)
+        self._plane.describe([key + _FIRST_STRIPE], deadline, described)
 
 
 def _frame(header: StripeHeader | None) -> ChunkFrame | None:

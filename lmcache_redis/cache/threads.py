@@ -60,7 +60,7 @@ class WorkerThreads:
     ) -> None:
         """Enqueue a task. An exception of ``run`` is logged.
 
-        until_s: see `drop_late`. name: for `cancel`; unique among the queued tasks.
+        until_s: see `drop`. name: for `cancel`; unique among the queued tasks.
         """
         with self._changed:
             if not self._stopped:
@@ -79,12 +79,8 @@ class WorkerThreads:
         if task is not None:
             task.dropped()
 
-    def drop_late(self) -> None:
-        """Drop the queued tasks whose ``until_s`` (`time.monotonic()`) has passed."""
-        self.drop(time.monotonic())
-
     def drop(self, until_s: float = math.inf) -> None:
-        """Drop the queued tasks whose ``until_s`` is at most this; by default, all of them."""
+        """Drop the queued tasks whose ``until_s`` is no later; by default, all of them."""
         with self._changed:
             late = [name for name, task in self._queue.items() if task.until_s <= until_s]
             tasks = [self._queue.pop(name) for name in late]

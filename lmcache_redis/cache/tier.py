@@ -41,6 +41,10 @@ from lmcache_redis.resp.outcomes import (
 )
 from lmcache_redis.stripe import ChunkFrame
 
+ReadDone = Callable[[ChunkIO, ReadOutcome], None]
+WriteDone = Callable[[ChunkIO, WriteOutcome], None]
+Stuck = Callable[[ChunkIO], None]
+
 
 class FramesResult(NamedTuple):
     """frames: for each key in order, the frame of its chunk or None; empty unless DONE."""
@@ -92,24 +96,14 @@ class Tier(Protocol):
         returns the keys found so far and logs a warning.
         """
 
-    def read_all(
-        self,
-        jobs: Sequence[ChunkIO],
-        done: Callable[[ChunkIO, ReadOutcome], None],
-        stuck: Callable[[ChunkIO], None],
-    ) -> None:
+    def read_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
         """Load chunks into their slots, in this order.
 
         A chunk is never LOADED if it differs from the job's frame (fingerprint, hash, sizes,
         metadata) or fails its checksum. Slots of a chunk that is not LOADED hold undefined bytes.
         """
 
-    def write_all(
-        self,
-        jobs: Sequence[ChunkIO],
-        done: Callable[[ChunkIO, WriteOutcome], None],
-        stuck: Callable[[ChunkIO], None],
-    ) -> None:
+    def write_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
         """Store chunks from their slots, which do not change until `done`.
 
         A chunk becomes visible whole or not at all.
@@ -121,17 +115,8 @@ class Tier(Protocol):
         Does nothing to a job that has ended or can no longer be abandoned.
         """
 
-    def remove(
-        self,
-        key: bytes,
-        stripe_count: int | None,
-        deadline: float,
-        done: Callable[[RemoveResult], None],
-    ) -> None:
-        """Remove a chunk, or whatever is stored under its key.
-
-        stripe_count: None: the tier finds out how many stripes there are.
-        """
+    def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
+        """Remove a chunk, or whatever is stored under its key."""
 
     def clear(
         self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]

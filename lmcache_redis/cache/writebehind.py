@@ -126,7 +126,7 @@ class WriteBehind:
         def begin() -> None:
             try:
                 self._tier.remove(
-                    key, None, deadline_s, lambda result: self._owner.post(partial(end, result))
+                    key, deadline_s, lambda result: self._owner.post(partial(end, result))
                 )
             except Exception:
                 end(RemoveResult(CallOutcome.UNAVAILABLE))  # our own bug; the owner logs it

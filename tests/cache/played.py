@@ -11,7 +11,7 @@ from lmcache_redis.cache.counters import TierCounters
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.owner import OwnerLoop
 from lmcache_redis.cache.pool import Entry
-from lmcache_redis.cache.tier import FramesResult, Tier
+from lmcache_redis.cache.tier import FramesResult, ReadDone, Stuck, Tier, WriteDone
 from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkForm, ChunkNames
@@ -20,10 +20,8 @@ from lmcache_redis.resp.outcomes import (
     ClearResult,
     ExistsResult,
     PlaneState,
-    ReadOutcome,
     RemoveResult,
     ScanResult,
-    WriteOutcome,
 )
 from tests.cache.auditing import audit
 from tests.harness import block_hashes
@@ -67,23 +65,13 @@ class PlayedTier:
         assert time.monotonic() < deadline
         self.asked.append((keys, done))
 
-    def read_all(
-        self,
-        jobs: Sequence[ChunkIO],
-        done: Callable[[ChunkIO, ReadOutcome], None],
-        stuck: Callable[[ChunkIO], None],
-    ) -> None:
+    def read_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
         for job in jobs:
             job.check(writable=True)
         self.read += jobs
         self.read_done, self.read_stuck = done, stuck
 
-    def write_all(
-        self,
-        jobs: Sequence[ChunkIO],
-        done: Callable[[ChunkIO, WriteOutcome], None],
-        stuck: Callable[[ChunkIO], None],
-    ) -> None:
+    def write_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
         for job in jobs:
             job.check(writable=False)
         self.written += jobs
@@ -101,13 +89,7 @@ class PlayedTier:
     def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
         return [key for key in self.index or () if key.startswith(prefix)]
 
-    def remove(
-        self,
-        key: bytes,
-        stripe_count: int | None,
-        deadline: float,
-        done: Callable[[RemoveResult], None],
-    ) -> None:
+    def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
         self.removed.append((key, done))
 
     def clear(

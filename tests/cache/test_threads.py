@@ -86,7 +86,7 @@ def test_what_is_late_is_dropped(release: threading.Event) -> None:
     threads.put(partial(ended.append, "in time"), lambda: None, until_s=now_s + 60)
     threads.put(partial(ended.append, "whenever"), lambda: None)
     wait_until(lambda: time.monotonic() > now_s)
-    threads.drop_late()
+    threads.drop(time.monotonic())
     assert ended == ["late"]
     release.set()
     wait_until(lambda: len(ended) == 3)

@@ -129,13 +129,10 @@ def test_what_a_tier_says_of_its_chunks(tier: Tier) -> None:
     assert tier.keys(one, time.monotonic() + 10) == [one]
     assert tier.keys(two, time.monotonic() + 10) == []
     objects.cache.pool.clear()
-    counted: RemoveResult = objects.ask(tier.remove, one, None)
+    counted: RemoveResult = objects.ask(tier.remove, one)
     assert counted == (CallOutcome.DONE, 3 if tier.name == "Redis" else 1)
-    counted = objects.ask(tier.remove, one, None)
+    counted = objects.ask(tier.remove, one)
     assert counted == (CallOutcome.DONE, 0)
-    objects.put(1, bytes(10_000))
-    counted = objects.ask(tier.remove, one, 3)
-    assert counted == (CallOutcome.DONE, 3 if tier.name == "Redis" else 1)
     assert tier.keys(NAMES.common, time.monotonic() + 10) == []
     objects.close()
 

@@ -116,12 +116,7 @@ class DictTier:
 
         self._enter(answer)
 
-    def read_all(
-        self,
-        jobs: Sequence[ChunkIO],
-        done: Callable[[ChunkIO, ReadOutcome], None],
-        stuck: Callable[[ChunkIO], None],
-    ) -> None:
+    def read_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
         def read(job: ChunkIO) -> None:
             job.check(writable=True)
             key = _parsed(job.key)
@@ -138,12 +133,7 @@ class DictTier:
 
         self._enter(lambda: [read(job) for job in jobs])
 
-    def write_all(
-        self,
-        jobs: Sequence[ChunkIO],
-        done: Callable[[ChunkIO, WriteOutcome], None],
-        stuck: Callable[[ChunkIO], None],
-    ) -> None:
+    def write_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
         def write(job: ChunkIO) -> None:
             job.check(writable=False)
             if self.refuses:
@@ -162,13 +152,7 @@ class DictTier:
     def cancel(self, job: ChunkIO) -> None:
         pass
 
-    def remove(
-        self,
-        key: bytes,
-        stripe_count: int | None,
-        deadline: float,
-        done: Callable[[RemoveResult], None],
-    ) -> None:
+    def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
         removed = self.chunks.pop(_parsed(key), None)
         done(RemoveResult(CallOutcome.DONE, removed is not None))
 

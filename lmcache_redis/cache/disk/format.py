@@ -135,7 +135,7 @@ def parse_page(page: bytes) -> tuple[bytes, Cut]:
         raise FormatError(f"it ends after {len(page)} bytes")
     magic, version, key_bytes, _ = _KEY_HEAD.unpack_from(page, HEADER_BYTES)
     if magic == _MAGIC and version != _VERSION:
-        raise FormatError(f"its version is {version}, not {_VERSION}")
+        raise FormatError(f"it is of version {version}, not {_VERSION}")
     key = page[_KEY_AT : _KEY_AT + key_bytes]
     if len(key) != key_bytes or page[HEADER_BYTES:] != _key_part(key):
         raise FormatError("its key is damaged")

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 
 from lmcache_redis.cache.disk.files import ChunkFiles, read_chunk, touch
 from lmcache_redis.cache.disk.format import Cut, disk_bytes
-from lmcache_redis.cache.disk.lru import LruIndex
+from lmcache_redis.cache.disk.lru import LruIndex, StoredFile
 from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.errors import FormatError
 from lmcache_redis.resp.outcomes import ReadOutcome, WriteOutcome
@@ -43,21 +43,6 @@ TOUCH_INTERVAL_S = 10.0
 _WARNING_INTERVAL_S = 60.0
 
 
-class StoredFile:
-    """An entry of the index. touched_at: when its mtime was last set, in monotonic seconds."""
-
-    __slots__ = ("cut", "sequence", "touched_at")
-
-    def __init__(self, sequence: int, cut: Cut, touched_at: float) -> None:
-        self.sequence = sequence
-        self.cut = cut
-        self.touched_at = touched_at
-
-    @property
-    def nbytes(self) -> int:
-        return disk_bytes(self.cut.chunk_bytes)
-
-
 class DiskStore:
     """Chunks by chunk key. Thread-safe after `take_over`.
 
@@ -65,7 +50,7 @@ class DiskStore:
     """
 
     def __init__(self, files: ChunkFiles, limit_bytes: int) -> None:
-        self.index: LruIndex[bytes, StoredFile] = LruIndex(limit_bytes)
+        self.index = LruIndex(limit_bytes)
         self._files = files
         self._lock = threading.Lock()
         self._next_sequence = 0

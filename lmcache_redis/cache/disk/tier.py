@@ -28,7 +28,7 @@ from lmcache_redis.cache.disk.files import SYNC_POLICIES, ChunkFiles, Sync, lock
 from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.cache.disk.store import DiskStore
 from lmcache_redis.cache.threads import Action, HangDetector, WorkerThreads, nothing
-from lmcache_redis.cache.tier import FramesResult
+from lmcache_redis.cache.tier import FramesResult, ReadDone, Stuck, WriteDone
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
@@ -45,9 +45,6 @@ from lmcache_redis.resp.outcomes import (
 logger = logging.getLogger(__name__)
 
 Keys = Sequence[bytes]
-ReadDone = Callable[[ChunkIO, ReadOutcome], None]
-WriteDone = Callable[[ChunkIO, WriteOutcome], None]
-Stuck = Callable[[ChunkIO], None]
 
 T = TypeVar("T")
 OutcomeT = TypeVar("OutcomeT", ReadOutcome, WriteOutcome)
@@ -177,13 +174,7 @@ class DiskTier:
         self._reads.cancel(job)
         self._writes.cancel(job)
 
-    def remove(
-        self,
-        key: bytes,
-        stripe_count: int | None,
-        deadline: float,
-        done: Callable[[RemoveResult], None],
-    ) -> None:
+    def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
         """See the contract."""
         answer = _first_of(done)
 
