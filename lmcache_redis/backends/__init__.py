@@ -3,9 +3,9 @@
 interface   the contract of every backend; checks of callers' buffers are in checks
 tensors     converts tensors to bytes and back
 local       memory of the process
-tiered      blocking calls over a tier of the cache, with putqueue
+tiered      blocking calls over a tier of the cache
 disk        a directory
-remote      Redis or Valkey, with keylocks, stripes
+remote      Redis or Valkey, with keylocks
 pipelined   the same, with several chunks of a batch in flight
 hybrid      a hierarchy of backends, with inflight
 

@@ -27,10 +27,9 @@ from queue import SimpleQueue
 from typing import TypeGuard, cast
 
 from lmcache_redis.backends.checks import allocated_views
+from lmcache_redis.backends.copying import StripeSlots
 from lmcache_redis.backends.interface import Allocate
 from lmcache_redis.backends.keylocks import Grant, KeyLocks
-from lmcache_redis.backends.putqueue import WriteDone
-from lmcache_redis.backends.stripes import StripeSlots
 from lmcache_redis.backends.tiered import (
     Put,
     TierBackend,
@@ -40,7 +39,7 @@ from lmcache_redis.backends.tiered import (
     parse_metadata,
 )
 from lmcache_redis.cache.redis import RedisTier
-from lmcache_redis.cache.tier import FramesResult
+from lmcache_redis.cache.tier import FramesResult, WriteDone
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata

@@ -13,7 +13,7 @@ from lmcache_redis.cache import Backing, Cache, counters
 from lmcache_redis.cache.memory import HeapMemory
 from lmcache_redis.cache.objects import ObjectCache
 from lmcache_redis.cache.pool import HostPool
-from lmcache_redis.cache.tier import FramesResult, Tier
+from lmcache_redis.cache.tier import FramesResult, ReadDone, Stuck, Tier, WriteDone
 from lmcache_redis.gateway.config import GatewayConfig
 from lmcache_redis.gateway.main import LoopOwner, open_cache
 from lmcache_redis.gateway.server import Gateway
