@@ -1,4 +1,4 @@
-"""A cache on a loop of the test's own, and tiers whose answers the test decides."""
+"""A cache on the test's own loop, and tiers whose answers the test decides."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HASHES = block_hashes("prompt", 5)
 
 
 class PlayedTier:
-    """Keeps what it is asked. index: what `lookup` finds; None: it has no index."""
+    """Records its calls. index: what `lookup` finds; None: no index."""
 
     def __init__(self, name: str, index: set[bytes] | None = None) -> None:
         self.name = name
@@ -120,7 +120,7 @@ class World:
         return Cache(self.loop, Arena(slots * 4096, 64), backings, self.metrics)
 
     def hold(self, chunk_hash: bytes, form: ChunkForm = FORM) -> Entry:
-        """A chunk that is READY in the host pool, of bytes that its hash decides."""
+        """A READY chunk in the host pool, whose bytes its hash decides."""
         entry = self.cache.reserve(form, chunk_hash)
         assert entry is not None
         for view in self.cache.views(form, entry):
@@ -142,6 +142,6 @@ class World:
             time.sleep(0.001)
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Check that no pin is left."""
         assert self.cache.pool.pinned == 0
         audit(self.cache.pool)

@@ -1,4 +1,4 @@
-"""The host pool against a model that is too simple to be wrong, and the arena's memory."""
+"""The host pool against a simple model, and the arena's memory."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class TestHostPool:
         for key in (b"a", b"b", b"c"):
             ready(pool, key)
         pool.get(b"a")
-        assert b"b" in pool  # asking is not using
+        assert b"b" in pool  # does not count as a use
         ready(pool, b"d")
         assert [key in pool for key in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
         assert pool.evictions == 1
@@ -242,7 +242,7 @@ KEYS = [bytes([n]) for n in range(5)]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A model of lists: ``idle`` is the eviction order, ``held`` whoever has pins."""
+    """The model: ``idle`` is the eviction order, ``held`` has the pinned entries."""
 
     def __init__(self) -> None:
         super().__init__()
