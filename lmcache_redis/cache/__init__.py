@@ -8,11 +8,11 @@ pinned entry keeps its memory; an unpinned one stays until its memory is needed.
     memory, pool      `Arena` or `HeapMemory`, and `HostPool`: which chunk holds which memory
     inflight          entries that are being filled and their watchers: a chunk is loaded once
     tier              the contract of the tiers behind the pool; `redis` and `disk` implement it
-    writebehind       one bounded queue per tier; the changes of one key are in order (keylock)
+    writebehind       one bounded queue per tier; the changes of one key are in order
     lookup            `PrefixLookup`: how many leading chunks are available, pinned, by a deadline
     cache             `Cache`: all of these together, and clears
     objects           `ObjectCache`: put, get and remove chunks of any size with their metadata
-    owner             the thread that owns all of this
+    owner             the thread that owns all of this, and its key locks
 
 Every method is called on the owner's thread and returns at once; none waits for a tier. Any thread
 of the caller may read and write the views of an entry that the caller has pinned. Misuse raises.

@@ -1,4 +1,4 @@
-"""The thread that owns a cache: actions that other threads post to it, and its timers.
+"""The thread that owns a cache: actions that other threads post to it, timers, and key locks.
 
 `Owner` is what the cache needs. `OwnerLoop` implements it for a thread that polls, such as an
 agent's loop. A few lines adapt an asyncio loop (``call_soon_threadsafe``, ``call_at``).
@@ -95,3 +95,37 @@ def _run(action: Action) -> None:
         action()
     except Exception:
         logger.exception("an action of the loop failed")  # our own bug: only that action fails
+
+
+class KeyLock:
+    """Locks that serialise the changes of a key without blocking a thread.
+
+    Owned by the owner's thread. Unlocked keys use no memory.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._held: dict[bytes, deque[Action] | None] = {}  # waiters of each; None: no waiters yet
+
+    def try_acquire(self, key: bytes) -> bool:
+        """Takes the lock if it is free."""
+        if key in self._held:
+            return False
+        self._held[key] = None
+        return True
+
+    def wait(self, key: bytes, acquired: Action) -> None:
+        """Waits for a lock that is held: posts ``acquired`` when the caller has it."""
+        waiting = self._held[key]
+        if waiting is None:
+            waiting = self._held[key] = deque()
+        waiting.append(acquired)
+
+    def release(self, key: bytes) -> None:
+        """Passes the lock to the longest waiter, or frees it."""
+        waiting = self._held[key]
+        if waiting:
+            # Posted: if many waiters release at once, calling each from here would nest them.
+            self._owner.post(waiting.popleft())
+        else:
+            del self._held[key]
