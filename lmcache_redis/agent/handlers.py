@@ -1,4 +1,4 @@
-"""The agent's handlers: what it does with each question."""
+"""The agent's handlers: one for each kind of question."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _JOIN_POLL_S = 0.01
 
 
 class Handlers:
-    """Checks questions, and answers them or starts a job. Owned by the loop thread."""
+    """Validates questions and answers them, or starts jobs that do. Owned by the loop thread."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -49,7 +49,7 @@ class Handlers:
         return True
 
     def answer_peer(self, peer: Peer, question: m.Question, reply: Reply) -> None:
-        """Answers a peer, at once or when the job that this starts has ended."""
+        """Answers a peer, at once or when the job that the question starts has ended."""
         if isinstance(question, m.Lookup):
             self._lookup(peer, question, reply)
         elif isinstance(question, m.Retrieve):
@@ -75,7 +75,7 @@ class Handlers:
             self._clear(peer, question, reply)
 
     def forget(self, peer: Peer, why: str) -> None:
-        """Drops a peer and its registration; with a scheduler, the sessions of its engine too."""
+        """Drops a peer and its registration; for a scheduler, also the sessions of its engine."""
         self._peers.remove(peer)
         self._registering.unregister(peer, why)
         if peer.hello.worker_id is None:
@@ -96,7 +96,7 @@ class Handlers:
     def _join_lookup(
         self, peer: Peer, request_id: str, hashes: Sequence[bytes], deadline_s: float, reply: Reply
     ) -> None:
-        """Begins a lookup, at once or when the registrations that it needs have ended."""
+        """Begins a lookup, at once or when the registrations in progress have ended."""
         now_s = time.monotonic()
         ranks = self._peers.ranks(peer.engine_id, peer.hello.world_size)
         if ranks is None and (now_s >= deadline_s or not self._peers.joining(peer, now_s)):
@@ -119,11 +119,11 @@ class Handlers:
         deadline_s: float,
         reply: Reply,
     ) -> None:
-        """Begins a lookup: the session takes over its pins, and cancels it when it ends."""
+        """Begins a lookup. The session takes over its pins, and cancels it if the session ends."""
         started_s = time.monotonic()
 
         def answer(found: PrefixLookup) -> None:
-            reply(m.LookupResult(0, found.bound))  # first: the engine waits for it
+            reply(m.LookupResult(0, found.bound))  # first, because the engine is waiting
             loaded, metrics, tally = found.loaded(), self._metrics, session.tally
             from_redis, from_disk = loaded.get("Redis", 0), loaded.get("disk", 0)
             metrics.count("lookups")
@@ -171,7 +171,7 @@ class Handlers:
         reply(m.Done(0, released))
 
     def _clear(self, peer: Peer, question: m.Clear, reply: Reply) -> None:
-        """Removes chunks of an epoch that the engine has ended: it never asks for them again."""
+        """Removes chunks of an epoch that the engine has ended and will never ask for again."""
         prefixes: set[bytes] = set()
         for registration in self._peers.registrations(peer.engine_id):
             form, epoch = registration.form, question.epoch
@@ -198,7 +198,7 @@ class Handlers:
         return peer.registration
 
     def _hashes(self, peer: Peer, chunks: m.ChunkNames) -> Sequence[bytes]:
-        """The hashes of the chunks. Raises ``WireError`` if the names are inconsistent."""
+        """The chunks' hashes. Raises ``WireError`` if the names are inconsistent."""
         key = chunks.tokens
         if key is None:
             if len(set(map(len, chunks.hashes))) > 1:
@@ -207,10 +207,10 @@ class Handlers:
         if chunks.hashes:
             raise WireError("chunks are named by hashes or by tokens, not by both")
         if key.token_ids is None:
-            raise WireError("the key of a message in token mode has token ids")
+            raise WireError("the key of a message in token mode has no token ids")
         chunk = self._agent.config.chunk_size_tokens
         if key.start % chunk or key.end % chunk:
-            raise WireError(f"tokens {key.start} to {key.end} are no whole chunks of {chunk}")
+            raise WireError(f"tokens {key.start} to {key.end} are not whole chunks of {chunk}")
         _check_owner(peer.hello, key)
         hashes = hash_chunks(key.token_ids[: key.end], chunk, salt=key.salt)
         return hashes[key.start // chunk : key.end // chunk]
@@ -228,7 +228,7 @@ def _check_blocks(
 
 
 def _check_owner(hello: m.Hello, key: IPCCacheEngineKey) -> None:
-    """Raises ``WireError`` unless the key is of the model and the ranks that ``hello`` named."""
+    """Raises ``WireError`` unless the key matches the model and the ranks of the HELLO."""
     if key.model_name != hello.model_name:
         raise WireError(f"a key of model {key.model_name!r}, a HELLO of {hello.model_name!r}")
     if key.world_size != hello.world_size:

@@ -31,8 +31,8 @@ _FIRST_PROBE_S = 1.5
 def run_agent(config: AgentConfig) -> int:
     """Runs an agent until SIGTERM or SIGINT; returns the exit status.
 
-    Raises ``ConfigError`` if a setting has to change: an endpoint in use, an invalid URL, an
-    embedded Redis that cannot be started.
+    Raises ``ConfigError`` if a setting has to change: the endpoint is in use, the URL is invalid,
+    or the embedded Redis cannot be started.
     """
     started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -50,7 +50,8 @@ def run_agent(config: AgentConfig) -> int:
         stack.callback(agent.cache.close, 0.0)
         service = Service(agent, router)
         _stop_on_signals(service)
-        _say_ready(config, plane, started_s)
+        gc.freeze()  # what exists now lives as long as the agent: the collector skips it
+        _log_ready(config, plane, started_s)
         _prefault(stack, arena)
         try:
             service.run()
@@ -96,7 +97,10 @@ def _arena(config: AgentConfig) -> Arena:
 
 
 def _prefault(stack: contextlib.ExitStack, arena: Arena) -> None:
-    """Faults the host pool in during the first requests: a fresh page costs four warm copies."""
+    """Faults in the host pool, on a thread, while the first requests run.
+
+    A copy into a fresh page takes as long as four copies into a page that is present.
+    """
     stop = threading.Event()
 
     def fault() -> None:
@@ -106,7 +110,7 @@ def _prefault(stack: contextlib.ExitStack, arena: Arena) -> None:
         except MemoryError:
             logger.error("there is not enough memory for the host pool: set a smaller --pool-bytes")
             return
-        logger.debug("host pool faulted in within %.2f s", time.monotonic() - started_s)
+        logger.debug("faulted in the host pool in %.2f s", time.monotonic() - started_s)
 
     thread = threading.Thread(target=fault, name="lmcache-redis-prefault", daemon=True)
     thread.start()
@@ -123,8 +127,7 @@ def _stop_on_signals(service: Service) -> None:
         signal.signal(signal.SIGINT, stop)
 
 
-def _say_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None:
-    gc.freeze()  # what exists now lives as long as the agent: the collector skips it
+def _log_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None:
     where = plane.where if config.redis_url else "an embedded Redis"
     plane.wait_probed(_FIRST_PROBE_S)
     state = plane.state
@@ -158,4 +161,4 @@ def _unpin(agent: Agent, copied: bool) -> None:
     try:
         agent.pinned_pool.unpin()
     except DeviceError as error:
-        logger.error("the host pool stays pinned to the end of this process: %s", error)
+        logger.error("the host pool stays pinned until the process ends: %s", error)

@@ -1,4 +1,4 @@
-"""The parts of an agent, and how they are put together."""
+"""The parts of an agent and their construction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lmcache_redis.transport import Wakeup
 
 @dataclass(frozen=True)
 class Agent:
-    """Owned by the loop thread. Other threads wake it through ``wakeup``."""
+    """Owned by the loop thread, which other threads wake through ``wakeup``."""
 
     config: AgentConfig
     wakeup: Wakeup
@@ -44,7 +44,7 @@ class Agent:
         backings = [Backing(RedisTier(plane), counters.REDIS, limit_bytes, config.op_timeout_s)]
         disk = None
         if config.disk_path is not None:
-            # The other half of a lookup's time is for Redis.
+            # At most half of a lookup's time is for the disk; the rest is for Redis.
             patience_s = min(DEFAULT_PATIENCE_S, config.lookup_deadline_s / 2)
             disk = DiskTier(config.disk_path, config.disk_size, read_patience_s=patience_s)
             backings.insert(0, Backing(disk, counters.DISK, limit_bytes))

@@ -1,7 +1,7 @@
-"""The peers of the agent: one for each connection, and the registrations of workers.
+"""The agent's peers, one per connection, and the registrations of workers.
 
-A peer is forgotten when it says goodbye, when its process has ended, when a newer connection takes
-its place, or when it has been silent for too long.
+A peer is forgotten when it sends GOODBYE, when its process has ended, when a newer connection
+replaces it, or when it has been silent for too long.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.naming import ChunkForm
 from lmcache_redis.processes import is_running
 
-# A worker registers right after its HELLO. The HELLOs of one engine arrive within this time of
-# each other: links greet a new agent every half second.
+# A worker registers right after its HELLO. The HELLOs of one engine arrive within this time of each
+# other, because links retry their HELLO every half second.
 _JOIN_S = 2.0
 
 
@@ -36,35 +36,35 @@ class Registration:
 
     @property
     def place(self) -> str:
-        """Where its memory is: copies of different places do not wait for each other."""
+        """Where its memory is; copies of different places do not wait for each other."""
         storage = self.storages[0]
         return storage.device_uuid if isinstance(storage, CudaIPCHandle) else CPU
 
     @property
     def chunks_per_call(self) -> int:
-        """How many chunks its device moves in one call."""
+        """How many chunks its device copies in one call."""
         return max(1, self.device.call_bytes // self.form.chunk_bytes)
 
 
 @dataclass(eq=False)
 class Peer:
-    """One connection that has said HELLO."""
+    """One connection that has sent HELLO."""
 
     identity: bytes
     hello: m.Hello
     last_heard_s: float
-    greeted_s: float  # when it said HELLO
-    welcomed: bool = False  # it has sent a message since HELLO: it knows that it is welcome
+    greeted_s: float  # when it sent HELLO
+    welcomed: bool = False  # it has sent a message since its HELLO, so it has received WELCOME
     registration: Registration | None = None
     mapping: bool = False  # its registration is in progress
 
     @property
     def engine_id(self) -> str:
-        """The engine it belongs to."""
+        """The id of its engine."""
         return self.hello.engine_id
 
     def is_same(self, hello: m.Hello) -> bool:
-        """Whether ``hello`` introduces this peer again."""
+        """Whether ``hello`` repeats this peer's HELLO."""
         return msgspec.structs.replace(hello, call_id=self.hello.call_id) == self.hello
 
     def process_gone(self) -> bool:
@@ -89,11 +89,11 @@ class Peers:
         return iter(list(self._by_identity.values()))
 
     def get(self, identity: bytes) -> Peer | None:
-        """The peer behind a connection, if it has said HELLO."""
+        """The peer of a connection, or None if it has not sent HELLO."""
         return self._by_identity.get(identity)
 
     def add(self, peer: Peer) -> list[Peer]:
-        """Adds a peer; returns those that it replaces: same connection, or same engine and role."""
+        """Adds a peer. Returns those it replaces: of the same connection, or engine and role."""
         place = (peer.engine_id, peer.hello.worker_id)
         replaced = [
             p
@@ -112,17 +112,17 @@ class Peers:
             del self._by_identity[peer.identity]
 
     def ranks(self, engine_id: str, world_size: int) -> list[Registration] | None:
-        """The engine's registrations by rank, or None unless every worker is registered."""
+        """The engine's registrations by rank; None if a worker is not registered."""
         found = {each.worker_id: each for each in self.registrations(engine_id)}
         if set(found) != set(range(world_size)):
             return None
         return [found[rank] for rank in range(world_size)]
 
     def joining(self, scheduler: Peer, now_s: float) -> bool:
-        """Whether all ranks that a scheduler's engine lacks are expected to register soon.
+        """Whether all missing ranks of the scheduler's engine are expected to register soon.
 
-        These are ranks whose memory is being mapped and, shortly after the start of the agent or
-        of the engine, ranks that have not registered yet.
+        This holds for a rank whose memory is being mapped, and for one that has not registered yet
+        if its HELLO (or the scheduler's, if it has sent none) is recent.
         """
         workers = {p.hello.worker_id: p for p in self if p.engine_id == scheduler.engine_id}
         missing = [
@@ -133,7 +133,7 @@ class Peers:
         return all(p.mapping or now_s - p.greeted_s < _JOIN_S for p in missing)
 
     def complete(self, engine_id: str) -> bool:
-        """Whether the engine can hit: its scheduler is connected, every worker registered."""
+        """Whether the engine can hit: its scheduler is connected and every worker is registered."""
         schedulers = [
             p.hello.world_size
             for p in self._by_identity.values()

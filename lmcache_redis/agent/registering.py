@@ -1,7 +1,7 @@
-"""Registrations: the agent maps and unmaps an engine's memory, on threads, as it may take seconds.
+"""Registrations: mapping and unmapping engines' memory, on threads because it may take seconds.
 
-The answer to a registration tells the engine that every copy through its former mapping has ended.
-So a former mapping is closed before the answer.
+The answer to a registration tells the engine that every copy through its former mapping has ended,
+so a former mapping is closed before the answer.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class Registering:
         self._after_closing: dict[_Worker, list[Callable[[], None]]] = {}
 
     def register(self, peer: Peer, question: m.RegisterKVCache, reply: Reply) -> None:
-        """Maps a worker's memory and answers, or refuses with a sentence.
+        """Maps a worker's memory and answers, or refuses with a reason.
 
-        Raises ``WireError`` for a peer that is no worker of an engine.
+        Raises ``WireError`` if the peer is not a worker of an engine.
         """
         worker_id = peer.hello.worker_id
         if worker_id is None or not 0 <= worker_id < peer.hello.world_size:
-            raise WireError("only a worker, with a rank inside its world, registers a KV cache")
-        if not peer.engine_id:  # without one, its former mapping is not known
-            raise WireError("the engine of a KV cache has an id")
+            raise WireError("only a worker whose rank is within its world registers a KV cache")
+        if not peer.engine_id:  # its former mapping is found by this id
+            raise WireError("a KV cache is registered without an engine id")
         storages = question.storages
         try:
             form = self._form(peer, question)
-            # Often one storage per layer, all of one process.
+            # There is often one storage per layer, all of one process.
             for handle in {(each.pid, each.pid_start_time): each for each in storages}.values():
                 check_exporter(handle)
         except (ConfigError, DeviceError) as error:
@@ -151,7 +151,7 @@ class Registering:
         self.when_unmapped(peer, lambda: reply(m.Done(0)))
 
     def unregister(self, peer: Peer, why: str) -> None:
-        """Unmaps a worker's memory when its copies have ended. Does nothing without one."""
+        """Unmaps a worker's memory once its copies have ended. Does nothing if none is mapped."""
         registration, peer.registration = peer.registration, None
         if registration is None:
             return
@@ -163,7 +163,7 @@ class Registering:
         worker = (registration.engine_id, registration.worker_id)
         self._closing[worker] = self._closing.get(worker, 0) + 1
 
-        # Not on the loop: closing waits for copies in progress.
+        # On a copy thread, because closing waits for copies in flight.
         def close() -> CopyOutcome:
             registration.device.close()
             return CopyOutcome.DONE
@@ -176,7 +176,7 @@ class Registering:
 
     def _closed(self, worker: _Worker, outcome: CopyOutcome) -> None:
         if outcome is not CopyOutcome.DONE:
-            return  # the mapping may still be open: its engine is not told otherwise
+            return  # the mapping may still be open, so questions that wait for its end keep waiting
         self._closing[worker] -= 1
         if not self._closing[worker]:
             del self._closing[worker]
@@ -184,7 +184,7 @@ class Registering:
                 action()
 
     def when_unmapped(self, peer: Peer, action: Callable[[], None]) -> None:
-        """Runs ``action`` as soon as no former mapping of this worker is open."""
+        """Runs ``action`` once no former mapping of this worker is open."""
         worker = (peer.engine_id, peer.hello.worker_id)
         if worker in self._closing:
             self._after_closing.setdefault(worker, []).append(action)

@@ -1,7 +1,7 @@
-"""The agent's loop: one thread that owns every decision and never blocks.
+"""The agent's loop: one thread that makes every decision and never blocks.
 
-It polls the ROUTER and a wake-up that other threads set when a copy or a job of a tier has ended,
-runs timers, and sends answers. ``handlers`` has what it does with each question.
+It polls the ROUTER and a wake-up that other threads set when a copy or a tier's job has ended, runs
+timers and sends answers. ``handlers`` decides what to do with each question.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Service:
             timeout_s = self._loop.run_due()
             ready = dict(poller.poll(math.ceil(timeout_s * 1000)))
             if self._wakeup.fd in ready:
-                self._wakeup.clear()  # first: what is posted from now on wakes the next poll
+                self._wakeup.clear()  # before run_posted: later posts wake the next poll
             self._loop.run_posted()
             if self._router in ready:
                 self._receive()
 
     def drain(self, deadline_s: float) -> None:
-        """Forgets all engines, then finishes writes until ``deadline_s`` (monotonic)."""
+        """Forgets all peers, then waits for writes until ``deadline_s`` (`time.monotonic()`)."""
         for peer in self._peers:
             self._handlers.forget(peer, "the agent stops")
         for session in self._sessions:
@@ -80,7 +80,7 @@ class Service:
         while time.monotonic() < deadline_s and self._cache.backlog:
             self._loop.run_posted()
             self._loop.run_due()
-            self._cache.begin_writes()  # also of what was gathered meanwhile
+            self._cache.begin_writes()  # including chunks gathered meanwhile
             time.sleep(0.005)
         if self._cache.backlog:
             logger.warning(
@@ -125,12 +125,12 @@ class Service:
         except LMCacheRedisError as error:
             reply(m.Failure(0, m.FAILED, str(error)))
         except Exception:
-            # Our own bug: this question alone fails.
+            # Our own bug: only this question fails.
             logger.exception("a %s failed", type(question).__name__)
-            reply(m.Failure(0, m.FAILED, "the agent failed on this question, see its log"))
+            reply(m.Failure(0, m.FAILED, "the agent failed on this question; see its log"))
 
     def _welcome(self, identity: bytes, hello: m.Hello, reply: Reply) -> None:
-        # A client repeats its HELLO until it is welcomed.
+        # A client repeats its HELLO until it receives WELCOME.
         peer = self._peers.get(identity)
         if peer is None and len(self._peers) >= m.MAX_PEERS:
             reply(m.Failure(0, m.REFUSED, f"the agent has {m.MAX_PEERS} peers: start another one"))

@@ -1,7 +1,7 @@
-"""Sessions: what is held for one request, from its lookup to its end.
+"""Sessions: the pins held for one request, from its lookup to its end.
 
-A session owns pins of entries of the host pool. It releases each exactly once: to the retrieve
-that uses it, when the engine asks, or when the session ends or times out.
+A session owns pins of host pool entries. It gives up each exactly once: to the retrieve that uses
+it, when the engine asks for it, or when the session ends or times out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PinKey = tuple[int, bytes]  # worker id, chunk hash
 
 @dataclass
 class Tally:
-    """What happened to the chunks of one request, for its line in the log."""
+    """What happened to the chunks of one request, for its log line."""
 
     asked: int = 0
     hit: int = 0
@@ -35,7 +35,7 @@ class Tally:
     reasons: set[str] = field(default_factory=set)
 
     def sentence(self, request_id: str) -> str | None:
-        """The line, or None if nothing happened."""
+        """The log line, or None if nothing happened."""
         parts = []
         if self.asked:
             from_disk = f", {self.from_disk} from disk" if self.from_disk else ""
@@ -66,24 +66,24 @@ class Session:
         self._pins: dict[PinKey, Entry] = {}
 
     def hold(self, pin: PinKey, entry: Entry) -> None:
-        """Takes over one pin of ``entry``; releases a second one of the same chunk."""
+        """Takes over one pin of ``entry``; releases one of the same chunk that it already holds."""
         if pin in self._pins:
             self._pool.unpin(self._pins[pin])
         self._pins[pin] = entry
 
     def take(self, pin: PinKey) -> Entry | None:
-        """The entry, whose pin is the caller's from now on."""
+        """The entry, whose pin now belongs to the caller; None if the session does not hold it."""
         return self._pins.pop(pin, None)
 
     def release(self, chunk_hash: bytes) -> int:
-        """Releases the pins of a chunk, of all workers; returns how many there were."""
+        """Releases all workers' pins of a chunk; returns how many there were."""
         found = [pin for pin in self._pins if pin[1] == chunk_hash]
         for pin in found:
             self._pool.unpin(self._pins.pop(pin))
         return len(found)
 
     def release_all(self) -> None:
-        """Releases every pin and cancels a lookup in flight, which would add more."""
+        """Cancels a lookup in flight, which would add pins, and releases every pin."""
         if self.cancel_lookup is not None:
             cancel, self.cancel_lookup = self.cancel_lookup, None
             cancel()
@@ -93,7 +93,7 @@ class Session:
 
     @property
     def pinned_chunks(self) -> int:
-        """Pins held."""
+        """The number of pins held."""
         return len(self._pins)
 
 
@@ -116,17 +116,17 @@ class Sessions:
         return self._sessions.get(key)
 
     def open(self, key: SessionKey, now_s: float, *, for_lookup: bool = True) -> Session:
-        """The session of a request, opened if there is none; it times out ``timeout_s`` from now.
+        """The session of a request, created if needed; its timeout starts again.
 
-        Engines end the session of a lookup. A store or retrieve without a lookup, or after its end,
-        has a session that ends with it.
+        An engine ends the session of a lookup. A store or retrieve without a lookup, or after the
+        session has ended, gets a session that ends with it.
 
-        Raises ``WireError`` for a new session if there are ``MAX_SESSIONS``.
+        Raises ``WireError`` if a session would be created beyond ``MAX_SESSIONS``.
         """
         session = self._sessions.get(key)
         if session is None:
             if len(self._sessions) >= MAX_SESSIONS:
-                raise WireError(f"{MAX_SESSIONS} requests are open and were not ended")
+                raise WireError(f"{MAX_SESSIONS} requests are open and have not been ended")
             session = self._sessions[key] = Session(key, self._pool)
             session.ended = not for_lookup
         session.ended = session.ended and not for_lookup
@@ -145,14 +145,14 @@ class Sessions:
         self._settle(session)
 
     def _settle(self, session: Session) -> None:
-        """Removes an ended session that has nothing in progress, and logs its line."""
+        """Removes an ended session that has no jobs in flight, and logs its line."""
         if not session.ended or session.busy or self._sessions.get(session.key) is not session:
             return
         del self._sessions[session.key]
         line = session.tally.sentence(session.key[1])
         if line is not None:
-            logger.debug("%s", line)  # the minute's line has one for all of them
+            logger.debug("%s", line)  # at info level, one line a minute sums up all sessions
 
     def expired(self, now_s: float) -> list[Session]:
-        """Sessions that have timed out."""
+        """Sessions without jobs in flight that have timed out."""
         return [s for s in self._sessions.values() if s.expires_s <= now_s and not s.busy]

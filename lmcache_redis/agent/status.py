@@ -1,4 +1,4 @@
-"""An agent's report of itself: the document that answers STATUS, and one log line a minute."""
+"""The agent's report about itself: the document that answers STATUS, and one log line a minute."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lmcache_redis.agent.parts import Agent
 
 Line = tuple[int, str]
 
-# Ordinary work and ordinary eviction never count these.
+# Normal operation, eviction included, never increments these.
 _SERIOUS = ("miss_corrupt", "miss_foreign", "wire_errors")
 _REASONS = ("lookups_timed_out", "sessions_timed_out", "retrieves_failed", "wire_errors")
 
 
 def status_report(agent: Agent) -> dict[str, Any]:
-    """The state and the counters of the agent, ready for JSON."""
+    """The agent's state and counters, ready for JSON."""
     config, peers, pool, queues = agent.config, agent.peers, agent.cache.pool, agent.cache.queues
     return {
         "version": __version__,

@@ -1,8 +1,8 @@
 """Stores and retrieves: the jobs that copy chunks between an engine's blocks and the host pool.
 
-A job is cut into device calls of one or several chunks each. Every chunk of a job ends exactly
-once, also after a bug of ours. The engine is answered when the last chunk has ended, or, for a
-store, when the last block was read: an earlier answer would free blocks that are still in use.
+A job is split into device calls of one or more chunks. Every chunk of a job ends exactly once, even
+after a bug of ours. The engine is answered when the last chunk has ended or, for a store, when the
+last block has been read: an earlier answer would free blocks that are still in use.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 Reply = Callable[[m.Answer], None]
 
-# Where the engine computes on the agent's cores, the step after a store produces the request's
-# first token. Writes to the tiers start after it.
+# The step after a store produces the request's first token. If the engine computes on the agent's
+# cores, writes to the tiers start after that step.
 _FIRST_TOKEN_FIRST_S = 0.1
 
 _DROPS = {
@@ -60,7 +60,7 @@ class CopyJob(ABC):
         self._queue = agent.copies.gather
         self._pending: set[int] = set()  # chunks that have not ended
 
-    # What a store or a retrieve does with a chunk. All but `_move` run on the loop thread.
+    # How a store and a retrieve differ. All but `_move` run on the loop thread.
 
     @abstractmethod
     def _take(self, chunk: int) -> Entry | None:
@@ -70,11 +70,11 @@ class CopyJob(ABC):
     def _move(
         self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
     ) -> bool:
-        """Copies the chunks of a call; returns whether that was in time. Raises ``DeviceError``."""
+        """Copies the chunks of a call; returns whether it was in time. Raises ``DeviceError``."""
 
     @abstractmethod
     def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
-        """Releases the pin of `_take`: the chunk's call has ended."""
+        """The chunk's call has ended: releases the pin of `_take`."""
 
     @abstractmethod
     def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
@@ -91,7 +91,7 @@ class CopyJob(ABC):
             self._finish()
             return
         self._pending.update(chunks)
-        # The threads of a device that hangs never look at its queue again.
+        # The threads of a device that hangs never take another copy from its queue.
         self._cache.owner.at(self._question.lease_ns / 1e9, self._copies.drop_late)
         per_call = self._registration.chunks_per_call
         for first in range(0, len(chunks), per_call):
@@ -107,7 +107,7 @@ class CopyJob(ABC):
             if entries:
                 self._submit(entries)
         except Exception:
-            logger.exception("a call to a device failed")  # our own bug: this call alone
+            logger.exception("a call to a device failed")  # our own bug: only this call fails
             self._copied(entries, CopyOutcome.FAILED)
         for chunk in chunks:
             if chunk not in entries:
@@ -130,7 +130,7 @@ class CopyJob(ABC):
     def _copy(
         self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
     ) -> CopyOutcome:
-        # On a copy thread. After the lease the blocks may belong to another request.
+        # On a copy thread. After the lease expires the blocks may belong to another request.
         try:
             in_time = self._move(chunks, block_ids, slots)
         except DeviceError:
@@ -144,7 +144,7 @@ class CopyJob(ABC):
             try:
                 self._release(chunk, entry, outcome)
             except Exception:
-                logger.exception("a chunk was lost")  # our own bug: this chunk alone
+                logger.exception("a chunk was lost")  # our own bug: only this chunk
             self._end(chunk, outcome)
 
     def _end(self, chunk: int, outcome: CopyOutcome) -> None:
@@ -159,12 +159,12 @@ class CopyJob(ABC):
 class StoreJob(CopyJob):
     """Gathers blocks into slots, which the cache writes to its tiers later.
 
-    1. Chunks that the host pool holds are skipped. Redis is not asked: the engine's blocks would
-       be held until it answers.
-    2. The others are copied into slots. What was read after the lease is discarded.
-    3. The answer frees the engine's blocks: all have been read. On a GPU that is before the bytes
-       are in slots.
-    4. Each chunk becomes READY when it is in its slots, and is enqueued for the tiers.
+    1. Chunks in the host pool are skipped. Redis is not asked, because the engine's blocks would
+       stay in use until it answers.
+    2. The others are copied into slots. Bytes read after the lease expired are discarded.
+    3. The answer frees the engine's blocks once all have been read. On a GPU this is before the
+       bytes are in the slots.
+    4. A chunk becomes READY when its bytes are in its slots, and is enqueued for the tiers.
     """
 
     _unread: set[int]  # chunks whose blocks are still needed
@@ -172,7 +172,7 @@ class StoreJob(CopyJob):
     _already = 0
 
     def start(self) -> None:
-        """Skips what the host pool has, and queues the rest."""
+        """Skips the chunks that the host pool has and queues the others."""
         wanted: list[int] = []
         for chunk, chunk_hash in enumerate(self._hashes):
             entry = self._cache.pool.get(self._form.key(chunk_hash))
@@ -180,7 +180,7 @@ class StoreJob(CopyJob):
                 wanted.append(chunk)
                 continue
             self._already += 1
-            if not self._cache.inflight.filling(entry):
+            if entry.state is EntryState.READY:
                 self._write_behind(chunk, entry)
         self._unread = set(wanted)
         if not wanted:
@@ -188,7 +188,7 @@ class StoreJob(CopyJob):
         self._begin(wanted)
 
     def _take(self, chunk: int) -> Entry | None:
-        """Slots for the chunk. None if there is no room, or if the store names it twice."""
+        """Slots for the chunk; None if there is no room or the chunk is already in the pool."""
         chunk_hash = self._hashes[chunk]
         if self._form.key(chunk_hash) in self._cache.pool:
             self._already += 1
@@ -228,7 +228,7 @@ class StoreJob(CopyJob):
             else:
                 self._dropped(*_DROPS[outcome])
         finally:
-            # Also after a bug of ours above: lookups may be waiting for this entry.
+            # Even after a bug of ours above: lookups may be waiting for this entry.
             self._cache.abandon(entry)
 
     def _keep(self, chunk: int, entry: Entry) -> None:
@@ -250,14 +250,14 @@ class StoreJob(CopyJob):
         self._blocks_read((chunk,))
 
     def _blocks_read(self, chunks: Sequence[int]) -> None:
-        """The blocks of these chunks are no longer needed. Answers after the last of them."""
+        """The blocks of these chunks are no longer needed. Answers when no more are."""
         if not self._unread.isdisjoint(chunks):
             self._unread.difference_update(chunks)
             if not self._unread:
                 self._answer()
 
     def _answer(self) -> None:
-        # Pending chunks were read in time and are still copied to their slots: they count.
+        # Pending chunks were read in time and are being copied to their slots: they count.
         stored = self._stored + len(self._pending)
         dropped = len(self._hashes) - stored - self._already
         self._reply(m.StoreResult(0, stored, self._already, dropped))
@@ -288,7 +288,7 @@ class RetrieveJob(CopyJob):
         self._begin(range(len(self._hashes)))
 
     def _take(self, chunk: int) -> Entry | None:
-        """The chunk with the session's pin, or with a new one."""
+        """The chunk's entry with the session's pin, or with a new one."""
         chunk_hash, pool = self._hashes[chunk], self._cache.pool
         entry = self._session.take((self._registration.worker_id, chunk_hash))
         if entry is None:

@@ -1,15 +1,15 @@
-"""Chunks in memory, on disk or in Redis, for programs that use the package as a library.
+"""Blocking backends that keep chunks in memory, on disk or in Redis, for use as a library.
 
-interface   the contract of every backend
-tensors     tensors as bytes and back
+interface   the contract of every backend; checks of callers' buffers are in checks
+tensors     converts tensors to bytes and back
 local       memory of the process
-tiered      the blocking face of a tier of the cache, with putqueue
+tiered      blocking calls over a tier of the cache
 disk        a directory
-remote      Redis or Valkey, with keylocks, stripes
+remote      Redis or Valkey, with keylocks
 pipelined   the same, with several chunks of a batch in flight
-hybrid      backends above each other, with inflight
+hybrid      a hierarchy of backends, with inflight
 
-The classes can be imported from here; each module is imported on first use.
+The classes are exported here; their modules are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Checks of the caller's buffers, before a backend uses them.
+"""Checks of the caller's buffers before a backend uses them.
 
-Every backend begins `put_bytes` with `payload_views` and calls `allocate` through
-`allocated_views`, so that wrong use is the same error everywhere.
+Every backend calls `payload_views` first in `put_bytes`, and calls `allocate` only through
+`allocated_views`, so that misuse raises the same error everywhere.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from lmcache_redis.protocol import RemoteMetadata
 
 
 def payload_views(metadata: RemoteMetadata, payload: Iterable[memoryview]) -> list[memoryview]:
-    """The payload as views of bytes, the empty ones left out. Copies nothing.
+    """The payload as views of bytes, without empty ones. Copies nothing.
 
-    Raises FormatError for a chunk without bytes, for buffers that together are not
-    `metadata.length` bytes, and for one that is not contiguous.
+    Raises FormatError if the chunk is empty, if the buffers' total is not `metadata.length` bytes,
+    or if a buffer is not contiguous.
     """
     if not metadata.length:
         raise FormatError("a chunk has at least one byte")
     try:
         views = _byte_views(payload)
     except TypeError as error:
-        raise FormatError(f"a payload is contiguous buffers: {error}") from None
+        raise FormatError(f"the payload must be contiguous buffers: {error}") from None
     payload_bytes = sum(view.nbytes for view in views)
     if payload_bytes != metadata.length:
         raise FormatError(f"a payload of {payload_bytes} bytes for a chunk of {metadata.length}")
@@ -32,10 +32,10 @@ def payload_views(metadata: RemoteMetadata, payload: Iterable[memoryview]) -> li
 
 
 def allocated_views(metadata: RemoteMetadata, allocate: Allocate) -> list[memoryview] | None:
-    """Calls `allocate`; its buffers as writable views of bytes, None where it gave none.
+    """Call `allocate` and return its buffers as writable views of bytes; None if it returns None.
 
-    Raises ValueError for buffers that together are not `metadata.length` bytes, and for one
-    that is read-only or not contiguous.
+    Raises ValueError if the buffers' total is not `metadata.length` bytes, or if a buffer is
+    read-only or not contiguous.
     """
     buffers: Sequence[memoryview] | None = allocate(metadata)
     if buffers is None:
@@ -43,26 +43,26 @@ def allocated_views(metadata: RemoteMetadata, allocate: Allocate) -> list[memory
     try:
         views = _byte_views(buffers)
     except TypeError as error:
-        raise ValueError(f"allocate gives contiguous buffers: {error}") from None
+        raise ValueError(f"allocate must return contiguous buffers: {error}") from None
     if any(view.readonly for view in views):
-        raise ValueError("allocate gave a buffer that is read-only")
+        raise ValueError("allocate returned a read-only buffer")
     allocated_bytes = sum(view.nbytes for view in views)
     if allocated_bytes != metadata.length:
         raise ValueError(
-            f"allocate gave {allocated_bytes} bytes for a chunk of {metadata.length} bytes"
+            f"allocate returned {allocated_bytes} bytes for a chunk of {metadata.length} bytes"
         )
     return views
 
 
 def _byte_views(buffers: Iterable[memoryview]) -> list[memoryview]:
-    # A view with a zero in its shape cannot be cast, and there is nothing in it.
+    # An empty view is skipped: a view with a zero in its shape cannot be cast.
     return [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
 
 
 class AllocateOnce:
-    """An `Allocate` for several tiers: it asks the caller's once, whatever they begin.
+    """An `Allocate` shared by several tiers, which calls the caller's at most once.
 
-    views: what that gave. is_refused: it had no room.
+    views: the caller's buffers. is_refused: the caller's `allocate` returned None.
     """
 
     def __init__(self, allocate: Allocate) -> None:
@@ -78,6 +78,6 @@ class AllocateOnce:
             self.is_refused = views is None
             self.views = views or ()
         elif metadata != self._metadata:
-            # A tier below has another chunk than the one that could not be finished.
+            # After a read that failed, a lower tier has a different chunk under the key.
             return None
         return None if self.is_refused else self.views

@@ -1,7 +1,6 @@
-"""A tier in a directory: the blocking face of `cache.disk`, which has files, limit and hangs.
+"""A backend in a directory: blocking calls over `cache.disk`.
 
-Calls that block use files on the caller's thread. Puts that do not block are written by the thread
-of the disk tier.
+Blocking calls use files on the caller's thread. The disk tier's thread writes non-blocking puts.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ DEFAULT_QUEUE_BYTES = 256 << 20
 
 
 class LMCLocalDiskBackend(TierBackend):
-    """Chunks in files of a directory, which it makes if need be and which it alone uses.
+    """Chunks in files of a directory, created if needed, that no other tier uses.
 
-    limit_bytes: what files may take. sync: see `cache.disk.files`. queue_bytes: payload of puts
-    that do not block, from before it is copied until it is written or dropped. patience_s: once a
-    call has been in flight for so long, no other is begun until it returns: puts are not stored,
-    gets are misses, nothing is removed. layout: the fingerprint, 32 bytes, of an engine's KV cache,
-    and key_prefix that of its agent; then the chunks are those that the agent keeps in this
-    directory.
+    limit_bytes: what the files may take. sync: see `cache.disk.files`. queue_bytes: payload of
+    non-blocking puts, counted from before it is copied until it is written or dropped. patience_s:
+    once a call has been in flight for longer, no other starts until it returns: puts are not
+    stored, gets are misses, removals do nothing. layout, key_prefix: the fingerprint (32 bytes) of
+    an engine's KV cache and the key prefix of its agent, to share the chunks that the agent keeps
+    in this directory.
 
-    Raises ConfigError for impossible values, for a directory that cannot be used, and for one
-    that another tier has open, in this process or another.
+    Raises ConfigError if a value is invalid, or if the directory cannot be used or is in use by
+    another tier, of this process or another.
     """
 
     def __init__(
@@ -65,11 +64,11 @@ class LMCLocalDiskBackend(TierBackend):
 
     @property
     def used_bytes(self) -> int:
-        """What files take, those that are being written included."""
+        """What the files take, including those being written or removed."""
         return self._disk.used_bytes
 
     def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
-        """See the interface. The file is open before `allocate` is called, and so stays whole."""
+        """See the interface. The file is opened before `allocate` is called, so it stays whole."""
         self._check_open()
         chunk_key = self._names.chunk_key(key)
         store = self._disk.store
@@ -90,7 +89,7 @@ class LMCLocalDiskBackend(TierBackend):
             os.close(fd)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """See the interface. timeout_s: for puts that wait, then for the calls in flight."""
+        """See the interface. timeout_s: for queued puts, and again for the calls in flight."""
         self._closed = True
         self._disk.close(2 * timeout_s)
 

@@ -1,25 +1,25 @@
-"""Tiers above each other: memory over disk over Redis, or any of these, the fastest first.
+"""A hierarchy of tiers, the fastest first: memory over disk over Redis, or some of these.
 
-The tiers are blocking backends, any of them, also a user's own. What this adds is how they work
-together; what is in which of them, each of them knows.
+The tiers are blocking backends of any kind, including a user's own. This module coordinates them;
+it keeps no index of its own.
 
-A put is written through to all tiers, the first one first; it is stored if any took it, and one
-that did not take it forgets what it had under that key. A get asks from the top down, and what a
-lower tier had is promoted to those above it: to the first before the get returns, to the others by
-puts that do not block. Simultaneous gets of one key are one load: the others wait for the first, at
-most `wait_s`, and read the first tier then, or a copy where that did not take the chunk. A tier
-that fails is one that has nothing and takes nothing: it is skipped.
+A put is written through to all tiers, from the first on. It is stored if any tier stores it; a tier
+that does not store it removes what it has under the key. A get asks the tiers in order. A chunk
+found in a lower tier is promoted to those above: to the first before the get returns, to the others
+by non-blocking puts. Concurrent gets of one key share one load: the others wait for the first, at
+most `wait_s`, and then read the first tier, or a copy if the first tier did not store the chunk. A
+tier that fails finds nothing and stores nothing, so it is skipped.
 
-A promotion never brings back what was removed, nor puts an old chunk over a new one. Puts and
-removals of a key hold its lock, for as long as all tiers need; one that does not get it within
-`wait_s` changes nothing and says so. Before they release it they make the load of that key that is
-in flight outdated. A promotion needs the same lock, does not wait for it, and is left out where it
-does not get it or its load is outdated: so either the removal comes after the promotion and removes
-that too, or there is no promotion.
+A promotion never restores a removed chunk and never replaces a newer one. A put or removal holds
+the key lock while all tiers work; if it does not get the lock within `wait_s`, it changes nothing
+and returns False. Before it releases the lock it marks the load in flight of that key as outdated.
+A promotion needs the same lock and does not wait for it; it is skipped if the lock is held or its
+load is outdated. So a removal either follows the promotion and removes its chunk too, or prevents
+the promotion.
 
-Keys are taken to name contents. A tier that fails to remove a chunk (its server is down), or that
-drops a put that did not block, keeps the previous chunk. It serves that once the tiers above have
-lost theirs.
+A key is expected to identify its contents. A tier that fails to remove a chunk (its server is
+down), or that drops a non-blocking put, keeps the previous chunk, and serves it once the tiers
+above have lost theirs.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ DEFAULT_READ_AHEAD = 4
 class LMCHybridBackend(LMCBackendInterface):
     """See the module. Thread-safe.
 
-    tiers: the fastest first; they are closed with this one. wait_s: how long a call waits for
-    others of the same key: a get for another get, before it loads for itself, a put or a removal
-    for the key's lock, before it is given up. read_ahead: how many chunks of a batched call are in
-    flight at once, each on a thread of its own, so that one is copied while the next is sent.
-    Without blocking a put still waits for the first tier: that is the one to be found in at once.
+    tiers: the fastest first; `close` closes them. wait_s: how long a call waits for others of the
+    same key: a get for a load in flight before it loads by itself, a put or a removal for the key
+    lock before it gives up. read_ahead: how many chunks of a batched call are in flight at once,
+    each on its own thread, so that one is copied while the next is transferred. A non-blocking put
+    still waits for the first tier, so that gets find the chunk at once.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LMCHybridBackend(LMCBackendInterface):
         super().__init__(dst_device, fmt)
         if not tiers or wait_s < 0 or read_ahead < 1:
             raise ConfigError(
-                "a hybrid has at least one tier, wait_s is at least 0, read_ahead at least 1"
+                "a hybrid needs at least one tier, wait_s of at least 0, read_ahead of at least 1"
             )
         self._tiers = tuple(tiers)
         self._wait_s = wait_s
@@ -89,7 +89,7 @@ class LMCHybridBackend(LMCBackendInterface):
         payload: Sequence[memoryview],
         blocking: bool = True,
     ) -> bool:
-        """See the interface. Not stored: also where it did not get the lock within `wait_s`."""
+        """See the interface. Also False if the key lock is not acquired within `wait_s`."""
         views = payload_views(metadata, payload)
         self._check_open()
         if not self._lock(key):
@@ -125,7 +125,7 @@ class LMCHybridBackend(LMCBackendInterface):
         return any(tier.contains(key) for tier in self._tiers)
 
     def remove(self, key: ObjectKey) -> bool:
-        """See the interface. From all tiers, or where it did not get the lock from none: False."""
+        """See the interface. Removes from all tiers; from none without the lock, and is False."""
         self._check_open()
         if not self._lock(key):
             return False
@@ -136,7 +136,7 @@ class LMCHybridBackend(LMCBackendInterface):
             self._end_change(key)
 
     def list(self) -> builtins.list[ObjectKey]:
-        """See the interface. What any tier has, once."""
+        """See the interface. The keys of all tiers, without duplicates."""
         self._check_open()
         return [*dict.fromkeys(key for tier in self._tiers for key in tier.list())]
 
@@ -148,7 +148,7 @@ class LMCHybridBackend(LMCBackendInterface):
         return all(ended)
 
     def close(self) -> None:
-        """See the interface. All tiers, the first one first."""
+        """See the interface. Closes the tiers in order."""
         self._closed = True
         with ExitStack() as stack:
             for tier in reversed(self._tiers):
@@ -159,9 +159,9 @@ class LMCHybridBackend(LMCBackendInterface):
     def batched_put(
         self, keys_and_chunks: Iterable[tuple[ObjectKey, torch.Tensor]], blocking: bool = True
     ) -> int:
-        """`put` for each; several are in flight at once, those of one key in their order.
+        """`put` for each; several are in flight at once, but puts of one key run in order.
 
-        After an error, of a chunk or of the caller's iterator, those that were begun are done.
+        After an error, of a chunk or of the caller's iterator, puts in flight run to their end.
         """
         from lmcache_redis.backends.tensors import tensor_bytes, tensor_metadata
 
@@ -170,7 +170,7 @@ class LMCHybridBackend(LMCBackendInterface):
         begun: deque[tuple[ObjectKey, Future[bool]]] = deque()
         with ThreadPoolExecutor(self._read_ahead, "lmcr-hybrid") as pool:
             for key, kv_chunk in keys_and_chunks:
-                # Here: its device works in the order of this thread.
+                # On this thread: the copy from a device must follow the caller's work on it.
                 metadata = tensor_metadata(kv_chunk, self.fmt)
                 payload = (tensor_bytes(kv_chunk),)
                 while len(begun) == self._read_ahead or any(key == other for other, _ in begun):
@@ -180,9 +180,9 @@ class LMCHybridBackend(LMCBackendInterface):
             return stored + sum(put.result() for _, put in begun)
 
     def batched_get(self, keys: Iterable[ObjectKey]) -> Iterator[torch.Tensor | None]:
-        """`get` for each, in order; a few later ones are loaded while the first are used.
+        """`get` for each, in order; the next few are loaded while earlier ones are used.
 
-        Where it is abandoned, loads that were begun end on their threads.
+        If the iterator is abandoned, loads in flight end on their threads.
         """
         self._check_open()
         return self._get_ahead(iter(keys))
@@ -205,23 +205,23 @@ class LMCHybridBackend(LMCBackendInterface):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("the tier is closed")
+            raise RuntimeError("the backend is closed")
 
     def _lock(self, key: ObjectKey) -> bool:
-        """Begin a put or a removal; False: others of the key have taken too long."""
+        """Acquire the key lock for a put or a removal; False: not within `wait_s`."""
         return self._locks.acquire(key, time.monotonic() + self._wait_s, exclusive=True)
 
     def _end_change(self, key: ObjectKey) -> None:
-        """The end of a put or a removal: see the module."""
+        """End a put or a removal: mark a load in flight as outdated, then release the lock."""
         self._loads.outdate(key)
         self._locks.release(key)
 
     def _lead(
         self, load: InflightLoad, key: ObjectKey, once: AllocateOnce
     ) -> RemoteMetadata | None:
-        """Load for all who wait."""
+        """Load the chunk for this call and all followers."""
         try:
-            # The first tier again: it may have got the chunk between our look and our load.
+            # The first tier again: it may have stored the chunk since it was asked.
             found_in, metadata = self._read(key, once)
             if metadata is None:
                 load.is_absent = not once.is_refused
@@ -238,7 +238,7 @@ class LMCHybridBackend(LMCBackendInterface):
     def _follow(
         self, load: InflightLoad, key: ObjectKey, once: AllocateOnce
     ) -> RemoteMetadata | None:
-        """Take what the leader brings."""
+        """Wait for the leader's load and use its result."""
         if load.ended.wait(self._wait_s):
             if load.is_absent:
                 return None
@@ -249,11 +249,11 @@ class LMCHybridBackend(LMCBackendInterface):
                     return None
                 scatter(block, views)
                 return metadata
-        # Not promoted: the leader's promotion is enough, and this load is not told of changes.
+        # No promotion: the leader's is enough, and this read is not marked when it is outdated.
         return self._read(key, once)[1]
 
     def _read(self, key: ObjectKey, once: AllocateOnce) -> tuple[int, RemoteMetadata | None]:
-        """From the first tier that has the chunk, and the number of that."""
+        """Read from the first tier that has the chunk. Returns its number, -1 for a miss."""
         for number, tier in enumerate(self._tiers):
             metadata = tier.get_bytes(key, once)
             if metadata is not None:
@@ -270,7 +270,7 @@ class LMCHybridBackend(LMCBackendInterface):
         views: Sequence[memoryview],
         found_in: int,
     ) -> bool:
-        """Put what was found into the tiers above; whether the first one has it."""
+        """Put a chunk found into the tiers above; return whether the first one stored it."""
         if not self._locks.acquire(key, 0.0, exclusive=True):
             return False
         try:

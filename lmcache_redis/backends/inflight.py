@@ -1,7 +1,7 @@
-"""One load for all simultaneous readers of a chunk.
+"""One load for all concurrent readers of a chunk.
 
-The first reader leads, the others follow and wait for it. A put or a removal makes the load
-outdated: it may bring the older chunk, so later readers do not join it.
+The first reader leads; the others follow and wait for it. A put or a removal marks the load as
+outdated: it may return the previous chunk, so later readers do not join it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from lmcache_redis.protocol import RemoteMetadata
 
 
 class InflightLoad:
-    """What the leader tells its followers, once `ended` is set.
+    """A load in flight. Followers read its result once `ended` is set.
 
-    is_absent: no tier has the chunk. copy: the chunk, where the first tier did not take it.
-    Neither: each follower reads for itself, the first tier first.
+    is_absent: no tier has the chunk. copy: the chunk, if the first tier did not store it. Neither:
+    each follower reads the tiers by itself.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class InflightLoads:
         self._loads: dict[ObjectKey, InflightLoad] = {}
 
     def join(self, key: ObjectKey) -> tuple[InflightLoad, bool]:
-        """The load of a key, and whether it is the caller's to lead."""
+        """The load of a key, and whether the caller leads it."""
         with self._lock:
             load = self._loads.get(key)
             if load is not None:
@@ -46,14 +46,14 @@ class InflightLoads:
             return load, True
 
     def outdate(self, key: ObjectKey) -> None:
-        """The chunk was put or removed: what is being loaded is not what is stored."""
+        """The chunk was put or removed: a load in flight may return the previous one."""
         with self._lock:
             load = self._loads.pop(key, None)
             if load is not None:
                 load.is_outdated = True
 
     def leave(self, key: ObjectKey, load: InflightLoad) -> bool:
-        """Ends joining; whether another reader has joined. Idempotent."""
+        """Let no more readers join; return whether any has joined. Idempotent."""
         with self._lock:
             if self._loads.get(key) is load:
                 del self._loads[key]

@@ -1,15 +1,15 @@
-"""The contract of every backend, and the tensor calls, which are made of the byte calls.
+"""The contract of every backend, and the tensor calls, which are implemented by the byte calls.
 
-A backend keeps chunks by `ObjectKey`, each with its `RemoteMetadata`, which says what its bytes
-are. The byte calls move payloads between the backend and the caller's buffers, without a copy of
-their own; the tensor calls allocate the buffers.
+A backend keeps chunks by `ObjectKey`, each with its `RemoteMetadata`, which describes its bytes.
+The byte calls move payloads between the backend and the caller's buffers, without an intermediate
+copy of the interface's own; the tensor calls allocate the buffers.
 
-Calls may come from any thread and at the same time; an iterator of `batched_get` is for one thread
-at a time. A backend behind a network ends each call by a deadline of its own; a disk that hangs
-keeps the calls that are in it, and others are refused. No call raises because of what is stored,
-because a server or a disk fails, or because a chunk does not fit: then a put stores nothing and
-returns False, and a get is a miss. Wrong use raises: FormatError for a key or a chunk that has no
-encoding, RuntimeError after `close`.
+Calls may come from several threads at once; an iterator of `batched_get` is for one thread at a
+time. A backend behind a network ends each call by its own deadline. On a disk that hangs, calls in
+flight block and others are refused. No call raises because of stored bytes, because a server or a
+disk fails, or because a chunk does not fit: then a put stores nothing and returns False, and a get
+is a miss. Misuse raises: FormatError for a key or a chunk without an encoding, RuntimeError after
+`close`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 if TYPE_CHECKING:
     import torch
 
-# Given the metadata of a chunk that was found, returns writable buffers for its payload, in order
-# and together `metadata.length` bytes. None: there is no room, and the get is a miss.
+# Takes the metadata of a chunk that was found and returns writable buffers for its payload, in
+# order, `metadata.length` bytes in total. None: there is no room, and the get is a miss.
 Allocate = Callable[[RemoteMetadata], Sequence[memoryview] | None]
 
 
 class LMCBackendInterface(ABC):
     """See the module.
 
-    dst_device: where `get` and `batched_get` bring tensors, "cpu" or a CUDA device. fmt: the
-    memory format that `put` writes into the metadata of tensors.
+    dst_device: where `get` and `batched_get` place tensors: "cpu" or a CUDA device. fmt: the memory
+    format that `put` writes into the metadata of tensors.
     """
 
     def __init__(self, dst_device: str = "cpu", fmt: MemoryFormat = MemoryFormat.UNDEFINED) -> None:
@@ -50,49 +50,49 @@ class LMCBackendInterface(ABC):
         payload: Sequence[memoryview],
         blocking: bool = True,
     ) -> bool:
-        """Store a chunk, in place of the one under this key, if any.
+        """Store a chunk, replacing the one under this key. Return whether it was stored.
 
-        payload: contiguous buffers in order, together `metadata.length` bytes; they are the
-        caller's again on return, also where blocking is False. blocking: the chunk is stored on
-        return, or False. Otherwise True means accepted: it is stored in the background, or dropped
-        where that fails; until then gets may or may not find it.
+        payload: contiguous buffers in order, `metadata.length` bytes in total; on return the caller
+        may reuse them. blocking: the chunk is stored on return. Otherwise True means accepted: it
+        is stored in the background, or dropped if that fails; until then gets may or may not find
+        it.
         """
 
     @abstractmethod
     def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
         """Load a chunk into the buffers that `allocate` returns; None is a miss.
 
-        `allocate` is called at most once, on this thread. After a miss the buffers hold
-        anything.
+        `allocate` is called at most once, on this thread. After a miss the buffers' contents are
+        undefined.
         """
 
     @abstractmethod
     def contains(self, key: ObjectKey) -> bool:
-        """Whether a get would most likely find the chunk. Changes nothing, also not the LRU."""
+        """Whether a get would most likely find the chunk. Does not count as a use."""
 
     @abstractmethod
     def remove(self, key: ObjectKey) -> bool:
-        """Remove a chunk, and drop a put of it that waits; whether there was one.
+        """Remove a chunk and drop a queued put of it; return whether there was one.
 
-        False also where the backend does not answer in time: then the chunk may still be there.
+        Also False if the backend does not answer in time: the chunk may then still exist.
         """
 
     @abstractmethod
     def list(self) -> list[ObjectKey]:
-        """The keys of all chunks, in no order. Those put or removed meanwhile may be missing."""
+        """The keys of all chunks, in any order. Those put or removed meanwhile may be missing."""
 
     @abstractmethod
     def flush(self, timeout_s: float) -> bool:
-        """Wait until what was put before is stored or dropped; False if that takes longer."""
+        """Wait until all earlier puts are stored or dropped; False after the timeout."""
 
     @abstractmethod
     def close(self) -> None:
-        """Flush for a bounded time, end all threads and free everything. Idempotent."""
+        """Flush for a bounded time, end all threads and free all memory. Idempotent."""
 
     # -------------------------------------------------------------- tensors
 
     def put(self, key: ObjectKey, kv_chunk: torch.Tensor, blocking: bool = True) -> bool:
-        """Store a tensor of one to four dimensions, none of them a batch. See `put_bytes`."""
+        """Store a tensor of one to four dimensions, without a batch dimension. See `put_bytes`."""
         from lmcache_redis.backends.tensors import tensor_bytes, tensor_metadata
 
         return self.put_bytes(
@@ -100,7 +100,7 @@ class LMCBackendInterface(ABC):
         )
 
     def get(self, key: ObjectKey) -> torch.Tensor | None:
-        """A tensor of its own memory on `dst_device`; None is a miss."""
+        """The chunk as a tensor in new memory on `dst_device`; None is a miss."""
         from lmcache_redis.backends.tensors import TensorAllocation
 
         allocation = TensorAllocation()
@@ -111,13 +111,13 @@ class LMCBackendInterface(ABC):
     def batched_put(
         self, keys_and_chunks: Iterable[tuple[ObjectKey, torch.Tensor]], blocking: bool = True
     ) -> int:
-        """`put` for each; how many were stored or, without blocking, accepted.
+        """`put` for each; return how many were stored or, without blocking, accepted.
 
-        Of one key the last is there. Tensors are the caller's again on return, or after an error
-        of the iterator, which goes through.
+        The last put of a key wins. The caller may reuse the tensors on return, or after an error of
+        the iterator, which is raised.
         """
         return sum(self.put(key, kv_chunk, blocking) for key, kv_chunk in keys_and_chunks)
 
     def batched_get(self, keys: Iterable[ObjectKey]) -> Iterator[torch.Tensor | None]:
-        """`get` for each, in order; each is yielded as soon as it is there."""
+        """`get` for each, in order; each is yielded as soon as it is loaded."""
         return map(self.get, keys)

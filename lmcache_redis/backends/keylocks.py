@@ -1,8 +1,8 @@
-"""A lock for each key: shared by readers, exclusive to a writer, granted in the order of requests.
+"""Key locks: shared by readers, exclusive for a writer, granted in the order of requests.
 
-A tier in Redis lets no write or removal overlap a read of the same chunk: a reader that found a
-torn chunk would clean it up, and remove what was just stored. A lock may be released by another
-thread than the one that acquired it. Keys that are not locked take no memory.
+In Redis, no write or removal may overlap a read of the same chunk by this process: a reader that
+found a torn chunk would remove it, and with it what was just stored. A thread may release a lock
+that another thread acquired. Unlocked keys use no memory.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Generic, TypeVar
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
-# Done once the lock is granted. Cancel it to give up the request: False where it was granted.
+# Done when the lock is granted. `cancel` withdraws the request; False: it was granted already.
 Grant = Future[None]
 
 _WRITER = -1
 
 
 class _KeyLock:
-    """One key's: how many readers hold it (-1: a writer does), and who waits for it."""
+    """The lock of one key. holders: the number of readers, or -1 for a writer."""
 
     __slots__ = ("holders", "waiting")
 
@@ -41,7 +41,7 @@ class _KeyLock:
         self.holders = 0 if self.holders == _WRITER else self.holders - 1
 
     def grant(self) -> list[Grant]:
-        """Take the requests from the queue that can be granted now."""
+        """Take the requests that can be granted now from the queue."""
         granted: list[Grant] = []
         while self.waiting:
             grant, exclusive = self.waiting[0]
@@ -55,27 +55,27 @@ class _KeyLock:
 
 
 class KeyLocks(Generic[KeyT]):
-    """Thread-safe. Each lock that was granted is released once."""
+    """Thread-safe. The holder releases each granted lock once."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._locks: dict[KeyT, _KeyLock] = {}
 
     def request(self, key: KeyT, *, exclusive: bool) -> Grant:
-        """Ask for the lock without waiting for it.
+        """Request the lock without waiting for it.
 
-        Callbacks of the grant run on the thread that releases the lock, or here.
+        Callbacks of the grant run on the thread that releases the lock, or on this one.
         """
         grant = Grant()
         with self._mutex:
             self._locks.setdefault(key, _KeyLock()).waiting.append((grant, exclusive))
-        # Readers may wait behind a writer that gives up.
+        # Readers may be waiting behind a writer that withdraws its request.
         grant.add_done_callback(lambda grant: self._grant(key) if grant.cancelled() else None)
         self._grant(key)
         return grant
 
     def acquire(self, key: KeyT, deadline: float, *, exclusive: bool) -> bool:
-        """Wait for the lock until the deadline (monotonic); whether it was granted."""
+        """Wait for the lock until the deadline (monotonic); return whether it was granted."""
         with self._mutex:
             lock = self._locks.setdefault(key, _KeyLock())
             if not lock.waiting and lock.is_free(exclusive):
@@ -87,7 +87,7 @@ class KeyLocks(Generic[KeyT]):
         except TimeoutError:
             return not grant.cancel()
         except BaseException:
-            # Interrupted: a lock that its holder does not know of would never be released.
+            # Interrupted: a lock granted without its caller's knowledge would never be released.
             if not grant.cancel():
                 self.release(key)
             raise

@@ -1,18 +1,17 @@
-"""A tier in host memory: copies of chunks, up to a byte limit, least recently used first out.
+"""A backend in host memory: copies of chunks, up to a byte limit, with LRU eviction.
 
-The blocking face of a `HostPool` over heap memory (`lmcache_redis.cache`). Its lock is held only to
-change the pool: copies, in both directions, run outside of it and without the GIL, on an entry that
-is pinned. So a chunk that is replaced or removed while it is read is read whole; one that is read
-is not evicted.
+Blocking calls over a `HostPool` of heap memory (`lmcache_redis.cache`). The lock is held only while
+the pool changes; payloads are copied outside it, without the GIL, while the entry is pinned. So a
+chunk that is replaced or removed during a read is read whole, and a chunk being read is not
+evicted.
 
 `put` and `get` make a chunk the most recently used; `contains` does not. The limit counts payload.
-Beside it there may be a block for each call in flight, and memory that is kept for the next puts:
-an eighth of the limit, at most 128 MiB.
+In addition there may be one block per call in flight, and spare memory for the next puts: an eighth
+of the limit, at most 128 MiB.
 
-There is no worker. The caller's buffers are the caller's again on return, so a put that does
-not block has to copy at once all the same, and the copy is all the work: the insertion after it
-takes microseconds, less than to hand it over. So both kinds of put do the same, nothing ever
-waits, and `flush` has nothing to do.
+There is no worker thread. A non-blocking put must copy at once, because the caller may reuse its
+buffers on return, and the copy is all the work: inserting the entry takes microseconds, less than
+handing it to a thread. So both kinds of put are the same, and `flush` has nothing to wait for.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ _MOST_SPARE_BYTES = 128 << 20
 class LMCLocalBackend(LMCBackendInterface):
     """Chunks in the memory of this process.
 
-    limit_bytes: payload to hold at most; a chunk larger than that is not stored. Raises
-    ConfigError unless it is positive.
+    limit_bytes: the most payload to hold; a larger chunk is not stored. Raises ConfigError unless
+    it is positive.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class LMCLocalBackend(LMCBackendInterface):
 
     @property
     def used_bytes(self) -> int:
-        """Payload of the chunks that it holds, but for those that are being read."""
+        """Payload of the chunks, without those being read."""
         with self._lock:
             return self._pool.idle
 
@@ -143,7 +142,7 @@ class LMCLocalBackend(LMCBackendInterface):
             self._memory.close()
 
     def _give_back(self, entry: Entry) -> None:
-        """The end of a call. An entry that was not published leaves nothing behind."""
+        """End a call: unpin the entry, and discard it if it was not published."""
         with self._lock:
             if entry.state is EntryState.FILLING:
                 self._pool.discard(entry)
@@ -151,4 +150,4 @@ class LMCLocalBackend(LMCBackendInterface):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("the local tier is closed")
+            raise RuntimeError("the backend is closed: memory")

@@ -1,14 +1,14 @@
-"""The backend in Redis, with several chunks of a batch in flight.
+"""The Redis backend with several chunks of a batch in flight.
 
-`batched_get` reads ahead: while the consumer works with one tensor, or while that is brought to its
-device, the next are being read. `batched_put` sends earlier tensors while the next is brought from
-its device. Both have at most `window_chunks` and `window_bytes` in flight, and one chunk in any
-case.
+`batched_get` reads ahead: the next chunks are read while the consumer uses one tensor, or while it
+is copied to its device. `batched_put` writes earlier tensors while the next is copied from its
+device. Both have at most `window_chunks` and `window_bytes` in flight, but always at least one
+chunk.
 
-Each step of the iterator takes at most `deadline_s`. One that is abandoned (closed, or no longer
-referenced) cancels its reads without waiting; their memory is freed when the plane has answered.
-Between two steps a key is locked for no longer than its read takes: a consumer may put and remove,
-also the keys that it is getting.
+Each step of the iterator takes at most `deadline_s`. An iterator that is abandoned (closed, or no
+longer referenced) cancels its reads without waiting; their memory is freed when the plane has
+answered. Between two steps, a key is locked only while it is read: the consumer may put and remove
+chunks, including those it is getting.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from lmcache_redis.backends.tensors import TensorAllocation
 
 DEFAULT_WINDOW_CHUNKS = 16
-# Small enough to be through within the deadline on a slow network too.
+# Small enough to be transferred within the deadline even on a slow network.
 DEFAULT_WINDOW_BYTES = 128 << 20
 
 
 class LMCPipelinedRemoteBackend(LMCRemoteBackend):
     """See the module, and `LMCRemoteBackend` for everything else.
 
-    window_chunks, window_bytes: most that a batched call has in flight.
+    window_chunks, window_bytes: the most that a batched call has in flight.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
         self._window_bytes = window_bytes
 
     def batched_get(self, keys: Iterable[ObjectKey]) -> Iterator[torch.Tensor | None]:
-        """`get` for each, in order; later ones are read while the first are used."""
+        """`get` for each, in order; the next are read while earlier ones are used."""
         self._check_open()
         return self._get_ahead(iter(keys))
 
     def batched_put(
         self, keys_and_chunks: Iterable[tuple[ObjectKey, torch.Tensor]], blocking: bool = True
     ) -> int:
-        """`put` for each; how many were stored or, without blocking, accepted.
+        """`put` for each; return how many were stored or, without blocking, accepted.
 
-        A chunk that cannot be begun within `deadline_s` is not stored; all together may take
-        longer. Of one key the last that was stored is there.
+        A chunk whose write cannot begin within `deadline_s` is not stored; the whole batch may take
+        longer. The last stored put of a key wins.
         """
         if not blocking:
             return super().batched_put(keys_and_chunks, blocking)
@@ -110,7 +110,7 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
                 if self._begin_store(store):
                     stores.append(store)
         finally:
-            # Also after an error of the caller's iterator: the tensors are in use until then.
+            # Also after an error of the caller's iterator: until then the tensors are in use.
             stored += sum([self._is_stored(store) for store in stores])
         return stored
 
@@ -122,7 +122,7 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
         try:
             while True:
                 deadline = self._begin(self._deadline_s)
-                # Half: a few together cost one question. Meanwhile the first is in flight.
+                # At half: several reads together cost one `describe`, while earlier ones run.
                 if len(ahead) <= self._window_chunks // 2:
                     self._fill(ahead, keys, waiting, deadline)
                 if not ahead:
@@ -143,19 +143,19 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
         waiting: list[ObjectKey],
         deadline: float,
     ) -> None:
-        """Begin reads of what the window has room for, and one in any case if nothing is ahead."""
+        """Begin the reads that the window has room for, and at least one if none is in flight."""
         from lmcache_redis.backends.tensors import TensorAllocation
 
         sizes = [load.frame.chunk_bytes for load, _ in ahead if load is not None]
         room_bytes = self._window_bytes - sum(sizes)
-        # The size of the last is a guess at those of the next; what is begun is counted.
+        # A guess that the next chunks are as large as the last one; `_begin_loads` counts exactly.
         room = min(self._window_chunks - len(ahead), room_bytes // (sizes or [1])[-1])
         room = max(room, 0 if ahead else 1)
         waiting += itertools.islice(keys, max(0, room - len(waiting)))
         allocations = [TensorAllocation() for _ in waiting[:room]]
         if not allocations:
             return
-        # It may begin fewer: no room, or a key is being written.
+        # May begin fewer, because of `limit_bytes` or because a key is being written.
         loads = self._begin_loads(
             waiting[:room], allocations, deadline, wait=not ahead, limit_bytes=room_bytes
         )
@@ -163,6 +163,6 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
         ahead.extend(zip(loads, allocations, strict=False))
 
     def _has_room(self, transfers: Collection[Transfer], nbytes: int) -> bool:
-        """Whether the window has room for another chunk, of so many bytes."""
+        """Whether the window has room for another chunk of `nbytes`."""
         total_bytes = nbytes + sum(each.frame.chunk_bytes for each in transfers)
         return len(transfers) < self._window_chunks and total_bytes <= self._window_bytes

@@ -1,18 +1,18 @@
-"""A tier in Redis or Valkey: one server, a Sentinel's master, or a cluster.
+"""A backend in Redis or Valkey: one server, a Sentinel's master, or a cluster.
 
-The blocking face of `cache.redis` and so of the data plane (docs/data-plane.md): payloads move
-between sockets and the caller's buffers, without a copy where a stripe lies within one buffer.
+Blocking calls over `cache.redis`, and so over the data plane (docs/data-plane.md): payloads move
+between sockets and the caller's buffers, without a copy if a stripe lies within one buffer.
 
-A get first asks for the header of stripe 0, which has the chunk's metadata and says how it is cut;
-then `allocate` is called and all stripes are read. What is incomplete, of two stores, damaged or
-not ours is a miss. Within one backend a get of a key never overlaps with a put or a removal of it
-(`keylocks`). Where other processes write or remove it meanwhile, the get is a miss and the chunk
-may be lost, but no byte is ever wrong.
+A get first reads the header of stripe 0, which has the chunk's metadata and stripe size; then it
+calls `allocate` and reads all stripes. A chunk that is incomplete, of two stores, damaged or not
+ours is a miss. Within one backend, a get of a key never overlaps a put or a removal of it
+(`keylocks`). If another process writes or removes the chunk meanwhile, the get is a miss and the
+chunk may be lost, but no byte is ever wrong.
 
-Every call ends within `deadline_s` (`list`: `list_deadline_s`), name look-up and connection
-included; a wait on a socket may overrun it by milliseconds. While the server is down all calls
-answer at once: False, None, nothing. Beside what the plane needs, the server must allow GETRANGE
-and SCAN.
+Every call ends within `deadline_s` (`list`: `list_deadline_s`), including name resolution and
+connecting; a wait on a socket may overrun it by milliseconds. While the server is down all calls
+return at once: False, None or an empty list. In addition to the plane's commands, the server must
+allow GETRANGE and SCAN.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from queue import SimpleQueue
 from typing import TypeGuard, cast
 
 from lmcache_redis.backends.checks import allocated_views
+from lmcache_redis.backends.copying import StripeSlots
 from lmcache_redis.backends.interface import Allocate
 from lmcache_redis.backends.keylocks import Grant, KeyLocks
-from lmcache_redis.backends.putqueue import WriteDone
-from lmcache_redis.backends.stripes import StripeSlots
 from lmcache_redis.backends.tiered import (
     Put,
     TierBackend,
@@ -40,7 +39,7 @@ from lmcache_redis.backends.tiered import (
     parse_metadata,
 )
 from lmcache_redis.cache.redis import RedisTier
-from lmcache_redis.cache.tier import FramesResult
+from lmcache_redis.cache.tier import FramesResult, WriteDone
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
@@ -48,7 +47,7 @@ from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, W
 from lmcache_redis.resp.outcomes import RemoveResult
 from lmcache_redis.stripe import ChunkFrame
 
-# A stripe with its header stays under 1 MiB: why is in docs/data-plane.md.
+# A stripe with its header stays under 1 MiB: docs/data-plane.md says why.
 DEFAULT_SLOT_BYTES = (1 << 20) - 4096
 DEFAULT_PENDING_BYTES = 256 << 20
 DEFAULT_DEADLINE_S = 5.0
@@ -58,7 +57,7 @@ _AT_ONCE = -math.inf
 
 
 class Transfer(ChunkIO):
-    """A chunk between Redis and the caller's buffers, which are in use until it has ended."""
+    """A transfer between Redis and the caller's buffers, which are in use until it has ended."""
 
     __slots__ = ("has_ended", "outcome", "stripes")
 
@@ -74,15 +73,15 @@ class Transfer(ChunkIO):
 class LMCRemoteBackend(TierBackend):
     """See the module. Thread-safe.
 
-    redis: a URL, or options with one. deadline_s: the longest that a call takes, and that an
-    accepted put is tried. slot_bytes: most payload of a stripe that is written; stripes of any size
-    are read. pending_bytes: copies of accepted puts; what does not fit beside them is not accepted.
-    layout: the fingerprint, 32 bytes, of an engine's KV cache; then the chunks are those that
-    agents keep of it. What is put is for agents to read where it is one group of uint8 with
-    MemoryFormat.PAGES, and slot_bytes theirs.
+    redis: a URL, or options with one. deadline_s: of a call, and of the write of an accepted put.
+    slot_bytes: the largest payload of a stripe that is written; stripes of any size are read.
+    pending_bytes: the limit of copies of accepted puts; a put beyond it is not accepted. layout:
+    the fingerprint (32 bytes) of an engine's KV cache, to share the chunks of its agents. Agents
+    can read a chunk put here if it is one group of uint8 with MemoryFormat.PAGES and slot_bytes is
+    theirs.
 
-    Raises ConfigError for a URL that names no server, and for numbers that make no sense; connects
-    in the background.
+    Raises ConfigError if the URL names no server or a number is invalid. Connects in the
+    background.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class LMCRemoteBackend(TierBackend):
         return parse_metadata(load.frame.metadata) if self._is_loaded(load) else None
 
     def close(self) -> None:
-        """See the interface. Calls in flight on other threads end soon, as misses."""
+        """See the interface. Calls in flight on other threads end soon, as failures or misses."""
         self._closed = True
         self._queue.flush(self._deadline_s)
         self._tier.close(_CLOSE_WRITES_S)
@@ -126,7 +125,7 @@ class LMCRemoteBackend(TierBackend):
     # --------------------------------------------------------------- inside
 
     def _begin(self, limit_s: float) -> float:
-        """The first call waits until a server was tried."""
+        """The first call waits until the first probe of the server has ended."""
         deadline = super()._begin(limit_s)
         if not self._probed:
             self._probed = self._plane.wait_probed(self._deadline_s).probed
@@ -141,11 +140,11 @@ class LMCRemoteBackend(TierBackend):
         wait: bool = True,
         limit_bytes: float = math.inf,
     ) -> builtins.list[Transfer | None]:
-        """Begin to load the first of the keys, as many as can be had together; None: a miss.
+        """Begin to load as many of the leading keys as possible together; None: a miss.
 
-        wait: for the lock of the first key, which is then in the list whatever its size. It waits
-        for no lock while it holds another and has not begun to read: that wait could be for itself.
-        All headers are asked for together. limit_bytes: most payload that is begun.
+        wait: wait for the lock of the first key, and load it whatever its size. The other locks are
+        not waited for: waiting while holding a lock whose read has not begun could deadlock. All
+        headers are read together. limit_bytes: the most payload to begin.
         """
         locked: builtins.list[bytes] = []
         loads: builtins.list[Transfer | None] = []
@@ -177,7 +176,7 @@ class LMCRemoteBackend(TierBackend):
     def _load(
         self, key: ObjectKey, frame: ChunkFrame | None, allocate: Allocate, deadline: float
     ) -> Transfer | None:
-        """A load with buffers, not begun yet; None where there is no such chunk, or no buffer."""
+        """A load with its buffers, not begun yet; None if there is no such chunk or no buffer."""
         if frame is None or frame.chunk_hash != key.chunk_hash:
             return None
         if frame.fingerprint != self._names.fingerprint:
@@ -188,7 +187,7 @@ class LMCRemoteBackend(TierBackend):
         return Transfer(self._names.chunk_key(key), frame, views, deadline)
 
     def _is_loaded(self, load: Transfer | None) -> TypeGuard[Transfer]:
-        """Wait for a load; whether its buffers hold the chunk."""
+        """Wait for a load; return whether the buffers hold the chunk."""
         if load is None or self._outcome(load) is not ReadOutcome.LOADED:
             return False
         load.stripes.scatter()
@@ -199,7 +198,7 @@ class LMCRemoteBackend(TierBackend):
         return self._begin_store(store) and self._is_stored(store)
 
     def _begin_store(self, store: Transfer) -> bool:
-        """Begin to write a chunk; False: its key was locked until the deadline."""
+        """Begin to write a chunk; False: its key stayed locked until the deadline."""
         if not self._locks.acquire(store.key, store.deadline, exclusive=True):
             return False
         with self._released_on_error(store.key):
@@ -208,7 +207,7 @@ class LMCRemoteBackend(TierBackend):
         return True
 
     def _is_stored(self, store: Transfer) -> bool:
-        """Wait for a store that was begun."""
+        """Wait for a store in flight; return whether the chunk is stored."""
         return self._outcome(store) is WriteOutcome.STORED
 
     def _ended(self, chunk: ChunkIO, outcome: ReadOutcome | WriteOutcome) -> None:
@@ -219,7 +218,7 @@ class LMCRemoteBackend(TierBackend):
         chunk.has_ended.set()
 
     def _outcome(self, transfer: Transfer) -> ReadOutcome | WriteOutcome | None:
-        """Wait for it. Where the wait is interrupted, until the buffers are not in use any more."""
+        """Wait for the outcome. If interrupted, cancel and wait until the buffers are free."""
         try:
             transfer.has_ended.wait()
         except BaseException:
@@ -234,16 +233,16 @@ class LMCRemoteBackend(TierBackend):
         answer: SimpleQueue[RemoveResult] = SimpleQueue()
 
         def removed(result: RemoveResult) -> None:
-            # Here: nothing may be written before it, also where the caller is interrupted.
+            # In the callback: no write may overtake it, even if the caller is interrupted.
             self._locks.release(chunk_key)
             answer.put(result)
 
         with self._released_on_error(chunk_key):
-            self._tier.remove(chunk_key, None, deadline, removed)
+            self._tier.remove(chunk_key, deadline, removed)
         return answer.get().removed > 0
 
     def _write(self, chunk: ChunkIO, done: WriteDone) -> None:
-        """A copy is written once its key is not locked, on whichever thread unlocks it."""
+        """Begin the write once the key lock is granted, on the thread that releases the lock."""
 
         def end(chunk: ChunkIO, outcome: WriteOutcome) -> None:
             done(chunk, outcome)
@@ -262,8 +261,8 @@ class LMCRemoteBackend(TierBackend):
         chunk.tag.add_done_callback(begin)
 
     def _cancel(self, chunk: ChunkIO) -> None:
-        # Not one in flight: stripes of it that were sent are removed some time after its end, and
-        # with them those of a later write. That waits for its end instead.
+        # A write in flight is not cancelled: the plane would remove its sent stripes some time
+        # after its end, and with them those of a later write. The later write waits for it instead.
         cast(Grant, chunk.tag).cancel()
 
     @contextmanager

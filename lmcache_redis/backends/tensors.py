@@ -1,4 +1,4 @@
-"""Tensors as bytes and back, without a copy on the CPU. The only backend module with torch."""
+"""Tensors as bytes and back, without a copy on the CPU. The only backend module that uses torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmcache_redis.protocol import MAX_DIMS, MemoryFormat, RemoteMetadata
 
 
 def tensor_metadata(tensor: torch.Tensor, fmt: MemoryFormat) -> RemoteMetadata:
-    """The metadata of a tensor as one group. Raises FormatError for what has no encoding."""
+    """The metadata of a tensor as one group. Raises FormatError if it has no encoding."""
     if not 1 <= tensor.dim() <= MAX_DIMS or not tensor.numel():
         raise FormatError(
             f"a chunk has 1 to {MAX_DIMS} dimensions and at least one element, "
@@ -23,13 +23,13 @@ def tensor_metadata(tensor: torch.Tensor, fmt: MemoryFormat) -> RemoteMetadata:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements in C order; of a contiguous tensor on the CPU its own memory."""
+    """The elements in C order; for a contiguous tensor on the CPU, a view of its memory."""
     flat = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
     return memoryview(flat.numpy())
 
 
 class TensorAllocation:
-    """An `Allocate` that makes a tensor of the shape and dtype that the metadata says."""
+    """An `Allocate` that creates a tensor of the shape and dtype in the metadata."""
 
     def __init__(self) -> None:
         self._tensor: torch.Tensor | None = None
@@ -47,7 +47,7 @@ class TensorAllocation:
         return (memoryview(tensor.view(-1).view(torch.uint8).numpy()),)
 
     def tensor_on(self, device: str) -> torch.Tensor:
-        """The tensor, once its bytes are there."""
+        """The tensor on a device, after a get has filled it."""
         if self._tensor is None:
             raise RuntimeError("nothing was allocated")
         return self._tensor if device == "cpu" else self._tensor.to(device)

@@ -1,25 +1,25 @@
 """A cache of chunks: host memory in front of tiers, files of this node and Redis.
 
 A chunk is bytes with a name: a `ChunkForm` (`lmcache_redis.naming`) says how the chunks of one
-worker are named and cut, a hash says which of them it is. In memory a chunk is an `Entry` of the
-host pool: slots of an `Arena`, one for each stripe, or one block of a `HeapMemory`. An entry with
-a pin keeps its memory; without pins it stays until its room is needed.
+worker are named and split into stripes, and a hash identifies one of them. In memory a chunk is an
+`Entry` of the host pool: slots of an `Arena`, one per stripe, or one block of a `HeapMemory`. A
+pinned entry keeps its memory; an unpinned one stays until its memory is needed.
 
-    memory, pool      `Arena` or `HeapMemory`, and `HostPool`: which chunk holds which part of it
-    inflight          entries that are being filled, and who waits for them: a chunk is loaded once
-    tier              the contract of what stands behind the pool; `redis` and `disk` satisfy it
-    writebehind       one bounded queue for each tier; the changes of one key are in order (keylock)
-    lookup            `PrefixLookup`: how many leading chunks can be had, pinned, by a deadline
-    cache             `Cache`: all of that together, and clears
-    objects           `ObjectCache`: chunks of any size, each with its metadata, put, got, removed
-    owner             the one thread that all of this belongs to
+    memory, pool      `Arena` or `HeapMemory`, and `HostPool`: which chunk holds which memory
+    inflight          entries that are being filled and their watchers: a chunk is loaded once
+    tier              the contract of the tiers behind the pool; `redis` and `disk` implement it
+    writebehind       one bounded queue per tier; the changes of one key are in order
+    lookup            `PrefixLookup`: how many leading chunks are available, pinned, by a deadline
+    cache             `Cache`: all of these together, and clears
+    objects           `ObjectCache`: put, get and remove chunks of any size with their metadata
+    owner             the thread that owns all of this, and its key locks
 
-Every method is called on the owner's thread and returns at once; nothing waits for a tier. Threads
-of the caller may read and write the views of an entry that it holds. Misuse raises; what a disk or
-a server does never does: doubt about bytes is a miss, and counted.
+Every method is called on the owner's thread and returns at once; none waits for a tier. Any thread
+of the caller may read and write the views of an entry that the caller has pinned. Misuse raises.
+Failures of a disk or a server never raise: doubtful bytes are a miss, and are counted.
 
-An example, with a loop of its own (``url`` names a server, ``layout`` is 32 bytes that change
-with everything that changes the meaning of the bytes)::
+An example with its own loop (``url`` names a server; ``layout`` is 32 bytes that differ whenever
+the meaning of the bytes differs)::
 
     woken = threading.Event()
     loop = OwnerLoop(woken.set)
@@ -32,31 +32,31 @@ with everything that changes the meaning of the bytes)::
 
     plane = RedisPlane(RedisOptions(url))
     plane.start()
-    plane.wait_probed(5.0)                          # until then it is taken for down
+    plane.wait_probed(5.0)                          # until then it counts as down
     redis = Backing(RedisTier(plane), counters.REDIS, write_limit_bytes=32 << 20)
     cache = Cache(loop, Arena(64 << 20, slot_bytes=1 << 20), [redis], Metrics())
     form = ChunkForm.of_pages(ChunkNames(layout), "org/model", 0, 3_000_000, slot_bytes=1 << 20)
 
     entry = cache.reserve(form, b"hash 1")          # None: every slot is pinned
     for view in cache.views(form, entry):
-        view[:] = b"k" * len(view)                  # on any thread, as long as it takes
-    cache.publish(entry)                            # found from now on; or cache.abandon(entry)
+        view[:] = b"k" * len(view)                  # on any thread
+    cache.publish(entry)                            # lookups find it now; or cache.abandon(entry)
     cache.write_behind(form, b"hash 1", entry)      # to every tier that lacks it
     run(lambda: not cache.backlog)
 
     cache.pool.clear()                              # as another process would find it
     pins = []
-    hashes = [b"hash 1", b"hash 2"]                 # of a prompt's chunks, in their order
+    hashes = [b"hash 1", b"hash 2"]                 # of a prompt's chunks, in order
     lookup = PrefixLookup(cache, [form], hashes, time.monotonic() + 5.0,
                           done=lambda found: pins.append(found.take()))
     lookup.start()
     run(lambda: pins)
-    (held,) = pins                                  # by chunk and rank: the prefix that is there
+    (held,) = pins                                  # the cached prefix, by chunk and rank
     for entry in held.values():
         payload = b"".join(cache.views(form, entry))
         cache.pool.unpin(entry)
 
-Chunks of any size are put and got by `ObjectKey`; a put replaces a chunk::
+Chunks of any size are put and fetched by `ObjectKey`; a put replaces a chunk::
 
     behind = Cache(loop, HeapMemory(), [redis], Metrics(), idle_limit=64 << 20)
     objects = ObjectCache(behind, ChunkNames(), stripe_bytes=1 << 20)
@@ -66,8 +66,8 @@ Chunks of any size are put and got by `ObjectKey`; a put replaces a chunk::
     filled = objects.reserve(metadata)              # None: no room
     filled.payload[:] = b"o" * metadata.length
     written = []
-    objects.publish(key, filled, written.append)    # found from now on
-    run(lambda: written)                            # [True]: and in every tier
+    objects.publish(key, filled, written.append)    # gets find it now
+    run(lambda: written)                            # [True]: it is stored
 
     behind.pool.clear()
     got = objects.hold(key)                         # None: it is not in memory

@@ -1,7 +1,7 @@
 """A cache of chunks: the host pool, the loads in flight, the tiers and their write-behind queues.
 
-Everything here runs on the owner's thread, apart from what a tier's threads do with the slots of a
-job. How chunks are found and loaded by prefix is `lookup.PrefixLookup`.
+Everything here runs on the owner's thread; a tier's threads only access the slots of their jobs.
+`lookup.PrefixLookup` finds and loads chunks by prefix.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ClearResult, ReadO
 
 logger = logging.getLogger(__name__)
 
-# How long a chunk may wait in a queue and be written, in total.
+# For a chunk to wait in a queue and to be written, in total.
 _WRITE_DEADLINE_S = 30.0
 # Large servers hold millions of keys, and a clear has the lowest priority.
 _CLEAR_DEADLINE_S = 60.0
 
 
 class Load:
-    """A chunk that is read into an entry. level: the number of the tier that it is read from."""
+    """A chunk that is being read into an entry. level: the number of the tier it is read from."""
 
     __slots__ = ("entry", "form", "is_stuck", "level")
 
@@ -42,7 +42,7 @@ class Load:
 class Cache:
     """See the package.
 
-    backings: the tiers, the one that is asked first at the beginning. idle_limit: see `HostPool`.
+    backings: the tiers, in the order in which they are asked. idle_limit: see `HostPool`.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Cache:
         self._memory = memory
 
     def close(self, deadline_s: float) -> bool:
-        """Closes the tiers, one after the other; writes have ``deadline_s`` seconds to finish.
+        """Closes the tiers one after the other; writes have ``deadline_s`` seconds to finish.
 
-        What their jobs end with is posted: the owner runs it before it ends. False: a tier still
-        has slots, and the memory must stay.
+        The outcomes of their jobs are posted; the owner runs these actions before it stops. Returns
+        False if a tier still uses slots: the memory must then stay mapped.
         """
         end_s = time.monotonic() + deadline_s
         closed = [tier.close(max(0.1, end_s - time.monotonic())) for tier in self.tiers]
@@ -78,26 +78,26 @@ class Cache:
     # --------------------------------------------------------------- memory
 
     def reserve(self, form: ChunkForm, chunk_hash: bytes) -> Entry | None:
-        """Memory that the caller fills, and a pin that `publish` or `abandon` gives back.
+        """A pinned entry for the caller to fill; `publish` or `abandon` releases the pin.
 
-        None where there is no room. Raises RuntimeError for a chunk that is in the pool.
+        None if there is no room. Raises RuntimeError if the chunk is in the pool.
         """
         units = self._memory.units(form.chunk_bytes, form.stripe_payload_bytes)
         return self.inflight.begin(form.key(chunk_hash), units)
 
     def views(self, form: ChunkForm, entry: Entry) -> list[memoryview]:
-        """The entry's memory, cut into views of exactly the bytes of each stripe."""
+        """The entry's memory as one view per stripe, each of exactly the stripe's bytes."""
         return self._memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
 
     def publish(self, entry: Entry) -> bool:
-        """A reserved entry has its bytes: READY, and found from now on. To be written behind next.
+        """A reserved entry is filled: makes it READY, so that lookups find it.
 
-        False where it was discarded meanwhile.
+        Does not write it behind. Returns False if the entry was discarded meanwhile.
         """
         return self.inflight.end(entry, Filled.READY)
 
     def abandon(self, entry: Entry) -> None:
-        """The entry will not have its bytes: it leaves the pool. Nothing after `publish`."""
+        """The entry will not be filled: it leaves the pool. Does nothing after `publish`."""
         if not self.inflight.ended(entry):
             self.inflight.end(entry, Filled.FAILED)
 
@@ -111,7 +111,7 @@ class Cache:
         delay_s: float = 0.0,
         levels: int | None = None,
     ) -> None:
-        """Enqueues a READY entry for every tier that lacks it, or for the first ``levels``."""
+        """Enqueues a READY entry for each tier, or each of the first ``levels``, that lacks it."""
         job: ChunkIO | None = None
         for queue in self.queues[:levels]:
             if queue.admits(entry, form.chunk_bytes):
@@ -122,11 +122,11 @@ class Cache:
 
     @property
     def backlog(self) -> int:
-        """Writes that are worth waiting for; none of a tier that hangs."""
+        """Writes that are queued or in flight, except those stuck in a tier that hangs."""
         return sum(map(len, self.queues))
 
     def begin_writes(self) -> None:
-        """Ends every delay of writes: the owner stops."""
+        """Starts delayed writes now, because the owner is stopping."""
         for queue in self.queues:
             queue.begin_all()
 
@@ -139,9 +139,9 @@ class Cache:
     # ---------------------------------------------------------------- loads
 
     def level_of(self, key: bytes, first: int = 0) -> int | None:
-        """The first tier, from number ``first`` on, that has the chunk or may have it.
+        """The number of the first tier, from ``first`` on, that has or may have the chunk.
 
-        Not one that it is being removed from.
+        Skips tiers that the chunk is being removed from.
         """
         for level in range(first, len(self.tiers)):
             may_have_it = self.tiers[level].lookup(key) is not False
@@ -152,10 +152,10 @@ class Cache:
     def prepare_load(
         self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int, deadline_s: float
     ) -> ChunkIO | None:
-        """Memory for a chunk, of that key, to be read from a tier; None where there is no room.
+        """A job that reads the chunk from a tier into a new entry; None if there is no room.
 
-        The load begins with `begin_loads`, and ends as its watchers are told. It is cancelled when
-        the last of them has gone.
+        `begin_loads` begins it. Watchers of the entry learn how it ends; if the last of them stops
+        watching, the load is cancelled.
         """
         units = self._memory.units(form.chunk_bytes, form.stripe_payload_bytes)
         entry = self.inflight.begin(key, units)
@@ -166,13 +166,14 @@ class Cache:
         return job
 
     def begin_loads(self, jobs: Sequence[ChunkIO]) -> None:
-        """Reads chunks that were prepared for one tier: together that is less work for each."""
+        """Begins prepared loads, all from one tier: a batch costs less per chunk."""
         if not jobs:
             return
         try:
             self.tiers[load_of(jobs[0]).level].read_all(jobs, self._done, self._on_stuck)
         except BaseException:
-            # Our own bug. The tier may have taken some of them: their slots are its until `done`.
+            # Our own bug. The tier may have taken some of the jobs, and owns their slots until
+            # `done`.
             for job in jobs:
                 self._leave_to_tier(job, Filled.FAILED)
             raise
@@ -186,7 +187,7 @@ class Cache:
         self.owner.post(partial(self._keep, job))
 
     def _loaded(self, job: ChunkIO, outcome: ReadOutcome) -> None:
-        """A read has ended: the entry is READY, or read from the next tier, or leaves the pool."""
+        """A read has ended: the entry becomes READY, is read from the next tier, or is dropped."""
         load = load_of(job)
         entry, counters = load.entry, self.counters[load.level]
         if load.is_stuck:
@@ -208,7 +209,7 @@ class Cache:
             self.begin_loads((job,))
 
     def _keep(self, job: ChunkIO) -> None:
-        """The tier hangs and has the slots."""
+        """The tier hangs and still uses the slots."""
         self._missed(job, ReadOutcome.TIMED_OUT)
         self._leave_to_tier(job, Filled.STUCK)
 
@@ -233,10 +234,10 @@ class Cache:
         self.tiers[load_of(job).level].cancel(job)
 
     def supersede_load(self, entry: Entry) -> None:
-        """Ends a load of a chunk that is about to be replaced or removed.
+        """Cancels the load of a chunk that is about to be replaced or removed.
 
-        Writes and removals of its key wait until no tier reads it: what a reader finds half
-        replaced it would remove.
+        Writes and removals of its key wait until no tier reads it: a reader that found the chunk
+        partly replaced would remove it.
         """
         for queue in self.queues:
             queue.wait_for(entry.key, partial(self.inflight.when_ended, entry))
@@ -245,10 +246,10 @@ class Cache:
     # --------------------------------------------------------------- clears
 
     def clear(self, prefixes: Sequence[bytes]) -> int:
-        """Discards the chunks whose keys begin so; returns how many the host pool had.
+        """Discards the chunks whose keys have one of the prefixes; returns how many were in memory.
 
-        The tiers remove theirs in the background, or fail to: it gives memory back, and an owner
-        that wants none of these chunks found again stops asking for them.
+        The tiers remove theirs in the background, and may fail to. Removal there only frees space:
+        an owner that must not find these chunks again stops asking for their keys.
         """
         doomed = [e for e in self.pool if e.key.startswith(tuple(prefixes))] if prefixes else []
         for entry in doomed:
@@ -261,7 +262,7 @@ class Cache:
         return len(doomed)
 
     def _clear_tier(self, level: int, prefixes: Sequence[bytes], deadline_s: float) -> None:
-        """One prefix after the other."""
+        """Clears one prefix after the other, and stops at the first failure."""
         if not prefixes:
             return
         tier, is_remote = self.tiers[level], self.counters[level].is_remote
@@ -283,6 +284,6 @@ class Cache:
 
 
 def load_of(job: ChunkIO) -> Load:
-    """The load of a job of `Cache.prepare_load`."""
+    """The load of a job that `Cache.prepare_load` returned."""
     assert isinstance(job.tag, Load)
     return job.tag

@@ -1,4 +1,4 @@
-"""Which counters a tier of the cache moves. The names are those of `metrics.COUNTERS`."""
+"""Which counters a tier of the cache increments, by their names in `metrics.COUNTERS`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lmcache_redis.resp.outcomes import ReadOutcome, WriteOutcome
 
 @dataclass(frozen=True, slots=True)
 class TierCounters:
-    """Names of counters, or none.
+    """Names of counters.
 
-    misses, drops: by the outcome of a read or write. queue_full: a chunk that found no room in
-    the write-behind queue. is_remote: chunks that the tier had already, and clears, are counted
+    misses, drops: by the outcome of a read or write. queue_full: for a chunk that does not fit the
+    write-behind queue. is_remote: chunks that the tier already had and cleared keys are counted
     too; drops and failed clears are logged.
     """
 

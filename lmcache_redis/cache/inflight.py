@@ -1,7 +1,7 @@
-"""Entries of the host pool that are being filled, and who waits for them.
+"""Entries of the host pool that are being filled, and their watchers.
 
-One load serves all who ask for the chunk: two equal prompts are loaded once, and a lookup may wait
-for a chunk that a store is gathering.
+One load serves all requests for a chunk: two equal prompts load it once, and a lookup may wait for
+a chunk that a store is gathering.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-from lmcache_redis.cache.pool import Entry, EntryState, HostPool
+from lmcache_redis.cache.pool import Entry, HostPool
 
 
 class Filled(Enum):
@@ -17,14 +17,14 @@ class Filled(Enum):
 
     READY = "ready"
     FAILED = "failed"
-    STUCK = "stuck"  # its slots are a hung tier's: the chunk can come from the next tier
+    STUCK = "stuck"  # a hung tier keeps its slots; the next tier may have the chunk
 
 
 Watcher = Callable[[Filled], None]
 
 
 class InflightLoads:
-    """Begins and ends fillings; tells watchers, once each, how they ended."""
+    """Begins and ends fills. Tells each watcher once how its fill ended."""
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
@@ -32,22 +32,22 @@ class InflightLoads:
         self._cancels: dict[Entry, Callable[[], None]] = {}
 
     def begin(self, key: bytes, units: int) -> Entry | None:
-        """A FILLING entry with the filler's pin, or None where the pool has no room."""
+        """A FILLING entry with the filler's pin; None if the pool has no room."""
         entry = self._pool.reserve(key, units)
         if entry is not None:
             self._watchers[entry] = []
         return entry
 
     def on_abandoned(self, entry: Entry, cancel: Callable[[], None]) -> None:
-        """``cancel`` is called when the last watcher of a filling has gone."""
+        """Has ``cancel`` called when the last watcher of the fill stops watching."""
         self._cancels[entry] = cancel
 
     def watch(self, entry: Entry, watcher: Watcher) -> None:
-        """Has ``watcher`` told how the filling of ``entry`` ends."""
+        """Has ``watcher`` called when the fill of ``entry`` ends."""
         self._watchers[entry].append(watcher)
 
     def unwatch(self, entry: Entry, watcher: Watcher) -> None:
-        """Forgets the watcher; a filling without watchers may be cancelled."""
+        """Forgets the watcher. Cancels the fill if it was the last one."""
         watchers = self._watchers.get(entry)
         if watchers is None or watcher not in watchers:
             return
@@ -56,23 +56,23 @@ class InflightLoads:
             self.cancel(entry)
 
     def when_ended(self, entry: Entry, action: Callable[[], None]) -> None:
-        """Calls ``action`` when the filling of ``entry`` has ended: now, if it has."""
+        """Calls ``action`` when the fill of ``entry`` has ended, at once if it already has."""
         if self.ended(entry):
             action()
         else:
             self.watch(entry, lambda filled: action())
 
     def cancel(self, entry: Entry) -> None:
-        """Ends the filling of an entry early, if that is known how; its watchers are told."""
+        """Cancels the fill of an entry if it can be; its watchers are told when it ends."""
         cancel = self._cancels.pop(entry, None)
         if cancel is not None:
             cancel()
 
     def end(self, entry: Entry, filled: Filled) -> bool:
-        """Ends the filling: the entry is READY, or DISCARDED where it failed or was discarded.
+        """Ends the fill: the entry is READY, or DISCARDED if the fill failed or it was discarded.
 
-        Gives the filler's pin back, after the watchers had a chance to add theirs.
-        Returns whether the entry is READY.
+        Releases the filler's pin after the watchers ran, which may add theirs. Returns whether the
+        entry is READY.
         """
         watchers = self._watchers.pop(entry)
         self._cancels.pop(entry, None)
@@ -90,8 +90,3 @@ class InflightLoads:
     def ended(self, entry: Entry) -> bool:
         """Whether `end` was called for the entry."""
         return entry not in self._watchers
-
-    @staticmethod
-    def filling(entry: Entry) -> bool:
-        """Whether the entry's slots do not have their bytes yet."""
-        return entry.state is EntryState.FILLING

@@ -1,14 +1,14 @@
-"""Prefix lookups: find the leading chunks that can be had, pin them, and only then answer.
+"""Prefix lookups: find the available leading chunks, pin them, then answer.
 
-    find     every chunk in the host pool is pinned; the tiers are asked about the others, the
-             first tier first: by its index, or by one scan of the remaining prefix
-    load     those found are read into slots, in the order of the prefix; what a tier does not
-             give, or not in time, is read from the next one
-    answer   as soon as every chunk of the prefix is READY, or at the deadline with the prefix that
-             is; the pins of what lies behind it are given back
+    find     chunks in the host pool are pinned; each tier in order is asked about the others,
+             through its index or by one scan of the rest of the prefix
+    load     the chunks found are read into slots in prefix order; a chunk that a tier fails to
+             deliver in time is read from the next tier
+    answer   when every chunk of the prefix is READY, or at the deadline with the part that is;
+             chunks beyond the prefix are unpinned
 
-A chunk counts when every rank's part of it does. The prefix ends, at any moment, at ``bound``: a
-chunk that is missing, that finds no room, or whose load fails moves it forward.
+A chunk counts if every rank's part of it does. The prefix ends before chunk number ``bound``, which
+shrinks when a chunk is missing, finds no room, or fails to load.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from functools import partial
 
 from lmcache_redis.cache.cache import Cache, Load, load_of
 from lmcache_redis.cache.inflight import Filled
-from lmcache_redis.cache.pool import Entry
+from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.naming import ChunkForm
 from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ReadOutcome, ScanResult
 
 _PROBE_POLL_S = 0.01
-# The first chunks are in flight while slots are found for the next.
-_STRIPES_TOGETHER = 32
+# Loads begin in batches: the first are in flight while slots are reserved for the next.
+_BATCH_STRIPES = 32
 
 Part = tuple[int, int]  # chunk number, rank
 Wanted = tuple[Part, bytes]  # and its key
@@ -33,13 +33,12 @@ Wanted = tuple[Part, bytes]  # and its key
 class PrefixLookup:
     """One lookup. Owned by the cache's owner thread.
 
-    forms: of every rank. deadline_s: `time.monotonic()`. done: called once, unless the lookup is
-    cancelled; what is held then goes to the caller of `take`, and is given back where there is
-    none.
+    forms: one per rank. deadline_s: `time.monotonic()`. done: called once, unless the lookup is
+    cancelled. It may call `take` to keep the pins; otherwise they are released after it.
 
     Attributes:
-        bound: chunks of the prefix.
-        reasons: why it is no longer, for a log line.
+        bound: the length of the prefix in chunks.
+        reasons: why the prefix is not longer, for a log line.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class PrefixLookup:
         self._timer = cache.owner.at(deadline_s, self._expire)
 
     def start(self) -> None:
-        """Pins what the host pool has and looks for the rest."""
+        """Pins the chunks in the host pool and looks for the others."""
         missing: list[Wanted] = []
         get = self._cache.pool.get
         stems = [form.stem(len(self._hashes[0])) for form in self._forms]
@@ -82,17 +81,17 @@ class PrefixLookup:
         self._check()
 
     def cancel(self) -> None:
-        """Gives everything back and answers nothing."""
+        """Releases all pins without an answer."""
         if not self._ended:
             self._finish()
 
     def take(self) -> dict[Part, Entry]:
-        """Hands the pins over to the caller."""
+        """The entries of the prefix, whose pins now belong to the caller."""
         held, self._held = self._held, {}
         return held
 
     def loaded(self) -> dict[str, int]:
-        """For each tier by its name: chunks of the prefix that this lookup loaded from it."""
+        """How many chunks of the prefix this lookup loaded from each tier, by the tier's name."""
         levels: dict[int, int] = {}
         for (chunk, _), load in self._loads.items():
             if chunk < self.bound:
@@ -103,7 +102,7 @@ class PrefixLookup:
     # ----------------------------------------------------------------- find
 
     def _find(self, wanted: list[Wanted], level: int) -> None:
-        """Loads what a tier's index has and asks the next tier; one without an index is scanned."""
+        """Asks a tier for chunks, through its index or a scan; asks the next one for the rest."""
         if not wanted:
             return
         if level == len(self._cache.tiers):
@@ -126,7 +125,7 @@ class PrefixLookup:
             return
         tier, owner = self._cache.tiers[level], self._cache.owner
         if not tier.state.probed:
-            # An owner that has just been started: whether the server is there is not known yet.
+            # The owner has just started, and does not know yet whether the server is up.
             owner.after(_PROBE_POLL_S, partial(self._scan, wanted, level))
             return
         tier.scan(
@@ -153,18 +152,18 @@ class PrefixLookup:
         self._check()
 
     def _ends_at(self, part: Part, counter: str) -> None:
-        # The prefix may have ended before, where the host pool had no room.
+        # The prefix may already end earlier, because the host pool had no room.
         self._cache.metrics.count(counter, max(0, self.bound - part[0]))
         self._shrink(part[0])
 
     # ----------------------------------------------------------------- load
 
     def _bring(self, found: Sequence[Wanted], level: int) -> None:
-        """Begins to load what is there, as far as the prefix goes."""
+        """Begins to load the chunks found, up to the end of the prefix."""
         for part, key in found:
             if part[0] >= self.bound:
                 break
-            entry = self._cache.pool.get(key)  # another lookup may have begun meanwhile
+            entry = self._cache.pool.get(key)  # another lookup may have begun its load meanwhile
             if entry is None:
                 entry = self._load_making_room(part, key, level)
             if entry is None:
@@ -173,10 +172,10 @@ class PrefixLookup:
         self._begin_prepared()
 
     def _load_making_room(self, part: Part, key: bytes, level: int) -> Entry | None:
-        """Begins a load, at the cost of chunks at the prefix's end if there is no other room."""
+        """Begins a load; if there is no room, drops chunks from the prefix's end to make some."""
         entry = self._load(part, key, level)
         if entry is None:
-            self._begin_prepared()  # what is not in flight could not be cancelled below
+            self._begin_prepared()  # a load that has not begun could not be cancelled below
         while entry is None and self.bound > part[0]:
             self._cache.metrics.count("miss_pool_full")
             self.reasons.add("the host pool was full")
@@ -193,7 +192,7 @@ class PrefixLookup:
             return None
         load = self._loads[part] = load_of(job)
         self._prepared.append(job)
-        if len(self._prepared) * form.stripe_count >= _STRIPES_TOGETHER:
+        if len(self._prepared) * form.stripe_count >= _BATCH_STRIPES:
             self._begin_prepared()
         return load.entry
 
@@ -204,7 +203,7 @@ class PrefixLookup:
     def _hold(self, part: Part, entry: Entry) -> None:
         self._cache.pool.pin(entry)
         self._held[part] = entry
-        if self._cache.inflight.filling(entry):
+        if entry.state is EntryState.FILLING:
             self._watchers[part] = watcher = partial(self._filled, part)
             self._cache.inflight.watch(entry, watcher)
 
@@ -217,7 +216,7 @@ class PrefixLookup:
         self._check()
 
     def _bring_instead(self, part: Part) -> None:
-        """A tier that hangs keeps the entry's slots: another entry, from the next tier."""
+        """A tier that hangs keeps the entry's slots: loads another entry from the next tier."""
         entry = self._held.pop(part)
         self._cache.pool.unpin(entry)
         self._loads.pop(part, None)
@@ -239,7 +238,7 @@ class PrefixLookup:
         self._give_back(self.bound)
 
     def _give_back(self, first: int) -> None:
-        """Unpins what is held from chunk number ``first`` on."""
+        """Unpins the chunks from number ``first`` on."""
         for part in [each for each in self._held if each[0] >= first]:
             entry = self._held.pop(part)
             watcher = self._watchers.pop(part, None)
@@ -262,7 +261,7 @@ class PrefixLookup:
 
     def _check(self) -> None:
         if not (self._ended or self._scanning or self._watchers):
-            # First of all: where a bug ends it, everything is still held here, to be cancelled.
+            # Before `_finish`: if it raises, the pins are still held and `cancel` releases them.
             self._done(self)
             self._finish()
 

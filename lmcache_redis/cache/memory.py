@@ -1,7 +1,7 @@
-"""The memory of a host pool. It knows nothing of chunks: `HostPool` decides who holds which block.
+"""The memory of a host pool. `HostPool` decides which chunk holds which block.
 
 `Arena` is for chunks of few sizes, known at the start: equal slots, spread over NUMA nodes and
-faulted in. `HeapMemory` is for chunks of any size: one block each.
+faulted in early. `HeapMemory` is for chunks of any size: one block each.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from lmcache_redis.native.madvise import (
     fault_in,
 )
 
-# A step keeps every other thread of the process from mapping memory: keep it short.
+# A step blocks threads that map memory, by the lock of the address space: keep it short.
 _PREFAULT_STEP_BYTES = HUGE_PAGE_BYTES
-# What is smaller comes from the allocator, which has warm memory of that size.
+# Smaller blocks come from the allocator, which has warm memory of their size.
 LEAST_REUSED_BYTES = 64 << 10
 _SIZES_TO_A_DOUBLING = 8
 
@@ -35,20 +35,20 @@ _SIZES_TO_A_DOUBLING = 8
 class Arena:
     """Anonymous private memory cut into page-aligned slots of one size. A unit is a slot.
 
-    A block is a tuple of slot numbers, one for each stripe. `take` and `give_back` are for one
-    thread, everything else for any.
+    A block is a tuple of slot numbers, one per stripe. `take` and `give_back` are for one thread;
+    any thread may call the other methods.
 
-    On a machine of several NUMA nodes it lies on all of them (`numa_nodes`), unless numactl or a
-    cpuset says otherwise.
+    On a machine with several NUMA nodes the arena is spread over all of them (`numa_nodes`), unless
+    numactl or a cpuset says otherwise.
 
     Args:
-        size_bytes: memory to hold; the part that fills no whole slot is not used.
-        slot_bytes: usable bytes of a slot. Slots lie ``slot_stride_bytes`` apart, which is
+        size_bytes: memory to allocate; a remainder smaller than a slot is not used.
+        slot_bytes: usable bytes of a slot. Slots are ``slot_stride_bytes`` apart, which is
             ``slot_bytes`` rounded up to a page.
 
     Raises:
         ValueError: not even one slot fits, or a size is not positive.
-        OSError: the address space cannot be had.
+        OSError: the address space cannot be allocated.
     """
 
     def __init__(self, size_bytes: int, slot_bytes: int) -> None:
@@ -63,9 +63,9 @@ class Arena:
                 f"(a slot takes {self.slot_stride_bytes})"
             )
         self.size_bytes = self.capacity * self.slot_stride_bytes
-        # A stack: the warmest slot goes first.
+        # A stack: the slot used last, whose memory is the warmest, is taken first.
         self._free = list(range(self.capacity - 1, -1, -1))
-        # Huge pages need 2 MiB alignment; the slack is address space that nothing touches.
+        # Huge pages need 2 MiB alignment; the slack is address space that is never touched.
         mapped = mmap.mmap(
             -1, self.size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
@@ -78,17 +78,16 @@ class Arena:
         self._view = memoryview(mapped)[start : start + self.size_bytes]
 
     def prefault(self, stop: threading.Event) -> bool:
-        """Fault all of it in, so that first use costs no page faults. The GIL is free.
+        """Fault in the whole arena, so that first use causes no page faults. Releases the GIL.
 
-        Contents stay, and slots may be in use meanwhile. After each step it rests for as long as
-        that took, so that other threads get the cores. (A low priority would not do:
-        a thread that gets no core keeps what it holds, the GIL or the kernel's lock of the address
-        space, from threads that have one.) Returns whether all of it is present: False when
-        ``stop`` was set, or on a kernel before 5.14, which cannot do this safely (the arena then
-        works all the same and is faulted in by its use).
+        Contents are kept, and slots may be in use meanwhile. After each step it pauses for as long
+        as the step took, so that other threads get the cores. (A low priority would be worse: a
+        thread without a core keeps the GIL or the kernel's lock of the address space from threads
+        that have one.) Returns whether the whole arena is present: False if ``stop`` was set, or on
+        a kernel before 5.14, which cannot do this safely (the arena is then faulted in by use).
 
         Raises:
-            MemoryError: the machine does not have that much memory.
+            MemoryError: the machine does not have enough memory.
         """
         for offset in range(0, self.size_bytes, _PREFAULT_STEP_BYTES):
             started_s = time.monotonic()
@@ -98,21 +97,8 @@ class Arena:
             stop.wait(time.monotonic() - started_s)
         return True
 
-    def slot_view(self, index: int, nbytes: int) -> memoryview:
-        """The first ``nbytes`` of slot ``index``, writable, of exactly that length.
-
-        Raises:
-            IndexError: no such slot, or more bytes than a slot has.
-        """
-        if not 0 <= index < self.capacity:
-            raise IndexError(f"slot {index} of {self.capacity}")
-        if not 0 <= nbytes <= self.slot_bytes:
-            raise IndexError(f"{nbytes} bytes of a slot of {self.slot_bytes}")
-        start = index * self.slot_stride_bytes
-        return self._view[start : start + nbytes]
-
     def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
-        """See `pool.Memory`. A slot for each stripe."""
+        """See `pool.Memory`. One slot per stripe."""
         return -(-chunk_bytes // stripe_bytes)
 
     def take(self, units: int, *, fresh: bool = False) -> tuple[int, ...]:
@@ -137,33 +123,32 @@ class Arena:
         return views
 
     def close(self) -> None:
-        """Give the memory back: at once, or when the last view that is out is gone. Idempotent."""
+        """Release the memory, at once or when its last view is gone. Idempotent."""
         self._view.release()
         mapped, self._mmap = self._mmap, None
         if mapped is not None:
-            # While views are out the mapping lives in them, and goes with the last of them.
+            # Views keep the mapping alive; the last one releases it.
             with contextlib.suppress(BufferError):
                 mapped.close()
 
 
 class HeapMemory:
-    """One block of memory for each chunk, of exactly its size. A unit is a byte.
+    """One block of memory per chunk, of exactly its size. A unit is a byte. Not thread-safe.
 
-    The kernel clears every page of fresh memory at its first touch, which takes longer than the
-    copy that goes into it. So blocks that were given back are kept for later chunks of about their
-    size (at most an eighth smaller), the sizes that were used last first. Not thread-safe.
+    The kernel zeroes each fresh page at its first touch, which takes longer than the copy into it.
+    So freed blocks are kept as spares for later chunks of about their size (at most an eighth
+    smaller). Beyond the limit, spares of the least recently used sizes are freed.
 
-    A fresh block takes no memory until it is written to; one that is used again is resident.
+    A fresh block takes no memory until it is written to; a spare is resident.
 
-    capacity_bytes: payload of all blocks together. spare_bytes: most memory that is kept while
-    none uses it.
+    capacity_bytes: payload of all blocks together. spare_bytes: limit of all spares.
     """
 
     def __init__(self, capacity_bytes: int = sys.maxsize, spare_bytes: int = 128 << 20) -> None:
         self.capacity = capacity_bytes
         self.spare_limit_bytes = spare_bytes
         self.spare_bytes = 0
-        # By size; the size that was wanted or given back last is at the end.
+        # By size; the most recently used size is at the end.
         self._spare: OrderedDict[int, list[npt.NDArray[np.uint8]]] = OrderedDict()
 
     def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
@@ -195,17 +180,17 @@ class HeapMemory:
         self._trim()
 
     def views(self, block: memoryview, chunk_bytes: int, stripe_bytes: int) -> list[memoryview]:
-        """See `pool.Memory`. They are neighbours: stripes of the chunk's size give one view."""
+        """See `pool.Memory`. The views are contiguous: one stripe per chunk gives one view."""
         starts = range(0, chunk_bytes, stripe_bytes)
         return [block[start : min(start + stripe_bytes, chunk_bytes)] for start in starts]
 
     def close(self) -> None:
-        """Keep nothing from now on."""
+        """Free all spares, and keep none from now on."""
         self.spare_limit_bytes = 0
         self._trim()
 
     def _trim(self) -> None:
-        """Drop what is over the limit, of the sizes that were used longest ago."""
+        """Free spares over the limit, least recently used sizes first."""
         while self.spare_bytes > self.spare_limit_bytes:
             oldest, arrays = next(iter(self._spare.items()))
             if arrays:
@@ -216,6 +201,6 @@ class HeapMemory:
 
 
 def _size_for(nbytes: int) -> int:
-    """The next of few sizes: memory of one chunk fits others of about its length."""
+    """Round up to one of few sizes, so that a spare fits chunks of about the same length."""
     step = (1 << (nbytes - 1).bit_length()) // (2 * _SIZES_TO_A_DOUBLING)
     return -(-nbytes // step) * step

@@ -1,9 +1,9 @@
 """Spreading memory over the NUMA nodes of a machine, so that no node's bandwidth is the limit.
 
-On a machine with two sockets each has GPUs and network cards of its own. Memory that all of them
-use, faulted in by one thread, would lie on that thread's node, and half of all copies would cross
-to it. Who has decided already (numactl, a policy of the process) is not overruled, and a node that
-the process may not use (cpuset) is left out.
+On a machine with two sockets, each socket has its own GPUs and network cards. Memory that all of
+them use, if faulted in by one thread, would lie on that thread's node, and half of all copies would
+cross the link between the sockets. A policy that the process already has (numactl) is kept, and
+nodes that it may not use (cpuset) are left out.
 
 Source: mbind(2), get_mempolicy(2); Documentation/admin-guide/mm/numa_memory_policy.rst of Linux.
 """
@@ -30,10 +30,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def spread(address: int, nbytes: int) -> tuple[int, ...]:
-    """Have a page-aligned range, of which nothing is faulted in yet, lie on all usable nodes.
+    """Interleave the pages of a page-aligned range, not faulted in yet, over all usable nodes.
 
-    The nodes that its pages will take in turns; empty where nothing was done: there is one node
-    only, the process has a policy of its own, or the kernel knows none.
+    Returns these nodes. Empty if nothing was done: there is only one node, the process has a policy
+    of its own, or the kernel has no NUMA support.
     """
     nodes = usable_nodes()
     if len(nodes) < 2 or not _has_default_policy() or not interleave(address, nbytes, nodes):
@@ -42,7 +42,7 @@ def spread(address: int, nbytes: int) -> tuple[int, ...]:
 
 
 def usable_nodes() -> tuple[int, ...]:
-    """The nodes that have memory which this process may use."""
+    """The nodes whose memory this process may use."""
     try:
         with_memory = parse_nodes(_WITH_MEMORY.read_text())
         allowed = _ALLOWED.search(_STATUS.read_text())
@@ -54,7 +54,7 @@ def usable_nodes() -> tuple[int, ...]:
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
-    """A list of the kernel's, as ``0-3,8``. Raises ValueError for anything else."""
+    """Parse a node list of the kernel, such as ``0-3,8``. Raises ValueError if malformed."""
     nodes: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         match = _RANGE.fullmatch(part)
@@ -67,14 +67,14 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 
 
 def interleave(address: int, nbytes: int, nodes: Sequence[int]) -> bool:
-    """MPOL_INTERLEAVE for a page-aligned range; False where the kernel refuses."""
+    """Set MPOL_INTERLEAVE for a page-aligned range; False if the kernel refuses."""
     numbers = _SYSCALLS.get(os.uname().machine)
     if numbers is None:
         return False
     words = (ctypes.c_ulong * (_MOST_NODES // _WORD_BITS))()
     for node in nodes:
         words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
-    # The kernel takes one from the number of bits.
+    # The kernel subtracts one from the number of bits.
     arguments = (address, nbytes, _MPOL_INTERLEAVE, ctypes.addressof(words), _MOST_NODES + 1, 0)
     return _syscall(numbers[0], *arguments) == 0
 

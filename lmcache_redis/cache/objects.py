@@ -1,19 +1,19 @@
 """Chunks of any size by `ObjectKey`, with their metadata, over a `Cache` of heap memory.
 
-    get    `hold` what is in memory; else `find` the tier that has it, then `load` it from there
-    put    `reserve` memory and fill it, then `publish`: found from now on, in place of what was
-           there, and written through to every tier
+    get    `hold` a chunk that is in memory; else `find` the tier that has it and `load` it
+    put    `reserve` memory, fill it, then `publish` it: gets find it from then on, in place of the
+           previous chunk, and it is written through to every tier
 
-A put replaces a chunk, and `remove` removes it. Neither is undone: a load of the key that is in
-flight is ended and leaves nothing behind, its tier is done with it before it is written to, and
-nothing is loaded from a tier that the chunk is being removed from. A tier that does not take what
-is put forgets what it has under that key. One that cannot even do that, because it is down, keeps
-the previous chunk, and serves it once the tiers above have lost theirs.
+A put replaces a chunk, and `remove` removes it. Neither is undone by a load of the key: one in
+flight is cancelled and leaves nothing in memory, no tier is written to before it has finished with
+the load, and nothing is loaded from a tier that the chunk is being removed from. A tier that does
+not store a put removes what it has under the key. If it cannot do even that, because it is down, it
+keeps the previous chunk, and serves it once the tiers above have lost theirs.
 
-What is loaded is written to the tiers above the one that had it, in the background.
+A loaded chunk is promoted, in the background, to the tiers above the one that had it.
 
-Everything belongs to the owner's thread and returns at once. `done` is called on it, once, maybe
-before the call returns. Deadlines are `time.monotonic()` seconds.
+Owned by the owner's thread; every call returns at once. `done` is called on that thread, once,
+possibly before the call returns. Deadlines are `time.monotonic()` seconds.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _parsed = lru_cache(maxsize=1024)(RemoteMetadata.deserialize)
 
 
 class Held:
-    """A chunk in memory that stays there, or memory to be filled.
+    """A pinned chunk in memory, or reserved memory to be filled.
 
-    payload: one contiguous view of `metadata.length` bytes, writable where it was reserved. It is
-    not to be used after the chunk was given back.
+    payload: one contiguous view of `metadata.length` bytes, writable if it was reserved. Do not use
+    it after the chunk is released, published or abandoned.
     """
 
     __slots__ = ("entry", "metadata", "payload")
@@ -61,7 +61,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A chunk in tier number `level`, as it is cut there."""
+    """A chunk in tier number `level`. frame: how it is split into stripes there."""
 
     frame: ChunkFrame
     metadata: RemoteMetadata
@@ -69,16 +69,16 @@ class Found:
 
     @property
     def length(self) -> int:
-        """Bytes of its payload."""
+        """The payload's bytes."""
         return self.metadata.length
 
 
 class ObjectCache:
     """See the module.
 
-    cache: over a `HeapMemory`, and for this alone. stripe_bytes: most payload of a stripe that is
-    written; what others cut otherwise is read all the same. write_s: how long a write may take, and
-    a removal of what it was to replace.
+    cache: over a `HeapMemory`, used by nothing else. stripe_bytes: the largest payload of a stripe
+    that is written; stripes of any size are read. write_s: the timeout of a write, and of the
+    removal that follows a failed one.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class ObjectCache:
     # ------------------------------------------------------------------ get
 
     def hold(self, key: ObjectKey) -> Held | None:
-        """The chunk if it is in memory, most recently used. It is to be released."""
+        """The chunk if it is in memory, which counts as a use. The caller releases it."""
         entry = self._pool.get(self._names.chunk_key(key))
         if entry is None or entry.state is not EntryState.READY:
             return None
         return self._held(entry)
 
     def release(self, held: Held) -> None:
-        """What `hold` or `load` gave is not used any more."""
+        """Unpin a chunk that `hold` or `load` returned."""
         self._pool.unpin(held.entry)
 
     def find(
@@ -113,7 +113,7 @@ class ObjectCache:
         done: Callable[[Found | None], None],
         first: int = 0,
     ) -> None:
-        """The first tier, from number `first` on, that has the chunk."""
+        """Find the chunk in the first tier, from number `first` on, that has it."""
         chunk_key = self._names.chunk_key(key)
         waiting = self._finds.get(chunk_key)
         if first or waiting is None:
@@ -131,7 +131,7 @@ class ObjectCache:
         deadline: float,
         waiting: list[Callable[[Found | None], None]],
     ) -> None:
-        """Asks one tier after the other what it has under a key."""
+        """Asks one tier after the other for the key's frame."""
         level = self.cache.level_of(chunk_key, first)
 
         def answer(found: Found | None) -> None:
@@ -167,10 +167,10 @@ class ObjectCache:
         deadline: float,
         done: Callable[[Held | None], None],
     ) -> None:
-        """Reads a chunk into memory, once for all who ask for it; it is to be released.
+        """Reads a chunk into memory, once for all callers. Each caller releases its `Held`.
 
-        None: a miss, or no room; there may be another in the tiers behind. Where the chunk was
-        replaced meanwhile, the new one may come: look at its metadata.
+        None: a miss, or no room; the tiers below may have the chunk. If the chunk was replaced
+        meanwhile, the result may be the new one: check its metadata.
         """
         chunk_key = self._names.chunk_key(key)
         job = None
@@ -202,7 +202,7 @@ class ObjectCache:
     def _loaded(
         self, key: ObjectKey, entry: Entry, done: Callable[[Held | None], None], filled: Filled
     ) -> None:
-        # Not READY: it may have been replaced by one that is.
+        # If it is not READY, it may have been replaced by an entry that is.
         held = self._held(entry) if filled is Filled.READY else self.hold(key)
         self._pool.unpin(entry)
         done(held)
@@ -219,10 +219,10 @@ class ObjectCache:
     # ------------------------------------------------------------------ put
 
     def reserve(self, metadata: RemoteMetadata, *, fresh: bool = False) -> Held | None:
-        """Memory for a chunk that cannot be found yet; None if there is none, or no payload.
+        """Memory for a chunk, which gets do not find yet; None if there is no room or no payload.
 
-        It is to be published or abandoned. fresh: a large block takes no memory until it is
-        written to; filling it takes longer.
+        The caller publishes or abandons it. fresh: a large block takes no memory until it is
+        written to, but takes longer to fill.
         """
         if not metadata.length:
             return None
@@ -233,10 +233,10 @@ class ObjectCache:
         return Held(entry, metadata, self._payload(entry))
 
     def publish(self, key: ObjectKey, held: Held, written: Callable[[bool], None]) -> None:
-        """What was reserved is filled: it is the chunk of that key from now on.
+        """Makes reserved and filled memory the key's chunk, and writes it to every tier.
 
-        written: called when every tier has taken it, or has not: whether one did, memory included.
-        Raises FormatError where the chunk has no encoding; nothing has happened then.
+        written: called when every tier has answered, with whether any of them, or memory, keeps the
+        chunk. Raises FormatError if the chunk has no encoding; then nothing has changed.
         """
         metadata, entry = held.metadata, held.entry
         chunk_key = self._names.chunk_key(key)
@@ -252,14 +252,14 @@ class ObjectCache:
             self._pool.unpin(entry)
 
     def abandon(self, held: Held) -> None:
-        """What was reserved will not be filled."""
+        """Frees reserved memory that will not be published."""
         self._pool.discard(held.entry)
         self._pool.unpin(held.entry)
 
     # ----------------------------------------------------------------- keys
 
     def contains(self, key: ObjectKey, deadline: float, done: Callable[[bool], None]) -> None:
-        """Whether a load would most likely find the chunk. It does not count as a use."""
+        """Whether a load would most likely find the chunk. Does not count as a use."""
         chunk_key = self._names.chunk_key(key)
         entry = self._pool.peek(chunk_key)
         if entry is not None and entry.state is EntryState.READY:
@@ -288,9 +288,9 @@ class ObjectCache:
         tier.exists((chunk_key,), deadline, lambda result: self._post(partial(answer, result)))
 
     def remove(self, key: ObjectKey, deadline: float, done: Callable[[bool], None]) -> None:
-        """Removes the chunk from memory now, and from all tiers; whether there was one.
+        """Removes the chunk from memory at once, and from all tiers. done: whether there was one.
 
-        False also where no tier answered in time: it may still be there then.
+        Also False if it was not in memory and no tier answered in time: it may still exist then.
         """
         chunk_key = self._names.chunk_key(key)
         entry = self._pool.peek(chunk_key)
@@ -311,18 +311,18 @@ class ObjectCache:
             queue.remove(chunk_key, deadline, removed)
 
     def _supersede(self, chunk_key: bytes) -> None:
-        """What is being looked for or loaded is not what is stored next."""
+        """Detaches finds and cancels loads of the key: they may bring the previous chunk."""
         self._finds.pop(chunk_key, None)
         entry = self._pool.peek(chunk_key)
         if entry is not None and entry.state is EntryState.FILLING:
             self.cache.supersede_load(entry)
 
     def keys(self, deadline: float, done: Callable[[list[ObjectKey]], None]) -> None:
-        """The keys of all chunks, in no order. Those put or removed meanwhile may be missing."""
+        """The keys of all chunks, in any order. Those put or removed meanwhile may be missing."""
         found = dict.fromkeys(e.key for e in self._pool if e.state is EntryState.READY)
 
         def collect() -> None:
-            """On a thread: tiers wait for servers, and keys may be many."""
+            """On a thread: tiers wait for servers, and there may be many keys."""
             for tier in self.cache.tiers:
                 found.update(dict.fromkeys(tier.keys(self._names.common, deadline)))
             parsed = map(self._names.parse, found)
@@ -331,7 +331,7 @@ class ObjectCache:
         self._lists.put(collect, dropped=lambda: self._post(partial(done, [])))
 
     def flush(self, done: Callable[[], None]) -> None:
-        """`done` is called when every write and removal has ended that was begun before."""
+        """Calls `done` when every write and removal that began before has ended."""
         left = [*self.cache.queues]
 
         def flushed() -> None:
@@ -353,7 +353,7 @@ class ObjectCache:
 class _WriteThrough:
     """The writes of a published chunk to every tier.
 
-    written: see `ObjectCache.publish`. remove_s: for a tier to forget what it has under the key.
+    written: see `ObjectCache.publish`. remove_s: the timeout of the removal after a failed write.
     """
 
     def __init__(
@@ -375,7 +375,7 @@ class _WriteThrough:
             queue.write(self._entry, self._job, partial(self._done, queue))
 
     def _done(self, queue: WriteBehind, outcome: WriteOutcome) -> None:
-        # A DISCARDED one was replaced or removed since: what comes next in the queue decides.
+        # A DISCARDED entry was replaced or removed since: the next change of the key decides.
         if outcome is WriteOutcome.STORED or self._entry.state is EntryState.DISCARDED:
             self._is_stored = True
             self._end()

@@ -1,8 +1,7 @@
-"""The one thread that owns a cache: actions posted to it from others, and its timers.
+"""The thread that owns a cache: actions that other threads post to it, timers, and key locks.
 
-`Owner` is what the cache needs. `OwnerLoop` is one, for a thread that polls: an agent's loop, or
-the thread of a blocking facade. An asyncio loop is an owner through a few lines of its own
-(``call_soon_threadsafe``, ``call_at``).
+`Owner` is what the cache needs. `OwnerLoop` implements it for a thread that polls, such as an
+agent's loop. A few lines adapt an asyncio loop (``call_soon_threadsafe``, ``call_at``).
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ class Timer(Protocol):
     """A timer of an owner."""
 
     def cancel(self) -> None:
-        """The action is not run. Idempotent."""
+        """Do not run the action. Idempotent."""
 
 
 class Owner(Protocol):
-    """Runs actions on the owner's thread, one after the other. An action that raises is logged."""
+    """Runs actions on the owner's thread, one after the other. Logs an exception of an action."""
 
     def post(self, action: Action) -> None:
         """Run ``action`` soon, in the order of the posts. From any thread."""
@@ -51,9 +50,9 @@ class _Timer:
 
 
 class OwnerLoop:
-    """An `Owner` whose thread calls `run_posted` when it is woken, and `run_due` before it waits.
+    """An `Owner` whose thread calls `run_posted` after it wakes and `run_due` before it waits.
 
-    wake: called by `post`, from any thread.
+    wake: called by `post`, on any thread.
     """
 
     def __init__(self, wake: Action) -> None:
@@ -75,12 +74,12 @@ class OwnerLoop:
         return self.at(time.monotonic() + delay_s, action)
 
     def run_posted(self) -> None:
-        """Run what was posted up to now. What it posts itself waits for the next call."""
+        """Run the actions posted so far; those that they post wait for the next call."""
         for _ in range(len(self._posted)):
             _run(self._posted.popleft())
 
     def run_due(self) -> float:
-        """Run the timers that are due; seconds until the next one, one second at most."""
+        """Run the timers that are due; return the seconds until the next one, at most one."""
         while self._heap:
             due_s, _, timer = self._heap[0]
             if timer.action is not None and (left_s := due_s - time.monotonic()) > 0:
@@ -95,4 +94,38 @@ def _run(action: Action) -> None:
     try:
         action()
     except Exception:
-        logger.exception("an action of the loop failed")  # our own bug: that action alone
+        logger.exception("an action of the loop failed")  # our own bug: only that action fails
+
+
+class KeyLock:
+    """Locks that serialise the changes of a key without blocking a thread.
+
+    Owned by the owner's thread. Unlocked keys use no memory.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._held: dict[bytes, deque[Action] | None] = {}  # waiters of each; None: no waiters yet
+
+    def try_acquire(self, key: bytes) -> bool:
+        """Takes the lock if it is free."""
+        if key in self._held:
+            return False
+        self._held[key] = None
+        return True
+
+    def wait(self, key: bytes, acquired: Action) -> None:
+        """Waits for a lock that is held: posts ``acquired`` when the caller has it."""
+        waiting = self._held[key]
+        if waiting is None:
+            waiting = self._held[key] = deque()
+        waiting.append(acquired)
+
+    def release(self, key: bytes) -> None:
+        """Passes the lock to the longest waiter, or frees it."""
+        waiting = self._held[key]
+        if waiting:
+            # Posted: if many waiters release at once, calling each from here would nest them.
+            self._owner.post(waiting.popleft())
+        else:
+            del self._held[key]

@@ -1,18 +1,17 @@
-"""The host pool: the index that decides which chunk holds which memory.
+"""The host pool: the index of the chunks in memory, and the decision which memory each holds.
 
-It counts in units of its memory: slots of an `Arena`, bytes of a `HeapMemory`. Not thread-safe: the
-cache's owner thread owns it. Copies and sockets work on the memoryviews that the owner handed them,
-and the entry stays pinned meanwhile.
+Sizes are in units of its memory: slots of an `Arena`, bytes of a `HeapMemory`. Owned by the cache's
+owner thread; not thread-safe. Copies and sockets use memoryviews that the owner handed them, while
+the entry stays pinned.
 
 An entry's life::
 
     reserve ──▶ FILLING ──publish──▶ READY ──evicted / replaced / discard / clear──▶ DISCARDED
                    └──────────────────discard / clear────────────────────────────────────┘
 
-A FILLING entry is in the index unless it was reserved without a key: then `publish` gives it one,
+A FILLING entry is in the index unless it was reserved without a key: then `publish` gives it one
 and discards the entry that the key had. A DISCARDED entry has left the index; its memory becomes
-free when its last pin goes, never before. The pool never holds more than ``capacity`` units,
-whatever is asked of it.
+free when its last pin is released, never before. The pool never holds more than ``capacity`` units.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ from typing import Any, Protocol
 
 
 class Memory(Protocol):
-    """Where a pool keeps payloads. A unit is as small as the memory can give."""
+    """Where a pool keeps payloads. A unit is the smallest amount that the memory allocates."""
 
     @property
     def capacity(self) -> int:
         """Units of all blocks together."""
 
     def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
-        """What a chunk takes that is cut into stripes of that size."""
+        """The units that a chunk takes if it is split into stripes of that size."""
 
     def take(self, units: int, *, fresh: bool = False) -> Any:
-        """A block of memory, with anything in it. Raises MemoryError.
+        """A block with undefined contents. Raises MemoryError.
 
-        fresh: where the memory grows with its use, one that takes none until it is written to.
-        The pool asks for no more than `capacity` units at a time.
+        fresh: if the memory grows with its use, a block that takes none until it is written to. All
+        blocks taken at one time have at most `capacity` units.
         """
 
     def give_back(self, block: Any) -> None:
-        """The block's views are not used any more."""
+        """Free a block, whose views are no longer used."""
 
     def views(self, block: Any, chunk_bytes: int, stripe_bytes: int) -> list[memoryview]:
-        """The chunk's stripes in a block of its units, each as a writable view of its bytes."""
+        """The chunk's stripes in its block, each a writable view of exactly its bytes."""
 
 
 class EntryState(Enum):
-    """Where an entry stands; see the module's picture."""
+    """The life cycle of an entry: see the module."""
 
     FILLING = "filling"
     READY = "ready"
@@ -56,14 +55,14 @@ class EntryState(Enum):
 
 
 class Entry:
-    """One chunk in the pool. Only `HostPool` changes it, but for the notes of the cache.
+    """One chunk in the pool. Only `HostPool` changes it, except for `stored_in` and `tag`.
 
     Attributes:
-        block: what the pool's memory gave for it.
-        units: how much that is.
-        pins: holders; an entry with pins is never evicted and its memory is never reused.
-        stored_in: a note. Bit n is set where the chunk is known to be in tier n of the cache.
-        tag: a note of the one that reserved it.
+        block: its block of the pool's memory.
+        units: the size of the block.
+        pins: while there are any, the entry is not evicted and its memory is not reused.
+        stored_in: set by the cache; bit n: the chunk is known to be in tier n.
+        tag: for the caller that reserved the entry.
     """
 
     __slots__ = ("block", "key", "pins", "state", "stored_in", "tag", "units")
@@ -84,11 +83,11 @@ class Entry:
 class HostPool:
     """Which chunk holds which memory: pins, least-recently-used eviction, hard limits.
 
-    idle_limit: units that READY entries without pins may keep together; None: all of the memory.
+    idle_limit: the units that unpinned READY entries may hold together; None: all of the memory.
 
-    An entry is used, and so most recent, when it is got, and when its last pin goes.
-    Misuse (unpin without pin, publish twice, reserve a key that is there) raises
-    RuntimeError and changes nothing: it is a bug of the caller.
+    `get` makes an entry the most recently used, as does the release of its last pin. Misuse (unpin
+    without a pin, publish twice, reserve a key that is in the pool) raises RuntimeError and changes
+    nothing: it is a bug of the caller.
     """
 
     def __init__(self, memory: Memory, idle_limit: int | None = None) -> None:
@@ -120,33 +119,33 @@ class HostPool:
         return self.used - self._idle_units
 
     def __len__(self) -> int:
-        """Entries in the index, FILLING ones included."""
+        """Entries in the index, including FILLING ones."""
         return len(self._index)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether the key is in the index; asking is not using."""
+        """Whether the key is in the index. Does not count as a use."""
         return key in self._index
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._index.values())
 
     def get(self, key: bytes) -> Entry | None:
-        """The entry of a key, FILLING or READY, or None. A READY one becomes most recent."""
+        """The entry of a key, FILLING or READY, or None. A READY one becomes most recently used."""
         entry = self._index.get(key)
         if entry is not None and entry.pins == 0:
             self._idle.move_to_end(key)
         return entry
 
     def peek(self, key: bytes) -> Entry | None:
-        """The entry of a key, FILLING or READY, or None, left where it is in the order."""
+        """The entry of a key, FILLING or READY, or None. Does not count as a use."""
         return self._index.get(key)
 
     def reserve(self, key: bytes | None, units: int, *, fresh: bool = False) -> Entry | None:
-        """A new FILLING entry with one pin, or None if that cannot be.
+        """A new FILLING entry with one pin; None if there is no room.
 
-        key: None: outside of the index, until `publish` gives it a key. Evicts as many of the
-        least recently used unpinned READY entries as it needs; where even all of them would not
-        do, it evicts none. fresh: see `Memory.take`.
+        Evicts the least recently used unpinned READY entries as needed, but none if evicting all of
+        them would not make enough room. key: None: the entry is not in the index until `publish`
+        gives it a key. fresh: see `Memory.take`.
         """
         if units <= 0:
             raise RuntimeError(f"an entry of {units} units")
@@ -169,9 +168,9 @@ class HostPool:
         return entry
 
     def publish(self, entry: Entry, key: bytes | None = None) -> bool:
-        """FILLING to READY; the pin stays. False if it was discarded while it was filled.
+        """Make a FILLING entry READY; the pin stays. False if it was discarded meanwhile.
 
-        key: of an entry that has none. An entry that is there under the key is discarded.
+        key: for an entry that has none; the entry that has this key in the index is discarded.
         """
         if entry.state is EntryState.DISCARDED and entry.pins > 0:
             return False
@@ -188,9 +187,9 @@ class HostPool:
         return True
 
     def discard(self, entry: Entry) -> None:
-        """Take it out of the index now; its memory becomes free with its last pin.
+        """Take an entry out of the index; its memory becomes free when its last pin is released.
 
-        Discarding again is allowed: two who find the same fault need not agree who is first.
+        Idempotent: callers that find the same fault need not coordinate.
         """
         if entry.state is EntryState.DISCARDED:
             return
@@ -206,20 +205,20 @@ class HostPool:
         self._give_back(entry)
 
     def pin(self, entry: Entry) -> None:
-        """One more holder. A DISCARDED entry may be pinned by those who hold it already."""
+        """Add a pin. A DISCARDED entry can be pinned only while it has a pin."""
         if entry.pins == 0:
             if entry.state is not EntryState.READY:
-                raise RuntimeError(f"pinned after it had left: {entry!r}")
+                raise RuntimeError(f"pinned after it left the pool: {entry!r}")
             del self._idle[entry.key]
             self._idle_units -= entry.units
         entry.pins += 1
 
     def unpin(self, entry: Entry) -> None:
-        """One holder less. The last one makes a READY entry evictable, a DISCARDED one free."""
+        """Release a pin. The last one makes a READY entry evictable and frees a DISCARDED one."""
         if entry.pins <= 0:
             raise RuntimeError(f"unpinned below zero: {entry!r}")
         if entry.pins == 1 and entry.state is EntryState.FILLING:
-            raise RuntimeError(f"left half filled, neither published nor discarded: {entry!r}")
+            raise RuntimeError(f"unpinned while filling, not published or discarded: {entry!r}")
         entry.pins -= 1
         if entry.pins > 0:
             return
@@ -235,7 +234,7 @@ class HostPool:
             self._give_back(entry)
 
     def clear(self) -> int:
-        """Empty the index; entries with pins keep their memory until unpinned.
+        """Empty the index; pinned entries keep their memory until unpinned.
 
         Returns how many entries left the index.
         """
@@ -245,7 +244,7 @@ class HostPool:
         return len(entries)
 
     def _evict(self) -> None:
-        """The least recently used of those that may go."""
+        """Evict the least recently used unpinned READY entry."""
         _, oldest = self._idle.popitem(last=False)
         self._idle_units -= oldest.units
         del self._index[oldest.key]

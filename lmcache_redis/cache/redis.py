@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from lmcache_redis.cache.tier import FramesResult
+from lmcache_redis.cache.tier import FramesResult, ReadDone, Stuck, WriteDone
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.resp.outcomes import (
@@ -16,10 +16,8 @@ from lmcache_redis.resp.outcomes import (
     ExistsResult,
     KeysResult,
     PlaneState,
-    ReadOutcome,
     RemoveResult,
     ScanResult,
-    WriteOutcome,
 )
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.stripe import ChunkFrame, StripeHeader
@@ -30,11 +28,11 @@ _FIRST_STRIPE = stripe_key(b"", 0)
 
 
 class RedisTier:
-    """A `Tier`. A chunk is there when its stripe 0 is: that one is written last.
+    """A `Tier`. A chunk exists if its stripe 0 does, which is written last.
 
     Every job of the plane ends by its deadline, so none is ever stuck. `clear` raises ValueError
-    for a prefix without the magic of our keys. Beside what the plane needs, `keys` needs SCAN, and
-    `describe` and `remove` GETRANGE.
+    for a prefix without the magic of our keys. In addition to the plane's commands, `keys` uses
+    SCAN, and `describe` and `remove` use GETRANGE.
     """
 
     name = "Redis"
@@ -71,14 +69,14 @@ class RedisTier:
         self._plane.describe([key + _FIRST_STRIPE for key in keys], deadline, answer)
 
     def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
-        """See the contract. SCANs of the whole database, behind lookups."""
+        """See the contract. SCANs the whole database, at a lower priority than lookups."""
         pattern = escape_pattern(prefix) + b"*" + _FIRST_STRIPE
         results: SimpleQueue[KeysResult] = SimpleQueue()
         self._plane.keys(pattern, deadline, results.put)
         result = results.get()
         if result.outcome is not CallOutcome.DONE:
             logger.warning("the list of chunks is not complete: %s", result.outcome.value)
-        # Whatever the server matched: names are read here.
+        # Checked here too, because the server may match other names.
         found = [
             name.removesuffix(_FIRST_STRIPE)
             for name in result.names
@@ -86,29 +84,13 @@ class RedisTier:
         ]
         return [*dict.fromkeys(found)]
 
-    def read_all(
-        self,
-        jobs: Sequence[ChunkIO],
-        done: Callable[[ChunkIO, ReadOutcome], None],
-        stuck: Callable[[ChunkIO], None],
-    ) -> None:
+    def read_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
         self._plane.read_all(jobs, done)
 
-    def write_all(
-        self,
-        jobs: Sequence[ChunkIO],
-        done: Callable[[ChunkIO, WriteOutcome], None],
-        stuck: Callable[[ChunkIO], None],
-    ) -> None:
+    def write_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
         self._plane.write_all(jobs, done)
 
-    def remove(
-        self,
-        key: bytes,
-        stripe_count: int | None,
-        deadline: float,
-        done: Callable[[RemoveResult], None],
-    ) -> None:
+    def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
         def described(result: DescribeResult) -> None:
             if result.outcome is CallOutcome.DONE:
                 (header,) = result.headers
@@ -117,10 +99,7 @@ class RedisTier:
             else:
                 done(RemoveResult(result.outcome))
 
-        if stripe_count is None:
-            self._plane.describe([key + _FIRST_STRIPE], deadline, described)
-        else:
-            self._plane.remove(key, stripe_count, deadline, done)
+        self._plane.describe([key + _FIRST_STRIPE], deadline, described)
 
 
 def _frame(header: StripeHeader | None) -> ChunkFrame | None:
@@ -131,6 +110,6 @@ def _frame(header: StripeHeader | None) -> ChunkFrame | None:
         header.fingerprint,
         header.chunk_hash,
         header.chunk_bytes,
-        header.payload_bytes,  # stripe 0 is as large as any
+        header.payload_bytes,  # no stripe is larger than stripe 0
         header.metadata.serialize(),
     )

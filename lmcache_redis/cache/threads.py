@@ -1,7 +1,7 @@
-"""Threads for work that blocks: a queue that they serve, and a detector of calls that hang.
+"""Worker threads for blocking work, and a detector for calls that hang.
 
-A thread in a system call cannot be called back. All that can be done about a call that hangs, on a
-network file system whose server is gone, is to begin no other until it returns.
+A thread in a system call cannot be interrupted. If a call hangs, for example on a network file
+system whose server is gone, all that can be done is to start no other call until it returns.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class _Task(NamedTuple):
 
 
 class WorkerThreads:
-    """A queue and the threads that serve it, which are started with the first task.
+    """A queue and its threads, which start with the first task.
 
-    Of each task, exactly one of ``run`` and ``dropped`` is called. nice: as of `nice(2)`.
+    Each task gets exactly one call: ``run`` or ``dropped``. nice: see `nice(2)`.
     """
 
     def __init__(self, name: str, threads: int, nice: int = 0) -> None:
@@ -48,7 +48,7 @@ class WorkerThreads:
         ]
 
     def __len__(self) -> int:
-        """Tasks that wait for a thread."""
+        """Queued tasks."""
         return len(self._queue)
 
     def put(
@@ -58,9 +58,9 @@ class WorkerThreads:
         until_s: float = math.inf,
         name: Hashable | None = None,
     ) -> None:
-        """Run a task on a thread, after those before it; an error that it raises is logged.
+        """Enqueue a task. An exception of ``run`` is logged.
 
-        until_s: see `drop_late`. name: for `cancel`; no other task in the queue has it.
+        until_s: see `drop`. name: for `cancel`; unique among the queued tasks.
         """
         with self._changed:
             if not self._stopped:
@@ -73,18 +73,14 @@ class WorkerThreads:
         dropped()
 
     def cancel(self, name: Hashable) -> None:
-        """Drop a task if it waits."""
+        """Drop a task if it is queued."""
         with self._changed:
             task = self._queue.pop(name, None)
         if task is not None:
             task.dropped()
 
-    def drop_late(self) -> None:
-        """Drop the tasks that wait and should have begun by now (`time.monotonic()`)."""
-        self.drop(time.monotonic())
-
     def drop(self, until_s: float = math.inf) -> None:
-        """Drop the tasks that wait and should have begun by then; without a time, all of them."""
+        """Drop the queued tasks whose ``until_s`` is no later; by default, all of them."""
         with self._changed:
             late = [name for name, task in self._queue.items() if task.until_s <= until_s]
             tasks = [self._queue.pop(name) for name in late]
@@ -92,21 +88,21 @@ class WorkerThreads:
             task.dropped()
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until no task waits that was put before, or so long."""
+        """Wait until no task that is queued now is still queued, or until the timeout."""
         if self._queue:
             reached = threading.Event()
             self.put(reached.set, reached.set)
             reached.wait(timeout_s)
 
     def stop(self) -> None:
-        """Drop what waits; the threads end with the tasks that they are in. Idempotent."""
+        """Drop the queued tasks; each thread ends after the task it is running. Idempotent."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         self.drop()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait so long in all, after `stop`; whether all threads have ended."""
+        """After `stop`, wait for the threads; return whether all have ended."""
         deadline_s = time.monotonic() + timeout_s
         started = [thread for thread in self._threads if thread.ident is not None]
         for thread in started:
@@ -115,7 +111,7 @@ class WorkerThreads:
 
     def _serve(self) -> None:
         if self._nice:
-            os.nice(self._nice)  # on Linux a thread's own, and anyone may be nicer
+            os.nice(self._nice)  # per thread on Linux; raising it needs no privilege
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._stopped)
@@ -125,7 +121,7 @@ class WorkerThreads:
             try:
                 task.run()
             except Exception:
-                logger.exception("a task failed")  # our own bug: that task alone
+                logger.exception("a task failed")  # our own bug: only that task fails
             del task  # it holds views of slots
 
 
@@ -137,14 +133,14 @@ class _Call(NamedTuple):
 
 
 class HangDetector:
-    """Calls that may never return. Thread-safe; a thread of its own watches them.
+    """Makes calls that may never return. Thread-safe; a thread of its own watches them.
 
-    Once a call has been in flight for longer than its limit, `reason` says so and no other is
-    begun, until all that are in flight have returned.
+    Once a call has been in flight for longer than its limit, `reason` says so and no call is
+    started until all calls in flight have returned.
 
-    what: what is called, in log lines. on_hang: called when a call is overdue; it must only
-    enqueue. on_return: when the last call has returned, gives what is to be done before others are
-    begun, one after the other, and None when that is all. Both are called under a lock.
+    what: the name of the called system in log lines. on_hang: called when a call is overdue; it
+    must only enqueue. on_return: asked after the last call has returned, repeatedly, for the next
+    action to run before calls are started again; None: no more. Both are called under a lock.
     """
 
     def __init__(self, what: str, on_hang: Action, on_return: Callable[[], Action | None]) -> None:
@@ -156,7 +152,7 @@ class HangDetector:
         self._next_look_s = math.inf
         self._closed = False
         self.reason = ""
-        self.since_s = time.monotonic()  # when it began to be as it is
+        self.since_s = time.monotonic()  # when the present state began
         self._thread = threading.Thread(target=self._watch, name="lmcache-redis-watch", daemon=True)
         self._thread.start()
 
@@ -167,9 +163,9 @@ class HangDetector:
         limit_s: float,
         stuck: Action = nothing,
     ) -> T | None:
-        """Make a call on this thread. None: it was not made, as another hangs, or after `close`.
+        """Make a call on this thread. None: not made, because another hangs or after `close`.
 
-        stuck: called where this or another call hangs, before the call returns; must only enqueue.
+        stuck: called if this or another call hangs while this one is in flight; must only enqueue.
         """
         me = object()
         with self._changed:
@@ -185,14 +181,14 @@ class HangDetector:
             self._returned(me)
 
     def is_hung(self) -> bool:
-        """Whether no call is begun; if so, `on_return` is still to be asked after this."""
+        """Whether a call hangs. If so, `on_return` will be asked after this returns."""
         with self._changed:
             return bool(self.reason)
 
     def close(self, timeout_s: float) -> bool:
-        """Begin no call any more, and wait for those in flight; whether all have returned.
+        """Start no more calls and wait for those in flight; return whether all have returned.
 
-        Where one hangs it does not wait.
+        Does not wait if a call hangs.
         """
         with self._changed:
             self._closed = True
@@ -215,7 +211,7 @@ class HangDetector:
                 action = self._next_action()
 
     def _next_action(self) -> Action | None:
-        """None: calls are begun again, or some are in flight."""
+        """The next action of `on_return`. None: calls may start, or some are in flight."""
         if self._calls or not self.reason:
             return None
         action = self._on_return()

@@ -1,18 +1,18 @@
-"""Writing behind: chunks of the host pool go to a tier after their producer has gone on.
+"""Write-behind: chunks of the host pool are written to a tier in the background.
 
-One queue for each tier, bounded in bytes. What does not fit, or what the tier does not take, stays
-in the host pool and is counted; the next store of the chunk enqueues it again.
+Each tier has one queue, bounded in bytes. A chunk that does not fit, or that the tier does not
+store, stays in the host pool and is counted; the next store of the chunk enqueues it again.
 
-    waiting   until its delay has passed; then the tier is asked, at once about all chunks that are
-              due, which of them it has: those are not written again
-    writing   by the tier. Where it did not answer which chunks it has, the write finds out why
-    stuck     in a tier that hangs: not waited for, but its slots are pinned until the tier is done
+    waiting   until its delay has passed; then one call asks the tier which of the due chunks it
+              has: those are not written again
+    writing   by the tier. If the tier did not answer that call, the outcome of the write says why
+    stuck     in a tier that hangs: not waited for, but its slots stay pinned until the tier is done
 
 A chunk is pinned, and counts against the limit, from when it is enqueued until the tier is done.
 
-`write` replaces what the tier has under the key, and `remove` removes it: these do not ask before.
-Writes and removals of one key are carried out one after the other, in the order of the calls
-(`KeyLock`). A write whose entry was discarded before it began is left out.
+`write` replaces what the tier has under the key and `remove` removes it, both without asking first.
+Writes and removals of one key run one after the other, in the order of the calls (`KeyLock`). A
+write whose entry is discarded before it begins is skipped.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lmcache_redis.cache.counters import TierCounters
-from lmcache_redis.cache.keylock import KeyLock
-from lmcache_redis.cache.owner import Action, Owner
+from lmcache_redis.cache.owner import Action, KeyLock, Owner
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.tier import Tier
 from lmcache_redis.metrics import Metrics
@@ -41,13 +40,13 @@ from lmcache_redis.resp.outcomes import (
 
 logger = logging.getLogger(__name__)
 
-# Chunks that are due within this time go to the tier together: those of one prefill.
-_TOGETHER_S = 0.005
+# Chunks that are due within this time, such as those of one prefill, go to the tier in one batch.
+_BATCH_WINDOW_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Backing:
-    """A tier of a cache. write_limit_bytes: of its queue. exists_timeout_s: of one question."""
+    """A tier of a cache. write_limit_bytes: of its queue. exists_timeout_s: of one `exists`."""
 
     tier: Tier
     counters: TierCounters
@@ -56,7 +55,7 @@ class Backing:
 
 
 class WriteBehind:
-    """The queue between the host pool and tier number ``index``. Owned by the owner's thread."""
+    """The queue from the host pool to tier number ``index``. Owned by the owner's thread."""
 
     def __init__(
         self, backing: Backing, index: int, owner: Owner, pool: HostPool, metrics: Metrics
@@ -70,7 +69,7 @@ class WriteBehind:
         self._pool = pool
         self._metrics = metrics
         self._jobs: dict[Entry, ChunkIO] = {}
-        # Of those, the ones that the tier was not asked about yet, and when it may be.
+        # Those of them that the tier was not asked about yet, with their due times.
         self._waiting: dict[Entry, tuple[ChunkIO, float]] = {}
         self._stuck: set[Entry] = set()
         self._locks = KeyLock(owner)
@@ -79,16 +78,16 @@ class WriteBehind:
         self._removals: set[object] = set()
         self._removing: Counter[bytes] = Counter()  # their keys
         self._flushes: list[tuple[set[object], Action]] = []
-        self._complained_of: WriteOutcome | None = None
+        self._warned_of: WriteOutcome | None = None
 
     def __len__(self) -> int:
-        """Chunks that wait or are being written, apart from stuck ones."""
+        """Chunks that are waiting or being written, without stuck ones."""
         return len(self._jobs) - len(self._stuck)
 
     def admits(self, entry: Entry, nbytes: int) -> bool:
-        """Whether a READY entry is to be enqueued. Counts a chunk that is dropped.
+        """Whether to enqueue a READY entry. Counts a chunk that is dropped.
 
-        False also for one that is enqueued already, or that the tier is known to have.
+        False if it is already enqueued, if the tier is known to have it, or if it is dropped.
         """
         known = self._tier.lookup(entry.key)
         if entry in self._jobs or (entry.stored_in & self._bit if known is None else known):
@@ -96,16 +95,16 @@ class WriteBehind:
         return self._has_room(nbytes)
 
     def enqueue(self, entry: Entry, job: ChunkIO, delay_s: float) -> None:
-        """Pins an entry that was admitted; its job begins in ``delay_s`` seconds."""
+        """Pins an admitted entry; its job is due in ``delay_s`` seconds."""
         self._hold(entry, job)
         self._waiting[entry] = (job, time.monotonic() + delay_s)
         self._owner.after(delay_s, self._begin_due)
 
     def write(self, entry: Entry, job: ChunkIO, done: Callable[[WriteOutcome], None]) -> None:
-        """Writes a READY entry at once, in place of what the tier has under its key.
+        """Writes a READY entry without delay, in place of what the tier has under its key.
 
-        done: called once, while the entry is still pinned. UNAVAILABLE also where it is dropped,
-        and where the write is stuck.
+        done: called once, while the entry is still pinned. UNAVAILABLE also if the write is dropped
+        or stuck.
         """
         if not self._has_room(job.frame.chunk_bytes):
             done(WriteOutcome.UNAVAILABLE)
@@ -115,7 +114,7 @@ class WriteBehind:
         self._write([job])
 
     def remove(self, key: bytes, deadline_s: float, done: Callable[[RemoveResult], None]) -> None:
-        """Removes a chunk from the tier, after the writes before; one in flight is cancelled."""
+        """Removes a chunk from the tier after earlier writes of it; cancels one in flight."""
         writing = self._writing.get(key)
         if writing is not None:
             self._tier.cancel(writing)
@@ -126,10 +125,10 @@ class WriteBehind:
         def begin() -> None:
             try:
                 self._tier.remove(
-                    key, None, deadline_s, lambda result: self._owner.post(partial(end, result))
+                    key, deadline_s, lambda result: self._owner.post(partial(end, result))
                 )
             except Exception:
-                end(RemoveResult(CallOutcome.UNAVAILABLE))  # our own bug, which the loop logs
+                end(RemoveResult(CallOutcome.UNAVAILABLE))  # our own bug; the owner logs it
                 raise
 
         def end(result: RemoveResult) -> None:
@@ -144,22 +143,22 @@ class WriteBehind:
         self._locked(key, begin)
 
     def is_removing(self, key: bytes) -> bool:
-        """Whether the chunk may be found in the tier although it was removed."""
+        """Whether a removal is in flight: the tier may still find the chunk."""
         return key in self._removing
 
     def wait_for(self, key: bytes, when_ended: Callable[[Action], None]) -> None:
-        """Later writes and removals of a key wait until ``when_ended`` calls what it is given."""
+        """Holds the key's lock until ``when_ended`` calls the action that it is given."""
         self._locked(key, partial(when_ended, partial(self._locks.release, key)))
 
     def _locked(self, key: bytes, begin: Action) -> None:
-        """Calls ``begin`` with the lock of the key, now or later."""
+        """Calls ``begin`` when the key's lock is acquired."""
         if self._locks.try_acquire(key):
             begin()
         else:
             self._locks.wait(key, begin)
 
     def flush(self, done: Action) -> None:
-        """Calls ``done`` when all writes and removals have ended that were enqueued before."""
+        """Calls ``done`` when all writes and removals enqueued before have ended."""
         pending: set[object] = {*self._jobs.values(), *self._removals}
         if pending:
             self._flushes.append((pending, done))
@@ -167,7 +166,7 @@ class WriteBehind:
             done()
 
     def cancel(self, entry: Entry) -> None:
-        """A discarded entry need not be written any more."""
+        """Cancels the write of a discarded entry."""
         job = self._jobs.get(entry)
         if job is None:
             return
@@ -177,19 +176,19 @@ class WriteBehind:
             self._tier.cancel(job)
 
     def begin_all(self) -> None:
-        """Ends every delay: the owner stops."""
+        """Starts delayed writes now, because the owner is stopping."""
         self._begin(list(self._waiting))
 
     def _begin_due(self) -> None:
-        by_s = time.monotonic() + _TOGETHER_S
+        by_s = time.monotonic() + _BATCH_WINDOW_S
         self._begin([entry for entry, (_, due_s) in self._waiting.items() if due_s <= by_s])
 
     def _begin(self, entries: list[Entry]) -> None:
-        """Asks the tier which of them it has."""
+        """Asks the tier which of the chunks it has; writes the others."""
         if not entries:
             return
         jobs = [self._waiting.pop(entry)[0] for entry in entries]
-        with self._given_back_after_a_bug(jobs):
+        with self._released_on_error(jobs):
             keys = [job.key for job in jobs]
             if self._tier.lookup(keys[0]) is not None:
                 present = [bool(self._tier.lookup(key)) for key in keys]
@@ -216,7 +215,7 @@ class WriteBehind:
         self._write(absent)
 
     def _write(self, jobs: Sequence[ChunkIO]) -> None:
-        """Begins the writes whose keys are free, and the others as soon as they are."""
+        """Begins the writes whose keys are unlocked now, and the others when they are."""
         free: list[ChunkIO] = []
         for job in jobs:
             if self._locks.try_acquire(job.key):
@@ -227,7 +226,7 @@ class WriteBehind:
             self._begin_writes(free)
 
     def _acquired(self, job: ChunkIO) -> None:
-        """The lock of its key, after having waited for it."""
+        """A waiting write has the lock of its key."""
         if _entry_of(job).state is EntryState.DISCARDED:
             self._writing[job.key] = job
             self._written(job, WriteOutcome.CANCELLED)
@@ -237,14 +236,14 @@ class WriteBehind:
     def _begin_writes(self, jobs: Sequence[ChunkIO]) -> None:
         for job in jobs:
             if job.key in self._writing:
-                self._tier.cancel(self._writing[job.key])  # a stuck one, which is not to be found
+                self._tier.cancel(self._writing[job.key])  # a stuck one: it must not become visible
             self._writing[job.key] = job
-        with self._given_back_after_a_bug(jobs):
+        with self._released_on_error(jobs):
             self._tier.write_all(jobs, self._done, self._on_stuck)
 
     @contextmanager
-    def _given_back_after_a_bug(self, jobs: Sequence[ChunkIO]) -> Iterator[None]:
-        """Our own bug, which the loop logs: pins and room in the queue come back all the same."""
+    def _released_on_error(self, jobs: Sequence[ChunkIO]) -> Iterator[None]:
+        """After a bug of ours, which the owner logs, releases pins and queue bytes of the jobs."""
         try:
             yield
         except Exception:
@@ -262,7 +261,7 @@ class WriteBehind:
         self._owner.post(partial(self._hung, job))
 
     def _hung(self, job: ChunkIO) -> None:
-        """Writes and removals that wait for it are answered by the tier, which is down."""
+        """Releases the key lock: the tier is down, and answers the next changes at once."""
         entry = _entry_of(job)
         self._stuck.add(entry)
         if entry.state is EntryState.DISCARDED:
@@ -285,13 +284,13 @@ class WriteBehind:
             entry.stored_in |= self._bit
             self._metrics.count(self._counters.stored_chunks)
             self._metrics.count(self._counters.stored_bytes, job.frame.chunk_bytes)
-            self._complained_of = None
+            self._warned_of = None
         elif entry.state is not EntryState.DISCARDED:
             self._metrics.count(self._counters.drops[outcome])
-            if self._counters.is_remote and self._complained_of is not outcome:
-                self._complained_of = outcome
+            if self._counters.is_remote and self._warned_of is not outcome:
+                self._warned_of = outcome
                 logger.warning(
-                    "chunks are not written to %s: %s (they are counted; this is said once)",
+                    "chunks are not written to %s: %s (they are counted, and logged once)",
                     self._tier.name,
                     outcome.value,
                 )
@@ -308,7 +307,7 @@ class WriteBehind:
             self._release(job)
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether the queue takes so much; counts a chunk that is dropped."""
+        """Whether the tier is up and the queue has room; if not, counts a dropped chunk."""
         if not self._tier.state.up:
             self._metrics.count(self._counters.drops[WriteOutcome.UNAVAILABLE])
         elif self.queued_bytes + nbytes > self._backing.write_limit_bytes:
@@ -323,7 +322,7 @@ class WriteBehind:
         self.queued_bytes += job.frame.chunk_bytes
 
     def _release(self, job: ChunkIO) -> None:
-        """The tier is done with the entry: gives back what `_hold` took."""
+        """The tier is done with the entry: undoes `_hold`."""
         entry = _entry_of(job)
         del self._jobs[entry]
         self._stuck.discard(entry)
@@ -333,7 +332,7 @@ class WriteBehind:
             self._ended(job)
 
     def _ended(self, change: object) -> None:
-        """A write or a removal."""
+        """A write or a removal has ended: completes the flushes that waited for it alone."""
         for pending, _ in self._flushes:
             pending.discard(change)
         done = [action for pending, action in self._flushes if not pending]

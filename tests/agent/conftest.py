@@ -1,4 +1,4 @@
-"""A Redis and an agent of the test's own."""
+"""A Redis and an agent for each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's surroundings, played: a device, and what it needs of the agent."""
+"""Doubles for what a job uses: a device and the parts of the agent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HASHES = [b"a", b"b", b"c", b"d", b"e"]
 
 
 class Device:
-    """Plays a GPU. ``during`` is run inside each call, after ``on_blocks_read``."""
+    """A double of a GPU. ``during`` runs inside each call, after ``on_blocks_read``."""
 
     def __init__(
         self, *, chunks_a_call: int = 1, during: Callable[[], None] = lambda: None
@@ -66,7 +66,7 @@ class Device:
 
 
 class PlayedCache(Cache):
-    """A cache without tiers; what it is asked to write behind is noted. Slots have names."""
+    """A cache without tiers that records what is written behind. Its slots are names."""
 
     def __init__(self, loop: OwnerLoop, slots: int) -> None:
         super().__init__(loop, Arena(slots * 4096, CHUNK_BYTES), [], Metrics())
@@ -80,7 +80,7 @@ class PlayedCache(Cache):
 
 
 class Played:
-    """What a job needs of the agent: a cache, copy threads, a session; and its answers."""
+    """The parts of the agent that a job uses (cache, copy threads, session), and its answers."""
 
     def __init__(self, device: Any, *, slots: int = 8) -> None:
         self.loop = OwnerLoop(lambda: None)
@@ -156,7 +156,7 @@ class Played:
             time.sleep(0.001)
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Check that no thread, job or pin is left."""
         assert self.copies.close(10)
         assert self.session.busy == 0
         assert self.pool.pinned == 0

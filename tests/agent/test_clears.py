@@ -1,4 +1,4 @@
-"""A clear removes the chunks of one epoch of one layout, wherever they are, or tries to."""
+"""A clear removes the chunks of one epoch of one layout from the pool and, if it can, the tiers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_write_that_was_queued_before_a_clear_never_arrives(
         wait_until(lambda: agent.status()["redis"]["up"], what="Redis back")
         engine.store("s", OF_EPOCH, range(8))
         wait_until(lambda: set(OF_EPOCH[3::4]) <= hashes_in(redis_server), what="what came later")
-        # Had the clear come to nothing, the write would be there by now: it was queued first.
+        # If the clear had done nothing, the write, which was queued first, would be done by now.
         wait_until(lambda: hashes_in(redis_server) == set(OF_EPOCH[3::4]), what="and nothing else")
 
 

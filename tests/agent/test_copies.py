@@ -1,4 +1,4 @@
-"""The copy threads: who waits for whom, and what a device that hangs can keep."""
+"""The copy threads: which copies wait for which, and what a device that hangs blocks."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_only_gathers_give_way_to_the_engine() -> None:
 
 
 class Hanging:
-    """A device that does not return until it is released."""
+    """A device whose calls do not return until it is released."""
 
     def __init__(self) -> None:
         self.entered, self.released = threading.Semaphore(0), threading.Event()

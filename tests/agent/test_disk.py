@@ -1,4 +1,4 @@
-"""The disk tier of an agent: chunks come back from files, whatever became of Redis."""
+"""The disk tier of an agent: chunks are loaded from files, whatever the state of Redis."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_damaged_file_costs_a_read_from_redis(tmp_path: Path, redis_server: Re
         check_hit(engine)
         assert agent.counter("miss_disk") == agent.counter("hit_chunks_redis") == 3
         assert agent.counter("hit_chunks_disk") == CHUNKS - 3
-        # What came from Redis is written to disk again.
+        # Chunks loaded from Redis are written to disk again.
         wait_until(lambda: len(files(tmp_path / "disk")) == CHUNKS)
 
 
@@ -127,7 +127,7 @@ def test_a_directory_that_another_agent_uses(tmp_path: Path, redis_server: Redis
 
 
 def test_more_on_disk_than_the_host_pool_holds(tmp_path: Path, redis_server: RedisServer) -> None:
-    """The prefix ends where the pool is full, before the chunks that no tier has."""
+    """The prefix ends when the pool is full, before the chunks that no tier has."""
     with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
         store_and_wait(agent, engine)
         chunk_bytes = agent.status()["engines"][0]["chunk_bytes"]

@@ -1,4 +1,4 @@
-"""What an agent keeps, on disk and in Redis, is what the tiers of the library read and write."""
+"""The agent and the library's backends read and write the same chunks, on disk and in Redis."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_an_agent_stored_is_read_by_the_tiers(
             assert get(disk, key) == (pages, payload)
         tensors = list(redis.batched_get(keys))
         assert [t is not None and t.shape == (chunk_bytes,) for t in tensors] == [True] * CHUNKS
-        # Without the layout they are another tier's: of tensors.
+        # Without the layout the backend's chunks are its own tensors, under other names.
         assert own.list() == []
         assert not own.contains(keys[0])
         assert own.get(keys[0]) is None
@@ -84,7 +84,7 @@ def test_what_an_agent_stored_is_read_by_the_tiers(
 def chunks_of(
     tmp_path: Path, redis: RedisServer, agent: AgentServer, engine: Engine
 ) -> tuple[bytes, dict[ObjectKey, tuple[RemoteMetadata, bytes]]]:
-    """The layout and the chunks that an agent stored; it has ended, and they are nowhere else."""
+    """The layout and the chunks that an agent stored. The agent has ended; no pool has them."""
     store_and_wait(agent, engine)
     layout = layout_of(agent)
     agent.terminate()
@@ -102,7 +102,7 @@ def chunks_of(
 def test_what_the_library_put_into_redis_is_a_hit_of_the_agent(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
-    """Through a hybrid with memory, as an agent has its host pool."""
+    """Through a hybrid with a memory tier, as the agent has its host pool."""
     with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
         layout, chunks = chunks_of(tmp_path, redis_server, agent, engine)
         remote = LMCPipelinedRemoteBackend(
@@ -147,7 +147,7 @@ def names_in_redis(redis: RedisServer) -> set[bytes]:
 def test_a_chunk_has_one_name_in_redis_and_on_disk(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
-    """Whoever writes it, an agent with a key prefix or the tiers of the library."""
+    """The same if an agent with a key prefix or the library's backends write it."""
     with (
         agent_with_disk(tmp_path, redis_server, key_prefix="site:") as agent,
         Engine(agent.endpoint) as engine,

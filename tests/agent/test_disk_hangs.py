@@ -1,7 +1,7 @@
-"""A disk that does not answer: Redis is asked instead, until it does.
+"""A disk that does not answer: Redis is asked instead until it does.
 
-Files are replaced by FIFOs: to open one for reading blocks until somebody writes, as an NFS
-server that is gone does.
+Files are replaced by FIFOs: opening one for reading blocks until it is opened for writing, as on
+an NFS server that is gone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OTHERS = block_hashes("another", 32)
 
 
 class Hang:
-    """FIFOs in place of files; whoever opens one hangs until `end`."""
+    """FIFOs in place of files; opening one hangs until `end`."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
@@ -29,7 +29,7 @@ class Hang:
             os.mkfifo(path)
 
     def end(self) -> None:
-        """All that hang continue, and find nothing; nothing hangs from now on."""
+        """Hung calls continue and find nothing; later calls do not hang."""
         for path in self._paths:
             with contextlib.suppress(OSError):  # nothing hangs
                 os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
@@ -38,7 +38,7 @@ class Hang:
 
 
 def stored(tmp_path: Path, redis: RedisServer, **options: object) -> AgentServer:
-    """An agent whose 16 chunks of two prompts are on disk and in Redis, and not in its pool."""
+    """An agent with 16 chunks of two prompts on disk and in Redis, but not in its pool."""
     agent = agent_with_disk(tmp_path, redis, **options)
     with agent, Engine(agent.endpoint) as engine:
         engine.randomize(range(32))
@@ -51,7 +51,7 @@ def stored(tmp_path: Path, redis: RedisServer, **options: object) -> AgentServer
 
 
 def test_a_hung_read_is_asked_of_redis(tmp_path: Path, redis_server: RedisServer) -> None:
-    """Two reads hang and fourteen wait: the lookup has everything before its deadline."""
+    """Two reads hang and fourteen are queued: the lookup has every chunk before its deadline."""
     options = {"lookup_deadline_s": 4, "log_level": "info"}
     with stored(tmp_path, redis_server, **options) as agent, Engine(agent.endpoint) as engine:
         hang = Hang(files(tmp_path / "disk"))
@@ -63,7 +63,7 @@ def test_a_hung_read_is_asked_of_redis(tmp_path: Path, redis_server: RedisServer
         assert not status["up"]
         assert "a read has not returned" in status["reason"]
 
-        # While it is down: nothing is on disk, nothing is written, and each is counted.
+        # While it is down, nothing is found or written, and each drop is counted.
         assert agent.counter("drop_disk") == CHUNKS
         assert engine.lookup("r4", OTHERS) == TOKENS
         assert agent.counter("hit_chunks_redis") == 2 * CHUNKS
@@ -89,14 +89,14 @@ def test_a_hung_read_is_asked_of_redis(tmp_path: Path, redis_server: RedisServer
 def test_what_comes_from_redis_goes_into_slots_of_its_own(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
-    """The hung read may write into its slots at any time: they are not used until it returns."""
+    """The hung read may write to its slots at any time: they are not reused until it returns."""
     with stored(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
         hang = Hang(files(tmp_path / "disk"))
         assert engine.lookup("r3", HASHES) == TOKENS
         pinned = agent.status()["pool"]["pinned_slots"]
         hang.end()
         wait_until(lambda: agent.status()["disk"]["up"])
-        # Two more chunks before, one for each thread that hung.
+        # Two more chunks than before, one for each thread that hung.
         assert pinned * CHUNKS == agent.status()["pool"]["pinned_slots"] * (CHUNKS + 2)
         engine.scheduler.end_session("r3")
         wait_until(lambda: agent.status()["pool"]["pinned_slots"] == 0)
@@ -139,7 +139,7 @@ def test_a_second_lookup_joins_and_falls_over_as_well(
 def test_the_agent_stops_though_the_disk_hangs(
     tmp_path: Path, redis_server: RedisServer, lookup_deadline_s: float
 ) -> None:
-    """Whether it is known to be down or not. `terminate` waits for seconds, not for ever."""
+    """Whether the tier is known to be down or not. `terminate` waits for seconds only."""
     with (
         stored(tmp_path, redis_server, lookup_deadline_s=lookup_deadline_s) as agent,
         Engine(agent.endpoint) as engine,

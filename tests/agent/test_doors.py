@@ -1,4 +1,4 @@
-"""Peers that name what is not theirs, take back what they gave, or send too much."""
+"""Peers that name memory of others, take back their memory, or send too much."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def foreign() -> Iterator[int]:
-    """A process of another user."""
+    """A process that belongs to another user."""
     if os.geteuid() != 0:
         yield 1
         return
@@ -39,7 +39,7 @@ def foreign() -> Iterator[int]:
 
 
 def registration_of(engine: Engine, **changes: Any) -> m.RegisterKVCache:
-    """The question by which the engine's worker registered, with other handles."""
+    """The registration of the engine's worker, with other handles."""
     exported = export_kv_caches(engine.caches[0], engine.num_blocks)
     layout = KVLayout(
         (("rank", "0"),), "float32", "cpu", engine.block_size_tokens, engine.num_blocks,
@@ -55,7 +55,7 @@ def ask(engine: Engine, question: m.RegisterKVCache) -> m.Answer:
     answers: list[m.Answer] = []
 
     def answered() -> bool:
-        """False if the agent was silent for so long that the link took it for dead."""
+        """False if the agent was silent until the link declared it dead."""
         call = engine.workers[0].link.submit(type(question), **fields)
         call.wait(WAIT_S)
         if call.answer is not None:
@@ -75,7 +75,7 @@ def test_a_process_of_another_user_is_refused(agent: AgentServer, foreign: int) 
         assert answer.code == m.REFUSED
         assert f"process {foreign} runs as user" in answer.reason
         assert "as one user" in answer.reason
-        # What was registered before stays: the refused message changes nothing.
+        # The earlier registration stays: the refused message changes nothing.
         engine.store("r", HASHES, range(8))
         assert engine.lookup("r", HASHES) == 128
 
@@ -141,7 +141,7 @@ def test_memory_that_comes_and_goes_under_copies_does_not_end_the_agent(
 
 @contextmanager
 def dealer_at(agent: AgentServer) -> Iterator[zmq.Socket[bytes]]:
-    """A peer of our own making, which bounds nothing that it sends."""
+    """A socket to the agent that sends messages without any limit."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.connect(agent.endpoint)
@@ -159,7 +159,7 @@ def say(dealer: zmq.Socket[bytes], question: m.Message) -> m.Answer:
 
 
 def peak_bytes(agent: AgentServer) -> int:
-    """The most memory that the agent has had."""
+    """The agent's peak memory."""
     status = Path(f"/proc/{agent.pid}/status").read_text()
     (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1]) << 10
@@ -203,7 +203,7 @@ def test_names_are_bounded_and_their_sender_is_told(agent: AgentServer) -> None:
 
 
 def test_peers_are_bounded(tmp_path: Path, redis_server: RedisServer) -> None:
-    """Those that are gone and did not say so count until the agent loses patience."""
+    """Peers that are gone without GOODBYE count until the agent's timeout."""
     options = {"heartbeat_timeout_s": 600}
     with AgentServer(tmp_path / "agent", redis_server.unix_url, **options) as agent:
         for number in range(m.MAX_PEERS):

@@ -1,4 +1,4 @@
-"""The agent's own Redis: a real server, its limits, its end, and what is said without one."""
+"""The agent's own Redis: a real server, its limits, its end, and the errors without one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 60.0
 
 
 def script(path: Path, text: str) -> Path:
-    """A program that stands for a server."""
+    """A script in place of a server."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -38,7 +38,7 @@ def only_on_the_path(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
 
 
 def wait_for_end(pid: int) -> bool:
-    """Whether a process, ours or not, ends in time."""
+    """Whether a process ends in time, even if it is not our child."""
     fd = os.pidfd_open(pid)
     try:
         return bool(select.select([fd], [], [], WAIT_S)[0])
@@ -75,7 +75,7 @@ def test_values_lie_in_huge_pages_where_allocator_and_system_have_them() -> None
             client.set(f"value {number}", bytes((1 << 20) - 4096))
         usage = Path(f"/proc/{server.pid}/smaps_rollup").read_text()
         huge_kib = int(usage.split("AnonHugePages:")[1].split()[0])
-    # Not all: the first and last pages of what the allocator maps are not aligned.
+    # Not all pages: the first and last of the allocator's mappings are not aligned.
     assert huge_kib > 8 << 10
 
 
@@ -137,7 +137,7 @@ def test_a_server_that_ignores_the_request_to_end_is_killed(
     server = EmbeddedRedis(LIMIT_BYTES).start()
     pid = server.pid
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)  # a SIGTERM waits then
+    os.kill(pid, signal.SIGSTOP)  # a SIGTERM is then not handled
     server.stop()
     assert not Path(f"/proc/{pid}").exists()
 
@@ -180,7 +180,7 @@ def test_the_servers_own_words_are_passed_on(tmp_path: Path) -> None:
 def test_a_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     binary = script(tmp_path / "bin" / "redis-server", "echo v=7.0.0; exit 1")
     monkeypatch.setattr(embedded, "find_server_binary", lambda: str(binary))
-    with tempfile.TemporaryDirectory() as temporary:  # its name is short: it is of a socket's
+    with tempfile.TemporaryDirectory() as temporary:  # short, because a socket's path is limited
         monkeypatch.setattr("tempfile.tempdir", temporary)
         with pytest.raises(ConfigError, match="did not start: its log is empty"):
             EmbeddedRedis(LIMIT_BYTES).start()

@@ -1,4 +1,4 @@
-"""Servers and agents that are killed, stopped, full or lying: misses, in time, and recovery."""
+"""Servers and agents that are killed, stopped, full or faulty: misses in time, and recovery."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.servers import RedisServer, free_port
 
 HASHES = block_hashes("prompt", 8)
 LOOKUP_DEADLINE_S = 1.0
-# What a busy machine may add to any wait in these tests: they find what hangs, not what is slow.
+# Allowance for a busy machine: these tests detect hangs, not slowness.
 SLACK_S = 30.0
 
 
@@ -36,7 +36,7 @@ def _tokens(count: int, **named: Any) -> IPCCacheEngineKey:
 
 @pytest.fixture
 def stored(agent: AgentServer) -> Iterator[Engine]:
-    """An engine whose two chunks are in Redis and not in the agent's host pool."""
+    """An engine whose two chunks are in Redis but not in the agent's host pool."""
     with Engine(agent.endpoint) as engine:
         engine.randomize(range(8))
         engine.store("r0", HASHES, range(8))
@@ -91,7 +91,7 @@ def test_redis_is_stopped_during_a_lookup(
 def test_redis_is_stopped_when_the_first_store_comes(
     agent: AgentServer, redis_server: RedisServer
 ) -> None:
-    """The engine has its blocks back within the lease, and the chunks hit in the host pool."""
+    """The engine's blocks are freed within the lease, and the chunks hit in the host pool."""
     with Engine(agent.endpoint) as engine:
         engine.randomize(range(8))
         before = engine.snapshot()
@@ -109,7 +109,7 @@ def test_redis_is_stopped_when_the_first_store_comes(
         assert engine.retrieve("r2", HASHES, range(20, 28)) == set()
         for name, tensor in engine.caches[0].items():
             assert torch.equal(tensor[20:28], before[0][name][:8])
-        # Not before somebody wants them again: the writes have failed by then.
+        # Only when they are stored again: the writes have failed by then.
         wait_until(lambda: agent.counter("drop_redis_error") == 2, what="two counted drops")
         redis_server.cont()
         wait_until(lambda: agent.status()["redis"]["up"], "Redis back", 1.0 + SLACK_S)
@@ -141,7 +141,7 @@ def test_half_a_chunk_was_evicted(
     with redis_server.client() as client:
         client.delete(last_chunk[-1])
     assert stored.lookup("r1", HASHES) == 64
-    # The remains are removed, so that the next store makes it whole again.
+    # The partial chunk is removed, so that the next store writes all of it.
     wait_until(lambda: not set(last_chunk) & set(keys_of(redis_server)), what="removed remains")
     stored.store("r2", HASHES, range(8))
     agent.wait_idle()
@@ -173,7 +173,7 @@ def test_a_damaged_value_is_a_miss(
     assert stored.retrieve("r1", HASHES, range(20, 28)) >= set(range(20, 24))
     for name, tensor in stored.caches[0].items():
         assert torch.equal(tensor[20:24], before[0][name][20:24])  # never data in a block
-    # On a busy machine the first lookup may have given up before the value was looked at.
+    # On a busy machine the first lookup may reach its deadline before the value is verified.
     counter = "miss_foreign" if where == "type" else "miss_corrupt"
     wait_until(
         lambda: stored.lookup("r2", HASHES) == 0 and agent.counter(counter) > 0, what=counter
@@ -199,7 +199,7 @@ def test_the_agent_starts_before_redis(tmp_path: Path) -> None:
             wait_until(lambda: agent.counter("stored_chunks") == 2, what="the chunks in Redis")
 
 
-def test_the_agent_is_killed_with_a_retrieve_on_its_way(agent: AgentServer, stored: Engine) -> None:
+def test_the_agent_is_killed_with_a_retrieve_in_flight(agent: AgentServer, stored: Engine) -> None:
     assert stored.lookup("r1", HASHES) == 128
     agent.stop()
     op = LoadStoreOp(block_ids=list(range(20, 28)), block_hashes=HASHES)
@@ -214,7 +214,7 @@ def test_the_agent_is_killed_with_a_retrieve_on_its_way(agent: AgentServer, stor
     assert stored.lookup("r3", HASHES) == 128
 
 
-def test_the_agent_is_stopped_with_a_store_on_its_way(agent: AgentServer, stored: Engine) -> None:
+def test_the_agent_is_stopped_with_a_store_in_flight(agent: AgentServer, stored: Engine) -> None:
     """Blocks that were reused after the lease never reach the cache."""
     other = block_hashes("other", 4)
     worker = stored.workers[0]
@@ -228,10 +228,8 @@ def test_the_agent_is_stopped_with_a_store_on_its_way(agent: AgentServer, stored
     assert stored.lookup("r2", other) == 0
 
 
-def test_the_agent_is_stopped_with_a_retrieve_on_its_way(
-    agent: AgentServer, stored: Engine
-) -> None:
-    """Blocks are not given back while a stopped agent could still write into them."""
+def test_the_agent_is_stopped_with_a_retrieve_in_flight(agent: AgentServer, stored: Engine) -> None:
+    """Blocks are not freed while a stopped agent could still write to them."""
     assert stored.lookup("r1", HASHES) == 128
     worker = stored.workers[0]
     agent.stop()

@@ -39,7 +39,7 @@ LONG_AGO_S = 60.0
 def test_a_lookup_waits_until_redis_was_asked_for_the_first_time(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
-    """An agent serves when its patience with the first probe ends, and Redis may just be slow."""
+    """An agent serves after its timeout for the first probe, although Redis may only be slow."""
     patient = {"op_timeout_s": 60, "lookup_deadline_s": 30}
     with (
         AgentServer(tmp_path / "agent", redis_server.unix_url, **patient) as agent,
@@ -58,7 +58,7 @@ def test_a_lookup_waits_until_redis_was_asked_for_the_first_time(
 
 
 def test_the_host_pool_is_faulted_in_at_the_priority_of_the_agent() -> None:
-    """At a lower one, beside busy cores, it would keep the GIL from the loop for a second."""
+    """At a lower priority, on busy cores, it would keep the GIL from the loop for a second."""
     found: list[int] = []
 
     class Watched:
@@ -89,7 +89,7 @@ def test_a_worker_is_not_ready_for_the_next_agent_because_it_was_for_the_last(
 
 
 class Joining:
-    """An agent's handlers in front of an engine of two workers, whose memory the test maps."""
+    """An agent's handlers and an engine of two workers, whose memory the test maps."""
 
     def __init__(self, redis: RedisServer, lookup_deadline_s: float = 30.0) -> None:
         config = AgentConfig(
@@ -115,7 +115,7 @@ class Joining:
         return SimpleNamespace(layout=layout, close=lambda: None)
 
     def join(self, worker_id: int | None, ago_s: float = LONG_AGO_S) -> Peer:
-        """A HELLO so long ago."""
+        """A peer whose HELLO came that many seconds ago."""
         now_s = time.monotonic()
         hello = m.Hello(1, "engine", "model", 2, worker_id, "0")
         peer = Peer(f"peer {worker_id}".encode(), hello, now_s, now_s - ago_s)
@@ -135,7 +135,7 @@ class Joining:
         self.handlers.answer_peer(peer, question, lambda answer: None)
 
     def hold_a_chunk(self) -> None:
-        """A part for each rank, in the host pool."""
+        """Puts each rank's part of a chunk into the host pool."""
         for worker_id in range(2):
             kv_rank = ObjectKey.ComputeKVRank(2, worker_id, 2, worker_id)
             form = form_of(LAYOUT, "model", kv_rank, self.agent.config)
@@ -201,7 +201,7 @@ def test_a_lookup_waits_for_workers_that_come_after_their_scheduler(
 ) -> None:
     here = joining()
     here.map_memory.set()
-    scheduler = here.join(None, ago_s=-30)  # as if its HELLO stayed fresh for half a minute more
+    scheduler = here.join(None, ago_s=-30)  # its HELLO counts as recent for another half minute
     here.hold_a_chunk()
     here.look_up(scheduler)
     for worker_id in range(2):

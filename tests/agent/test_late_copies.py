@@ -1,4 +1,4 @@
-"""An agent that freezes inside a copy and wakes up late writes into no block that was freed."""
+"""An agent that is frozen during a copy and continues late writes to no freed block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lmcache_redis.client.worker import WorkerClient
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
-# Chunks of 48 MiB: a copy takes long enough to be stopped in the middle.
+# Chunks of 48 MiB, so that a copy can be stopped in the middle.
 OPTIONS = {"pool_bytes": 320 << 20, "slot_bytes": (1 << 20) - 4096}
 WIDTH = 32 << 10
 CHUNKS = 2
@@ -26,7 +26,7 @@ def agent(tmp_path: Path, redis_server: RedisServer) -> AgentServer:
 
 
 def stop_inside_a_retrieve(agent: AgentServer, engine: Engine, hashes: list[bytes]) -> None:
-    """Leaves the agent stopped with some of the target blocks written and some not."""
+    """Stop the agent when it has written some of the target blocks but not all."""
     layers = list(engine.caches[0].values())
     target = range(8, 16)
     for attempt in range(50):
@@ -57,7 +57,7 @@ def test_blocks_of_a_frozen_agent_are_kept_until_its_copies_have_ended(agent: Ag
         time.sleep(RETRIEVE_LEASE_S + 1.0)
         assert worker.get_finished(set())[1] == set()  # it is stopped: it may still write
 
-        # The last element of each page: a page that is written later shows.
+        # The last element of each page, which shows a late write.
         pages = [layer[8:16, -1, -1, -1] for layer in engine.caches[0].values()]
         agent.cont()
         while not worker.get_finished(set())[1]:
@@ -67,7 +67,7 @@ def test_blocks_of_a_frozen_agent_are_kept_until_its_copies_have_ended(agent: Ag
         assert all(map(torch.equal, pages, at_the_end))
         assert worker.get_block_ids_with_load_errors() == set(range(8, 16))
 
-        # And it goes on: the agent has mapped the memory again.
+        # The engine still works: the agent has mapped its memory again.
         engine.wait_ready()
         assert engine.lookup("again", hashes) == CHUNKS * 64
         assert engine.retrieve("again", hashes, range(8, 16)) == set()
@@ -99,7 +99,7 @@ def test_a_request_id_that_is_used_again_is_reported_again(agent: AgentServer) -
     with agent, Engine(agent.endpoint) as engine:
         worker = engine.workers[0]
         assert worker.get_finished({"r", "s"})[0] == {"r", "s"}
-        # Asynchronous scheduling repeats an id in the steps that follow.
+        # Asynchronous scheduling repeats an id in the following steps.
         assert worker.get_finished({"r"})[0] == set()
         assert worker.get_finished(set())[0] == set()
         assert worker.get_finished({"r"})[0] == {"r"}  # another request of that name
@@ -108,7 +108,7 @@ def test_a_request_id_that_is_used_again_is_reported_again(agent: AgentServer) -
 
 
 def test_an_engine_without_an_id_is_not_mapped(agent: AgentServer) -> None:
-    """By its id the agent knows which former mapping has to be closed before it answers."""
+    """The agent finds by its id which former mapping to close before it answers."""
     with agent:
         worker = WorkerClient(agent.endpoint, "m", 1, 0, 16, engine_id="")
         try:

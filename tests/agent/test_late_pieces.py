@@ -1,4 +1,4 @@
-"""An agent that is stopped in the middle of a copy and goes on after the lease has ended."""
+"""An agent that is stopped in the middle of a copy and continues after the lease expired."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TARGET = slice(4, 8)
 def test_what_a_late_scatter_still_writes_is_one_piece(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
-    """One chunk of 64 MiB, so that the copy looks at its lease once where it looks once a chunk."""
+    """One chunk of 64 MiB: a copy that checked its lease once a chunk would check it once."""
     big = {"pool_bytes": 80 << 20, "slot_bytes": 1 << 20}
     with (
         AgentServer(tmp_path / "agent", redis_server.unix_url, **big) as agent,
@@ -48,7 +48,7 @@ def test_what_a_late_scatter_still_writes_is_one_piece(
             time.sleep(LEASE_S + 0.1)
             if not last.item():
                 break
-            agent.cont()  # it was faster than the signal
+            agent.cont()  # the copy ended before the signal
         at_the_end_of_the_lease = cache[TARGET].clone()
         assert not at_the_end_of_the_lease.view(-1)[-1].item(), "never stopped in a copy"
         agent.cont()

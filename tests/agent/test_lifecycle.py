@@ -1,7 +1,7 @@
-"""Engines that fall silent, leave or come back: what the agent holds of their memory, and when not.
+"""Engines that fall silent, leave or come back: when the agent keeps their memory mapped.
 
-Over CPU memory, which an agent maps as it opens a GPU's; whose memory it is makes no difference to
-who is forgotten and when.
+With CPU memory, which an agent maps as it opens a GPU's: the kind of memory makes no difference to
+which peers are forgotten, and when.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HASHES = block_hashes("prompt", 8)
 
 @pytest.fixture
 def agent(tmp_path: Path, redis_server: RedisServer) -> Iterator[AgentServer]:
-    """One that loses patience after two seconds."""
+    """An agent with a heartbeat timeout of two seconds."""
     url = redis_server.unix_url
     with AgentServer(tmp_path / "agent", url, heartbeat_timeout_s=2) as server:
         yield server
@@ -38,7 +38,7 @@ def _run_engine(endpoint: str, ready: Event, go_on: Event, again: Event, stay: E
         engine.store("r1", HASHES, range(8))
         ready.set()
         go_on.wait()
-        # It may take itself to be registered still, and be told otherwise.
+        # It may still believe that it is registered, until the agent answers otherwise.
         for number in itertools.count(2):
             engine.wait_ready()
             if engine.lookup(f"r{number}", HASHES) == 128:
@@ -50,7 +50,7 @@ def _run_engine(endpoint: str, ready: Event, go_on: Event, again: Event, stay: E
 
 
 class OtherEngine:
-    """An engine in a process of its own, which signals can reach."""
+    """An engine in another process, which can be signalled."""
 
     def __init__(self, endpoint: str) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -100,7 +100,7 @@ def test_a_silent_engine_is_forgotten_and_registers_again_when_it_goes_on(
 def test_an_engine_that_only_waits_is_not_silent(agent: AgentServer) -> None:
     with other_engine(agent):
         lost = agent.counter("heartbeat_losses")
-        time.sleep(3)  # longer than the agent's patience: its housekeeping has looked several times
+        time.sleep(3)  # longer than the agent's timeout: its housekeeping has run several times
         assert agent.counter("heartbeat_losses") == lost
         assert len(agent.status()["engines"]) == 1
 

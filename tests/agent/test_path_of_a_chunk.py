@@ -19,7 +19,7 @@ FOUR = list(range(4, 8))
 def assert_blocks_equal(
     engine: Engine, source: list[dict[str, torch.Tensor]], pairs: dict[int, int]
 ) -> None:
-    """Block ``to`` holds what ``from`` held; every other block is what it was."""
+    """Block ``to`` holds the bytes of ``from``; every other block is unchanged."""
     for rank, caches in enumerate(engine.caches):
         for name, tensor in caches.items():
             expected = source[rank][name].clone()
@@ -134,7 +134,7 @@ def test_two_requests_share_one_load(agent: AgentServer) -> None:
         engine.store("r1", hashes, range(16))
         agent.wait_idle()
         agent.restart()
-        # Said by the new agent: the engine may not have noticed yet that the old one has gone.
+        # Asked of the new agent: the engine may not have noticed yet that the old one has ended.
         wait_until(lambda: any(each["ready"] for each in agent.status()["engines"]))
         engine.wait_ready()
         for request_id in ("a", "b", "c"):

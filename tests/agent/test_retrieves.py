@@ -1,4 +1,4 @@
-"""Retrieves over a device that plays: what is answered, and what is given back."""
+"""Retrieves with a double of a device: the answers, and the release of pins."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_is_missing_fails_alone() -> None:
     played.hold(b"a", b"c", b"d")
     played.retrieve().start(3 * 16)
     played.run(lambda: played.answers)
-    # One block of the missing chunk was to be skipped: that counts for no other chunk.
+    # One block of the missing chunk was to be skipped; that does not shift to another chunk.
     assert device.calls == [(3, [0, 1, 4, 5, 6, 7], ["slot of a", "slot of c", "slot of d"], 2)]
     assert played.answers == [m.RetrieveResult(0, (1, 4))]
     played.close()
@@ -65,7 +65,7 @@ def test_a_call_that_breaks_as_it_begins_fails_alone_and_is_answered_with_the_ot
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The session is no longer busy, no pin is lost, and no block given back too early."""
+    """The session is no longer busy, no pin is lost, and no block is freed too early."""
     go_on = threading.Event()
     device = Device(chunks_a_call=chunks_a_call, during=lambda: go_on.wait(10))  # type: ignore[arg-type]
     played = Played(device)
@@ -102,7 +102,7 @@ def test_a_device_that_hangs_keeps_the_chunk_it_has_begun() -> None:
     played.hold(*HASHES)
     played.retrieve(lease_s=0.3).start(0)
     played.run(lambda: played.pool.pinned == STRIPES_A_CHUNK)
-    # The engine is not told: the device may still write to the blocks of the first chunk.
+    # No answer yet: the device may still write to the blocks of the first chunk.
     assert played.answers == []
     released.set()
     played.run(lambda: played.answers)

@@ -1,4 +1,4 @@
-"""Sessions: what they hold, and that they give it back once."""
+"""Sessions: the pins that they hold, each released once."""
 
 from __future__ import annotations
 

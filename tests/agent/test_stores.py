@@ -1,4 +1,4 @@
-"""Stores over a device that plays: what is answered, held, kept and given back."""
+"""Stores with a double of a device: the answers, and what is pinned, cached and released."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_finds_no_room_is_dropped_and_the_rest_of_its_call_is_not() -> None
 
 @pytest.mark.parametrize("chunks_a_call", [1, 5])
 def test_a_chunk_whose_copy_fails_after_the_answer_is_not_cached(chunks_a_call: int) -> None:
-    """The blocks were read and the engine has them back; the bytes never came to the host."""
+    """The blocks were read and are freed, but the bytes never reached the host."""
     answered = threading.Event()
 
     def fail() -> None:
@@ -86,7 +86,7 @@ def test_a_device_that_hangs_keeps_what_it_has_begun_and_no_more_slots() -> None
     released = threading.Event()
     played = Played(Device(during=lambda: released.wait(30)))  # type: ignore[arg-type]
     played.store(lease_s=0.3).start()
-    # Of five chunks the one thread has begun one; the others end with the lease.
+    # The only thread has begun one of five chunks; the others end with the lease.
     played.run(lambda: len(played.pool) == 1)
     assert played.pool.pinned == STRIPES_A_CHUNK
     assert played.answers == [m.StoreResult(0, 1, 0, 4)]
@@ -114,7 +114,7 @@ def test_slots_that_a_bug_leaves_unfilled_come_back(
 def test_a_call_that_breaks_as_it_begins_is_answered_when_the_others_have_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An answer before that would give blocks back that are still read."""
+    """An earlier answer would free blocks that are still being read."""
     go_on = threading.Event()
     device = Device(chunks_a_call=2)
     gather = device.gather
@@ -147,7 +147,7 @@ def test_a_call_that_breaks_as_it_begins_is_answered_when_the_others_have_ended(
 def test_a_store_of_which_a_step_breaks_is_answered(
     breaks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the broken step held comes back, and the session is no longer busy."""
+    """The pins of the broken step are released, and the session is no longer busy."""
     played = Played(Device())
     bugs = iter([RuntimeError("a bug")])
 
@@ -171,7 +171,7 @@ def test_a_store_of_which_a_step_breaks_is_answered(
 
 @pytest.mark.parametrize("lease_s", [10.0, 0.05])
 def test_the_engine_has_its_blocks_back_when_they_were_read(lease_s: float) -> None:
-    """And not when the slots are full; what was read past the lease is thrown away."""
+    """Not only when the slots are filled; bytes read after the lease are discarded."""
     is_read, go_on = threading.Event(), threading.Event()
     device = Device(during=lambda: go_on.wait(10))  # type: ignore[arg-type]
     gather = device.gather

@@ -1,4 +1,4 @@
-"""The agent on a cluster and behind Sentinel: the same path of a chunk, other servers."""
+"""The agent with a cluster and with Sentinel: the same path of a chunk."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_tier(directory: Path) -> Iterator[OpenTier]:
-    """Opens the disk tier in `directory`, with a mebibyte if nothing else is said."""
+    """Opens the disk backend in `directory`, by default with a limit of 1 MiB."""
     opened: list[LMCLocalDiskBackend] = []
 
     def open_it(limit_bytes: int = 1 << 20, **options: object) -> LMCLocalDiskBackend:

@@ -1,6 +1,6 @@
-"""What every tier must do, as tests that a tier inherits.
+"""The contract of a backend, as tests that the tests of a backend inherit.
 
-To run a tier through all of it, write in a test module of its own::
+To run them for a backend, write in its test module::
 
     from tests.backends.contract import TierContract
 
@@ -17,13 +17,12 @@ To run a tier through all of it, write in a test module of its own::
             for backend in made:
                 backend.close()
 
-`make_backend` is a fixture whose value is called to make a backend: fresh and empty at the
-first call of each test (a tier that outlives its process may show its chunks again to a
-second call), with room for at least 64 MiB of chunks and 16 MiB of puts that wait, so that
-nothing is evicted or dropped. Servers behind it are well: what happens when they are not, and
-limits and LRU, each tier tests itself. The name of the class begins with `Test`.
+`make_backend` is a fixture whose value makes a backend: empty at the first call of each test (a
+persistent backend may find its chunks again at a second call), with room for at least 64 MiB of
+chunks and 16 MiB of queued puts, so that nothing is evicted or dropped. Its servers are healthy:
+each backend tests failures, limits and LRU by itself. The name of the class begins with `Test`.
 
-A tier that cannot do something overrides that test and says why.
+A backend without a capability overrides that test and says why.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def key_of(number: int, model_name: str = "org/model") -> ObjectKey:
 
 
 def tensor_of(seed: int, shape: Sequence[int], dtype: str = "uint8") -> torch.Tensor:
-    """Any bits at all, among them NaNs: compare with `same`."""
+    """Random bits, possibly NaNs: compare with `same`."""
     kind = torch_dtype(dtype)
     generator = torch.Generator().manual_seed(seed)
     itemsize = torch.empty(0, dtype=kind).element_size()
@@ -88,7 +87,7 @@ def metadata_of(length: int, fmt: MemoryFormat = MemoryFormat.UNDEFINED) -> Remo
 
 
 class Buffers:
-    """An allocation for `get_bytes`: buffers of the sizes given, or one of the whole length."""
+    """An `Allocate`: buffers of the given sizes, or one of the chunk's length."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes = sizes
@@ -126,7 +125,7 @@ tensors = st.builds(
 
 
 class TierMachine(RuleBasedStateMachine):
-    """The tier and, for every key, what a get may give: one tensor, or several until a flush."""
+    """A backend and, for every key, what a get may return: one tensor, or several until a flush."""
 
     def __init__(self, backend: LMCBackendInterface) -> None:
         super().__init__()
@@ -151,7 +150,7 @@ class TierMachine(RuleBasedStateMachine):
             self.waiting[key] = tensor
 
     def _holds(self, key: ObjectKey) -> bool | None:
-        """None: cannot be known before a flush."""
+        """None: unknown until a flush."""
         missing = [tensor is None for tensor in self.may[key]]
         return None if any(missing) and not all(missing) else not any(missing)
 
@@ -232,7 +231,7 @@ class TierMachine(RuleBasedStateMachine):
 class TierContract:
     """Inherit, and define `make_backend`: see the module."""
 
-    # Of the comparison with the model, and of the threads: a slow tier may lower them.
+    # For the comparison with the model and for the threads; a slow backend may lower them.
     examples = 15
     steps = 25
     thread_seconds = 2.0
@@ -277,7 +276,7 @@ class TierContract:
         assert same(backend.get(key_of(1)), tensor.contiguous())
 
     def test_metadata_and_groups_of_bytes_come_back(self, backend: LMCBackendInterface) -> None:
-        """Several buffers in, several others out; not one tensor, so `get` misses it."""
+        """Several buffers in, several others out. It is not one tensor, so `get` misses it."""
         metadata = RemoteMetadata(
             26, [(2, 3), (5,)], ["bfloat16", "uint8"], MemoryFormat.BINARY_BUFFER
         )
@@ -292,7 +291,7 @@ class TierContract:
         assert backend.contains(key_of(1))
 
     def test_many_small_buffers(self, backend: LMCBackendInterface) -> None:
-        """More than one system call takes."""
+        """More than one system call can take."""
         raw = raw_of(tensor_of(1, (6000,)))
         parts = [memoryview(raw)[at : at + 2] for at in range(0, 6000, 2)]
         for blocking in (True, False):
@@ -462,7 +461,7 @@ class TierContract:
     # -------------------------------------------------------------- threads
 
     def test_threads_find_no_wrong_byte(self, backend: LMCBackendInterface) -> None:
-        """Every element of a chunk says which key it was put under; sizes differ widely."""
+        """Every element of a chunk has the number of its key; sizes differ widely."""
         stop_at = time.monotonic() + self.thread_seconds
         failures: list[BaseException] = []
         hits = [0]
@@ -572,7 +571,7 @@ class TierContract:
         assert not [thread for thread in threading.enumerate() if thread not in before]
 
     def test_close_while_others_call(self, make_backend: MakeBackend) -> None:
-        """They get an answer or the RuntimeError, and nothing else."""
+        """Each call returns or raises RuntimeError."""
         backend = make_backend()
         tensor = tensor_of(1, (10_000,))
         ended: list[str] = []

@@ -1,4 +1,4 @@
-"""What the tests of the disk tier share."""
+"""Shared by the tests of the disk backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmcache_redis.cache.disk.files import LOCK_NAME
 from lmcache_redis.keys import ObjectKey
 from tests.backends.contract import key_of, tensor_of
 
-# Of the files of `fill`: a page before it, and the payload in blocks.
+# Of a file of `fill`: the first page, and the payload in blocks.
 FILE_BYTES = 4096 + 4096
 
 OpenTier = Callable[..., LMCLocalDiskBackend]

@@ -1,4 +1,4 @@
-"""Servers and remote tiers for tests of tiers, and a check that nothing is left behind."""
+"""Remote backends for tests, with a check that they release threads and descriptors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ RemoteT = TypeVar("RemoteT", bound=LMCRemoteBackend)
 def tier(
     kind: type[RemoteT], url: Any, *, counts_descriptors: bool = True, **settings: Any
 ) -> Iterator[RemoteT]:
-    """A tier that is closed at the end, and leaves no thread of ours and no descriptor.
+    """A backend that is closed at the end and leaves no thread and no descriptor.
 
-    counts_descriptors: not where a proxy or another tier has some of its own.
+    counts_descriptors: False if a proxy or another backend opens descriptors too.
     """
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     settings.setdefault("slot_bytes", SLOT)

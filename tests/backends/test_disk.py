@@ -1,4 +1,4 @@
-"""The tier in a directory: the contract of every tier, its limit and order, and restarts."""
+"""The disk backend: the contract, its limit, LRU order and restarts."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_chunk_over_the_limit_is_not_stored(open_tier: OpenTier) -> None:
 def test_the_limit_holds_at_all_times(
     open_tier: OpenTier, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted from before a file is begun to after it was removed."""
+    """Counted from before a file is written until it is unlinked."""
     limit_bytes = 30 * 4096
     lock = threading.Lock()
     sizes: dict[str, int] = {}
@@ -294,14 +294,14 @@ def test_what_is_forced_to_the_disk(
 
 
 def test_names_are_forced_too(open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first put of a digest makes a directory, whose name is one more."""
+    """The first put of a digest creates a directory, whose name is forced too."""
     assert forced(open_tier, monkeypatch, "directory") == [(1, 2), (1, 1)]
 
 
 def forced(
     open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch, sync: str
 ) -> list[tuple[int, int]]:
-    """Files and directories that each of two puts of one key forces to the disk."""
+    """The files and directories that each of two puts of one key forces to disk."""
     tier = open_tier(sync=sync)
     synced: list[bool] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.path.isdir(f"/proc/self/fd/{fd}")))

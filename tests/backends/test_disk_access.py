@@ -1,4 +1,4 @@
-"""The disk tier's directory is its user's alone, and no link in it leads out of it."""
+"""The disk tier's directory belongs to its user only, and no link in it is followed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_directory_that_others_may_write_into_is_refused(
 def test_a_directory_of_another_user_is_refused(
     open_tier: OpenTier, directory: Path, tmp_path: Path, through_a_link: bool
 ) -> None:
-    if through_a_link:  # to one of ours that is not meant for this
+    if through_a_link:  # to a directory of ours that is not for chunks
         (tmp_path / "ours").mkdir()
         directory.symlink_to(tmp_path / "ours")
     else:

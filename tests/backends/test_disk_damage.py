@@ -1,4 +1,4 @@
-"""What the disk tier makes of files that are not what it wrote."""
+"""How the disk tier handles files that are not what it wrote."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def path(directory: Path) -> Path:
 
 
 def is_served(path: Path) -> bool:
-    """Whether the file gives the payload, by the checks of a get."""
+    """Whether a get finds the file valid."""
     target = bytearray(len(PAYLOAD))
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -129,7 +129,7 @@ def test_every_point_at_which_a_file_may_end(path: Path, directory: Path) -> Non
 
 
 def test_every_byte_that_may_flip(path: Path, directory: Path) -> None:
-    """A scan finds what is wrong with a first page, a get also what is with a payload."""
+    """A scan detects damage to a first page, a get also damage to a payload."""
     raw = path.read_bytes()
     for at in range(len(raw)):
         flipped = bytearray(raw)
@@ -185,7 +185,7 @@ def test_the_file_of_another_chunk_is_not_served(open_tier: OpenTier, directory:
 
 
 def test_a_header_and_a_key_of_two_chunks_are_no_chunk(path: Path, directory: Path) -> None:
-    """Each whole by itself."""
+    """Each is valid by itself."""
     raw = bytearray(path.read_bytes())
     other = NAMES.frame(key_of(1), METADATA, 64)
     raw[:512] = pack_page(CHUNK_KEY, other, xxh3_64_intdigest(PAYLOAD))[:512]
@@ -329,7 +329,7 @@ def test_a_read_that_fails_is_a_miss(
 def test_a_file_that_may_not_be_opened_now_is_kept(
     open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Too many open files, for one: at a get, and at a start."""
+    """For example, too many open files: at a get and at a start."""
     tier = open_tier()
     fill(tier, [1])
     really_open = os.open

@@ -1,4 +1,4 @@
-"""The disk tier, with processes that die, disks that are full, and directories of others."""
+"""The disk tier with killed processes, full disks and directories of other users."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_process_killed_while_it_writes_leaves_whole_chunks(
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
     assert process.returncode == -signal.SIGKILL
-    # Puts of 4 threads and the worker were under way. The lock went with the process.
+    # Puts of 4 threads and the worker were in flight. The process's end released the lock.
     assert disk_use(directory) <= limit_bytes
     tier = LMCLocalDiskBackend(directory, limit_bytes)
     found = tier.list()
@@ -130,7 +130,7 @@ FILLS_A_DISK = """
 
 
 def test_a_full_disk_stores_nothing_more(directory: Path) -> None:
-    """ENOSPC, of a file system of one mebibyte in a mount namespace of the process."""
+    """ENOSPC from a file system of 1 MiB in the process's mount namespace."""
     directory.mkdir()
     unshare = ["unshare", "--mount", "sh", "-c"]
     mount = f"mount -t tmpfs -o size=1m,mode=700 none {directory}"
@@ -159,7 +159,7 @@ def test_a_full_disk_stores_nothing_more(directory: Path) -> None:
 
 
 def test_a_file_that_may_not_grow_is_not_stored(directory: Path) -> None:
-    """EFBIG after a part was written, by a limit of the process."""
+    """EFBIG after a partial write, from a limit of the process."""
     output = output_of(
         """
         import resource
@@ -184,7 +184,7 @@ def test_a_file_that_may_not_grow_is_not_stored(directory: Path) -> None:
 
 @pytest.fixture
 def open_to_all() -> Iterator[Path]:
-    """A directory that another user may enter: those of pytest are private."""
+    """A directory that another user may enter, because those of pytest are private."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name)
         path.chmod(0o755)
@@ -195,7 +195,7 @@ def open_to_all() -> Iterator[Path]:
 
 
 def test_a_directory_that_may_not_be_written(open_to_all: Path) -> None:
-    """As a user for whom modes count: at a put that is False, at the start a ConfigError."""
+    """As a user who is subject to modes: a put returns False, the start raises ConfigError."""
     directory = open_to_all / "tier"
     directory.mkdir()
     if os.getuid() == 0:

@@ -1,4 +1,4 @@
-"""A disk tier whose files do not answer: who is in it stays there, nobody else is sent after."""
+"""A disk that hangs: calls in flight block, and no other call is started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.backends.redis_tiers import wait_until
 
 
 class HungGet:
-    """A get of chunk 1, whose file is a FIFO: to open it blocks until `end`."""
+    """A get of chunk 1, whose file is a FIFO: opening it blocks until `end`."""
 
     def __init__(self, tier: LMCLocalDiskBackend, directory: Path) -> None:
         (self._path,) = directory.rglob("*.lmcr")
@@ -52,10 +52,10 @@ def hung(tier: LMCLocalDiskBackend, directory: Path) -> Iterator[HungGet]:
     hung.end()
 
 
-def test_nobody_is_sent_after_a_call_that_hangs(
+def test_no_call_starts_while_another_hangs(
     tier: LMCLocalDiskBackend, hung: HungGet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each of these would hang as well, or be taken for the disk's answer."""
+    """None of these calls starts, so none hangs."""
     assert tier.get(key_of(1)) is None
     assert not tier.put(key_of(2), tensor_of(2, (100,)))
     assert not tier.put(key_of(3), tensor_of(3, (100,)), blocking=False)
@@ -87,7 +87,7 @@ def test_tiers_above_and_below_go_on(tier: LMCLocalDiskBackend, hung: HungGet) -
 def test_close_waits_no_longer_than_it_is_told(
     tier: LMCLocalDiskBackend, hung: HungGet, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The directory stays taken: the call may still change it."""
+    """The directory stays locked: the call may still change it."""
     tier.close(timeout_s=0.05)
     assert "stays locked" in caplog.text
     with pytest.raises(ConfigError, match="in use"):

@@ -1,4 +1,4 @@
-"""Puts on disk that do not block: how many, in which order, and which are dropped."""
+"""Non-blocking puts on disk: their limit, their order, and which are dropped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.backends.disk_helpers import OpenTier, files_in
 
 
 class Gate:
-    """The writing of a file does not return before the gate is opened."""
+    """Blocks writes of files until the gate is opened."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()
@@ -50,7 +50,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.fixture
 def tier(gate: Gate, open_tier: OpenTier) -> LMCLocalDiskBackend:
-    """Room for ten puts of ten bytes that wait."""
+    """A backend with room for ten queued puts of ten bytes."""
     return open_tier(queue_bytes=100)
 
 
@@ -140,7 +140,7 @@ def test_a_write_that_fails_by_a_bug_does_not_end_the_thread(
 def test_close_drops_what_is_left_after_its_time(
     tier: LMCLocalDiskBackend, gate: Gate, directory: Path
 ) -> None:
-    """The one in flight is stored, later; others may not open the directory before."""
+    """The put in flight is stored later; until then no other tier may open the directory."""
     for number in range(5):
         assert put(tier, number)
     assert gate.entered.wait(30)
@@ -191,5 +191,5 @@ def test_a_put_that_blocks_overtakes_one_that_is_written(
     overtaking.join(30)
     assert tier.flush(30)
     assert len(files_in(directory)) == 1
-    # Either may have been written first: the later call does not wait for the earlier.
+    # Either may be written first: the later call does not wait for the earlier one.
     assert same(tier.get(key_of(1)), tensor_of(2, (50,)))

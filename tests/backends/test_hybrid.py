@@ -1,4 +1,4 @@
-"""Tiers above each other: through all of them, filled from below, one load, no resurrection."""
+"""The hybrid: writes through, promotes, shares loads, never restores a removed chunk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROOM = 128 << 20
 
 
 class TestHybridContract(TierContract):
-    """Memory with room for everything, over Redis."""
+    """Memory with room for all chunks, over Redis."""
 
     upper_bytes = ROOM
 
@@ -59,13 +59,13 @@ class TestHybridContract(TierContract):
 
 
 class TestSmallHybridContract(TestHybridContract):
-    """Memory that evicts all the time, and takes few chunks at all."""
+    """Memory that evicts constantly and has room for few chunks."""
 
     upper_bytes = 3000
 
 
 class TestThreeTiersContract(TierContract):
-    """Memory that takes little, over a disk, over Redis."""
+    """Little memory, over a disk, over Redis."""
 
     @pytest.fixture
     def make_backend(self, server: RedisServer, tmp_path: Path) -> Iterator[MakeBackend]:
@@ -88,8 +88,8 @@ class TestThreeTiersContract(TierContract):
 class Watched(LMCLocalBackend):
     """Memory that counts loads and can hold them back.
 
-    entered: set when a load has been asked for; it goes on when `go_on` is set, after the
-    payload was copied (`late`) or before.
+    entered: set when a load begins. It waits for `go_on`, after the payload was copied (`late`) or
+    before.
     """
 
     def __init__(self, limit_bytes: int = ROOM, late: bool = True) -> None:
@@ -119,7 +119,7 @@ class Watched(LMCLocalBackend):
 
 
 class Broken(LMCLocalBackend):
-    """Takes nothing, as a tier whose server is down."""
+    """Stores nothing, like a tier whose server is down."""
 
     def put_bytes(
         self,
@@ -132,7 +132,7 @@ class Broken(LMCLocalBackend):
 
 
 class Hybrid:
-    """Two tiers of memory, and threads that call."""
+    """A hybrid of two memory tiers, and threads that call it."""
 
     def __init__(self, upper: LMCLocalBackend, lower: LMCLocalBackend, **settings: Any) -> None:
         self.upper = upper
@@ -159,7 +159,7 @@ class Hybrid:
 def hybrid_with(
     upper: LMCLocalBackend, lower: LMCLocalBackend, **settings: Any
 ) -> tuple[Hybrid, torch.Tensor]:
-    """A chunk under key 1 that only the lower tier has."""
+    """A hybrid with a chunk under key 1 that only the lower tier has."""
     hybrid = Hybrid(upper, lower, **settings)
     chunk = tensor_of(1, (1000,))
     assert lower.put(key_of(1), chunk)
@@ -295,8 +295,8 @@ def test_a_redis_that_dies_does_not_fail_the_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("upper_bytes", [ROOM, 10])
-def test_readers_at_the_same_moment_are_one_load(upper_bytes: int) -> None:
-    """Also where the first tier does not take the chunk: then they get copies."""
+def test_concurrent_readers_share_one_load(upper_bytes: int) -> None:
+    """Also if the first tier does not store the chunk: then they get copies."""
     lower = Watched()
     hybrid, chunk = hybrid_with(LMCLocalBackend(upper_bytes), lower)
     lower.loads.clear()
@@ -452,7 +452,7 @@ def test_a_put_during_a_load_is_not_undone() -> None:
 
 
 def test_a_load_that_begins_within_a_removal_is_not_undone() -> None:
-    """It found the chunk in the lower tier, which the removal had not reached yet."""
+    """It found the chunk in the lower tier before the removal reached that tier."""
     removing, go_on = threading.Event(), threading.Event()
 
     class Slow(LMCLocalBackend):
@@ -471,7 +471,7 @@ def test_a_load_that_begins_within_a_removal_is_not_undone() -> None:
 
 
 def test_threads_find_what_was_put_last(server: RedisServer) -> None:
-    """Each thread has keys that it alone puts and removes, others read them all the time."""
+    """Each thread puts and removes keys of its own; the others read them constantly."""
     upper = LMCLocalBackend(20_000)
     remote = LMCRemoteBackend(server.url, slot_bytes=SLOT)
     backend = LMCHybridBackend((upper, remote))

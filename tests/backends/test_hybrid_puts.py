@@ -1,4 +1,4 @@
-"""Several puts into tiers above each other: a batch overlaps, a key has its turns."""
+"""Several puts into a hybrid: a batch overlaps, puts of one key do not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.backends.test_hybrid import ROOM, Hybrid
 
 
 class SlowPuts(LMCLocalBackend):
-    """Memory whose puts wait for `go_on`. most: how many were in it at once."""
+    """Memory whose puts wait for `go_on`. most: the most puts in flight at once."""
 
     def __init__(self, limit_bytes: int = ROOM) -> None:
         super().__init__(limit_bytes)
@@ -47,7 +47,7 @@ class SlowPuts(LMCLocalBackend):
 
 
 def test_puts_of_a_batch_overlap() -> None:
-    """None of them returns before four are on their way."""
+    """None of them returns before four are in flight."""
     lower = SlowPuts()
     hybrid = Hybrid(LMCLocalBackend(ROOM), lower, read_ahead=4)
     pairs = [(key_of(number), tensor_of(number, (100 + number,))) for number in range(10)]
@@ -102,8 +102,8 @@ def test_a_count_of_what_no_tier_took() -> None:
     assert hybrid.backend.batched_put(pairs) == 2
 
 
-def test_a_put_that_does_not_get_its_turn_changes_nothing() -> None:
-    """Nor does a removal: the one before it hangs in a tier."""
+def test_a_put_that_does_not_get_the_lock_changes_nothing() -> None:
+    """Nor does a removal: the put before it hangs in a tier."""
     lower = SlowPuts()
     hybrid = Hybrid(LMCLocalBackend(ROOM), lower, wait_s=0.1)
     first, second = tensor_of(1, (100,)), tensor_of(2, (200,))

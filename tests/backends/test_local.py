@@ -1,4 +1,4 @@
-"""The tier in host memory: the contract of every tier, its limit and its order."""
+"""The memory backend: the contract, its limit and LRU order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TestLocalContract(TierContract):
 
 @pytest.fixture
 def small() -> Iterator[LMCLocalBackend]:
-    """Room for ten chunks of a hundred bytes."""
+    """A backend with room for ten chunks of 100 bytes."""
     backend = LMCLocalBackend(1000)
     yield backend
     backend.close()
@@ -57,7 +57,7 @@ def test_the_least_recently_used_goes_first(small: LMCLocalBackend) -> None:
     assert small.used_bytes == 1000
     assert same(small.get(key_of(0)), tensor_of(0, (100,)))  # touches
     assert small.contains(key_of(1))  # does not
-    fill(small, range(2, 3))  # touches, and takes no further room
+    fill(small, range(2, 3))  # counts as a use, and takes no more room
     assert held(small) == list(range(10))
     fill(small, range(10, 12))
     assert held(small) == [0, 2, *range(4, 12)]
@@ -106,7 +106,7 @@ def test_the_limit_holds_at_all_times() -> None:
 
 @pytest.mark.parametrize("change", ["evict the others", "replace", "remove", "close"])
 def test_a_chunk_that_is_read_stays_whole(change: str) -> None:
-    """Of a size whose memory is used again."""
+    """At a size whose memory is reused."""
     backend = LMCLocalBackend(1_000_000)
     chunk = tensor_of(3, (100_000,))
     assert backend.put(key_of(3), chunk)

@@ -1,4 +1,4 @@
-"""The tier in Redis that has several chunks on their way: order, windows, abandoned batches."""
+"""The pipelined Redis backend: order, windows, abandoned batches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chunks(count: int, nbytes: int = 1000) -> list[tuple[ObjectKey, torch.Tensor
 
 
 def one_by_one(proxy: Proxy) -> RedisOptions:
-    """One connection for GETs, so that the proxy sees them in their order."""
+    """One connection for GETs, so that the proxy sees them in order."""
     return RedisOptions(proxy.url, get_connections=1)
 
 
@@ -52,7 +52,7 @@ def test_the_first_is_there_before_the_last_was_sent(server: RedisServer) -> Non
         tier(LMCPipelinedRemoteBackend, one_by_one(proxy), counts_descriptors=False) as backend,
     ):
         assert backend.batched_put(pairs) == 6
-        # One GET each, and that of the last chunk is never answered.
+        # One GET per chunk; that of the last chunk is never answered.
         proxy.for_gets.extend([None] * 5 + [Stall(0)])
         found = backend.batched_get([key for key, _ in pairs])
         assert same(next(found), pairs[0][1])
@@ -141,7 +141,7 @@ def test_an_abandoned_batch_leaves_nothing(server: RedisServer, how: str) -> Non
         wait_until(lambda: backend._plane.stats().queued_reads == 0)
         if how != "never begun":
             wait_until(lambda: memory() is None)
-        # The keys are free again.
+        # The keys are unlocked again.
         started = time.monotonic()
         assert all(backend.put(key, chunk) for key, chunk in pairs)
         assert time.monotonic() - started < 3.0
@@ -190,7 +190,7 @@ def test_a_server_killed_in_the_middle_of_a_batch(tmp_path: Path) -> None:
                 back = list(backend.batched_get([key for key, _ in pairs]))
                 return all(same(a, b) for a, (_, b) in zip(back, pairs, strict=True))
 
-            # The plane may still remove what a put that failed left.
+            # The plane may still remove the partial write of a put that failed.
             wait_until(is_back)
 
 

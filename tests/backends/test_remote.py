@@ -1,4 +1,4 @@
-"""The tier in Redis: the contract of every tier, and what servers and others can do to it."""
+"""The Redis backend: the contract, and faults caused by servers and other clients."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_single_stripes_that_were_evicted(server: RedisServer) -> None:
             assert len(names) == 10
             server.command("DEL", names[lost])
             assert backend.get(key_of(1)) is None
-            # What the plane removes of it, it removes soon, not at once.
+            # The plane removes its stripes soon, but not at once.
             wait_until(lambda: not backend.contains(key_of(1)))
             assert backend.put(key_of(1), tensor_of(2, (BIG,)))
             server.command("FLUSHALL")
@@ -172,7 +172,7 @@ def test_another_value_under_the_key(server: RedisServer) -> None:
 
 
 def test_two_processes_that_write_the_same_key(server: RedisServer) -> None:
-    """Whole chunks of the one or the other, or misses; sizes differ too."""
+    """Whole chunks of either process, or misses. Their sizes differ too."""
     writer = """
 import sys, time
 from lmcache_redis.keys import ObjectKey
@@ -212,12 +212,12 @@ backend.close()
 
 
 def works_again(backend: LMCRemoteBackend, key: ObjectKey, chunk: torch.Tensor) -> None:
-    """The plane may still remove what a put that failed left: then a put is lost once more."""
+    """The plane may still remove a failed put's partial write, and with it one more put."""
     wait_until(lambda: backend.put(key, chunk) and same(backend.get(key), chunk))
 
 
 def answers_in_time(backend: LMCRemoteBackend, within_s: float) -> None:
-    """Nothing is there, nothing is stored, and nobody waits."""
+    """Gets are misses, puts are not stored, and no call waits."""
     chunk = tensor_of(1, (BIG,))
     for call, expected in (
         (lambda: backend.put(key_of(1), chunk), False),
@@ -249,7 +249,7 @@ def test_killed_and_restarted(own_server: RedisServer) -> None:
             assert backend.put(key_of(1), chunk)
             assert same(backend.get(key_of(1)), chunk)
             own_server.restart()
-            # Not one call fails for a connection that was lost while nobody used it.
+            # No call fails because of a connection that was lost while idle.
             assert backend.get(key_of(1)) is None
             works_again(backend, key_of(1), chunk)
             assert backend.list() == [key_of(1)]
@@ -273,7 +273,7 @@ def test_stopped_past_the_deadline_then_continued(own_server: RedisServer) -> No
 
 
 def test_killed_in_the_middle_of_calls(own_server: RedisServer) -> None:
-    """Threads at work while the server dies and comes back, twice: never a wrong byte."""
+    """Threads call while the server is killed and restarted, twice: never a wrong byte."""
     chunks = {n: tensor_of(n, (BIG + n,)) for n in range(6)}
     failures: list[BaseException] = []
     stop = threading.Event()
@@ -315,11 +315,11 @@ def test_killed_in_the_middle_of_calls(own_server: RedisServer) -> None:
 
 
 class Interrupted(BaseException):
-    """As KeyboardInterrupt: it comes at any moment."""
+    """Like KeyboardInterrupt, it may be raised at any point."""
 
 
 def test_calls_that_are_interrupted(own_server: RedisServer) -> None:
-    """Nobody gets the reply to a question that another gave up, nor its turn for good."""
+    """No call gets the reply of an interrupted call, and no key lock is lost."""
     chunks = {n: tensor_of(n, (BIG,)) for n in range(3)}
 
     armed = threading.Event()
@@ -353,7 +353,7 @@ def test_calls_that_are_interrupted(own_server: RedisServer) -> None:
                 lambda: backend.contains(key_of(1)),
             ):
                 own_server.stop()
-                # A server that has not stopped yet may still answer.
+                # The server may still answer until it has stopped.
                 interrupted += was_interrupted(call)
                 own_server.cont()
                 works_again(backend, key_of(1), chunks[1])
@@ -391,7 +391,7 @@ def test_accepted_puts_are_bounded_in_bytes(own_server: RedisServer) -> None:
         assert backend.flush(5)
         assert same(backend.get(key_of(2)), chunk)
         assert backend.get(key_of(3)) is None
-        # All of the room is free again.
+        # The whole queue is free again.
         assert [backend.put(key_of(n), chunk, blocking=False) for n in (7, 8)] == [True, True]
         assert backend.flush(5)
         assert same(backend.get(key_of(8)), chunk)
@@ -424,7 +424,7 @@ def test_a_removal_drops_what_waits(own_server: RedisServer) -> None:
 
 
 def test_what_is_stored_after_a_removal_stays(server: RedisServer) -> None:
-    """The put that the removal dropped was in flight: what was sent of it is cleaned up."""
+    """The put that the removal dropped was in flight: its sent stripes are removed."""
     large, chunk = tensor_of(1, (200 * SLOT,)), tensor_of(2, (2 * SLOT,))
     with tier(LMCRemoteBackend, server.url) as backend:
         for _ in range(150):
@@ -468,7 +468,7 @@ def test_a_cluster(tmp_path: Path) -> None:
         for number, chunk in chunks.items():
             assert backend.contains(key_of(number))
             assert same(backend.get(key_of(number)), chunk)
-        # A slot that moves: its questions are redirected.
+        # A slot that migrates: its commands are redirected.
         name = next(n for n in stripes_in(cluster.nodes[0]) if n.endswith(b"\0\0"))
         slot = cluster.nodes[0].command("CLUSTER", "KEYSLOT", name)
         cluster.move(slot, cluster.nodes[0], cluster.nodes[1])

@@ -1,4 +1,4 @@
-"""The books of a host pool: all memory is free or held once, and every index agrees."""
+"""The invariants of a host pool: all memory is free or held once, and all indexes agree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PAGE = 4096
 
 
 def slots(count: int) -> Arena:
-    """Memory of so many slots."""
+    """An arena of `count` slots."""
     return Arena(count * PAGE, 64)
 
 
@@ -17,7 +17,7 @@ def audit(pool: HostPool) -> None:
     """Check every invariant of a host pool.
 
     Raises:
-        RuntimeError: the books do not balance; says which.
+        RuntimeError: names the invariant that is broken.
     """
     entries = [*pool._index.values(), *pool._outside]
     if isinstance(pool.memory, Arena):

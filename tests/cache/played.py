@@ -1,4 +1,4 @@
-"""A cache on a loop of the test's own, and tiers whose answers the test decides."""
+"""A cache on the test's own loop, and tiers whose answers the test decides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lmcache_redis.cache.counters import TierCounters
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.owner import OwnerLoop
 from lmcache_redis.cache.pool import Entry
-from lmcache_redis.cache.tier import FramesResult, Tier
+from lmcache_redis.cache.tier import FramesResult, ReadDone, Stuck, Tier, WriteDone
 from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkForm, ChunkNames
@@ -20,10 +20,8 @@ from lmcache_redis.resp.outcomes import (
     ClearResult,
     ExistsResult,
     PlaneState,
-    ReadOutcome,
     RemoveResult,
     ScanResult,
-    WriteOutcome,
 )
 from tests.cache.auditing import audit
 from tests.harness import block_hashes
@@ -33,7 +31,7 @@ HASHES = block_hashes("prompt", 5)
 
 
 class PlayedTier:
-    """Keeps what it is asked. index: what `lookup` finds; None: it has no index."""
+    """Records its calls. index: what `lookup` finds; None: no index."""
 
     def __init__(self, name: str, index: set[bytes] | None = None) -> None:
         self.name = name
@@ -67,23 +65,13 @@ class PlayedTier:
         assert time.monotonic() < deadline
         self.asked.append((keys, done))
 
-    def read_all(
-        self,
-        jobs: Sequence[ChunkIO],
-        done: Callable[[ChunkIO, ReadOutcome], None],
-        stuck: Callable[[ChunkIO], None],
-    ) -> None:
+    def read_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
         for job in jobs:
             job.check(writable=True)
         self.read += jobs
         self.read_done, self.read_stuck = done, stuck
 
-    def write_all(
-        self,
-        jobs: Sequence[ChunkIO],
-        done: Callable[[ChunkIO, WriteOutcome], None],
-        stuck: Callable[[ChunkIO], None],
-    ) -> None:
+    def write_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
         for job in jobs:
             job.check(writable=False)
         self.written += jobs
@@ -101,13 +89,7 @@ class PlayedTier:
     def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
         return [key for key in self.index or () if key.startswith(prefix)]
 
-    def remove(
-        self,
-        key: bytes,
-        stripe_count: int | None,
-        deadline: float,
-        done: Callable[[RemoveResult], None],
-    ) -> None:
+    def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
         self.removed.append((key, done))
 
     def clear(
@@ -138,7 +120,7 @@ class World:
         return Cache(self.loop, Arena(slots * 4096, 64), backings, self.metrics)
 
     def hold(self, chunk_hash: bytes, form: ChunkForm = FORM) -> Entry:
-        """A chunk that is READY in the host pool, of bytes that its hash decides."""
+        """A READY chunk in the host pool, whose bytes its hash decides."""
         entry = self.cache.reserve(form, chunk_hash)
         assert entry is not None
         for view in self.cache.views(form, entry):
@@ -160,6 +142,6 @@ class World:
             time.sleep(0.001)
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Check that no pin is left."""
         assert self.cache.pool.pinned == 0
         audit(self.cache.pool)

@@ -1,4 +1,4 @@
-"""A cache over a real Redis and a real directory: what goes in comes out, or is a miss."""
+"""A cache over a real Redis and a real directory: each chunk is found intact, or is a miss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.servers import RedisServer
 
 def test_the_examples_do_what_they_say(server: RedisServer) -> None:
     assert package.__doc__ is not None
-    # What is indented, but for the table of modules.
+    # The indented text, without the table of modules.
     lines = package.__doc__.partition("::\n\n")[2].splitlines()
     example = "\n".join(line[4:] for line in lines if line.startswith("    "))
     names: dict[str, Any] = {
@@ -72,7 +72,7 @@ class Both(World):
         self.run(lambda: not self.cache.backlog)
 
     def look_up(self) -> dict[str, int]:
-        """Where the chunks came from; their bytes are right."""
+        """The tiers that the chunks came from; checks their bytes."""
         found: list[dict[str, int]] = []
 
         def done(lookup: PrefixLookup) -> None:
@@ -108,7 +108,7 @@ def test_chunks_come_back_from_disk_and_from_redis(both: Both, server: RedisServ
         wait_until(lambda name=name: not both.disk.lookup(FORM.key(name)))
     server.command("DEL", *[FORM.key(name) + b"\0\1" for name in HASHES[3:]])
     assert both.look_up() == {"all": 5, "disk": 2, "Redis": 3}
-    # What Redis gave is on disk again.
+    # Chunks loaded from Redis are on disk again.
     assert all(both.disk.lookup(FORM.key(name)) for name in HASHES)
 
 

@@ -1,4 +1,4 @@
-"""Loads in flight: who is told, who holds what, and who cancels."""
+"""Loads in flight: watchers, pins and cancellation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefix lookups over tiers whose answers the test decides: what is held, and what is counted."""
+"""Prefix lookups over tiers whose answers the test decides: pins and counters."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Tiers(World):
     def end(
         self, tier: PlayedTier, *outcomes: ReadOutcome, rest: ReadOutcome | None = None
     ) -> None:
-        """Ends the reads of a tier, the first ones so, and the others too if ``rest`` is given."""
+        """Ends the first reads of a tier with these outcomes, the others with ``rest`` if given."""
         jobs = tier.read[:] if rest is not None else tier.read[: len(outcomes)]
         del tier.read[: len(jobs)]
         for number, job in enumerate(jobs):
@@ -104,7 +104,7 @@ def tiers(make: Callable[..., Tiers]) -> Tiers:
 
 
 def test_each_chunk_comes_from_the_first_place_that_has_it(tiers: Tiers) -> None:
-    """Pool, disk, Redis; the scan is for what remains; what came from Redis goes to disk."""
+    """Pool, disk, Redis. The scan is for the rest; chunks from Redis are written to disk."""
     tiers.hold(HASHES[0])
     tiers.disk.index = {KEYS[1], KEYS[3]}
     tiers.look_up()
@@ -158,11 +158,11 @@ def test_a_load_that_fails_ends_the_prefix(
     tiers.look_up()
     tiers.answer_scan(5)
     tiers.end(tiers.redis, ReadOutcome.LOADED, ReadOutcome.LOADED, outcome)
-    # Those behind it are cancelled; what is held is answered without them.
+    # The loads behind it are cancelled; the answer is the part that is pinned.
     assert tiers.found == [(2, {"disk": 0, "Redis": 2})]
     assert [job.key for job in tiers.redis.cancelled] == KEYS[3:]
     tiers.end(tiers.redis, rest=ReadOutcome.CANCELLED)
-    # A cancelled load counts as one that was too late.
+    # A cancelled load counts as one that missed the deadline.
     assert tiers.counted("miss_")[counter] == 1 + 2 * (counter == "miss_deadline")
     assert len(tiers.cache.pool) == 2
 
@@ -194,8 +194,8 @@ def test_a_stuck_load_keeps_its_slots_and_every_lookup_goes_to_the_next_tier(
     assert tiers.cache.pool.get(KEYS[0]) is loaded
 
 
-def test_without_room_the_end_of_the_prefix_gives_way(make: Callable[..., Tiers]) -> None:
-    """Chunks of three slots in a pool of seven: a chunk at the beginning is worth more."""
+def test_without_room_the_end_of_the_prefix_is_dropped(make: Callable[..., Tiers]) -> None:
+    """Chunks of three slots in a pool of seven: a chunk at the beginning has priority."""
     tiers = make(7)
     for name in HASHES[3:]:
         tiers.hold(name)
@@ -277,7 +277,7 @@ def test_what_is_cleared_while_it_is_loaded_is_not_found(tiers: Tiers) -> None:
 def test_a_tier_that_breaks_keeps_the_slots_of_what_it_took(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may still write to them: no other chunk gets them before it has said that it is done."""
+    """It may still write to them: no other chunk gets them before `done`."""
     read_all = tiers.redis.read_all
 
     later: list[Callable[[], None]] = []

@@ -1,4 +1,4 @@
-"""Memory of the heap that is used again, and a pool over it: exact limits, chunks without a key."""
+"""Reuse of heap memory, and a pool over it: exact limits, chunks without a key."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ KEYS = [bytes([n]) for n in range(4)]
 
 
 class HeapMachine(RuleBasedStateMachine):
-    """A model of lists: ``idle`` is the eviction order, ``pins`` has everything else."""
+    """The model: ``idle`` is the eviction order, ``pins`` has all other entries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class HeapMachine(RuleBasedStateMachine):
         del self.pins[entry]
         if self.index.get(entry.key) is entry:
             if entry.units > IDLE:
-                del self.index[entry.key]  # it alone, not the others before it
+                del self.index[entry.key]  # only this one, not the older ones
                 return
             self.idle.append(entry)
             self._evict(lambda: sum(each.units for each in self.idle) <= IDLE)

@@ -1,4 +1,4 @@
-"""Memory on several NUMA nodes: pure parts anywhere, the kernel's on whatever this machine has."""
+"""Memory on several NUMA nodes: parsing anywhere, system calls on this machine's nodes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_only_nodes_that_the_process_may_use(
 
 
 def policy_of(address: int) -> str:
-    """What the kernel says of the mapping that has an address; an anonymous one may be split."""
+    """The kernel's line for the mapping of an address; an anonymous mapping may be split."""
     for line in Path("/proc/self/numa_maps").read_text().splitlines():
         if int(line.split()[0], 16) == address:
             return line.split()[1]
@@ -97,7 +97,7 @@ def test_an_arena_asks_for_all_of_itself(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.servers
 @pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="no number known")
 def test_a_policy_of_the_process_stays() -> None:
-    """As numactl sets one: set_mempolicy(MPOL_INTERLEAVE) before the pool is made."""
+    """As set by numactl: set_mempolicy(MPOL_INTERLEAVE) before the pool is created."""
     code = """
 import ctypes, os
 from lmcache_redis.cache import numa

@@ -1,4 +1,4 @@
-"""Chunks of any size by key: found, loaded once, replaced, removed, and never undone."""
+"""Chunks of any size by key: found, loaded once, replaced, removed; no change is undone."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Objects(World):
         return held
 
     def put(self, key: ObjectKey, payload: bytes) -> list[bool]:
-        """What `written` says goes into the list."""
+        """The list gets the argument of `written`."""
         written: list[bool] = []
         self.objects.publish(key, self.reserve(payload), written.append)
         return written
@@ -104,7 +104,7 @@ class Objects(World):
     # What the tiers answer.
 
     def describe(self, tier: PlayedTier, payload: bytes | None, key: ObjectKey = A) -> None:
-        """The tier has a chunk of that payload; or None."""
+        """Answer a `describe`: the frame of this payload, or None."""
         chunk_key, done = tier.described.pop(0)
         assert chunk_key == NAMES.chunk_key(key)
         frame = payload and NAMES.frame(key, metadata_of(len(payload)), 100)
@@ -192,7 +192,7 @@ def test_a_put_is_found_with_its_metadata_and_cannot_be_written(
 
 @pytest.mark.parametrize("change", ["replace", "remove", "evict"])
 def test_what_is_held_stays_whole(make: Callable[..., Objects], change: str) -> None:
-    """Of a size whose memory is used again."""
+    """At a size whose memory is reused."""
     size = 100_000
     objects = make(keeps=3 * size, capacity=100 * size)
     objects.put(A, b"a" * size)
@@ -225,7 +225,7 @@ def test_more_than_may_stay_is_evicted_least_recently_used_first(
     for number in range(4):
         assert objects.put(key_of(number), bytes(2500)) == [True]
     assert objects.in_memory(key_of(0)) is not None
-    assert objects.contains(key_of(1)) == [True]  # asking is not using
+    assert objects.contains(key_of(1)) == [True]  # does not count as a use
     objects.put(key_of(4), bytes(2500))
     there = [number for number in range(5) if objects.contains(key_of(number)) == [True]]
     assert there == [0, 2, 3, 4]
@@ -481,7 +481,7 @@ def test_changes_of_a_key_are_carried_out_one_after_the_other(
     other = objects.put(B, b"b")
     assert len(tier.written) == 2, "of each key one"
     assert objects.end_write(tier) == b"1"
-    # The second was replaced before its turn, and is left out.
+    # The second was replaced before it got the lock, and is skipped.
     objects.run(lambda: len(tier.written) == 2)
     assert objects.end_write(tier) == b"b"
     assert (first, second, third, other) == ([True], [True], [], [True])

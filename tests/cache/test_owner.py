@@ -1,4 +1,4 @@
-"""The owner's loop: posts and timers, in their order, each failing alone."""
+"""The owner's loop: posts and timers run in order; an action that fails affects no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing behind: when chunks begin their way to a tier, and what they hold."""
+"""Write-behind: when chunks are written to a tier, and what is pinned meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cache.played import FORM, HASHES, PlayedTier, World
 
 
 class Queue(World):
-    """A cache over a tier that the test answers for, with every chunk of `HASHES` in the pool."""
+    """A cache over a tier whose answers the test decides, with `HASHES` in the pool."""
 
     def __init__(self) -> None:
         self.tier = PlayedTier("Redis")
@@ -98,7 +98,7 @@ def test_chunks_that_a_tier_was_asked_about_when_the_owner_stopped_are_counted(
 
 
 def test_a_chunk_that_is_cleared_is_not_written(queue: Queue) -> None:
-    """While it waits, while the tier is asked, while it is written."""
+    """While it waits, while the tier is asked, and while it is being written."""
     queue.enqueue(delay_s=60)
     assert queue.cache.clear([FORM.key(HASHES[0])]) == 1
     assert len(queue.writes) == len(HASHES) - 1

@@ -44,8 +44,8 @@ def arena() -> Iterator[Arena]:
 
 
 def slots_of(arena: Arena, chunk_bytes: int) -> list[memoryview]:
-    lengths = [min(STRIPE, chunk_bytes - at) for at in range(0, chunk_bytes, STRIPE)]
-    return [arena.slot_view(slot, length) for slot, length in enumerate(lengths)]
+    block = tuple(range(-(-chunk_bytes // STRIPE)))
+    return arena.views(block, chunk_bytes, STRIPE)
 
 
 def test_gather_reads_what_the_engine_has(engine: CudaExporter, arena: Arena) -> None:
@@ -137,7 +137,7 @@ def test_several_threads(engine: CudaExporter, arena: Arena) -> None:
 
 
 def test_pinned_memory_is_known_as_such(arena: Arena) -> None:
-    assert torch.frombuffer(arena.slot_view(0, STRIPE), dtype=torch.uint8).is_pinned()
+    assert torch.frombuffer(slots_of(arena, STRIPE)[0], dtype=torch.uint8).is_pinned()
 
 
 def test_an_engine_that_sees_its_gpu_by_uuid(arena: Arena) -> None:
@@ -200,8 +200,8 @@ def test_several_chunks_in_a_call(engine: CudaExporter, arena: Arena) -> None:
     chunks = [[3, 4], [0, 11], [7, 5]]
     ids = [block for chunk in chunks for block in chunk]
     stripes = -(-2 * layout.block_bytes // STRIPE)
-    lengths = [STRIPE] * (stripes - 1) + [2 * layout.block_bytes - (stripes - 1) * STRIPE]
-    slots = [arena.slot_view(n, length) for n, length in enumerate(lengths * 3)]
+    blocks = [tuple(range(n * stripes, (n + 1) * stripes)) for n in range(3)]
+    slots = [slot for b in blocks for slot in arena.views(b, 2 * layout.block_bytes, STRIPE)]
     device.gather(ids, slots, STRIPE, chunks=3)
     for number, chunk in enumerate(chunks):
         part = slots[number * stripes : (number + 1) * stripes]

@@ -13,7 +13,7 @@ from lmcache_redis.cache import Backing, Cache, counters
 from lmcache_redis.cache.memory import HeapMemory
 from lmcache_redis.cache.objects import ObjectCache
 from lmcache_redis.cache.pool import HostPool
-from lmcache_redis.cache.tier import FramesResult, Tier
+from lmcache_redis.cache.tier import FramesResult, ReadDone, Stuck, Tier, WriteDone
 from lmcache_redis.gateway.config import GatewayConfig
 from lmcache_redis.gateway.main import LoopOwner, open_cache
 from lmcache_redis.gateway.server import Gateway
@@ -116,12 +116,7 @@ class DictTier:
 
         self._enter(answer)
 
-    def read_all(
-        self,
-        jobs: Sequence[ChunkIO],
-        done: Callable[[ChunkIO, ReadOutcome], None],
-        stuck: Callable[[ChunkIO], None],
-    ) -> None:
+    def read_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
         def read(job: ChunkIO) -> None:
             job.check(writable=True)
             key = _parsed(job.key)
@@ -138,12 +133,7 @@ class DictTier:
 
         self._enter(lambda: [read(job) for job in jobs])
 
-    def write_all(
-        self,
-        jobs: Sequence[ChunkIO],
-        done: Callable[[ChunkIO, WriteOutcome], None],
-        stuck: Callable[[ChunkIO], None],
-    ) -> None:
+    def write_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
         def write(job: ChunkIO) -> None:
             job.check(writable=False)
             if self.refuses:
@@ -162,13 +152,7 @@ class DictTier:
     def cancel(self, job: ChunkIO) -> None:
         pass
 
-    def remove(
-        self,
-        key: bytes,
-        stripe_count: int | None,
-        deadline: float,
-        done: Callable[[RemoveResult], None],
-    ) -> None:
+    def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
         removed = self.chunks.pop(_parsed(key), None)
         done(RemoveResult(CallOutcome.DONE, removed is not None))
 

@@ -1,8 +1,9 @@
-"""The disk tier: chunks in files of a directory of this node, found again after a restart.
+"""The disk tier: chunks as files in a local directory, found again after a restart.
 
-format  the content of a file, byte by byte, and its name
-files   files written whole or not at all, and read into slots
-scan    the files of a directory when it is opened
-store   index and files, kept consistent, within a byte limit; blocking
-tier    the store as a tier of the cache: threads, jobs, a disk that hangs
+format  the contents of a file, byte by byte, and its name
+files   writes files whole or not at all, and reads them into slots
+scan    reads the directory when the tier is opened
+lru     which files the byte limit evicts
+store   index and files, kept consistent within the limit; blocking
+tier    the store as a tier of the cache: threads, jobs, hang detection
 """

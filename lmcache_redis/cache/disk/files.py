@@ -1,24 +1,24 @@
 """The files of the disk tier: written whole or not at all, read into the caller's buffers.
 
-A file is written under a temporary name beside its own and renamed. The policy `sync` decides what
-survives a power failure:
+A file is written under a temporary name in its final folder, then renamed. The policy `sync`
+decides what survives a power failure:
 
-    none        nothing is forced to the disk. Files may be missing or damaged after a power
-                failure; their checksums tell when they are read
-    file        a file is on the disk before it is renamed
-    directory   its name too is on the disk before the write is answered
+    none        nothing is forced to disk. After a power failure, files may be missing or damaged;
+                reads detect damage by checksum
+    file        a file is on disk before it is renamed
+    directory   its name too is on disk before the write is answered
 
-I/O is buffered, by preadv and pwritev on the caller's buffers: there is no copy in between, and a
-chunk that is read again comes from the page cache. Direct I/O was measured (chunks of 1 to 32 MiB,
-ext4 on a virtual disk): reads at 1.0 to 1.3 GB/s against 1.0 to 1.5 buffered and 6 to 7 from the
-page cache; writes at 1.0 to 1.8 GB/s against 3 buffered and not forced, 0.8 to 1.4 with fsync. It
-would also need aligned buffers, and so a copy.
+I/O is buffered, with preadv and pwritev on the caller's buffers: no intermediate copy, and a chunk
+that is read again comes from the page cache. Direct I/O was measured (chunks of 1 to 32 MiB, ext4
+on a virtual disk): reads at 1.0 to 1.3 GB/s against 1.0 to 1.5 buffered and 6 to 7 from the page
+cache; writes at 1.0 to 1.8 GB/s against 3 buffered without fsync and 0.8 to 1.4 with it. It would
+also need aligned buffers, and so a copy.
 
-The directory belongs to this user or to root, and only they may write into it. No link in it is
-followed: folders are opened with O_NOFOLLOW, and files are opened, renamed and removed relative to
-them.
+The directory belongs to this user or to root, and only they may write to it. No symbolic link in it
+is followed: folders are opened with O_NOFOLLOW, and files are opened, renamed and removed relative
+to their folder.
 
-Every function raises OSError as the system does.
+Every function raises the OSError of the system.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _Buffer: TypeAlias = "bytearray | memoryview"
 
 
 def lock_directory(directory: Path) -> int:
-    """Make the directory and lock it; it is locked until the descriptor is closed.
+    """Create the directory if needed and lock it, until the returned descriptor is closed.
 
-    Raises ConfigError if it cannot be used, others may put files there, or another tier uses it.
+    Raises ConfigError if it cannot be used, other users may write to it, or another tier uses it.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -80,12 +80,12 @@ def lock_directory(directory: Path) -> int:
             if isinstance(error, BlockingIOError)
             else f"cannot be locked ({error.strerror})"
         )
-        raise ConfigError(f"the directory {directory} {why}: choose one of its own") from error
+        raise ConfigError(f"the directory {directory} {why}: choose another") from error
     return fd
 
 
 class ChunkFiles:
-    """Files by key and sequence, in one directory. No index, no state: thread-safe."""
+    """Files by key and sequence, in one directory. Stateless, so thread-safe."""
 
     def __init__(self, directory: Path, sync: Sync) -> None:
         self.directory = os.fspath(directory)
@@ -97,7 +97,7 @@ class ChunkFiles:
     def write(
         self, key: bytes, sequence: int, frame: ChunkFrame, views: Sequence[memoryview]
     ) -> None:
-        """On return the file exists; after an OSError it does not."""
+        """Write a chunk's file; after an OSError the file does not exist."""
         folder_name, name = os.path.split(self.path(key, sequence))
         temporary = name + TEMPORARY_SUFFIX
         page = pack_page(key, frame, payload_checksum(views))
@@ -129,7 +129,7 @@ class ChunkFiles:
             remove_file(self.path(key, sequence))
 
     def _make(self, folder: str) -> None:
-        """Make the folder of the chunks whose digests begin alike, if it does not exist."""
+        """Create a folder of the fan-out if it does not exist."""
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
             if self._sync == "directory":
@@ -138,21 +138,21 @@ class ChunkFiles:
 
 
 def open_file(path: str) -> int:
-    """A descriptor of a file of the tier, to read. Neither it nor its folder may be a link."""
+    """Open a file of the tier for reading. Neither it nor its folder may be a symbolic link."""
     folder_name, name = os.path.split(path)
     with _opened(folder_name) as folder:
         return os.open(name, os.O_RDONLY | _NO_LINK, dir_fd=folder)
 
 
 def remove_file(path: str) -> None:
-    """Unlink a file of the tier, unless its folder is a link."""
+    """Unlink a file of the tier. Its folder may not be a symbolic link."""
     folder_name, name = os.path.split(path)
     with _opened(folder_name) as folder:
         os.unlink(name, dir_fd=folder)
 
 
 def read_chunk(fd: int, key: bytes, frame: ChunkFrame, views: Sequence[memoryview]) -> None:
-    """Fill the views. Raises FormatError unless it is this chunk, whole and undamaged."""
+    """Fill the views. Raises FormatError unless the file is this chunk, whole and undamaged."""
     expected_bytes = PAGE_BYTES + frame.chunk_bytes
     if os.fstat(fd).st_size != expected_bytes:
         raise FormatError(f"its size is not {expected_bytes} bytes")
@@ -166,7 +166,7 @@ def read_chunk(fd: int, key: bytes, frame: ChunkFrame, views: Sequence[memoryvie
 def touch(fd: int) -> None:
     """Set the time of last use, which is the file's mtime.
 
-    Explicit, because the kernel's timestamps have the resolution of its clock tick.
+    Set explicitly because the kernel's own timestamps have only the resolution of its clock tick.
     """
     now_unix_ns = time.time_ns()
     os.utime(fd, ns=(now_unix_ns, now_unix_ns))
@@ -175,7 +175,7 @@ def touch(fd: int) -> None:
 def _move(
     call: Callable[[int, Sequence[_Buffer], int], int], fd: int, buffers: Sequence[_Buffer]
 ) -> bool:
-    """preadv or pwritev from the file's start until all bytes are moved; False: the file ended."""
+    """Repeat preadv or pwritev, from the file's start, over all buffers; False: the file ended."""
     left = [memoryview(buffer) for buffer in buffers]
     offset = at = 0
     while at < len(left):
@@ -193,7 +193,7 @@ def _move(
 
 @contextlib.contextmanager
 def _opened(folder: str) -> Iterator[int]:
-    """A descriptor of a folder that is not a link; files are named relative to it."""
+    """A descriptor of a folder that is not a symbolic link; files are named relative to it."""
     fd = os.open(folder, _FOLDER)
     try:
         yield fd

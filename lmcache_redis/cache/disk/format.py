@@ -2,8 +2,9 @@
 
 A first page, then exactly the payload. Little-endian:
 
-        0  512s  header of the chunk's stripe 0 (`lmcache_redis.stripe`): the frame, that is layout
-                 fingerprint, hash, metadata, length and cut; its checksum is the whole payload's
+        0  512s  header of the chunk's stripe 0 (`lmcache_redis.stripe`): the frame (layout
+                 fingerprint, hash, metadata, length, stripe size); its checksum covers the whole
+                 payload
       512  4s    magic b"LMCK"
       516  u16   version, 2
       518  u16   key bytes, n
@@ -12,14 +13,14 @@ A first page, then exactly the payload. Little-endian:
     528+n        zeros
     4,096        payload
 
-A restart reads one page of each file. The page has the key because a file name is only its digest.
-A file is named
+A restart reads one page of each file. The page has the key because the file name has only the key's
+digest. A file is named
 
     <aa>/<digest>-<sequence>.lmcr
 
-digest: BLAKE2b-160 of the chunk key with the personalization b"lmcr1.disk", 40 hex digits, and
-aa its first two. sequence: 16 hex digits, larger in each later write, so that no name is used
-twice: a late removal never removes the successor. While a file is written its name ends in
+digest: BLAKE2b-160 of the chunk key with the personalization b"lmcr1.disk", in 40 hex digits; aa:
+its first two. sequence: 16 hex digits, increasing with each write, so that no name is used twice
+and a late removal never removes a successor. While a file is being written its name ends in
 `.lmcr.tmp`.
 """
 
@@ -52,7 +53,7 @@ _VERSION = 2
 
 
 class Cut(NamedTuple):
-    """What the frames of chunks of one layout and size have in common: an index stores it once."""
+    """What frames of chunks of one layout and size have in common; an index stores it once."""
 
     fingerprint: bytes
     metadata: bytes
@@ -71,7 +72,7 @@ class Cut(NamedTuple):
         )
 
     def frame(self, key: bytes) -> ChunkFrame:
-        """The frame of a chunk, whose key ends with its hash."""
+        """The frame of the chunk with this key, which ends with the chunk's hash."""
         return ChunkFrame(
             self.fingerprint,
             key[-self.hash_bytes :],
@@ -81,7 +82,7 @@ class Cut(NamedTuple):
         )
 
     def is_chunk_of(self, frame: ChunkFrame) -> bool:
-        """Whether the payload matches the frame, whatever the number of its stripes."""
+        """Whether the payload matches the frame, regardless of the stripe size."""
         return self[:4] == Cut.of(frame)[:4]
 
 
@@ -96,7 +97,7 @@ def key_digest(key: bytes) -> str:
 
 
 def disk_bytes(payload_bytes: int) -> int:
-    """Bytes that a file occupies in a file system with blocks of a page."""
+    """The bytes that a file takes in a file system whose blocks are pages."""
     return PAGE_BYTES + -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -110,7 +111,7 @@ def payload_checksum(views: Sequence[memoryview]) -> int:
 
 
 def pack_page(key: bytes, frame: ChunkFrame, checksum: int) -> bytearray:
-    """The first page of a file. Raises OSError for a key that does not fit."""
+    """The first page of a file. Raises OSError if the key does not fit."""
     page = bytearray(PAGE_BYTES)
     created_unix_ms = max(0, time.time_ns() // 1_000_000)
     frame.pack_header_into(page, 0, os.urandom(STORE_ID_BYTES), checksum, created_unix_ms)
@@ -124,7 +125,7 @@ def check_page(page: bytes | bytearray, key: bytes, frame: ChunkFrame) -> int:
     if not found.ok:
         raise FormatError(f"its header is {found.verdict.value}")
     if page[HEADER_BYTES:] != _key_part(key):
-        raise FormatError("its key is damaged or another")
+        raise FormatError("its key is damaged or different")
     return found.checksum
 
 
@@ -134,7 +135,7 @@ def parse_page(page: bytes) -> tuple[bytes, Cut]:
         raise FormatError(f"it ends after {len(page)} bytes")
     magic, version, key_bytes, _ = _KEY_HEAD.unpack_from(page, HEADER_BYTES)
     if magic == _MAGIC and version != _VERSION:
-        raise FormatError(f"it is of version {version}; this is version {_VERSION}")
+        raise FormatError(f"it is of version {version}, not {_VERSION}")
     key = page[_KEY_AT : _KEY_AT + key_bytes]
     if len(key) != key_bytes or page[HEADER_BYTES:] != _key_part(key):
         raise FormatError("its key is damaged")
@@ -151,7 +152,7 @@ def parse_page(page: bytes) -> tuple[bytes, Cut]:
 
 
 def _key_part(key: bytes) -> bytes:
-    """From the end of the header to the end of the page."""
+    """The part of the page after the header."""
     room_bytes = PAGE_BYTES - _KEY_AT
     if len(key) > room_bytes:
         raise OSError(errno.ENAMETOOLONG, f"a key has at most {room_bytes} bytes")

@@ -1,32 +1,34 @@
-"""Which chunks a tier with a byte limit holds, and which it gives up first.
+"""The index of the disk tier: files by chunk key, least recently used first, within a byte limit.
 
-Room is reserved before an entry is there, so that a tier that takes time to store never holds more
-than its limit. A tier that takes time to remove holds the bytes of what it has taken out until
-they are gone. Not thread-safe: the tier has a lock.
+Space is reserved before a file is written, so that the tier never exceeds its limit. The bytes of a
+file that has left the index stay held until it is unlinked. Not thread-safe: the store has a lock.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
-from typing import Generic, Protocol, TypeVar
 
+from lmcache_redis.cache.disk.format import Cut, disk_bytes
 from lmcache_redis.errors import ConfigError
 
 
-class Sized(Protocol):
-    """An entry. What it counts for never changes."""
+class StoredFile:
+    """An entry of the index. touched_at: when its mtime was last set, in monotonic seconds."""
+
+    __slots__ = ("cut", "sequence", "touched_at")
+
+    def __init__(self, sequence: int, cut: Cut, touched_at: float) -> None:
+        self.sequence = sequence
+        self.cut = cut
+        self.touched_at = touched_at
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        return disk_bytes(self.cut.chunk_bytes)
 
 
-KeyT = TypeVar("KeyT", bound=Hashable)
-EntryT = TypeVar("EntryT", bound=Sized)
-
-
-class LruIndex(Generic[KeyT, EntryT]):
-    """Entries by key, from the least to the most recently used, and the bytes they count for.
+class LruIndex:
+    """Files by chunk key, from the least to the most recently used, and the bytes they take.
 
     Raises ConfigError unless limit_bytes is positive.
     """
@@ -36,27 +38,27 @@ class LruIndex(Generic[KeyT, EntryT]):
             raise ConfigError(f"limit_bytes is {limit_bytes}; it must be positive")
         self.limit_bytes = limit_bytes
         self.used_bytes = 0  # reservations included
-        self._entries: OrderedDict[KeyT, EntryT] = OrderedDict()
+        self._entries: OrderedDict[bytes, StoredFile] = OrderedDict()
         self._reserved_bytes = 0
 
-    def keys(self) -> list[KeyT]:
+    def keys(self) -> list[bytes]:
         return list(self._entries)
 
-    def get(self, key: KeyT) -> EntryT | None:
-        """The entry, left where it is in the order."""
+    def get(self, key: bytes) -> StoredFile | None:
+        """The entry. Does not count as a use."""
         return self._entries.get(key)
 
-    def touch(self, key: KeyT, entry: EntryT) -> bool:
-        """Make it the most recently used. False: this entry is no longer there."""
+    def touch(self, key: bytes, entry: StoredFile) -> bool:
+        """Make an entry the most recently used. False: it is no longer in the index."""
         if self._entries.get(key) is not entry:
             return False
         self._entries.move_to_end(key)
         return True
 
-    def reserve(self, nbytes: int) -> list[tuple[KeyT, EntryT]] | None:
-        """Make room by evicting what was used longest ago; what that was.
+    def reserve(self, nbytes: int) -> list[tuple[bytes, StoredFile]] | None:
+        """Reserve space, evicting the least recently used entries; return the evicted ones.
 
-        None: not even that makes room, so nothing was evicted and nothing is reserved.
+        None: other reservations leave too little space; nothing was evicted or reserved.
         """
         if self._reserved_bytes + nbytes > self.limit_bytes:
             return None
@@ -68,24 +70,24 @@ class LruIndex(Generic[KeyT, EntryT]):
         return evicted
 
     def hold(self, nbytes: int) -> None:
-        """Reserve bytes that are taken already: of what has left the index and is still there."""
+        """Reserve space that is in use: of a file that left the index and is not unlinked yet."""
         self.used_bytes += nbytes
         self._reserved_bytes += nbytes
 
     def release(self, nbytes: int) -> None:
-        """Give up a reservation."""
+        """Release a reservation."""
         self.used_bytes -= nbytes
         self._reserved_bytes -= nbytes
 
-    def fill(self, key: KeyT, entry: EntryT) -> EntryT | None:
-        """Put an entry where room was reserved for it; the one that it takes the place of."""
+    def fill(self, key: bytes, entry: StoredFile) -> StoredFile | None:
+        """Add an entry for which space was reserved; return the one that it replaces."""
         replaced = self.pop(key)
         self._reserved_bytes -= entry.nbytes
         self._entries[key] = entry
         return replaced
 
-    def pop(self, key: KeyT, entry: EntryT | None = None) -> EntryT | None:
-        """Take an entry out: whatever is under the key, or only the one given."""
+    def pop(self, key: bytes, entry: StoredFile | None = None) -> StoredFile | None:
+        """Take out the entry of a key, or only a certain entry; None if it is not in the index."""
         found = self._entries.get(key)
         if found is None or (entry is not None and found is not entry):
             return None
@@ -94,6 +96,6 @@ class LruIndex(Generic[KeyT, EntryT]):
         return found
 
     def clear(self) -> None:
-        """Take all entries out; reservations stay."""
+        """Take out all entries; reservations stay."""
         self._entries.clear()
         self.used_bytes = self._reserved_bytes

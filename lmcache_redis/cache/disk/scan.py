@@ -1,11 +1,11 @@
 """Reads the directory of a disk tier when the tier is opened.
 
 The first page and the size of every file are checked. Payloads are not read: their checksums are
-checked when they are loaded. Invalid files are removed, with one log line each: files cut short, of
-another version, damaged, or under another chunk's name; and the older one of two files of a chunk,
-if a process ended between writing the new file and removing the old. Temporary files are removed
-too. Only files with names that the tier gives are removed. All others are left alone and logged
-once, as are files of the tier that cannot be read.
+verified when they are loaded. Invalid files are removed, with one log line each: truncated, of
+another version, damaged, or under another chunk's name; and the older of two files of one chunk, if
+a process ended between writing the new file and removing the old one. Temporary files are removed
+too. Only files whose names have the tier's form are removed. All others are left alone and logged
+once, as are files of the tier that cannot be opened.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class FoundFile(NamedTuple):
 
 
 class Scan:
-    """One pass over a directory that is locked. Raises OSError if it cannot be listed.
+    """One pass over a locked directory. Raises OSError if it cannot be listed.
 
-    found: one file for each key, from the least to the most recently used. next_sequence: larger
-    than any in use.
+    found: one file per key, from the least to the most recently used. next_sequence: larger than
+    any sequence in use.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -58,7 +58,7 @@ class Scan:
             self._look_at(path)
         if self._left_alone:
             logger.warning(
-                "%d files in %s are left alone: they are not of the disk tier, or cannot be "
+                "%d files in %s are left alone: they do not belong to the disk tier or cannot be "
                 "read; the first is %s",
                 len(self._left_alone),
                 directory,
@@ -67,7 +67,7 @@ class Scan:
         self.found = sorted(self._newest.values())
 
     def _paths(self) -> Iterator[str]:
-        """All files whose names are those of the tier."""
+        """All files whose names have the tier's form."""
         for outer in _entries(self._directory):
             if outer.name == LOCK_NAME:
                 continue
@@ -106,7 +106,7 @@ class Scan:
             raise FormatError("it was never finished")
         fd = open_file(path)
         try:
-            # Without this the kernel reads ahead, 128 KiB for each file.
+            # Without this the kernel reads ahead, 128 KiB per file.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             status = os.fstat(fd)
             page = os.pread(fd, PAGE_BYTES, 0)

@@ -1,20 +1,20 @@
-"""The index of the disk tier and its files, kept consistent. Blocking; `tier` has the threads.
+"""The disk tier's index and files, kept consistent. Calls block; `tier` has the threads.
 
 Files are written, read and removed outside the lock. This is safe because no name is used twice: a
-file that is not in the index yet, or not any more, is used by one call only.
+file that is not in the index yet, or has left it, is used by one call only.
 
 The limit counts files in blocks of 4 KiB, including the first page of each, and holds at all times:
 space is reserved before a file is written, and released when a file is unlinked. The least recently
 used file is evicted first. If concurrent writes leave no space for one of them, it is not stored.
-(A file that is evicted while it is read uses disk space until the read ends.)
+(A file that is evicted while it is being read uses disk space until the read ends.)
 
 A file's mtime is the time of its last write or read. Reads set it at most once in ten seconds, so
 the order after a restart is exact to ten seconds.
 
 A read uses an open file, so it is complete even if the chunk is evicted or replaced meanwhile. A
 file that is not exactly the expected chunk is a miss and is removed, with a log line. If the disk
-is full or fails, or the directory was removed or cannot be written, a write is not stored, a read
-is a miss, and each kind of error is logged once a minute. A full disk evicts nothing; only the
+is full or fails, or the directory was removed or is not writable, writes are not stored, reads are
+misses, and each kind of error is logged once a minute. A full disk causes no eviction; only the
 limit does.
 """
 
@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 
 from lmcache_redis.cache.disk.files import ChunkFiles, read_chunk, touch
 from lmcache_redis.cache.disk.format import Cut, disk_bytes
-from lmcache_redis.cache.disk.lru import LruIndex
+from lmcache_redis.cache.disk.lru import LruIndex, StoredFile
 from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.errors import FormatError
 from lmcache_redis.resp.outcomes import ReadOutcome, WriteOutcome
@@ -43,29 +43,14 @@ TOUCH_INTERVAL_S = 10.0
 _WARNING_INTERVAL_S = 60.0
 
 
-class StoredFile:
-    """An entry of the index. touched_at: when its mtime was last set, in monotonic seconds."""
-
-    __slots__ = ("cut", "sequence", "touched_at")
-
-    def __init__(self, sequence: int, cut: Cut, touched_at: float) -> None:
-        self.sequence = sequence
-        self.cut = cut
-        self.touched_at = touched_at
-
-    @property
-    def nbytes(self) -> int:
-        return disk_bytes(self.cut.chunk_bytes)
-
-
 class DiskStore:
-    """Chunks by chunk key. Thread-safe, after `take_over`.
+    """Chunks by chunk key. Thread-safe after `take_over`.
 
-    No method raises for errors of the disk. Raises ConfigError unless limit_bytes is positive.
+    No method raises for a disk error. Raises ConfigError unless limit_bytes is positive.
     """
 
     def __init__(self, files: ChunkFiles, limit_bytes: int) -> None:
-        self.index: LruIndex[bytes, StoredFile] = LruIndex(limit_bytes)
+        self.index = LruIndex(limit_bytes)
         self._files = files
         self._lock = threading.Lock()
         self._next_sequence = 0
@@ -91,7 +76,7 @@ class DiskStore:
         return [key for key in keys if key.startswith(prefix)]
 
     def find(self, key: bytes) -> StoredFile | None:
-        """Whether the chunk is in the index. No I/O; does not count as a use."""
+        """The chunk's file in the index, or None. No I/O; does not count as a use."""
         with self._lock:
             return self.index.get(key)
 
@@ -102,7 +87,7 @@ class DiskStore:
         views: Sequence[memoryview],
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> WriteOutcome:
-        """Write a file and index it, replacing an earlier one, unless the write was cancelled."""
+        """Write a file and index it in place of an earlier one, unless the write is cancelled."""
         nbytes = disk_bytes(frame.chunk_bytes)
         with self._lock:
             file = StoredFile(self._next_sequence, Cut.of(frame), time.monotonic())
@@ -125,8 +110,8 @@ class DiskStore:
             if outcome is not WriteOutcome.STORED:
                 self._release(nbytes)
         with self._lock:
-            # A cancel precedes the change of the index that it is for. So either it is seen here,
-            # or that change comes later and undoes this one.
+            # A cancel is followed by the change of the index that it makes way for. So either it is
+            # seen here, or that change comes later and replaces this one.
             removed: StoredFile | None = file
             if is_cancelled():
                 outcome = WriteOutcome.CANCELLED
@@ -151,7 +136,7 @@ class DiskStore:
             os.close(fd)
 
     def open(self, key: bytes) -> tuple[int, StoredFile] | None:
-        """A descriptor of the chunk's file, owned by the caller."""
+        """A descriptor of the chunk's file, which the caller closes, and its index entry."""
         while True:
             file = self.find(key)
             if file is None:
@@ -162,8 +147,8 @@ class DiskStore:
                 with self._lock:
                     vanished = self.index.pop(key, file) is not None
                 if vanished:
-                    self._warn("a file was removed by others", error)
-                # Otherwise it was evicted or replaced since the look-up: look again.
+                    self._warn("a file was removed by another process", error)
+                # Otherwise it was evicted or replaced since the look-up: look it up again.
             except OSError as error:
                 self._warn("a chunk was not loaded", error)
                 return None
@@ -188,7 +173,7 @@ class DiskStore:
         return ReadOutcome.CORRUPT
 
     def remove(self, key: bytes, only: StoredFile | None = None) -> bool:
-        """Remove a chunk, or only one file of it; return whether it existed."""
+        """Remove a chunk, or only a certain file of it; return whether it existed."""
         with self._lock:
             file = self.index.pop(key, only)
             if file is None:
@@ -219,7 +204,7 @@ class DiskStore:
             if not self.index.touch(key, file) or now - file.touched_at < TOUCH_INTERVAL_S:
                 return
             file.touched_at = now
-        with contextlib.suppress(OSError):  # only makes the order after a restart less exact
+        with contextlib.suppress(OSError):  # only the order after a restart gets less exact
             touch(fd)
 
     def _warn(self, what: str, error: OSError) -> None:

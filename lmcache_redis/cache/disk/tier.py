@@ -1,17 +1,15 @@
-"""The disk tier behind the contract of `cache.tier`: jobs on threads, and a disk that hangs.
+"""The disk tier, a `cache.tier.Tier`: jobs on threads, and detection of a disk that hangs.
 
-    read, remove, clear    by two threads, in the order of their jobs
-    write                  by one thread at a low priority
-    waiting                for a thread; cancelled at once
-    in flight              on a thread, which uses the job's slots; a write that is cancelled is not
-                           found
+Two threads read, remove and clear, in the order of the jobs; one thread at a low priority writes. A
+queued job is cancelled at once. One in flight uses its slots until it ends; a cancelled write does
+not become visible.
 
-A call that takes longer than its patience takes the tier down: nothing is found then, jobs that
-wait are answered UNAVAILABLE, those in flight are `stuck`. The tier is back when all of them have
-returned, and what was to be cleared meanwhile is removed before anything is found again.
+A call that exceeds its patience takes the tier down: nothing is found, queued jobs are answered
+UNAVAILABLE, and those in flight are `stuck`. The tier comes back when all of them have returned.
+Clears requested meanwhile are carried out before anything is found again.
 
-A directory belongs to one tier at a time. One that is closed while a call hangs keeps its directory
-locked, because the call may still change it.
+A directory belongs to one tier at a time. A tier that is closed while a call hangs keeps its
+directory locked, because the call may still change it.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from lmcache_redis.cache.disk.files import SYNC_POLICIES, ChunkFiles, Sync, lock
 from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.cache.disk.store import DiskStore
 from lmcache_redis.cache.threads import Action, HangDetector, WorkerThreads, nothing
-from lmcache_redis.cache.tier import FramesResult
+from lmcache_redis.cache.tier import FramesResult, ReadDone, Stuck, WriteDone
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
@@ -47,9 +45,6 @@ from lmcache_redis.resp.outcomes import (
 logger = logging.getLogger(__name__)
 
 Keys = Sequence[bytes]
-ReadDone = Callable[[ChunkIO, ReadOutcome], None]
-WriteDone = Callable[[ChunkIO, WriteOutcome], None]
-Stuck = Callable[[ChunkIO], None]
 
 T = TypeVar("T")
 OutcomeT = TypeVar("OutcomeT", ReadOutcome, WriteOutcome)
@@ -63,16 +58,17 @@ _JOIN_S = 0.25
 
 
 class DiskTier:
-    """Chunks in files of a directory, which it makes if need be and which it alone uses.
+    """Chunks in files of a directory, created if needed, that no other tier uses.
 
-    Thread-safe. Slots may be of any sizes. limit_bytes: see `store`. sync: see `files`.
-    read_patience_s, write_patience_s: how long a read, or a write or a removal, may be in flight.
-    read_threads, write_threads: that serve them; write_nice: as of `nice(2)`.
-    Opening takes as long as to read a page of every file. Callers that may block use `store`
-    through `run`.
+    Thread-safe. Slots may have any sizes. Opening reads one page of every file. Callers that may
+    block use `store` through `run`.
 
-    Raises ConfigError for impossible values, for a directory that cannot be used, and for one that
-    another tier has open, in this process or another.
+    limit_bytes: see `store`. sync: see `files`. read_patience_s: how long a read may be in flight;
+    write_patience_s: the same for a write or a removal. read_threads, write_threads: how many.
+    write_nice: see `nice(2)`.
+
+    Raises ConfigError if a value is invalid, or if the directory cannot be used or is in use by
+    another tier, of this process or another.
     """
 
     name = "disk"
@@ -117,7 +113,7 @@ class DiskTier:
 
     @property
     def used_bytes(self) -> int:
-        """What files take, those that are being written or removed included."""
+        """What the files take, including those being written or removed."""
         return self.store.index.used_bytes
 
     @property
@@ -172,19 +168,13 @@ class DiskTier:
             self._submit(self._writes, io, call, partial(end, io), WriteOutcome)
 
     def cancel(self, job: ChunkIO) -> None:
-        """See the contract. What is in flight ends by itself; a write is then not found."""
+        """See the contract. A job in flight runs to its end; a write is then not visible."""
         if cancelled := self._cancelled.get(job):
             cancelled.set()
         self._reads.cancel(job)
         self._writes.cancel(job)
 
-    def remove(
-        self,
-        key: bytes,
-        stripe_count: int | None,
-        deadline: float,
-        done: Callable[[RemoveResult], None],
-    ) -> None:
+    def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
         """See the contract."""
         answer = _first_of(done)
 
@@ -204,7 +194,7 @@ class DiskTier:
     def clear(
         self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
     ) -> None:
-        """See the contract. Of many files, as long as it takes: each has its own patience."""
+        """See the contract. Has no limit as a whole: each file's removal has its own patience."""
         me = object()
         answer = _first_of(done)
         unavailable = ClearResult(CallOutcome.UNAVAILABLE)
@@ -227,7 +217,7 @@ class DiskTier:
             self._put(self._reads, me, clear, dropped)
 
     def close(self, deadline_s: float) -> bool:
-        """See the contract. Writes that wait have half of the time, those in flight the rest."""
+        """See the contract. Queued writes have half of the time, calls in flight the rest."""
         if self._has_ended is not None:
             return self._has_ended
         end_s = time.monotonic() + deadline_s
@@ -246,10 +236,10 @@ class DiskTier:
         return self._has_ended
 
     def run(self, what: str, call: Callable[[], T], stuck: Action = nothing) -> T | None:
-        """Make a call to `store` that blocks, on this thread.
+        """Make a blocking call to `store` on this thread.
 
-        what: READ, WRITE or REMOVAL, which have their patience. stuck: see `HangDetector`. None: it
-        was not made, because another hangs or the tier is closed.
+        what: READ, WRITE or REMOVAL, which selects the patience. stuck: see `HangDetector`. Returns
+        None if the call was not made, because another hangs or the tier is closed.
         """
         return self._detector.run(call, what, self._patience_s[what], stuck)
 
@@ -265,7 +255,7 @@ class DiskTier:
 
     @property
     def _refusal(self) -> str:
-        """The outcome of a job that is dropped: the tier hangs, or it was cancelled or closed."""
+        """The outcome of a dropped job: the tier hangs, the job was cancelled, or it is closed."""
         return "CANCELLED" if self._is_up else "UNAVAILABLE"
 
     def _submit(
@@ -289,15 +279,15 @@ class DiskTier:
     def _put(self, threads: WorkerThreads, name: object, run: Action, dropped: Action) -> None:
         threads.put(run, dropped, name=name)
         if not self._is_up:
-            threads.cancel(name)  # it may have come after `_drop`
+            threads.cancel(name)  # it may have been queued after `_drop`
 
     def _drop(self) -> None:
-        """A call hangs: nothing waits for it."""
+        """A call hangs: drops the queued jobs, which must not wait for it."""
         self._reads.drop()
         self._writes.drop()
 
     def _next_clear(self) -> Action | None:
-        """The disk is about to be back: what is to be cleared before."""
+        """Before the tier comes back: the next clear to carry out, or None."""
         pending = list(self._uncleared.items())
         return partial(self._clear_now, *pending[0]) if pending else None
 
@@ -308,7 +298,7 @@ class DiskTier:
 
 
 def _first_of(done: Callable[[ResultT], None]) -> Callable[[ResultT], None]:
-    """Calls ``done`` with the first answer: a call that hangs may give two."""
+    """Calls ``done`` with the first answer only: a call that hangs may give two."""
     unanswered = [done]
 
     def answer(result: ResultT) -> None:

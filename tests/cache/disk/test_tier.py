@@ -1,6 +1,6 @@
-"""The disk tier behind the contract of `cache.tier`, and a disk that does not answer.
+"""The disk tier against the contract of `cache.tier`, and with a disk that does not answer.
 
-Files are replaced by FIFOs: to open one for reading blocks until it is opened for writing, as on an
+Files are replaced by FIFOs: opening one for reading blocks until it is opened for writing, as on an
 NFS server that is gone.
 """
 
@@ -47,7 +47,7 @@ def payload_of(number: int) -> bytes:
 
 
 class Job:
-    """A job, and what the tier said of it, in order."""
+    """A job and the callbacks that the tier made for it, in order."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def patience_s() -> float:
-    """No slow machine is taken for a hung disk."""
+    """Long, so that a slow machine does not look like a hung disk."""
     return 60.0
 
 
@@ -212,7 +212,7 @@ def test_a_clear_takes_what_begins_so_and_nothing_else(tier: DiskTier, directory
 
 
 class Gate:
-    """Writes of files wait until it is opened. It counts those that have come."""
+    """Blocks writes of files until it is opened, and counts them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
@@ -295,7 +295,7 @@ def test_close_ends_what_waits_in_its_time(directory: Path, gate: Gate) -> None:
 
 
 class Hang:
-    """FIFOs in place of files; a read hangs on each until `end`."""
+    """FIFOs in place of files; a read of one hangs until `end`."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
