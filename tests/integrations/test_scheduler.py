@@ -491,7 +491,7 @@ def test_names_begin_with_the_epoch_and_the_adapter(
     plain = FakeRequest(tokens=2 * CHUNK + 1).block_hashes
     assert only_store(store_of(scheduler, "r")).block_hashes == plain
     assert only_store(store_of(scheduler, "s")).block_hashes == [b"A" * 16 + h for h in plain]
-    assert store_of(scheduler, "t").stores == []  # an adapter that cannot be told from others
+    assert store_of(scheduler, "t").stores == []  # an adapter that cannot be identified
     assert [request_id for request_id, _ in adapter.lookups] == ["r", "s"]
     scheduler.weights_changed("an update", "step-1")
     epoch = named_epoch("step-1")
