@@ -29,6 +29,9 @@ def test_a_socket_is_replaced_unless_it_has_a_listener(tmp_path: Path) -> None:
     path = tmp_path / "agent.sock"
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))  # without listen, as if its process had been killed
-        with zmq.Context() as context, bind_router(context, f"ipc://{path}"):
-            with pytest.raises(ConfigError, match="is in use"):
-                bind_router(context, f"ipc://{path}").close()
+        with (
+            zmq.Context() as context,
+            bind_router(context, f"ipc://{path}"),
+            pytest.raises(ConfigError, match="is in use"),
+        ):
+            bind_router(context, f"ipc://{path}").close()

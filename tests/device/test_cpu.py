@@ -284,12 +284,12 @@ class TestRefused:
         ("change", "reason"),
         [
             (lambda h: {"pid_start_time": h.pid_start_time + 1}, "not the engine that registered"),
-            (lambda h: {"pid": 2**22 + 1}, "cannot be seen.*PID namespace"),
+            (lambda h: {"pid": 2**22 + 1}, "not visible.*PID namespace"),
             (lambda h: {"fd": 99_999}, "cannot be opened.*one user.*PID namespace"),
             (lambda h: {"fd": -1}, "cannot be opened"),
             (lambda h: {"inode": h.inode + 1}, "no longer the memory"),
             (lambda h: {"device": h.device + 1}, "no longer the memory"),
-            (lambda h: {"size_bytes": h.size_bytes + 4096}, "has .* bytes, the engine registered"),
+            (lambda h: {"size_bytes": h.size_bytes + 4096}, "has .* bytes, but the engine registered"),
             (lambda h: {"fd": 2**63}, "cannot be opened"),
         ],
     )
