@@ -185,16 +185,7 @@ def _scratch(
     All other sizes and strides are kept, except the strides of dimensions outside the block
     dimension (K before V), which shrink with it.
     """
-    itemsize = cache.element_size()
-    view = TensorView(
-        name="kv_cache",
-        dtype=str(cache.dtype),
-        itemsize=itemsize,
-        storage=0,
-        offset=0,
-        shape=tuple(cache.shape),
-        strides=tuple(stride * itemsize for stride in cache.stride()),
-    )
+    view = TensorView.of(cache, "kv_cache", str(cache.dtype), storage=0)
     dim, parts = block_dimension(view, num_blocks, block_stride)
     blocks = min(_BLOCKS, num_blocks)
     size = list(cache.shape)
@@ -208,6 +199,6 @@ def _scratch(
         for other, stride in enumerate(cache.stride())
     ]
     extent = 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
-    memory = torch.zeros(extent * itemsize, dtype=torch.uint8, device=cache.device)
+    memory = torch.zeros(extent * view.itemsize, dtype=torch.uint8, device=cache.device)
     view_of_memory = memory.view(cache.dtype).as_strided(size, strides)
     return _Scratch(memory, view_of_memory, blocks * block_size_tokens)
