@@ -65,7 +65,7 @@ def _encode_custom(value: Any) -> Any:
 
 
 def _decode_custom(expected: type, value: Any) -> Any:
-    # Either the result of `_decode_extension` or the plain form of a torch type.
+    # ``value`` is the result of `_decode_extension`, or the plain form of a torch type.
     if isinstance(value, expected):
         return value
     torch = sys.modules.get("torch")

@@ -1,8 +1,8 @@
 """Element types and memory formats by name, with their codes in encoded metadata. Free of torch.
 
-A dtype is known by its torch name without the module, for instance ``"bfloat16"``. Only
-`torch_dtype` imports torch, and only when called. A code, once assigned, never changes its
-meaning: stored values contain it. Dtype codes below 64 and formats below 16 are those of LMCache.
+A dtype is named as in torch, without the module, for instance ``"bfloat16"``. Only `torch_dtype`
+imports torch, and only when called. The meaning of a code never changes, because stored values
+contain codes. Dtype codes below 64 and formats below 16 are those of LMCache.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class ObjectKey(
     def ComputeKVRank(
         world_size: int, global_rank: int, local_world_size: int, local_rank: int
     ) -> int:
-        """32 bits: the four arguments, eight bits each, the first at the top.
+        """32 bits: the four arguments, eight bits each, the first in the most significant bits.
 
         Raises FormatError for an argument that is negative or over 255.
         """
@@ -99,7 +99,7 @@ class ObjectKey(
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ObjectKey:
-        """Raises FormatError unless `data` is exactly what some key's `to_bytes` gives."""
+        """Decodes a key. Raises FormatError unless `data` is exactly the `to_bytes` of some key."""
         fixed = _RANK_AND_NAME_LENGTH.size
         if len(data) < fixed:
             raise FormatError(f"an ObjectKey has at least {fixed} bytes, not {len(data)}")
@@ -208,8 +208,8 @@ def ipc_keys_to_object_keys(keys: Iterable[IPCCacheEngineKey]) -> list[ObjectKey
     """The chunks named by hash-mode keys, in the order of the keys.
 
     A key with a worker id gives one ObjectKey; a key without gives `world_size` of them, in
-    worker order. All workers count as workers of one node. Raises FormatError for a key with
-    token ids: hash them first (`hash_chunks`).
+    worker order. All workers count as workers of one node. Raises FormatError for a key with token
+    ids, which have to be hashed first (`hash_chunks`).
     """
     object_keys: list[ObjectKey] = []
     for key in keys:
@@ -281,7 +281,7 @@ def parse_stripe_key(data: bytes, key_prefix: bytes = b"") -> tuple[bytes, Objec
     object_at = len(start) + NAMESPACE_BYTES
     index_at = len(data) - _STRIPE_INDEX.size
     if data[: len(start)] != start or index_at < object_at:
-        raise FormatError("not the key of a stripe: another prefix, or too short")
+        raise FormatError("not the key of a stripe: it has another prefix or is too short")
     (stripe_index,) = _STRIPE_INDEX.unpack_from(data, index_at)
     namespace = bytes(data[len(start) : object_at])
     return namespace, ObjectKey.from_bytes(data[object_at:index_at]), stripe_index
@@ -298,7 +298,7 @@ def _model_name_bytes(model_name: str) -> bytes:
     try:
         name = model_name.encode("utf-8")
     except (AttributeError, UnicodeEncodeError):
-        raise FormatError(f"a model name is text that has UTF-8, not {model_name!r}") from None
+        raise FormatError(f"a model name is text that UTF-8 encodes, not {model_name!r}") from None
     if not 1 <= len(name) <= MAX_MODEL_NAME_BYTES:
         raise FormatError(
             f"a model name has 1 to {MAX_MODEL_NAME_BYTES} bytes of UTF-8, not {len(name)}"
@@ -321,7 +321,7 @@ def _check_salt(salt: bytes, *, by_hash: bool) -> None:
     if not isinstance(salt, bytes) or len(salt) > MAX_SALT_BYTES:
         raise FormatError(f"a salt is at most {MAX_SALT_BYTES} bytes, not {salt!r:.80}")
     if salt and by_hash:
-        raise FormatError("a chunk_hash covers the salt: only token_ids are given one")
+        raise FormatError("a chunk_hash covers the salt: only token_ids take one")
 
 
 def _check_tokens(token_ids: tuple[int, ...]) -> None:
@@ -334,7 +334,7 @@ def _token_array(token_ids: Iterable[int]) -> array[int]:
     """Native unsigned integers of 32 bits."""
     tokens = array("I")
     try:
-        # extend, not the constructor, which would read bytes as machine words
+        # The constructor would read bytes as machine words; extend does not.
         tokens.extend(token_ids)
     except (TypeError, OverflowError) as error:
         raise FormatError(f"a token id is 0 to 2**32 - 1: {error}") from None

@@ -2,16 +2,15 @@
 
 Transport
 ---------
-ZeroMQ DEALER (engine side) to ROUTER (agent). A message has two frames: a preamble
-(``PREAMBLE``: magic and protocol version, compared before anything is decoded) and one
-msgpack-encoded tagged Struct of this module. KV bytes never travel here: they move
-through memory that both sides map.
+ZeroMQ DEALER (engine side) to ROUTER (agent). A message has two frames: a preamble (``PREAMBLE``:
+magic and protocol version, compared before anything is decoded) and one msgpack-encoded tagged
+Struct of this module. KV bytes are not sent: they move through memory that both sides map.
 
 Order of events
 ---------------
 1. ``HELLO`` opens a connection. It names the engine, the role and, for a worker, its rank.
-   ``WELCOME`` answers with the agent's identity (``agent_id`` is new in every process), its
-   process and its chunk size. Any other message from an unknown peer is answered
+   ``WELCOME`` answers with the agent's identity (``agent_id`` is new in every process), its process
+   and its chunk size. Any other message from an unknown peer is answered by
    ``FAILURE(UNKNOWN_PEER)``, which tells a client that the agent was restarted. ``PING``,
    ``STATUS`` and ``GET_CHUNK_SIZE`` need no ``HELLO``.
 2. A worker sends ``REGISTER_KV_CACHE`` with its layout, the layout's fingerprint and handles to
@@ -20,8 +19,8 @@ Order of events
    nothing if no registration is expected.
 3. The scheduler sends ``LOOKUP``. The agent answers ``LOOKUP_RESULT`` when every chunk of the
    answer is pinned in its host pool, or at ``lookup_deadline_s``. The pins belong to
-   ``(engine_id, request_id)`` until each rank has retrieved its chunk, ``RELEASE_LOCKS``
-   names it, ``END_SESSION`` ends the request, or the session times out.
+   ``(engine_id, request_id)`` until each rank has retrieved its chunk, ``RELEASE_LOCKS`` names the
+   chunk, ``END_SESSION`` ends the request, or the session times out.
 4. A worker sends ``RETRIEVE``: pinned chunks are copied into the named blocks. ``RETRIEVE_RESULT``
    lists the chunks that were not copied (indices into ``chunks``).
 5. A worker sends ``STORE``: blocks are copied into slots. ``STORE_RESULT`` says that the blocks
@@ -30,8 +29,8 @@ Order of events
 Leases
 ------
 ``STORE`` and ``RETRIEVE`` carry ``lease_ns``, a time on ``CLOCK_MONOTONIC``, which engine and agent
-share because they share a machine. The agent starts no copy after the lease, and checks it before
-each part of a copy (1 MiB on the CPU).
+share because they run on one machine. The agent starts no copy after the lease, and checks it
+before each part of a copy (1 MiB on the CPU).
 
 - A store reads. The engine keeps its blocks until the answer arrives or the lease expires. The
   agent discards what it reads after the lease. So a slow or stopped agent cannot cache the bytes
@@ -45,9 +44,9 @@ each part of a copy (1 MiB on the CPU).
 Failures
 --------
 - The preamble differs: ``FAILURE(VERSION_MISMATCH)`` with a reason; the client stops sending.
-- A message cannot be decoded or exceeds a bound: ``FAILURE(BAD_MESSAGE)``, and nothing is done. A
+- A message cannot be decoded or exceeds a bound: ``FAILURE(BAD_MESSAGE)``; it has no effect. A
   frame of more than ``MAX_MESSAGE_BYTES`` is not received: the connection is closed.
-- The agent has ``MAX_PEERS`` peers: ``FAILURE(REFUSED)`` to the ``HELLO`` of another.
+- The agent has ``MAX_PEERS`` peers: ``FAILURE(REFUSED)`` answers the ``HELLO`` of another peer.
 - The agent dies: its socket closes. The client fails every pending call, sends ``HELLO`` until an
   agent answers, and registers again.
 - An engine dies or is silent for longer than ``heartbeat_timeout_s``: the agent unpins the chunks
@@ -74,7 +73,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 MAX_PEERS = 512
 
 Epoch = Annotated[bytes, msgspec.Meta(max_length=8)]
-# After the epoch follows a block hash, or an adapter digest and a block hash.
+# The bytes after the epoch: a block hash, or an adapter digest and a block hash.
 HASH_BYTES_OF_AN_EPOCH = (32, 48)
 ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTES)]
 # Text that the agent keeps for a peer is bounded.
@@ -82,7 +81,7 @@ Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class VersionMismatch(WireError):
-    """The peer speaks another version of the protocol."""
+    """The peer uses another version of the protocol."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,7 +140,7 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
 
 
 class Store(Message, frozen=True, tag="STORE"):
-    """Copy blocks into the cache: ``blocks_per_chunk`` block ids per chunk.
+    """Copies blocks into the cache: ``blocks_per_chunk`` block ids per chunk.
 
     ``event`` is a CUDA interprocess event after which the blocks may be read; None on the CPU.
     """
@@ -154,7 +153,7 @@ class Store(Message, frozen=True, tag="STORE"):
 
 
 class Retrieve(Message, frozen=True, tag="RETRIEVE"):
-    """Copy pinned chunks into blocks, except the blocks of the first ``skip_first_n_tokens``.
+    """Copies pinned chunks into blocks, except the blocks of the first ``skip_first_n_tokens``.
 
     ``event`` is a CUDA interprocess event after which the blocks may be written: the engine may
     still be zeroing them. None on the CPU.
@@ -224,7 +223,7 @@ class ChunkSize(Message, frozen=True, tag="CHUNK_SIZE"):
 
 
 class Done(Message, frozen=True, tag="DONE"):
-    """The question was carried out; ``count`` is the number of objects affected."""
+    """The operation succeeded; ``count`` is the number of objects affected."""
 
     count: int = 0
 
@@ -267,7 +266,7 @@ class Pong(Message, frozen=True, tag="PONG"):
 
 
 class Failure(Message, frozen=True, tag="FAILURE"):
-    """The question was not carried out. ``code`` is one of the ``FAILURE_*`` names."""
+    """The operation failed or was refused. ``code`` is one of the five constants below."""
 
     code: str
     reason: str
@@ -340,7 +339,7 @@ def _decode(decoder: CustomizedDecoder, frames: Sequence[bytes]) -> object:
     if frames[0] != PREAMBLE:
         theirs = int.from_bytes(frames[0][len(MAGIC) : len(PREAMBLE)], "big")
         raise VersionMismatch(
-            f"the peer speaks protocol version {theirs}, this side {PROTOCOL_VERSION}: "
+            f"the peer uses protocol version {theirs}, this side {PROTOCOL_VERSION}: "
             "install the same lmcache-redis for vLLM and for the agent"
         )
     if len(frames[1]) > MAX_MESSAGE_BYTES:
@@ -349,7 +348,7 @@ def _decode(decoder: CustomizedDecoder, frames: Sequence[bytes]) -> object:
 
 
 def call_id_of(frames: Sequence[bytes]) -> int:
-    """The ``call_id`` of a message that was refused; 0 if it has none."""
+    """The ``call_id`` of a message that cannot be decoded; 0 if it has none."""
     try:
         return cast(_Envelope, _envelope_decoder.decode(frames[1])).call_id
     except (WireError, IndexError):

@@ -5,7 +5,7 @@
     u64 length | u32 memory format | u32 groups
     per group: u32 dtype code | u32 dimensions | 4 x u64 sizes, zero where unused
 
-At most 8 groups, and so at most 336 bytes. The messages of LMCache's TCP protocol have their own
+At most 8 groups, so at most 336 bytes. The messages of LMCache's TCP protocol have their own
 encoding: they are defined in `lmcache_redis.lm_wire` and re-exported here.
 """
 
@@ -218,7 +218,7 @@ _group_count: int | None = None
 
 
 def init_remote_metadata_info(num_groups: int) -> None:
-    """Sets, once per process, the number of groups of its chunks: 0 to 8."""
+    """Sets the number of groups in every chunk of this process, 0 to 8, once per process."""
     global _group_count
     if type(num_groups) is not int or not 0 <= num_groups <= MAX_GROUPS:
         raise FormatError(f"{num_groups!r:.80} groups; metadata has 0 to {MAX_GROUPS}")
@@ -226,7 +226,7 @@ def init_remote_metadata_info(num_groups: int) -> None:
 
 
 def get_remote_metadata_bytes() -> int:
-    """Bytes of such metadata. Raises RuntimeError before `init_remote_metadata_info`."""
+    """Bytes of its metadata. Raises RuntimeError before `init_remote_metadata_info`."""
     if _group_count is None:
         raise RuntimeError("init_remote_metadata_info was not called yet")
     return _FIXED.size + _group_count * _GROUP.size

@@ -17,8 +17,8 @@ from lmcache_redis.config import endpoint_path, why_unsafe
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.messages import MAX_MESSAGE_BYTES
 
-# Messages queued per peer. When the inbox is full, an engine's messages queue at its side. When
-# the outbox is full, answers to a peer that does not read are dropped.
+# Messages queued per peer. When the inbox is full, messages queue on the engine's side. When the
+# outbox is full, answers to a peer that does not read are dropped.
 _INBOX = 64
 _OUTBOX = 1_000
 
@@ -32,7 +32,8 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.S
     router.setsockopt(zmq.SNDHWM, _OUTBOX)
     router.setsockopt(zmq.RCVHWM, _INBOX)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    # A client may reconnect under its identity before the loss of its old connection is noticed.
+    # A client may reconnect under its identity before the ROUTER notices the loss of its old
+    # connection.
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
     try:
         router.bind(endpoint)
@@ -59,7 +60,7 @@ def connect_watched_dealer(
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """As `connect_dealer`, with a monitor of EVENT_CONNECTED and EVENT_DISCONNECTED."""
     dealer = _dealer(context)
-    # Before connecting, or the first event would be missed.
+    # Before it connects, so that no event is missed.
     monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
     try:
         _connect(dealer, endpoint)
@@ -88,7 +89,7 @@ def _connect(dealer: zmq.Socket[bytes], endpoint: str) -> None:
         dealer.connect(endpoint)
     except zmq.ZMQError as error:
         dealer.close()
-        raise ConfigError(f"{endpoint!r} is no endpoint of an agent: use ipc://PATH") from error
+        raise ConfigError(f"{endpoint!r} is not an agent's endpoint: use ipc://PATH") from error
 
 
 def distrust(endpoint: str) -> str | None:
@@ -103,9 +104,13 @@ def distrust(endpoint: str) -> str | None:
 
 
 def _clear_stale_socket(path: Path, endpoint: str) -> None:
-    """Removes a socket without a listener. Raises ``ConfigError`` if it has one."""
+    """Removes a socket without a listener. Raises ``ConfigError`` if anything else is there."""
     if not path.exists():
         return
+    if not path.is_socket():
+        raise ConfigError(
+            f"--endpoint {endpoint} cannot be used: {path} is not a socket; choose another one"
+        )
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         probe.connect(str(path))
@@ -113,7 +118,7 @@ def _clear_stale_socket(path: Path, endpoint: str) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{path} is in the way of --endpoint {endpoint} ({error.strerror}); "
+            f"--endpoint {endpoint} cannot be used: {path} exists ({error.strerror}); "
             "remove it or choose another --endpoint"
         ) from error
     else:
@@ -126,7 +131,7 @@ def _clear_stale_socket(path: Path, endpoint: str) -> None:
 
 
 class Wakeup:
-    """Wakes a thread that polls ``fd`` from any other thread."""
+    """Lets any thread wake a thread that polls ``fd``."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -1,4 +1,4 @@
-"""The wire: every message survives the round trip, nothing else does."""
+"""Every message survives encoding and decoding; all other bytes are refused."""
 
 from __future__ import annotations
 

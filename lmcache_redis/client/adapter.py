@@ -20,11 +20,11 @@ _T = TypeVar("_T", Store, Retrieve)
 
 @dataclass(slots=True)
 class _Requests:
-    """Transfers in flight by request id, and results that are still to be reported."""
+    """Transfers in flight by request id, and results that are not reported yet."""
 
     stores: dict[str, list[Store]] = field(default_factory=dict)
     retrieves: dict[str, list[Retrieve]] = field(default_factory=dict)
-    held: set[str] = field(default_factory=set)  # finished, their blocks held for stores
+    held: set[str] = field(default_factory=set)  # finished; the engine holds blocks for stores
     reported: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
 
@@ -87,9 +87,9 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         """Ids of requests whose stores, and whose retrieves, have ended since the last call.
 
         ``finished_req_ids`` are requests that the engine has finished and whose blocks it holds
-        for their stores. Only such a store is reported, and only once, although an engine with
-        asynchronous scheduling may repeat the id in later calls. After a call without it, the id
-        belongs to a new request. Failed retrieves are reported too, see
+        for their stores. Only the stores of such requests are reported, and only once, although an
+        engine with asynchronous scheduling may repeat an id in later calls. After a call without
+        the id, it belongs to a new request. Failed retrieves are reported too, see
         ``get_block_ids_with_load_errors``.
         """
         requests = self._requests

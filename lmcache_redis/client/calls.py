@@ -4,13 +4,13 @@ The engine may reuse the blocks of a store or retrieve when it is ``over``:
 
 - A store reads. The agent discards what it reads after the lease. So the blocks are free when the
   agent has answered, when the lease has expired, or when the agent's process has ended.
-- A retrieve writes, and a write cannot be recalled. So the blocks are free when the agent has
+- A retrieve writes, and a write cannot be undone. So the blocks are free when the agent has
   answered, when its process has ended, or when it has closed the mapping that the retrieve writes
   through. The agent reports that by mapping the engine's memory again (`RegisterKVCache`), which it
-  does only after the copies through the old mapping have ended. The blocks of a frozen agent stay
-  held.
+  does only after the copies through the old mapping have ended. While the agent is frozen, the
+  blocks stay held.
 
-A call that never reached the agent (LOST, not ``sent``) holds nothing.
+A call that never reached the agent (LOST, not ``sent``) holds no blocks.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class InterprocessEvent(Protocol):
 class AgentProcess:
     """The process of the agent that sent a WELCOME.
 
-    visible: whether it can be seen in ``/proc``, checked at once, while it is surely alive. In
-        another PID namespace it cannot; then its absence proves nothing.
+    visible: whether ``/proc`` shows it, checked at once, while it is certainly alive. A process in
+        another PID namespace is not visible, so its absence proves nothing.
     """
 
     def __init__(self, welcome: m.Welcome) -> None:
@@ -134,7 +134,7 @@ class Transfer:
 
     @property
     def abandoned(self) -> bool:
-        """Whether the call is lost, and no agent can be carrying it out."""
+        """Whether the call is lost and no agent can be executing it."""
         if self.call.state is not CallState.LOST:
             return False
         return not self.call.sent or (self.agent is not None and self.agent.has_ended())
@@ -189,7 +189,7 @@ class Retrieve(Transfer):
 
     @property
     def failed_blocks(self) -> set[int]:
-        """Ids of the blocks that were to be written and were not."""
+        """Ids of the blocks that the retrieve should have written and did not."""
         return {
             self.op.block_ids[block]
             for index in self.failed_chunks

@@ -1,4 +1,4 @@
-"""Status requests of command-line tools to an agent."""
+"""Requests of command-line tools to an agent: ping and status."""
 
 from __future__ import annotations
 
@@ -48,28 +48,18 @@ class ControlClient:
         return report
 
     def _ask(self, question: m.Message, expected: type[_A]) -> _A:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            dealer = connect_dealer(context, self._endpoint)
-            try:
-                return self._exchange(dealer, question, expected)
-            finally:
-                dealer.close(linger=0)
-        finally:
-            context.term()
-
-    def _exchange(self, dealer: zmq.Socket[bytes], question: m.Message, expected: type[_A]) -> _A:
         deadline_s = time.monotonic() + self._timeout_s
-        for event in (zmq.POLLOUT, zmq.POLLIN):
-            left_ms = max(0, int((deadline_s - time.monotonic()) * 1000))
-            if not dealer.poll(left_ms, event):
-                raise AgentUnreachable(
-                    f"no agent answers at {self._endpoint}: start one with `lmcache-redis agent`, "
-                    "or name its --endpoint"
-                )
-            if event == zmq.POLLOUT:
-                dealer.send_multipart(m.encode(question))
-        answer = m.decode_answer(dealer.recv_multipart())
+        with zmq.Context() as context, connect_dealer(context, self._endpoint) as dealer:
+            for event in (zmq.POLLOUT, zmq.POLLIN):
+                left_ms = max(0, int((deadline_s - time.monotonic()) * 1000))
+                if not dealer.poll(left_ms, event):
+                    raise AgentUnreachable(
+                        f"no agent answers at {self._endpoint}: start one with "
+                        "`lmcache-redis agent`, or pass its --endpoint"
+                    )
+                if event == zmq.POLLOUT:
+                    dealer.send_multipart(m.encode(question))
+            answer = m.decode_answer(dealer.recv_multipart())
         if isinstance(answer, expected):
             return answer
         reason = answer.reason if isinstance(answer, m.Failure) else type(answer).__name__

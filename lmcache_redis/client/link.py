@@ -59,7 +59,7 @@ class Duty(Enum):
 def next_duty(
     state: LinkState, *, now_s: float, heard_s: float, sent_s: float, dead_after_s: float
 ) -> Duty:
-    """What is due at ``now_s``, by the times of the last message received and sent."""
+    """What is due at ``now_s``, given the times of the last message received and sent."""
     if state is LinkState.ONLINE:
         if now_s - heard_s > dead_after_s:
             return Duty.RECONNECT
@@ -130,12 +130,12 @@ class AgentLink:
         return call
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits for ``condition``, evaluated whenever a call or the link changes its state."""
+        """Waits for ``condition``, which is evaluated when a call or the link changes state."""
         with self._changed:
             return self._changed.wait_for(condition, timeout_s)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Ends the thread and the connection; pending calls are LOST."""
+        """Ends the thread and closes the connection; pending calls are LOST."""
         self._stop = True
         self._wakeup.set()
         self._thread.join(timeout_s)
@@ -155,7 +155,10 @@ class AgentLink:
             while not self._stop:
                 self._serve_socket()
         except Exception:
-            logger.exception("the link to the agent at %s failed; the cache is off", self.endpoint)
+            logger.exception(
+                "the link to the agent at %s failed; the cache is off for this engine",
+                self.endpoint,
+            )
         finally:
             was_online = self.online
             self._set_state(LinkState.CLOSED)
@@ -248,7 +251,7 @@ class AgentLink:
             except m.VersionMismatch as error:
                 self._refused(str(error))
             except WireError as error:
-                self._log_once(f"ignored an answer of the agent at {self.endpoint}: {error}")
+                self._log_once(f"ignored an answer from the agent at {self.endpoint}: {error}")
             else:
                 self._heard_s = time.monotonic()
                 self._answered(answer)

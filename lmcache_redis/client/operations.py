@@ -13,8 +13,8 @@ from lmcache_redis.messages import ChunkNames
 class LoadStoreOp:
     """Whole chunks of one request, and the blocks to store them from or to load them into.
 
-    Exactly one of ``token_ids`` and ``block_hashes`` is given. The order of the fields is that of
-    LMCache's class of this name.
+    Exactly one of ``token_ids`` and ``block_hashes`` is given. The fields are in the order of
+    LMCache's class of the same name.
 
     block_ids: ids of paged blocks in token order, ``blocks_per_chunk`` per chunk.
     token_ids: all tokens of the request up to ``end``, or more (token mode). The operation covers
@@ -23,8 +23,8 @@ class LoadStoreOp:
     skip_first_n_tokens: a load does not write the blocks of this many leading tokens, because
         other requests may be reading them.
 
-    Raises TypeError for hashes in place of token ids and the other way round, ValueError for
-    inconsistent arguments.
+    Raises TypeError for hashes in place of token ids or the reverse, ValueError for inconsistent
+    arguments.
     """
 
     block_ids: Sequence[int]
@@ -43,8 +43,8 @@ class LoadStoreOp:
             )
         if self.token_ids is not None and not 0 <= self.start < self.end <= len(self.token_ids):
             raise ValueError(
-                f"tokens {self.start} to {self.end} of {len(self.token_ids)}: in token mode start "
-                "and end say which of them the blocks hold"
+                f"tokens {self.start} to {self.end} of {len(self.token_ids)}: in token mode, start "
+                "and end say which tokens the blocks hold"
             )
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ def check_names(
     block_hashes: Sequence[bytes] | None,
     cache_salt: str | bytes = "",
 ) -> None:
-    """Checks that exactly one is given, of the right type, and a salt only with token ids.
+    """Checks that exactly one of both is given, of the right type, and a salt only with token ids.
 
     Raises TypeError or ValueError.
     """
@@ -71,10 +71,10 @@ def check_names(
         if len(block_hashes) and not isinstance(block_hashes[0], bytes):
             raise TypeError(
                 f"a block hash is bytes, not {type(block_hashes[0]).__name__}: "
-                "token ids are given as token_ids"
+                "pass token ids as token_ids"
             )
     elif token_ids is not None and len(token_ids) and isinstance(token_ids[0], bytes):
-        raise TypeError("a token id is an int, not bytes: hashes are given as block_hashes")
+        raise TypeError("a token id is an int, not bytes: pass hashes as block_hashes")
 
 
 def chunk_names(
@@ -92,8 +92,8 @@ def chunk_names(
 ) -> ChunkNames:
     """The names of the whole chunks among ``block_hashes``, or of ``token_ids[start:end]``.
 
-    The hash of its last block names a chunk: block hashes are chained, so it covers every token
-    before it. The agent hashes token ids after ``cache_salt`` (text as UTF-8). If
+    A chunk is named by the hash of its last block: block hashes are chained, so that hash covers
+    every token before it. The agent hashes ``cache_salt`` (text as UTF-8), then the token ids. If
     ``blocks_per_chunk`` is 0 there are no chunks. Raises as `check_names` does, and FormatError for
     a salt of more than 4,096 bytes.
     """

@@ -14,7 +14,7 @@ from lmcache_redis.client.operations import check_names, chunk_names
 
 logger = logging.getLogger(__name__)
 
-# An agent that exceeds its own lookup deadline by this counts as lost.
+# A lookup is given up this long after the agent's own deadline.
 _GRACE_S = 0.25
 
 
@@ -29,7 +29,7 @@ class _Lookup:
 
 
 class LMCacheMPSchedulerAdapter:
-    """Asks the agent which leading chunks of prompts are cached. Never blocks.
+    """Asks the agent which leading chunks of prompts are cached. Blocks only for ``wait_s``.
 
     endpoint: where the agent listens.
     model_name, world_size: as in every key of this engine.
@@ -64,7 +64,7 @@ class LMCacheMPSchedulerAdapter:
         )
 
     def chunk_size_tokens(self) -> int:
-        """Tokens of one chunk; 0 if unknown, or if it is no multiple of the block size."""
+        """Tokens of one chunk; 0 if it is unknown or not a multiple of the block size."""
         if self.link.welcome is None:
             return 0
         chunk_tokens, block_tokens = self.link.welcome.chunk_size_tokens, self._block_size_tokens
@@ -73,14 +73,14 @@ class LMCacheMPSchedulerAdapter:
         if self._reported_size_tokens != chunk_tokens:
             self._reported_size_tokens = chunk_tokens
             logger.error(
-                "the agent's chunk size of %d tokens is no multiple of the engine's block size of "
-                "%d: start the agent with --chunk-size-tokens %d; until then there are no hits",
+                "the agent's chunk size of %d tokens is not a multiple of the engine's block size "
+                "of %d: start the agent with --chunk-size-tokens %d; until then there are no hits",
                 chunk_tokens, block_tokens, -(-chunk_tokens // block_tokens) * block_tokens,
             )  # fmt: skip
         return 0
 
     def num_blocks_per_chunk(self) -> int:
-        """Paged blocks of one chunk; 0 if no usable agent is known."""
+        """Paged blocks of one chunk; 0 as for `chunk_size_tokens`."""
         return self.chunk_size_tokens() // self._block_size_tokens
 
     def maybe_submit_lookup_request(
@@ -92,12 +92,12 @@ class LMCacheMPSchedulerAdapter:
         first_chunk: int = 0,
         cache_salt: str | bytes = "",
     ) -> None:
-        """Starts a lookup for ``request_id``, unless it has one.
+        """Starts a lookup for ``request_id``, unless that request has one.
 
         Exactly one of ``block_hashes`` (one per block) and ``token_ids`` is given, both from the
         start of the prompt. The lookup covers the whole chunks from index ``first_chunk`` on.
         ``cache_salt`` stands for everything else that the KV of ``token_ids`` depends on (salt,
-        LoRA, images); stores need the same. Raises ``ValueError``, ``TypeError`` otherwise.
+        LoRA, images); stores need the same salt. Raises ``ValueError``, ``TypeError`` otherwise.
         """
         check_names(token_ids, block_hashes, cache_salt)
         if request_id in self._lookups:
@@ -129,10 +129,10 @@ class LMCacheMPSchedulerAdapter:
         lookup.call = self.link.submit(m.Lookup, request_id=request_id, chunks=chunks)
 
     def check_lookup_result(self, request_id: str, *, wait_s: float = 0.0) -> int | None:
-        """Leading tokens of the prompt that the agent holds for it; None if not known yet.
+        """The end of the cached prefix in tokens, 0 for a miss; None if not known yet.
 
-        Waits for at most ``wait_s``. The result is 0 for an unknown request, a lost agent, and a
-        lookup that is not answered within the agent's deadline and a grace period.
+        Waits for at most ``wait_s``. The result is also 0 for an unknown request, a lost agent, and
+        a lookup that is not answered within the agent's deadline and a grace period.
         """
         lookup = self._lookups.get(request_id)
         if lookup is None:
@@ -141,7 +141,7 @@ class LMCacheMPSchedulerAdapter:
             if lookup.call.wait(wait_s):
                 lookup.hit_tokens = _hit_tokens(lookup, lookup.call.answer)
             elif time.monotonic() >= lookup.deadline_s:
-                logger.warning("a lookup was not answered in time; computing %s", request_id)
+                logger.warning("no answer to a lookup in time; computing request %s", request_id)
                 lookup.hit_tokens = 0
                 self.link.submit(m.EndSession, request_id=request_id)
         return lookup.hit_tokens
@@ -170,7 +170,7 @@ class LMCacheMPSchedulerAdapter:
     def clear(self, epoch: bytes | None = None) -> None:
         """Asks the agent to remove this engine's chunks whose hashes begin with ``epoch``, or all.
 
-        Returns at once. They stay if the agent is gone or Redis does not answer.
+        Returns at once. The chunks stay if the agent is lost or Redis does not answer.
         """
         self.link.submit(m.Clear, epoch=epoch)
 

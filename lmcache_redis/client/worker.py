@@ -111,7 +111,7 @@ class WorkerClient:
     @property
     def ready(self) -> bool:
         """Whether an agent has mapped this worker's memory and is alive."""
-        # In this order: the link stores the WELCOME of a new agent before it is online again.
+        # In this order, because the link stores a new agent's WELCOME before it is online again.
         return self.link.online and self._registered is self.link.welcome
 
     @property
@@ -131,8 +131,8 @@ class WorkerClient:
             return
         if not agent.visible:
             logger.error(
-                "the agent cannot be used: its process is not visible from the engine, so its end "
-                "would go unnoticed: let both share one PID namespace "
+                "the agent cannot be used: its process is not visible from the engine, which "
+                "could not notice its end; let both share one PID namespace "
                 "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)"
             )
             return

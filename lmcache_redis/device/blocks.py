@@ -1,7 +1,7 @@
 """From tensors to segments: find the block dimension, and cut each block into pages.
 
-One dimension of each tensor must count blocks. The inside of a block is opaque bytes: one page if
-it is dense, otherwise one segment for each dense run (two, where K and V are the outer dimension).
+One dimension of each tensor must count blocks. A block's contents are opaque bytes: one page if
+they are dense, otherwise one segment for each dense run (two if K and V are the outer dimension).
 Pure arithmetic over shapes and strides. A tensor that fits no rule is refused.
 """
 
@@ -27,7 +27,7 @@ _MAX_PIECES = 1 << 20  # before pieces that touch are merged
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A tensor in storage number ``storage``; ``offset`` and ``strides`` in bytes."""
+    """A tensor in the storage with index ``storage``; ``offset`` and ``strides`` in bytes."""
 
     name: str
     dtype: str
@@ -36,6 +36,20 @@ class TensorView:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, name: str, dtype: str, storage: int) -> TensorView:
+        """The view of ``tensor``."""
+        itemsize = tensor.element_size()
+        return cls(
+            name=name,
+            dtype=dtype,
+            itemsize=itemsize,
+            storage=storage,
+            offset=tensor.storage_offset() * itemsize,
+            shape=tuple(tensor.shape),
+            strides=tuple(stride * itemsize for stride in tensor.stride()),
+        )
 
     def refuse(self, reason: str) -> DeviceError:
         """The error for a tensor that cannot be used: it names shape, strides and dtype."""
@@ -83,19 +97,19 @@ def find_segments(
 ) -> PagedSegments:
     """Coalesced segments that cover every byte of every tensor.
 
-    Holes inside a block are copied too if they are within the block's stride and belong to no other
-    tensor; otherwise the block is cut into its dense runs.
+    Holes inside a block are copied too if they lie within the block's stride and belong to no other
+    tensor. Otherwise the block is cut into its dense runs.
 
     Args:
         views: tensors in chunk order. Two names for one tensor are copied once.
         num_blocks: blocks as the engine numbers them.
-        block_strides: bytes from block to block, by tensor name, where the engine reports them.
-            They decide which dimension counts blocks if several have that size, and let one of
-            a multiple of that size count equal, consecutive parts of blocks.
+        block_strides: bytes from block to block, by tensor name, if the engine reports them. They
+            decide which dimension counts blocks if several have that size. With them, a dimension
+            of a multiple of that size may count equal, consecutive parts of blocks.
 
     Raises:
-        DeviceError: no dimension, or more than one, may count blocks; the tensor overlaps
-            itself; or more than 65,536 segments would be needed. Names tensor and shape.
+        DeviceError: no dimension or more than one can count blocks, a tensor overlaps itself, or
+            more than 65,536 segments are needed. The message names the tensor and its shape.
     """
     if num_blocks <= 0:
         raise DeviceError(f"a KV cache of {num_blocks} blocks")
@@ -153,10 +167,10 @@ def _block(view: TensorView, num_blocks: int, hint: int | None) -> _Block:
 
 
 def block_dimension(view: TensorView, num_blocks: int, hint: int | None) -> tuple[int, int]:
-    """Which dimension counts blocks, and into how many parts a kernel has cut each.
+    """The dimension that counts blocks, and the number of parts that a kernel cuts each into.
 
     More than one part needs the engine's block stride as proof: 2 * num_blocks rows may be halves
-    of blocks, but also all of K before all of V.
+    of blocks, or all of K before all of V.
     """
     multiples = [
         (dim, size // num_blocks) for dim, size in enumerate(view.shape) if size % num_blocks == 0
@@ -173,14 +187,14 @@ def block_dimension(view: TensorView, num_blocks: int, hint: int | None) -> tupl
     if len(found) > 1:
         dims = " and ".join(str(dim) for dim, _ in found)
         raise view.refuse(
-            f"has more than one dimension ({dims}) that may be the one of {wanted}: "
+            f"has more than one dimension ({dims}) that may count {wanted}: "
             "give the engine another number of blocks (--num-gpu-blocks-override)"
         )
     return found[0]
 
 
 def _cut(block: _Block, *, allow_holes: bool) -> _Cut:
-    """Grow the page outward from one element while it is dense, or while holes are allowed."""
+    """Grow the page outward from one element while it is dense or holes are allowed."""
     page_bytes = block.view.itemsize
     in_page: set[Dim] = set()
     holes = False
@@ -212,7 +226,7 @@ def _segments(block: _Block, cut: _Cut) -> list[Segment]:
 def _in_conflict(blocks: Sequence[_Block], cuts: Sequence[_Cut], num_blocks: int) -> set[int]:
     """Tensors with holes whose pages might cover bytes of another tensor.
 
-    Segments whose whole ranges overlap are disjoint only if they have one stride, all begin
+    Segments with overlapping ranges are disjoint only if they have the same stride, all begin
     within one stride, and their pages do not overlap there.
     """
     if not any(cut.holes for cut in cuts):
@@ -257,7 +271,7 @@ def view_tensors(
     """Each tensor as a `TensorView`, and the distinct storages in order of appearance.
 
     Raises:
-        DeviceError: no tensors; a value that is no dense tensor on ``device_type``; an unknown
+        DeviceError: no tensors; a value that is not a dense tensor on ``device_type``; an unknown
             dtype; or two storages over the same memory, which cannot be shared as one.
     """
     if not kv_caches:
@@ -281,18 +295,7 @@ def view_tensors(
         number = numbers.setdefault(storage._cdata, len(storages))
         if number == len(storages):
             storages.append(storage)
-        itemsize = tensor.element_size()
-        views.append(
-            TensorView(
-                name=name,
-                dtype=dtype,
-                itemsize=itemsize,
-                storage=number,
-                offset=tensor.storage_offset() * itemsize,
-                shape=tuple(tensor.shape),
-                strides=tuple(stride * itemsize for stride in tensor.stride()),
-            )
-        )
+        views.append(TensorView.of(tensor, name, dtype, number))
     ranges = sorted((storage.data_ptr(), storage.nbytes()) for storage in storages)
     for (address, nbytes), (following, _) in itertools.pairwise(ranges):
         if address + nbytes > following:

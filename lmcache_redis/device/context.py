@@ -4,7 +4,7 @@ Life cycle: a worker registers handles and a layout. `open_device` maps the memo
 the layout against its size. Gathers and scatters run on the agent's copy threads, several at a
 time. A call moves one chunk, or several if chunks are small and calls are expensive.
 `DeviceContext.close` waits for the calls in progress and unmaps. After the engine has died, CPU
-memory stays usable (the mapping keeps it); calls on CUDA memory raise DeviceError.
+memory stays usable because the mapping keeps it alive; calls on CUDA memory raise DeviceError.
 
 Only this module chooses between devices. It imports torch only for tensors and GPUs.
 """
@@ -33,16 +33,15 @@ if TYPE_CHECKING:
 class DeviceContext(Protocol):
     """One worker's paged KV cache, mapped. Every method may raise DeviceError.
 
-    A call moves ``chunks`` chunks of equally many blocks: ``block_ids`` has those of the first in
-    token order, then those of the second; ``slots`` likewise. Slots are writable memoryviews of
-    bytes, one a stripe, at least as long as their stripe's payload; they and the blocks belong to
-    the call until it returns. Arguments are checked before the first byte moves: a call that
-    refuses an argument has changed nothing.
+    A call moves ``chunks`` chunks of equally many blocks: ``block_ids`` has the blocks of the first
+    chunk in token order, then those of the second, and so on; ``slots`` likewise. Slots are
+    writable memoryviews of bytes, one for each stripe, at least as long as the stripe's payload.
+    Slots and blocks belong to the call until it returns. Arguments are checked before the first
+    byte moves: a call that refuses an argument has changed nothing.
 
-    The engine may reuse the blocks after ``until_ns`` (``time.monotonic_ns()``). A call that cannot
-    touch them before, because it waits for a CUDA stream or for the engine's event, raises without
-    touching them. On the CPU, a call checks the time before each MiB: a late call raises too, after
-    copying a part.
+    The engine may reuse the blocks after ``until_ns`` (``time.monotonic_ns()``). A call that waits
+    for a CUDA stream or for the engine's event until then raises without touching the blocks. On
+    the CPU, a call checks the time before each MiB: a late call raises after copying a part.
     """
 
     @property
@@ -50,7 +49,7 @@ class DeviceContext(Protocol):
 
     @property
     def call_bytes(self) -> int:
-        """A call should move whole chunks of at least this size in total; 0: one chunk."""
+        """A call should move at least this many bytes, in whole chunks; 0: one chunk."""
         ...
 
     @property
@@ -71,7 +70,7 @@ class DeviceContext(Protocol):
         """Copy the chunks in ``block_ids`` into ``slots``; return when the copies are complete.
 
         On a GPU, ``on_blocks_read`` is called once, on the same thread, when the blocks have been
-        read and the engine may reuse them: long before the return. On the CPU it is not called.
+        read and the engine may reuse them, long before the return. On the CPU it is not called.
 
         ``event`` is the engine's interprocess event after which the blocks may be read; None on the
         CPU, where the engine's memory is coherent.
@@ -92,8 +91,8 @@ class DeviceContext(Protocol):
 
         The first ``skip_blocks`` blocks, counted from the first chunk on, are not written.
 
-        ``event`` as for `gather`: after it the blocks may be written (an engine on a GPU may
-        still have the zeroing of fresh blocks in flight). On return the engine may read them.
+        The blocks may be written after ``event``, because an engine on a GPU may still be zeroing
+        fresh blocks; None on the CPU. On return the engine may read the blocks.
         """
         ...
 
@@ -142,7 +141,7 @@ def open_device(
         from lmcache_redis.device.cuda import CudaDevice
 
         return CudaDevice(layout, cuda)
-    raise DeviceError(f"handles that do not fit a layout on {layout.device!r}")
+    raise DeviceError(f"the handles do not fit a layout on {layout.device!r}")
 
 
 class PinnedPool:
@@ -155,9 +154,9 @@ class PinnedPool:
         self._pinned: PinnedMemory | None = None
 
     def pin(self, device: DeviceContext) -> None:
-        """Takes seconds for a GPU; does nothing for the CPU.
+        """Pins the memory, which takes seconds; does nothing for a CPU device.
 
-        Raises DeviceError if the memory cannot be locked; copies work without.
+        Raises DeviceError if the memory cannot be locked. Copies also work with unpinned memory.
         """
         if device.layout.device != "cuda":
             return
@@ -169,7 +168,7 @@ class PinnedPool:
                 self._pinned = PinnedMemory(self._address, self._size_bytes, device.device)
 
     def unpin(self) -> None:
-        """Call before the memory is unmapped. Raises DeviceError if the device refuses."""
+        """Unpins the memory. Call it before the memory is unmapped. Raises DeviceError."""
         with self._lock:
             pinned, self._pinned = self._pinned, None
             if pinned is not None:

@@ -1,10 +1,10 @@
 """KV caches in CPU memory: moved into shared memory in place, and mapped by the agent.
 
-The engine moves each storage into POSIX shared memory (torch's file-descriptor strategy: created
-in /dev/shm, unlinked at once, held open by the storage). The agent opens ``/proc/<pid>/fd/<fd>``,
-verifies it and maps it (`lmcache_redis.device.mapping`). The kernel permits this between processes
-of one user that see each other's process ids: containers must share a PID namespace. A mapping
-keeps the memory alive after the engine has died.
+The engine moves each storage into POSIX shared memory (torch's file-descriptor strategy: a file in
+/dev/shm that is unlinked at once and held open by the storage). The agent opens
+``/proc/<pid>/fd/<fd>``, verifies it and maps it (`lmcache_redis.device.mapping`). The kernel
+permits this between processes of one user that see each other's process ids: containers must share
+a PID namespace. A mapping keeps the memory alive after the engine has died.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 _SHM_DIRECTORY = "/dev/shm"
-# Copied between two checks of the lease: 0.2 ms. A copy thread that was stopped in between touches
-# at most this much when it resumes.
+# Copied between two checks of the lease; takes 0.2 ms. A copy thread that is stopped after a check
+# touches at most this many bytes when it resumes.
 _PIECE_BYTES = 1 << 20
 
 
@@ -40,18 +40,18 @@ def share_kv_caches(
 ) -> ExportedCaches:
     """Move the storages of an engine's KV cache into shared memory, in place, and export them.
 
-    The tensors, and every other view of their storages, stay valid with the same contents; raw
-    addresses taken before do not. Storages that are already shared do not move, so a second call
-    (after a restart of the agent) changes nothing. The memory lives as long as its storage: keep
-    the tensors. A storage takes twice its size while it moves.
+    The tensors, and every other view of their storages, stay valid with the same contents; earlier
+    raw addresses do not. Storages that are already shared do not move, so a second call (after a
+    restart of the agent) changes nothing. The memory lives as long as its storage, so the caller
+    keeps the tensors. A storage takes twice its size while it moves.
 
     Args:
-        kv_caches: layer name to tensor, in the order that a chunk will have.
+        kv_caches: layer name to tensor, in the order of the chunk format.
         num_blocks, block_strides: as in `lmcache_redis.device.blocks.find_segments`.
 
     Raises:
         DeviceError: a tensor is not supported or not on the CPU, or there is too little shared
-            memory. Only the storages before the one that failed have moved.
+            memory. Storages before the one that failed have moved.
     """
     views, storages = view_tensors(kv_caches, "cpu")
     segments, page_format = find_segments(views, num_blocks, block_strides)
@@ -65,11 +65,11 @@ def _check_room(nbytes: int) -> None:
     try:
         room = os.statvfs(_SHM_DIRECTORY)
     except OSError:
-        return  # not mounted there: torch tries, and its error says why it failed
+        return  # not mounted: torch fails with an error that says why
     free = room.f_bavail * room.f_frsize
     if free < nbytes:
         raise DeviceError(
-            f"the KV cache takes {nbytes} bytes of shared memory, {_SHM_DIRECTORY} has {free} "
+            f"the KV cache takes {nbytes} bytes of shared memory, and {_SHM_DIRECTORY} has {free} "
             "free: enlarge it (docker run --shm-size=..., or --ipc=host), or give the engine a "
             "smaller KV cache (VLLM_CPU_KVCACHE_SPACE)"
         )
@@ -77,7 +77,7 @@ def _check_room(nbytes: int) -> None:
 
 def _share(storage: torch.UntypedStorage) -> SharedMemoryHandle:
     try:
-        # Unlike share_memory_() this does not depend on the process's sharing strategy.
+        # Unlike share_memory_(), this does not depend on the process's sharing strategy.
         fd, size_bytes = storage._share_fd_cpu_()
     except RuntimeError as error:
         raise DeviceError(
@@ -99,8 +99,8 @@ class CpuDevice:
         handles: one for each storage that the layout's segments name.
 
     Raises:
-        DeviceError: a handle does not lead to the memory that it names, or the layout leaves its
-            storages. Then nothing stays mapped.
+        DeviceError: the memory of a handle cannot be mapped, or the layout exceeds its storages.
+            Then nothing stays mapped.
     """
 
     call_bytes = 0
@@ -181,7 +181,7 @@ class CpuDevice:
 
     @contextmanager
     def _memory(self) -> Iterator[list[np.ndarray]]:
-        """The storages as bytes. No array may outlive the block: it holds its mapping."""
+        """The storages as bytes. No array may outlive the context: it blocks the unmapping."""
         with self._uses.one():
             for each in self._maps:
                 each.check()
@@ -207,7 +207,7 @@ def _in_time(copies: Iterable[Copy], until_ns: int | None) -> Iterator[Copy]:
             continue
         for begin in range(0, copy.nbytes, _PIECE_BYTES):
             if until_ns is not None and time.monotonic_ns() > until_ns:
-                raise DeviceError("the lease on the blocks has ended: it is too late to copy")
+                raise DeviceError("the lease on the blocks has expired before the copy")
             part = copy._replace(
                 device_offset=copy.device_offset + begin,
                 slot_offset=copy.slot_offset + begin,

@@ -1,31 +1,31 @@
 """KV caches in GPU memory: gathered into contiguous staging there, copied to pinned slots.
 
 Every call has a CUDA stream of its own, with staging for its chunks. A gather is one kernel that
-reads the chunks' pages into staging, and then a copy to each slot; a scatter is the reverse. While
-the copies of one stream are on the bus, which takes tens of times as long as the kernel, the next
-call's kernel runs on another stream, so two threads keep the bus busy. Gathers and scatters have
-separate streams: a gather that waits for the engine must not hold up a request's scatter.
+reads the chunks' pages into staging, and then a copy to each slot; a scatter is the reverse. The
+copies over the bus take tens of times as long as the kernel. Meanwhile the next call's kernel runs
+on another stream, so two threads keep the bus busy. Gathers and scatters have separate streams: a
+gather that waits for the engine must not delay a request's scatter.
 
 What waits for what:
 
     the engine's event ──▶ kernel             on the stream; the host sees it before it enqueues
     kernel ──▶ copies to slots                on the stream (gather)
-    kernel ──▶ the engine reuses its blocks   on the host (gather), beside those copies
+    kernel ──▶ the engine reuses its blocks   on the host (gather), during those copies
     copies to staging ──▶ kernel              on the stream (scatter); they precede the event
     the last of these ──▶ return              the host thread sleeps
 
-The kernel is enqueued only after the host has seen the event, because enqueued work cannot be taken
-back: a scatter behind an event that happens after the deadline would write to blocks that the
-engine uses for another request by then.
+The kernel is enqueued only after the host has seen the event, because enqueued work cannot be
+cancelled: a scatter behind an event that happens after the deadline would write to blocks that the
+engine has given to another request.
 
 A gather calls ``on_blocks_read`` as soon as its kernel has ended, long before it returns: the bytes
 are in staging from then on.
 
-A call costs the host a fraction of a millisecond whatever it moves. Small chunks therefore go
-several per call (`call_bytes`), in one launch. They fail or are late together.
+A call costs the host a fraction of a millisecond, whatever its size. So one call moves several
+small chunks (`call_bytes`) in one launch. They fail or are late together.
 
 The agent pins its arena once (`PinnedMemory`). Unpinned slots work, at the speed of pageable
-memory. No context is made on a GPU that no worker registered.
+memory. The agent makes no context on a GPU that no worker registered.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _EVENT_DEADLINE_S = 30.0
 _EVENT_POLL_S = 100e-6
 _STREAM_DEADLINE_S = 60.0
 _UNPIN_DEADLINE_S = 5.0
-_STREAMS = 2  # concurrent gathers of a GPU, and as many scatters; further calls wait
+_STREAMS = 2  # concurrent gathers of one worker, and as many scatters; further calls wait
 _CALL_BYTES = 32 << 20
 _HOST_REGISTER_PORTABLE = 1
 
@@ -155,7 +155,7 @@ class CudaDevice:
     def _checked(
         self, cut: Sequence[Chunk], stripe_payload_bytes: int, event: bytes | None
     ) -> _Int64s:
-        """The ids in a kernel's form. Raises DeviceError for anything out of bounds."""
+        """The ids as a kernel takes them. Raises DeviceError for an invalid argument."""
         ids = pack_ids(
             [chunk.block_ids for chunk in cut],
             self.layout.num_blocks,
@@ -173,7 +173,7 @@ class CudaDevice:
     def _stream(
         self, streams: _Streams, ids: _Int64s, until_ns: int | None
     ) -> Iterator[tuple[_CopyStream, PageCopies, torch.Tensor]]:
-        """A stream, made current, with staging for the chunks; it is drained at the end."""
+        """A stream, made current, with staging for the chunks. It is drained at the end."""
         with self._uses.one():
             copies = self._copies
             assert copies is not None
@@ -212,7 +212,7 @@ class _CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # Blocking: a thread that waits for it sleeps. CUDA's waits spin by default.
+        # Blocking: a thread that waits for it sleeps. By default, CUDA's waits spin.
         self._drained = torch.cuda.Event(blocking=True)
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
         self._ids_host = torch.empty(0, dtype=torch.int64)
@@ -270,7 +270,7 @@ class _CopyStream:
             opened.wait(self._stream)
             self._awaited = opened  # kept until the stream has passed it
         if _left_s(1.0, until_ns) <= 0:
-            raise DeviceError("the lease on the blocks has ended: it is too late to copy")
+            raise DeviceError("the lease on the blocks has expired before the copy")
 
 
 class PinnedMemory:
@@ -279,7 +279,7 @@ class PinnedMemory:
     Pinning takes seconds, so the whole arena is pinned once.
 
     Args:
-        device: a GPU in use already: pinning makes a context on the current one.
+        device: a GPU that is already in use, because pinning makes a context on the current GPU.
 
     Raises:
         DeviceError: the memory cannot be locked.
@@ -302,8 +302,8 @@ class PinnedMemory:
         """Unpin. Idempotent. The memory must still be mapped, with no copy in progress on it.
 
         Raises:
-            DeviceError: CUDA refused, or did not answer in time because a GPU hangs. The end of
-                the process unpins too.
+            DeviceError: CUDA refused, or did not answer in time because a GPU hangs. The memory is
+                then unpinned when the process ends.
         """
         address, self._address = self._address, None
         if address is None:
@@ -323,7 +323,7 @@ class PinnedMemory:
 
 
 def _left_s(most_s: float, until_ns: int | None) -> float:
-    """Seconds to wait: ``most_s``, or until ``until_ns`` if that is sooner."""
+    """Seconds from now until ``until_ns``, at most ``most_s``."""
     if until_ns is None:
         return most_s
     return min(most_s, (until_ns - time.monotonic_ns()) / 1e9)
@@ -333,7 +333,7 @@ def open_flat(handle: CudaIPCHandle) -> torch.Tensor:
     """A storage as a flat uint8 tensor of exactly its size."""
     if handle.dtype != "uint8" or handle.shape != (handle.storage_size_bytes,):
         raise DeviceError(
-            f"a KV cache storage of {handle.storage_size_bytes} bytes, registered as "
+            f"a KV cache storage of {handle.storage_size_bytes} bytes is registered as "
             f"{list(handle.shape)} {handle.dtype}: storages are flat uint8"
         )
     return CudaIPCWrapper.from_handle(handle).to_tensor()

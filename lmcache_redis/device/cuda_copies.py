@@ -1,13 +1,13 @@
-"""Between pages and staging on a GPU: Triton's kernels if they run here, else torch alone.
+"""Copies between pages and staging on a GPU: Triton's kernels if they run here, else torch alone.
 
-`lmcache_redis.device.cuda_kernels` takes one launch for a whole chunk; it needs Triton, and Triton
+`lmcache_redis.device.cuda_kernels` needs one launch for a whole chunk. It needs Triton, which needs
 a C compiler. `IndexedCopies` needs torch alone: one ``index_select`` or ``index_copy_`` for each
 *batch*, with elements of at most 8 bytes. Both write the same bytes to the same addresses.
 
-A batch is a run of segments (in chunk order) in one storage, at equal distances, with equal pages
-and strides: all layers of most KV caches. Its pages form one strided array
-``[segment, block, element]``, out of which the chunk's blocks are selected; the selection,
-written contiguously, is exactly the batch's part of the chunk.
+A batch is a run of segments (in chunk order) in one storage, at equal distances, with equal page
+sizes and strides: all layers of most KV caches. Its pages form one strided array
+``[segment, block, element]``. The chunk's blocks are selected from it; the selection, written
+contiguously, is exactly the batch's part of the chunk.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def page_copies(layout: KVLayout, storages: Sequence[torch.Tensor]) -> PageCopie
     except ImportError as error:
         reason = f"Triton cannot be imported ({error})"
     except Exception as error:
-        # Triton's errors have no common type: no C compiler, no Python headers, a cache directory
-        # that cannot be written, an unknown GPU.
+        # Triton's errors have no common type: no C compiler, no Python headers, a read-only cache
+        # directory, an unknown GPU.
         logger.debug("Triton cannot run a kernel", exc_info=True)
         first_line = str(error).partition("\n")[0]  # a compiler's message continues with source
         reason = f"Triton cannot run a kernel ({type(error).__name__}: {first_line})"
@@ -179,7 +179,7 @@ def plan_batches(layout: KVLayout, addresses: Sequence[int]) -> list[Batch]:
 
     Args:
         layout: has passed `KVLayout.check`.
-        addresses: start of each storage; decides how wide its elements may be.
+        addresses: start of each storage; its alignment bounds the size of elements.
     """
     batches: list[Batch] = []
     bytes_before = 0
@@ -222,7 +222,7 @@ def _step_to(segment: Segment, batch: Batch) -> int | None:
 
 
 def _element_bytes(batch: Batch, address: int) -> int:
-    """The widest element at which all of the batch is aligned, in its storage and in staging."""
+    """The largest element size to which the batch is aligned, in its storage and in staging."""
     return math.gcd(
         max(_ELEMENT_TYPES),
         address,

@@ -1,13 +1,13 @@
 """CUDA IPC through torch, with nothing pickled and nothing trusted.
 
-The engine exports each storage of its KV cache once; the agent opens each once. A
-`lmcache_redis.device.handles.CudaIPCHandle` goes over the wire. Torch's own handle is reduced to
-CUDA's 64 bytes, which every torch opens, so engine and agent may run different versions. A GPU is
-named by its UUID, so they may see different CUDA_VISIBLE_DEVICES.
+The engine exports each storage of its KV cache once; the agent opens each once. The engine sends a
+`lmcache_redis.device.handles.CudaIPCHandle`. Torch's own handle is reduced to CUDA's 64 bytes,
+which every version of torch opens, so engine and agent may run different versions. A GPU is named
+by its UUID, so their CUDA_VISIBLE_DEVICES may differ.
 
 Engine and agent must share the GPU, the PID namespace (process ids tell whether the engine runs),
 and ``/dev/shm``, which in containers comes with the IPC namespace and holds CUDA's interprocess
-events and torch's counters. Each is checked here, with an error of its own.
+events and torch's counters. Each is checked here and has an error of its own.
 
 Only memory from ``cudaMalloc`` can be exported. Expandable segments, cudaMallocAsync and vLLM's
 cumem allocator (sleep mode) map memory in other ways: the error names the setting to change.
@@ -56,12 +56,12 @@ def export_cuda_caches(
     chunks that are loaded later. The handles are valid for as long as the tensors live.
 
     Args:
-        kv_caches: layer name to tensor, in the order that a chunk will have.
+        kv_caches: layer name to tensor, in the order of the chunk format.
         num_blocks, block_strides: as in `lmcache_redis.device.blocks.find_segments`.
 
     Raises:
-        DeviceError: a tensor is not understood or on another device, or CUDA cannot export
-            its memory; the error names the setting to change.
+        DeviceError: a tensor is not supported or on another device, or CUDA cannot export its
+            memory; the error names the setting to change.
     """
     views, storages = view_tensors(kv_caches, "cuda")
     devices = {storage.device for storage in storages}
@@ -114,17 +114,17 @@ class CudaIPCWrapper:
 
     @classmethod
     def from_handle(cls, handle: CudaIPCHandle) -> CudaIPCWrapper:
-        """A wrapper of a received handle, which is checked when it is opened."""
+        """Wraps a received handle. `to_tensor` checks it."""
         wrapper = cls.__new__(cls)
         wrapper.handle = handle
         return wrapper
 
     def to_tensor(self) -> torch.Tensor:
-        """Map the memory and return the tensor; dropping its storage unmaps.
+        """Map the memory and return the tensor. The memory is unmapped when its storage is freed.
 
         Raises:
             DeviceError: the handle is malformed, its process has ended or shares no memory with
-                this one, its GPU is not visible here, or CUDA will not open it.
+                this one, its GPU is not visible here, or CUDA does not open it.
         """
         handle = self.handle
         check_handle(handle)
@@ -159,7 +159,7 @@ def bare_memory_handle(torch_handle: bytes) -> bytes:
     """CUDA's 64 bytes of torch's handle: version, kind ('c' or 'e'), then the 64 bytes.
 
     Raises:
-        DeviceError: it is a handle of expandable segments, or no handle known here.
+        DeviceError: the handle is of expandable segments or of an unknown format.
     """
     if len(torch_handle) == MEMORY_HANDLE_BYTES:
         return torch_handle
@@ -168,8 +168,8 @@ def bare_memory_handle(torch_handle: bytes) -> bytes:
     if len(torch_handle) == MEMORY_HANDLE_BYTES + 2 and torch_handle[1:2] == b"c":
         return torch_handle[2:]
     raise DeviceError(
-        f"torch {torch.__version__} gave a CUDA IPC handle of {len(torch_handle)} bytes, "
-        "which is not known here"
+        f"torch {torch.__version__} made a CUDA IPC handle of {len(torch_handle)} bytes, a format "
+        "that is not known here"
     )
 
 
@@ -202,7 +202,7 @@ def check_handle(handle: CudaIPCHandle) -> None:
         raise DeviceError(f"a CUDA storage of {size_bytes} bytes at {offset_bytes}")
     # Torch opens the shared memory with this name and decrements the counter at this offset.
     if not _REF_COUNTER_NAME.fullmatch(handle.ref_counter_handle):
-        raise DeviceError("a CUDA IPC handle with a reference counter that torch does not make")
+        raise DeviceError("a CUDA IPC handle whose reference counter torch did not make")
     if not 0 <= handle.ref_counter_offset < _REF_COUNTERS_PER_FILE:
         raise DeviceError(f"reference counter {handle.ref_counter_offset} of a CUDA IPC handle")
     try:
@@ -236,21 +236,21 @@ def device_uuid(index: int) -> str:
 
 
 def device_index(uuid: str) -> int:
-    """The index of a GPU in this process, found without making a context on any other.
+    """The index of a GPU in this process. Makes no context on another GPU.
 
     Raises:
-        DeviceError: this process does not see it.
+        DeviceError: the GPU is not visible here.
     """
     if not torch.cuda.is_available():
         raise DeviceError(
-            "the engine's KV cache is on a GPU, and this process sees none: start the agent where "
-            "the GPUs are, with a torch that is built for CUDA"
+            "the engine's KV cache is on a GPU, and this process sees none: start the agent with "
+            "access to the GPUs and a torch that is built for CUDA"
         )
     uuids = [device_uuid(index) for index in range(torch.cuda.device_count())]
     if uuid not in uuids:
         raise DeviceError(
             f"GPU {uuid} is not visible here (visible: {', '.join(uuids)}): add it to the agent's "
-            "CUDA_VISIBLE_DEVICES, or to its container"
+            "CUDA_VISIBLE_DEVICES or container"
         )
     return uuids.index(uuid)
 
@@ -258,8 +258,8 @@ def device_index(uuid: str) -> int:
 def _check_shared_memory(handle: CudaIPCHandle) -> None:
     """Raise DeviceError unless this process has the exporter's ``/dev/shm``, as the same user.
 
-    Without it memory would open but every event would fail, because CUDA keeps events in shared
-    memory. The check looks for torch's counter, which the exporter keeps as long as the storage.
+    Without it, the memory could be opened but every event would fail, because CUDA keeps events in
+    shared memory. The check looks for torch's counter, which exists as long as the storage.
     """
     name = _SHM_DIRECTORY + handle.ref_counter_handle.decode("ascii")
     try:

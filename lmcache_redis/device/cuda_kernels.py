@@ -1,12 +1,13 @@
 """Gather and scatter as Triton kernels: one launch for all pages of one chunk, or of several.
 
 A program moves one tile of one chunk (`lmcache_redis.device.table`). Only the widths of its
-accesses are compiled in. Addresses, strides and page sizes come from the table, which stays on the
-GPU, so one kernel serves every layout, and a launch only needs block ids.
+accesses are compile-time constants. Addresses, strides and page sizes come from the table, which
+stays on the GPU, so one kernel serves every layout, and a launch only needs block ids.
 
-It is fast because a thread has four 16-byte loads in flight before its first store, its neighbours
-read the next 16 bytes, and with 32 registers a thread a multiprocessor runs as many programs as it
-can hold. It is safe because `pack_ids` has checked the ids and the table addresses only pages.
+It is fast because a thread has four 16-byte loads in flight before its first store, adjacent
+threads read adjacent 16 bytes, and with 32 registers per thread a multiprocessor runs as many
+programs as it can hold. It is safe because `pack_ids` has checked the ids and the table addresses
+only pages.
 
 Under ``TRITON_INTERPRET=1``, set before Triton is imported, the same code runs on CPU tensors.
 """
@@ -29,7 +30,7 @@ from lmcache_redis.device.table import COLUMNS, SKIPPED, BlockIds, SegmentTable,
 from lmcache_redis.errors import DeviceError
 
 _WARPS = 4
-# One thread compiles at a time: Triton has no lock of its own. Nothing under this lock waits for a
+# One thread compiles at a time: Triton has no lock of its own. No code under this lock waits for a
 # GPU: a launch that hangs must not block the launches of other GPUs.
 _compiling = threading.Lock()
 
@@ -45,7 +46,7 @@ def _move_tile(
     WIDTH: tl.constexpr,
     SCATTER: tl.constexpr,
 ):
-    # The fewest elements a unit: one of 16 bytes has four of four bytes.
+    # As few elements per unit as possible: a unit of 16 bytes has four elements of four bytes.
     if WIDTH >= 4:
         element: tl.constexpr = tl.int32
         per_unit: tl.constexpr = WIDTH // 4
@@ -174,4 +175,4 @@ def _check_staging(staging: torch.Tensor, chunks: int, tiles: Tiles) -> None:
     if staging.numel() < needed or not staging.is_contiguous():
         raise DeviceError(f"{staging.numel()} bytes of staging, of which {needed} are needed")
     if staging.data_ptr() % tiles.widths[0]:
-        raise DeviceError(f"staging that is not aligned to {tiles.widths[0]} bytes")
+        raise DeviceError(f"staging is not aligned to {tiles.widths[0]} bytes")

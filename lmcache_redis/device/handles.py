@@ -1,6 +1,6 @@
-"""Handles of an engine's memory, with which the agent opens it. Wire types; free of torch.
+"""Handles by which the agent opens an engine's memory. Wire types; free of torch.
 
-A handle proves nothing: before use, the agent checks it against the memory that it opened
+A handle is not trusted: the agent checks it against the memory that it opens
 (`lmcache_redis.device.mapping`, `lmcache_redis.device.cuda_ipc`).
 """
 
@@ -39,12 +39,12 @@ class CudaIPCHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     Attributes:
         pid, pid_start_time: the exporting process; the memory dies with it.
         device_uuid: the GPU; its index may differ between the processes.
-        memory_handle: the 64 bytes of CUDA's ``cudaIpcMemHandle_t``, which every torch opens.
-            Torch's own wrapping of them differs between versions.
+        memory_handle: the 64 bytes of CUDA's ``cudaIpcMemHandle_t``, which every version of torch
+            opens. Torch's own wrapping of them differs between versions.
         storage_size_bytes, storage_offset_bytes: the storage inside the allocation.
-        ref_counter_handle, ref_counter_offset: torch's shared count of users, which releasing
-            the storage decrements.
-        dtype, shape, stride: the tensor; contiguous, at offset 0 of the storage. Elements.
+        ref_counter_handle, ref_counter_offset: torch's shared reference count, which is decremented
+            when the storage is released.
+        dtype, shape, stride: the tensor, contiguous and at offset 0 of the storage; in elements.
     """
 
     pid: int
@@ -94,14 +94,14 @@ def check_exporter(handle: StorageHandle) -> None:
         )
     if not is_running(handle.pid, handle.pid_start_time):
         raise DeviceError(
-            f"process {handle.pid} is not the engine that registered: that one has ended, or runs "
-            "in another PID namespace"
+            f"process {handle.pid} is not the engine that registered: the engine has ended, or "
+            "runs in another PID namespace"
         )
 
 
 def _unseen(pid: int) -> DeviceError:
     return DeviceError(
-        f"process {pid} cannot be seen: it has ended, or it runs in another container; let engine "
+        f"process {pid} is not visible: it has ended, or it runs in another container; let engine "
         "and agent share one PID namespace (docker run --pid=container:NAME, "
         "shareProcessNamespace in Kubernetes)"
     )

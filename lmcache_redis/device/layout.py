@@ -1,12 +1,12 @@
 """Where the pages of a paged KV cache are: segments, and the layout that identifies their bytes.
 
-A worker sends its layout once, at registration. It is checked before any address is computed from
-it. Does not import torch.
+A worker sends its layout once, at registration. The agent checks it before it computes an address
+from it. Does not import torch.
 
 Two engines may exchange chunks if and only if their layouts have the same fingerprint. It covers
 what decides the bytes of a chunk (identity, dtype, block and chunk size, page sizes, the order of
-elements in a page), not where pages are (offsets, strides, number of blocks), which differs between
-equal engines.
+elements in a page). It does not cover where pages are (offsets, strides, number of blocks), which
+differs between equal engines.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if blocks <= 0 or rest:
             raise ConfigError(
                 f"the chunk size, {chunk_size_tokens} tokens, is not a multiple of the engine's "
-                f"block size, {self.block_size_tokens} tokens: start the agent with a "
-                "--chunk-size-tokens that is, or the engine with another --block-size"
+                f"block size, {self.block_size_tokens} tokens: start the agent with another "
+                "--chunk-size-tokens, or the engine with another --block-size"
             )
         return blocks
 
@@ -102,7 +102,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise DeviceError unless every page of every block lies inside its storage.
 
         Args:
-            storage_sizes: bytes of each storage, determined by the side that will address them.
+            storage_sizes: bytes of each storage, as the side that addresses them found.
         """
         if self.device not in ("cpu", "cuda"):
             raise DeviceError(f"unknown device {self.device!r} in a layout")
@@ -111,7 +111,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"a layout of {self.num_blocks} blocks of {self.block_size_tokens} tokens"
             )
         if len({name for name, _ in self.identity}) != len(self.identity):
-            raise DeviceError("a layout names one part of its identity twice")
+            raise DeviceError("a layout names a part of its identity twice")
         if not 0 < len(self.segments) <= MAX_SEGMENTS:
             raise DeviceError(
                 f"a layout of {len(self.segments)} segments; it may have 1 to {MAX_SEGMENTS}"
@@ -126,7 +126,7 @@ def _fault(segment: Segment, num_blocks: int, storage_sizes: Sequence[int]) -> s
     if not 0 <= segment.storage < len(storage_sizes):
         return f"is in storage {segment.storage} of {len(storage_sizes)}"
     if segment.page_bytes <= 0:
-        return "has pages of no bytes"
+        return "has empty pages"
     if segment.offset < 0:
         return "begins before its storage"
     if segment.block_stride < segment.page_bytes:
@@ -147,10 +147,10 @@ class MergedAt(NamedTuple):
 def coalesce(segments: Sequence[Segment]) -> tuple[tuple[Segment, ...], tuple[MergedAt, ...]]:
     """Merge segments that are adjacent in every block into one with a larger page.
 
-    The same bytes need fewer, larger copies: layouts that pack all layers of a block together
+    Fewer, larger copies then move the same bytes: layouts that pack all layers of a block together
     become a single segment. A merged segment takes the position of its first part; otherwise the
-    order is kept. Exact duplicates (layers that share one KV cache) are copied once. Segments
-    that overlap otherwise are left as they are.
+    order is kept. Exact duplicates (layers that share one KV cache) are copied once. Segments that
+    overlap in another way are not merged.
 
     Returns the merged segments, and for each given segment where its pages are now.
     """

@@ -1,10 +1,10 @@
-"""Another process's memory, mapped: that process may truncate it during a copy.
+"""Mappings of another process's memory, which that process may truncate during a copy.
 
 Memory is opened only if it is in tmpfs (/dev/shm or a memfd), belongs to this user, is the memory
-that was registered, and has the registered size. It is sealed against shrinking if its maker
-allows seals; torch does not (it makes no memfd). So its size is read again before and after each
-call. An access to missing pages in between does not end this process if the native extension is
-built (`lmcache_redis.native.guard`); otherwise it does.
+that was registered, and has the registered size. It is sealed against shrinking if its creator
+allows seals; torch does not, because it creates no memfd. So the size is checked before and after
+each call. An access to missing pages during a call kills this process, unless the native extension
+is built (`lmcache_redis.native.guard`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class UseCount:
-    """Calls in progress on a mapping: `close` waits for them, so that it can be unmapped."""
+    """Counts the calls in progress on a mapping, so that `close` can wait for them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -52,7 +52,7 @@ class UseCount:
                 self._changed.notify_all()
 
     def close(self) -> bool:
-        """Wait for the calls in progress. True for the first caller, who unmaps."""
+        """Wait for the calls in progress. True for the first caller, which unmaps."""
         with self._changed:
             first = not self._closed
             self._closed = True
@@ -61,9 +61,9 @@ class UseCount:
 
 
 class SharedMapping:
-    """The memory that a handle names, until ``close``, with every page faulted in.
+    """The memory that a handle names, mapped until ``close``, with every page faulted in.
 
-    Raises DeviceError if the handle does not lead to it.
+    Raises DeviceError if it cannot be opened or is not the memory that was registered.
     """
 
     def __init__(self, handle: SharedMemoryHandle) -> None:
@@ -74,7 +74,7 @@ class SharedMapping:
         try:
             if native.guard is not None:
                 self._guard = native.guard.add(address, handle.size_bytes)
-            # Not MAP_POPULATE of mmap(2): Python holds the GIL around that.
+            # Not MAP_POPULATE of mmap(2): Python holds the GIL during mmap.
             fault_in(address, handle.size_bytes, for_write=False)
             self.check()
         except (DeviceError, MemoryError, OSError) as error:
@@ -97,7 +97,7 @@ class SharedMapping:
 
 def _open(handle: SharedMemoryHandle) -> mmap.mmap:
     name = f"/proc/{handle.pid}/fd/{handle.fd}"
-    check_exporter(handle)  # for its message: without the process, the name does not exist
+    check_exporter(handle)  # first, for its message: without the process, the name does not exist
     try:
         # O_PATH first: opening a device or a pipe that a forged handle names has side effects.
         peek = os.open(name, os.O_PATH | os.O_CLOEXEC)
@@ -107,7 +107,7 @@ def _open(handle: SharedMemoryHandle) -> mmap.mmap:
         finally:
             os.close(peek)
         try:
-            with contextlib.suppress(OSError):  # EPERM: its maker allows no seals
+            with contextlib.suppress(OSError):  # EPERM: its creator allows no seals
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             return mmap.mmap(fd, handle.size_bytes)
         finally:
@@ -122,7 +122,7 @@ def _open(handle: SharedMemoryHandle) -> mmap.mmap:
 
 def _verify(handle: SharedMemoryHandle, peek: int, name: str) -> None:
     found = os.fstat(peek)
-    check_exporter(handle)  # after opening: the process runs now, so the name was of its file
+    check_exporter(handle)  # after opening: it still runs, so the name was that of its file
     if (found.st_dev, found.st_ino) != (handle.device, handle.inode):
         raise DeviceError(f"{name} is no longer the memory that was registered")
     if not stat.S_ISREG(found.st_mode) or _file_system(peek) != _TMPFS_MAGIC:
@@ -133,12 +133,12 @@ def _verify(handle: SharedMemoryHandle, peek: int, name: str) -> None:
         )
     if not 0 < handle.size_bytes <= found.st_size:
         raise DeviceError(
-            f"{name} has {found.st_size} bytes, the engine registered {handle.size_bytes}"
+            f"{name} has {found.st_size} bytes, but the engine registered {handle.size_bytes}"
         )
 
 
 def _file_system(fd: int) -> int:
-    """The type of the file system of a file. Raises OSError."""
+    """The type of a file's file system, as in statfs(2). Raises OSError."""
     found = ctypes.create_string_buffer(_STATFS_BYTES)
     if _libc.fstatfs(fd, found) != 0:
         raise OSError(ctypes.get_errno(), "fstatfs")

@@ -1,9 +1,9 @@
 """Which page is copied to which byte of which slot: pure index arithmetic.
 
-The bytes of a chunk are segment-major: all pages of segment 0 in token order, then all of
-segment 1, and so on. They are cut into stripes of ``stripe_payload_bytes`` (the last may be
-shorter), and stripe ``i`` fills slot ``i`` from its start. The same plan serves both
-directions: gather copies device to slot, scatter slot to device.
+The bytes of a chunk are segment-major: all pages of segment 0 in token order, then all of segment
+1, and so on. They are cut into stripes of ``stripe_payload_bytes`` (the last may be shorter), and
+stripe ``i`` fills slot ``i`` from its start. The same plan serves both directions: a gather copies
+from the device to slots, a scatter from slots to the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEPT_SHAPES = 64
 class Copy(NamedTuple):
     """``nbytes`` at ``device_offset`` of a storage, and at ``slot_offset`` of a slot.
 
-    ``slot`` counts the chunk's own slots (its stripes), from 0.
+    ``slot`` is an index of the chunk's slots, one per stripe.
     """
 
     storage: int
@@ -44,7 +44,7 @@ class Chunk(NamedTuple):
     skip_blocks: int
 
 
-# Copy(*row), but several times as fast: this dominates the cost of planning a chunk.
+# Copy(*row), several times as fast: making these dominates the cost of planning a chunk.
 _copy = functools.partial(tuple.__new__, Copy)
 
 
@@ -63,8 +63,8 @@ class _Shape(NamedTuple):
 class Planner:
     """Plans copies for one layout, which must have passed `KVLayout.check`. Thread-safe.
 
-    Plans of chunks that have adjacent blocks at the same positions differ only in the offsets on
-    the device. Everything else is computed once and kept.
+    Plans of chunks that have adjacent blocks at the same positions differ only in device offsets.
+    The rest of a plan is computed once and kept.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -154,13 +154,13 @@ class Planner:
 
 
 def checked_ids(block_ids: Sequence[int], num_blocks: int) -> _Int64s:
-    """The ids as an array. Raises DeviceError for an id outside of ``num_blocks``."""
+    """The ids as an array. Raises DeviceError unless each is from 0 to ``num_blocks - 1``."""
     try:
         ids = np.asarray(block_ids, dtype=np.int64)
     except (OverflowError, TypeError, ValueError) as error:
-        raise DeviceError(f"block ids that are not integers: {error}") from error
+        raise DeviceError(f"block ids must be integers: {error}") from error
     if ids.ndim != 1:
-        raise DeviceError(f"block ids of shape {ids.shape}; they are one row")
+        raise DeviceError(f"block ids of shape {ids.shape}; they must be one row")
     # One comparison for both ends: a negative id is a huge unsigned one.
     if ids.size and int(ids.view(np.uint64).max()) >= num_blocks:
         raise DeviceError(
@@ -172,10 +172,10 @@ def checked_ids(block_ids: Sequence[int], num_blocks: int) -> _Int64s:
 def chunks_of_call(
     block_ids: Sequence[int], slots: Sequence[memoryview], skip_blocks: int, chunks: int
 ) -> list[Chunk]:
-    """Cut a call's blocks and slots into those of its chunks, which are equally long.
+    """Divide a call's blocks and slots among its chunks, which are equally long.
 
     Raises:
-        DeviceError: they do not divide so, or more blocks are to be skipped than there are.
+        DeviceError: they do not divide evenly, or ``skip_blocks`` exceeds the number of blocks.
     """
     if chunks <= 0 or len(block_ids) % chunks or len(slots) % chunks:
         raise DeviceError(f"{len(block_ids)} blocks and {len(slots)} slots for {chunks} chunks")
@@ -193,7 +193,7 @@ def chunks_of_call(
 
 
 def check_slots(slots: Sequence[memoryview], chunk_bytes: int, stripe_payload_bytes: int) -> None:
-    """Raise DeviceError unless there is one slot a stripe, each with room for its stripe."""
+    """Raise DeviceError unless there is one slot per stripe, each with room for its stripe."""
     if stripe_payload_bytes <= 0:
         raise DeviceError(f"stripes of {stripe_payload_bytes} bytes")
     stripes = -(-chunk_bytes // stripe_payload_bytes)

@@ -1,22 +1,22 @@
 """The table that drives a copy kernel: where each part of each page is. Pure arithmetic.
 
-A launch moves whole chunks between pages and *staging*, contiguous memory with chunks as
-`lmcache_redis.device.plan` defines them: all pages of segment 0 in token order, then all of segment
-1, and so on. Its work is cut into *tiles*, one for each program of the kernel:
+A launch moves whole chunks between pages and *staging*, contiguous memory with the chunk format of
+`lmcache_redis.device.plan`: all pages of segment 0 in token order, then all of segment 1, and so
+on. Its work is cut into *tiles*, one for each program of the kernel:
 
     a page larger than a tile    is cut into equal parts, one tile each
-    smaller pages                share a tile if they are neighbours in the chunk
+    smaller pages                share a tile if they are adjacent in the chunk
 
-A tile is a row of `COLUMNS` numbers, and moves `units` times `width_bytes`: unit ``u`` belongs to
-the chunk's block ``b = first_block + u // period`` and is
+A tile is a row of `COLUMNS` numbers. It moves ``units`` units of ``width`` bytes. Unit ``u``
+belongs to the chunk's block ``b = first_block + u // period`` and is
 
     at address + ids[b] * block_stride + (u % period) * width    in the paged cache
     at staged + u * width                                        in the chunk's staging
 
-The width is the widest of 16, 8, 4, 2 and 1 bytes that divides the segment's address, its stride,
+The width is the largest of 16, 8, 4, 2 and 1 bytes that divides the segment's address, its stride,
 its page size and the offset of its pages in the chunk. So every access is aligned, and no unit is
 cut. The rows depend on the layout and on the number of blocks in a chunk, which is the same for all
-chunks of a worker: they are computed once.
+chunks of a worker, so they are computed once.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     import torch
 
 COLUMNS = ("address", "block_stride", "staged", "first_block", "period", "units", "width", "spare")
-SKIPPED = -1  # in place of a block id: its page is neither read nor written
+SKIPPED = -1  # in place of a block id: the page is neither read nor written
 WIDEST_BYTES = 16
-# 8 KiB per tile at the widest: four 16-byte loads for each of 128 threads. Sixteen such programs
-# fit a multiprocessor, which is several times the bytes that must be in flight at full speed.
+# 8 KiB per tile at the largest width: four 16-byte loads for each of 128 threads. Sixteen such
+# programs fit a multiprocessor: several times the bytes that full bandwidth needs in flight.
 UNITS_PER_TILE = 512
 _MAX_CHUNKS = 65_535  # the second dimension of a CUDA grid
 _MAX_TILES = 2**31 - 1
@@ -50,7 +50,7 @@ _Int64s = npt.NDArray[np.int64]
 
 
 class BlockIds(NamedTuple):
-    """The same ids twice, ``[chunks, n_blocks]`` int64: as `pack_ids` made them, and on the GPU.
+    """Block ids, ``[chunks, n_blocks]`` int64: as `pack_ids` made them, and a copy on the GPU.
 
     The copy to ``device`` may still be in flight on the current CUDA stream.
     """
@@ -71,10 +71,10 @@ class Tiles:
     """The tiles of one chunk.
 
     Attributes:
-        rows: ``[tiles, len(COLUMNS)]``, one tile a row.
-        chunk_bytes: of a chunk without padding.
+        rows: ``[tiles, len(COLUMNS)]``, one row per tile.
+        chunk_bytes: size of a chunk without padding.
         staging_stride_bytes: from chunk to chunk in staging, so that each begins aligned.
-        widths: the widths that occur, widest first; at most two.
+        widths: the widths that occur, largest first; at most two.
     """
 
     rows: _Int64s
@@ -172,7 +172,7 @@ def pack_ids(
 
     Raises:
         DeviceError: an id is not a block, the chunks differ in length, or a count is out of
-            bounds. A kernel checks nothing: every id that passes here is accessed.
+            bounds. A kernel checks nothing: it accesses every id that passes here.
     """
     if not 0 < len(chunks) <= _MAX_CHUNKS:
         raise DeviceError(f"{len(chunks)} chunks for one launch")

@@ -1,1 +1,1 @@
-"""Doors for engines. Each knows one engine; nothing below knows any."""
+"""Connectors, one per engine. Only these modules know an engine."""

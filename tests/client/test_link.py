@@ -1,4 +1,4 @@
-"""What a link does next, by its state and the times of the last messages."""
+"""The next task of a link, by its state and the times of the last messages."""
 
 from __future__ import annotations
 

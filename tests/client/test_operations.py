@@ -34,8 +34,8 @@ def test_as_vllm_gives_them() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "reason"),
     [
-        (([7, 8], HASHES), TypeError, "hashes are given as block_hashes"),
-        (([7, 8], None, TOKENS[:2]), TypeError, "token ids are given as token_ids"),
+        (([7, 8], HASHES), TypeError, "pass hashes as block_hashes"),
+        (([7, 8], None, TOKENS[:2]), TypeError, "pass token ids as token_ids"),
         (([7, 8], None, ["a", "b"]), TypeError, "a block hash is bytes, not str"),
         (([7, 8],), ValueError, "exactly one"),
         (([7, 8], TOKENS, HASHES), ValueError, "exactly one"),

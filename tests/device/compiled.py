@@ -1,4 +1,4 @@
-"""Compiles the kernels for an H200 (sm_90) and prints what they came to, as JSON.
+"""Compiles the kernels for an H200 (sm_90) and prints the results as JSON.
 
 Triton compiles for a GPU that is not there; only running takes one. Each entry counts the
 accesses to global memory in PTX by kind, and names registers, shared and spilled bytes.
@@ -37,7 +37,7 @@ def compile_for_h200(width: int, narrow: int, *, scatter: bool) -> Any:
         "staging_stride_bytes": "i32",
         **dict.fromkeys(constants, "constexpr"),
     }
-    # As a launch has it: the three tensors are aligned, nothing is known of the counts.
+    # As in a launch: the three tensors are aligned, the counts are arbitrary.
     aligned = {(at,): [["tt.divisibility", 16]] for at in range(3)}
     source = ASTSource(_move_chunks, signature, constants, aligned)
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": _WARPS})

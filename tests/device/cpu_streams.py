@@ -1,4 +1,4 @@
-"""A `CudaDevice` whose GPU is the CPU: what a GPU does not decide can be tested anywhere."""
+"""A `CudaDevice` whose GPU is the CPU: tests its logic on any machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmcache_redis.device.table import BlockIds
 from lmcache_redis.processes import process_start_time
 from tests.device.layouts import Paged
 
-STORAGES: dict[int, torch.Tensor] = {}  # by size, which tells them apart here
+STORAGES: dict[int, torch.Tensor] = {}  # by size, which is unique here
 
 
 class CpuStream:
@@ -66,7 +66,7 @@ class Mark:
 
 @contextlib.contextmanager
 def gpu_is_cpu(copies: type[Any] | None = None) -> Iterator[None]:
-    """Devices opened inside lie in `STORAGES`. copies: made instead of what would be chosen."""
+    """Devices opened in the block lie in `STORAGES`. copies: used in place of `page_copies`."""
 
     def chosen(layout: KVLayout, storages: Sequence[torch.Tensor]) -> PageCopies:
         assert copies is not None

@@ -1,4 +1,4 @@
-"""A stand-in for an engine on a GPU; like `tests.device.exporter`, but its own process always.
+"""A stand-in for an engine on a GPU; like `tests.device.exporter`, but always in a child process.
 
 Commands: ``share``, ``read`` (block ids), ``fill late`` (a value, written by the GPU after a
 pause that it is still in when the answer goes out). EXTRA_MIB in its environment makes it larger.
@@ -44,7 +44,7 @@ class CudaExporter:
         return json.loads(self.process.stdout.readline())
 
     def share(self) -> tuple[KVLayout, list[CudaIPCHandle]]:
-        """Raises DeviceError where the child could not export."""
+        """Raises DeviceError if the child could not export."""
         answer = self.ask("share")
         if isinstance(answer, str):
             raise DeviceError(answer)
@@ -82,8 +82,8 @@ def main() -> None:
     if extra_bytes:  # one more layer, of whole pages
         page_bytes = extra_bytes // BLOCKS // 4096 * 4096
         caches["layer.3"] = torch.zeros((BLOCKS, page_bytes), dtype=torch.uint8, device="cuda")
-    # Kernels are loaded when they are first used, and that may wait for what runs before them: a
-    # first ``fill_`` behind the pause would come back after it.
+    # Kernels are loaded at their first use, which may wait for work in flight: a first ``fill_``
+    # behind the pause would return only after it.
     torch.cuda._sleep(1)
     for tensor in (pair, last):
         torch.empty_like(tensor).fill_(1.0)

@@ -41,7 +41,7 @@ def table_over(
 
 
 def interpreted(units_per_tile: int, n_blocks: int = 1) -> Make:
-    """Tiles are made larger where a chunk of so many blocks would take too many programs."""
+    """Tiles are larger if a chunk of so many blocks would take too many programs."""
 
     def make(layout: KVLayout, storages: Sequence[torch.Tensor]) -> PageCopies:
         units = units_per_tile
@@ -87,7 +87,7 @@ def test_a_device_in_both_directions(call: Call) -> None:
 def test_a_launch_that_hangs_keeps_no_other_gpu_from_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is compiled is compiled in turns; what is launched waits for its own GPU alone."""
+    """One thread compiles at a time; a launch waits only for its own GPU."""
     launched, go_on = threading.Event(), threading.Event()
     compiling: list[bool] = []
 
@@ -201,7 +201,7 @@ def test_layouts_of_engines(kind: str) -> None:
     staging = torch.full((2 * out.stride,), BLANK, dtype=torch.uint8)
     copies.gather(ids_of(out, "cpu"), staging)
     copies.scatter(ids_of(back, "cpu"), staging)
-    moved = {3: 5, 0: 1, 1: 5}  # 4 was to be skipped
+    moved = {3: 5, 0: 1, 1: 5}  # 4 is skipped
     for name, tensor in tensors.items():
         dim = 1 if kind == "k and v apart" else 0
         for block in range(BLOCKS):

@@ -1,4 +1,4 @@
-"""Random layouts over real bytes, and the plainest gather and scatter there are."""
+"""Random layouts over real bytes, and a reference gather and scatter."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def calls(draw: st.DrawFn, granule: int = 1, device: str = "cpu") -> Call:
 def check_call(
     device: DeviceContext, call: Call, memory: Callable[[], list[np.ndarray]] | None = None
 ) -> None:
-    """Both directions, against the plainest gather and scatter; every byte is compared.
+    """Both directions, against the reference gather and scatter; every byte is compared.
 
     memory: the device's storages as they are, where they are not the case's own.
     """

@@ -1,4 +1,4 @@
-"""What gathers and scatters between pages and staging must do, byte by byte, on any device.
+"""Checks gathers and scatters between pages and staging, byte by byte, on any device.
 
 Storages and staging lie between guard bytes, and every byte there is compared afterwards.
 """

@@ -233,7 +233,7 @@ class TestAnotherProcess:
 
 @pytest.fixture(scope="module")
 def own() -> tuple[dict[str, torch.Tensor], KVLayout, list[SharedMemoryHandle]]:
-    """A cache of this very process: what a handle leads to does not depend on whose it is."""
+    """A cache of this process: opening a handle does not depend on the process that made it."""
     caches = make_caches("k and v apart")
     shared = share_kv_caches(caches, BLOCKS)
     return caches, layout_of(shared), shared.storages
@@ -284,12 +284,12 @@ class TestRefused:
         ("change", "reason"),
         [
             (lambda h: {"pid_start_time": h.pid_start_time + 1}, "not the engine that registered"),
-            (lambda h: {"pid": 2**22 + 1}, "cannot be seen.*PID namespace"),
+            (lambda h: {"pid": 2**22 + 1}, "not visible.*PID namespace"),
             (lambda h: {"fd": 99_999}, "cannot be opened.*one user.*PID namespace"),
             (lambda h: {"fd": -1}, "cannot be opened"),
             (lambda h: {"inode": h.inode + 1}, "no longer the memory"),
             (lambda h: {"device": h.device + 1}, "no longer the memory"),
-            (lambda h: {"size_bytes": h.size_bytes + 4096}, "has .* bytes, the engine registered"),
+            (lambda h: {"size_bytes": h.size_bytes + 4096}, "bytes, but the engine registered"),
             (lambda h: {"fd": 2**63}, "cannot be opened"),
         ],
     )
@@ -304,7 +304,7 @@ class TestRefused:
         assert (open_inodes(), mapped_inodes()) == before
 
     def test_a_pipe_is_not_opened(self, own: Own) -> None:
-        """Opening one without a writer would never return."""
+        """Opening a FIFO without a writer would block for ever."""
         _, layout, handles = own
         read_end, write_end = os.pipe()
         try:
@@ -393,7 +393,7 @@ class TestRefused:
     def test_a_lease_that_ends_in_the_middle_of_a_copy(
         self, monkeypatch: pytest.MonkeyPatch, page_bytes: int, looks: int
     ) -> None:
-        """What is touched then is the piece in progress at most, whatever pages are like."""
+        """At most the piece in progress is touched, for pages of any size."""
         blocks = (6 << 20) // page_bytes
         caches = {"layer": torch.zeros((2 * blocks, page_bytes), dtype=torch.uint8)}
         shared = share_kv_caches(caches, 2 * blocks)
@@ -436,7 +436,7 @@ class TestClose:
                 copy([1], slots, STRIPE)
 
     def test_every_page_is_present_from_the_start(self, own: Own) -> None:
-        """A first copy that faults the mapping in would cost several later ones."""
+        """A first copy that faults pages in would take as long as several later copies."""
         _, layout, handles = own
         device = CpuDevice(layout, handles)
         for mapping, handle in zip(device._maps, handles, strict=True):
@@ -445,13 +445,13 @@ class TestClose:
 
 
 def open_inodes() -> dict[int, int]:
-    """How many descriptors this process has on each inode."""
+    """The number of descriptors that this process has of each inode."""
     found: dict[int, int] = {}
     for fd in os.listdir("/proc/self/fd"):
         try:
             inode = os.stat(f"/proc/self/fd/{fd}").st_ino
         except FileNotFoundError:
-            continue  # the listing's own
+            continue  # the descriptor of the listing itself
         found[inode] = found.get(inode, 0) + 1
     return found
 

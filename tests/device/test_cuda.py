@@ -34,7 +34,7 @@ def without_gpu() -> Iterator[None]:
 
 @pytest.mark.usefixtures("without_gpu")
 class TestOverCpuTensors:
-    """What a GPU does not decide: bounds, stripes, skipping, streams, errors, closing."""
+    """Everything that needs no GPU: bounds, stripes, skipping, streams, errors, closing."""
 
     @given(calls(granule=8, device="cuda"))
     def test_both_directions(self, call: Call) -> None:
@@ -84,7 +84,7 @@ class TestOverCpuTensors:
         assert (gathers.events, scatters.events) == ([b"g" * 64], [b"s" * 64])
 
     def test_what_needs_no_event_does_not_wait_for_it(self) -> None:
-        """A scatter stages its chunk before; a gather reads nothing before."""
+        """A scatter stages its chunk before the event; a gather reads nothing before it."""
         device = open_over_cpu(self.case())
         device.scatter([0], filled_slots(b"12345678", 8), 8, event=b"s" * 64)
         device.gather([0], empty_slots(8, 8), 8, event=b"g" * 64)
@@ -94,7 +94,7 @@ class TestOverCpuTensors:
         assert gathers.staged_at_event == b"\x5a" * 8
 
     def test_it_says_when_the_blocks_were_read(self) -> None:
-        """When the kernel has run; and only where a callback asks for it."""
+        """The wait is for the kernel, and only if there is a callback."""
         case = self.case()
         device = open_over_cpu(case)
         slot = empty_slots(8, 8)
@@ -201,7 +201,7 @@ class TestOverCpuTensors:
     def test_closing_leaves_no_reference_to_the_engines_memory(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Torch closes an IPC handle with the last reference, and no sooner."""
+        """Torch closes an IPC handle when its last reference is dropped, not before."""
         opened: list[weakref.ref[np.ndarray]] = []
 
         def fresh(handle: CudaIPCHandle) -> torch.Tensor:
@@ -214,7 +214,7 @@ class TestOverCpuTensors:
         device.gather([0, 1], empty_slots(16, 8), 8)
         with pytest.raises(DeviceError):
             device.gather([4], empty_slots(8, 8), 8)
-        gc.disable()  # it is not a collector that lets go
+        gc.disable()  # the references are dropped without the garbage collector
         try:
             assert [reference() is None for reference in opened] == [False]
             device.close()
@@ -231,7 +231,7 @@ class TestOverCpuTensors:
 
 
 class TestCopyStream:
-    """The stream itself, over fake CUDA streams and events that record what was done to them."""
+    """The stream itself, over fake CUDA streams and events that record the calls to them."""
 
     @pytest.fixture
     def played(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -239,7 +239,7 @@ class TestCopyStream:
 
         class Event:
             def __init__(self, *, blocking: bool) -> None:
-                assert blocking, "whoever waits sleeps"
+                assert blocking, "a waiting thread sleeps"
 
             def record(self, stream: Any) -> None:
                 assert stream == "stream"
@@ -295,7 +295,7 @@ class TestChecks:
             open_flat(flat_handle(32, **changes))
 
     def test_an_event_that_never_happens(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The deadline passes before anything is queued that could write to a slot later."""
+        """The deadline passes before any work is enqueued that could write to a slot later."""
 
         class Event:
             waited_on: ClassVar[list[Any]] = []
@@ -358,7 +358,7 @@ class TestChecks:
     def test_unpinning_that_fails_or_hangs(
         self, code: int | None, reason: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The agent's end waits for no GPU."""
+        """The agent ends without waiting for a GPU."""
         go_on = threading.Event()
 
         class Runtime:

@@ -217,7 +217,7 @@ class TestOpening:
         assert cuda_ipc.device_index("GPU-2") == 1
 
     def test_shared_memory_of_another_container(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """CUDA would open the memory all the same, and then no event that comes with a question."""
+        """CUDA would open the memory, but then no event of a store or retrieve."""
 
         def opened(*args: Any) -> None:
             raise AssertionError("it was opened")
@@ -230,7 +230,7 @@ class TestOpening:
     def test_torch_names_shared_memory_as_is_expected_here(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Its names have one maker: what a CPU storage gets is what a counter gets."""
+        """Torch names CPU storages and counters in the same way."""
         storage = torch.zeros(4).untyped_storage()
         _, name, _ = storage._share_filename_cpu_()
         check_handle(handle(ref_counter_handle=name))

@@ -154,7 +154,7 @@ def test_an_engine_that_sees_its_gpu_by_uuid(arena: Arena) -> None:
 
 
 def test_registering_again_with_the_same_handles(engine: CudaExporter, arena: Arena) -> None:
-    """As after a restart of the agent: the engine sends what it exported once."""
+    """As after a restart of the agent: the engine sends the same handles again."""
     layout, handles = engine.share()
     for _ in range(3):
         device = CudaDevice(layout, handles)

@@ -105,8 +105,8 @@ class TestCheck:
         [
             (Segment(2, 0, 8, 8), "storage 2 of 2"),
             (Segment(-1, 0, 8, 8), "storage -1 of 2"),
-            (Segment(0, 0, 0, 8), "no bytes"),
-            (Segment(0, 0, -8, 8), "no bytes"),
+            (Segment(0, 0, 0, 8), "empty pages"),
+            (Segment(0, 0, -8, 8), "empty pages"),
             (Segment(0, -8, 8, 8), "before its storage"),
             (Segment(0, 0, 8, 7), "overlap"),
             (Segment(0, 0, 8, -8), "overlap"),

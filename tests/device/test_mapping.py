@@ -122,10 +122,10 @@ def test_memory_that_shrinks_under_a_copy(
 ) -> None:
     array = np.frombuffer(mapping.memory, np.uint8)
     os.ftruncate(memory, 4096)
-    access(array)  # would have ended this process
+    access(array)  # without the guard, this kills the process
     os.ftruncate(memory, SIZE)
     with pytest.raises(DeviceError, match="truncated"):
-        mapping.check()  # though it is as large as it was: the copy was not of it
+        mapping.check()  # it has its old size again, but the copy is invalid
     del array
     assert os.pread(memory, SIZE, 4096) == bytes(SIZE - 4096), "fresh pages were written to"
 

@@ -1,4 +1,4 @@
-"""A connector with a fault in it: what vLLM loads in the tests of `test_faulty_connector`."""
+"""A connector with faults, which vLLM loads in `test_faulty_connector`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 4096,
     "block_size": 32,
-    # Few: requests wait for blocks, are preempted, and get blocks that others have just given up.
+    # Few: requests wait for blocks, are preempted, and get blocks that others have just released.
     "num_gpu_blocks_override": 140,
     "max_num_batched_tokens": 2048,
 }
@@ -87,7 +87,7 @@ def make_prompts(rng: random.Random, count: int) -> list[list[int]]:
 
 @dataclass
 class Soak:
-    """What happened: answers that were asked for, wrong ones, tokens that were hits, faults.
+    """Counts of answers, wrong answers, hit tokens and faults.
 
     loaded_chunks: loaded into blocks before the first fault.
     """
@@ -117,7 +117,7 @@ class Faults:
         }
 
     def strike(self) -> str:
-        """One fault; what it broke stays broken until `mend`."""
+        """One fault; it lasts until `mend`."""
         name = self._rng.choice(list(self._kinds))
         strike, self._mend = self._kinds[name]
         strike()

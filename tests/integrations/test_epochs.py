@@ -1,4 +1,4 @@
-"""Weights are replaced in a running vLLM: what the old ones computed is never used again."""
+"""Weights are replaced in a running vLLM: KV that the old ones computed is never used again."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_weights_are_reloaded_in_a_running_engine(
         agent.start()
         wait_until(lambda: ready(agent), what="the engine at the new agent")
 
-        # What an id names is shared by all that were updated to it.
+        # All engines that were updated to an id share its chunks.
         weights.reload(one, 1)
         one.rpc("lmcache_redis_weights_id", "step-2")
         weights.ask(one, 1)

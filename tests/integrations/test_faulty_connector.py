@@ -1,4 +1,4 @@
-"""A real vLLM goes on, with the same answers, whatever of ours fails; also under MultiConnector."""
+"""A real vLLM gives the same answers if the connector fails, also under MultiConnector."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_answers_stay_right_whatever_of_ours_fails(
         fault.write_text(breaks)
         assert ask(2) == 0
         assert ask(2) == 0  # off
-        # Nothing is held any more: vLLM could not reset its cache otherwise.
+        # No block is held: otherwise vLLM could not reset its cache.
         assert engine.reset_prefix_cache()
     log = (tmp_path / "engine.log").read_text(errors="replace")
     assert log.count("the cache of this engine is off from now on") == 1

@@ -1,4 +1,4 @@
-"""An error of ours at an entry from vLLM: the cache goes off, what vLLM waits for is answered."""
+"""Errors of the connector: the cache is turned off, and vLLM gets every answer it waits for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FullAttentionSpec:
 
 
 class Broken:
-    """Fails whatever it is asked."""
+    """Raises in every method."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def fail(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ def test_a_load_that_was_promised_before_the_scheduler_broke_is_reported_failed(
     step = steps_of(worker, metadata)
     assert step.results.finished_recving == step.results.failed_recving == {"r"}
     assert step.invalid == set()
-    # The worker goes on.
+    # The worker still works.
     assert worker._worker is not None
 
 
@@ -173,7 +173,7 @@ def test_an_error_in_a_worker_fails_its_loads_and_turns_the_cache_off(
     assert [r.failed_recving for r in results].count({"r"}) == 1
 
     report = steps_of(worker, StepMetadata()).report
-    # No agent was ever there, so nothing of it touches a block.
+    # There never was an agent, so none touches a block.
     assert report == WorkerReport({}, broken={0: True})
     scheduler.update_connector_output(
         SimpleNamespace(
@@ -217,7 +217,7 @@ def test_an_update_of_many_calls_is_one_epoch(
     assert inner.epoch not in (b"", first)
     scheduler.weights_changed("an update", "step-2")
     named = inner.epoch
-    scheduler.weights_changed("an update")  # others have that name: it is left at once
+    scheduler.weights_changed("an update")  # a shared epoch ends at once
     assert inner.epoch not in (b"", first, named)
     scheduler.weights_changed("an update", "step-2")
     assert inner.epoch == named

@@ -1,4 +1,4 @@
-"""Engines share keys where, and only where, the same tokens get the same KV."""
+"""Engines share keys if and only if the same tokens have the same KV."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_settings_that_are_not_as_expected_never_reach_the_engine() -> None:
         engine_identity(SimpleNamespace(), rank=0, backend="")  # type: ignore[arg-type]
 
 
-# Two hosts, as far as one machine can show: the instruction set of one is forced.
+# Two hosts on one machine: the instruction set of one is forced.
 
 _WITHOUT_AMX = """
 import vllm.v1.attention.backends.cpu_attn as backend

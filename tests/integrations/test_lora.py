@@ -67,6 +67,6 @@ def test_an_adapter_that_replaces_another_at_its_path_does_not_hit(
         assert expected != first
         assert ask(("tuned", 3, str(path))) == (expected, 0)  # vLLM's own hashes are the same
         assert ask(("tuned", 3, str(path))) == (expected, 2 * CHUNK)
-        # Of the first id it is not known any more which of the two is in memory.
+        # It is no longer known which of the two the first id has in memory.
         assert ask(("tuned", 1, str(path)))[1] == 0
         assert ask(None) == (plain, 2 * CHUNK)

@@ -89,7 +89,7 @@ def test_files_that_change_under_an_adapter_in_memory_end_its_caching(
     if how == "back":
         replace(adapter, by=kept)
     assert digests.digest(request(adapter)) is None
-    # Another id makes vLLM read the files: what they are now is what it holds.
+    # Another id makes vLLM read the files again, so their current digest is right.
     if how not in ("gone",):
         assert digests.digest(request(adapter, 2)) is not None
 
@@ -98,7 +98,7 @@ def test_one_id_for_two_paths_is_not_cached(tmp_path: Path) -> None:
     digests = AdapterDigests()
     one, two = (write_adapter(tmp_path / name, name.encode()) for name in ("1", "2"))
     assert digests.digest(request(one)) is not None
-    assert digests.digest(request(two)) is None  # vLLM goes on with the first
+    assert digests.digest(request(two)) is None  # vLLM keeps the first in memory
     assert digests.digest(request(one)) is None
 
 
@@ -115,7 +115,7 @@ def test_loading_in_place_starts_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", ["everything", "adapter_config.json", "weights", "readable"])
 def test_an_adapter_that_cannot_be_read_is_not_cached(tmp_path: Path, missing: str) -> None:
-    adapter = tmp_path / "some" / "adapter"  # a path that does not exist, as of the hub
+    adapter = tmp_path / "some" / "adapter"  # a path that does not exist, such as a name on the hub
     if missing != "everything":
         adapter.parent.mkdir()
         write_adapter(adapter, b"1")
@@ -131,5 +131,5 @@ def test_an_adapter_that_cannot_be_read_is_not_cached(tmp_path: Path, missing: s
     shutil.rmtree(adapter, ignore_errors=True)
     adapter.parent.mkdir(exist_ok=True)
     write_adapter(adapter, b"1")
-    assert digests.digest(request(adapter)) is None  # vLLM may have got it from elsewhere
+    assert digests.digest(request(adapter)) is None  # vLLM may have read it from elsewhere
     assert AdapterDigests().digest(request("a\0b")) is None

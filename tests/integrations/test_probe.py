@@ -1,4 +1,4 @@
-"""What packs KV differently is named differently: vLLM's own CPU backend, as each host runs it."""
+"""Backends that pack KV differently have different identities: vLLM's CPU backend on each host."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_two_processes_find_the_same() -> None:
 
 
 def test_every_place_of_a_block_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend that swaps any two numbers, or K and V, is another."""
+    """A backend that swaps any two numbers, or K and V, has another identity."""
     plain = packing(cpu_layer("vec"))
     update = CPUAttentionBackendImpl.do_kv_cache_update
     for number, (first, second) in enumerate(

@@ -27,7 +27,7 @@ BLOCK, CHUNK = 16, 64
 
 
 class ScriptedAdapter:
-    """Answers as it is told, and remembers what it was asked."""
+    """Gives scripted answers and records the questions."""
 
     def __init__(self) -> None:
         self.tokens: int | None = 0
@@ -188,7 +188,7 @@ def test_only_what_is_not_computed_locally_is_loaded(
 def test_a_request_that_no_blocks_are_free_for_lets_one_go_on_that_has_loaded(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter
 ) -> None:
-    """vLLM 0.27 to 0.30 stop at the first request that they cannot give blocks, for good."""
+    """vLLM 0.27 to 0.30 stop for ever at the first request that they cannot allocate blocks for."""
     loaded, blocked = FakeRequest("r"), FakeRequest("s")
     adapter.tokens = 4 * CHUNK
     scheduler.matched_tokens(loaded, 0)
@@ -293,12 +293,12 @@ def test_blocks_have_a_reference_until_every_worker_has_read_them(
     scheduler.finished(request)
     pool.free_blocks(reversed(blocks))  # as vLLM does at the end of the request
     free = pool.get_num_free_blocks()
-    # The first four are ours still: not even a request that takes all free blocks gets them.
+    # The connector still holds the first four: taking all free blocks does not return them.
     taken = {block.block_id for block in pool.get_new_blocks(free)}
     assert taken.isdisjoint(ids[:4])
     assert ids[4] in taken
     references.ended({0: [transfer_id]})
-    references.ended({0: [transfer_id]})  # said again by the same rank
+    references.ended({0: [transfer_id]})  # reported again by the same rank
     assert pool.get_num_free_blocks() == 0
     references.ended({1: [transfer_id]})
     assert {block.block_id for block in pool.get_new_blocks(4)} == set(ids[:4])
@@ -371,14 +371,14 @@ def test_a_failed_load_is_not_tried_again(
         scheduler.matched_tokens(request, 0)
         scheduler.allocated(request, blocks, 4 * CHUNK)
         scheduler.build_metadata(step())
-        # One rank says so in one step, the end of the load comes in a later one.
+        # One rank reports the failure in one step; the load ends in a later step.
         fails()
         scheduler.build_metadata(step())
         scheduler.load_ended(request_id)
         lookups = len(adapter.lookups)
         assert scheduler.matched_tokens(request, 0) == 0
         assert len(adapter.lookups) == lookups
-        # What is computed now is stored: what was thought to be cached may not be.
+        # Computed chunks are stored, because chunks that were thought to be cached may not be.
         metadata = scheduler.build_metadata(step(new=(request_id, blocks, 0, 4 * CHUNK + 1)))
         assert len(only_store(metadata).block_ids) == 16
 
@@ -395,7 +395,7 @@ def test_a_request_that_is_aborted_while_it_loads_is_only_reported_as_loaded(
     scheduler.finished(request)
     assert len(references) == 1  # the agent may still be writing
     scheduler.load_ended("r")
-    scheduler.load_ended("r")  # another connector's, or said twice
+    scheduler.load_ended("r")  # another connector's load, or reported twice
     references.ended({0: [transfer_id], 1: [transfer_id]})
     assert not references
 
@@ -445,7 +445,7 @@ def test_what_a_lookup_does_not_find_is_stored_again(
         assert len(only_store(metadata).block_ids) == 8
 
 
-def test_what_the_agent_did_not_take_is_offered_again(
+def test_a_chunk_that_the_agent_dropped_is_stored_again(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter
 ) -> None:
     for request_id, dropped in (("r", False), ("s", True), ("t", False)):
@@ -458,12 +458,12 @@ def test_what_the_agent_did_not_take_is_offered_again(
             scheduler.chunks_dropped()
 
 
-def test_what_was_stored_a_moment_ago_is_not_offered_again(
+def test_a_chunk_that_was_stored_recently_is_not_stored_again(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter
 ) -> None:
     for request_id, stores in (("r", 1), ("s", 0)):
         request = FakeRequest(request_id, tokens=2 * CHUNK + 1)
-        # The second has all of it in vLLM's own blocks, and so nothing to look up.
+        # The second has all tokens in vLLM's own blocks, so there is nothing to look up.
         scheduler.matched_tokens(request, 0 if stores else 2 * CHUNK)
         scheduler.allocated(request, [], 0)
         metadata = scheduler.build_metadata(
@@ -491,7 +491,7 @@ def test_names_begin_with_the_epoch_and_the_adapter(
     plain = FakeRequest(tokens=2 * CHUNK + 1).block_hashes
     assert only_store(store_of(scheduler, "r")).block_hashes == plain
     assert only_store(store_of(scheduler, "s")).block_hashes == [b"A" * 16 + h for h in plain]
-    assert store_of(scheduler, "t").stores == []  # an adapter that cannot be told from others
+    assert store_of(scheduler, "t").stores == []  # an adapter that cannot be identified
     assert [request_id for request_id, _ in adapter.lookups] == ["r", "s"]
     scheduler.weights_changed("an update", "step-1")
     epoch = named_epoch("step-1")

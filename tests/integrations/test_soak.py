@@ -16,6 +16,6 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 def test_every_answer_is_the_one_without_a_connector(family: str, tmp_path: Path) -> None:
     soak = soak_family(family, 15.0, 30.0, seed=1, directory=tmp_path)
     assert soak.wrong == 0
-    assert soak.loaded_chunks > 0, "also a sliding window hits what it stored"
+    assert soak.loaded_chunks > 0, "a model with a sliding window hits too"
     assert soak.answers > 0
     assert soak.faults

@@ -67,7 +67,7 @@ def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def test_a_new_engine_answers_from_redis_what_another_computed(
     plain: ForkedEngine, model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
 ) -> None:
-    one = prompts.tokens(4 * CHUNK + 1)  # fully cached but for one token
+    one = prompts.tokens(4 * CHUNK + 1)  # fully cached except for one token
     exact = prompts.tokens(2 * CHUNK)  # fully cached: the last token is computed again
     inside = prompts.tokens(2 * CHUNK + 100)  # ends inside a chunk
     short = prompts.tokens(100)  # less than a chunk
@@ -212,7 +212,7 @@ def test_whatever_fails_the_answers_stay_right(
         assert answer.outputs[0] == expected[6]
         assert answer.seconds < NO_HANG_S
 
-        # Redis is full, and killed: right answers, the engine goes on.
+        # Redis is full, and killed: the answers are right, and the engine keeps running.
         redis_server.start()
         redis_server.config_set("maxmemory-policy", "noeviction")
         redis_server.config_set("maxmemory", "2mb")

@@ -1,4 +1,4 @@
-"""Two models have one digest only where their weights are the same."""
+"""Two models have the same digest only if their weights are equal."""
 
 from __future__ import annotations
 

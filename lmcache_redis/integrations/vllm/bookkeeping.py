@@ -1,4 +1,4 @@
-"""The scheduler's books: references on vLLM's blocks, stale blocks, recently stored chunks."""
+"""The scheduler's bookkeeping: references to vLLM's blocks, stale blocks, recent chunks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ class _Held:
 
 
 class BlockReferences:
-    """The blocks that the connector holds a reference on, by transfer.
+    """The blocks that the connector holds references to, by transfer.
 
-    vLLM reuses a block when its last reference is released: its request has ended, was preempted,
-    or has moved its sliding window past the block. With a reference of the connector, no other
-    request writes a block that a store is still reading, and no other request gets a block that a
-    late load may still write. The reference is released when every rank has reported the end of
-    the transfer.
+    vLLM reuses a block when its last reference is released. A request releases its reference when
+    it ends, is preempted, or moves its sliding window past the block. The connector's reference
+    keeps a block from other requests while a store may read it or a late load may write it. It is
+    released when every rank has reported the end of the transfer.
     """
 
     def __init__(self, pool: BlockPool, world_size: int) -> None:
@@ -48,18 +47,18 @@ class BlockReferences:
     def expects_reports(self) -> bool:
         """Whether workers will soon report the end of a transfer.
 
-        A transfer long after its lease belongs to a frozen agent: its end is reported in the
-        steps of later requests.
+        A transfer still in flight long after its lease belongs to a frozen agent. Its end is
+        reported in the steps of later requests.
         """
         earliest_s = time.monotonic() - _REPORT_S
         return any(held.since_s > earliest_s for held in self._held.values())
 
     def is_null(self, block_id: int) -> bool:
-        """Whether the id is a placeholder for a block that a request does not have."""
+        """Whether the id is the placeholder for a block that a request does not have."""
         return bool(self._pool.blocks[block_id].is_null)
 
     def take(self, block_ids: Iterable[int]) -> int:
-        """References these blocks, none of them null, for a new transfer; returns its id."""
+        """Takes references to blocks, none of them null, for a new transfer; returns its id."""
         blocks = [self._pool.blocks[block_id] for block_id in block_ids]
         self._pool.touch(blocks)
         transfer_id = next(self._ids)
@@ -80,7 +79,7 @@ class BlockReferences:
                     self._pool.free_blocks(reversed(held.blocks))
 
     def rank_stopped(self, rank: int) -> None:
-        """The rank touches no block any more."""
+        """The rank no longer touches any block."""
         self.ended({rank: list(self._held)})
 
 
@@ -88,7 +87,7 @@ class StaleBlocks:
     """Whether vLLM's own prefix cache may hold KV of an earlier epoch.
 
     Until that cache is reset after an update, vLLM still hits blocks that the old weights computed.
-    Requests that may do so store nothing under the new epoch.
+    Requests that may hit such a block are not cached.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -96,12 +95,12 @@ class StaleBlocks:
         self._suspect: Any = None
 
     def begin_epoch(self) -> None:
-        """Everything in vLLM's cache is of an earlier epoch now."""
+        """Everything that is in vLLM's cache now belongs to an earlier epoch."""
         self._suspect = self._pool.cached_block_hash_to_block
 
     def may_be_hit(self) -> bool:
-        """Whether any of it is still in vLLM's cache. A reset replaces the map."""
-        suspect = self._suspect
+        """Whether vLLM's cache still holds blocks of an earlier epoch."""
+        suspect = self._suspect  # a reset of vLLM's cache replaces the map
         if suspect is None:
             return False
         if suspect is self._pool.cached_block_hash_to_block and len(suspect) > 0:
@@ -113,8 +112,8 @@ class StaleBlocks:
 class RecentChunks:
     """Names of chunks that were stored or found within the last minute: they are not stored again.
 
-    It only saves messages: the agent itself checks what it has. Names expire, because stores may be
-    dropped and Redis evicts.
+    This only saves messages: the agent itself checks which chunks it has. Names expire because
+    stores may be dropped and Redis evicts.
     """
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
-# From 0.30 on, vLLM is told the requests whose loads failed, and gives them other blocks.
+# vLLM 0.30 or newer is told which requests' loads failed, and allocates other blocks for them.
 _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 
 
@@ -108,7 +108,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
             reallocates = _TransferResults is not None
             self._worker = ConnectorWorker(client, parallel.rank, reallocates=reallocates)
 
-    def broke(self) -> None:
+    def turn_off(self) -> None:
         """Turns the cache of this engine off. Loads that vLLM waits for are reported as failed."""
         self._scheduler = None
         adapter, self._adapter = self._adapter, None
@@ -141,8 +141,8 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         manager = getattr(self, "_kv_cache_manager", None)
         if manager is None and drops_blocks(self._kv_cache_config):
             logger.error(
-                "the cache stays off: the model's attention drops blocks, and this vLLM does not "
-                "tell connectors which; 0.30 or newer does"
+                "the cache stays off: the model's attention drops blocks, and this vLLM version "
+                "does not tell connectors which blocks; vLLM 0.30 or newer does"
             )
             return
         block_size = self._block_size_tokens
@@ -164,7 +164,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         )
         if not epoch.listen(self):
             logger.warning(
-                "this vLLM does not report updates of the weights: call "
+                "this vLLM version does not report weight updates: call "
                 "reset_prefix_cache(reset_connector=True) after each update"
             )
 
@@ -216,7 +216,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
                 if stopped:
                     self._references.rank_stopped(rank)
         if report.broken:
-            self.broke()
+            self.turn_off()
         scheduler = self._scheduler
         if scheduler is None:
             return
@@ -244,9 +244,9 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
 
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:
-        """Begins a new epoch: this engine never loads again what was stored before.
+        """Begins a new epoch: this engine no longer loads chunks that were stored before.
 
-        The agent removes the old chunks in the background, and may fail to.
+        The agent removes the old chunks in the background; that may fail.
         """
         if self._scheduler is None:
             return None
@@ -268,7 +268,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
             return
         tensors = {name: t for name, t in kv_caches.items() if isinstance(t, torch.Tensor)}
         if len(tensors) != len(kv_caches) or not tensors:
-            logger.error("the cache stays off: a layer's KV cache is not one tensor")
+            logger.error("the cache stays off: a layer's KV cache is not a single tensor")
             return
         config, num_blocks = self._vllm_config, self._kv_cache_config.num_blocks
         strides = block_strides(self._kv_cache_config)
@@ -316,7 +316,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
             self._worker.begin_stores(self._step())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Requests whose loads have ended, and which of these failed (vLLM 0.30 or newer)."""
+        """Requests whose loads have ended, and those of them that failed (vLLM 0.30 or newer)."""
         ended = self._ended_loads()
         return _TransferResults(finished_recving=ended.requests, failed_recving=set(ended.failed))
 
@@ -327,7 +327,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         return None, ended.requests or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that a load did not fill: vLLM computes from the first of them on."""
+        """Blocks that a load did not fill: vLLM recomputes a request from its first such block."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -344,7 +344,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         return ended
 
     def _all_failed(self) -> EndedLoads:
-        """All loads that vLLM waits for, as failed."""
+        """Reports all loads that vLLM waits for as failed."""
         awaited, self._awaited = self._awaited, {}
         return EndedLoads(set(awaited), {r: set(block_ids) for r, block_ids in awaited.items()})
 

@@ -1,12 +1,12 @@
-"""Epochs: they keep the KV of old weights apart from the KV of new ones.
+"""Epochs: they separate the KV of old weights from the KV of new weights.
 
 The name of every chunk begins with its engine's epoch. The first epoch is empty, so that replicas
-share. A later one is either random and the engine's own, or the digest of a ``weights_id``, shared
-by all replicas that were updated to the same weights. docs/identity.md lists what begins one.
+share chunks. A later epoch is either random and the engine's own, or the digest of a
+``weights_id``, shared by all replicas with these weights. docs/identity.md lists what begins one.
 
 vLLM does not notify connectors of new weights, but every update goes through
 ``EngineCore.collective_rpc``, in the scheduler's process and between two steps. This module wraps
-that method: every call that is not known to leave the weights alone counts as an update.
+that method: every call that is not known to leave the weights unchanged counts as an update.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EPOCH_BYTES = 8
 SHARED_EPOCH = b""
 WEIGHTS_ID_RPC = "lmcache_redis_weights_id"
 
-# Methods that leave the weights alone. Any other counts as an update: one epoch too many costs
+# Methods that leave the weights unchanged. Any other counts as an update: one epoch too many costs
 # misses, one too few costs wrong answers.
 _HARMLESS = frozenset(
     {
@@ -53,7 +53,7 @@ class EpochListener(Protocol):
     """Is notified of new weights, on the scheduler's thread."""
 
     def weights_changed(self, why: str, weights_id: str | None = None) -> None:
-        """The weights may have changed; with an id, they are those of this id."""
+        """The weights may have changed. An id names the new weights."""
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -110,7 +110,7 @@ def _watched_version(set_weight_version: Callable[..., Any]) -> Callable[..., An
 def _name_weights(
     core: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> list[bool]:
-    """Serves ``WEIGHTS_ID_RPC`` without the workers. One result per worker, as of any RPC."""
+    """Serves ``WEIGHTS_ID_RPC`` without the workers. Returns one result per worker, as any RPC."""
     (weights_id,) = args or tuple((kwargs or {}).values()) or (None,)
     if not isinstance(weights_id, str) or not 0 < len(weights_id) <= 256:
         raise ValueError(

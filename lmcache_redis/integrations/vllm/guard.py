@@ -1,4 +1,4 @@
-"""Protection of the engine from errors of the cache: it computes instead."""
+"""Keeps errors of the cache out of the engine: after one, requests are computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def guarded(otherwise: Callable[..., Any]) -> Callable[[_F], _F]:
     """Makes a method return ``otherwise(self, *args)`` if it raises.
 
-    The error is logged with its traceback, and ``self.broke()`` turns the cache off.
+    The error is logged with its traceback, and ``self.turn_off()`` turns the cache off.
     """
 
     def guard(method: _F) -> _F:
@@ -32,10 +32,10 @@ def guarded(otherwise: Callable[..., Any]) -> Callable[[_F], _F]:
                 return method(self, *args, **kwargs)
             except Exception:
                 logger.exception(
-                    "%s failed: the cache of this engine is off from now on, its requests are "
-                    "computed; please report this with the vLLM version", method.__name__,
+                    "%s failed: the cache of this engine is now off and its requests are computed; "
+                    "please report this with the vLLM version", method.__name__,
                 )  # fmt: skip
-                self.broke()
+                self.turn_off()
                 return otherwise(self, *args, **kwargs)
 
         return guarded_method  # type: ignore[return-value]
@@ -51,8 +51,8 @@ def recompute_failed_loads(connector: KVConnectorBase_V1) -> None:
     """Sets ``kv_load_failure_policy`` to ``recompute``; vLLM's default fails the request.
 
     The scheduler reads the policy from its own config after it has made the connector. A child of
-    ``MultiConnector`` gets a copy of that config and no reference to its parent. So the parents,
-    whose constructors are running, are found on the stack.
+    ``MultiConnector`` gets a copy of that config and no reference to its parent. The parents'
+    constructors are still running, so the parents are found on the stack.
     """
     connector._kv_transfer_config.kv_load_failure_policy = "recompute"
     frame: FrameType | None = inspect.currentframe()

@@ -42,7 +42,7 @@ _ATTENTION_SETTINGS = (
     "use_prefill_query_quantization", "disable_flashinfer_q_quantization", "indexer_kv_dtype",
     "use_fp4_indexer_cache", "use_non_causal",
 )  # fmt: skip
-# Switches that reduce the precision of computations, beyond another order of sums.
+# Switches that reduce the precision of computations, not only the order of sums.
 _ENVIRONMENT = (
     "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_CPU_INT4_W4A8", "VLLM_DEEPEPLL_NVFP4_DISPATCH",
     "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "VLLM_FLOAT32_MATMUL_PRECISION",
@@ -67,15 +67,15 @@ _LONG_ROPE = frozenset({"longrope", "su"})
 def model_name(vllm_config: VllmConfig) -> str:
     """The model name in every key: its name on the hub, or the name of its directory or file.
 
-    So replicas may keep a local model under different paths. ``engine_identity`` distinguishes
-    models whose directories have the same name.
+    Replicas may therefore keep a local model under different paths. ``engine_identity``
+    distinguishes models whose directories have the same name.
     """
     model = str(vllm_config.model_config.model)
     return Path(model).resolve().name if os.path.exists(model) else model
 
 
 def attention_backend(vllm_config: VllmConfig) -> str:
-    """Names of the attention backends in use: they decide the order of bytes in a block."""
+    """Names of the attention backends in use. They decide the order of bytes in a block."""
     context = vllm_config.compilation_config.static_forward_context
     names = {
         backend.get_name()
@@ -90,8 +90,8 @@ def engine_identity(
 ) -> dict[str, str]:
     """The identity of one worker's KV cache, as pairs of text.
 
-    Raises Unidentified if the weights cannot be told from others and ``weights_id`` (the operator's
-    name for them) is None, or if the settings of this vLLM version cannot be read.
+    Raises Unidentified if the weights cannot be identified and ``weights_id`` (the operator's name
+    for them) is None, or if the settings of this vLLM cannot be read.
     """
     try:
         return _pairs(vllm_config, rank, backend, weights_id)

@@ -2,9 +2,9 @@
 
 vLLM's block hashes identify an adapter by name and path only. vLLM reads an adapter once per
 ``lora_int_id`` and keeps it in memory (``vllm/lora/worker_manager.py``). So the digest is computed
-at the first request, and later requests check that the files are unchanged. If they changed, it is
-unknown which version is in memory, and the id is not cached any more. ``load_inplace`` makes vLLM
-read the files again, and the digest is computed again.
+at the first request, and later requests check that the files are unchanged. If they have changed,
+it is unknown which version is in memory, and requests with this id are no longer cached.
+``load_inplace`` makes vLLM read the files again, and the digest is computed again.
 """
 
 from __future__ import annotations

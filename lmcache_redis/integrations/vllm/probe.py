@@ -7,7 +7,7 @@ known K and V into a scratch cache, and the digest of the resulting bytes is par
 The known values are exact in every cache dtype (fp8 after scaling) and identify token, head and
 element. There are more elements than exact values, so the index of each element is written as a
 number, one digit per round. The scratch cache has the layer's shape and strides with two blocks.
-Backends keep state of the first cache that they see, so the probe uses copies of them.
+Backends keep state from the first cache that they see, so the probe uses copies of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def kv_identity(
 ) -> dict[str, str]:
     """Pairs that identify how the layers of ``kv_caches`` pack and scale their KV.
 
-    Never raises, and does not change the engine. Layers that cannot be probed are identified by
+    Never raises and does not change the engine. Layers that cannot be probed are identified by
     their backend alone; one log line lists them.
     """
     context = vllm_config.compilation_config.static_forward_context
@@ -97,7 +97,7 @@ def _scales(layer: Any) -> list[list[float] | None]:
 
 
 def _layer_cache(layer: Any, registered: torch.Tensor) -> torch.Tensor:
-    """The cache that the layer writes to: a kernel's blocks may be parts of the engine's blocks."""
+    """The cache that the layer writes. A kernel's blocks may be parts of the engine's blocks."""
     bound = getattr(layer, "kv_cache", None)
     if isinstance(bound, list) and len(bound) == 1:  # older versions: one per virtual engine
         bound = bound[0]
@@ -180,20 +180,12 @@ def _known(
 def _scratch(
     cache: torch.Tensor, num_blocks: int, block_stride: int | None, block_size_tokens: int
 ) -> _Scratch:
-    """Memory like that of ``cache`` with two blocks. All other sizes and strides are kept.
+    """Memory like that of ``cache`` with two blocks.
 
-    The stride of a dimension outside that of the blocks (K before V) shrinks with it.
+    All other sizes and strides are kept, except the strides of dimensions outside the block
+    dimension (K before V), which shrink with it.
     """
-    itemsize = cache.element_size()
-    view = TensorView(
-        name="kv_cache",
-        dtype=str(cache.dtype),
-        itemsize=itemsize,
-        storage=0,
-        offset=0,
-        shape=tuple(cache.shape),
-        strides=tuple(stride * itemsize for stride in cache.stride()),
-    )
+    view = TensorView.of(cache, "kv_cache", str(cache.dtype), storage=0)
     dim, parts = block_dimension(view, num_blocks, block_stride)
     blocks = min(_BLOCKS, num_blocks)
     size = list(cache.shape)
@@ -207,6 +199,6 @@ def _scratch(
         for other, stride in enumerate(cache.stride())
     ]
     extent = 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
-    memory = torch.zeros(extent * itemsize, dtype=torch.uint8, device=cache.device)
+    memory = torch.zeros(extent * view.itemsize, dtype=torch.uint8, device=cache.device)
     view_of_memory = memory.view(cache.dtype).as_strided(size, strides)
     return _Scratch(memory, view_of_memory, blocks * block_size_tokens)

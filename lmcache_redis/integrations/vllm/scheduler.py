@@ -44,7 +44,7 @@ class _Tracked:
     """One request. Chunk numbers are in units of ``chunk_tokens``."""
 
     request: Request
-    prefix: bytes | None  # of the names of its chunks; None: it is not cached
+    prefix: bytes | None  # of the names of its chunks; None if it is not cached
     chunk_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     first_chunk: int | None = None  # where its lookup began
@@ -53,7 +53,7 @@ class _Tracked:
     matched: bool = False  # vLLM knows the number of tokens and has not allocated blocks since
     computes: bool = False  # it has blocks
     loading: frozenset[int] | None = None  # blocks that its load writes
-    give_up: bool = False  # a load failed: it is computed
+    load_failed: bool = False  # the rest is computed, without another lookup
 
 
 class ConnectorScheduler:
@@ -61,9 +61,10 @@ class ConnectorScheduler:
 
     hash_stride: block hashes per block (1 unless vLLM hashes finer than it allocates).
     weights_id: names the first epoch; None for the shared one.
-    block_ids: a request's current blocks, null ones included; None if vLLM does not provide them
-        and requests keep their blocks until they end.
-    adapter_digest: of a request's LoRA adapter; None if it cannot be told from others.
+    block_ids: returns a request's current blocks, null ones included; None if vLLM does not
+        provide them and requests keep their blocks until they end.
+    adapter_digest: returns the digest of a request's LoRA adapter; None if the adapter cannot be
+        identified.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ConnectorScheduler:
         self._epoch_is_own = False  # random, and so not shared with other engines
         self._epoch_is_used = False
         self._tracked: dict[str, _Tracked] = {}
-        self._resuming: set[str] = set()  # their load has ended, and they have not run since
+        self._resuming: set[str] = set()  # load has ended, not scheduled since
         self._loads: list[Planned] = []
         self._recent = RecentChunks()
         self._wait_budget_s = _IDLE_WAIT_S
@@ -107,7 +108,7 @@ class ConnectorScheduler:
         if (
             not chunk_tokens
             or not self._may_load
-            or tracked.give_up
+            or tracked.load_failed
             or tracked.prefix is None
             or request.skip_reading_prefix_cache
         ):
@@ -129,18 +130,18 @@ class ConnectorScheduler:
             return None
         tracked.local_tokens = local_tokens
         if tracked.matched and self._resuming:
-            # No blocks were free for this request. Some belong to a request whose load has ended,
-            # and vLLM before 0.31 does not reach that one while this one blocks the queue.
+            # vLLM had too few free blocks for this request. A request whose load has ended holds
+            # some, and vLLM before 0.31 cannot resume it while this one heads the queue.
             tracked.matched = False
             return None
         tracked.matched = True
-        # Chunks that the agent has just not found are stored again, however recent they are.
+        # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(tracked.first_chunk, tokens // chunk_tokens)
         self._recent.discard(self._chunk_names(tracked)[first_miss:])
         return max(0, tokens - local_tokens)
 
     def allocated(self, request: Request, block_ids: Sequence[int], external_tokens: int) -> None:
-        """Blocks were allocated; ``external_tokens`` of them are to be loaded."""
+        """vLLM allocated blocks; ``external_tokens`` tokens are to be loaded into them."""
         tracked = self._track(request, self._adapter.chunk_size_tokens())
         tracked.computes = True
         tracked.matched = False
@@ -178,10 +179,10 @@ class ConnectorScheduler:
         return metadata
 
     def load_failed(self, request_id: str) -> None:
-        """The request's load failed on some rank: the rest of it is computed."""
+        """The request's load failed on some rank: its other tokens are computed."""
         tracked = self._tracked.get(request_id)
         if tracked is not None and tracked.loading is not None:
-            tracked.give_up = True
+            tracked.load_failed = True
             self._recent.clear()  # some of these chunks may not be cached
 
     def blocks_failed(self, block_ids: set[int]) -> None:
@@ -225,19 +226,19 @@ class ConnectorScheduler:
     def weights_changed(self, why: str, weights_id: str | None = None) -> None:
         """Begins the epoch of ``weights_id``, or one of the engine's own."""
         if weights_id is None:
-            # One update may take hundreds of calls: an epoch that no request has used stays.
+            # One update may take hundreds of calls: an epoch that no request has used is kept.
             unused = self._epoch_is_own and not self._epoch_is_used
             self._begin_epoch(self.epoch if unused else new_epoch(), why, own=True)
         elif (epoch := named_epoch(weights_id)) != self.epoch:
             self._begin_epoch(epoch, f"{why} ({weights_id!r})", own=False)
 
     def _begin_epoch(self, epoch: bytes, why: str, *, own: bool) -> None:
-        """Names chunks differently from now on.
+        """Changes the names of chunks.
 
-        Running requests are not cached any more; requests that wait are looked up again.
+        Running requests are no longer cached; waiting requests are looked up again.
         """
         if epoch != self.epoch:
-            logger.info("%s: KV that was cached before is not used any more", why)
+            logger.info("%s: KV that was cached before is no longer used", why)
         self.epoch, self._epoch_is_own, self._epoch_is_used = epoch, own, False
         self._stale.begin_epoch()
         self._recent.clear()
@@ -264,7 +265,7 @@ class ConnectorScheduler:
         return tracked
 
     def _prefix(self, request: Request) -> bytes | None:
-        """The prefix of the names of its chunks; None if its KV cannot be named with certainty."""
+        """The prefix of the names of its chunks; None if its KV cannot be identified."""
         if self._stale.may_be_hit():
             return None
         digest = self._adapter_digest(request)
@@ -314,8 +315,8 @@ class ConnectorScheduler:
         blocks: Sequence[int] = tracked.block_ids
         if self._block_ids is not None:
             blocks = self._block_ids(request.request_id)
-        # A block has a hash when all its tokens are final. Draft tokens that may be rejected, and
-        # tokens not sampled yet, are left to a later step.
+        # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
+        # tokens not yet sampled are stored in a later step.
         hashed_tokens = self._hashed_tokens(request)
         tokens = min(computed_tokens, hashed_tokens, len(blocks) * self._block_size_tokens)
         complete_chunks = tokens // chunk_tokens

@@ -1,6 +1,6 @@
-"""Which engines can be cached, decided at start from their settings.
+"""Which engines can be cached, decided at startup from their settings.
 
-A reason is one sentence. The vLLM versions from 0.27 on differ in the settings that they have.
+A reason is one sentence. vLLM versions differ in the settings that they have, hence the defaults.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 _HASHES = ("sha256", "sha256_cbor")
 _DEVICES = ("cpu", "cuda")
-# Kinds of KV cache that keep the KV of every token in the request's blocks; the second kind drops
-# blocks later. Others keep state that does not belong to one token (Mamba).
+# Kinds of KV cache that write the KV of every token to the request's blocks. Those of the second
+# list drop blocks later. Other kinds keep state that does not belong to one token (Mamba).
 _WHOLE = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")
 _DROPPED = ("SlidingWindowSpec",)
 
@@ -28,14 +28,14 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) 
 
 def _reasons(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> Iterator[str]:
     if kv_cache_config is None:
-        yield "this version of vLLM does not tell connectors about its KV cache: use 0.27 or newer"
+        yield "this vLLM version does not tell connectors about its KV cache; use 0.27 or newer"
         return
     yield from _wrong_groups(kv_cache_config)
     yield from _wrong_hashes(vllm_config)
     yield from _wrong_model(vllm_config)
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")
     if device not in _DEVICES:
-        yield f"the engine runs on {device} and this version handles {' and '.join(_DEVICES)}"
+        yield f"the engine runs on {device}; this version handles {' and '.join(_DEVICES)}"
 
 
 def _wrong_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
@@ -44,7 +44,7 @@ def _wrong_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
         yield "the model has no KV cache"
     elif len(groups) > 1:
         yield (
-            f"the model has {len(groups)} KV cache groups and this version handles one; "
+            f"the model has {len(groups)} KV cache groups, and this version handles one; "
             "start vLLM with --disable-hybrid-kv-cache-manager"
         )
     else:
@@ -79,13 +79,13 @@ def _wrong_hashes(vllm_config: VllmConfig) -> Iterator[str]:
     algorithm = str(cache.prefix_caching_hash_algo)
     if algorithm not in _HASHES:
         yield (
-            f"block hashes made with {algorithm} can be forged or differ in every process; start "
+            f"block hashes made with {algorithm} can be forged or differ between processes; start "
             "vLLM with --prefix-caching-hash-algo sha256"
         )
     elif not _hashes_are_reproducible():
         yield (
-            "block hashes of this vLLM version differ in every process; set PYTHONHASHSEED to one "
-            "value for all engines"
+            "block hashes of this vLLM version differ between processes; set PYTHONHASHSEED to the "
+            "same value for all engines"
         )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
@@ -116,7 +116,7 @@ def _wrong_model(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _hashes_are_reproducible() -> bool:
-    """Whether every process makes equal hashes: https://github.com/vllm-project/vllm/pull/51875."""
+    """Whether all processes make equal hashes: https://github.com/vllm-project/vllm/pull/51875."""
     if "PYTHONHASHSEED" in os.environ:
         return True
     from vllm.v1.core import kv_cache_utils

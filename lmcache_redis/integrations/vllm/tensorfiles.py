@@ -54,14 +54,14 @@ class _NoTable(Exception):
 
 
 def digest_file(path: Path) -> bytes:
-    """16 bytes that change with the file's tensors, as far as the module's docstring says.
+    """A digest of 16 bytes, over the parts of the file that the module's docstring names.
 
-    Raises OSError if the file cannot be read or is no regular file.
+    Raises OSError if the file cannot be read or is not a regular file.
     """
     with open(path, "rb", opener=_open_nonblocking) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{path} is no regular file")
+            raise OSError(f"{path} is not a regular file")
         size_bytes = status.st_size
         digest = hashlib.blake2b(struct.pack("<Q", size_bytes), digest_size=16)
         for part in _parts(file, size_bytes):
@@ -87,7 +87,7 @@ def _parts(file: BinaryIO, size_bytes: int) -> Iterator[bytes | Extent]:
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
-    """Does not wait for the writer of a FIFO."""
+    """An opener that does not wait for the writer of a FIFO."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -105,7 +105,7 @@ def _read(file: BinaryIO, extent: Extent) -> bytes:
 
 
 def _spread(extent: Extent, count: int) -> Iterator[Extent]:
-    """``count`` evenly spread samples, or the whole extent if that is less."""
+    """``count`` evenly spread samples, or the whole extent if it is not larger than these."""
     if extent.size <= count * _SAMPLE_BYTES:
         yield extent
         return
@@ -180,7 +180,7 @@ def _zip_table(file: BinaryIO, size_bytes: int) -> _Table:
 class _Gguf:
     """https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
 
-    Only the offsets of tensors are used: each ends where the next begins, so that the sizes of
+    Only the offsets of tensors are used: each tensor ends where the next begins, so the sizes of
     quantization types are not needed.
     """
 

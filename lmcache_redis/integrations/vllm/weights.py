@@ -1,7 +1,7 @@
 """The identity of an engine's weights: a digest of their files, or a name from the operator.
 
-Weights without local files (object storage, custom loaders) have no digest. The operator names
-them (``weights_id`` in ``kv_connector_extra_config``), or nothing is cached: two models with the
+Weights without local files (object storage, custom loaders) have no digest. Unless the operator
+names them (``weights_id`` in ``kv_connector_extra_config``), nothing is cached: two models with the
 same keys would read each other's KV.
 """
 
@@ -43,7 +43,7 @@ _MAX_FILES = 20_000
 
 
 class Unidentified(LMCacheRedisError):
-    """This engine's KV cannot be told from another's; the message says what to change."""
+    """This engine's KV cannot be identified; the message says what to change."""
 
 
 def weights_identity(
@@ -58,8 +58,8 @@ def weights_identity(
     except (OSError, Unidentified) as error:
         if weights_id is None:
             raise Unidentified(
-                f"the weights of this engine cannot be told from others: {error}; set "
-                "weights_id in kv_connector_extra_config to a name that no other weights have"
+                f"the weights of this engine cannot be identified: {error}; set weights_id in "
+                "kv_connector_extra_config to a name that no other weights have"
             ) from error
         digest = ""
     extra = load.model_loader_extra_config

@@ -20,7 +20,7 @@ from lmcache_redis.client.calls import Retrieve, Store
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.worker import WorkerClient
 
-# A step that runs no model waits this long for a load: polling would slow the agent.
+# A step that runs no model waits this long for a load: polling faster would slow the agent.
 _IDLE_WAIT_S = 0.005
 
 STATS = ("loaded_chunks", "failed_chunks", "stored_chunks", "dropped_chunks")
@@ -54,9 +54,9 @@ class StepMetadata(KVConnectorMetadata):
 class WorkerReport(KVConnectorWorkerMetadata):
     """Workers to scheduler.
 
-    ended: by rank, the transfers whose blocks it no longer touches.
+    ended: for each rank, the transfers that no longer touch their blocks there.
     dropped: the agent did not accept all chunks of a store.
-    broken: ranks whose worker failed; True if none of their transfers touches a block any more.
+    broken: ranks whose worker failed; True if no transfer of the rank touches a block any longer.
     """
 
     ended: Mapping[int, list[int]]
@@ -64,7 +64,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     broken: Mapping[int, bool] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """The reports of two ranks in one."""
+        """Combines the reports of two ranks."""
         assert isinstance(other, WorkerReport)
         return WorkerReport(
             {**self.ended, **other.ended},
@@ -107,10 +107,10 @@ class EndedLoads(NamedTuple):
 class ConnectorWorker:
     """The loads and stores of one rank.
 
-    reallocates: whether vLLM gives a request whose load failed other blocks. Then a load that
-        will not be answered is reported as failed at once, and the connector's own references
+    reallocates: whether vLLM allocates other blocks for a request whose load failed. Then a load
+        that is lost or late is reported as failed at once, and the connector's own references
         keep its blocks from other requests. Otherwise vLLM computes into the same blocks, so the
-        load has to end first.
+        load must end first.
     """
 
     def __init__(self, client: WorkerClient, rank: int, *, reallocates: bool) -> None:
