@@ -124,12 +124,16 @@ def gateway(
     clients: Annotated[
         int, typer.Option(min=1, max=1000, help="Concurrent clients of the last case.")
     ] = 64,
+    before: Annotated[
+        Path | None,
+        typer.Option(help="Another checkout with its native extension: its gateway takes part."),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """The lm:// gateway beside LMCache's server, with the same client. Takes about two minutes."""
     from benchmarks import gateway as benchmark
 
-    rows = benchmark.run(benchmark.Plan(rounds=rounds, clients=clients))
+    rows = benchmark.run(benchmark.Plan(rounds=rounds, clients=clients, before=before))
     _report("lm:// servers, chunks in memory; ours keeps them in Redis as well", rows, json)
 
 

@@ -32,7 +32,7 @@ from benchmarks.servers import free_port, listens, own_server, wait_for
 from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.processes import end_process
 
-OURS, LMCACHE = "ours", "lmcache"
+OURS, BEFORE, LMCACHE = "ours", "before", "lmcache"
 PUT, GET, MANY = "put", "get", "get, many"
 MIB = 1 << 20
 _MEMORY_BYTES = 1 << 30
@@ -46,9 +46,13 @@ class ServerFailed(LMCacheRedisError):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is moved: by one client, and by many clients, each with its own GETs."""
+    """How much is moved: by one client, and by many clients, each with its own GETs.
+
+    before: another checkout of this project, whose gateway takes part.
+    """
 
     rounds: int = 5
+    before: Path | None = None
     clients: int = 64
     large_bytes: int = 32 * MIB
     large_chunks: int = 8
@@ -78,7 +82,11 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         redis_url = stack.enter_context(own_server())
-        servers = [stack.enter_context(_our_gateway(redis_url, directory / "ours.log"))]
+        servers = [stack.enter_context(_gateway(OURS, ROOT, redis_url, directory))]
+        if plan.before is not None:
+            servers.append(
+                stack.enter_context(_gateway(BEFORE, plan.before.resolve(), redis_url, directory))
+            )
         try:
             servers.append(stack.enter_context(_lmcache_server(directory / "lmcache.log")))
         except LMCacheRedisError as error:
@@ -175,12 +183,14 @@ def _many_clients(server: LmServer, plan: Plan) -> tuple[float, list[float]]:
 # ---------------------------------------------------------------------- servers
 
 
-def _our_gateway(redis_url: str, log: Path) -> AbstractContextManager[LmServer]:
-    """`lmcache-redis gateway` with a memory tier and Redis."""
+def _gateway(
+    name: str, checkout: Path, redis_url: str, directory: Path
+) -> AbstractContextManager[LmServer]:
+    """`lmcache-redis gateway` of a checkout, with a memory tier and Redis."""
     port = free_port()
     words = ["lmcache_redis.cli", "gateway", "--redis-url", redis_url]
     words += ["--listen", f"lm://127.0.0.1:{port}", "--memory-bytes", str(_MEMORY_BYTES)]
-    return _running(OURS, words, port, log)
+    return _running(name, words, port, directory / f"{name}.log", PYTHONPATH=str(checkout))
 
 
 def _lmcache_server(log: Path) -> AbstractContextManager[LmServer]:
