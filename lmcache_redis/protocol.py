@@ -226,7 +226,7 @@ def init_remote_metadata_info(num_groups: int) -> None:
 
 
 def get_remote_metadata_bytes() -> int:
-    """Bytes of its metadata. Raises RuntimeError before `init_remote_metadata_info`."""
+    """Bytes of a chunk's metadata. Raises RuntimeError before `init_remote_metadata_info`."""
     if _group_count is None:
         raise RuntimeError("init_remote_metadata_info was not called yet")
     return _FIXED.size + _group_count * _GROUP.size

@@ -92,7 +92,7 @@ def _connect(dealer: zmq.Socket[bytes], endpoint: str) -> None:
         raise ConfigError(f"{endpoint!r} is not an agent's endpoint: use ipc://PATH") from error
 
 
-def distrust(endpoint: str) -> str | None:
+def why_untrusted(endpoint: str) -> str | None:
     """Why a listener at ``endpoint`` cannot be trusted, or None.
 
     An agent writes into an engine's memory: other users must not be able to create the socket.

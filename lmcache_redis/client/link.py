@@ -27,7 +27,7 @@ from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.client.calls import Call
 from lmcache_redis.errors import WireError
-from lmcache_redis.transport import Wakeup, connect_watched_dealer, distrust
+from lmcache_redis.transport import Wakeup, connect_watched_dealer, why_untrusted
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class AgentLink:
             self._go_offline("it closed the connection")
 
     def _greet(self) -> None:
-        reason = distrust(self.endpoint)
+        reason = why_untrusted(self.endpoint)
         if reason is not None:
             self._sent_s = time.monotonic()
             self._refused(reason)

@@ -129,29 +129,29 @@ class SegmentTable:
         page_units = self._page_bytes // width
         part_units = -(-page_units // parts)
         parts = -(-page_units // part_units)
-        together = np.where(parts > 1, 1, self.units_per_tile // page_units)
-        groups = -(-n_blocks // together)
+        pages_per_tile = np.where(parts > 1, 1, self.units_per_tile // page_units)
+        groups = -(-n_blocks // pages_per_tile)
         tiles = groups * parts
         total = int(tiles.sum())
         if total > _MAX_TILES:
             raise DeviceError(f"a chunk of {total} tiles")
 
-        of = np.arange(len(tiles)).repeat(tiles)
+        segment = np.arange(len(tiles)).repeat(tiles)
         number = np.arange(total) - (np.cumsum(tiles) - tiles).repeat(tiles)
-        group, part = number // parts[of], number % parts[of]
-        first_block = group * together[of]
-        blocks = np.minimum(together[of], n_blocks - first_block)
-        first_unit = part * part_units[of]
-        units = blocks * np.minimum(part_units[of], page_units[of] - first_unit)
-        into_page = first_unit * width[of]
+        group, part = number // parts[segment], number % parts[segment]
+        first_block = group * pages_per_tile[segment]
+        blocks = np.minimum(pages_per_tile[segment], n_blocks - first_block)
+        first_unit = part * part_units[segment]
+        units = blocks * np.minimum(part_units[segment], page_units[segment] - first_unit)
+        into_page = first_unit * width[segment]
         rows = np.zeros((total, len(COLUMNS)), dtype=np.int64)
-        rows[:, 0] = self._address[of] + into_page
-        rows[:, 1] = self._block_stride[of]
-        rows[:, 2] = staged[of] + first_block * self._page_bytes[of] + into_page
+        rows[:, 0] = self._address[segment] + into_page
+        rows[:, 1] = self._block_stride[segment]
+        rows[:, 2] = staged[segment] + first_block * self._page_bytes[segment] + into_page
         rows[:, 3] = first_block
-        rows[:, 4] = part_units[of]
+        rows[:, 4] = part_units[segment]
         rows[:, 5] = units
-        rows[:, 6] = width[of]
+        rows[:, 6] = width[segment]
         return Tiles(
             rows=rows,
             chunk_bytes=chunk_bytes,

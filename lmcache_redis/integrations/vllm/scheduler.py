@@ -51,7 +51,7 @@ class _Tracked:
     local_tokens: int = 0  # computed locally when the lookup was answered
     considered_chunks: int = 0  # leading chunks for which a store was planned or ruled out
     matched: bool = False  # vLLM knows the number of tokens and has not allocated blocks since
-    computes: bool = False  # it has blocks
+    started: bool = False  # vLLM has allocated blocks for it, perhaps before a preemption
     loading: frozenset[int] | None = None  # blocks that its load writes
     load_failed: bool = False  # the rest is computed, without another lookup
 
@@ -143,7 +143,7 @@ class ConnectorScheduler:
     def allocated(self, request: Request, block_ids: Sequence[int], external_tokens: int) -> None:
         """vLLM allocated blocks; ``external_tokens`` tokens are to be loaded into them."""
         tracked = self._track(request, self._adapter.chunk_size_tokens())
-        tracked.computes = True
+        tracked.started = True
         tracked.matched = False
         self._resuming.discard(request.request_id)
         if external_tokens and tracked.first_chunk is not None:
@@ -243,7 +243,7 @@ class ConnectorScheduler:
         self._stale.begin_epoch()
         self._recent.clear()
         for request_id, tracked in list(self._tracked.items()):
-            if tracked.computes:
+            if tracked.started:
                 tracked.prefix = None
             else:
                 self._adapter.end_session(request_id)

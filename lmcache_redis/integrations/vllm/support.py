@@ -17,8 +17,8 @@ _HASHES = ("sha256", "sha256_cbor")
 _DEVICES = ("cpu", "cuda")
 # Kinds of KV cache that write the KV of every token to the request's blocks. Those of the second
 # list drop blocks later. Other kinds keep state that does not belong to one token (Mamba).
-_WHOLE = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")
-_DROPPED = ("SlidingWindowSpec",)
+_KEEP_BLOCKS = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")
+_DROP_BLOCKS = ("SlidingWindowSpec",)
 
 
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> str | None:
@@ -48,7 +48,7 @@ def _wrong_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
             "start vLLM with --disable-hybrid-kv-cache-manager"
         )
     else:
-        for kind in sorted(_kinds(kv_cache_config) - {*_WHOLE, *_DROPPED}):
+        for kind in sorted(_kinds(kv_cache_config) - {*_KEEP_BLOCKS, *_DROP_BLOCKS}):
             yield (
                 f"its KV cache is a {kind}, which does not keep every token; this version "
                 "handles full attention, MLA and sliding windows"
@@ -57,7 +57,7 @@ def _wrong_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
 
 def drops_blocks(kv_cache_config: KVCacheConfig) -> bool:
     """Whether requests release blocks before they end."""
-    return not _kinds(kv_cache_config).isdisjoint(_DROPPED)
+    return not _kinds(kv_cache_config).isdisjoint(_DROP_BLOCKS)
 
 
 def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int] | None:
