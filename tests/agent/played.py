@@ -18,6 +18,7 @@ from lmcache_redis.cache.pool import Entry
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkForm
 from tests.cache.auditing import audit
+from tests.cache.played import run_until
 
 BLOCKS_A_CHUNK = 2
 STRIPES_A_CHUNK = 1
@@ -148,12 +149,7 @@ class Played:
         return entries
 
     def run(self, until: Callable[[], object]) -> None:
-        deadline_s = time.monotonic() + 10
-        while not until():
-            assert time.monotonic() < deadline_s
-            self.loop.run_posted()
-            self.loop.run_due()
-            time.sleep(0.001)
+        run_until(self.loop, until)
 
     def close(self) -> None:
         """Check that no thread, job or pin is left."""

@@ -287,8 +287,8 @@ def test_another_protocol_version_is_refused_with_a_sentence(agent: AgentServer)
     [
         (m.ChunkNames((b"h" * 32, b"h" * 31)), "different lengths"),
         (m.ChunkNames((b"h",), _tokens(64)), "not by both"),
-        (m.ChunkNames(tokens=IPCCacheEngineKey("m", 1, None, b"h")), "has token ids"),
-        (m.ChunkNames(tokens=_tokens(63)), "no whole chunks of 64"),
+        (m.ChunkNames(tokens=IPCCacheEngineKey("m", 1, None, b"h")), "has no token ids"),
+        (m.ChunkNames(tokens=_tokens(63)), "not whole chunks of 64"),
         (m.ChunkNames(tokens=_tokens(64, model_name="m")), "'m', a HELLO of 'test/model'"),
         (m.ChunkNames(tokens=_tokens(64, world_size=2)), "of 2 ranks, a HELLO of 1"),
         (m.ChunkNames(tokens=_tokens(64, worker_id=0)), "of rank 0, a HELLO of a scheduler"),

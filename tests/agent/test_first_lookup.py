@@ -27,6 +27,7 @@ from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.processes import process_start_time
+from tests.cache.played import run_until
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.servers import RedisServer
 
@@ -148,12 +149,7 @@ class Joining:
         self.handlers.answer_peer(scheduler, question, self.answers.append)
 
     def run(self, until: Callable[[], object]) -> None:
-        deadline_s = time.monotonic() + 15
-        while not until():
-            assert time.monotonic() < deadline_s
-            self.loop.run_posted()
-            self.loop.run_due()
-            time.sleep(0.001)
+        run_until(self.loop, until)
 
     def close(self) -> None:
         self.map_memory.set()

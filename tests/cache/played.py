@@ -101,6 +101,16 @@ class PlayedTier:
         return True
 
 
+def run_until(loop: OwnerLoop, until: Callable[[], object]) -> None:
+    """Run a loop, on this thread, until a condition holds."""
+    deadline_s = time.monotonic() + 30
+    while not until():
+        assert time.monotonic() < deadline_s
+        loop.run_posted()
+        loop.run_due()
+        time.sleep(0.001)
+
+
 class World:
     """A cache of 64 slots of 64 bytes over some tiers."""
 
@@ -134,12 +144,7 @@ class World:
         return {name: n for name, n in found.items() if n and name.startswith(beginning)}
 
     def run(self, until: Callable[[], object]) -> None:
-        deadline_s = time.monotonic() + 15
-        while not until():
-            assert time.monotonic() < deadline_s
-            self.loop.run_posted()
-            self.loop.run_due()
-            time.sleep(0.001)
+        run_until(self.loop, until)
 
     def close(self) -> None:
         """Check that no pin is left."""

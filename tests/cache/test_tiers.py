@@ -22,6 +22,7 @@ from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkNames
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.resp.outcomes import CallOutcome, RemoveResult
+from tests.cache.played import run_until
 from tests.cache.test_objects import key_of, metadata_of
 from tests.harness import wait_until
 from tests.servers import RedisServer
@@ -44,7 +45,7 @@ class Objects:
         """The answer of a call that takes a deadline and `done`."""
         answers: list[Any] = []
         call(*args, time.monotonic() + 10, answers.append)
-        wait_until(lambda: self._run() or answers)
+        run_until(self.loop, lambda: answers)
         return answers[0]
 
     def put(self, number: int, payload: bytes) -> bool:
@@ -53,7 +54,7 @@ class Objects:
         held.payload[:] = payload
         written: list[bool] = []
         self.objects.publish(key_of(number), held, written.append)
-        wait_until(lambda: self._run() or written)
+        run_until(self.loop, lambda: written)
         return written[0]
 
     def get(self, number: int) -> bytes | None:
@@ -69,13 +70,9 @@ class Objects:
         self.objects.release(held)
         return payload
 
-    def _run(self) -> None:
-        self.loop.run_posted()
-        self.loop.run_due()
-
     def close(self) -> None:
         assert self.objects.close(5.0)
-        self._run()
+        self.loop.run_posted()
         assert self.cache.pool.pinned == 0
 
 
@@ -145,7 +142,7 @@ def test_what_redis_has_is_brought_to_the_disk(tmp_path: Path, server: RedisServ
     objects.cache.pool.clear()
     disk.store.remove(NAMES.chunk_key(key_of(1)))
     assert objects.get(1) == b"abc" * 10_000
-    wait_until(lambda: objects._run() or disk.lookup(NAMES.chunk_key(key_of(1))))
+    run_until(objects.loop, lambda: disk.lookup(NAMES.chunk_key(key_of(1))))
     server.command("FLUSHALL")
     objects.cache.pool.clear()
     assert objects.get(1) == b"abc" * 10_000
@@ -191,7 +188,7 @@ def test_puts_and_gets_of_a_few_keys_in_any_order(server: RedisServer, tmp_path:
         else:
             assert objects.ask(objects.objects.remove, key_of(number)) is (number in last)
             last.pop(number, None)
-    wait_until(lambda: objects._run() or not unwritten)
+    run_until(objects.loop, lambda: not unwritten)
     for number in range(5):
         objects.cache.pool.clear()
         assert objects.get(number) == last.get(number)
