@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisRedirect
 from lmcache_redis.resp.control import Controller
@@ -59,9 +60,17 @@ class Node:
             *[Writer(f"set-{n}", self, self._writes[n], count) for n, count in enumerate(writers)],
         ]
 
-    def writes(self, chunk_key: bytes) -> TaskQueue[Task]:
-        """The queue for all stripes of a chunk that this server gets."""
-        return self._writes[hash(chunk_key) % len(self._writes)]
+    def put_writes(self, tasks: Sequence[Task], urgent: bool = False) -> None:
+        """Queue stripes to store. One thread gets all stripes of a chunk for this server."""
+        if len(self._writes) == 1:
+            self._writes[0].put(tasks, urgent)
+            return
+        by_queue: dict[TaskQueue[Task], list[Task]] = {}
+        for task in tasks:
+            queue = self._writes[hash(task[0].chunk_key) % len(self._writes)]
+            by_queue.setdefault(queue, []).append(task)
+        for queue, some in by_queue.items():
+            queue.put(some, urgent)
 
     def redirect(self, task: Task, redirect: RedisRedirect) -> bool:
         """See `worker.Server`."""
@@ -72,8 +81,8 @@ class Node:
             return False
         if target not in job.nodes:
             job.nodes = (*job.nodes, target)
-        queue = target.reads if isinstance(job, Read) else target.writes(job.chunk_key)
-        queue.put(((job, index, hop),), urgent=True)
+        put = target.reads.put if isinstance(job, Read) else target.put_writes
+        put(((job, index, hop),), urgent=True)
         return True
 
     def is_replica(self) -> None:

@@ -122,12 +122,13 @@ class ChunkIO:
 
     def check(self, writable: bool) -> None:
         """Raises ValueError unless there is one slot of the right size for every stripe."""
-        if len(self.slots) != self.frame.stripe_count:
-            raise ValueError(
-                f"{len(self.slots)} slots for a chunk of {self.frame.stripe_count} stripes"
-            )
+        frame = self.frame
+        if len(self.slots) != frame.stripe_count:
+            raise ValueError(f"{len(self.slots)} slots for a chunk of {frame.stripe_count} stripes")
+        left = frame.chunk_bytes
         for index, slot in enumerate(self.slots):
-            wanted = self.frame.payload_bytes(index)
+            wanted = min(left, frame.stripe_payload_bytes)
+            left -= wanted
             # One dimension of single bytes: a slice of it then counts bytes as well.
             if len(slot) != wanted or slot.nbytes != wanted or not slot.c_contiguous:
                 raise ValueError(f"slot {index} is not {wanted} contiguous bytes in one dimension")

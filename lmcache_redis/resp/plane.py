@@ -15,18 +15,18 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from lmcache_redis import native
-from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.calls import KeyCalls
 from lmcache_redis.resp.control import Removal
-from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
+from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop
 from lmcache_redis.resp.net.endpoint import parse_deployment
 from lmcache_redis.resp.net.options import RedisOptions
-from lmcache_redis.resp.node import Node, Nodes
+from lmcache_redis.resp.node import Nodes
 from lmcache_redis.resp.outcomes import (
     ChunkIO,
     PlaneState,
@@ -151,16 +151,8 @@ class RedisPlane(KeyCalls):
         remove = self.remove
         for some in _batches(chunks):
             now = time.monotonic()
-            jobs = [Read(chunk, done, remove, now, ttl_s) for chunk in some]
-            nodes = self._place(some, jobs)
-            accepted = self._jobs.enter(jobs)
-            by_node: dict[Node, list[Task]] = {}
-            for job in accepted:
-                for index, node in enumerate(nodes[job]):
-                    if node not in by_node:
-                        by_node[node] = []
-                    by_node[node].append((job, index, None))
-            for node, tasks in by_node.items():
+            accepted = self._enter(some, [Read(chunk, done, remove, now, ttl_s) for chunk in some])
+            for node, tasks in _by_node(accepted).items():
                 node.reads.put(tasks)
             # A server may have gone, or the plane been closed, while they were queued.
             self._jobs.refuse(accepted)
@@ -185,21 +177,15 @@ class RedisPlane(KeyCalls):
                 if chunk.frame.stripe_count > 1:
                     store_id = self._new_store_id()
                 jobs.append(Write(chunk, done, remove, now, store_id, unix_ms))
-            nodes = self._place(some, jobs)
-            accepted = self._jobs.enter(jobs)
+            ready = accepted = self._enter(some, jobs)
             removals = self._jobs.removals
-            is_clear = removals.is_empty()
-            by_queue: dict[TaskQueue[Task], list[Task]] = {}
-            for job in accepted:
-                queues = [node.writes(job.chunk_key) for node in nodes[job]]
-                job.first_queue = queues[0]
-                # Stripe 0 goes when all others are there.
-                placed = [(queues[n], (job, n, None)) for n in range(len(queues) > 1, len(queues))]
-                if is_clear or not removals.wait(job.chunk_key, partial(_put_all, placed)):
-                    for queue, task in placed:
-                        by_queue.setdefault(queue, []).append(task)
-            for queue, tasks in by_queue.items():
-                queue.put(tasks)
+            if not removals.is_empty():
+                ready = [
+                    job
+                    for job in accepted
+                    if not removals.wait(job.chunk_key, partial(_put_writes, (job,)))
+                ]
+            _put_writes(ready)
             self._jobs.refuse(accepted)
 
     def cancel(self, chunk: ChunkIO) -> None:
@@ -219,29 +205,31 @@ class RedisPlane(KeyCalls):
         if len(set(chunks)) < len(chunks) or not self._jobs.transfers.keys().isdisjoint(chunks):
             raise RuntimeError("the chunk is being read or written already")
 
-    def _place(self, chunks: Sequence[ChunkIO], jobs: Sequence[Any]) -> dict[Any, list[Any]]:
-        """The node of each stripe of each job; from here on the jobs can be cancelled."""
-        routes = self._nodes.routes
-        nodes: dict[Any, list[Any]] = {}
-        single = routes.node_of(b"")
+    def _enter(self, chunks: Sequence[ChunkIO], jobs: Sequence[JobT]) -> Sequence[JobT]:
+        """Route the jobs of chunks; those to queue. From here on they can be cancelled."""
+        nodes_of = self._nodes.routes.nodes_of
         for chunk, job in zip(chunks, jobs, strict=True):
-            if routes.is_cluster:
-                keys = [stripe_key(chunk.key, index) for index in range(chunk.frame.stripe_count)]
-                nodes[job] = [routes.node_of(key) for key in keys]
-                job.nodes = tuple(dict.fromkeys(nodes[job]))
-            else:
-                nodes[job] = [single] * chunk.frame.stripe_count
-                job.nodes = (single,)
+            job.nodes = nodes_of(chunk.key, chunk.frame.stripe_count)
         self._jobs.transfers.update(zip(chunks, jobs, strict=True))
-        return nodes
+        return self._jobs.enter(jobs)
 
     def _new_store_id(self) -> bytes:
         return self._random.getrandbits(8 * STORE_ID_BYTES).to_bytes(STORE_ID_BYTES, "little")
 
 
-def _put_all(placed: Sequence[tuple[TaskQueue[Task], Task]]) -> None:
-    for queue, task in placed:
-        queue.put((task,))
+def _put_writes(jobs: Sequence[Write]) -> None:
+    """Queue all stripes but stripe 0, or that if it is the only one."""
+    for node, tasks in _by_node(jobs).items():
+        node.put_writes([task for task in tasks if task[1] or len(task[0].nodes) == 1])
+
+
+def _by_node(jobs: Sequence[Job[Any]]) -> dict[Any, list[Task]]:
+    """The stripes of the jobs, in order."""
+    by_node: dict[Any, list[Task]] = defaultdict(list)
+    for job in jobs:
+        for index, node in enumerate(job.nodes):
+            by_node[node].append((job, index, None))
+    return by_node
 
 
 def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:

@@ -45,7 +45,7 @@ _PRUNE_AT = 64
 
 
 class Write(Job[WriteOutcome]):
-    """One chunk being written; a step is a stripe. first_queue: where stripe 0 is to be queued."""
+    """One chunk being written; a step is a stripe. nodes: of each stripe."""
 
     __slots__ = (
         "_created_unix_ms",
@@ -58,7 +58,6 @@ class Write(Job[WriteOutcome]):
         "_stripe_count",
         "chunk",
         "chunk_key",
-        "first_queue",
     )
     good = WriteOutcome.STORED
     is_store = True
@@ -74,7 +73,6 @@ class Write(Job[WriteOutcome]):
     ) -> None:
         super().__init__(chunk.frame.stripe_count, chunk.deadline, now)
         self.chunk = chunk
-        self.first_queue: TaskQueue[Task] | None = None
         self.chunk_key = chunk.key
         self._stripe_count = chunk.frame.stripe_count
         self._done = done
@@ -108,8 +106,9 @@ class Write(Job[WriteOutcome]):
         self.advance()
         if self.steps_left == 0:
             self._is_partial = False
-        elif self.steps_left == 1 and self.outcome is None and self.first_queue is not None:
-            self.first_queue.put(((self, 0, None),), urgent=True)
+        elif self.steps_left == 1 and self.outcome is None:
+            node: Any = self.nodes[0]
+            node.put_writes(((self, 0, None),), urgent=True)
 
     def take_partial(self) -> bool:
         """Under the lock. True once: it failed, may be partly in Redis, and no reply is due.

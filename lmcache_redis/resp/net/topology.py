@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisRedirect, RedisUnavailable
+from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, Topology
@@ -79,6 +80,13 @@ class Routes(Generic[NodeT]):
         if self._by_slot is None:
             return self._single
         return self._by_slot[slot_of(key)]
+
+    def nodes_of(self, chunk_key: bytes, stripe_count: int) -> tuple[NodeT | None, ...]:
+        """The node of each stripe of a chunk."""
+        if self._by_slot is None:
+            return (self._single,) * stripe_count
+        keys = [stripe_key(chunk_key, index) for index in range(stripe_count)]
+        return tuple([self.node_of(key) for key in keys])
 
     def split(self, keys: Sequence[bytes]) -> dict[NodeT | None, list[int]]:
         """The indexes of the keys by the node that has them, in order."""
