@@ -2,12 +2,12 @@
 
 Each data server is a `Node` with threads and connections of its own: readers, writers, one
 controller, one health prober. A timekeeper without a connection answers jobs that are late or
-cannot be tried. Callers submit jobs from any thread and never wait. Each callback is called exactly
-once, on a thread of the plane, by the job's deadline (a wait on a socket may overrun it by
-milliseconds), and must only enqueue.
+cannot be tried. Callers submit jobs from any thread without blocking. Each callback is called
+exactly once, on a thread of the plane, by the job's deadline (a wait on a socket may overrun it by
+milliseconds). A callback should only enqueue.
 
 When a server goes down (`health`), all pending jobs that need it are answered UNAVAILABLE, and so
-are new ones until a probe finds it up. docs/data-plane.md lists the faults and what follows.
+are new ones until a probe finds it up. docs/data-plane.md lists the faults and their effects.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lmcache_redis.stripe import STORE_ID_BYTES
 
 logger = logging.getLogger(__name__)
 
-# Enqueued together: a thread starts on these while the next are being prepared.
+# Enqueued together: a thread works on these while the next are prepared.
 _BATCH_STRIPES = 32
 
 
@@ -59,7 +59,7 @@ class RedisPlane(KeyCalls):
     # ------------------------------------------------------------- life cycle
 
     def start(self) -> None:
-        """Start the threads; returns at once, whether the server is there or not."""
+        """Start the threads. Returns at once, whether the server is reachable or not."""
         if self._jobs.started:
             raise RuntimeError("a Redis plane is started once")
         self._jobs.started = True
@@ -69,14 +69,14 @@ class RedisPlane(KeyCalls):
         self._nodes.start()
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
-        """Wait until every server was asked once, or the time is over; the state then."""
+        """Wait until every server was probed, at most `timeout_s`; return the state then."""
         return self._nodes.wait_probed(timeout_s)
 
     def close(self, deadline_s: float) -> bool:
         """Finish writes for at most `deadline_s`, cancel everything else, end all threads.
 
-        Every callback has been called on return. Takes a little longer than `deadline_s`
-        when Redis does not answer; False if a thread could not be ended (it is a daemon).
+        Every callback has been called on return. Takes a little longer than `deadline_s` if Redis
+        does not answer. Returns False if a thread did not end (it is a daemon).
         """
         jobs = self._jobs
         if not jobs.started or jobs.closing:
@@ -90,7 +90,7 @@ class RedisPlane(KeyCalls):
         post(lambda: jobs.stop_all(Stop.CANCELLED))
         timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
         left = self._nodes.close(timeout_s)
-        # What was submitted meanwhile.
+        # Jobs that were submitted in the meantime.
         post(lambda: jobs.stop_all(Stop.CANCELLED))
         jobs.closed = True
         left += not jobs.timekeeper.close(timeout_s)
@@ -98,11 +98,11 @@ class RedisPlane(KeyCalls):
             logger.warning("%d threads of the Redis plane did not end", left)
         return not left
 
-    # ------------------------------------------------------------ what it is
+    # ----------------------------------------------------------------- state
 
     @property
     def state(self) -> PlaneState:
-        """Up or down, and why. A cluster is up as long as any of its shards is."""
+        """Up or down, and why. A cluster is up while any of its shards is."""
         return self._nodes.state
 
     @property
@@ -112,11 +112,11 @@ class RedisPlane(KeyCalls):
 
     @property
     def open_streams(self) -> int:
-        """Connections that are open."""
+        """How many connections are open."""
         return self._nodes.open_streams
 
     def stats(self) -> PlaneStats:
-        """Counts since the start, all of one moment."""
+        """Counts since the start, taken at one moment."""
         jobs = self._jobs
         with jobs.lock:
             connects, connections_lost, errors = self._nodes.counts
@@ -139,7 +139,7 @@ class RedisPlane(KeyCalls):
     # ---------------------------------------------------------------- chunks
 
     def read(self, chunk: ChunkIO, done: Callable[[ChunkIO, ReadOutcome], None]) -> None:
-        """Load a chunk into its slots, which are the plane's until `done`."""
+        """Load a chunk into its slots, which belong to the plane until `done`."""
         self.read_all((chunk,), done)
 
     def read_all(
@@ -154,7 +154,7 @@ class RedisPlane(KeyCalls):
             accepted = self._enter(some, [Read(chunk, done, remove, now, ttl_s) for chunk in some])
             for node, tasks in _by_node(accepted).items():
                 node.reads.put(tasks)
-            # A server may have gone, or the plane been closed, while they were queued.
+            # A server may have gone down, or the plane been closed, in the meantime.
             self._jobs.refuse(accepted)
 
     def write(self, chunk: ChunkIO, done: Callable[[ChunkIO, WriteOutcome], None]) -> None:
@@ -170,7 +170,7 @@ class RedisPlane(KeyCalls):
         for some in _batches(chunks):
             now = time.monotonic()
             unix_ms = max(0, int(time.time() * 1000))
-            # Chunks of one stripe cannot be torn: one id does for all of them.
+            # Chunks of one stripe cannot be torn: they share an id.
             store_id = self._new_store_id()
             jobs: list[Write] = []
             for chunk in some:
@@ -191,14 +191,14 @@ class RedisPlane(KeyCalls):
     def cancel(self, chunk: ChunkIO) -> None:
         """End a read or write early: CANCELLED as soon as no socket uses its slots.
 
-        Does nothing if the chunk was answered or its outcome is decided.
+        Does nothing if the chunk was answered or its outcome is known.
         """
         job = self._jobs.transfers.get(chunk)
         if job is not None:
             self._jobs.timekeeper.post(lambda: self._jobs.stop((job,), Stop.CANCELLED))
 
     def _check(self, chunks: Sequence[ChunkIO], writable: bool) -> None:
-        """Check all chunks before any is started."""
+        """Raises ValueError or RuntimeError before any chunk is started."""
         for chunk in chunks:
             chunk.check(writable)
         self._jobs.check_usable()
@@ -206,7 +206,7 @@ class RedisPlane(KeyCalls):
             raise RuntimeError("the chunk is being read or written already")
 
     def _enter(self, chunks: Sequence[ChunkIO], jobs: Sequence[JobT]) -> Sequence[JobT]:
-        """Route the jobs of chunks; those to queue. From here on they can be cancelled."""
+        """Route and register jobs, which can be cancelled from now on; return those to queue."""
         nodes_of = self._nodes.routes.nodes_of
         for chunk, job in zip(chunks, jobs, strict=True):
             job.nodes = nodes_of(chunk.key, chunk.frame.stripe_count)
@@ -218,7 +218,7 @@ class RedisPlane(KeyCalls):
 
 
 def _put_writes(jobs: Sequence[Write]) -> None:
-    """Queue all stripes but stripe 0, or that if it is the only one."""
+    """Queue every stripe but stripe 0, which follows the others unless it is the only one."""
     for node, tasks in _by_node(jobs).items():
         node.put_writes([task for task in tasks if task[1] or len(task[0].nodes) == 1])
 
@@ -233,7 +233,7 @@ def _by_node(jobs: Sequence[Job[Any]]) -> dict[Any, list[Task]]:
 
 
 def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
-    """Batches of chunks: the first are in flight while the others are being prepared."""
+    """Batches of chunks: the first is in flight while the others are prepared."""
     batch: list[ChunkIO] = []
     stripes = 0
     for chunk in chunks:
