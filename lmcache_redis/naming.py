@@ -1,10 +1,10 @@
-"""The name of a chunk: one key, the same in Redis and on disk, for agents and libraries.
+"""The name of a chunk: one key, the same in Redis and on disk, for agents and the library.
 
     key prefix | b"lmcr1:" | namespace (16) | ObjectKey
 
-The namespace identifies the layout: the first half of an engine's fingerprint in hex, as agents
-write it, or the namespace of tensors, which describe themselves in their metadata. In Redis each
-stripe of a chunk adds its index; a file on disk is found by the digest of the key.
+The namespace identifies the layout: for agents the first 16 hex digits of the engine's fingerprint,
+for the library the namespace of tensors, whose metadata describes them. In Redis each stripe of a
+chunk adds its index; a file on disk has the digest of the key as its name.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lmcache_redis.keys import KEY_MAGIC, NAMESPACE_BYTES, ObjectKey, key_stem
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
 
-# The fingerprint of all tensors, which have no layout.
+# The fingerprint of tensors, which have no layout.
 TENSORS = hashlib.blake2b(b"lmcr1.tensors", digest_size=32).digest()
 
 
 class ChunkNames:
     """Keys and frames of the chunks of one layout. Thread-safe.
 
-    layout: the fingerprint, 32 bytes, of an engine's KV cache; None: tensors. prefix: the user's,
-    before every key.
+    layout: the fingerprint, 32 bytes, of an engine's KV cache; None: tensors. prefix: the user's
+    prefix of every key.
     """
 
     def __init__(self, layout: bytes | None = None, prefix: bytes = b"") -> None:
@@ -62,13 +62,13 @@ class ChunkNames:
         return ChunkFrame(self.fingerprint, key.chunk_hash, metadata.length, stripe_bytes, encoded)
 
     def _stem(self, model_name: str, kv_rank: int, hash_len: int) -> bytes:
-        """The common prefix of the keys of one worker's chunks, for hashes of that length."""
+        """The common prefix of the keys of one worker's chunks, for hashes of `hash_len` bytes."""
         return key_stem(self._namespace, model_name, kv_rank, hash_len, self._prefix)
 
 
 @dataclass(frozen=True)
 class ChunkForm:
-    """What the chunks of one worker have in common: names, sizes, headers.
+    """The properties that the chunks of one worker share: names, sizes, headers.
 
     metadata: the serialized `RemoteMetadata` of each.
     """
@@ -112,7 +112,7 @@ class ChunkForm:
         return self.stem(len(chunk_hash)) + chunk_hash
 
     def stem(self, hash_bytes: int) -> bytes:
-        """The common prefix of the keys of all chunks with hashes of that length."""
+        """The common prefix of the keys of all chunks with hashes of `hash_bytes` bytes."""
         return self.names.stem(self.model_name, self.kv_rank, hash_bytes)
 
     def frame(self, chunk_hash: bytes) -> ChunkFrame:

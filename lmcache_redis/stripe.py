@@ -1,7 +1,7 @@
 """The frame of one Redis value: a header of 512 bytes, then one stripe's payload.
 
-The header says which stripe of which chunk of which layout the payload is, in which store
-it was written, and carries the checksum of the payload and its own. Little-endian:
+The header names the layout, chunk, stripe and store of the payload, and has the checksums of the
+payload and of itself. Little-endian:
 
       0  4s  magic b"LMCR"            32  u64 payload bytes     160  u64 created, Unix ms
       4  u16 version, 1               40  u64 payload offset    168  u64 header checksum
@@ -11,9 +11,9 @@ it was written, and carries the checksum of the payload and its own. Little-endi
      26  u16 stripe count             96  u8  hash length
      28  u32 flags, 0                 97  63s chunk hash, zero padded
 
-Checksums are xxh3-64; the header's is taken with its own field zero. docs/value-format.md
-is the specification. A reader knows everything but store id, checksums and time before it
-reads, so `ChunkFrame.check_header` compares bytes; `describe_header` needs no frame.
+Checksums are xxh3-64; the header's is computed with its own field zero. docs/value-format.md is the
+specification. A reader knows everything but store id, checksums and time in advance, so
+`ChunkFrame.check_header` compares bytes; `describe_header` needs no frame.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lmcache_redis.errors import FormatError
 from lmcache_redis.keys import MAX_HASH_BYTES
 from lmcache_redis.protocol import MAX_METADATA_BYTES, MAX_SIZE, RemoteMetadata
 
+MAGIC = b"LMCR"
 HEADER_BYTES = 512
 VERSION = 1
 STORE_ID_BYTES = 16
@@ -37,7 +38,6 @@ FINGERPRINT_BYTES = 32
 MAX_STRIPES = 0xFFFF
 PAYLOAD_ALIGN_BYTES = 64
 
-_MAGIC = b"LMCR"
 _PREAMBLE = struct.Struct("<4sHH")
 _PLACE = struct.Struct("<HHIQQQ")
 # preamble | store id | place | payload checksum | layout and chunk | created | own | metadata
@@ -47,7 +47,7 @@ _PAYLOAD_CHECKSUM_AT = 56
 _CHECKSUM = struct.Struct("<Q")
 _NO_CHECKSUM = bytes(8)
 _NO_STORE_ID = bytes(STORE_ID_BYTES)
-_EXPECTED_PREAMBLE = _PREAMBLE.pack(_MAGIC, VERSION, HEADER_BYTES)
+_EXPECTED_PREAMBLE = _PREAMBLE.pack(MAGIC, VERSION, HEADER_BYTES)
 
 
 class Verdict(enum.Enum):
@@ -77,7 +77,7 @@ class HeaderCheck(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkFrame:
-    """What all stripe headers of one chunk have in common.
+    """The fields that all stripe headers of one chunk share.
 
     fingerprint: 32 bytes of the layout. chunk_hash: 1 to 63 bytes. stripe_payload_bytes:
     payload of every stripe but the last. metadata: the serialized RemoteMetadata of the
@@ -194,7 +194,7 @@ class ChunkFrame:
 
     def _place(self, index: int) -> bytes:
         """The 32 bytes at 24: which stripe, of how many, and its place in the chunk."""
-        # Not of the frame: chunks of one layout have the same places.
+        # Cached outside the frame: chunks of one layout have the same places.
         return _place(index, self.stripe_count, self.stripe_payload_bytes, self.chunk_bytes)
 
     def _fault(self, raw: bytes, index: int) -> Verdict:
@@ -282,8 +282,8 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
 def stripe_payload_bytes(chunk_bytes: int, slot_bytes: int) -> int:
     """Payload bytes of each stripe but the last, at most slot_bytes.
 
-    As few stripes as fit the slots, as equal in size as multiples of 64 bytes allow.
-    Raises FormatError unless both are positive.
+    The fewest stripes that fit the slots, as equal in size as multiples of 64 bytes allow. Raises
+    FormatError unless both sizes are positive.
     """
     count = _ceil_div(*_checked_sizes(chunk_bytes, slot_bytes))
     aligned = _ceil_div(_ceil_div(chunk_bytes, count), PAYLOAD_ALIGN_BYTES) * PAYLOAD_ALIGN_BYTES
@@ -291,7 +291,7 @@ def stripe_payload_bytes(chunk_bytes: int, slot_bytes: int) -> int:
 
 
 def _header_of(buf: bytes | bytearray | memoryview) -> bytes:
-    """The first 512 bytes, or what there is. A copy, so that it cannot change while checked."""
+    """The first 512 bytes, or fewer. A copy, which cannot change during the check."""
     return bytes(memoryview(buf)[:HEADER_BYTES])[:HEADER_BYTES]
 
 
@@ -305,13 +305,13 @@ def _own_fault(raw: bytes) -> Verdict | None:
         return Verdict.CORRUPT_HEADER
     preamble, _, place, _, _, _, own, _ = _PARTS.unpack(raw)
     magic, version, header_bytes = _PREAMBLE.unpack(preamble)
-    if magic != _MAGIC:
+    if magic != MAGIC:
         return Verdict.BAD_MAGIC
     if version != VERSION:
         return Verdict.BAD_VERSION
     if own != _own_checksum(raw) or header_bytes != HEADER_BYTES:
         return Verdict.CORRUPT_HEADER
-    # A flag that this version does not know may change what the payload means.
+    # An unknown flag may change the meaning of the payload.
     flags = _PLACE.unpack(place)[2]
     return Verdict.BAD_VERSION if flags else None
 

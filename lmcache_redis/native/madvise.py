@@ -1,8 +1,8 @@
 """Faulting memory in and asking for huge pages, without holding the GIL.
 
-``mmap.mmap.madvise`` keeps the GIL while the kernel works, which for gigabytes is seconds;
-these helpers call libc through ctypes, which gives it up. Every function answers with a
-bool, because each piece of advice may be refused by an older kernel: that is no error.
+``mmap.mmap.madvise`` holds the GIL while the kernel works, which for gigabytes takes seconds; these
+helpers call libc through ctypes, which releases it. They return a bool, because an older kernel may
+refuse the advice: that is no error.
 """
 
 from __future__ import annotations
@@ -25,24 +25,21 @@ _libc.madvise.restype = ctypes.c_int
 
 def address_of(buffer: object) -> int:
     """Address of the first byte of a writable, contiguous buffer (mmap, memoryview)."""
-    # The ctypes object is a temporary: it holds the buffer only while the address is read.
+    # The ctypes object is temporary: it holds the buffer only until the address is read.
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # type: ignore[arg-type]
 
 
 def ask_for_huge_pages(address: int, nbytes: int) -> bool:
-    """MADV_HUGEPAGE on a page-aligned range. False where the kernel does not offer it."""
+    """MADV_HUGEPAGE on a page-aligned range. False if the kernel refuses."""
     return _madvise(address, nbytes, _MADV_HUGEPAGE)
 
 
 def fault_in(address: int, nbytes: int, *, for_write: bool) -> bool:
     """Make every page of a page-aligned range present. Contents never change.
 
-    Safe while other threads use the range. ``for_write`` breaks copy on write (a private
-    mapping needs that); a shared mapping of a file is faulted in faster without it.
-    False on a kernel before 5.14, where nothing was done.
-
-    Raises:
-        MemoryError: the memory cannot be had.
+    Safe while other threads use the range. ``for_write`` breaks copy on write, which a private
+    mapping needs; a shared mapping of a file is faulted in faster without it. False, and nothing is
+    done, on a kernel before 5.14. Raises MemoryError if there is not enough memory.
     """
     return _madvise(address, nbytes, _MADV_POPULATE_WRITE if for_write else _MADV_POPULATE_READ)
 

@@ -10,7 +10,7 @@
 #error "the value format is little-endian, and so is this hash"
 #endif
 
-#define STRIPE_BYTES 64 /* what the specification calls a stripe: one step of all lanes */
+#define STRIPE_BYTES 64 /* a stripe in the specification: one step of all lanes */
 #define SECRET_BYTES 192
 #define SECRET_STEP 8
 #define STRIPES_A_BLOCK ((SECRET_BYTES - STRIPE_BYTES) / SECRET_STEP)
@@ -48,12 +48,12 @@ static inline uint64_t read64(const uint8_t *at)
     return value;
 }
 
-/* ---- stripes into lanes: `count` of them, from one place of the secret on ---- */
+/* ---- consume `count` stripes into the lanes, with the secret from one offset on ---- */
 
 typedef void Accumulate(uint64_t *lanes, const uint8_t *data, const uint8_t *secret, size_t count);
 typedef void Scramble(uint64_t *lanes);
 
-/* Where an input comes from memory, the processor is asked for it that far ahead. */
+/* How far ahead an input is prefetched into the cache. */
 #define PREFETCH_BYTES 2048
 #define prefetch(data) __builtin_prefetch((data) + PREFETCH_BYTES)
 
@@ -187,7 +187,7 @@ void xxh3_begin(Xxh3 *hash)
 
 void xxh3_update(Xxh3 *hash, const uint8_t *data, size_t there, size_t nbytes)
 {
-    /* The last block is another, even where it is whole: it is not scrambled. */
+    /* The last block differs, even if it is complete: it is not scrambled. */
     const size_t most = (nbytes - 1) / XXH3_BLOCK_BYTES;
     size_t blocks = there / XXH3_BLOCK_BYTES;
     if (blocks > most) {

@@ -2,14 +2,15 @@
 
 plane               everything below, started and closed together
 calls               calls about keys, routed to the servers that have them
-control, query      questions on a server's control connection, and how their replies are read
-node                the servers, each with its threads
-reading, writing    a chunk in flight, and what follows from the end of a stripe
+control, query      questions on a server's control connection; their commands and replies
+node                the servers, each with its threads, by the map
+reading, writing    a chunk in flight, and the end of each of its stripes
 worker              a thread with its connections and its queue: one class for reads and writes
 bulk                stripes between sockets and slots: one call for many, native or in Python
 health              whether a server is up
 jobs                work that is answered exactly once
-outcomes            what the plane is asked for and what it answers
+queues              how work reaches threads, and the timekeeper
+outcomes            requests and results
 net                 URLs, connections and RESP
 """
 

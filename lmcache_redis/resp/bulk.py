@@ -1,18 +1,11 @@
-"""Stripes between sockets and slots, without copies; and what a value found in Redis is worth.
+"""Stripes between sockets and slots, without copies.
 
-A mover sends requests and receives replies on several connections, one stripe in flight on each,
-and replies are received in the order of the requests. The native extension is one (`moves.c`: one
-call without the GIL for many stripes); `PythonMover` does the same for TLS and where the extension
-is missing. Each stripe ends with a definite result (`End`). A call that meets a wait returns after
-`QUIET_MS` and the next call continues, from a progress that only the mover reads; so the caller
-keeps the deadlines. Between two calls, what a mover is told to receive may be directed to other
-memory.
-
-A value counts only when its header is exactly the expected one and its payload has the checksum
-that the header names. What is wrong is either ours beyond doubt, and then its chunk is removed: a
-whole header of this very chunk (cut into stripes otherwise, or moved), or a damaged one that has
-our magic and version. Or it may belong to others, and is left alone: another type, another magic
-or version, another layout or chunk, no header at all.
+A mover sends requests and receives replies on several connections, with one stripe in flight on
+each. It receives replies in the order of the requests. `NativeMover` is the native extension
+(`moves.c`): one call moves many stripes, without the GIL. `PythonMover` does the same for TLS, and
+if the extension is missing. Each stripe ends with a definite result (`End`). A call returns after
+`QUIET_MS` of silence; the next call continues from a progress that only the mover reads. So the
+caller keeps the deadlines, and can redirect the rest of a reply to other memory between two calls.
 """
 
 from __future__ import annotations
@@ -21,13 +14,12 @@ import enum
 import errno
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis import native
 from lmcache_redis.errors import (
-    FormatError,
     RedisError,
     RedisProtocolError,
     RedisTimeout,
@@ -36,49 +28,46 @@ from lmcache_redis.errors import (
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.stream import Stream
 from lmcache_redis.resp.net.wire import CRLF, error_of, parse_error, parse_length, value_head
-from lmcache_redis.resp.outcomes import ReadOutcome
-from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, Verdict, describe_header
+from lmcache_redis.stripe import HEADER_BYTES
 
-# A call that is met by silence returns after that long: the caller has deadlines to keep, and lanes
-# that are idle for new stripes.
+# A call returns after this much silence: the caller has deadlines to keep, and idle lanes for new
+# stripes.
 QUIET_MS = 5
-# Nor does a call take longer: others may want to cancel what it works on.
+# The longest call: other threads may cancel the jobs that it works on.
 SLICE_S = 0.02
-# New stripes in one call. While Python accounts for what was done, the lanes are busy.
+# The most new stripes in one call. The lanes are busy while Python processes the results.
 MOST_TASKS = 48
-# Of an error reply.
+# The longest error reply.
 MOST_LINE_BYTES = 4096
-# Shorter payloads have another kind of checksum, which the native extension leaves to Python.
+# Payloads up to this size have another algorithm of xxh3, which the native extension lacks.
 _SHORT_BYTES = 240
-_MAGIC = b"LMCR"
-_OF_THIS_CHUNK = frozenset({Verdict.WRONG_SIZE, Verdict.WRONG_STRIPE})
 _STORE_ID = slice(8, 24)
 _PAYLOAD_CHECKSUM = slice(56, 64)
 _CREATED = slice(160, 168)
 _OWN_CHECKSUM = slice(168, 176)
 
-# A command, a header, a slot and what ends the command. To load: the packed GET, ``$length`` CRLF
-# and the expected header with its unknown fields zero, the slot, nothing. To store: the packed SET
-# up to its value, the header (`seal_short`), the slot, what ends the command.
+# What a mover needs of a stripe: (command, header, slot, end of the command). To load: the packed
+# GET; ``$length`` CRLF and the expected header with its unknown fields zero; the slot; nothing. To
+# store: the packed SET up to its value; the header (`seal_short`); the slot; the rest of the SET.
 Packed = tuple[bytes, bytes | bytearray, memoryview, bytes]
-# In the place of a SET that was sent.
+# Replaces a SET that was sent.
 SENT: Packed = (b"", bytearray(HEADER_BYTES), memoryview(b""), b"")
 
 
 class End(enum.IntEnum):
-    """How a stripe ended; in the order of `moves.h`. From OTHER_LENGTH on: out of step."""
+    """How a stripe ended, as in `moves.h`. From OTHER_LENGTH on the connection is out of step."""
 
     DONE = 0
     NOTHING = 1  # no value
-    LINE = 2  # an error reply, or to a SET another than OK
-    MISMATCH = 3  # a value of the right length, in the slot, and not what is expected
+    LINE = 2  # an error reply; after a SET, any reply but OK
+    MISMATCH = 3  # a value of the right length is in the slot, but is not the expected one
     OTHER_LENGTH = 4  # a value of another length
     GARBAGE = 5  # no reply to the request
     LOST = 6  # the connection ended
 
 
-# Of a stripe that ended well the store id (nothing after a store). Else how it ended, for LOST
-# errno (0: closed), and its data: the line, or the first bytes of the value.
+# A failure: how the stripe ended; errno if LOST (0: closed); the line, or the first bytes of the
+# value. Otherwise the result is the store id of a loaded stripe, and empty for a stored one.
 Failure = tuple[int, int, bytes]
 Result = bytes | Failure
 Handle = tuple[Any, Any]
@@ -87,9 +76,8 @@ Handle = tuple[Any, Any]
 class Moved(NamedTuple):
     """What a call did.
 
-    lanes: for each task that was sent its lane. done: the results of the first tasks, in order; one
-    that failed is the last. sending: 0, EAGAIN where the last task was sent in part, else its
-    errno.
+    lanes: the lane of each new task that was sent. done: the results of the first tasks, in order;
+    a failure is the last. sending: 0; EAGAIN if the last task was sent in part; else its errno.
     """
 
     lanes: Sequence[int]
@@ -101,8 +89,9 @@ class Call(NamedTuple):
     """What a mover is to do.
 
     lanes: handles; the first `in_flight` tasks are on the first of them. is_sending: the last of
-    these was sent in part. drain: receive all, rather than return when all have been sent. until:
-    `time.monotonic()`. verify: whether loaded payloads are hashed. quiet_ms: the longest silence.
+    these was sent in part. drain: return when all replies have arrived, not when all requests have
+    been sent. until: when to return, `time.monotonic()`. verify: whether to hash loaded payloads.
+    quiet_ms: the longest silence.
     """
 
     lanes: list[Handle]
@@ -113,24 +102,6 @@ class Call(NamedTuple):
     until: float
     verify: bool = True
     quiet_ms: int = QUIET_MS
-
-
-class Mover(Protocol):
-    """See the module."""
-
-    def handle(self, stream: Stream) -> Handle:
-        """What stands for a connection in a `Call`."""
-
-    def load(self, call: Call) -> Moved: ...
-
-    def store(self, call: Call) -> Moved: ...
-
-
-def mover_for(stream: Stream) -> Mover:
-    """The native extension's where it is there and the connection is plain."""
-    if native.moves is None or stream.plain_fileno() < 0:
-        return PythonMover()
-    return NativeMover()
 
 
 class NativeMover:
@@ -151,7 +122,7 @@ class NativeMover:
 
 
 class _Progress:
-    """How far the stripe on a lane has come."""
+    """The progress of the stripe on a lane."""
 
     __slots__ = ("first", "got", "is_other", "quiet_s", "sent", "tail", "view")
 
@@ -168,7 +139,7 @@ class _Progress:
 
 
 class PythonMover:
-    """The same in Python, on blocking sockets: the kernel waits, without the GIL."""
+    """The same in Python, on blocking sockets: the kernel waits while the GIL is released."""
 
     def handle(self, stream: Stream) -> Handle:
         return stream, _Progress()
@@ -178,6 +149,16 @@ class PythonMover:
 
     def store(self, call: Call) -> Moved:
         return _move(call, is_load=False)
+
+
+Mover = NativeMover | PythonMover
+
+
+def mover_for(stream: Stream) -> Mover:
+    """The native extension, unless it is missing or the connection is TLS."""
+    if native.moves is None or stream.plain_fileno() < 0:
+        return PythonMover()
+    return NativeMover()
 
 
 def _move(call: Call, is_load: bool) -> Moved:
@@ -213,7 +194,7 @@ def _arm(stream: Stream, progress: _Progress, until: float) -> None:
 
 
 def _send(stream: Stream, progress: _Progress, task: Packed, is_load: bool, until: float) -> int:
-    """Send what is left of a request: 0, EAGAIN where that has to wait, or another errno."""
+    """Send the rest of a request: 0, EAGAIN if that would block, or another errno."""
     command, header, payload, end = task
     if not is_load and not progress.sent and isinstance(header, bytearray):
         seal(header, payload)
@@ -235,7 +216,7 @@ def _send(stream: Stream, progress: _Progress, task: Packed, is_load: bool, unti
 def _receive(
     stream: Stream, progress: _Progress, task: Packed, is_load: bool, verify: bool, until: float
 ) -> Result | None:
-    """Receive what has come of a reply; None: it is not whole."""
+    """Receive a reply; None: it is not complete yet."""
     try:
         if is_load:
             return _receive_value(stream, progress, task[1], task[2], verify, until)
@@ -285,7 +266,7 @@ def _receive_value(
 
 
 def _is_expected(header: bytes, expected: bytes | bytearray) -> bool:
-    """Whether a header has its own checksum, and every field that a reader knows before."""
+    """Whether a header has the right checksum, and every field that a reader knows in advance."""
     masked = bytearray(header)
     masked[_OWN_CHECKSUM] = bytes(8)
     if xxh3_64_intdigest(masked) != int.from_bytes(header[_OWN_CHECKSUM], "little"):
@@ -296,7 +277,7 @@ def _is_expected(header: bytes, expected: bytes | bytearray) -> bool:
 
 
 def _receive_line(stream: Stream, progress: _Progress, kinds: bytes, until: float) -> bytes:
-    """The first line of a reply that begins with one of `kinds`. `got` may be beyond it."""
+    """Receive the first line of a reply, which begins with one of `kinds`, and perhaps more."""
     while True:
         data = progress.first
         if progress.got and data[0] not in kinds:
@@ -311,7 +292,7 @@ def _receive_line(stream: Stream, progress: _Progress, kinds: bytes, until: floa
 
 
 def _receive_other(stream: Stream, progress: _Progress, until: float) -> Result:
-    """A reply that is not the expected value."""
+    """Receive a reply that is not the expected value."""
     line = _receive_line(stream, progress, b"-$_", until)
     start = len(line) + 2
     length = None
@@ -329,14 +310,14 @@ def _receive_other(stream: Stream, progress: _Progress, until: float) -> Result:
 
 
 def seal(header: bytearray, payload: memoryview) -> None:
-    """Write the checksums of payload and header into the header."""
+    """Write the checksums of the payload and of the header into the header."""
     header[_PAYLOAD_CHECKSUM] = xxh3_64_intdigest(payload).to_bytes(8, "little")
     header[_OWN_CHECKSUM] = bytes(8)
     header[_OWN_CHECKSUM] = xxh3_64_intdigest(header).to_bytes(8, "little")
 
 
 def seal_short(header: bytearray, payload: memoryview) -> bytearray:
-    """The header of a SET, sealed where the native extension cannot do it."""
+    """The header of a SET, sealed if the payload is too short for the native extension."""
     if payload.nbytes <= _SHORT_BYTES:
         seal(header, payload)
     return header
@@ -346,14 +327,14 @@ def seal_short(header: bytearray, payload: memoryview) -> bytearray:
 
 
 def ask_value(connection: Connection, command: bytes, deadline: float) -> None:
-    """Send a packed GET, whose reply `receive_value` receives. Raises as `Connection.send`."""
+    """Send a packed GET; `receive_value` receives the reply. Raises as `Connection.send`."""
     connection.send((command,), deadline)
 
 
 def receive_value(connection: Connection, payload: memoryview, deadline: float) -> bytes | None:
-    """Receive the reply to a GET: its first 512 bytes, and the others in `payload`.
+    """Receive the reply to a GET: the rest of the value into `payload`; return its first 512 bytes.
 
-    None where there is no value of that length. Raises RedisError.
+    None if there is no value of that length. Raises RedisError.
     """
     expected = value_head(HEADER_BYTES + payload.nbytes) + bytes(HEADER_BYTES)
     stream, progress = connection.stream, _Progress()
@@ -362,7 +343,7 @@ def receive_value(connection: Connection, payload: memoryview, deadline: float) 
         if deadline <= time.monotonic():
             connection.fail(RedisTimeout("Redis did not answer in time"))
         result = _receive(stream, progress, (b"", expected, payload, b""), True, False, deadline)
-    # A header of zeros has no checksum: what has the right length is a MISMATCH.
+    # A header of zeros has a wrong checksum: any value of the right length is a MISMATCH.
     assert not isinstance(result, bytes)
     end, _, data = result
     if end is End.MISMATCH:
@@ -370,16 +351,16 @@ def receive_value(connection: Connection, payload: memoryview, deadline: float) 
     error = error_in(result)
     if end >= End.OTHER_LENGTH:
         connection.close()
-    if error is not None and not _is_other_type(result):
+    if error is not None and not is_other_type(result):
         raise error
     return None
 
 
-# -------------------------------------------------------------------- judgement
+# -------------------------------------------------------------------- failures
 
 
 def error_in(failure: Failure, stream: Stream | None = None) -> RedisError | None:
-    """What a failure says of the connection or the server; None where it is about the value."""
+    """The error of the connection or the server; None if the failure is about the value."""
     end, error_number, data = failure
     if end == End.LINE:
         if data[:1] != b"-":
@@ -394,51 +375,6 @@ def error_in(failure: Failure, stream: Stream | None = None) -> RedisError | Non
     return None
 
 
-class Verified(NamedTuple):
-    """outcome None: the stripe is good, of the store `store_id`.
-
-    remove_stripes: 0, or how many stripes of the chunk to remove.
-    """
-
-    outcome: ReadOutcome | None
-    store_id: bytes = b""
-    remove_stripes: int = 0
-
-
-def verify(
-    frame: ChunkFrame, index: int, failure: Failure, payload: memoryview, checksums: bool = True
-) -> Verified | None:
-    """Judge what was found for stripe `index` of a chunk; None where it is no value's fault.
-
-    checksums: whether the payload is hashed and compared as well.
-    """
-    end, _, data = failure
-    if end == End.NOTHING:
-        return Verified(ReadOutcome.INCOMPLETE, remove_stripes=frame.stripe_count)
-    if _is_other_type(failure):
-        return Verified(ReadOutcome.FOREIGN)
-    if end not in (End.MISMATCH, End.OTHER_LENGTH):
-        return None
-    check = frame.check_header(data, index)
-    if check.ok and end == End.MISMATCH:
-        if not checksums or xxh3_64_intdigest(payload) == check.checksum:
-            return Verified(None, check.store_id)
-        return Verified(ReadOutcome.CORRUPT, remove_stripes=frame.stripe_count)
-    if check.verdict in _OF_THIS_CHUNK:
-        return Verified(ReadOutcome.FOREIGN, remove_stripes=_stripes(frame, data))
-    # Cut short before the version, a header says CORRUPT_HEADER too: the magic decides.
-    if check.ok or (check.verdict is Verdict.CORRUPT_HEADER and data[:4] == _MAGIC):
-        return Verified(ReadOutcome.CORRUPT, remove_stripes=frame.stripe_count)
-    return Verified(ReadOutcome.FOREIGN)
-
-
-def _is_other_type(failure: Failure) -> bool:
+def is_other_type(failure: Failure) -> bool:
+    """Whether the key has a value that is not a string."""
     return failure[0] == End.LINE and failure[2].startswith(b"-WRONGTYPE")
-
-
-def _stripes(frame: ChunkFrame, header: bytes) -> int:
-    """All stripes of the chunk, however it was cut."""
-    try:
-        return max(frame.stripe_count, describe_header(header).stripe_count)
-    except FormatError:
-        return frame.stripe_count

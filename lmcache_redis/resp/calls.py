@@ -1,4 +1,4 @@
-"""The calls of a plane about keys: routed to their servers, the answers put together."""
+"""The calls of a plane about keys: routed to the servers that have them, results combined."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from lmcache_redis.resp.query import (
     walk_keys,
 )
 
-# Partial writes are removed soon or not at all: later, the chunk may have been stored again.
+# A partial write is removed soon or not at all: later, the chunk may have been stored again.
 _REMOVE_WITHIN_S = 10.0
 _MAX_PENDING_REMOVALS = 1024
-# A failure of a part counts for the whole only where no part was done; the gravest first.
+# A part's failure is the outcome of the call only if no part is DONE. The gravest is first.
 _FAILURES = (CallOutcome.CANCELLED, CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT)
 
 
@@ -57,7 +57,7 @@ class KeyCalls:
     def scan(
         self, keys: Sequence[bytes], deadline: float, done: Callable[[ScanResult], None]
     ) -> None:
-        """How many of the (stripe 0) keys exist from the first on without a gap."""
+        """How many of the leading keys (of stripes 0) exist, up to the first gap."""
 
         def answer(outcome: CallOutcome, length: int | None) -> None:
             self._count(outcome, scanned=len(keys))
@@ -74,7 +74,7 @@ class KeyCalls:
     def exists(
         self, keys: Sequence[bytes], deadline: float, done: Callable[[ExistsResult], None]
     ) -> None:
-        """Which of the (stripe 0) keys exist."""
+        """Which of the keys (of stripes 0) exist."""
 
         def answer(outcome: CallOutcome, counts: Sequence[int]) -> None:
             self._count(outcome, scanned=len(keys))
@@ -86,7 +86,7 @@ class KeyCalls:
     def describe(
         self, keys: Sequence[bytes], deadline: float, done: Callable[[DescribeResult], None]
     ) -> None:
-        """What the headers under the (stripe 0) keys say."""
+        """The headers under the keys (of stripes 0)."""
 
         def answer(outcome: CallOutcome, headers: Sequence[Any]) -> None:
             self._count(outcome)
@@ -96,7 +96,7 @@ class KeyCalls:
         self._ask(steps, keys, deadline, None, answer)
 
     def keys(self, pattern: bytes, deadline: float, done: Callable[[KeysResult], None]) -> None:
-        """The names of strings that match, in small steps, behind scans. Some may come twice."""
+        """The names of strings that match, in small steps, after scans. A name may come twice."""
         names: list[bytes] = []
 
         def found(some: list[bytes]) -> Sequence[bytes]:
@@ -118,8 +118,8 @@ class KeyCalls:
     ) -> None:
         """UNLINK the stripes of a chunk, stripe 0 first.
 
-        Without `done`, in the background: within seconds or not at all, and not while the chunk is
-        being stored, which replaces all of it.
+        Without `done`, in the background: within ten seconds or not at all, and not while the chunk
+        is being stored, which replaces all of it.
         """
         jobs = self._jobs
         if done is None and (
@@ -147,16 +147,16 @@ class KeyCalls:
     def clear(
         self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
     ) -> None:
-        """UNLINK every key that begins with `key_prefix`, in small steps, behind scans.
+        """UNLINK every key that begins with `key_prefix`, in small steps, after scans.
 
-        Raises ValueError for a prefix that is not of our keys (user prefix + b"lmcr1:" ...).
+        Raises ValueError unless the prefix is that of our keys (user prefix + b"lmcr1:" ...).
         """
         if KEY_MAGIC not in key_prefix:
             raise ValueError(f"{key_prefix!r} is not the beginning of keys of this package")
         total = 0
 
         def found(some: list[bytes]) -> Sequence[bytes]:
-            # Whatever the server matched: only what begins with the prefix is ours to delete.
+            # Whatever the server matched, only keys with this prefix are ours to delete.
             return [key for key in some if key.startswith(key_prefix)]
 
         def removed(count: int) -> None:
@@ -198,8 +198,8 @@ class KeyCalls:
     ) -> None:
         """Ask each node for its keys, and follow redirections.
 
-        make_steps: of some keys; `asking` as of `ask_each`. done: called with a result for each
-        key, `missing` for those that have none.
+        make_steps: makes the steps for some keys; `asking`: see `query.ask_each`. done: called with
+        a result for each key, `missing` for keys without one.
         """
         self._jobs.check_usable()
         routing = Routing(self._nodes.routes, keys, self._nodes.follow, missing)
@@ -229,7 +229,7 @@ class KeyCalls:
         for part in routing.parts:
             ask(part)
         if not routing.parts:
-            # Nothing to ask, or no server to be asked.
+            # No keys, or no server has them.
             outcome = CallOutcome.UNAVAILABLE if keys else CallOutcome.DONE
             self._jobs.timekeeper.post(lambda: done(outcome, routing.results))
 
@@ -239,7 +239,7 @@ class KeyCalls:
         deadline: float,
         done: Callable[[CallOutcome], None],
     ) -> None:
-        """The same steps on every server."""
+        """Take the same steps on every server."""
         self._jobs.check_usable()
         nodes = self._nodes.routes.nodes or (None,)
         lock = threading.Lock()
@@ -260,7 +260,7 @@ class KeyCalls:
         question.nodes = (node,)
         if self._jobs.enter((question,)) and node is not None:
             node.ask(question)
-            # The server may have gone, or the plane been closed, while it was being queued.
+            # The server may have gone down, or the plane been closed, in the meantime.
             self._jobs.refuse((question,))
 
     def _count(self, outcome: CallOutcome | None, scanned: int = 0, removed: int = 0) -> None:

@@ -1,9 +1,9 @@
 """The control connection of a server: questions about keys, and removals.
 
-A question is a generator of steps. It yields what to send, is resumed with the pipeline that the
-replies come from, and returns its result. Urgent questions go first. A removal or a clear takes
-many steps, each well under a millisecond of the server's time, so that a scan never waits long
-behind one. What the steps ask and how they read the replies is in `query`.
+A question is a generator of steps. It yields what to send, is resumed with the pipeline that
+receives the replies, and returns its result. Urgent questions go first. A removal or a clear takes
+many steps, each well under a millisecond of the server's time, so that a scan never waits long for
+one. `query` has the steps of each question.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 from lmcache_redis.errors import RedisError, RedisTimeout, RedisUnavailable
-from lmcache_redis.resp.jobs import Job, Jobs, TaskQueue
+from lmcache_redis.resp.jobs import Job, Jobs
 from lmcache_redis.resp.net.connection import Connection, Pipeline
 from lmcache_redis.resp.outcomes import CallOutcome
+from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.worker import Server, Worker
 
 ResultT = TypeVar("ResultT")
-# Packed commands, made as they are sent, and how many replies they have.
+# Packed commands, made on demand, and how many replies they have.
 Request = tuple[Iterator[bytes], int]
 Steps = Generator[Request, Pipeline, ResultT]
 
@@ -28,8 +29,8 @@ Steps = Generator[Request, Pipeline, ResultT]
 class Question(Job[CallOutcome]):
     """Steps on the control connection of one server.
 
-    make_steps: called for each attempt. done: called with the outcome and what the steps returned,
-    None unless DONE. next_request: what the next step sends; None before the first.
+    make_steps: called for each attempt. done: called with the outcome and the result of the steps,
+    None unless DONE. next_request: the request of the next step; None before the first.
     """
 
     __slots__ = (
@@ -58,7 +59,7 @@ class Question(Job[CallOutcome]):
         self._result: Any = None
 
     def first_request(self) -> Request:
-        """Begin the first step, also of another attempt."""
+        """Begin an attempt; return the request of its first step."""
         self._steps = self._make_steps()
         return next(self._steps)
 
@@ -75,14 +76,14 @@ class Question(Job[CallOutcome]):
         return False
 
     def leave(self, jobs: Jobs) -> None:
-        """Calls are counted as a whole; a question may be one of several in a call."""
+        """Calls are counted, not questions: a call may have several."""
 
     def answer(self, outcome: CallOutcome) -> None:
         self._done(outcome, self._result if outcome is CallOutcome.DONE else None)
 
 
 class Removal(Question):
-    """The removal of a chunk. A plane that is closed finishes removals first."""
+    """The removal of a chunk. `RedisPlane.close` finishes removals first."""
 
     __slots__ = ()
 
@@ -94,15 +95,16 @@ class Controller(Worker):
         super().__init__("control", server)
         self._queue: TaskQueue[Question] = TaskQueue()
         self._op_timeout_s = server.options.op_timeout_s
-        # Held by the thread that sends or receives. A caller may use an idle connection.
+        # Held while a thread sends or receives: callers may use an idle connection.
         self._in_use = threading.Lock()
         self._connection: Connection | None = None
         self._asked: tuple[Question, Pipeline] | None = None
 
     def put(self, question: Question) -> None:
-        """Enqueue a question. Where the connection is idle, its first request is sent here.
+        """Enqueue a question. If it is urgent and the connection is idle, send its first request.
 
-        The server works on it while the control thread wakes up. Any thread; never waits.
+        The server works on it while the control thread wakes up. Called on any thread; does not
+        block.
         """
         if question.is_urgent and self._in_use.acquire(blocking=False):
             try:
@@ -115,7 +117,7 @@ class Controller(Worker):
         self._queue.put((question,), urgent=question.is_urgent)
 
     def close(self) -> None:
-        """Drop what is queued; the thread ends."""
+        """Drop what is queued and end the thread."""
         self._queue.close()
 
     def serve(self, connection: Connection) -> bool:
@@ -146,7 +148,7 @@ class Controller(Worker):
     def _step(
         self, connection: Connection, question: Question, asked: Pipeline | None = None
     ) -> None:
-        """asked: the pipeline in which the first request was sent."""
+        """Take a step. asked: the pipeline in which the first request was sent."""
         if self._jobs.begin(question):
             pipeline = asked or self._new_pipeline(connection, question)
             try:
@@ -156,7 +158,7 @@ class Controller(Worker):
             except RedisError as error:
                 self._fail(connection, question, error)
             except BaseException:
-                # A bug of ours: the replies must not be taken for those of others.
+                # A bug of ours: the next question must not get these replies.
                 connection.close()
                 self._jobs.end(question, CallOutcome.UNAVAILABLE)
                 raise
@@ -172,7 +174,7 @@ class Controller(Worker):
     def _fail(self, connection: Connection, question: Question, error: RedisError) -> None:
         self._judge(error, connection)
         if isinstance(error, RedisUnavailable) and self._may_retry(question, connection):
-            # From the first step: cursors and counts are those of the server that was lost.
+            # From the first step: cursors and counts are those of the lost server.
             question.next_request = None
             self._put_back(question)
         else:
@@ -180,11 +182,11 @@ class Controller(Worker):
             self._jobs.end(question, CallOutcome.TIMED_OUT if late else CallOutcome.UNAVAILABLE)
 
     def _new_pipeline(self, connection: Connection, question: Question) -> Pipeline:
-        """One budget for all round trips of a step."""
+        """A step has one deadline for all its round trips."""
         return Pipeline(connection, min(question.deadline, time.monotonic() + self._op_timeout_s))
 
     def _finish(self, connection: Connection, pipeline: Pipeline) -> None:
-        """Receive the replies that the question did not wait for."""
+        """Receive and drop the replies that the question did not need."""
         if pipeline.outstanding and connection.is_open:
             try:
                 pipeline.finish(time.monotonic() + self._op_timeout_s)

@@ -1,10 +1,10 @@
 """The circuit breaker: whether the server is up, and when it is up again.
 
-One thread probes. While the server is DOWN every operation is answered UNAVAILABLE at once, and
+One thread probes. While the server is DOWN, every operation is answered UNAVAILABLE at once, and
 the prober tries a new connection and a PING every `probe_interval_s`. A stopped process accepts
 connections and answers nothing: the probe waits, and is answered the moment the process continues.
-While the server is UP the prober sends a heartbeat, and probes at once after a time-out of a
-worker. So a slow operation does not condemn a server that answers, and a dead server costs a single
+While the server is UP, the prober sends heartbeats, and probes at once after a time-out of a
+worker. So a slow operation does not take down a server that answers, and a dead server costs one
 time-out.
 """
 
@@ -30,27 +30,27 @@ from lmcache_redis.resp.outcomes import PlaneState
 
 logger = logging.getLogger(__name__)
 
-# A server that answered before answers a PING this fast, unless something is wrong.
+# A server that is up answers a PING within this time.
 _HEARTBEAT_TIMEOUT_S = 0.5
-# Wrong credentials do not become right by themselves, and servers log every attempt.
+# Wrong credentials rarely become right, and servers log every attempt.
 _REFUSED_RETRY_S = 1.0
 # The same sentence is logged once within this time.
 _REPEAT_AFTER_S = 60.0
 
-# A server that is up for less is unsteady: it is asked less often, and logged less.
+# A server that is up for less than this is unsteady: it is probed and logged less often.
 STEADY_AFTER_S = 5.0
 _LONGEST_PAUSE_S = 1.0
 
 
 @dataclass(slots=True)
 class Breaker:
-    """DOWN until a probe is answered, UP until something fails for certain.
+    """DOWN until a probe is answered, UP until a definite failure.
 
-    While DOWN nothing but probes is sent, `next_probe_at` says when. While UP a heartbeat
-    probes now and then, and at once when `suspected`. Times are monotonic seconds. A method that
-    can change `up` returns whether it did, so that a change is logged once. Up and down in quick
-    succession (a probe may succeed where workers fail, as when only one more connection is
-    allowed) count as `unsteady` and lengthen the pause, up to a second.
+    While DOWN, only probes are sent, at `next_probe_at`. While UP, heartbeats are, and a probe at
+    once when `suspected`. Times are monotonic seconds. A method that can change `up` returns
+    whether it did, so that a change is logged once. Up and down in quick succession (a probe may
+    succeed while workers fail, as when only one more connection is allowed) counts as `unsteady`
+    and lengthens the pause, up to a second.
     """
 
     probe_interval_s: float
@@ -74,7 +74,7 @@ class Breaker:
         return changed
 
     def failed(self, now: float, reason: str, retry_after_s: float = 0.0) -> bool:
-        """A probe failed, or an operation in a way as certain; the next probe has to wait."""
+        """A probe failed, or an operation failed definitely: schedule the next probe."""
         changed = self.up or not self.probed
         if self.up:
             self.unsteady = self.unsteady + 1 if now - self.since < STEADY_AFTER_S else 0
@@ -87,7 +87,7 @@ class Breaker:
         return changed
 
     def suspected(self, now: float) -> None:
-        """An operation timed out, which happens with a slow server too: probe now."""
+        """An operation timed out: the server may only be slow. Probe now."""
         if self.up:
             self.next_probe_at = now
 
@@ -109,7 +109,7 @@ class Health:
         self._connector = connector
         self._where = connector.endpoint.where
         self._op_timeout_s = op_timeout_s = options.op_timeout_s
-        # Patience with operations is patience with PINGs.
+        # A user who grants operations more time grants it to PINGs, too.
         self._heartbeat_timeout_s = min(op_timeout_s, max(_HEARTBEAT_TIMEOUT_S, op_timeout_s / 4))
         self._on_down = on_down
         since = time.monotonic()
@@ -140,26 +140,26 @@ class Health:
             return not self._closing
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
-        """Wait until the first probe has succeeded or failed; the state then."""
+        """Wait for the end of the first probe, at most `timeout_s`; return the state then."""
         with self._changed:
             self._changed.wait_for(lambda: self._breaker.probed or self._closing, timeout_s)
         return self.state
 
     def suspect(self, error: RedisError) -> None:
-        """An operation timed out: have the prober ask the server."""
+        """An operation timed out: have the prober probe."""
         with self._changed:
             self._note(error)
             self._breaker.suspected(time.monotonic())
             self._changed.notify_all()
 
     def down(self, error: RedisError | ConfigError, tried_at: float) -> None:
-        """The server could not be used at `tried_at`: no connection, or it said so."""
+        """The server was unusable at `tried_at`: it refused the connection, or said so."""
         if self.state.since <= tried_at or not self.is_up:
             # Otherwise a later probe has found it up.
             self._failed(error)
 
     def note(self, error: RedisError) -> None:
-        """An operation failed in a way that says nothing about others. Logged once a minute."""
+        """An operation failed; others may succeed. Logged once a minute."""
         with self._changed:
             self._note(error)
             log = self._is_new(str(error))
@@ -203,13 +203,13 @@ class Health:
             return False
 
     def _probe(self, connection: Connection | None) -> Connection | None:
-        """Probe once and act on the answer; the connection to keep for the next probe."""
+        """Probe once; return the connection to keep for the next probe."""
         if connection is not None and connection.is_open and self.is_up:
             try:
                 self._ping(connection, self._heartbeat_timeout_s)
                 return connection
             except RedisError as error:
-                # A connection that was lost may mean a restart: only a new one can tell.
+                # A lost connection may mean a restart: only a new one can tell.
                 lost = isinstance(error, RedisUnavailable) and not connection.is_open
                 connection.close()
                 if not lost:
@@ -230,7 +230,7 @@ class Health:
         try:
             connection.ping(time.monotonic() + timeout_s)
         except RedisReplyError as error:
-            # It answers; that this user may not PING says nothing about GET and SET.
+            # The server answers. A user who may not PING may still GET and SET.
             logger.debug("PING is answered with an error: %s", error)
         self._answered()
 
@@ -259,7 +259,7 @@ class Health:
             changed = self._breaker.failed(time.monotonic(), str(error), retry_after_s)
             self.is_up = False
             self._changed.notify_all()
-            # A server that changes every second: the same line once a minute is enough.
+            # If a server changes every second, log the same line once a minute.
             log = self._is_new(str(error)) or (changed and not self._breaker.unsteady)
             self._logged_down = log or (self._logged_down and not changed)
         if log:
@@ -277,7 +277,7 @@ class Health:
         now = time.monotonic()
         if now - self._logged_at.get(text, -_REPEAT_AFTER_S) < _REPEAT_AFTER_S:
             return False
-        # Few sentences exist; a server that invents many must not fill the memory.
+        # Error replies are part of the text: a server that varies them must not fill the memory.
         if len(self._logged_at) >= 64:
             self._logged_at.clear()
         self._logged_at[text] = now

@@ -1,10 +1,10 @@
-"""The data servers of a plane: their queues, threads and health; started and retired with the map.
+"""The data servers of a plane: their queues, threads and health.
 
-A `Node` is one server. There is one, or with Sentinel the master's, or one for each shard of a
-cluster. `Nodes` keeps them by the map. Where that can change, a thread looks it up at the start,
-every few seconds, soon after a hint that it is old (a redirection, a server that went down, a
-master that turned out to be a replica), and more often while a server is down or none is known. A
-look-up that fails changes nothing.
+A `Node` is one server: the only one, the master of Sentinels, or a shard of a cluster. `Nodes`
+starts and retires them by the map. With Sentinel or Cluster a thread looks the map up at the start,
+every few seconds, soon after a hint that it is outdated (a redirection, a server that went down, a
+master that is a replica), and more often while a server is down or none is known. A look-up that
+fails changes nothing.
 """
 
 from __future__ import annotations
@@ -12,33 +12,35 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisRedirect
 from lmcache_redis.resp.control import Controller
 from lmcache_redis.resp.health import Health
-from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
+from lmcache_redis.resp.jobs import Jobs, Stop
 from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, Topology
 from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.net.topology import Routes, ServerMap, find_servers, next_hop
 from lmcache_redis.resp.outcomes import PlaneState
+from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.reading import Read, Reader
 from lmcache_redis.resp.worker import Task, Worker
 from lmcache_redis.resp.writing import Writer
 
 logger = logging.getLogger(__name__)
 
-# A cluster tells by redirections that its map has changed; Sentinel has no such way.
+# A cluster announces changes of its map by redirections; Sentinel does not.
 _REFRESH_S = {Topology.SENTINEL: 1.0, Topology.CLUSTER: 15.0}
-# Hints come in crowds: a resharding redirects every key of a slot.
+# Hints come in bursts: a resharding redirects every key of a slot.
 _LEAST_PAUSE_S = 0.1
-# A shard that lost its last slot still answers, with redirections, what was sent to it before.
+# A shard that lost its last slot still answers earlier requests, with redirections.
 _GRACE_S = 5.0
 _REPEAT_AFTER_S = 60.0
 
 
 class Node:
-    """One server. Takes work whether it is up or not; `is_up` says whether that is any use."""
+    """One server. Queues work whether it is up or not."""
 
     def __init__(self, endpoint: Endpoint, nodes: Nodes) -> None:
         options = self.options = nodes.options
@@ -59,9 +61,17 @@ class Node:
             *[Writer(f"set-{n}", self, self._writes[n], count) for n, count in enumerate(writers)],
         ]
 
-    def writes(self, chunk_key: bytes) -> TaskQueue[Task]:
-        """The queue for all stripes of a chunk that this server gets."""
-        return self._writes[hash(chunk_key) % len(self._writes)]
+    def put_writes(self, tasks: Sequence[Task], urgent: bool = False) -> None:
+        """Queue stripes to store. One thread gets all stripes of a chunk for this server."""
+        if len(self._writes) == 1:
+            self._writes[0].put(tasks, urgent)
+            return
+        by_queue: dict[TaskQueue[Task], list[Task]] = {}
+        for task in tasks:
+            queue = self._writes[hash(task[0].chunk_key) % len(self._writes)]
+            by_queue.setdefault(queue, []).append(task)
+        for queue, some in by_queue.items():
+            queue.put(some, urgent)
 
     def redirect(self, task: Task, redirect: RedisRedirect) -> bool:
         """See `worker.Server`."""
@@ -72,8 +82,8 @@ class Node:
             return False
         if target not in job.nodes:
             job.nodes = (*job.nodes, target)
-        queue = target.reads if isinstance(job, Read) else target.writes(job.chunk_key)
-        queue.put(((job, index, hop),), urgent=True)
+        put = target.reads.put if isinstance(job, Read) else target.put_writes
+        put(((job, index, hop),), urgent=True)
         return True
 
     def is_replica(self) -> None:
@@ -97,7 +107,7 @@ class Node:
             worker.start()
 
     def stop(self) -> None:
-        """Drop what is queued, and wake every thread that waits: all of them end."""
+        """Drop what is queued and end the threads."""
         for queue in (self.reads, *self._writes):
             queue.close()
         self._controller.close()
@@ -105,7 +115,7 @@ class Node:
         self.connector.abort()
 
     def join(self) -> int:
-        """Wait for the threads' ends; how many did not end in time."""
+        """Wait for the threads; return how many did not end in time."""
         timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
         ended = [worker.join(timeout_s) for worker in self._workers]
         ended.append(self.health.join(timeout_s))
@@ -113,14 +123,14 @@ class Node:
 
 
 def _shares(connections: int, shards: int, threads: int) -> list[int]:
-    """How many of the connections to one of the shards each thread gets: at least one."""
+    """How many connections to one of the shards each thread has: at least one."""
     connections = -(-connections // shards)
     threads = min(threads, connections)
     return [(connections + number) // threads for number in range(threads)]
 
 
 class Nodes:
-    """Thread-safe. routes: the map, in its last version."""
+    """All nodes. Thread-safe. routes: by the current map."""
 
     def __init__(self, deployment: Deployment, options: RedisOptions, jobs: Jobs) -> None:
         self.deployment = deployment
@@ -130,7 +140,7 @@ class Nodes:
         self.routes: Routes[Node] = Routes(ServerMap(()), {})
         self._lock = threading.RLock()
         self._nodes: dict[Endpoint, Node] = {}
-        self._retiring: dict[Node, float] = {}  # and until when they may be needed
+        self._retiring: dict[Node, float] = {}  # until when they may be needed
         self._retired_counts = (0, 0, 0)
         self._map_error = "the servers have not been looked up yet"
         self._map_error_since = time.monotonic()
@@ -151,7 +161,7 @@ class Nodes:
             self._adopt(ServerMap((self.deployment.server,)))
 
     def close(self, timeout_s: float) -> int:
-        """End all threads; how many did not end in time."""
+        """End all threads; return how many did not end in time."""
         with self._lock:
             self._closing.set()
             nodes = self._all()
@@ -160,7 +170,7 @@ class Nodes:
             node.stop()
         left = sum(node.join() for node in nodes)
         if self._is_watched:
-            # A look-up that is in flight ends by its time-out.
+            # A look-up in flight ends by its time-out.
             self._thread.join(timeout_s)
             left += self._thread.is_alive()
         return left
@@ -168,7 +178,7 @@ class Nodes:
     # ------------------------------------------------------------- any thread
 
     def follow(self, node: Node, redirect: RedisRedirect) -> Node | None:
-        """The node that `node` redirected to, made if it is not on the map; None: no cluster."""
+        """The node that `node` redirects to, added if it is not on the map; None: not a cluster."""
         if not self.routes.is_cluster:
             return None
         if not redirect.asking:
@@ -178,7 +188,7 @@ class Nodes:
             return self._nodes.get(target) or self._add(target)
 
     def node_is_down(self, node: Node) -> None:
-        """Called on any thread once the node is not up any more."""
+        """Called on any thread when the node has gone down."""
         self.jobs.stop_all(Stop.UNAVAILABLE, node=node)
         self.map_is_old()
 
@@ -187,7 +197,7 @@ class Nodes:
         self._hinted.set()
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
-        """Wait until every server was asked once, or the time is over; the state then."""
+        """Wait until every server was probed, at most `timeout_s`; return the state then."""
         deadline = time.monotonic() + timeout_s
         self._mapped.wait(timeout_s)
         for node in self.routes.nodes:
@@ -196,7 +206,7 @@ class Nodes:
 
     @property
     def state(self) -> PlaneState:
-        """Up or down, and why. A cluster is up as long as any of its shards is."""
+        """Up or down, and why. A cluster is up while any of its shards is."""
         nodes = self.routes.nodes
         if not nodes:
             return PlaneState(False, self._mapped.is_set(), self._map_error, self._map_error_since)
@@ -216,12 +226,12 @@ class Nodes:
 
     @property
     def open_streams(self) -> int:
-        """Connections that are open."""
+        """How many connections are open."""
         return sum(node.connector.open_streams for node in self._all())
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """As of a `Node`, of all that there were."""
+        """The sums of the nodes' counts, retired nodes included."""
         return _sums(self._retired_counts, *[node.counts for node in self._all()])
 
     def _all(self) -> list[Node]:
@@ -229,7 +239,7 @@ class Nodes:
             return [*self._nodes.values(), *self._retiring]
 
     def _add(self, server: Endpoint) -> Node:
-        """Under the lock. Never started once the plane is being closed: its tasks end with it."""
+        """Under the lock. The node is not started if the plane is being closed."""
         node = self._nodes[server] = Node(server, self)
         if not self._closing.is_set():
             node.start()
@@ -294,7 +304,7 @@ class Nodes:
         self._mapped.set()
 
     def _sweep(self) -> None:
-        """End the nodes that were retired, once nothing needs them any more."""
+        """End retired nodes that are down, not needed, or past their grace period."""
         now = time.monotonic()
         for node, until in list(self._retiring.items()):
             if node.is_up and now < until and self.jobs.needs(node):

@@ -1,4 +1,4 @@
-"""What the Redis plane is asked for and what it answers. Plain types, no I/O."""
+"""Requests to the Redis plane and their results. Plain types, no I/O."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lmcache_redis.stripe import ChunkFrame, StripeHeader
 
 
 class _Outcome(enum.Enum):
-    """Counted by the thousand: an enum's own hash is a call in Python."""
+    """Outcomes are dictionary keys on the hot path: Enum.__hash__ is a call in Python."""
 
     __hash__ = object.__hash__
 
 
 class ReadOutcome(_Outcome):
-    """How the read of a chunk ended. The slots hold the chunk only if LOADED."""
+    """How the read of a chunk ended. The slots hold the chunk only if it is LOADED."""
 
     LOADED = "loaded"
     MISSING = "not in Redis"
@@ -31,7 +31,7 @@ class ReadOutcome(_Outcome):
 
 
 class WriteOutcome(_Outcome):
-    """How the write of a chunk ended. Readers can see the chunk only if STORED."""
+    """How the write of a chunk ended. Readers can see the chunk only if it is STORED."""
 
     STORED = "stored"
     FULL = "Redis is at its memory limit and evicts nothing"
@@ -42,7 +42,7 @@ class WriteOutcome(_Outcome):
 
 
 class CallOutcome(_Outcome):
-    """How a call about keys ended. Its result means something only if DONE."""
+    """How a call about keys ended. Its result is valid only if DONE."""
 
     DONE = "done"
     TIMED_OUT = "not answered before its deadline"
@@ -51,42 +51,42 @@ class CallOutcome(_Outcome):
 
 
 class ScanResult(NamedTuple):
-    """prefix_length: how many of the keys, from the first on without a gap, exist."""
+    """prefix_length: how many of the leading keys exist, up to the first gap."""
 
     outcome: CallOutcome
     prefix_length: int = 0
 
 
 class ExistsResult(NamedTuple):
-    """present: for each key in order whether it exists; empty unless DONE."""
+    """present: whether each key exists, in order; empty unless DONE."""
 
     outcome: CallOutcome
     present: Sequence[bool] = ()
 
 
 class KeysResult(NamedTuple):
-    """names: those that were found, also where the outcome is not DONE."""
+    """names: the keys found, also if the outcome is not DONE."""
 
     outcome: CallOutcome
     names: Sequence[bytes] = ()
 
 
 class ClearResult(NamedTuple):
-    """removed: how many keys were deleted, also where the outcome is not DONE."""
+    """removed: how many keys were deleted, also if the outcome is not DONE."""
 
     outcome: CallOutcome
     removed: int = 0
 
 
 class RemoveResult(NamedTuple):
-    """removed: how many stripes were there and were deleted, also where it is not DONE."""
+    """removed: how many stripes existed and were deleted, also if the outcome is not DONE."""
 
     outcome: CallOutcome
     removed: int = 0
 
 
 class DescribeResult(NamedTuple):
-    """headers: for each key in order what its value says, None where there is none or another's.
+    """headers: for each key in order its header, None if it has no value or one of another kind.
 
     Empty unless DONE.
     """
@@ -98,10 +98,10 @@ class DescribeResult(NamedTuple):
 class ChunkIO:
     """One chunk to read into slots, or to write from them.
 
-    key: the chunk key (no stripe index). frame: the chunk's. slots: one contiguous
-    memoryview for each stripe, of exactly its payload's size, writable for a read; they
-    belong to the plane from the call until `done`. deadline: `time.monotonic()` seconds.
-    tag: the caller's own. Compared and hashed by identity.
+    key: the chunk key, without a stripe index. frame: the frame of its stripes. slots: one
+    contiguous memoryview for each stripe, of exactly its payload's size, writable for a read; they
+    belong to the plane from the call until `done`. deadline: `time.monotonic()` seconds. tag: for
+    the caller's use. Compared and hashed by identity.
     """
 
     __slots__ = ("deadline", "frame", "key", "slots", "tag")
@@ -122,13 +122,14 @@ class ChunkIO:
 
     def check(self, writable: bool) -> None:
         """Raises ValueError unless there is one slot of the right size for every stripe."""
-        if len(self.slots) != self.frame.stripe_count:
-            raise ValueError(
-                f"{len(self.slots)} slots for a chunk of {self.frame.stripe_count} stripes"
-            )
+        frame = self.frame
+        if len(self.slots) != frame.stripe_count:
+            raise ValueError(f"{len(self.slots)} slots for a chunk of {frame.stripe_count} stripes")
+        left = frame.chunk_bytes
         for index, slot in enumerate(self.slots):
-            wanted = self.frame.payload_bytes(index)
-            # One dimension of single bytes: a slice of it then counts bytes as well.
+            wanted = min(left, frame.stripe_payload_bytes)
+            left -= wanted
+            # One dimension of single bytes: slices count bytes, too.
             if len(slot) != wanted or slot.nbytes != wanted or not slot.c_contiguous:
                 raise ValueError(f"slot {index} is not {wanted} contiguous bytes in one dimension")
             if writable and slot.readonly:
@@ -137,10 +138,10 @@ class ChunkIO:
 
 @dataclass(frozen=True, slots=True)
 class PlaneState:
-    """up: operations are tried. reason: one sentence, why it is down or what went wrong last.
+    """up: operations are tried. reason: a sentence that says why it is down, or the last error.
 
-    probed: the server has been asked at least once since the start. since: when this state
-    began, `time.monotonic()` seconds.
+    probed: the server has been probed since the start. since: when this state began,
+    `time.monotonic()` seconds.
     """
 
     up: bool
@@ -151,7 +152,7 @@ class PlaneState:
 
 @dataclass(frozen=True, slots=True)
 class PlaneStats:
-    """Counts since the start. bytes are payload bytes of whole chunks read and written."""
+    """Counts since the start. bytes_in, bytes_out: payload of the chunks loaded and stored."""
 
     bytes_in: int
     bytes_out: int

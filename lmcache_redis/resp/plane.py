@@ -2,12 +2,12 @@
 
 Each data server is a `Node` with threads and connections of its own: readers, writers, one
 controller, one health prober. A timekeeper without a connection answers jobs that are late or
-cannot be tried. Callers submit jobs from any thread and never wait. Each callback is called exactly
-once, on a thread of the plane, by the job's deadline (a wait on a socket may overrun it by
-milliseconds), and must only enqueue.
+cannot be tried. Callers submit jobs from any thread without blocking. Each callback is called
+exactly once, on a thread of the plane, by the job's deadline (a wait on a socket may overrun it by
+milliseconds). A callback should only enqueue.
 
 When a server goes down (`health`), all pending jobs that need it are answered UNAVAILABLE, and so
-are new ones until a probe finds it up. docs/data-plane.md lists the faults and what follows.
+are new ones until a probe finds it up. docs/data-plane.md lists the faults and their effects.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from lmcache_redis import native
-from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.calls import KeyCalls
 from lmcache_redis.resp.control import Removal
-from lmcache_redis.resp.jobs import Jobs, Stop, TaskQueue
+from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop
 from lmcache_redis.resp.net.endpoint import parse_deployment
 from lmcache_redis.resp.net.options import RedisOptions
-from lmcache_redis.resp.node import Node, Nodes
+from lmcache_redis.resp.node import Nodes
 from lmcache_redis.resp.outcomes import (
     ChunkIO,
     PlaneState,
@@ -41,7 +41,7 @@ from lmcache_redis.stripe import STORE_ID_BYTES
 
 logger = logging.getLogger(__name__)
 
-# Enqueued together: a thread starts on these while the next are being prepared.
+# Enqueued together: a thread works on these while the next are prepared.
 _BATCH_STRIPES = 32
 
 
@@ -59,7 +59,7 @@ class RedisPlane(KeyCalls):
     # ------------------------------------------------------------- life cycle
 
     def start(self) -> None:
-        """Start the threads; returns at once, whether the server is there or not."""
+        """Start the threads. Returns at once, whether the server is reachable or not."""
         if self._jobs.started:
             raise RuntimeError("a Redis plane is started once")
         self._jobs.started = True
@@ -69,14 +69,14 @@ class RedisPlane(KeyCalls):
         self._nodes.start()
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
-        """Wait until every server was asked once, or the time is over; the state then."""
+        """Wait until every server was probed, at most `timeout_s`; return the state then."""
         return self._nodes.wait_probed(timeout_s)
 
     def close(self, deadline_s: float) -> bool:
         """Finish writes for at most `deadline_s`, cancel everything else, end all threads.
 
-        Every callback has been called on return. Takes a little longer than `deadline_s`
-        when Redis does not answer; False if a thread could not be ended (it is a daemon).
+        Every callback has been called on return. Takes a little longer than `deadline_s` if Redis
+        does not answer. Returns False if a thread did not end (it is a daemon).
         """
         jobs = self._jobs
         if not jobs.started or jobs.closing:
@@ -90,7 +90,7 @@ class RedisPlane(KeyCalls):
         post(lambda: jobs.stop_all(Stop.CANCELLED))
         timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
         left = self._nodes.close(timeout_s)
-        # What was submitted meanwhile.
+        # Jobs that were submitted in the meantime.
         post(lambda: jobs.stop_all(Stop.CANCELLED))
         jobs.closed = True
         left += not jobs.timekeeper.close(timeout_s)
@@ -98,11 +98,11 @@ class RedisPlane(KeyCalls):
             logger.warning("%d threads of the Redis plane did not end", left)
         return not left
 
-    # ------------------------------------------------------------ what it is
+    # ----------------------------------------------------------------- state
 
     @property
     def state(self) -> PlaneState:
-        """Up or down, and why. A cluster is up as long as any of its shards is."""
+        """Up or down, and why. A cluster is up while any of its shards is."""
         return self._nodes.state
 
     @property
@@ -112,11 +112,11 @@ class RedisPlane(KeyCalls):
 
     @property
     def open_streams(self) -> int:
-        """Connections that are open."""
+        """How many connections are open."""
         return self._nodes.open_streams
 
     def stats(self) -> PlaneStats:
-        """Counts since the start, all of one moment."""
+        """Counts since the start, taken at one moment."""
         jobs = self._jobs
         with jobs.lock:
             connects, connections_lost, errors = self._nodes.counts
@@ -139,7 +139,7 @@ class RedisPlane(KeyCalls):
     # ---------------------------------------------------------------- chunks
 
     def read(self, chunk: ChunkIO, done: Callable[[ChunkIO, ReadOutcome], None]) -> None:
-        """Load a chunk into its slots, which are the plane's until `done`."""
+        """Load a chunk into its slots, which belong to the plane until `done`."""
         self.read_all((chunk,), done)
 
     def read_all(
@@ -151,18 +151,10 @@ class RedisPlane(KeyCalls):
         remove = self.remove
         for some in _batches(chunks):
             now = time.monotonic()
-            jobs = [Read(chunk, done, remove, now, ttl_s) for chunk in some]
-            nodes = self._place(some, jobs)
-            accepted = self._jobs.enter(jobs)
-            by_node: dict[Node, list[Task]] = {}
-            for job in accepted:
-                for index, node in enumerate(nodes[job]):
-                    if node not in by_node:
-                        by_node[node] = []
-                    by_node[node].append((job, index, None))
-            for node, tasks in by_node.items():
+            accepted = self._enter(some, [Read(chunk, done, remove, now, ttl_s) for chunk in some])
+            for node, tasks in _by_node(accepted).items():
                 node.reads.put(tasks)
-            # A server may have gone, or the plane been closed, while they were queued.
+            # A server may have gone down, or the plane been closed, in the meantime.
             self._jobs.refuse(accepted)
 
     def write(self, chunk: ChunkIO, done: Callable[[ChunkIO, WriteOutcome], None]) -> None:
@@ -178,74 +170,70 @@ class RedisPlane(KeyCalls):
         for some in _batches(chunks):
             now = time.monotonic()
             unix_ms = max(0, int(time.time() * 1000))
-            # Chunks of one stripe cannot be torn: one id does for all of them.
+            # Chunks of one stripe cannot be torn: they share an id.
             store_id = self._new_store_id()
             jobs: list[Write] = []
             for chunk in some:
                 if chunk.frame.stripe_count > 1:
                     store_id = self._new_store_id()
                 jobs.append(Write(chunk, done, remove, now, store_id, unix_ms))
-            nodes = self._place(some, jobs)
-            accepted = self._jobs.enter(jobs)
+            ready = accepted = self._enter(some, jobs)
             removals = self._jobs.removals
-            is_clear = removals.is_empty()
-            by_queue: dict[TaskQueue[Task], list[Task]] = {}
-            for job in accepted:
-                queues = [node.writes(job.chunk_key) for node in nodes[job]]
-                job.first_queue = queues[0]
-                # Stripe 0 goes when all others are there.
-                placed = [(queues[n], (job, n, None)) for n in range(len(queues) > 1, len(queues))]
-                if is_clear or not removals.wait(job.chunk_key, partial(_put_all, placed)):
-                    for queue, task in placed:
-                        by_queue.setdefault(queue, []).append(task)
-            for queue, tasks in by_queue.items():
-                queue.put(tasks)
+            if not removals.is_empty():
+                ready = [
+                    job
+                    for job in accepted
+                    if not removals.wait(job.chunk_key, partial(_put_writes, (job,)))
+                ]
+            _put_writes(ready)
             self._jobs.refuse(accepted)
 
     def cancel(self, chunk: ChunkIO) -> None:
         """End a read or write early: CANCELLED as soon as no socket uses its slots.
 
-        Does nothing if the chunk was answered or its outcome is decided.
+        Does nothing if the chunk was answered or its outcome is known.
         """
         job = self._jobs.transfers.get(chunk)
         if job is not None:
             self._jobs.timekeeper.post(lambda: self._jobs.stop((job,), Stop.CANCELLED))
 
     def _check(self, chunks: Sequence[ChunkIO], writable: bool) -> None:
-        """Check all chunks before any is started."""
+        """Raises ValueError or RuntimeError before any chunk is started."""
         for chunk in chunks:
             chunk.check(writable)
         self._jobs.check_usable()
         if len(set(chunks)) < len(chunks) or not self._jobs.transfers.keys().isdisjoint(chunks):
             raise RuntimeError("the chunk is being read or written already")
 
-    def _place(self, chunks: Sequence[ChunkIO], jobs: Sequence[Any]) -> dict[Any, list[Any]]:
-        """The node of each stripe of each job; from here on the jobs can be cancelled."""
-        routes = self._nodes.routes
-        nodes: dict[Any, list[Any]] = {}
-        single = routes.node_of(b"")
+    def _enter(self, chunks: Sequence[ChunkIO], jobs: Sequence[JobT]) -> Sequence[JobT]:
+        """Route and register jobs, which can be cancelled from now on; return those to queue."""
+        nodes_of = self._nodes.routes.nodes_of
         for chunk, job in zip(chunks, jobs, strict=True):
-            if routes.is_cluster:
-                keys = [stripe_key(chunk.key, index) for index in range(chunk.frame.stripe_count)]
-                nodes[job] = [routes.node_of(key) for key in keys]
-                job.nodes = tuple(dict.fromkeys(nodes[job]))
-            else:
-                nodes[job] = [single] * chunk.frame.stripe_count
-                job.nodes = (single,)
+            job.nodes = nodes_of(chunk.key, chunk.frame.stripe_count)
         self._jobs.transfers.update(zip(chunks, jobs, strict=True))
-        return nodes
+        return self._jobs.enter(jobs)
 
     def _new_store_id(self) -> bytes:
         return self._random.getrandbits(8 * STORE_ID_BYTES).to_bytes(STORE_ID_BYTES, "little")
 
 
-def _put_all(placed: Sequence[tuple[TaskQueue[Task], Task]]) -> None:
-    for queue, task in placed:
-        queue.put((task,))
+def _put_writes(jobs: Sequence[Write]) -> None:
+    """Queue every stripe but stripe 0, which follows the others unless it is the only one."""
+    for node, tasks in _by_node(jobs).items():
+        node.put_writes([task for task in tasks if task[1] or len(task[0].nodes) == 1])
+
+
+def _by_node(jobs: Sequence[Job[Any]]) -> dict[Any, list[Task]]:
+    """The stripes of the jobs, in order."""
+    by_node: dict[Any, list[Task]] = defaultdict(list)
+    for job in jobs:
+        for index, node in enumerate(job.nodes):
+            by_node[node].append((job, index, None))
+    return by_node
 
 
 def _batches(chunks: Sequence[ChunkIO]) -> Iterator[Sequence[ChunkIO]]:
-    """Batches of chunks: the first are in flight while the others are being prepared."""
+    """Batches of chunks: the first is in flight while the others are prepared."""
     batch: list[ChunkIO] = []
     stripes = 0
     for chunk in chunks:

@@ -1,13 +1,11 @@
-"""The steps of questions about keys (`control.Steps`): what is sent, and how replies are read.
+"""The steps of questions about keys (`control.Steps`): their commands and replies.
 
-On one server EXISTS counts: keys go in groups of 32, one EXISTS each, many in one write; only a
-group whose count is neither nothing nor all is looked into. 1,000 keys take 0.3 ms so, against
-7.5 ms with one EXISTS a key (docs/data-plane.md). A prefix ends where the first key is missing. It
-is known then, and answered, while the server is still busy with the rest. In a cluster a command
-has one key.
+On one server an EXISTS counts a group of 32 keys, and many groups are sent in one write. A second
+question is asked only about a group of which some keys exist. 1,000 keys take 0.3 ms, against 7.5
+ms with one EXISTS a key (docs/data-plane.md). A prefix ends at the first missing key, and is
+answered while the server still works on the rest. In a cluster a command has one key.
 
-Steps raise RedisError: what the pipeline raises, and RedisProtocolError for replies that make no
-sense.
+Steps raise what the pipeline raises, and RedisProtocolError for malformed replies.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ from lmcache_redis.resp.net.wire import (
 from lmcache_redis.stripe import HEADER_BYTES, StripeHeader, describe_header
 
 GROUP_KEYS = 32
-# Groups in a write: the first is small, so that the server has something to do at once, and
-# looks these up while the next are packed.
+# Groups in a write. The first write is small: the server starts at once, and works while the next
+# write is packed.
 _FIRST_GROUPS = 2
 _WRITE_GROUPS = 32
-# Keys for one UNLINK, and what one SCAN looks at: well under a millisecond of the server's time.
+# Keys of one UNLINK, and the COUNT of a SCAN: well under a millisecond of the server's time.
 STEP_KEYS = 512
 
 
@@ -46,9 +44,9 @@ STEP_KEYS = 512
 
 
 def count_prefix(keys: Sequence[bytes]) -> Steps[int]:
-    """How many keys exist from the first on without a gap.
+    """How many of the leading keys exist, up to the first gap.
 
-    May leave replies outstanding that do not matter any more.
+    May leave replies outstanding that are not needed.
     """
     pipeline = yield _in_groups(keys, GROUP_KEYS)
     before = 0
@@ -61,16 +59,16 @@ def count_prefix(keys: Sequence[bytes]) -> Steps[int]:
             if found < len(group):
                 return before + _first_gap(pipeline, group, found)
             before += GROUP_KEYS
-        # Every time that the thread is woken for replies costs the server too.
+        # Each wake-up of this thread costs the server time, too.
         least = -(-pipeline.outstanding // 2)
     return len(keys)
 
 
 def _first_gap(pipeline: Pipeline, group: Sequence[bytes], found: int) -> int:
-    """Where the first gap is in a group of which `found` exist, asked behind what is outstanding.
+    """The first gap in a group of which `found` keys exist, asked after what is outstanding.
 
-    Almost always those are the first, and one EXISTS of them says so; then what was asked together
-    with it, each key by itself, is not waited for.
+    Almost always the first keys exist, and one EXISTS of them says so. Then the replies about each
+    single key, which are asked for in the same write, are not awaited.
     """
     earlier = pipeline.outstanding
     requests = (keys_command(b"EXISTS", group[:found]), keys_commands(b"EXISTS", group, 1))
@@ -84,7 +82,7 @@ def _first_gap(pipeline: Pipeline, group: Sequence[bytes], found: int) -> int:
     for number, there in enumerate(_counts(replies[earlier + 1 :], group, 0, 1)):
         if not there:
             return number
-    # Without a gap now: the missing one came in since. The later groups are not asked again.
+    # No gap now: the missing key was stored since. The later groups are not asked again.
     return len(group)
 
 
@@ -107,14 +105,14 @@ def find_present(keys: Sequence[bytes]) -> Steps[list[int]]:
 
 
 def _all_counts(pipeline: Pipeline, keys: Sequence[bytes], group_keys: int) -> list[int]:
-    """How many there are of each group of keys, which have been asked for."""
+    """How many keys of each group exist; the groups have been asked for."""
     return (
         list(_counts(pipeline.receive(pipeline.outstanding), keys, 0, group_keys)) if keys else []
     )
 
 
 def _in_groups(keys: Sequence[bytes], group_keys: int) -> Request:
-    """The commands, packed as they are needed, and how many they are."""
+    """The commands, packed on demand, and their number."""
     first = group_keys * _FIRST_GROUPS
     step = group_keys * _WRITE_GROUPS
     ends = [0, *range(first, len(keys), step), len(keys)] if keys else []
@@ -128,7 +126,7 @@ def _in_groups(keys: Sequence[bytes], group_keys: int) -> Request:
 def _counts(
     replies: Sequence[Reply], keys: Sequence[bytes], before: int, group_keys: int
 ) -> Iterator[int]:
-    """Replies as counts of the groups that begin `before` keys from the first."""
+    """The replies as counts of groups; the first group begins at key `before`."""
     for reply in replies:
         most = min(group_keys, len(keys) - before)
         if not isinstance(reply, int) or not 0 <= reply <= most:
@@ -150,7 +148,7 @@ def ask_each(
 ) -> Steps[list[Any]]:
     """A command for each key: its reply parsed, None for another type, or a RedisRedirect.
 
-    asking: an ASKING precedes each. step_keys: keys of a step; None: all keys in one.
+    asking: send ASKING before each. step_keys: keys of a step; None: all keys in one step.
     """
     step_keys = step_keys or max(1, len(keys))
     stride, before = (2, ASKING_COMMAND) if asking else (1, b"")
@@ -183,8 +181,8 @@ def walk_keys(
 ) -> Steps[None]:
     """SCAN a server for keys that match, and UNLINK those of them that `found` returns.
 
-    A key that is there all the time is found, perhaps twice. removed: called with how many keys
-    were deleted. group_keys: most keys of one UNLINK. more: other words of the SCAN.
+    A key that exists all the time is found, perhaps twice. removed: called with how many keys were
+    deleted. group_keys: the most keys of an UNLINK. more: further words of the SCAN.
     """
     cursor = b""
     while cursor != b"0":
@@ -208,7 +206,7 @@ def parse_count(reply: Reply) -> int:
 
 
 def parse_header(reply: Reply) -> StripeHeader | None:
-    """What a GETRANGE found, if it is a header."""
+    """The header in the reply to a GETRANGE; None if it is no header."""
     if not isinstance(reply, bytes):
         raise RedisProtocolError("the reply to a GETRANGE is no string")
     try:

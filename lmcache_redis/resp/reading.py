@@ -1,30 +1,93 @@
 """Chunks from Redis into slots.
 
-Stripes are taken from one queue, in chunk order, so that a chunk's come over all connections at
-once. One GET is outstanding on each: a server that has to queue copies of values is slower. A chunk
-is LOADED when all stripes are good and of one store. What is left of one that is not is removed
-where it is ours.
+Stripes are taken from one queue in chunk order, so that the stripes of a chunk arrive over all
+connections at once. One GET is outstanding on each: a server that has to queue copies of values is
+slower. A chunk is LOADED if all its stripes are good and of one store. Otherwise what was found is
+removed, if it is ours.
+
+A value counts only if its header is exactly the expected one and its payload has the checksum that
+the header names. A wrong value is ours beyond doubt if it has a whole header of this very chunk
+(cut into stripes otherwise, or moved), or a damaged one with our magic and version. Then its chunk
+is removed. Any other may belong to other clients, and stays: another type, another magic or
+version, another layout or chunk, no header at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from lmcache_redis.errors import RedisError, RedisRedirect, RedisTimeout, RedisUnavailable
+from xxhash import xxh3_64_intdigest
+
+from lmcache_redis.errors import (
+    FormatError,
+    RedisError,
+    RedisRedirect,
+    RedisTimeout,
+    RedisUnavailable,
+)
 from lmcache_redis.keys import stripe_key
-from lmcache_redis.resp.bulk import Call, Failure, Moved, Packed, Verified, verify
+from lmcache_redis.resp.bulk import Call, End, Failure, Moved, Packed, is_other_type
 from lmcache_redis.resp.jobs import Job, Jobs, Stop
 from lmcache_redis.resp.net.wire import get_command, value_head
 from lmcache_redis.resp.outcomes import ChunkIO, ReadOutcome
 from lmcache_redis.resp.worker import BulkWorker, Lane, Task
-from lmcache_redis.stripe import HEADER_BYTES
+from lmcache_redis.stripe import HEADER_BYTES, MAGIC, ChunkFrame, Verdict, describe_header
 
 ReadDone = Callable[[ChunkIO, ReadOutcome], None]
 # Called with a chunk key and a stripe count.
 Remove = Callable[[bytes, int], None]
+# A header that names this chunk, but not this stripe of it.
+_OF_THIS_CHUNK = frozenset({Verdict.WRONG_SIZE, Verdict.WRONG_STRIPE})
 # The rest of an unused reply arrives within this time, or the connection is closed.
 _DROP_WITHIN_S = 0.1
+
+
+class Verified(NamedTuple):
+    """The verdict on what was found for a stripe.
+
+    outcome: None if the stripe is good; store_id is its store then. remove_stripes: how many
+    stripes of the chunk to remove.
+    """
+
+    outcome: ReadOutcome | None
+    store_id: bytes = b""
+    remove_stripes: int = 0
+
+
+def verify(
+    frame: ChunkFrame, index: int, failure: Failure, payload: memoryview, checksums: bool = True
+) -> Verified | None:
+    """Judge what was found for stripe `index` of a chunk; None if the failure is not the value's.
+
+    checksums: whether to compare the payload's checksum, too.
+    """
+    end, _, data = failure
+    if end == End.NOTHING:
+        return Verified(ReadOutcome.INCOMPLETE, remove_stripes=frame.stripe_count)
+    if is_other_type(failure):
+        return Verified(ReadOutcome.FOREIGN)
+    if end not in (End.MISMATCH, End.OTHER_LENGTH):
+        return None
+    check = frame.check_header(data, index)
+    if check.ok and end == End.MISMATCH:
+        if not checksums or xxh3_64_intdigest(payload) == check.checksum:
+            return Verified(None, check.store_id)
+        return Verified(ReadOutcome.CORRUPT, remove_stripes=frame.stripe_count)
+    if check.verdict in _OF_THIS_CHUNK:
+        return Verified(ReadOutcome.FOREIGN, remove_stripes=_stripes(frame, data))
+    # A header cut short before the version is CORRUPT_HEADER, too: the magic decides.
+    if check.ok or (check.verdict is Verdict.CORRUPT_HEADER and data[: len(MAGIC)] == MAGIC):
+        return Verified(ReadOutcome.CORRUPT, remove_stripes=frame.stripe_count)
+    return Verified(ReadOutcome.FOREIGN)
+
+
+def _stripes(frame: ChunkFrame, header: bytes) -> int:
+    """How many stripes the chunk has at most, by its frame or by the header found."""
+    try:
+        return max(frame.stripe_count, describe_header(header).stripe_count)
+    except FormatError:
+        return frame.stripe_count
 
 
 class Read(Job[ReadOutcome]):
@@ -50,18 +113,18 @@ class Read(Job[ReadOutcome]):
         self._ttl_s = ttl_s
         self._store_id = b""
         self._first_is_there = False
-        self._hole = 0  # stripes to remove if there is a stripe 0 beside a missing one
+        self._hole = 0  # stripes to remove if stripe 0 exists, but another one does not
         self._remove_stripes = 0
 
     def pack(self, index: int) -> Packed:
-        """A stripe for a mover."""
+        """What a mover needs to load stripe `index`."""
         chunk = self.chunk
         payload = chunk.slots[index]
         expected = value_head(HEADER_BYTES + payload.nbytes) + chunk.frame.unsealed_header(index)
         return get_command(stripe_key(chunk.key, index), self._ttl_s), expected, payload, b""
 
     def loaded(self, index: int, store_id: bytes) -> None:
-        """Under the lock: stripe `index`, which was in flight, is in its slot, and good."""
+        """Under the lock: stripe `index` was in flight, and is in its slot, undamaged."""
         is_only = self.steps_left == 1 and not self._store_id and not self._hole
         if is_only or (store_id == self._store_id and index):
             self.in_flight -= 1
@@ -70,7 +133,7 @@ class Read(Job[ReadOutcome]):
             self.ended(index, Verified(None, store_id))
 
     def ended(self, index: int, verified: Verified) -> None:
-        """Under the lock: stripe `index`, which was in flight, is in its slot, or is not."""
+        """Under the lock: stripe `index` was in flight, and has ended, well or not."""
         outcome, store_id, remove_stripes = verified
         if outcome is None and not self._store_id:
             self._store_id = store_id
@@ -87,7 +150,7 @@ class Read(Job[ReadOutcome]):
         self.advance(outcome)
 
     def _one_is_missing(self, index: int, remove_stripes: int) -> tuple[ReadOutcome | None, int]:
-        """Only beside a stripe 0 is it a hole: without one, a store may be in flight."""
+        """It is a hole only if stripe 0 exists: otherwise a store may be in flight."""
         if index == 0:
             return ReadOutcome.MISSING, 0
         if self._first_is_there:
@@ -105,9 +168,9 @@ class Read(Job[ReadOutcome]):
 
     def answer(self, outcome: ReadOutcome) -> None:
         chunk = self.chunk
-        del self.chunk  # a queue may still hold the job, and shall hold no slot
+        del self.chunk  # a queue may still hold the job, but must not hold a slot
         try:
-            # First: the caller may store the chunk again.
+            # Before the callback, which may store the chunk again.
             if self._remove_stripes:
                 self._remove(chunk.key, self._remove_stripes)
         finally:
@@ -115,9 +178,9 @@ class Read(Job[ReadOutcome]):
 
 
 class Reader(BulkWorker):
-    """A thread with GET connections. Stripes of one queue, in chunk order, on all of them."""
+    """A thread with GET connections."""
 
-    # Receives the rest of unused replies.
+    # Receives what is left of unused replies.
     _scratch = memoryview(b"")
 
     def _pack(self, task: Task) -> Packed:

@@ -1,14 +1,14 @@
-"""Threads with connections: kept or replaced, and stripes on several of them at once.
+"""Threads with connections, and stripes on several connections of a thread at once.
 
-While the server works on what one connection asked, the thread moves the bytes of another: the
-server is never idle, reads every value straight to where it stays, and queues no copies of
-replies. One thread does that faster than several, which would wait for each other's GIL
-(docs/data-plane.md has the measurement). Servers answer in the order in which they were asked, so
-the thread waits for the connection that it asked first.
+While the server works on the request of one connection, the thread moves the bytes of another: the
+server is never idle, reads every value straight to where it stays, and queues no copies of replies.
+One thread is faster than several, which would wait for each other's GIL (docs/data-plane.md has the
+measurement). Replies arrive in the order of the requests, so the thread waits for the connection
+that it asked first.
 
-A stripe is in flight from its request to its end. Where its job ends before (late, cancelled), the
-rest of a reply is received into memory of the thread, and the slot is free. `reading` and `writing`
-say what follows from the end of a stripe.
+A stripe is in flight from its request to its end. If its job ends earlier (late, cancelled), the
+rest of the reply is received into memory of the thread, and the slot is free. `reading` and
+`writing` say what follows from the end of a stripe.
 """
 
 from __future__ import annotations
@@ -47,25 +47,26 @@ from lmcache_redis.resp.bulk import (
     mover_for,
 )
 from lmcache_redis.resp.health import Health
-from lmcache_redis.resp.jobs import Job, Jobs, Stop, TaskQueue
+from lmcache_redis.resp.jobs import Job, Jobs, Stop
 from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.net.topology import Hop
 from lmcache_redis.resp.net.wire import ASKING_COMMAND
+from lmcache_redis.resp.queues import TaskQueue
 
 logger = logging.getLogger(__name__)
 
-# A server without room for one more connection is asked for it again after that long.
+# The pause before the next attempt, if the server has no room for another connection.
 _WIDEN_AGAIN_S = 1.0
-# What was asked together may be late together: each is waited for at least that long.
+# Requests sent together may be late together: each reply has at least this time.
 _LEAST_PATIENCE_S = 0.05
-# A stripe: the job of its chunk, its index, and the redirection it has followed, if any.
+# A stripe: the job of its chunk, its index, and its last redirection, if any.
 Task = tuple[Any, int, Hop | None]
 
 
 class Server(Protocol):
-    """What its threads need of a node (`node.Node`)."""
+    """The interface of `node.Node` for its threads."""
 
     connector: Connector
     health: Health
@@ -76,13 +77,13 @@ class Server(Protocol):
         """Queue a redirected stripe at another node; False if there is none."""
 
     def is_replica(self) -> None:
-        """The server turned out to be a replica: the map is old."""
+        """The server is a replica: the map is outdated."""
 
 
 class Worker(ABC):
-    """A thread that connects whenever the server is up and then lets `serve` work.
+    """A thread that connects whenever the server is up, and then calls `serve`.
 
-    Connecting comes before taking work: a server that cannot be reached holds no job up.
+    It connects before it takes work, so an unreachable server delays no job.
     """
 
     def __init__(self, name: str, server: Server) -> None:
@@ -105,9 +106,10 @@ class Worker(ABC):
 
     @abstractmethod
     def serve(self, connection: Connection) -> bool:
-        """Work until the connection is unusable, and close it: True.
+        """Work until the connection is unusable (it is closed then): True; or until the queue is
+        closed: False.
 
-        Or until the queue is closed: False. Each job that it takes is answered, whatever happens.
+        Answers each job that it takes, whatever happens.
         """
 
     def _new_connection(self) -> Connection:
@@ -125,12 +127,12 @@ class Worker(ABC):
                 connection.close()
 
     def _connect(self, connection: Connection, failures: int) -> int:
-        """Try once; how many times it failed in a row now."""
+        """Try once; return how many attempts in a row have failed."""
         tried_at = time.monotonic()
         try:
             connection.open()
         except (RedisError, ConfigError) as error:
-            # Once may be a server that went away just now and is back: look again at once.
+            # A single failure may be a server that has just restarted: try again at once.
             if failures or not isinstance(error, RedisUnavailable):
                 self._health.down(error, tried_at)
             return failures + 1
@@ -140,21 +142,21 @@ class Worker(ABC):
         try:
             return self.serve(connection)
         except Exception:
-            # A bug of ours: its job has been answered by `serve`, the thread serves on.
+            # A bug of ours: `serve` has answered its job; the thread continues.
             logger.exception("a thread of the Redis plane met a bug")
             return True
 
     def _may_retry(self, job: Job[Any], connection: Connection) -> bool:
-        """Whether a job that lost its connection deserves another.
+        """Whether to retry a job that lost its connection.
 
-        An idle connection dies unnoticed when the server restarts: that is no outage. One
-        that was made for the job, or after it came, has had its chance.
+        An idle connection that dies unnoticed when the server restarts is not an outage. There is
+        no retry after a connection that was opened for the job, or after the job was created.
         """
         lost = not connection.is_open
         return lost and connection.opened_at < job.created_at and self._health.is_up
 
     def _judge(self, error: RedisError, connection: Connection) -> None:
-        """Draw the conclusions about connection and server from what an operation raised."""
+        """Update connection and health after an operation has failed."""
         if isinstance(error, RedisTimeout):
             if not connection.is_open:
                 self.connections_lost += 1
@@ -164,7 +166,7 @@ class Worker(ABC):
             self._health.note(error)
         elif isinstance(error, RedisUnavailable):
             if connection.is_open:
-                # The server said so itself (LOADING, BUSY): it would say it to others as well.
+                # The server said so itself (LOADING, BUSY): it would refuse any request.
                 connection.close()
                 self._health.down(error, time.monotonic())
             else:
@@ -172,7 +174,7 @@ class Worker(ABC):
                 self.connections_lost += 1
         else:
             if isinstance(error, RedisAuthError):
-                # The credentials were revoked: connecting again shows it.
+                # Credentials were revoked: connecting again shows it.
                 connection.close()
             self._health.note(error)
 
@@ -180,8 +182,8 @@ class Worker(ABC):
 class Lane:
     """A connection, and the stripe in flight on it.
 
-    task: None where none is, or where only the rest of its reply is to come. until: when the
-    connection is given up (`time.monotonic()`).
+    task: None if there is none, or if its job has ended and the rest of its reply is dropped.
+    until: when the connection is closed unless the reply has arrived (`time.monotonic()`).
     """
 
     __slots__ = ("connection", "handle", "packed", "task", "until")
@@ -195,9 +197,9 @@ class Lane:
 
 
 class BulkWorker(Worker):
-    """Moves stripes from a queue on as many connections as it has use for.
+    """Moves the stripes of a queue on up to `connections` connections.
 
-    It begins with one and opens others when more tasks wait than it has, where it `may_widen`.
+    It begins with one, and opens more when more stripes wait than it has connections.
     """
 
     def __init__(self, name: str, server: Server, queue: TaskQueue[Task], connections: int) -> None:
@@ -209,25 +211,23 @@ class BulkWorker(Worker):
         self._idle: list[Lane] = []
         # In the order of the requests.
         self._busy: deque[Lane] = deque()
-        # The last of these was sent in part.
+        # Whether the last of these was sent in part.
         self._is_sending = False
-        # Taken from the queue, and not sent.
-        self._next: deque[Task] = deque()
         self._widen_at = 0.0
 
     # ------------------------------------------------------ what subclasses say
 
     @abstractmethod
     def _pack(self, task: Task) -> Packed:
-        """What a mover needs of it."""
+        """What a mover needs to move a stripe."""
 
     @abstractmethod
     def _transfer(self, call: Call) -> Moved:
-        """Have the mover send and receive."""
+        """Send and receive."""
 
     @abstractmethod
     def _sent(self, jobs: Collection[Any]) -> bool:
-        """A request of each was sent; whether their slots are free from now on."""
+        """A stripe of each job was sent; return whether their slots are free now."""
 
     @abstractmethod
     def _succeeded(self, done: Sequence[tuple[Task, bytes]]) -> None:
@@ -235,9 +235,9 @@ class BulkWorker(Worker):
 
     @abstractmethod
     def _failed(self, lane: Lane, task: Task, failure: Failure, error: RedisError | None) -> None:
-        """A stripe that did not, its connection closed where it is out of step.
+        """A stripe that failed. Its connection is closed if it is out of step.
 
-        error: what this says of connection or server; None where it is about the value.
+        error: of the connection or the server; None if the failure is about the value.
         """
 
     @abstractmethod
@@ -269,14 +269,14 @@ class BulkWorker(Worker):
             while self._idle or self._busy:
                 if not self._busy and not self._may_send:
                     return True
-                if not self._busy and not self._next:
+                if not self._busy:
                     if not self._queue.wait():
                         return False
-                    # One that died at rest must not cost what the others are about to do.
+                    # A connection that died at rest must not cost the others their next stripes.
                     self._drop_dead()
                     if not self._idle:
                         return True
-                if self._may_send and self._waiting > len(self._idle):
+                if self._may_send and len(self._queue) > len(self._idle):
                     self._widen()
                 self._move()
                 self._end_late()
@@ -287,19 +287,8 @@ class BulkWorker(Worker):
     def _add_lane(self, connection: Connection) -> None:
         self._idle.append(Lane(connection, self._mover.handle(connection.stream)))
 
-    @property
-    def _waiting(self) -> int:
-        return len(self._next) + len(self._queue)
-
-    def _take_some(self, most: int) -> list[Task]:
-        """At most so many: the urgent, what was taken before, and the others."""
-        some = self._queue.take_some(most, urgent=bool(self._next))
-        while self._next and len(some) < most:
-            some.append(self._next.popleft())
-        return some
-
     def _move(self) -> None:
-        """One call of the mover: what is in flight, and what waits."""
+        """Call the mover with the stripes in flight and those that wait."""
         begun: list[tuple[Task, Packed]] = []
         try:
             idle = self._begin_next(begun) if self._may_send else []
@@ -317,25 +306,25 @@ class BulkWorker(Worker):
                     tasks,
                     len(self._busy),
                     self._is_sending,
-                    not begun or not self._waiting,
+                    not begun or not len(self._queue),
                     until,
                     quiet_ms=QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
                 )
             )
         except BaseException:
-            # Those in flight are told in `_close_all`.
+            # `_close_all` answers those in flight.
             self._abandon([task[0] for task, _ in begun])
             raise
         self._account(lanes, begun, moved, now)
 
     def _begin_next(self, begun: list[tuple[Task, Packed]]) -> list[Lane]:
-        """Begin stripes that wait and add them; the lanes that they may use."""
-        tasks = self._take_some(MOST_TASKS)
+        """Append stripes that wait to `begun`; return the lanes that they may use."""
+        tasks = self._queue.take_some(MOST_TASKS)
         asking = next((n for n, (_, _, hop) in enumerate(tasks) if hop and hop.asking), None)
         if asking is not None:
-            # That one alone, on a lane that is told so; or what is before it.
+            # That one alone, on a lane that has sent ASKING; or those before it.
             most = asking or min(1, len(self._idle))
-            self._next.extendleft(reversed(tasks[most:]))
+            self._queue.put_back(tasks[most:])
             tasks = tasks[:most]
         started = self._jobs.begin_all(tasks)
         try:
@@ -348,12 +337,12 @@ class BulkWorker(Worker):
         return self._idle
 
     def _abandon(self, jobs: Sequence[Job[Any]]) -> None:
-        """After a bug: the callers are told."""
+        """After a bug: answer the jobs."""
         self._jobs.stop(jobs, Stop.UNAVAILABLE)
         self._jobs.release(jobs)
 
     def _ask_first(self, begun: list[tuple[Task, Packed]]) -> list[Lane]:
-        """Announce a stripe that follows an ASK on a lane; that lane."""
+        """Send ASKING, which a stripe that follows an ASK needs, on a lane; return that lane."""
         lane, (task, _) = self._idle[0], begun[0]
         try:
             lane.connection.call(ASKING_COMMAND, 1, task[0].deadline)
@@ -369,24 +358,24 @@ class BulkWorker(Worker):
 
     def _account(
         self,
-        offered: Sequence[Lane],
+        lanes: Sequence[Lane],
         begun: Sequence[tuple[Task, Packed]],
         moved: Moved,
         now: float,
     ) -> None:
-        """See to what was sent, what ended, and what was not asked for."""
+        """Process what was sent, what ended, and what was not sent."""
         in_flight: list[tuple[Lane, Task | None]] = [(lane, lane.task) for lane in self._busy]
         until = now + self._op_timeout_s
         for number, (task, packed) in zip(moved.lanes, begun, strict=False):
-            lane = offered[number]
+            lane = lanes[number]
             lane.task, lane.packed, lane.until = task, packed, until
             in_flight.append((lane, task))
         left = begun[len(moved.lanes) :]
         if left:
-            self._next.extendleft([task for task, _ in reversed(left)])
             self._jobs.release([task[0] for task, _ in left])
+            self._queue.put_back([task for task, _ in left])
 
-        # What was sent in part before is sent as well now, or still the last.
+        # The stripe that was sent in part before is sent now, or is still the last.
         sent = in_flight[len(self._busy) - self._is_sending :]
         self._is_sending = moved.sending == errno.EAGAIN
         if self._is_sending:
@@ -400,8 +389,8 @@ class BulkWorker(Worker):
         ended, in_flight = in_flight[: len(moved.done)], in_flight[len(moved.done) :]
         self._busy = deque([lane for lane, _ in in_flight])
         busy = set(self._busy)
-        lanes = dict.fromkeys([*self._idle, *[lane for lane, _ in ended]])
-        self._idle = [lane for lane in lanes if lane not in busy]
+        free = dict.fromkeys([*self._idle, *[lane for lane, _ in ended]])
+        self._idle = [lane for lane in free if lane not in busy]
 
         failure: Failure | None = None
         if moved.done and not isinstance(moved.done[-1], bytes):
@@ -432,7 +421,7 @@ class BulkWorker(Worker):
             self._idle.remove(lane)
 
     def _end_late(self) -> None:
-        """Free what is waited for in vain, and give up connections that do not answer."""
+        """Free the slots of ended jobs, and close connections whose replies are overdue."""
         if not self._busy:
             return
         now = time.monotonic()
@@ -446,7 +435,7 @@ class BulkWorker(Worker):
                 self._busy[0].until = max(self._busy[0].until, now + _LEAST_PATIENCE_S)
 
     def _give_up(self, lane: Lane, error: RedisError) -> None:
-        """Close a connection with a stripe in flight."""
+        """Close a connection that has a stripe in flight."""
         if lane is self._busy[-1]:
             self._is_sending = False
         self._busy.remove(lane)
@@ -467,23 +456,23 @@ class BulkWorker(Worker):
         return len(self._idle) + len(self._busy)
 
     def _widen(self) -> None:
-        """Open a connection for each stripe that waits, as far as the server has room."""
+        """Open a connection for each stripe that waits, up to the limit."""
         if self._lanes >= self._connections or not self._may_widen or not self._health.is_up:
             return
         now = time.monotonic()
         if now < self._widen_at:
             return
-        # Those that died unnoticed go first: no stripe shall begin on a new one and end there.
+        # First drop those that died unnoticed: a stripe lost on a new connection is not retried.
         self._drop_dead()
-        # What is in flight has deadlines to be kept meanwhile.
+        # The stripes in flight have deadlines to keep.
         jobs = [lane.task[0] for lane in self._busy if lane.task]
         deadline = min([job.deadline for job in jobs], default=float("inf"))
-        while self._lanes < self._connections and self._waiting > len(self._idle):
+        while self._lanes < self._connections and len(self._queue) > len(self._idle):
             connection = self._new_connection()
             try:
                 connection.open(deadline)
             except (RedisError, ConfigError) as error:
-                # Those that are open tell whether the server is there at all.
+                # The open connections show whether the server is up.
                 connection.close()
                 if isinstance(error, RedisError):
                     self._health.note(error)

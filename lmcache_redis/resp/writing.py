@@ -1,18 +1,18 @@
-"""Chunks from slots into Redis, stripe 0 last: with it a chunk can be seen.
+"""Chunks from slots into Redis. Stripe 0 is stored last and makes the chunk visible.
 
-While the last stripes of one chunk are acknowledged those of the next are sent: waiting costs no
-round trip. All stripes of a chunk that go to one server go over connections of one thread.
+While the last stripes of one chunk are acknowledged, those of the next are sent: waiting costs no
+round trip. One thread sends all stripes of a chunk that go to one server.
 
-A server that is restarted loses what it had acknowledged, and with it all its connections. So when
-a connection is lost, nothing is sent until every reply in flight has come or is lost too; then the
-thread opens all its connections anew, and chunks of which anything was acknowledged on the old ones
-fail. What was sent of others is sent again. No other connection is opened while the thread has a
-chunk half stored: it could be one to a server that was restarted meanwhile.
+A server that restarts loses what it acknowledged, and all its connections. So when a connection is
+lost, nothing is sent until every reply in flight has arrived or is lost, too. Then the thread
+replaces all its connections. Chunks of which a stripe was acknowledged on the old connections fail;
+all other stripes are sent again. No connection is added while a chunk is half stored: the server
+could have been restarted in the meantime.
 
-A chunk that fails after something of it was sent leaves a partial write: stripes that no reader
-sees, or, where it was to replace an older store, a mixture that readers refuse. It is removed once
-the last of it was answered, so that nothing comes after its removal; never later, when the chunk
-may have been stored anew.
+A chunk that fails after something was sent leaves a partial write: stripes that no reader sees, or,
+if it was to replace an older store, a mixture that readers refuse. It is removed once its last
+stripe is answered, so that no stripe arrives after the removal; never later, when the chunk may
+have been stored again.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.bulk import SENT, Call, End, Failure, Moved, Packed, seal_short
-from lmcache_redis.resp.jobs import Job, Jobs, TaskQueue
+from lmcache_redis.resp.jobs import Job, Jobs
 from lmcache_redis.resp.net.wire import end_of_command, set_prefix
 from lmcache_redis.resp.outcomes import ChunkIO, WriteOutcome
+from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.worker import BulkWorker, Lane, Server, Task
 from lmcache_redis.stripe import HEADER_BYTES
 
 WriteDone = Callable[[ChunkIO, WriteOutcome], None]
 # Called with a chunk key and a stripe count.
 Remove = Callable[[bytes, int], None]
-# Chunks that were stored meanwhile are forgotten when there are that many.
+# Chunks that have been stored are dropped from the set of acknowledged ones at this size.
 _PRUNE_AT = 64
 
 
 class Write(Job[WriteOutcome]):
-    """One chunk being written; a step is a stripe. first_queue: where stripe 0 is to be queued."""
+    """One chunk being written; a step is a stripe. nodes: the node of each stripe."""
 
     __slots__ = (
         "_created_unix_ms",
@@ -58,7 +59,6 @@ class Write(Job[WriteOutcome]):
         "_stripe_count",
         "chunk",
         "chunk_key",
-        "first_queue",
     )
     good = WriteOutcome.STORED
     is_store = True
@@ -74,7 +74,6 @@ class Write(Job[WriteOutcome]):
     ) -> None:
         super().__init__(chunk.frame.stripe_count, chunk.deadline, now)
         self.chunk = chunk
-        self.first_queue: TaskQueue[Task] | None = None
         self.chunk_key = chunk.key
         self._stripe_count = chunk.frame.stripe_count
         self._done = done
@@ -85,7 +84,7 @@ class Write(Job[WriteOutcome]):
         self._is_partial = self._is_to_be_removed = False
 
     def pack(self, index: int, ttl_s: int) -> Packed:
-        """A stripe for a mover."""
+        """What a mover needs to store stripe `index`."""
         chunk = self.chunk
         payload = chunk.slots[index]
         prefix = set_prefix(stripe_key(chunk.key, index), HEADER_BYTES + payload.nbytes, ttl_s)
@@ -93,35 +92,36 @@ class Write(Job[WriteOutcome]):
         return prefix, seal_short(bytearray(header), payload), payload, end_of_command(ttl_s)
 
     def sent(self) -> None:
-        """Under the lock: a stripe was sent, or some of it: its slot is free, it may be there."""
+        """Under the lock: some of a stripe was sent: its slot is free, and it may be in Redis."""
         self.in_flight -= 1
         self._outstanding += 1
         self._is_partial = True
 
     def withdraw(self) -> None:
-        """Under the lock: a stripe that counted as sent was refused, or will not be answered."""
+        """Under the lock: a stripe that was sent was refused, or will not be answered."""
         self._outstanding -= 1
 
     def acknowledged(self) -> None:
-        """Under the lock: a stripe is stored. The last but stripe 0 has that one queued."""
+        """Under the lock: a stripe is stored. The last one before stripe 0 queues stripe 0."""
         self._outstanding -= 1
         self.advance()
         if self.steps_left == 0:
             self._is_partial = False
-        elif self.steps_left == 1 and self.outcome is None and self.first_queue is not None:
-            self.first_queue.put(((self, 0, None),), urgent=True)
+        elif self.steps_left == 1 and self.outcome is None:
+            node: Any = self.nodes[0]
+            node.put_writes(((self, 0, None),), urgent=True)
 
     def take_partial(self) -> bool:
-        """Under the lock. True once: it failed, may be partly in Redis, and no reply is due.
+        """Under the lock. True once: failed, perhaps partly in Redis, and no reply outstanding.
 
-        Then it is to be removed: now, before the chunk may have been stored anew.
+        The caller removes it at once, before the chunk can be stored again.
         """
         is_due = self.outcome is not None and self._is_partial and not self._outstanding
         self._is_partial &= not is_due
         return is_due
 
     def remove(self) -> None:
-        """Have what is in Redis removed."""
+        """Remove what is in Redis."""
         self._remove(self.chunk_key, self._stripe_count)
 
     def leave(self, jobs: Jobs) -> None:
@@ -136,7 +136,7 @@ class Write(Job[WriteOutcome]):
 
     def answer(self, outcome: WriteOutcome) -> None:
         chunk = self.chunk
-        del self.chunk  # as of a read
+        del self.chunk  # a queue may still hold the job, but must not hold a slot
         try:
             if self._is_to_be_removed:
                 self.remove()
@@ -145,13 +145,13 @@ class Write(Job[WriteOutcome]):
 
 
 class Writer(BulkWorker):
-    """A thread with SET connections. It has all stripes of a chunk that go to one server."""
+    """A thread with SET connections."""
 
     def __init__(self, name: str, server: Server, queue: TaskQueue[Task], connections: int) -> None:
         super().__init__(name, server, queue, connections)
-        # Jobs of which something was acknowledged on the connections that are open.
+        # Jobs of which a stripe was acknowledged on the open connections.
         self._acknowledged: set[Write] = set()
-        # What was sent on connections that were lost.
+        # Stripes that were sent on lost connections.
         self._unanswered: list[Task] = []
         self._losing: WriteOutcome | None = None
 
@@ -164,7 +164,7 @@ class Writer(BulkWorker):
         return self._mover.store(call)
 
     def _sent(self, jobs: Collection[Any]) -> bool:
-        # The kernel has the bytes, or never will: the slots are free either way.
+        # The kernel has the bytes, or will never get them: the slots are free either way.
         with self._jobs.lock:
             for job in jobs:
                 job.sent()
@@ -195,7 +195,7 @@ class Writer(BulkWorker):
                 job.withdraw()
             return
         if isinstance(error, (RedisUnavailable, RedisProtocolError)):
-            # It would say so to every other as well, or does not speak Redis.
+            # It would answer any request so, or does not speak Redis.
             if isinstance(error, RedisProtocolError):
                 lane.connection.close()
             self._lose(lane, error)
@@ -229,7 +229,7 @@ class Writer(BulkWorker):
             self._losing = WriteOutcome.TIMED_OUT if late else WriteOutcome.UNAVAILABLE
 
     def _release_ended(self, now: float) -> None:
-        """A slot is in use only while it is sent."""
+        """A slot is in use only until its stripe is sent."""
 
     @property
     def _may_send(self) -> bool:
@@ -240,7 +240,7 @@ class Writer(BulkWorker):
         return not self._busy and all(job.outcome is not None for job in self._acknowledged)
 
     def _all_closed(self) -> None:
-        """Give up what the old connections had a part in, and send again what they had not."""
+        """Fail chunks that the old connections acknowledged in part; send other stripes again."""
         outcome, self._losing = self._losing, None
         acknowledged, self._acknowledged = self._acknowledged, set()
         unanswered, self._unanswered = self._unanswered, []
@@ -257,7 +257,7 @@ class Writer(BulkWorker):
         self._retire((job,))
 
     def _retire(self, jobs: Sequence[Write]) -> None:
-        """Remove partial writes of failed chunks once all their replies have come."""
+        """Remove the partial writes of failed chunks whose replies have all arrived."""
         with self._jobs.lock:
             due = [job for job in jobs if job.take_partial()]
         for job in due:

@@ -20,15 +20,14 @@ from lmcache_redis.resp.bulk import (
     NativeMover,
     PythonMover,
     Result,
-    Verified,
     ask_value,
     error_in,
     receive_value,
-    verify,
 )
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.stream import PlainStream
 from lmcache_redis.resp.net.wire import get_command
+from lmcache_redis.resp.reading import Verified, verify
 from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.target import ACCEPTED

@@ -14,8 +14,9 @@ from xxhash import xxh3_64_intdigest
 from lmcache_redis.errors import FormatError, RedisError, RedisProtocolError
 from lmcache_redis.keys import IPCCacheEngineKey, ObjectKey, key_stem, parse_stripe_key, stripe_key
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.resp.bulk import End, verify
+from lmcache_redis.resp.bulk import End
 from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of
+from lmcache_redis.resp.reading import verify
 from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, describe_header
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.sockets import (

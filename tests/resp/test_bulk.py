@@ -39,14 +39,13 @@ from lmcache_redis.resp.bulk import (
     Packed,
     PythonMover,
     Result,
-    Verified,
     error_in,
     receive_value,
     seal_short,
-    verify,
 )
-from lmcache_redis.resp.net.connection import Connection, ConnectionState
+from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.stream import PlainStream, Stream
+from lmcache_redis.resp.reading import Verified, verify
 from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, Verdict
 
 PAYLOAD = 4096
@@ -545,7 +544,7 @@ class OneSocket:
 def one() -> Iterator[tuple[Connection, socket.socket]]:
     sockets = OneSocket()
     connection = Connection(sockets, "test")  # type: ignore[arg-type]
-    assert connection.state is ConnectionState.NEW
+    assert not connection.is_open
     connection.open()
     yield connection, sockets.peer
     connection.close()

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.resp.jobs import Job, Jobs, Stop, TaskQueue, Timekeeper
+from lmcache_redis.resp.jobs import Job, Jobs, Stop
+from lmcache_redis.resp.queues import TaskQueue, Timekeeper
 from tests.resp.helpers import wait_until
 
 
@@ -171,9 +172,10 @@ def test_the_urgent_go_first() -> None:
     queue: TaskQueue[int] = TaskQueue()
     queue.put([1, 2])
     queue.put([3], urgent=True)
-    assert queue.take_some(1, urgent=True) == [3]
-    queue.put([3], urgent=True)
-    assert queue.take_some(5) == [3, 1, 2]
+    assert queue.take_some(2) == [3, 1]
+    queue.put([4], urgent=True)
+    queue.put_back([3, 1])
+    assert queue.take_some(5) == [4, 3, 1, 2]
     assert queue.take_some(5) == []
     queue.put([4])
     queue.close()

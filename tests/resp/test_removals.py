@@ -102,7 +102,7 @@ def test_what_is_being_stored_is_not_removed(server: RedisServer, proxy: Proxy) 
 def test_a_removal_without_an_answer_holds_a_store_up_for_a_moment_only(
     server: RedisServer, proxy: Proxy
 ) -> None:
-    with running(proxy.url, op_timeout_s=0.2) as plane:
+    with running(proxy.url, op_timeout_s=1.0) as plane:
         chunk = Chunk(1, SIZE, SLOT, seed=1)
         assert write(plane, chunk) == [WriteOutcome.STORED]
         proxy.removals.clear()

@@ -1,9 +1,9 @@
-"""From a URL to connections that speak RESP, and to the server that has a key.
+"""URLs, connections that speak RESP, and the map from keys to servers.
 
-options      what a plane is configured with
+options      the configuration of a plane
 endpoint     URLs: a server, Sentinels, a cluster
 connect      name look-up, TCP or unix socket, TLS, greeting
-stream       bytes over a socket, by a deadline
+stream       bytes over a socket, with a deadline
 wire         RESP: commands to bytes, bytes to replies
 connection   requests and replies in order
 topology     which server has which keys, and redirections

@@ -1,9 +1,9 @@
 """Connections to one server: name look-up, connect, TLS handshake, greeting.
 
-The first three end within the connect time-out together, however many addresses a name has. The
-greeting has the op time-out, however slowly its replies come. A caller's deadline ends both. A
-name look-up cannot be interrupted: it has a thread of its own, which all callers share that want
-the name meanwhile, and no call waits for it longer than its deadline.
+The first three have the connect time-out together, however many addresses a name has. The greeting
+has the op time-out, however slowly its replies arrive. A caller's deadline shortens both. A name
+look-up cannot be interrupted: it has a thread of its own, which concurrent callers share, and no
+call waits for it beyond its deadline.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of, pack_
 
 # A unix socket's default (208 KiB) makes a sender sleep five times a stripe; TCP tunes itself.
 _UNIX_SEND_BUFFER_BYTES = 1 << 20
-# On an idle connection a machine that is gone is noticed within 45 s.
+# Keep-alive: on an idle connection, a dead machine is noticed within 45 s.
 _TCP_OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -51,15 +51,15 @@ _VERIFY_MODES = {
 _TOLERATED = ("NOPERM", "ERR")
 _OF_CERTIFICATES = re.compile("ALERT_(CERTIFICATE|UNKNOWN_CA|BAD_CERTIFICATE|NO_CERTIFICATE)")
 
-# As the socket module has them: a family, and what `connect` takes.
+# As in the socket module: the family, and the argument of `connect`.
 Address = tuple[int, Any]
 
 
 class Connector:
     """Opens streams to one endpoint, and can abort all of them at once. Thread-safe.
 
-    connect_timeout_s: for look-up, connect and TLS handshake. op_timeout_s: for the greeting, and
-    then for each call on the stream.
+    connect_timeout_s: for look-up, connect and TLS handshake together. op_timeout_s: for the
+    greeting, and for each operation on the stream.
     """
 
     def __init__(self, endpoint: Endpoint, connect_timeout_s: float, op_timeout_s: float) -> None:
@@ -75,15 +75,15 @@ class Connector:
 
     @property
     def open_streams(self) -> int:
-        """Streams that were opened here and not discarded yet."""
+        """Streams that were opened and not discarded."""
         with self._lock:
             return len(self._streams)
 
     def open(self, client_name: str, deadline: float = math.inf) -> Stream:
-        """A new connection, authenticated, on its database, named `client_name` if allowed.
+        """A new connection: authenticated, database selected, named `client_name` if allowed.
 
-        Raises RedisUnavailable, RedisTimeout, RedisAuthError, RedisProtocolError with a
-        sentence that says what to change, or ConfigError for TLS files that are none.
+        Raises RedisUnavailable, RedisTimeout, RedisAuthError or RedisProtocolError with a sentence
+        that says what to change, or ConfigError if a TLS file is unreadable.
         """
         try:
             stream = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
@@ -97,21 +97,21 @@ class Connector:
                 self._check_wanted()
             raise translated(error, self.endpoint) from None
         with self._lock:
-            # One that was aborted just now fails at its first use.
+            # If it was aborted in the meantime, it fails at its first use.
             self._opening.discard(stream)
             self._streams.add(stream)
             self.connects += 1
         return stream
 
     def discard(self, stream: Stream) -> None:
-        """Close a stream for good."""
+        """Close a stream."""
         with self._lock:
             self._opening.discard(stream)
             self._streams.discard(stream)
         stream.close()
 
     def abort(self) -> None:
-        """Fail every stream, and every attempt to open one, now and from now on."""
+        """Fail every stream, and every attempt to open one, from now on."""
         with self._lock:
             self._aborted = True
             if self._look_up is not None:
@@ -124,7 +124,7 @@ class Connector:
             raise RedisUnavailable("the Redis plane is being closed")
 
     def _connect(self, deadline: float) -> Stream:
-        """To the first address that answers; each gets its share of the time that is left."""
+        """Connect to the first address that answers; each has its share of the time left."""
         addresses = self._addresses(deadline)
         while True:
             family, address = addresses.pop(0)
@@ -164,7 +164,7 @@ class Connector:
     # ------------------------------------------------------------------ names
 
     def _addresses(self, deadline: float) -> list[Address]:
-        """At least one. Raises OSError, UnicodeError and, where it takes too long, TimeoutError."""
+        """At least one. Raises OSError, UnicodeError, and TimeoutError if it takes too long."""
         if self.endpoint.transport is Transport.UNIX:
             return [(socket.AF_UNIX, self.endpoint.path)]
         with contextlib.suppress(socket.gaierror):
@@ -185,7 +185,7 @@ class Connector:
             raise TimeoutError from None
 
     def _look_up_name(self, look_up: concurrent.futures.Future[list[Address]]) -> None:
-        # It is cancelled once the plane is closed.
+        # Closing the plane cancels it.
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             try:
                 look_up.set_result(self._resolve(0))
@@ -221,12 +221,12 @@ def _tls_context(endpoint: Endpoint) -> ssl.SSLContext:
 def greet(stream: Stream, endpoint: Endpoint, client_name: str, deadline: float) -> None:
     """Authenticate on a connected stream, select the database, name the connection.
 
-    Raises RedisError with a sentence, or as the stream does.
+    Raises RedisError with a sentence that says what to change, or as the stream does.
     """
     commands = _commands(endpoint, client_name)
     stream.arm(deadline)
     request = b"".join([pack_command(*words) for words in commands])
-    # A server at its maxclients says so and closes: its reply may have come.
+    # A server at its maxclients says so and closes: its reply may have arrived.
     with contextlib.suppress(RedisUnavailable):
         stream.send((request,), len(request))
     buffer = ReplyBuffer()
@@ -260,7 +260,7 @@ def _commands(endpoint: Endpoint, client_name: str) -> list[tuple[str, ...]]:
 
 
 def _judge(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
-    """Raises what an error reply to the greeting means, unless that command may fail."""
+    """Raise the error that a reply to the greeting stands for, unless the command may fail."""
     at = f"Redis at {endpoint.where}"
     error = error_of(reply)
     if "max number of clients" in reply.text:
@@ -279,7 +279,7 @@ def _judge(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
 
 
 def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError:
-    """An error with a sentence for what was raised while connecting or greeting."""
+    """The error, with a sentence that says what to change, for one of connecting or greeting."""
     at = f"Redis at {endpoint.where}"
     if isinstance(error, (RedisTimeout, TimeoutError)) and not isinstance(error, ssl.SSLError):
         tls = ", or is there no TLS" if endpoint.transport is Transport.TLS else ""

@@ -1,16 +1,15 @@
-"""One connection to a server: commands out, replies in, each by its deadline.
+"""One connection to a server: commands and replies, each with a deadline.
 
-States: NEW (not connected), OPEN, CLOSED (for good: after a time-out, a lost connection or
-a reply that makes no sense, what comes next on the socket cannot be known). An error reply
-leaves the connection in step and OPEN.
+A connection is open from `open` until `close`, and closes itself after a time-out, a loss or a
+malformed reply: the next bytes on the socket would be unknown. An error reply leaves it in step and
+open.
 
-A `Pipeline` sends commands before earlier replies have come. Replies come in order; what was not
-received when it is over has to be (`Pipeline.finish`) before the connection is used otherwise.
+A `Pipeline` sends commands before earlier replies have arrived. Replies arrive in order; those not
+received must be (`Pipeline.finish`) before the connection is used for anything else.
 """
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 import time
@@ -35,28 +34,22 @@ from lmcache_redis.resp.net.wire import (
 )
 
 _RECEIVE_BYTES = 64 << 10
-# Requests that go out on the thread of a caller, who has other things to do.
+# How many requests `send_at_once` sends on the caller's thread.
 _AT_ONCE = 2
-
-
-class ConnectionState(enum.Enum):
-    NEW = "new"
-    OPEN = "open"
-    CLOSED = "closed"
 
 
 class Connection:
     """One connection of the Redis plane, used by one thread.
 
-    Every call raises RedisTimeout, RedisUnavailable, RedisProtocolError (CLOSED then), or
-    what `wire.error_of` makes of an error reply (OPEN still). Deadlines are
-    `time.monotonic()` seconds; no step waits longer than the connector's op time-out.
+    Every call raises RedisTimeout, RedisUnavailable or RedisProtocolError, and closes the
+    connection then, or what `wire.error_of` returns for an error reply, and stays open. Deadlines
+    are `time.monotonic()` seconds; no step waits longer than the connector's op time-out.
     """
 
-    __slots__ = ("_connector", "_name", "_replies", "_stream", "_view", "opened_at", "state")
+    __slots__ = ("_connector", "_name", "_replies", "_stream", "_view", "is_open", "opened_at")
 
     def __init__(self, connector: Connector, name: str) -> None:
-        self.state = ConnectionState.NEW
+        self.is_open = False
         self.opened_at = 0.0
         self._connector = connector
         self._name = name
@@ -65,12 +58,8 @@ class Connection:
         self._view = memoryview(bytearray(_RECEIVE_BYTES))
 
     @property
-    def is_open(self) -> bool:
-        return self.state is ConnectionState.OPEN
-
-    @property
     def stream(self) -> Stream:
-        """The socket, for stripes. Raises RedisUnavailable unless it is open."""
+        """The socket, for stripes. Raises RedisUnavailable if the connection is closed."""
         if self._stream is None:
             raise RedisUnavailable("the connection is closed")
         return self._stream
@@ -79,29 +68,29 @@ class Connection:
         """Connect. Raises what `Connector.open` raises."""
         self._stream = self._connector.open(self._name, deadline)
         self.opened_at = time.monotonic()
-        self.state = ConnectionState.OPEN
+        self.is_open = True
 
     def close(self) -> None:
-        """Give the socket back. Does nothing the second time."""
-        self.state = ConnectionState.CLOSED
+        """Close the socket. Does nothing the second time."""
+        self.is_open = False
         if self._stream is not None:
             self._connector.discard(self._stream)
             self._stream = None
 
     def fail(self, error: RedisError) -> NoReturn:
-        """Close, because what comes next is not known, and raise the error."""
+        """Close, because the connection is out of step, and raise the error."""
         self.close()
         raise error
 
     def check_idle(self) -> None:
-        """Close if the server has closed, or said something unasked."""
+        """Close if the server has closed it, or sent something unasked."""
         if self._stream is not None and not self._stream.is_quiet():
             self.close()
 
     def send(self, requests: Iterable[bytes], deadline: float) -> None:
-        """Send packed commands. The server works on some while more of `requests` is made."""
+        """Send packed commands. The server works on the first while `requests` makes the next."""
         stream = self.stream
-        # Outside: a deadline that has passed before anything was sent costs no connection.
+        # Outside: a deadline that passed before anything was sent costs no connection.
         stream.arm(deadline)
         try:
             for request in requests:
@@ -110,19 +99,19 @@ class Connection:
             self.fail(error)
 
     def send_at_once(self, request: bytes) -> int:
-        """Send of packed commands what can be sent without waiting; how many bytes that was.
+        """Send as much as possible without blocking; return how many bytes.
 
-        Where the connection is lost that is none: who sends the rest is told.
+        0 if the connection is lost: sending the rest raises the error.
         """
         return 0 if self._stream is None else self._stream.send_at_once(request)
 
     def receive(self, deadline: float, least: int, most: int) -> list[Reply]:
-        """The next replies that are whole, at least and at most so many."""
+        """The next replies, at least `least` and at most `most`."""
         stream, view = self.stream, self._view
         replies: list[Reply] = []
         try:
             stream.arm(deadline)
-            # All that so many replies must have, in one call: they come in pieces otherwise.
+            # The minimum size of `least` replies, in one call: otherwise they arrive in pieces.
             wanted = LEAST_REPLY_BYTES * least - self._replies.pending_bytes
             if least > 1 and 0 < wanted <= view.nbytes:
                 stream.receive_exactly(view[:wanted])
@@ -153,9 +142,9 @@ class Connection:
 
 
 class Pipeline:
-    """On a connection that is open; everything ends by `deadline` (`time.monotonic()`).
+    """Commands and replies on an open connection, by `deadline` (`time.monotonic()`).
 
-    Every method raises what `Connection.exchange` does.
+    Every method raises what `Connection.exchange` raises.
     """
 
     def __init__(self, connection: Connection, deadline: float) -> None:
@@ -166,15 +155,15 @@ class Pipeline:
         self._unsent: Iterable[bytes] = ()
 
     def send(self, requests: Iterable[bytes], replies: int) -> None:
-        """Send packed commands, to which there will be so many replies."""
+        """Send packed commands that have `replies` replies."""
         unsent, self._unsent = self._unsent, ()
         self._connection.send(itertools.chain(unsent, requests), self._deadline)
         self.outstanding += replies
 
     def send_at_once(self, requests: Iterator[bytes], replies: int) -> None:
-        """As `send`, but never waits nor raises: what does not go out now goes before what follows.
+        """Send the first of `requests` without blocking or raising; the next call sends the rest.
 
-        Takes the first few of `requests`. Only as the first of a pipeline.
+        Only as the first call of a pipeline.
         """
         left: tuple[bytes, ...] = ()
         for request in itertools.islice(requests, _AT_ONCE):
@@ -186,7 +175,7 @@ class Pipeline:
         self.outstanding += replies
 
     def receive(self, least: int) -> Sequence[Reply]:
-        """The next replies, at least so many; raises the first error among them."""
+        """The next replies, at least `least`; raises the first error among them."""
         return without_errors(self._receive(least))
 
     def receive_all(self) -> Sequence[Reply]:
@@ -194,7 +183,7 @@ class Pipeline:
         return self._receive(self.outstanding) if self.outstanding else ()
 
     def finish(self, deadline: float) -> None:
-        """Receive what is still outstanding, and drop it."""
+        """Receive and drop all outstanding replies."""
         self._deadline = deadline
         self.receive_all()
 

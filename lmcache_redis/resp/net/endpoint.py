@@ -1,16 +1,16 @@
-"""Where servers are and how to be let in, read from a URL. Pure and strict; shows no secret.
+"""Redis URLs: the addresses of servers, and credentials. Pure and strict; shows no secret.
 
     redis://[user[:password]@]host[:port][/db]              TCP, IPv4 or IPv6 ([::1])
     unix://[user[:password]@]/path/to/socket                unix socket
     redis+sentinel://[...@]host[:port],.../name[/db]        the master that Sentinels call `name`
-    redis+cluster://[...@]host[:port],...                   all shards; the hosts are where to begin
+    redis+cluster://[...@]host[:port],...                   all shards; the hosts are the seeds
     rediss://..., rediss+sentinel://..., rediss+cluster://  the same over TLS
 
 Parameters: db (of one server); protocol (2 or 3, the version of RESP); sentinel_username and
 sentinel_password; and for TLS those of redis-py: ssl_ca_certs, ssl_ca_path, ssl_certfile,
 ssl_keyfile, ssl_password, ssl_cert_reqs (required, optional, none), ssl_check_hostname. User,
-password, name and path are percent-decoded. No message quotes anything but the scheme and names of
-parameters: with a password wrongly escaped, any other part may be a piece of it.
+password, name and path are percent-decoded. Messages quote only the scheme and names of parameters:
+if a password is not escaped, any other part may contain a piece of it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _DEFAULT_PORTS = {Topology.STANDALONE: 6379, Topology.SENTINEL: 26379, Topology.
 class Endpoint:
     """One server. host and port for TCP and TLS, path for a unix socket.
 
-    protocol: the version of RESP. tls: TLS parameters by their redis-py names. Credentials are
-    left out of repr and of `where`, which is what messages call the server.
+    protocol: the version of RESP. tls: TLS parameters by their redis-py names. repr and `where`,
+    the server's name in messages, contain no credentials.
     """
 
     transport: Transport
@@ -91,9 +91,9 @@ class Endpoint:
 class Deployment:
     """All servers of a URL.
 
-    seeds: the server itself, the Sentinels, or some nodes of the cluster. server: how data
-    servers are let in; its address means something only for a single server. service: what
-    Sentinels call the master.
+    seeds: the server itself, the Sentinels, or some nodes of the cluster. server: transport and
+    credentials of data servers; its address is valid only for a single server. service: the
+    master's name on the Sentinels.
     """
 
     topology: Topology
@@ -107,7 +107,7 @@ class Deployment:
 
     @property
     def where(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         places = ",".join(seed.where for seed in self.seeds)
         if self.topology is Topology.STANDALONE:
             return places
@@ -188,7 +188,7 @@ def _parameters(query: str, transport: Transport, topology: Topology) -> dict[st
                 "write the database after the name: redis+sentinel://HOST:PORT/NAME/DB"
             )
         if name not in allowed:
-            # An unknown name may be a piece of a password, so it is shown only if it is not.
+            # An unknown name may be a piece of a password: only known names are shown.
             shown = f" {name}" if name in _TLS_PARAMETERS else ""
             raise ConfigError(
                 f"the parameter{shown} of the Redis URL is not one of {', '.join(allowed)}"

@@ -1,4 +1,4 @@
-"""What a user decides about the use of Redis. No repr shows a secret."""
+"""The options of a plane. No repr shows a secret."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ MAX_TTL_S = 10 * 366 * 86_400
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RedisOptions:
-    """Redis and how to use it; checked on construction.
+    """The options of a plane, checked on construction.
 
     url: see `endpoint`. key_prefix: precedes every key. username, password: override those of the
-    URL. get_connections, set_connections: bulk connections of a server or, divided, of a cluster's
-    shards. network_threads: threads for the former, and as many for the latter; more than one is
-    for servers that are faster than a thread. connect_timeout_s: for name look-up, connect and TLS
-    handshake. op_timeout_s: for sending a request and receiving all of its reply; deadlines of
-    operations shorten it. probe_interval_s: between two attempts to reach a server that is down.
-    heartbeat_s: between two PINGs to a server that is up. ttl_s: seconds until a stored chunk
-    expires (0: never), with ttl_refresh counted from its last load. verify_checksums: False loads
-    damaged values as good; only to measure the cost of checksums.
-    Raises ConfigError for impossible values (the URL is checked by `check_url`).
+    URL. get_connections, set_connections: connections for stripes, of a server or, divided, of all
+    shards of a cluster. network_threads: threads for each of the two; more than one is for servers
+    that are faster than a thread. connect_timeout_s: for name look-up, connect and TLS handshake
+    together. op_timeout_s: for a request and all of its reply; deadlines of operations shorten it.
+    probe_interval_s: between two probes of a server that is down. heartbeat_s: between two PINGs to
+    a server that is up. ttl_s: seconds until a stored chunk expires (0: never), with ttl_refresh
+    counted from its last load. verify_checksums: False loads damaged values as good; only to
+    measure the cost of checksums. Raises ConfigError for impossible values; `check_url` checks the
+    URL.
     """
 
     url: str
@@ -74,10 +74,10 @@ class RedisOptions:
 
 
 def redacted_url(url: str) -> str:
-    """The URL with neither credentials nor parameters, which may carry secrets too.
+    """The URL without credentials and parameters, which may contain secrets.
 
-    Keeps nothing before the last @, so that a password with unescaped slashes, question
-    marks or hashes does not leak either.
+    Removes everything before the last @, so that no password with an unescaped slash, question
+    mark or hash leaks.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
@@ -90,7 +90,7 @@ def redacted_url(url: str) -> str:
 
 
 def _may_hide_secret(url: str) -> bool:
-    """A URL without @ whose port is no number: perhaps a password cut off too early."""
+    """A URL without @ whose port is not a number: perhaps a truncated password."""
     try:
         parts = urlsplit(url)
         return (

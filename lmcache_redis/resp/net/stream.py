@@ -1,14 +1,14 @@
-"""A connected socket that keeps deadlines: plain (the kernel does) and TLS (Python does).
+"""Sockets with deadlines: plain (kept by the kernel) and TLS (kept by Python).
 
-`PlainStream` works on a blocking socket with SO_RCVTIMEO and SO_SNDTIMEO: one system call
-moves a whole stripe, without the GIL and without a poll before it. An SSLSocket has neither
-recvmsg_into nor sendmsg and would spin on those options, so `TlsStream` is generic loops.
+`PlainStream` is a blocking socket with SO_RCVTIMEO and SO_SNDTIMEO: one system call moves a whole
+stripe, without the GIL and without a poll before it. An SSLSocket has neither recvmsg_into nor
+sendmsg, and would spin with those options, so `TlsStream` loops in Python.
 
-The deadline is one for all calls until the next `arm`, however many bytes each of them brings: the
-clock is read before every system call, and the kernel is given the time that is left where it has
-more. Either stream raises RedisTimeout when the deadline passes and RedisUnavailable when the
-connection is lost. After the latter its owner closes it; after the former too, unless it counts
-what each call moved. One thread uses a stream; `abort` may come from any thread.
+A deadline holds for all calls until the next `arm`, however few bytes each call moves: the clock is
+read before every system call, and the kernel's time-out is set anew if it exceeds the time left.
+Both streams raise RedisTimeout when the deadline passes, and RedisUnavailable when the connection
+is lost. After the latter the owner closes the stream; after the former, too, unless it counts what
+each call moved. One thread uses a stream; any thread may call `abort`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lmcache_redis.errors import RedisError, RedisTimeout, RedisUnavailable
 
 Buffer = bytes | bytearray | memoryview
 
-# A deadline may be overrun by as much: it saves a system call for every stripe.
+# The kernel may overrun a deadline by this: it saves a system call for every stripe.
 _SLACK_S = 0.005
 _LEAST_TIMEOUT_S = 0.001
 _TLS_SEND_BYTES = 256 << 10
@@ -38,7 +38,7 @@ _TIMEVAL = struct.Struct("@ll")
 
 
 class Stream(ABC):
-    """A socket that one thread uses and may close while another shuts it down; its deadline."""
+    """A socket with a deadline. One thread uses and closes it; others may abort it."""
 
     __slots__ = ("_deadline", "_lock", "_op_timeout_s", "_sock", "_where")
 
@@ -53,33 +53,33 @@ class Stream(ABC):
 
     @abstractmethod
     def send_some(self, parts: Sequence[Buffer], skip: int = 0) -> int:
-        """Send at least one byte of what follows the first `skip` bytes; says how many."""
+        """Send at least one byte after the first `skip` bytes; return how many."""
 
     @abstractmethod
     def send_at_once(self, part: Buffer) -> int:
-        """Send what can be sent without waiting; how many bytes, none where it is lost."""
+        """Send as much as possible without blocking; return how many bytes, 0 if it is lost."""
 
     @abstractmethod
     def receive_some(self, view: memoryview) -> int:
-        """Receive what has come, at least one byte, at most the view; says how many."""
+        """Receive what has arrived, at least one byte, at most the view; return how many."""
 
     @abstractmethod
     def receive_most(self, parts: Sequence[memoryview]) -> int:
-        """Fill the parts, or less where time or a signal ends it; says how many bytes."""
+        """Fill the parts, or less if time or a signal ends the call; return how many bytes."""
 
     @abstractmethod
     def plain_fileno(self) -> int:
-        """A descriptor on which payloads are as they are; -1 where something lies between."""
+        """The file descriptor, if bytes on it are not encrypted; else -1."""
 
     # ---------------------------------------------------------------- for all
 
     def connect(self, address: Any, deadline: float) -> None:
-        """Raises OSError; TimeoutError where the deadline passes."""
+        """Raises OSError; TimeoutError if the deadline passes."""
         self._sock.settimeout(max(_LEAST_TIMEOUT_S, deadline - time.monotonic()))
         self._sock.connect(address)
 
     def arm(self, deadline: float) -> None:
-        """Everything until the next call ends by `deadline`, and within one op time-out."""
+        """Set the deadline of the next calls: `deadline`, at most an op time-out from now."""
         now = time.monotonic()
         self._deadline = min(now + self._op_timeout_s, deadline)
         if self._deadline <= now:
@@ -97,13 +97,13 @@ class Stream(ABC):
             view = view[self.receive_most((view,)) :]
 
     def is_quiet(self) -> bool:
-        """Whether nothing has come unasked: neither bytes nor the end of the connection."""
+        """Whether nothing has arrived: neither bytes nor the end of the connection."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         return not poll.poll(0)
 
     def abort(self) -> None:
-        """Make whatever is in flight fail at once. From any thread, any number of times."""
+        """Make the call in flight fail at once. From any thread, any number of times."""
         with self._lock:
             if self._sock.fileno() >= 0:
                 try:
@@ -114,13 +114,13 @@ class Stream(ABC):
                         raise
 
     def close(self) -> None:
-        """Give the socket back. Does nothing the second time."""
+        """Close the socket. Does nothing the second time."""
         # Under the lock: `abort` must not shut down another socket with this descriptor.
         with self._lock:
             self._sock.close()
 
     def lost(self, error_number: int) -> RedisError:
-        """What to raise for an errno that the native extension met (0: it was closed)."""
+        """The error for an errno of the native extension (0: the server closed the connection)."""
         return self._lost(
             OSError(error_number, os.strerror(error_number)) if error_number else None
         )
@@ -148,7 +148,7 @@ class Stream(ABC):
 
 
 class PlainStream(Stream):
-    """TCP and unix sockets. Takes over `sock`, which is connected, or is to be."""
+    """TCP and unix sockets. Owns `sock`, connected or not."""
 
     __slots__ = ("_is_unix", "_timeout_s")
 
@@ -168,7 +168,7 @@ class PlainStream(Stream):
             if not self._is_unix:
                 self._limit()
                 return self._sock.sendmsg(left)
-            # For each piece of some 32 KiB that it sends, a unix socket would wait anew.
+            # The time-out of a unix socket starts anew for each 32 KiB that it sends.
             while True:
                 left_s = self._left()
                 try:
@@ -204,7 +204,7 @@ class PlainStream(Stream):
             raise self._lost(error) from None
 
     def _limit(self) -> None:
-        """Let no system call take longer than until the deadline, or much less."""
+        """Set the kernel's time-out to the time left, unless it is close to that."""
         left = self._left()
         if not left * 0.9 <= self._timeout_s <= left + _SLACK_S:
             self._set_timeout(max(left, _LEAST_TIMEOUT_S))
@@ -221,7 +221,7 @@ class PlainStream(Stream):
 
 
 class TlsStream(Stream):
-    """TLS: one call a record, time-outs by Python. Takes over `sock`, as `PlainStream` does."""
+    """TLS: one call a record, time-outs by Python. Owns `sock`."""
 
     __slots__ = ("_tls",)
 
@@ -232,12 +232,12 @@ class TlsStream(Stream):
     def connect(self, address: Any, deadline: float) -> None:
         super().connect(address, deadline)
         self._tls.settimeout(max(_LEAST_TIMEOUT_S, deadline - time.monotonic()))
-        # Its time-out is one for all of it.
+        # The time-out is for the whole handshake.
         self._tls.do_handshake()
 
     def send_some(self, parts: Sequence[Buffer], skip: int = 0) -> int:
         views = _after(parts, skip)
-        # Small parts go together: every send is a record, and often a packet, of its own.
+        # Small parts are joined: every send is a record, and often a packet, of its own.
         small = b""
         for view in views:
             if len(small) + view.nbytes > _TLS_TOGETHER_BYTES:
@@ -267,7 +267,7 @@ class TlsStream(Stream):
 
 
 def _after(parts: Sequence[Buffer], nbytes: int) -> list[memoryview]:
-    """Views of what is left of `parts` without their first `nbytes` bytes; no copies."""
+    """Views of `parts` after their first `nbytes` bytes, without copies."""
     left: list[memoryview] = []
     for part in parts:
         view = memoryview(part)

@@ -1,11 +1,11 @@
 """Which server has a key, and finding the servers behind Sentinels or in a cluster.
 
-A Redis Cluster has 16,384 slots; a key's is CRC16 of the key, or of what stands between its
-first { and the next } (https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/).
-The stripes of a chunk differ in the last bytes of their keys, so they fall on different
-slots: with many stripes, on every shard alike.
+A Redis Cluster has 16,384 slots; a key's slot is CRC16 of the key, or of its part between the first
+{ and the next } (https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/). The
+stripes of a chunk differ in the last bytes of their keys, so they have different slots: many
+stripes spread evenly over the shards.
 
-What Sentinels or cluster nodes say of the servers is a `ServerMap`; `Routes` maps keys to servers.
+Sentinels or cluster nodes return a `ServerMap`; `Routes` maps keys to servers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisRedirect, RedisUnavailable
+from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, Topology
 from lmcache_redis.resp.net.wire import pack_command
 
-# Only the deadline of a question bounds it.
+# No time-out: the deadline bounds a look-up.
 _FAR_S = 3600.0
 SLOTS = 16384
 # Redirections that a command follows: one is usual, two while a slot is migrating.
@@ -33,7 +34,7 @@ _CONNECTION_NAME = "lmcache-redis:topology"
 
 
 class ServerMap(NamedTuple):
-    """The data servers, and in a cluster which of them has which slots.
+    """The data servers, and in a cluster the slots of each.
 
     ranges: (first slot, last slot, number of the server); None: the one server has every key.
     """
@@ -71,7 +72,7 @@ class Routes(Generic[NodeT]):
 
     @property
     def is_cluster(self) -> bool:
-        """Whether a command may name keys of one slot only."""
+        """Whether the keys of a command must share a slot."""
         return self._by_slot is not None
 
     def node_of(self, key: bytes) -> NodeT | None:
@@ -79,6 +80,13 @@ class Routes(Generic[NodeT]):
         if self._by_slot is None:
             return self._single
         return self._by_slot[slot_of(key)]
+
+    def nodes_of(self, chunk_key: bytes, stripe_count: int) -> tuple[NodeT | None, ...]:
+        """The node of each stripe of a chunk."""
+        if self._by_slot is None:
+            return (self._single,) * stripe_count
+        keys = [stripe_key(chunk_key, index) for index in range(stripe_count)]
+        return tuple([self.node_of(key) for key in keys])
 
     def split(self, keys: Sequence[bytes]) -> dict[NodeT | None, list[int]]:
         """The indexes of the keys by the node that has them, in order."""
@@ -93,8 +101,8 @@ class Routes(Generic[NodeT]):
 class Part(Generic[NodeT]):
     """Some keys of a `Routing`, all asked of one node.
 
-    indexes: of the keys. hop: the redirection that led here; an ASKING precedes each command where
-    it is an ASK.
+    indexes: of the keys. hop: the redirection that led here; if it is an ASK, an ASKING precedes
+    each command.
     """
 
     __slots__ = ("hop", "indexes", "node")
@@ -109,8 +117,8 @@ class Routing(Generic[NodeT]):
     """Which node is asked for which of many keys, until no redirection is left to follow.
 
     No I/O: the caller asks for the `parts`, and then for those that `answered` returns. follow:
-    the node that a node redirects to; None: the redirection is not followed. results: for each key
-    its result, `missing` where no node has the key or answered for it.
+    returns the node that a node redirects to, or None if it is not followed. results: for each key
+    its result; `missing` if no node has the key or answered for it.
     """
 
     def __init__(
@@ -126,7 +134,7 @@ class Routing(Generic[NodeT]):
         self._follow = follow
 
     def answered(self, part: Part[NodeT], results: Sequence[Any]) -> list[Part[NodeT]]:
-        """Take the results of a part, none if it failed; the parts that follow from them."""
+        """Take the results of a part, none if it failed; return the parts to ask next."""
         parts: dict[tuple[NodeT, bool], Part[NodeT]] = {}
         for index, result in zip(part.indexes, results, strict=False):
             if not isinstance(result, RedisRedirect):
@@ -164,8 +172,8 @@ def find_servers(
 
     Raises RedisError or ConfigError with a sentence that says what to change.
 
-    known: servers of the last map, which know more than the seeds once a cluster has grown.
-    timeout_s: for each server, with all that it is asked; deadline (`time.monotonic()`): for all.
+    known: servers of the last map, asked before the seeds, which may have left the cluster.
+    timeout_s: for all questions to one server; deadline (`time.monotonic()`): for all servers.
     wanted: called before each server; False ends the look-up.
     """
     if deployment.topology is Topology.STANDALONE:
@@ -205,12 +213,12 @@ def _master(deployment: Deployment, endpoint: Endpoint, deadline: float) -> Serv
             "correct the name in the Redis URL"
         )
     master = deployment.at(_text(found[0]), int(found[1]))
-    # Sentinel may be out of date: the server has to agree.
+    # Sentinel may be outdated: the server must agree.
     return ServerMap((master,) if _is_master(master, deadline) else ())
 
 
 def _is_master(server: Endpoint, deadline: float) -> bool:
-    """False only if it says so itself; a server that does not answer counts as one."""
+    """False only if the server says so; one that does not answer counts as the master."""
     with contextlib.suppress(RedisError, ConfigError):
         role = _ask(server, deadline, "ROLE")
         return bool(role) and _text(role[0]) == "master"
@@ -218,7 +226,7 @@ def _is_master(server: Endpoint, deadline: float) -> bool:
 
 
 def _shards(deployment: Deployment, endpoint: Endpoint, deadline: float) -> ServerMap:
-    """The map that one node has."""
+    """The map of one node."""
     try:
         rows = _ask(endpoint, deadline, "CLUSTER", "SLOTS")
     except RedisError as error:
@@ -241,7 +249,7 @@ def _read_slots(deployment: Deployment, asked: Endpoint, rows: list[list[Any]]) 
         number = servers.setdefault(server, len(servers))
         if not 0 <= first <= last < SLOTS:
             raise ValueError
-        # A node that does not know a shard's address says so with a ? (or port 0).
+        # A node that does not know a shard's address returns ? (or port 0).
         if host != "?" and 0 < server.port < 1 << 16:
             ranges.append((first, last, number))
     if not ranges:

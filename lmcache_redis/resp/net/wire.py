@@ -1,12 +1,11 @@
 """RESP as bytes: commands packed, replies parsed. Pure, strict, bounded.
 
-Version 2, and of version 3 the null and the map: nothing else comes in reply to our commands.
-A map is parsed as an array of its keys and values. What a reply may have is bounded, and so is
-the memory of who receives it: lines, strings, elements, depth, and all of it together.
+Version 2, and of version 3 the null and the map: replies to our commands have nothing else. A map
+is parsed as an array of its keys and values. Lines, strings, elements, depth and the total size of
+a reply are bounded, so that the receiver's memory is, too.
 
-https://redis.io/docs/latest/develop/reference/protocol-spec/. Payloads never pass through
-here: `bulk` receives them straight into slots. Anything that is not a reply
-raises RedisProtocolError; nothing else is ever raised for what the bytes are.
+https://redis.io/docs/latest/develop/reference/protocol-spec/. Payloads are not parsed here: `bulk`
+receives them straight into slots. Malformed bytes raise RedisProtocolError and nothing else.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ MAX_ELEMENTS: Final = 1 << 16
 # Arrays in arrays: CLUSTER SLOTS has them four deep (ranges, a range, its nodes, their metadata).
 MAX_DEPTH: Final = 4
 MAX_REPLY_BYTES: Final = 4 << 20
-# What a server may hold in one string: a longer length is no length.
+# More than a server can store in one string: a longer length is malformed.
 MAX_VALUE_BYTES: Final = 1 << 40
 
 NULL3: Final = b"_"
 
 # As servers write them: without a leading zero.
 _INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
-# What scans are answered with, and nothing else: 32 of these are parsed in 5 µs, not 35.
+# Only counts, as the replies to a scan: 32 of them are parsed in 5 µs instead of 35.
 _COUNTS = re.compile(rb"(?::(?:0|[1-9][0-9]{0,17})\r\n)+")
 _CODE = re.compile(r"[A-Z]{2,20}")
 _UNAVAILABLE_CODES = frozenset(
@@ -57,7 +56,7 @@ _IS_A_CLUSTER: Final = "(a Redis Cluster: write redis+cluster://HOST:PORT)"
 
 
 class ErrorReply(NamedTuple):
-    """An error the server replied with: the first word of its text, and the text."""
+    """An error reply: the first word of its text, and the text."""
 
     code: str
     text: str
@@ -70,22 +69,22 @@ RepliesT = TypeVar("RepliesT", bound=Sequence[Reply])
 # ------------------------------------------------------------------ commands
 
 
-# Keys of one layout have one length, and values as well: what depends on these is kept.
+# Keys of one layout have one length, and so do values: what depends on lengths is cached.
 
 
 def get_command(key: bytes, ttl_s: int = 0) -> bytes:
-    """With a ttl_s it is a GETEX (Redis 6.2), which begins the value's time anew."""
+    """A GET; with ttl_s a GETEX (Redis 6.2), which restarts the TTL."""
     return b"".join((_get_head(len(key), ttl_s), key, end_of_command(ttl_s)))
 
 
 def set_prefix(key: bytes, value_bytes: int, ttl_s: int = 0) -> bytes:
-    """A SET up to its value, which follows, and `end_of_command` after it."""
+    """A SET up to its value. The value and `end_of_command` follow."""
     return b"".join((_set_head(len(key), ttl_s), key, CRLF, value_head(value_bytes)))
 
 
 @functools.lru_cache(maxsize=64)
 def value_head(value_bytes: int) -> bytes:
-    """What a value of this length begins with, in a reply as in a command."""
+    """The RESP head of a value of this length, in replies and commands."""
     return b"$%d\r\n" % value_bytes
 
 
@@ -102,7 +101,7 @@ def _set_head(key_bytes: int, ttl_s: int) -> bytes:
 
 @functools.lru_cache(maxsize=64)
 def end_of_command(ttl_s: int) -> bytes:
-    """What follows the last word of a GET or SET: with a ttl_s when the value expires."""
+    """The bytes after the last word of a GET or SET: with ttl_s, the expiry."""
     if not ttl_s:
         return CRLF
     digits = b"%d" % ttl_s
@@ -110,16 +109,16 @@ def end_of_command(ttl_s: int) -> bytes:
 
 
 def keys_command(name: bytes, keys: Sequence[bytes]) -> bytes:
-    """A command that takes nothing but keys: EXISTS, UNLINK."""
+    """A command whose arguments are all keys: EXISTS, UNLINK."""
     return keys_commands(name, keys, len(keys))
 
 
 def keys_commands(name: bytes, keys: Sequence[bytes], group_keys: int) -> bytes:
-    """Such commands one after the other, each with the next `group_keys` keys."""
+    """Several such commands, each with the next `group_keys` keys."""
     if native.moves is not None:
         packed: bytes = native.moves.keys_commands(name, list(keys), group_keys)
         return packed
-    # Keys of one layout and model have one length: then the packing is a join in C.
+    # Keys of one layout and model have the same length, so that a join in C packs them.
     lengths = set(map(len, keys))
     before = b"$%d\r\n" % len(keys[0]) if len(lengths) == 1 else b""
     between = CRLF + before
@@ -135,7 +134,7 @@ def keys_commands(name: bytes, keys: Sequence[bytes], group_keys: int) -> bytes:
 
 
 def pack_command(*words: bytes | str | int) -> bytes:
-    """A command as servers read it."""
+    """A command in RESP."""
     encoded = [word if isinstance(word, bytes) else str(word).encode() for word in words]
     return b"*%d\r\n" % len(words) + b"".join(
         [b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded]
@@ -143,7 +142,7 @@ def pack_command(*words: bytes | str | int) -> bytes:
 
 
 def scan_command(cursor: bytes, pattern: bytes, count: int, *more: str) -> bytes:
-    """A step of a SCAN; more: other words of it."""
+    """A SCAN; more: further words."""
     return pack_command("SCAN", cursor, "MATCH", pattern, "COUNT", count, *more)
 
 
@@ -164,7 +163,7 @@ def escape_pattern(literal: bytes) -> bytes:
 
 
 def parse_length(line: bytes) -> int | None:
-    """The length that the line `$n` announces (without CRLF), None for a null."""
+    """The length in a line `$n` (without CRLF); None for a null."""
     length = _integer(line[1:])
     if line[:1] != b"$" or not -1 <= length <= MAX_VALUE_BYTES:
         raise RedisProtocolError("the reply to a GET is no string")
@@ -179,7 +178,7 @@ def parse_error(line: bytes) -> ErrorReply:
 
 
 def error_of(reply: ErrorReply) -> RedisError:
-    """The exception that stands for an error reply; the connection stays in step."""
+    """The exception for an error reply. The connection stays in step."""
     said = f"Redis says: {reply.text[:200]}"
     if reply.code == "OOM":
         return RedisFull(f"{said} (set maxmemory-policy allkeys-lru, or a larger maxmemory)")
@@ -202,7 +201,7 @@ def error_of(reply: ErrorReply) -> RedisError:
 
 
 def without_errors(replies: RepliesT) -> RepliesT:
-    """The same replies; raises what stands for the first error among them."""
+    """The same replies; raises `error_of` the first error among them."""
     for reply in replies:
         if isinstance(reply, ErrorReply):
             raise error_of(reply)
@@ -219,7 +218,7 @@ def _redirect(reply: ErrorReply, said: str) -> RedisReplyError:
 
 
 class ReplyBuffer:
-    """Bytes in, whole replies out. Raises RedisProtocolError for what is no reply.
+    """Bytes in, complete replies out. Raises RedisProtocolError for malformed bytes.
 
     Each byte is parsed once, however they arrive, and no reply has more of them than
     MAX_REPLY_BYTES.
@@ -229,8 +228,8 @@ class ReplyBuffer:
 
     def __init__(self) -> None:
         self._data = b""
-        # Of a reply that is not whole: its arrays that are open, outermost first, each with the
-        # number of its elements; how many these are together; and the bytes behind it.
+        # Of an incomplete reply: its open arrays, outermost first, each with its number of
+        # elements; the sum of these numbers; and the bytes parsed so far.
         self._arrays: list[tuple[int, list[Reply]]] = []
         self._elements = 0
         self._parsed_bytes = 0
@@ -240,11 +239,11 @@ class ReplyBuffer:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of a reply that is not whole yet."""
+        """Bytes of an incomplete reply."""
         return self._parsed_bytes + len(self._data)
 
     def take(self) -> list[Reply]:
-        """Every reply that is whole, in order; the rest waits for more bytes."""
+        """All complete replies, in order."""
         if not self._arrays and _COUNTS.fullmatch(self._data):
             counts = self._data[1:-2].split(b"\r\n:")
             self._data = b""
@@ -280,7 +279,7 @@ class ReplyBuffer:
         return length > 0
 
     def _close(self, reply: Reply) -> Reply:
-        """Put a reply where it belongs; the outermost array that is whole with it, or itself."""
+        """Add a reply to its array; return the outermost array that it completes, or itself."""
         while self._arrays:
             length, elements = self._arrays[-1]
             elements.append(reply)
@@ -298,7 +297,7 @@ class _Array(NamedTuple):
 
 
 def _parse(data: bytes, start: int) -> tuple[Reply | _Array, int] | None:
-    """What begins at `start` and where it ends; None if it is not whole."""
+    """The item that begins at `start`, and its end; None if it is incomplete."""
     kind = data[start : start + 1]
     if kind not in (b"+", b"-", b":", b"$", b"*", b"%", NULL3):
         raise RedisProtocolError(f"a reply begins with {kind!r}: is this a Redis server?")
