@@ -73,7 +73,7 @@ class Arena:
         address = address_of(mapped)
         start = -address % HUGE_PAGE_BYTES
         self.base_address = address + start
-        self.huge_pages = ask_for_huge_pages(self.base_address, self.size_bytes)
+        ask_for_huge_pages(self.base_address, self.size_bytes)
         self.numa_nodes = numa.spread(self.base_address, self.size_bytes)
         self._view = memoryview(mapped)[start : start + self.size_bytes]
 
