@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -141,6 +141,29 @@ class Lanes:
         until = time.monotonic() + 5.0
         return self._mover.store(Call(handles, tasks, in_flight, is_sending, True, until))
 
+    def load_one(self, task: Packed, in_flight: int = 0, verify: bool = True) -> Result:
+        """The result of a task on the first lane; in_flight: 1 if it was sent."""
+        return self._one(self._mover.load, task, in_flight, verify)
+
+    def store_one(self, task: Packed, in_flight: int = 0) -> Result:
+        """As `load_one`."""
+        return self._one(self._mover.store, task, in_flight, True)
+
+    def _one(
+        self, move: Callable[[Call], Moved], task: Packed, in_flight: int, verify: bool
+    ) -> Result:
+        is_sending = False
+        until = time.monotonic() + 15.0
+        while time.monotonic() < until:
+            # A call may end early on a busy machine; the next one continues.
+            call = Call(self.handles[:1], [task], in_flight, is_sending, True, until, verify)
+            moved = move(call)
+            if moved.done:
+                (result,) = moved.done
+                return result
+            in_flight, is_sending = 1, moved.sending == errno.EAGAIN
+        raise AssertionError("no result within 15 s")
+
     def __enter__(self) -> Lanes:
         return self
 
@@ -166,16 +189,7 @@ def load_one(mover: Mover, reply: bytes, task: Packed, close: bool = False) -> t
         lanes.servers[0].sendall(reply)
         if close:
             lanes.servers[0].shutdown(socket.SHUT_WR)
-        deadline = time.monotonic() + 15.0
-        in_flight, is_sending = 0, False
-        while True:
-            # A call may end early on a busy machine; the next one continues.
-            moved = mover.load(Call(lanes.handles, [task], in_flight, is_sending, True, deadline))
-            if moved.done:
-                break
-            assert time.monotonic() < deadline
-            in_flight, is_sending = 1, moved.sending == errno.EAGAIN
-        (result,) = moved.done
+        result = lanes.load_one(task)
         return result, not lanes.streams[0].is_quiet()
 
 
@@ -239,7 +253,7 @@ def test_quiet_where_nothing_comes(lanes: Lanes) -> None:
     assert time.monotonic() - began >= QUIET_MS / 1000 - 0.001
     # The reply comes later: the next call goes on.
     lanes.servers[0].sendall(GOOD)
-    assert lanes.load([task], 1, 1) == Moved([], [STORE_ID], 0)
+    assert lanes.load_one(task, 1) == STORE_ID
 
 
 @pytest.mark.parametrize("end", ["late", "lost"])
@@ -257,12 +271,11 @@ def test_a_reply_that_stops_after_every_byte(mover: Mover, end: str) -> None:
             lanes.servers[0].sendall(reply[:cut])
             if end == "lost":
                 lanes.servers[0].shutdown(socket.SHUT_WR)
-                (result,) = lanes.load([task]).done
-                assert failure_of(result)[0] == End.LOST
+                assert failure_of(lanes.load_one(task))[0] == End.LOST
                 continue
             assert lanes.load([task]) == Moved([0], [], 0)
             lanes.servers[0].sendall(reply[cut:])
-            assert lanes.load([task], 1).done == [STORE_ID]
+            assert lanes.load_one(task, 1) == STORE_ID
             assert slot == payload
 
 
@@ -273,11 +286,11 @@ def test_the_rest_of_a_reply_may_go_elsewhere(lanes: Lanes) -> None:
     assert lanes.load([to_load(0, slot)], lanes=1).done == []
     content = bytes(slot)
     lanes.servers[0].sendall(GOOD[1000:])
-    (result,) = lanes.load([to_load(0, scratch)], 1, 1).done
+    result = lanes.load_one(to_load(0, scratch), 1)
     assert slot == content
     assert failure_of(result)[0] == End.MISMATCH
     lanes.servers[0].sendall(GOOD)
-    assert lanes.load([to_load(0, slot)], lanes=1).done == [STORE_ID]
+    assert lanes.load_one(to_load(0, slot)) == STORE_ID
 
 
 LINE = b"-ERR " + b"x" * 2000
@@ -309,7 +322,7 @@ def test_other_replies(mover: Mover, reply: bytes, end: End, data: bytes) -> Non
             assert done == [(end, 0, data)]
             if end < End.OTHER_LENGTH:
                 lanes.servers[0].sendall(GOOD)
-                assert lanes.load([task]).done == [STORE_ID]
+                assert lanes.load_one(task) == STORE_ID
 
 
 @pytest.mark.parametrize(
@@ -391,7 +404,7 @@ def test_a_flipped_bit_in_the_payload(lanes: Lanes, at: int, checksums: bool) ->
     value[HEADER_BYTES + at] ^= 1
     lanes.servers[0].sendall(reply_with(bytes(value)))
     slot = bytearray(PAYLOAD)
-    (result,) = lanes.load([to_load(0, slot)], lanes=1, verify=checksums).done
+    result = lanes.load_one(to_load(0, slot), verify=checksums)
     if not checksums:
         assert result == STORE_ID
         return
@@ -408,12 +421,12 @@ def test_short_payloads(lanes: Lanes, nbytes: int) -> None:
     payload = payload_of(1, nbytes)
     value = value_of(1, payload, frame)
     lanes.servers[0].sendall(b"+OK\r\n")
-    assert lanes.store([to_store(1, payload, frame)], lanes=1).done == [b""]
+    assert lanes.store_one(to_store(1, payload, frame)) == b""
     sent = received(lanes.servers[0], len(b"prefix 1 ") + len(value) + 2)[9:-2]
     assert frame.check_header(sent, 1).checksum == xxh3_64_intdigest(payload)
     lanes.servers[0].sendall(reply_with(value))
     slot = bytearray(nbytes)
-    (result,) = lanes.load([to_load(1, slot, frame)], lanes=1).done
+    result = lanes.load_one(to_load(1, slot, frame))
     if not isinstance(result, bytes):
         verified = verify(frame, 1, result, memoryview(slot))
         assert verified is not None
@@ -428,7 +441,7 @@ def test_no_byte_beside_a_slot_changes(lanes: Lanes) -> None:
     command, expected, _, _ = to_load(2, bytearray(PAYLOAD))
     task = (command, expected, memoryview(room)[64:-64], b"")
     lanes.servers[0].sendall(reply_with(value_of(2, payload_of(2))) + b"more than was asked for")
-    assert lanes.load([task], lanes=1).done == [STORE_ID]
+    assert lanes.load_one(task) == STORE_ID
     assert room[:64] == room[-64:] == b"\xaa" * 64
 
 
@@ -441,11 +454,8 @@ def test_a_large_payload_comes_in_pieces(lanes: Lanes) -> None:
     sender.start()
     slot = bytearray(nbytes)
     task = to_load(0, slot, frame)
-    moved = lanes.load([task], lanes=1)
-    while not moved.done:
-        moved = lanes.load([task], 1, 1)
+    assert lanes.load_one(task) == STORE_ID
     sender.join()
-    assert moved.done == [STORE_ID]
     assert slot == payload
 
 
@@ -482,14 +492,14 @@ def test_stores_what_the_frame_says(lanes: Lanes) -> None:
 )
 def test_other_replies_to_a_store(lanes: Lanes, reply: bytes, result: Result) -> None:
     lanes.servers[0].sendall(reply)
-    assert lanes.store([SENT], 1, 1).done == [result]
+    assert lanes.store_one(SENT, 1) == result
 
 
 def test_an_acknowledgement_in_two_pieces(lanes: Lanes) -> None:
     lanes.servers[0].sendall(b"+O")
     assert lanes.store([to_store(0, payload_of(0))], lanes=1) == Moved([0], [], 0)
     lanes.servers[0].sendall(b"K\r\n")
-    assert lanes.store([SENT], 1, 1).done == [b""]
+    assert lanes.store_one(SENT, 1) == b""
 
 
 def test_a_store_that_is_sent_in_part(lanes: Lanes) -> None:
