@@ -39,7 +39,8 @@ class TaskQueue(Generic[TaskT]):
         """Wait for the next task. None: the queue is closed."""
         while self.wait():
             # Another thread may take it first.
-            for task in self.take_some(1):
+            task = _pop(self._urgent) or _pop(self._ordinary)
+            if task is not None:
                 return task
         return None
 
@@ -72,9 +73,8 @@ class TaskQueue(Generic[TaskT]):
         return False
 
     def _wake_all(self) -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                self._waiters.popleft().release()
+        while (waiter := _pop(self._waiters)) is not None:
+            waiter.release()
 
     def __len__(self) -> int:
         """How many tasks wait."""
@@ -86,6 +86,13 @@ class TaskQueue(Generic[TaskT]):
         self._ordinary.clear()
         self._urgent.clear()
         self._wake_all()
+
+
+def _pop(items: deque[TaskT]) -> TaskT | None:
+    try:
+        return items.popleft()
+    except IndexError:
+        return None
 
 
 class Timekeeper:
