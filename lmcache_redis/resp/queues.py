@@ -39,7 +39,9 @@ class TaskQueue(Generic[TaskT]):
         """Wait for the next task. None: the queue is closed."""
         while self.wait():
             # Another thread may take it first.
-            task = _pop(self._urgent) or _pop(self._ordinary)
+            task = _pop(self._urgent)
+            if task is None:
+                task = _pop(self._ordinary)
             if task is not None:
                 return task
         return None

@@ -106,10 +106,10 @@ class Worker(ABC):
 
     @abstractmethod
     def serve(self, connection: Connection) -> bool:
-        """Work until the connection is unusable (it is closed then): True; or until the queue is
-        closed: False.
+        """Work until the connection is unusable or the queue is closed.
 
-        Answers each job that it takes, whatever happens.
+        Returns False if the queue is closed. Otherwise it has closed the connection. Answers each
+        job that it takes, whatever happens.
         """
 
     def _new_connection(self) -> Connection:
@@ -150,7 +150,7 @@ class Worker(ABC):
         """Whether to retry a job that lost its connection.
 
         An idle connection that dies unnoticed when the server restarts is not an outage. There is
-        no retry after a connection that was opened for the job, or after the job was created.
+        no retry if the connection was opened after the job was created.
         """
         lost = not connection.is_open
         return lost and connection.opened_at < job.created_at and self._health.is_up
