@@ -1,10 +1,14 @@
-"""The name of a chunk: one key, the same in Redis and on disk, for agents and the library.
+"""The name of a chunk, and the form of its parts: the same in Redis and on disk, for everyone.
 
     key prefix | b"lmcr1:" | namespace (16) | ObjectKey
 
 The namespace identifies the layout: for agents the first 16 hex digits of the engine's fingerprint,
 for the library the namespace of tensors, whose metadata describes them. In Redis each stripe of a
 chunk adds its index; a file on disk has the digest of the key as its name.
+
+A model whose layers have several kinds of KV cache has several *groups*. A chunk then has one part
+for each group, with a layout, and so a namespace, of its own. `Reach` says which parts the engine
+needs in order to continue after a prefix.
 """
 
 from __future__ import annotations
@@ -12,14 +16,19 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass
+from typing import Literal
 
-from lmcache_redis.errors import FormatError
+import msgspec
+
+from lmcache_redis.errors import FormatError, check_int
 from lmcache_redis.keys import KEY_MAGIC, NAMESPACE_BYTES, ObjectKey, key_stem
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
 
 # The fingerprint of tensors, which have no layout.
 TENSORS = hashlib.blake2b(b"lmcr1.tensors", digest_size=32).digest()
+
+MAX_REACH_TOKENS = 1 << 40
 
 
 class ChunkNames:
@@ -66,11 +75,56 @@ class ChunkNames:
         return key_stem(self._namespace, model_name, kv_rank, hash_len, self._prefix)
 
 
+class Reach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which tokens of a prefix the layers of a group still read when they compute the next token.
+
+    kind: "all" for full attention; "window" for a sliding window of ``tokens``, the next token
+        included; "local" for attention chunks of ``tokens``, which do not see each other; "state"
+        for layers whose state after the last token stands for all of them (Mamba).
+
+    These are the tokens that vLLM's ``get_num_skipped_tokens`` leaves over, for each kind.
+    """
+
+    kind: Literal["all", "window", "local", "state"] = "all"
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("the tokens of a reach", self.tokens, 0, MAX_REACH_TOKENS)
+        if (self.tokens == 0) != (self.kind in ("all", "state")):
+            raise FormatError(f"a reach of kind {self.kind!r} with {self.tokens} tokens")
+
+    def first_token(self, end: int) -> int:
+        """The first token that is read after a prefix of ``end`` tokens; ``end`` if none is."""
+        if self.kind == "window":
+            return max(0, end - self.tokens + 1)
+        if self.kind == "local":
+            return end - end % self.tokens
+        return 0 if self.kind == "all" else max(0, end - 1)
+
+    def first_chunk(self, end: int, chunk_tokens: int) -> int:
+        """The first chunk whose part a prefix of ``end`` chunks needs; ``end`` if none.
+
+        It needs all parts from there to its end. The result never decreases with ``end``.
+        """
+        return min(end, self.first_token(end * chunk_tokens) // chunk_tokens)
+
+    def blocks_per_part(self, blocks_per_chunk: int, block_tokens: int) -> int:
+        """How many of a chunk's blocks, counted from its end, a prefix can need."""
+        if self.kind == "state":
+            return 1
+        if self.kind == "window":
+            return min(blocks_per_chunk, max(1, -(-(self.tokens - 1) // block_tokens)))
+        return blocks_per_chunk
+
+
+FULL_REACH = Reach()
+
+
 @dataclass(frozen=True)
 class ChunkForm:
-    """The properties that the chunks of one worker share: names, sizes, headers.
+    """The properties that one worker's chunks, or their parts of one group, share.
 
-    metadata: the serialized `RemoteMetadata` of each.
+    metadata: the serialized `RemoteMetadata` of each. reach: which of them a prefix needs.
     """
 
     names: ChunkNames
@@ -79,10 +133,16 @@ class ChunkForm:
     chunk_bytes: int
     stripe_payload_bytes: int
     metadata: bytes
+    reach: Reach = FULL_REACH
 
     @staticmethod
     def of_pages(
-        names: ChunkNames, model_name: str, kv_rank: int, chunk_bytes: int, slot_bytes: int
+        names: ChunkNames,
+        model_name: str,
+        kv_rank: int,
+        chunk_bytes: int,
+        slot_bytes: int,
+        reach: Reach = FULL_REACH,
     ) -> ChunkForm:
         """The form of chunks of opaque bytes, in stripes of equal size, at most ``slot_bytes``.
 
@@ -91,7 +151,7 @@ class ChunkForm:
         metadata = RemoteMetadata(chunk_bytes, [(chunk_bytes,)], ["uint8"], MemoryFormat.PAGES)
         stripe_bytes = stripe_payload_bytes(chunk_bytes, slot_bytes)
         form = ChunkForm(
-            names, model_name, kv_rank, chunk_bytes, stripe_bytes, metadata.serialize()
+            names, model_name, kv_rank, chunk_bytes, stripe_bytes, metadata.serialize(), reach
         )
         form.frame(bytes(32))
         form.key(bytes(32))

@@ -34,7 +34,7 @@ def form_of(layout: KVLayout, model_name: str, kv_rank: int, config: AgentConfig
             ChunkNames(layout.fingerprint(config.chunk_size_tokens), config.key_prefix),
             model_name,
             kv_rank,
-            layout.chunk_bytes(config.chunk_size_tokens),
+            layout.part_bytes(config.chunk_size_tokens),
             config.slot_bytes,
         )
     except FormatError as error:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from lmcache_redis.errors import ConfigError, DeviceError
+from lmcache_redis.naming import Reach
 
 MAX_SEGMENTS = 65_536
 _MAX_ADDRESS = 2**63 - 1
@@ -38,15 +39,18 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that decides a chunk's bytes, and where its pages are.
+    """Everything that decides the bytes of one group's parts, and where their pages are.
+
+    A part holds the last `blocks_per_part` blocks of its chunk: usually all of them.
 
     Attributes:
         identity: names and values of everything else that changes the bytes (model, ranks, ...).
         dtype: torch-free name of the elements' type.
         device: ``"cpu"`` or ``"cuda"``; not part of the fingerprint.
-        segments: in chunk order; a chunk is all pages of segment 0, then all of segment 1, ...
+        segments: in the order of a part: all its pages of segment 0, then all of segment 1, ...
         page_format: digest of the order of elements in the pages, from `find_segments`. It
             distinguishes head-major from token-major pages, which have equal sizes.
+        reach: which parts of a prefix the engine needs.
     """
 
     identity: tuple[tuple[str, str], ...]
@@ -56,6 +60,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: int
     segments: tuple[Segment, ...]
     page_format: str = ""
+    reach: Reach = Reach()
 
     @property
     def block_bytes(self) -> int:
@@ -73,27 +78,33 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         return blocks
 
-    def chunk_bytes(self, chunk_size_tokens: int) -> int:
-        """Bytes of a whole chunk. Raises ConfigError as `blocks_per_chunk` does."""
-        return self.blocks_per_chunk(chunk_size_tokens) * self.block_bytes
+    def blocks_per_part(self, chunk_size_tokens: int) -> int:
+        """Blocks in a chunk's part. Raises ConfigError as `blocks_per_chunk` does."""
+        blocks = self.blocks_per_chunk(chunk_size_tokens)
+        return self.reach.blocks_per_part(blocks, self.block_size_tokens)
+
+    def part_bytes(self, chunk_size_tokens: int) -> int:
+        """Bytes of a chunk's part. Raises ConfigError as `blocks_per_chunk` does."""
+        return self.blocks_per_part(chunk_size_tokens) * self.block_bytes
 
     def fingerprint(self, chunk_size_tokens: int) -> bytes:
-        """32 bytes that are equal exactly if chunks may be exchanged.
+        """32 bytes that are equal exactly if parts may be exchanged.
 
         blake2b over the compact ASCII JSON array ``[identity sorted, dtype, block size,
-        chunk size, page format, page bytes of every segment]``.
+        chunk size, page format, page bytes of every segment]``, followed by ``kind of reach, blocks
+        per part`` unless the kind is "all".
         """
-        canonical = json.dumps(
-            [
-                sorted(self.identity),
-                self.dtype,
-                self.block_size_tokens,
-                chunk_size_tokens,
-                self.page_format,
-                [segment.page_bytes for segment in self.segments],
-            ],
-            separators=(",", ":"),
-        )
+        decisive: list[object] = [
+            sorted(self.identity),
+            self.dtype,
+            self.block_size_tokens,
+            chunk_size_tokens,
+            self.page_format,
+            [segment.page_bytes for segment in self.segments],
+        ]
+        if self.reach.kind != "all":
+            decisive += [self.reach.kind, self.blocks_per_part(chunk_size_tokens)]
+        canonical = json.dumps(decisive, separators=(",", ":"))
         return hashlib.blake2b(
             canonical.encode("ascii"), digest_size=32, person=b"lmcr-layout-1"
         ).digest()
