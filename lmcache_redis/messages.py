@@ -13,18 +13,21 @@ Order of events
    and its chunk size. Any other message from an unknown peer is answered by
    ``FAILURE(UNKNOWN_PEER)``, which tells a client that the agent was restarted. ``PING``,
    ``STATUS`` and ``GET_CHUNK_SIZE`` need no ``HELLO``.
-2. A worker sends ``REGISTER_KV_CACHE`` with its layout, the layout's fingerprint and handles to
-   its memory. The agent maps the memory before it answers ``DONE``. Until then, the worker's
-   stores and retrieves fail, and lookups of its engine wait until their deadline; they find
-   nothing if no registration is expected.
-3. The scheduler sends ``LOOKUP``. The agent answers ``LOOKUP_RESULT`` when every chunk of the
-   answer is pinned in its host pool, or at ``lookup_deadline_s``. The pins belong to
-   ``(engine_id, request_id)`` until each rank has retrieved its chunk, ``RELEASE_LOCKS`` names the
+2. A worker sends ``REGISTER_KV_CACHE``: the layout of each group of its layers, the layout's
+   fingerprint, and handles to its memory. A chunk has one part for each group. The agent maps the
+   memory before it answers ``DONE``. Until then, the worker's stores and retrieves fail, and
+   lookups of its engine wait until their deadline; they find nothing if no registration is
+   expected.
+3. The scheduler sends ``LOOKUP``. A prefix counts as cached if every group has the parts that the
+   engine needs after it (`Reach`); only these are loaded. The agent answers ``LOOKUP_RESULT`` when
+   all of them are pinned in its host pool, or at ``lookup_deadline_s``. The pins belong to
+   ``(engine_id, request_id)`` until each rank has retrieved its part, ``RELEASE_LOCKS`` names the
    chunk, ``END_SESSION`` ends the request, or the session times out.
-4. A worker sends ``RETRIEVE``: pinned chunks are copied into the named blocks. ``RETRIEVE_RESULT``
-   lists the chunks that were not copied (indices into ``chunks``).
-5. A worker sends ``STORE``: blocks are copied into slots. ``STORE_RESULT`` says that the blocks
-   are no longer read. The agent writes the chunks to Redis afterwards, in the background.
+4. A worker sends ``RETRIEVE`` for each group: parts of pinned chunks are copied into the named
+   blocks. ``RETRIEVE_RESULT`` lists the chunks that were not copied (indices into ``chunks``).
+5. A worker sends ``STORE`` for each group: blocks are copied into slots. ``STORE_RESULT`` says
+   that the blocks are no longer read. The agent writes the parts to Redis afterwards, in the
+   background.
 
 Leases
 ------
@@ -66,7 +69,7 @@ from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import WireError
 from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAGIC = b"LMCR-MP"
 PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
@@ -107,12 +110,21 @@ class GetChunkSize(Message, frozen=True, tag="GET_CHUNK_SIZE"):
     """Asks for the chunk size in tokens."""
 
 
-class RegisterKVCache(Message, frozen=True, tag="REGISTER_KV_CACHE"):
-    """A worker's paged KV cache: its layout and the handles to its memory."""
+class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One group of a worker's layers: which rank names its parts, and their layout."""
 
     kv_rank: int
     layout: KVLayout
     fingerprint: bytes
+
+
+class RegisterKVCache(Message, frozen=True, tag="REGISTER_KV_CACHE"):
+    """A worker's paged KV cache: its groups and the handles to its memory.
+
+    A group's number is its position. The groups of all workers of an engine correspond.
+    """
+
+    groups: tuple[KVGroup, ...]
     storages: tuple[StorageHandle, ...]
 
 
@@ -133,14 +145,19 @@ class ChunkNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Lookup(Message, frozen=True, tag="LOOKUP"):
-    """Asks how many leading ``chunks`` are cached, and loads them into the host pool."""
+    """Asks how many leading ``chunks`` are cached, and loads what a hit needs into the host pool.
+
+    ``first_chunk`` is the number of the first of them in the prompt, the number of chunks that the
+    engine has: which parts a sliding window needs depends on the position in the prompt.
+    """
 
     request_id: Name
     chunks: ChunkNames
+    first_chunk: int = 0
 
 
 class Store(Message, frozen=True, tag="STORE"):
-    """Copies blocks into the cache: ``blocks_per_chunk`` block ids per chunk.
+    """Copies blocks of ``group`` into the cache: the blocks of each chunk's part, in order.
 
     ``event`` is a CUDA interprocess event after which the blocks may be read; None on the CPU.
     """
@@ -150,10 +167,13 @@ class Store(Message, frozen=True, tag="STORE"):
     block_ids: tuple[int, ...]
     lease_ns: int
     event: bytes | None = None
+    group: int = 0
 
 
 class Retrieve(Message, frozen=True, tag="RETRIEVE"):
-    """Copies pinned chunks into blocks, except the blocks of the first ``skip_first_n_tokens``.
+    """Copies parts of pinned chunks into blocks of ``group``.
+
+    The blocks of the first ``skip_first_n_tokens`` are left as they are.
 
     ``event`` is a CUDA interprocess event after which the blocks may be written: the engine may
     still be zeroing them. None on the CPU.
@@ -165,6 +185,7 @@ class Retrieve(Message, frozen=True, tag="RETRIEVE"):
     skip_first_n_tokens: int
     lease_ns: int
     event: bytes | None = None
+    group: int = 0
 
 
 class ReleaseLocks(Message, frozen=True, tag="RELEASE_LOCKS"):

@@ -29,7 +29,9 @@ QUESTIONS: list[m.Message] = [
     m.Hello(1, "engine", "model", 2, None, "0.1.0"),
     m.Hello(1, "engine", "model", 2, 1, "0.1.0"),
     m.GetChunkSize(2),
-    m.RegisterKVCache(3, 7, LAYOUT, b"f" * 32, (SharedMemoryHandle(1, 2, 3, 4, 5, 6),)),
+    m.RegisterKVCache(
+        3, (m.KVGroup(7, LAYOUT, b"f" * 32),), (SharedMemoryHandle(1, 2, 3, 4, 5, 6),)
+    ),
     m.UnregisterKVCache(4),
     m.Lookup(5, "r", HASHES),
     m.Lookup(5, "r", TOKENS),
@@ -71,7 +73,7 @@ def test_answers_survive_the_wire(message: m.Message) -> None:
 
 def test_a_message_in_bytes() -> None:
     assert m.encode(m.Ping(7)) == [
-        b"LMCR-MP\x00\x02",
+        b"LMCR-MP\x00\x03",
         bytes.fromhex("82 a4 74797065 a4 50494e47 a7 63616c6c5f6964 07"),
     ]
 

@@ -20,8 +20,10 @@ from lmcache_redis.agent.transfers import Reply, RetrieveJob, StoreJob
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.errors import DeviceError, WireError
 from lmcache_redis.keys import IPCCacheEngineKey, hash_chunks
+from lmcache_redis.naming import ChunkForm
 
 _JOIN_POLL_S = 0.01
+_MAX_CHUNKS = 1 << 32
 
 
 class Handlers:
@@ -87,14 +89,21 @@ class Handlers:
 
     def _lookup(self, peer: Peer, question: m.Lookup, reply: Reply) -> None:
         hashes = self._hashes(peer, question.chunks)
+        if not 0 <= question.first_chunk < _MAX_CHUNKS:
+            raise WireError(f"a lookup from chunk number {question.first_chunk} on")
         if not hashes:
             reply(m.LookupResult(0, 0))
             return
         deadline_s = time.monotonic() + self._agent.config.lookup_deadline_s
-        self._join_lookup(peer, question.request_id, hashes, deadline_s, reply)
+        self._join_lookup(peer, question, hashes, deadline_s, reply)
 
     def _join_lookup(
-        self, peer: Peer, request_id: str, hashes: Sequence[bytes], deadline_s: float, reply: Reply
+        self,
+        peer: Peer,
+        question: m.Lookup,
+        hashes: Sequence[bytes],
+        deadline_s: float,
+        reply: Reply,
     ) -> None:
         """Begins a lookup, at once or when the registrations in progress have ended."""
         now_s = time.monotonic()
@@ -102,25 +111,36 @@ class Handlers:
         if ranks is None and (now_s >= deadline_s or not self._peers.joining(peer, now_s)):
             reply(m.LookupResult(0, 0))
             return
-        session = self._session(peer, request_id, for_lookup=True)
+        session = self._session(peer, question.request_id, for_lookup=True)
         if session.cancel_lookup is not None:
             session.cancel_lookup()
         if ranks is None:
-            again = partial(self._join_lookup, peer, request_id, hashes, deadline_s, reply)
+            again = partial(self._join_lookup, peer, question, hashes, deadline_s, reply)
             session.cancel_lookup = self._agent.loop.after(_JOIN_POLL_S, again).cancel
             return
-        self._begin_lookup(session, ranks, hashes, deadline_s, reply)
+        self._begin_lookup(session, ranks, hashes, question.first_chunk, deadline_s, reply)
 
     def _begin_lookup(
         self,
         session: Session,
         ranks: Sequence[Registration],
         hashes: Sequence[bytes],
+        first_chunk: int,
         deadline_s: float,
         reply: Reply,
     ) -> None:
         """Begins a lookup. The session takes over its pins, and cancels it if the session ends."""
         started_s = time.monotonic()
+        # Ranks that hold equal bytes share their parts: each is looked up and loaded once.
+        users: dict[bytes, list[tuple[int, int]]] = {}
+        forms: list[ChunkForm] = []
+        for registration in ranks:
+            for number, group in enumerate(registration.groups):
+                sharing = users.setdefault(group.form.stem(len(hashes[0])), [])
+                if not sharing:
+                    forms.append(group.form)
+                sharing.append((registration.worker_id, number))
+        rows = list(users.values())
 
         def answer(found: PrefixLookup) -> None:
             reply(m.LookupResult(0, found.bound))  # first, because the engine is waiting
@@ -137,20 +157,30 @@ class Handlers:
             tally.from_disk += from_disk
             tally.lookup_ms += (time.monotonic() - started_s) * 1e3
             tally.reasons |= found.reasons
-            for (chunk, rank), entry in found.take().items():
-                session.hold((ranks[rank].worker_id, hashes[chunk]), entry)
+            for (chunk, row), entry in found.take().items():
+                for worker_id, number in rows[row][1:]:
+                    self._cache.pool.pin(entry)
+                    session.hold((worker_id, number, hashes[chunk]), entry)
+                session.hold((*rows[row][0], hashes[chunk]), entry)
             if session.cancel_lookup == found.cancel:
                 session.cancel_lookup = None
 
-        forms = [each.form for each in ranks]
-        lookup = PrefixLookup(self._cache, forms, hashes, deadline_s, answer)
+        lookup = PrefixLookup(
+            self._cache,
+            forms,
+            hashes,
+            deadline_s,
+            answer,
+            first_chunk=first_chunk,
+            chunk_tokens=self._agent.config.chunk_size_tokens,
+        )
         session.cancel_lookup = lookup.cancel
         lookup.start()
 
     def _retrieve(self, peer: Peer, question: m.Retrieve, reply: Reply) -> None:
         registration = self._registration(peer)
         hashes = self._hashes(peer, question.chunks)
-        _check_blocks(registration, hashes, question.block_ids)
+        _check_blocks(registration, hashes, question)
         if question.skip_first_n_tokens < 0:
             raise WireError("skip_first_n_tokens is negative")
         session = self._session(peer, question.request_id, for_lookup=False)
@@ -160,7 +190,7 @@ class Handlers:
     def _store(self, peer: Peer, question: m.Store, reply: Reply) -> None:
         registration = self._registration(peer)
         hashes = self._hashes(peer, question.chunks)
-        _check_blocks(registration, hashes, question.block_ids)
+        _check_blocks(registration, hashes, question)
         session = self._session(peer, question.request_id, for_lookup=False)
         StoreJob(self._agent, session, registration, hashes, question, reply).start()
 
@@ -173,8 +203,9 @@ class Handlers:
     def _clear(self, peer: Peer, question: m.Clear, reply: Reply) -> None:
         """Removes chunks of an epoch that the engine has ended and will never ask for again."""
         prefixes: set[bytes] = set()
-        for registration in self._peers.registrations(peer.engine_id):
-            form, epoch = registration.form, question.epoch
+        epoch = question.epoch
+        registrations = self._peers.registrations(peer.engine_id)
+        for form in [group.form for each in registrations for group in each.groups]:
             if epoch is None:
                 prefixes.add(form.names.common)
             else:
@@ -217,12 +248,15 @@ class Handlers:
 
 
 def _check_blocks(
-    registration: Registration, hashes: Sequence[bytes], block_ids: Sequence[int]
+    registration: Registration, hashes: Sequence[bytes], question: m.Store | m.Retrieve
 ) -> None:
-    expected = len(hashes) * registration.blocks_per_chunk
+    group, block_ids = question.group, question.block_ids
+    if not 0 <= group < len(registration.groups):
+        raise WireError(f"group {group} of a worker with {len(registration.groups)} groups")
+    expected = len(hashes) * registration.groups[group].blocks_per_part
     if len(block_ids) != expected:
         raise WireError(f"{len(block_ids)} block ids for {len(hashes)} chunks of {expected} blocks")
-    num_blocks = registration.device.layout.num_blocks
+    num_blocks = registration.device.layouts[group].num_blocks
     if block_ids and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
         raise WireError(f"a block id outside the {num_blocks} blocks of the KV cache")
 

@@ -23,14 +23,21 @@ from lmcache_redis.processes import is_running
 _JOIN_S = 2.0
 
 
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One group of a worker's layers: the form of its parts, and the blocks of one."""
+
+    form: ChunkForm
+    blocks_per_part: int
+
+
 @dataclass(eq=False)
 class Registration:
-    """One worker whose memory is mapped, and how its chunks are named and cut."""
+    """One worker whose memory is mapped, and how the parts of its chunks are named and cut."""
 
     engine_id: str
     worker_id: int
-    form: ChunkForm
-    blocks_per_chunk: int
+    groups: tuple[Group, ...]
     device: DeviceContext
     storages: tuple[m.StorageHandle, ...]
 
@@ -40,10 +47,9 @@ class Registration:
         storage = self.storages[0]
         return storage.device_uuid if isinstance(storage, CudaIPCHandle) else CPU
 
-    @property
-    def chunks_per_call(self) -> int:
-        """How many chunks its device copies in one call."""
-        return max(1, self.device.call_bytes // self.form.chunk_bytes)
+    def chunks_per_call(self, group: int) -> int:
+        """How many parts its device copies in one call."""
+        return max(1, self.device.call_bytes // self.groups[group].form.chunk_bytes)
 
 
 @dataclass(eq=False)

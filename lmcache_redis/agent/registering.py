@@ -13,7 +13,7 @@ from functools import partial
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import REGISTERING, CopyOutcome
 from lmcache_redis.agent.parts import Agent
-from lmcache_redis.agent.peers import Peer, Registration
+from lmcache_redis.agent.peers import Group, Peer, Registration
 from lmcache_redis.agent.transfers import Reply
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.context import DeviceContext, open_device
@@ -24,11 +24,19 @@ from lmcache_redis.naming import ChunkForm, ChunkNames
 
 logger = logging.getLogger(__name__)
 
+MAX_GROUPS = 256
+_REACHES = {
+    "all": "%.0d",
+    "window": ", a sliding window of %d tokens",
+    "local": ", attention chunks of %d tokens",
+    "state": ", one state%.0d",
+}
+
 _Worker = tuple[str, "int | None"]  # engine id, worker id
 
 
 def form_of(layout: KVLayout, model_name: str, kv_rank: int, config: AgentConfig) -> ChunkForm:
-    """The form of a worker's chunks. Raises ``ConfigError`` if they cannot be cached."""
+    """The form of a group's parts. Raises ``ConfigError`` if they cannot be cached."""
     try:
         return ChunkForm.of_pages(
             ChunkNames(layout.fingerprint(config.chunk_size_tokens), config.key_prefix),
@@ -36,6 +44,7 @@ def form_of(layout: KVLayout, model_name: str, kv_rank: int, config: AgentConfig
             kv_rank,
             layout.part_bytes(config.chunk_size_tokens),
             config.slot_bytes,
+            layout.reach,
         )
     except FormatError as error:
         raise ConfigError(f"chunks of this KV cache cannot be cached: {error}") from error
@@ -65,7 +74,7 @@ class Registering:
             raise WireError("a KV cache is registered without an engine id")
         storages = question.storages
         try:
-            form = self._form(peer, question)
+            groups = self._groups(peer, question)
             # There is often one storage per layer, all of one process.
             for handle in {(each.pid, each.pid_start_time): each for each in storages}.values():
                 check_exporter(handle)
@@ -79,31 +88,39 @@ class Registering:
             REGISTERING,
             partial(self._open, question, opened, self._config.device),
             lambda outcome: self._cache.owner.post(
-                partial(self._mapped, peer, form, question, opened, reply)
+                partial(self._mapped, peer, groups, question, opened, reply)
             ),
         )
 
-    def _form(self, peer: Peer, question: m.RegisterKVCache) -> ChunkForm:
+    def _groups(self, peer: Peer, question: m.RegisterKVCache) -> tuple[Group, ...]:
         """Raises ``ConfigError`` if the chunks cannot be cached with these settings."""
-        form = form_of(question.layout, peer.hello.model_name, question.kv_rank, self._config)
-        if form.fingerprint != question.fingerprint:
+        if not 0 < len(question.groups) <= MAX_GROUPS:
+            raise ConfigError(f"{len(question.groups)} groups; there may be 1 to {MAX_GROUPS}")
+        chunk_tokens = self._config.chunk_size_tokens
+        groups = []
+        for each in question.groups:
+            form = form_of(each.layout, peer.hello.model_name, each.kv_rank, self._config)
+            if form.fingerprint != each.fingerprint:
+                raise ConfigError(
+                    "engine and agent compute different fingerprints of one layout: "
+                    "install the same lmcache-redis on both sides"
+                )
+            groups.append(Group(form, each.layout.blocks_per_part(chunk_tokens)))
+        chunk_bytes = sum(group.form.chunk_bytes for group in groups)
+        if sum(group.form.stripe_count for group in groups) > self._cache.pool.capacity:
             raise ConfigError(
-                "engine and agent compute different fingerprints of one layout: "
-                "install the same lmcache-redis on both sides"
-            )
-        if form.stripe_count > self._cache.pool.capacity:
-            raise ConfigError(
-                f"a chunk of {form.chunk_bytes} bytes does not fit the host pool: "
+                f"a chunk of {chunk_bytes} bytes does not fit the host pool: "
                 "start the agent with a larger --pool-bytes"
             )
-        return form
+        return tuple(groups)
 
     def _open(
         self, question: m.RegisterKVCache, opened: list[DeviceContext | DeviceError], allowed: str
     ) -> CopyOutcome:
         # On a copy thread: mapping a KV cache and pinning the host pool take seconds.
         try:
-            device = open_device(question.layout, question.storages, allowed)
+            layouts = [group.layout for group in question.groups]
+            device = open_device(layouts, question.storages, allowed)
         except DeviceError as error:
             opened.append(error)
             return CopyOutcome.FAILED
@@ -117,7 +134,7 @@ class Registering:
     def _mapped(
         self,
         peer: Peer,
-        form: ChunkForm,
+        groups: tuple[Group, ...],
         question: m.RegisterKVCache,
         opened: list[DeviceContext | DeviceError],
         reply: Reply,
@@ -133,8 +150,7 @@ class Registering:
         registration = Registration(
             peer.engine_id,
             worker_id,
-            form,
-            question.layout.blocks_per_chunk(self._config.chunk_size_tokens),
+            groups,
             device,
             question.storages,
         )
@@ -143,10 +159,12 @@ class Registering:
             return
         peer.registration = registration
         self._cache.metrics.count("registrations")
-        logger.info(
-            "registered %s: chunks of %.1f MiB in %d stripes, layout %s",
-            _name(peer), form.chunk_bytes / 2**20, form.stripe_count, form.fingerprint.hex()[:12],
-        )  # fmt: skip
+        for form in (group.form for group in groups):
+            logger.info(
+                "registered %s: chunks of %.1f MiB in %d stripes, layout %s%s",
+                _name(peer), form.chunk_bytes / 2**20, form.stripe_count,
+                form.fingerprint.hex()[:12], _REACHES[form.reach.kind] % form.reach.tokens,
+            )  # fmt: skip
         # This tells the engine that every copy through a former mapping has ended.
         self.when_unmapped(peer, lambda: reply(m.Done(0)))
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 MAX_SESSIONS = 1 << 16
 
 SessionKey = tuple[str, str]  # engine id, request id
-PinKey = tuple[int, bytes]  # worker id, chunk hash
+PinKey = tuple[int, int, bytes]  # worker id, group, chunk hash
 
 
 @dataclass
@@ -76,8 +76,8 @@ class Session:
         return self._pins.pop(pin, None)
 
     def release(self, chunk_hash: bytes) -> int:
-        """Releases all workers' pins of a chunk; returns how many there were."""
-        found = [pin for pin in self._pins if pin[1] == chunk_hash]
+        """Releases all pins of a chunk's parts; returns how many there were."""
+        found = [pin for pin in self._pins if pin[2] == chunk_hash]
         for pin in found:
             self._pool.unpin(self._pins.pop(pin))
         return len(found)

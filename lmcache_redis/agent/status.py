@@ -9,6 +9,7 @@ from typing import Any
 
 from lmcache_redis import __version__
 from lmcache_redis.agent.parts import Agent
+from lmcache_redis.naming import ChunkForm
 
 Line = tuple[int, str]
 
@@ -49,9 +50,10 @@ def status_report(agent: Agent) -> dict[str, Any]:
                 "model": peer.hello.model_name,
                 "worker_id": peer.hello.worker_id,
                 "world_size": peer.hello.world_size,
-                "chunk_bytes": peer.registration.form.chunk_bytes,
-                "layout": peer.registration.form.fingerprint.hex(),
-                "device": peer.registration.device.layout.device,
+                "chunk_bytes": sum(g.form.chunk_bytes for g in peer.registration.groups),
+                "layout": peer.registration.groups[0].form.fingerprint.hex(),
+                "groups": [_group(group.form) for group in peer.registration.groups],
+                "device": peer.registration.device.layouts[0].device,
                 # False while its scheduler or another of its ranks is missing.
                 "ready": peers.complete(peer.engine_id),
             }
@@ -59,6 +61,15 @@ def status_report(agent: Agent) -> dict[str, Any]:
             if peer.registration is not None
         ],
         "counters": agent.cache.metrics.snapshot(),
+    }
+
+
+def _group(form: ChunkForm) -> dict[str, Any]:
+    return {
+        "layout": form.fingerprint.hex(),
+        "part_bytes": form.chunk_bytes,
+        "reach": form.reach.kind,
+        "reach_tokens": form.reach.tokens,
     }
 
 

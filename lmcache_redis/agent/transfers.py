@@ -53,7 +53,8 @@ class CopyJob(ABC):
         self._metrics = agent.cache.metrics
         self._session = session
         self._registration = registration
-        self._form = registration.form
+        self._group = registration.groups[question.group]
+        self._form = self._group.form
         self._hashes = hashes
         self._question = question
         self._reply = reply
@@ -93,7 +94,7 @@ class CopyJob(ABC):
         self._pending.update(chunks)
         # The threads of a device that hangs never take another copy from its queue.
         self._cache.owner.at(self._question.lease_ns / 1e9, self._copies.drop_late)
-        per_call = self._registration.chunks_per_call
+        per_call = self._registration.chunks_per_call(self._question.group)
         for first in range(0, len(chunks), per_call):
             self._begin_call(chunks[first : first + per_call])
 
@@ -114,7 +115,7 @@ class CopyJob(ABC):
                 self._end(chunk, CopyOutcome.FAILED)
 
     def _submit(self, entries: Mapping[int, Entry]) -> None:
-        per_chunk = self._registration.blocks_per_chunk
+        per_chunk = self._group.blocks_per_part
         block_ids: list[int] = []
         slots: list[memoryview] = []
         for chunk, entry in entries.items():
@@ -218,6 +219,7 @@ class StoreJob(CopyJob):
             on_blocks_read,
             lease_ns,
             len(chunks),
+            self._question.group,
         )
         return read_in_time or time.monotonic_ns() <= lease_ns
 
@@ -280,8 +282,8 @@ class RetrieveJob(CopyJob):
 
     def start(self, skip_first_n_tokens: int) -> None:
         """Queues the copies."""
-        block_tokens = self._registration.device.layout.block_size_tokens
-        self._skip_blocks = skip_first_n_tokens // block_tokens
+        layout = self._registration.device.layouts[self._question.group]
+        self._skip_blocks = skip_first_n_tokens // layout.block_size_tokens
         self._started_s = time.monotonic()
         self._failed = []
         self._queue = self._copies.scatter
@@ -290,7 +292,8 @@ class RetrieveJob(CopyJob):
     def _take(self, chunk: int) -> Entry | None:
         """The chunk's entry with the session's pin, or with a new one."""
         chunk_hash, pool = self._hashes[chunk], self._cache.pool
-        entry = self._session.take((self._registration.worker_id, chunk_hash))
+        pin = (self._registration.worker_id, self._question.group, chunk_hash)
+        entry = self._session.take(pin)
         if entry is None:
             entry = pool.get(self._form.key(chunk_hash))
             if entry is None or entry.state is not EntryState.READY:
@@ -301,7 +304,7 @@ class RetrieveJob(CopyJob):
     def _move(
         self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
     ) -> bool:
-        per_chunk = self._registration.blocks_per_chunk
+        per_chunk = self._group.blocks_per_part
         skip = sum(min(max(0, self._skip_blocks - c * per_chunk), per_chunk) for c in chunks)
         self._registration.device.scatter(
             block_ids,
@@ -311,6 +314,7 @@ class RetrieveJob(CopyJob):
             self._question.event,
             self._question.lease_ns,
             len(chunks),
+            self._question.group,
         )
         return True
 

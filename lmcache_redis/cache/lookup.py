@@ -48,6 +48,9 @@ class PrefixLookup:
         hashes: Sequence[bytes],
         deadline_s: float,
         done: Callable[[PrefixLookup], None],
+        *,
+        first_chunk: int = 0,
+        chunk_tokens: int = 0,
     ) -> None:
         self.bound = len(hashes)
         self.reasons: set[str] = set()

@@ -111,21 +111,21 @@ class AgentProcess:
 class Transfer:
     """An operation, the call that carries it, and its deadline.
 
-    lease_ns: on CLOCK_MONOTONIC. blocks_per_chunk: positive. agent: None if there was none.
+    lease_ns: on CLOCK_MONOTONIC. blocks_per_part: positive. agent: None if there was none.
     event: kept alive until the agent has waited for it.
     """
 
     call: Call
     op: LoadStoreOp
     lease_ns: int
-    blocks_per_chunk: int
+    blocks_per_part: int
     agent: AgentProcess | None
     event: InterprocessEvent | None
 
     @property
     def chunks(self) -> int:
         """Number of chunks."""
-        return len(self.op) // self.blocks_per_chunk
+        return len(self.op) // self.blocks_per_part
 
     @property
     def answered(self) -> bool:
@@ -194,7 +194,7 @@ class Retrieve(Transfer):
             self.op.block_ids[block]
             for index in self.failed_chunks
             for block in range(
-                max(self.skip_blocks, index * self.blocks_per_chunk),
-                (index + 1) * self.blocks_per_chunk,
+                max(self.skip_blocks, index * self.blocks_per_part),
+                (index + 1) * self.blocks_per_part,
             )
         }

@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING
 
 from lmcache_redis.keys import IPCCacheEngineKey
 from lmcache_redis.messages import ChunkNames
+from lmcache_redis.naming import FULL_REACH, Reach
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """The KV cache of one group of a worker's layers, which share their block ids.
+
+    tensors: by name, in the order of a chunk's part. Each has a dimension that counts blocks.
+    dtype: the name of the elements' type.
+    block_size_tokens: tokens of one block; the chunk size is a multiple of it.
+    reach: which parts of a prefix the engine needs after it.
+    identity: what decides the bytes of this group's parts and not of the others.
+    shard: number of this worker's share of the group's bytes, and how many shares there are; None:
+        every worker has its own. Workers with equal shares hold equal bytes.
+    replica: number of this worker among those with equal shares, and how many they are.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    dtype: str
+    block_size_tokens: int
+    reach: Reach = FULL_REACH
+    identity: Mapping[str, str] = field(default_factory=dict)
+    shard: tuple[int, int] | None = None
+    replica: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True)
 class LoadStoreOp:
-    """Whole chunks of one request, and the blocks to store them from or to load them into.
+    """Parts of whole chunks of one request, and the blocks to store or to load them.
 
-    Exactly one of ``token_ids`` and ``block_hashes`` is given. The fields are in the order of
-    LMCache's class of the same name.
+    Exactly one of ``token_ids``, ``block_hashes`` and ``chunk_hashes`` is given. The first fields
+    are in the order of LMCache's class of the same name.
 
-    block_ids: ids of paged blocks in token order, ``blocks_per_chunk`` per chunk.
+    block_ids: ids of paged blocks in token order, equally many for each chunk: all of its blocks,
+        or the last ones if the group's parts hold no more (`Reach.blocks_per_part`).
     token_ids: all tokens of the request up to ``end``, or more (token mode). The operation covers
         the chunks of ``[start, end)``; both are multiples of the chunk size.
     block_hashes: the engine's hash of each of these blocks (hash mode).
-    skip_first_n_tokens: a load does not write the blocks of this many leading tokens, because
+    chunk_hashes: the name of each chunk, instead of the hash of each block.
+    skip_first_n_tokens: a load does not write the first blocks, those of so many tokens, because
         other requests may be reading them.
+    group: the number of the group that the blocks belong to.
 
     Raises TypeError for hashes in place of token ids or the reverse, ValueError for inconsistent
     arguments.
@@ -33,9 +64,19 @@ class LoadStoreOp:
     start: int = 0
     end: int = 0
     _: KW_ONLY
+    chunk_hashes: Sequence[bytes] | None = None
     skip_first_n_tokens: int = 0
+    group: int = 0
 
     def __post_init__(self) -> None:
+        if self.chunk_hashes is not None:
+            check_names(self.token_ids, self.block_hashes or self.chunk_hashes)
+            if len(self.block_ids) % max(1, len(self.chunk_hashes)):
+                raise ValueError(
+                    f"{len(self.block_ids)} blocks do not divide among {len(self.chunk_hashes)} "
+                    "chunks"
+                )
+            return
         check_names(self.token_ids, self.block_hashes)
         if self.block_hashes is not None and len(self.block_hashes) != len(self.block_ids):
             raise ValueError(

@@ -33,7 +33,8 @@ class LMCacheMPSchedulerAdapter:
 
     endpoint: where the agent listens.
     model_name, world_size: as in every key of this engine.
-    block_size_tokens: tokens of one paged block; divides the agent's chunk size.
+    block_size_tokens: tokens of one paged block, or the least common multiple if groups differ;
+        divides the agent's chunk size.
     engine_id: shared by the scheduler and the workers of one engine, unique to that engine.
 
     Without an agent every lookup is a miss.
@@ -126,7 +127,9 @@ class LMCacheMPSchedulerAdapter:
         welcome = self.link.welcome
         deadline_s = _GRACE_S + (welcome.lookup_deadline_s if welcome else 0.0)
         lookup.deadline_s = time.monotonic() + deadline_s
-        lookup.call = self.link.submit(m.Lookup, request_id=request_id, chunks=chunks)
+        lookup.call = self.link.submit(
+            m.Lookup, request_id=request_id, chunks=chunks, first_chunk=first_chunk
+        )
 
     def check_lookup_result(self, request_id: str, *, wait_s: float = 0.0) -> int | None:
         """The end of the cached prefix in tokens, 0 for a miss; None if not known yet.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from lmcache_redis.client.calls import (
     Store,
 )
 from lmcache_redis.client.link import AgentLink
-from lmcache_redis.client.operations import LoadStoreOp, chunk_names
+from lmcache_redis.client.operations import CacheGroup, LoadStoreOp, chunk_names
 from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import ConfigError
@@ -58,8 +58,9 @@ class WorkerClient:
         self._world_size = world_size
         self._worker_id = worker_id
         self._block_size_tokens = block_size_tokens
-        self._caches: tuple[KVLayout, tuple[m.StorageHandle, ...]] | None = None
-        self._held_caches: Mapping[str, torch.Tensor] = {}
+        self._groups: Sequence[CacheGroup] = ()  # references keep the memory alive
+        self._layouts: list[KVLayout] = []
+        self._storages: tuple[m.StorageHandle, ...] = ()
         self._registered: m.Welcome | None = None  # of the agent that has mapped the memory
         self._agent: AgentProcess | None = None
         self._registrations = 0  # sent so far
@@ -85,26 +86,44 @@ class WorkerClient:
         identity: Mapping[str, str],
         block_strides: Mapping[str, int] | None = None,
     ) -> None:
+        """Registers a KV cache of one group with ``block_size_tokens``; see `register_groups`."""
+        group = CacheGroup(kv_caches, dtype, self._block_size_tokens)
+        self.register_groups(
+            [group], num_blocks=num_blocks, identity=identity, block_strides=block_strides
+        )
+
+    def register_groups(
+        self,
+        groups: Sequence[CacheGroup],
+        *,
+        num_blocks: int,
+        identity: Mapping[str, str],
+        block_strides: Mapping[str, int] | None = None,
+    ) -> None:
         """Exports the paged KV cache and registers it, now and with every later agent.
 
-        kv_caches: one tensor per layer; one of its dimensions is ``num_blocks`` long. CPU tensors
-            move into shared memory, in place.
+        groups: their numbers are their positions. One dimension of every tensor is ``num_blocks``
+            long. CPU tensors move into shared memory, in place.
         identity: everything else that decides the bytes of a chunk (model revision, backend, ...).
         block_strides: bytes between blocks, by tensor, if the engine knows them.
         Raises ``DeviceError`` if the memory cannot be exported.
         """
-        exported = export_kv_caches(kv_caches, num_blocks, block_strides)
-        layout = KVLayout(
-            identity=tuple(sorted(identity.items())),
-            dtype=dtype,
-            device=exported.device,
-            block_size_tokens=self._block_size_tokens,
-            num_blocks=num_blocks,
-            segments=exported.segments,
-            page_format=exported.page_format,
-        )
-        self._caches = (layout, exported.storages)
-        self._held_caches = kv_caches  # a reference keeps the memory alive
+        tensors = [group.tensors for group in groups]
+        exported = export_kv_caches(tensors, num_blocks, block_strides)
+        self._groups, self._storages = groups, exported.storages
+        self._layouts = [
+            KVLayout(
+                identity=tuple(sorted({**identity, **group.identity}.items())),
+                dtype=group.dtype,
+                device=exported.device,
+                block_size_tokens=group.block_size_tokens,
+                num_blocks=num_blocks,
+                segments=pages.segments,
+                page_format=pages.page_format,
+                reach=group.reach,
+            )
+            for group, pages in zip(groups, exported.groups, strict=True)
+        ]
         if self.link.welcome is not None:
             self._register(self.link.welcome)
 
@@ -117,7 +136,7 @@ class WorkerClient:
     @property
     def on_cuda(self) -> bool:
         """Whether the registered memory is a GPU's."""
-        return self._caches is not None and self._caches[0].device == "cuda"
+        return any(layout.device == "cuda" for layout in self._layouts)
 
     def num_blocks_per_chunk(self) -> int:
         """Paged blocks of one chunk; 0 before the first WELCOME."""
@@ -127,7 +146,7 @@ class WorkerClient:
     def _register(self, welcome: m.Welcome) -> None:
         self._registered = None
         self._agent = agent = AgentProcess(welcome)
-        if self._caches is None:
+        if not self._layouts:
             return
         if not agent.visible:
             logger.error(
@@ -136,23 +155,24 @@ class WorkerClient:
                 "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)"
             )
             return
-        layout, storages = self._caches
+        chunk_tokens = welcome.chunk_size_tokens
         try:
-            fingerprint = layout.fingerprint(welcome.chunk_size_tokens)
-            layout.blocks_per_chunk(welcome.chunk_size_tokens)
+            for layout in self._layouts:
+                layout.blocks_per_chunk(chunk_tokens)
         except ConfigError as error:
             logger.error("the agent cannot be used: %s", error)
             return
+        registered = []
+        for group, layout in zip(self._groups, self._layouts, strict=True):
+            share, shares = group.shard or (self._worker_id, self._world_size)
+            kv_rank = ObjectKey.ComputeKVRank(shares, share, shares, share)
+            registered.append(m.KVGroup(kv_rank, layout, layout.fingerprint(chunk_tokens)))
         self._registrations += 1
         self.link.submit(
             m.RegisterKVCache,
             partial(self._on_registered, welcome, self._registrations),
-            kv_rank=ObjectKey.ComputeKVRank(
-                self._world_size, self._worker_id, self._world_size, self._worker_id
-            ),
-            layout=layout,
-            fingerprint=fingerprint,
-            storages=storages,
+            groups=tuple(registered),
+            storages=self._storages,
         )
 
     def _on_registered(self, welcome: m.Welcome, registration: int, call: Call) -> None:
@@ -186,8 +206,9 @@ class WorkerClient:
             block_ids=tuple(op.block_ids),
             lease_ns=lease_ns,
             event=None if event is None else event.ipc_handle(),
+            group=op.group,
         )
-        return Store(call, op, lease_ns, self._blocks_per_chunk(op), self._agent, event)
+        return Store(call, op, lease_ns, self._blocks_per_part(op), self._agent, event)
 
     def begin_retrieve(
         self,
@@ -211,10 +232,14 @@ class WorkerClient:
             skip_first_n_tokens=op.skip_first_n_tokens,
             lease_ns=lease_ns,
             event=None if event is None else event.ipc_handle(),
+            group=op.group,
         )
+        block_tokens = self._block_size_tokens
+        if self._groups:
+            block_tokens = self._groups[op.group].block_size_tokens
         return Retrieve(
-            call, op, lease_ns, self._blocks_per_chunk(op), self._agent, event,
-            skip_blocks=op.skip_first_n_tokens // self._block_size_tokens,
+            call, op, lease_ns, self._blocks_per_part(op), self._agent, event,
+            skip_blocks=op.skip_first_n_tokens // block_tokens,
             remapped=lambda: self._mapped > registrations,
         )  # fmt: skip
 
@@ -228,11 +253,15 @@ class WorkerClient:
         self.link.close()
         return closed or self._agent is None or self._agent.has_ended()
 
-    def _blocks_per_chunk(self, op: LoadStoreOp) -> int:
+    def _blocks_per_part(self, op: LoadStoreOp) -> int:
+        if op.chunk_hashes:
+            return max(1, len(op) // len(op.chunk_hashes))
         # Before the first WELCOME the whole operation counts as one chunk.
         return self.num_blocks_per_chunk() or max(1, len(op))
 
     def _names(self, request_id: str, op: LoadStoreOp, cache_salt: str | bytes) -> m.ChunkNames:
+        if op.chunk_hashes is not None:
+            return m.ChunkNames(tuple(op.chunk_hashes))
         return chunk_names(
             self._model_name,
             self._world_size,

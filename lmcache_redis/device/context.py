@@ -11,16 +11,13 @@ Only this module chooses between devices. It imports torch only for tensors and 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from lmcache_redis.device.handles import (
-    CudaIPCHandle,
-    ExportedCaches,
-    SharedMemoryHandle,
-    StorageHandle,
-)
+from lmcache_redis.device.blocks import PagedSegments, find_segments, view_tensors
+from lmcache_redis.device.handles import CudaIPCHandle, SharedMemoryHandle, StorageHandle
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
 
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
 class DeviceContext(Protocol):
     """One worker's paged KV cache, mapped. Every method may raise DeviceError.
 
-    A call moves ``chunks`` chunks of equally many blocks: ``block_ids`` has the blocks of the first
+    A call moves parts of ``chunks`` chunks in one group: ``block_ids`` has the blocks of the first
     chunk in token order, then those of the second, and so on; ``slots`` likewise. Slots are
     writable memoryviews of bytes, one for each stripe, at least as long as the stripe's payload.
     Slots and blocks belong to the call until it returns. Arguments are checked before the first
@@ -45,7 +42,9 @@ class DeviceContext(Protocol):
     """
 
     @property
-    def layout(self) -> KVLayout: ...
+    def layouts(self) -> Sequence[KVLayout]:
+        """The layout of each group."""
+        ...
 
     @property
     def call_bytes(self) -> int:
@@ -66,6 +65,7 @@ class DeviceContext(Protocol):
         on_blocks_read: Callable[[], None] | None = None,
         until_ns: int | None = None,
         chunks: int = 1,
+        group: int = 0,
     ) -> None:
         """Copy the chunks in ``block_ids`` into ``slots``; return when the copies are complete.
 
@@ -86,6 +86,7 @@ class DeviceContext(Protocol):
         event: bytes | None = None,
         until_ns: int | None = None,
         chunks: int = 1,
+        group: int = 0,
     ) -> None:
         """Copy the chunks in ``slots`` into ``block_ids``.
 
@@ -101,47 +102,76 @@ class DeviceContext(Protocol):
         ...
 
 
+class ExportedCaches(NamedTuple):
+    """What a registration needs of an engine's KV cache: the memory, and each group's pages."""
+
+    device: str
+    storages: tuple[StorageHandle, ...]
+    groups: tuple[PagedSegments, ...]
+
+
 def export_kv_caches(
-    kv_caches: Mapping[str, torch.Tensor],
+    groups: Sequence[Mapping[str, torch.Tensor]],
     num_blocks: int,
     block_strides: Mapping[str, int] | None = None,
 ) -> ExportedCaches:
     """Make an engine's tensors readable and writable by the agent.
 
-    All tensors are on one device. Raises DeviceError if they cannot be exported.
+    Args:
+        groups: for each group the tensors by name, in the order of its parts. Groups may overlay
+            each other: a block belongs to one of them at a time.
+        num_blocks, block_strides: as in `lmcache_redis.device.blocks.find_segments`.
+
+    Raises:
+        DeviceError: the tensors are not on one device, or cannot be exported.
     """
-    devices = {tensor.device.type for tensor in kv_caches.values()}
-    if devices == {"cpu"}:
-        from lmcache_redis.device.cpu import share_kv_caches
+    tensors = {name: tensor for group in groups for name, tensor in group.items()}
+    devices = {tensor.device.type for tensor in tensors.values() if hasattr(tensor, "device")}
+    if len(devices) > 1 or not devices <= {"cpu", "cuda"}:
+        raise DeviceError(f"a KV cache on {sorted(devices)}: only one of cpu and cuda is supported")
+    device = next(iter(devices), "cpu")
+    views, storages = view_tensors(tensors, device)
+    found = iter(views)
+    pages = tuple(
+        find_segments(list(itertools.islice(found, len(group))), num_blocks, block_strides)
+        for group in groups
+    )
+    handles: tuple[StorageHandle, ...]
+    if device == "cpu":
+        from lmcache_redis.device.cpu import share_storages
 
-        return share_kv_caches(kv_caches, num_blocks, block_strides)
-    if devices == {"cuda"}:
-        from lmcache_redis.device.cuda_ipc import export_cuda_caches
+        handles = share_storages(storages)
+    else:
+        from lmcache_redis.device.cuda_ipc import export_storages
 
-        return export_cuda_caches(kv_caches, num_blocks, block_strides)
-    raise DeviceError(f"a KV cache on {sorted(devices)}: only one of cpu and cuda is supported")
+        handles = export_storages(storages)
+    return ExportedCaches(device, handles, pages)
 
 
 def open_device(
-    layout: KVLayout, storages: Sequence[StorageHandle], allowed: str = "auto"
+    layouts: Sequence[KVLayout], storages: Sequence[StorageHandle], allowed: str = "auto"
 ) -> DeviceContext:
-    """Map a worker's KV cache. Raises DeviceError if that fails or is not ``allowed``."""
-    if allowed not in ("auto", layout.device):
+    """Map a worker's KV cache, which has a layout for each group.
+
+    Raises DeviceError if that fails or is not ``allowed``.
+    """
+    device = " and ".join(sorted({layout.device for layout in layouts}))
+    if allowed not in ("auto", device):
         raise DeviceError(
-            f"the engine's KV cache is on {layout.device}, and the agent was started with "
+            f"the engine's KV cache is on {device}, and the agent was started with "
             f"--device {allowed}"
         )
     shared = [storage for storage in storages if isinstance(storage, SharedMemoryHandle)]
     cuda = [storage for storage in storages if isinstance(storage, CudaIPCHandle)]
-    if layout.device == "cpu" and not cuda:
+    if device == "cpu" and not cuda:
         from lmcache_redis.device.cpu import CpuDevice
 
-        return CpuDevice(layout, shared)
-    if layout.device == "cuda" and not shared:
+        return CpuDevice(layouts, shared)
+    if device == "cuda" and not shared:
         from lmcache_redis.device.cuda import CudaDevice
 
-        return CudaDevice(layout, cuda)
-    raise DeviceError(f"the handles do not fit a layout on {layout.device!r}")
+        return CudaDevice(layouts, cuda)
+    raise DeviceError(f"the handles do not fit a layout on {device!r}")
 
 
 class PinnedPool:
@@ -158,7 +188,7 @@ class PinnedPool:
 
         Raises DeviceError if the memory cannot be locked. Copies also work with unpinned memory.
         """
-        if device.layout.device != "cuda":
+        if device.layouts[0].device != "cuda":
             return
         from lmcache_redis.device.cuda import CudaDevice, PinnedMemory
 

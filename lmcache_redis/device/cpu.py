@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lmcache_redis.device.blocks import find_segments, view_tensors
-from lmcache_redis.device.handles import ExportedCaches, SharedMemoryHandle, own_process
+from lmcache_redis.device.handles import SharedMemoryHandle, own_process
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.device.mapping import SharedMapping, UseCount
 from lmcache_redis.device.plan import Chunk, Copy, Planner, check_slots, chunks_of_call
@@ -33,32 +32,21 @@ _SHM_DIRECTORY = "/dev/shm"
 _PIECE_BYTES = 1 << 20
 
 
-def share_kv_caches(
-    kv_caches: Mapping[str, torch.Tensor],
-    num_blocks: int,
-    block_strides: Mapping[str, int] | None = None,
-) -> ExportedCaches:
+def share_storages(storages: Sequence[torch.UntypedStorage]) -> tuple[SharedMemoryHandle, ...]:
     """Move the storages of an engine's KV cache into shared memory, in place, and export them.
 
-    The tensors, and every other view of their storages, stay valid with the same contents; earlier
-    raw addresses do not. Storages that are already shared do not move, so a second call (after a
-    restart of the agent) changes nothing. The memory lives as long as its storage, so the caller
-    keeps the tensors. A storage takes twice its size while it moves.
-
-    Args:
-        kv_caches: layer name to tensor, in the order of the chunk format.
-        num_blocks, block_strides: as in `lmcache_redis.device.blocks.find_segments`.
+    Every view of the storages stays valid with the same contents; earlier raw addresses do not.
+    Storages that are already shared do not move, so a second call (after a restart of the agent)
+    changes nothing. The memory lives as long as its storage, so the caller keeps the tensors. A
+    storage takes twice its size while it moves.
 
     Raises:
-        DeviceError: a tensor is not supported or not on the CPU, or there is too little shared
-            memory. Storages before the one that failed have moved.
+        DeviceError: there is too little shared memory. Storages before the one that failed have
+            moved.
     """
-    views, storages = view_tensors(kv_caches, "cpu")
-    segments, page_format = find_segments(views, num_blocks, block_strides)
     to_move = sum(storage.nbytes() for storage in storages if not storage.is_shared())
     _check_room(to_move)
-    handles = tuple(_share(storage) for storage in storages)
-    return ExportedCaches("cpu", segments, handles, page_format)
+    return tuple(_share(storage) for storage in storages)
 
 
 def _check_room(nbytes: int) -> None:
@@ -95,21 +83,22 @@ class CpuDevice:
     """The agent's mapping of one worker's KV cache in CPU memory; a `DeviceContext`.
 
     Args:
-        layout: as received; checked here against the sizes of the handles.
-        handles: one for each storage that the layout's segments name.
+        layouts: of the groups, as received; checked here against the sizes of the handles.
+        handles: one for each storage that the layouts' segments name.
 
     Raises:
-        DeviceError: the memory of a handle cannot be mapped, or the layout exceeds its storages.
+        DeviceError: the memory of a handle cannot be mapped, or a layout exceeds its storages.
             Then nothing stays mapped.
     """
 
     call_bytes = 0
     on_host_cores = True
 
-    def __init__(self, layout: KVLayout, handles: Sequence[SharedMemoryHandle]) -> None:
-        layout.check([handle.size_bytes for handle in handles])
-        self.layout = layout
-        self._planner = Planner(layout)
+    def __init__(self, layouts: Sequence[KVLayout], handles: Sequence[SharedMemoryHandle]) -> None:
+        for layout in layouts:
+            layout.check([handle.size_bytes for handle in handles])
+        self.layouts = layouts
+        self._planners = [Planner(layout) for layout in layouts]
         self._uses = UseCount()
         self._maps: list[SharedMapping] = []
         try:
@@ -127,13 +116,14 @@ class CpuDevice:
         on_blocks_read: Callable[[], None] | None = None,
         until_ns: int | None = None,
         chunks: int = 1,
+        group: int = 0,
     ) -> None:
         """Copy chunks out of their blocks. ``event`` must be None.
 
         ``on_blocks_read`` is not called: the blocks are read when the call returns.
         """
         cut = chunks_of_call(block_ids, slots, 0, chunks)
-        plans = self._plans(cut, stripe_payload_bytes, event)
+        plans = self._plans(self._planners[group], cut, stripe_payload_bytes, event)
         with self._memory() as storages:
             for chunk, copies in plans:
                 targets = [np.frombuffer(slot, np.uint8) for slot in chunk.slots]
@@ -149,10 +139,11 @@ class CpuDevice:
         event: bytes | None = None,
         until_ns: int | None = None,
         chunks: int = 1,
+        group: int = 0,
     ) -> None:
         """Copy chunks into their blocks. ``event`` must be None."""
         cut = chunks_of_call(block_ids, slots, skip_blocks, chunks)
-        plans = self._plans(cut, stripe_payload_bytes, event)
+        plans = self._plans(self._planners[group], cut, stripe_payload_bytes, event)
         with self._memory() as storages:
             for chunk, copies in plans:
                 sources = [np.frombuffer(slot, np.uint8) for slot in chunk.slots]
@@ -166,16 +157,20 @@ class CpuDevice:
                 self._maps.pop().close()
 
     def _plans(
-        self, chunks: Sequence[Chunk], stripe_payload_bytes: int, event: bytes | None
+        self,
+        planner: Planner,
+        chunks: Sequence[Chunk],
+        stripe_payload_bytes: int,
+        event: bytes | None,
     ) -> list[tuple[Chunk, list[Copy]]]:
         """Each chunk's copies, all bounds checked."""
         if event is not None:
             raise DeviceError("a CUDA event for a KV cache in CPU memory")
         plans = []
         for chunk in chunks:
-            chunk_bytes = len(chunk.block_ids) * self._planner.block_bytes
+            chunk_bytes = len(chunk.block_ids) * planner.block_bytes
             check_slots(chunk.slots, chunk_bytes, stripe_payload_bytes)
-            copies = self._planner.copies(chunk.block_ids, stripe_payload_bytes, chunk.skip_blocks)
+            copies = planner.copies(chunk.block_ids, stripe_payload_bytes, chunk.skip_blocks)
             plans.append((chunk, copies))
         return plans
 

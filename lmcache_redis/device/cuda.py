@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmcache_redis.device.cuda_copies import PageCopies, page_copies
+from lmcache_redis.device.cuda_copies import page_copies
 from lmcache_redis.device.cuda_ipc import CudaIPCWrapper
 from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.device.layout import KVLayout
@@ -67,28 +67,28 @@ class CudaDevice:
     """The agent's mapping of one worker's KV cache on one GPU; a `DeviceContext`.
 
     Args:
-        layout: as received; checked here against the sizes of the handles.
-        handles: flat uint8 storages, one for each that the layout's segments name.
+        layouts: of the groups, as received; checked here against the sizes of the handles.
+        handles: flat uint8 storages, one for each that the layouts' segments name.
 
     Raises:
-        DeviceError: a handle cannot be opened, or the layout exceeds its storages.
+        DeviceError: a handle cannot be opened, or a layout exceeds its storages.
     """
 
     call_bytes = _CALL_BYTES
     on_host_cores = False
 
-    def __init__(self, layout: KVLayout, handles: Sequence[CudaIPCHandle]) -> None:
-        layout.check([handle.storage_size_bytes for handle in handles])
+    def __init__(self, layouts: Sequence[KVLayout], handles: Sequence[CudaIPCHandle]) -> None:
+        for layout in layouts:
+            layout.check([handle.storage_size_bytes for handle in handles])
         if len({handle.device_uuid for handle in handles}) != 1:
             raise DeviceError("the storages of one worker's KV cache are on different GPUs")
-        self.layout = layout
-        self._block_bytes = layout.block_bytes
+        self.layouts = layouts
         self._exporter = (handles[0].pid, handles[0].pid_start_time)
         self._uses = UseCount()
         self._storages = [open_flat(handle) for handle in handles]
         self.device = self._storages[0].device
         with torch.cuda.device(self.device):
-            self._copies: PageCopies | None = page_copies(layout, self._storages)
+            self._copies = [page_copies(layout, self._storages) for layout in layouts]
         self._gather_streams: _Streams = queue.LifoQueue()
         self._scatter_streams: _Streams = queue.LifoQueue()
         for _ in range(_STREAMS):
@@ -104,16 +104,18 @@ class CudaDevice:
         on_blocks_read: Callable[[], None] | None = None,
         until_ns: int | None = None,
         chunks: int = 1,
+        group: int = 0,
     ) -> None:
         """Copy chunks out of their blocks, once the engine's event has happened."""
         cut = chunks_of_call(block_ids, slots, 0, chunks)
-        ids = self._checked(cut, stripe_payload_bytes, event)
-        with self._stream(self._gather_streams, ids, until_ns) as (stream, copies, staging):
+        layout = self.layouts[group]
+        ids = self._checked(layout, cut, stripe_payload_bytes, event)
+        with self._stream(self._gather_streams, layout, ids, until_ns) as (stream, staging):
             sent = stream.send(ids)
             stream.after(event, until_ns)
-            copies.gather(sent, staging)
+            self._copies[group].gather(sent, staging)
             kernel = stream.mark()
-            for part, slot in self._stripes(staging, cut, stripe_payload_bytes):
+            for part, slot in _stripes(layout, staging, cut, stripe_payload_bytes):
                 slot.copy_(part, non_blocking=True)
             if on_blocks_read is not None:
                 kernel.synchronize()
@@ -128,22 +130,24 @@ class CudaDevice:
         event: bytes | None = None,
         until_ns: int | None = None,
         chunks: int = 1,
+        group: int = 0,
     ) -> None:
         """Copy chunks into their blocks, except the first ``skip_blocks``, after the event."""
         cut = chunks_of_call(block_ids, slots, skip_blocks, chunks)
-        ids = self._checked(cut, stripe_payload_bytes, event)
-        with self._stream(self._scatter_streams, ids, until_ns) as (stream, copies, staging):
+        layout = self.layouts[group]
+        ids = self._checked(layout, cut, stripe_payload_bytes, event)
+        with self._stream(self._scatter_streams, layout, ids, until_ns) as (stream, staging):
             sent = stream.send(ids)
-            for part, slot in self._stripes(staging, cut, stripe_payload_bytes):
+            for part, slot in _stripes(layout, staging, cut, stripe_payload_bytes):
                 part.copy_(slot, non_blocking=True)
             stream.after(event, until_ns)
-            copies.scatter(sent, staging)
+            self._copies[group].scatter(sent, staging)
 
     def close(self) -> None:
         """Wait for calls in progress, then unmap and free the staging memory. Idempotent."""
         if not self._uses.close():
             return
-        self._copies = None
+        self._copies = []
         for streams in (self._gather_streams, self._scatter_streams):
             while not streams.empty():
                 streams.get_nowait()
@@ -153,16 +157,20 @@ class CudaDevice:
             torch.cuda.empty_cache()
 
     def _checked(
-        self, cut: Sequence[Chunk], stripe_payload_bytes: int, event: bytes | None
+        self,
+        layout: KVLayout,
+        cut: Sequence[Chunk],
+        stripe_payload_bytes: int,
+        event: bytes | None,
     ) -> _Int64s:
         """The ids as a kernel takes them. Raises DeviceError for an invalid argument."""
         ids = pack_ids(
             [chunk.block_ids for chunk in cut],
-            self.layout.num_blocks,
+            layout.num_blocks,
             [chunk.skip_blocks for chunk in cut],
         )
         for chunk in cut:
-            check_slots(chunk.slots, ids.shape[1] * self._block_bytes, stripe_payload_bytes)
+            check_slots(chunk.slots, ids.shape[1] * layout.block_bytes, stripe_payload_bytes)
         if event is not None and len(event) != _EVENT_HANDLE_BYTES:
             raise DeviceError(f"a CUDA event handle of {len(event)} bytes")
         if not is_running(*self._exporter):
@@ -171,12 +179,10 @@ class CudaDevice:
 
     @contextmanager
     def _stream(
-        self, streams: _Streams, ids: _Int64s, until_ns: int | None
-    ) -> Iterator[tuple[_CopyStream, PageCopies, torch.Tensor]]:
+        self, streams: _Streams, layout: KVLayout, ids: _Int64s, until_ns: int | None
+    ) -> Iterator[tuple[_CopyStream, torch.Tensor]]:
         """A stream, made current, with staging for the chunks. It is drained at the end."""
         with self._uses.one():
-            copies = self._copies
-            assert copies is not None
             wait_s = _left_s(_STREAM_DEADLINE_S, until_ns)
             try:
                 stream = streams.get(timeout=max(0.0, wait_s))
@@ -186,24 +192,13 @@ class CudaDevice:
                 ) from None
             try:
                 with stream.running():
-                    chunk_bytes = ids.shape[1] * self._block_bytes
+                    chunk_bytes = ids.shape[1] * layout.block_bytes
                     before_last = (ids.shape[0] - 1) * staging_stride_bytes(chunk_bytes)
-                    yield stream, copies, stream.staging(before_last + chunk_bytes)
+                    yield stream, stream.staging(before_last + chunk_bytes)
             except RuntimeError as error:
                 raise DeviceError(f"a copy on {self.device} failed: {error}") from error
             finally:
                 streams.put(stream)
-
-    def _stripes(
-        self, staging: torch.Tensor, cut: Sequence[Chunk], stripe_payload_bytes: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each stripe of the staged chunks with its slot, as tensors of one length."""
-        chunk_bytes = len(cut[0].block_ids) * self._block_bytes
-        staged = staging.split(staging_stride_bytes(chunk_bytes))
-        for chunk, whole in zip(cut, staged, strict=True):
-            parts = whole[:chunk_bytes].split(stripe_payload_bytes)
-            for part, slot in zip(parts, chunk.slots, strict=True):
-                yield part, torch.frombuffer(slot, dtype=torch.uint8, count=part.numel())
 
 
 class _CopyStream:
@@ -320,6 +315,18 @@ class PinnedMemory:
         if codes != [0]:
             reason = f"CUDA error {codes[0]}" if codes else "CUDA did not answer in time"
             raise DeviceError(f"host memory could not be unpinned: {reason}")
+
+
+def _stripes(
+    layout: KVLayout, staging: torch.Tensor, cut: Sequence[Chunk], stripe_payload_bytes: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each stripe of the staged chunks with its slot, as tensors of one length."""
+    chunk_bytes = len(cut[0].block_ids) * layout.block_bytes
+    staged = staging.split(staging_stride_bytes(chunk_bytes))
+    for chunk, whole in zip(cut, staged, strict=True):
+        parts = whole[:chunk_bytes].split(stripe_payload_bytes)
+        for part, slot in zip(parts, chunk.slots, strict=True):
+            yield part, torch.frombuffer(slot, dtype=torch.uint8, count=part.numel())
 
 
 def _left_s(most_s: float, until_ns: int | None) -> float:

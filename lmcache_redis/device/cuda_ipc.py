@@ -23,12 +23,11 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 
-from lmcache_redis.device.blocks import find_segments, view_tensors
-from lmcache_redis.device.handles import CudaIPCHandle, ExportedCaches, check_exporter, own_process
+from lmcache_redis.device.handles import CudaIPCHandle, check_exporter, own_process
 from lmcache_redis.dtypes import dtype_name, itemsize, torch_dtype
 from lmcache_redis.errors import DeviceError, FormatError
 
@@ -45,32 +44,21 @@ _EXPANDABLE_REFUSAL = (
 )
 
 
-def export_cuda_caches(
-    kv_caches: Mapping[str, torch.Tensor],
-    num_blocks: int,
-    block_strides: Mapping[str, int] | None = None,
-) -> ExportedCaches:
+def export_storages(storages: Sequence[torch.UntypedStorage]) -> tuple[CudaIPCHandle, ...]:
     """Export the storages of an engine's KV cache on one GPU, each as a flat uint8 tensor.
 
     Waits for the GPU first, so that work in flight (the zeroing of the new cache) cannot overwrite
     chunks that are loaded later. The handles are valid for as long as the tensors live.
 
-    Args:
-        kv_caches: layer name to tensor, in the order of the chunk format.
-        num_blocks, block_strides: as in `lmcache_redis.device.blocks.find_segments`.
-
     Raises:
-        DeviceError: a tensor is not supported or on another device, or CUDA cannot export its
-            memory; the error names the setting to change.
+        DeviceError: the storages are on several GPUs, or CUDA cannot export their memory; the error
+            names the setting to change.
     """
-    views, storages = view_tensors(kv_caches, "cuda")
     devices = {storage.device for storage in storages}
     if len(devices) > 1:
         raise DeviceError(f"the KV cache of one worker is on {len(devices)} GPUs")
-    segments, page_format = find_segments(views, num_blocks, block_strides)
     torch.cuda.synchronize(devices.pop())
-    handles = tuple(CudaIPCWrapper(_flat(storage)).handle for storage in storages)
-    return ExportedCaches("cuda", segments, handles, page_format)
+    return tuple(CudaIPCWrapper(_flat(storage)).handle for storage in storages)
 
 
 class CudaIPCWrapper:

@@ -7,11 +7,9 @@ A handle is not trusted: the agent checks it against the memory that it opens
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
 import msgspec
 
-from lmcache_redis.device.layout import Segment
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.processes import is_running, process_start_time
 
@@ -61,15 +59,6 @@ class CudaIPCHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 StorageHandle = SharedMemoryHandle | CudaIPCHandle
-
-
-class ExportedCaches(NamedTuple):
-    """What a registration needs of an engine's KV cache; ``page_format`` as in `KVLayout`."""
-
-    device: str
-    segments: tuple[Segment, ...]
-    storages: tuple[StorageHandle, ...]
-    page_format: str
 
 
 def own_process() -> tuple[int, int]:

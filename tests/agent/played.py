@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lmcache_redis.agent.copies import CopyThreads
-from lmcache_redis.agent.peers import Registration
+from lmcache_redis.agent.peers import Group, Registration
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.agent.transfers import RetrieveJob, StoreJob
 from lmcache_redis.cache.cache import Cache
@@ -33,7 +33,7 @@ class Device:
         self, *, chunks_a_call: int = 1, during: Callable[[], None] = lambda: None
     ) -> None:
         self.call_bytes = chunks_a_call * CHUNK_BYTES
-        self.layout = SimpleNamespace(block_size_tokens=16)
+        self.layouts = [SimpleNamespace(block_size_tokens=16)]
         self.on_host_cores = False
         self.during = during
         self.calls: list[tuple[int, list[int], list[str], int]] = []
@@ -47,6 +47,7 @@ class Device:
         on_blocks_read: Callable[[], None],
         until_ns: int,
         chunks: int,
+        group: int,
     ) -> None:
         self.calls.append((chunks, list(block_ids), list(slots), 0))
         on_blocks_read()
@@ -61,6 +62,7 @@ class Device:
         event: bytes | None,
         until_ns: int,
         chunks: int,
+        group: int,
     ) -> None:
         self.calls.append((chunks, list(block_ids), list(slots), skip_blocks))
         self.during()
@@ -103,8 +105,7 @@ class Played:
         self.registration = Registration(
             "engine",
             0,
-            form,
-            BLOCKS_A_CHUNK,
+            (Group(form, BLOCKS_A_CHUNK),),
             device,
             (SimpleNamespace(),),  # type: ignore[arg-type]
         )
@@ -135,6 +136,7 @@ class Played:
             lease_ns=time.monotonic_ns() + int(lease_s * 1e9),
             block_ids=tuple(range(chunks * BLOCKS_A_CHUNK)),
             event=None,
+            group=0,
         )
 
     def hold(self, *names: bytes) -> list[Entry]:

@@ -40,14 +40,15 @@ def foreign() -> Iterator[int]:
 
 def registration_of(engine: Engine, **changes: Any) -> m.RegisterKVCache:
     """The registration of the engine's worker, with other handles."""
-    exported = export_kv_caches(engine.caches[0], engine.num_blocks)
+    exported = export_kv_caches([engine.caches[0]], engine.num_blocks)
+    (pages,) = exported.groups
     layout = KVLayout(
         (("rank", "0"),), "float32", "cpu", engine.block_size_tokens, engine.num_blocks,
-        exported.segments, exported.page_format,
+        pages.segments, pages.page_format,
     )  # fmt: skip
     storages = tuple(msgspec.structs.replace(each, **changes) for each in exported.storages)
     kv_rank = ObjectKey.ComputeKVRank(1, 0, 1, 0)
-    return m.RegisterKVCache(0, kv_rank, layout, layout.fingerprint(64), storages)
+    return m.RegisterKVCache(0, (m.KVGroup(kv_rank, layout, layout.fingerprint(64)),), storages)
 
 
 def ask(engine: Engine, question: m.RegisterKVCache) -> m.Answer:

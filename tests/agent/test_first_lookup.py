@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,11 +109,11 @@ class Joining:
         self.map_memory = threading.Event()
         self.broken = False
 
-    def open_device(self, layout: KVLayout, *_: object) -> Any:
+    def open_device(self, layouts: Sequence[KVLayout], *_: object) -> Any:
         assert self.map_memory.wait(30)
         if self.broken:
             raise DeviceError("this memory cannot be mapped")
-        return SimpleNamespace(layout=layout, close=lambda: None)
+        return SimpleNamespace(layouts=layouts, close=lambda: None)
 
     def join(self, worker_id: int | None, ago_s: float = LONG_AGO_S) -> Peer:
         """A peer whose HELLO came that many seconds ago."""
@@ -128,9 +128,13 @@ class Joining:
         assert worker_id is not None
         question = m.RegisterKVCache(
             1,
-            ObjectKey.ComputeKVRank(2, worker_id, 2, worker_id),
-            LAYOUT,
-            LAYOUT.fingerprint(CHUNK_SIZE_TOKENS),
+            (
+                m.KVGroup(
+                    ObjectKey.ComputeKVRank(2, worker_id, 2, worker_id),
+                    LAYOUT,
+                    LAYOUT.fingerprint(CHUNK_SIZE_TOKENS),
+                ),
+            ),
             (SharedMemoryHandle(os.getpid(), process_start_time(os.getpid()), 0, 0, 0, 64000),),
         )
         self.handlers.answer_peer(peer, question, lambda answer: None)

@@ -20,14 +20,14 @@ def test_sessions_give_every_pin_back_once() -> None:
         entry = pool.reserve(bytes([number]), 2)
         assert entry is not None
         pool.publish(entry)
-        session.hold((0, bytes([number])), entry)
+        session.hold((0, 0, bytes([number])), entry)
         entries.append(entry)
     pool.pin(entries[0])
-    session.hold((0, b"\0"), entries[0])  # a second lookup found it again
+    session.hold((0, 0, b"\0"), entries[0])  # a second lookup found it again
     assert entries[0].pins == 1
-    taken = session.take((0, b"\1"))
+    taken = session.take((0, 0, b"\1"))
     assert taken is entries[1]
-    assert session.take((0, b"\1")) is None
+    assert session.take((0, 0, b"\1")) is None
     assert session.release(b"\0") == 1
     assert session.release(b"\0") == 0
     assert sessions.expired(5.0) == []

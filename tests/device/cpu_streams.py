@@ -94,7 +94,7 @@ def open_over_cpu(case: Paged, **changes: Any) -> cuda.CudaDevice:
     ]
     STORAGES.clear()
     STORAGES.update((each.size, torch.from_numpy(each)) for each in case.storages)
-    return cuda.CudaDevice(case.layout, [flat_handle(size, **changes) for size in case.sizes])
+    return cuda.CudaDevice([case.layout], [flat_handle(size, **changes) for size in case.sizes])
 
 
 def flat_handle(size_bytes: int, **changes: Any) -> CudaIPCHandle:

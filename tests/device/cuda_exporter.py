@@ -48,7 +48,7 @@ class CudaExporter:
         answer = self.ask("share")
         if isinstance(answer, str):
             raise DeviceError(answer)
-        _, segments, handles, page_format = answer
+        _, handles, ((segments, page_format),) = answer
         layout = KVLayout(
             identity=(),
             dtype="float16",
@@ -72,7 +72,7 @@ class CudaExporter:
 def main() -> None:
     import torch
 
-    from lmcache_redis.device.cuda_ipc import export_cuda_caches
+    from lmcache_redis.device.context import export_kv_caches
 
     # Two storages: layers 0 and 1 in one, blocks outermost; layer 2, K and V apart.
     pair = torch.rand((2, BLOCKS, HEADS, TOKENS, WIDTH), device="cuda").to(torch.float16)
@@ -94,7 +94,7 @@ def main() -> None:
         answer: Any = None
         if command == "share":
             try:
-                answer = msgspec.to_builtins(export_cuda_caches(caches, BLOCKS))
+                answer = msgspec.to_builtins(export_kv_caches([caches], BLOCKS))
             except DeviceError as error:
                 answer = str(error)
         elif command == "read":

@@ -40,7 +40,7 @@ class Exporter:
         return json.loads(self.process.stdout.readline())
 
     def share(self, kind: str) -> tuple[KVLayout, list[SharedMemoryHandle]]:
-        _, segments, handles, page_format = self.ask("share", kind)
+        _, handles, ((segments, page_format),) = self.ask("share", kind)
         layout = KVLayout(
             identity=(),
             dtype="float32",
@@ -85,14 +85,14 @@ def bytes_of(caches: dict[str, Any]) -> list[bytes]:
 
 
 def main() -> None:
-    from lmcache_redis.device.cpu import share_kv_caches
+    from lmcache_redis.device.context import export_kv_caches
 
     kept: dict[str, dict[str, Any]] = {}
     for line in sys.stdin:
         command, kind = json.loads(line)
         caches = kept.setdefault(kind, make_caches(kind))
         if command == "share":
-            answer: Any = msgspec.to_builtins(share_kv_caches(caches, BLOCKS))
+            answer: Any = msgspec.to_builtins(export_kv_caches([caches], BLOCKS))
         else:
             answer = [each.hex() for each in bytes_of(caches)]
         print(json.dumps(answer), flush=True)

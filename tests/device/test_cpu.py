@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_redis.device import cpu
-from lmcache_redis.device.context import DeviceContext
-from lmcache_redis.device.cpu import CpuDevice, share_kv_caches
-from lmcache_redis.device.handles import ExportedCaches, SharedMemoryHandle
+from lmcache_redis.device.context import DeviceContext, ExportedCaches, export_kv_caches
+from lmcache_redis.device.cpu import CpuDevice
+from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.native.madvise import address_of
@@ -59,7 +59,8 @@ def as_paged(layout: KVLayout, storages: list[bytes]) -> Paged:
 
 
 def layout_of(shared: ExportedCaches) -> KVLayout:
-    return KVLayout((), "float32", "cpu", TOKENS, BLOCKS, shared.segments, shared.page_format)
+    (pages,) = shared.groups
+    return KVLayout((), "float32", "cpu", TOKENS, BLOCKS, pages.segments, pages.page_format)
 
 
 class TestShare:
@@ -69,7 +70,7 @@ class TestShare:
         # A view that the caller does not pass, as attention layers hold them.
         other_view = caches["layer.1"][0]
         before = bytes_of(caches)
-        shared = share_kv_caches(caches, BLOCKS)
+        shared = export_kv_caches([caches], BLOCKS)
         assert len(shared.storages) == len(before)
         assert bytes_of(caches) == before
         assert all(tensor.is_shared() for tensor in caches.values())
@@ -78,7 +79,7 @@ class TestShare:
 
     def test_a_handle_names_the_memory(self) -> None:
         caches = make_caches("one storage")
-        (handle,) = share_kv_caches(caches, BLOCKS).storages
+        (handle,) = export_kv_caches([caches], BLOCKS).storages
         assert handle.size_bytes == caches["layer.0"].untyped_storage().nbytes()
         with open(f"/proc/{handle.pid}/fd/{handle.fd}", "rb") as memory:
             found = os.fstat(memory.fileno())
@@ -87,9 +88,9 @@ class TestShare:
 
     def test_again_changes_nothing(self) -> None:
         caches = make_caches("one storage")
-        first = share_kv_caches(caches, BLOCKS)
+        first = export_kv_caches([caches], BLOCKS)
         address = caches["layer.0"].data_ptr()
-        assert share_kv_caches(caches, BLOCKS) == first
+        assert export_kv_caches([caches], BLOCKS) == first
         assert caches["layer.0"].data_ptr() == address
 
     @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
@@ -97,7 +98,7 @@ class TestShare:
         before = torch.multiprocessing.get_sharing_strategy()
         torch.multiprocessing.set_sharing_strategy(strategy)
         try:
-            (handle,) = share_kv_caches(make_caches("one storage"), BLOCKS).storages
+            (handle,) = export_kv_caches([make_caches("one storage")], BLOCKS).storages
             assert handle.fd >= 0
             assert torch.multiprocessing.get_sharing_strategy() == strategy
         finally:
@@ -105,7 +106,7 @@ class TestShare:
 
     def test_the_descriptor_lives_as_long_as_the_storage(self) -> None:
         caches = make_caches("one storage")
-        (handle,) = share_kv_caches(caches, BLOCKS).storages
+        (handle,) = export_kv_caches([caches], BLOCKS).storages
         kept = caches["layer.2"][3]
         caches.clear()
         gc.collect()
@@ -117,7 +118,7 @@ class TestShare:
     def test_leaves_no_name_in_dev_shm(self) -> None:
         before = os.listdir("/dev/shm")
         caches = make_caches("k and v apart")
-        share_kv_caches(caches, BLOCKS)
+        export_kv_caches([caches], BLOCKS)
         assert os.listdir("/dev/shm") == before
 
     def test_short_shared_memory_is_said_before_anything_moves(
@@ -128,21 +129,21 @@ class TestShare:
         small = os.statvfs_result((room.f_bsize, 1, 1, 1, 1, 1, 1, 1, 1, 1))
         monkeypatch.setattr(os, "statvfs", lambda path: small)
         with pytest.raises(DeviceError, match=r"/dev/shm has 1 free.*--shm-size.*KVCACHE_SPACE"):
-            share_kv_caches(caches, BLOCKS)
+            export_kv_caches([caches], BLOCKS)
         assert not caches["layer.0"].is_shared()
 
     def test_a_mapped_file_is_refused(self, tmp_path: os.PathLike[str]) -> None:
         path = os.path.join(tmp_path, "cache")
         tensor = torch.from_file(path, shared=True, size=BLOCKS * 8, dtype=torch.float32)
         with pytest.raises(DeviceError, match="mapped file"):
-            share_kv_caches({"layer.0": tensor.view(BLOCKS, 8)}, BLOCKS)
+            export_kv_caches([{"layer.0": tensor.view(BLOCKS, 8)}], BLOCKS)
 
     @pytest.mark.parametrize(
         ("caches", "reason"),
         [
             ({}, "no KV cache tensors"),
             ({"m": [torch.zeros(BLOCKS, 8)]}, "'m' is a list.*Mamba"),
-            ({"m": torch.zeros(BLOCKS, 8, device="meta")}, "'m' is on meta"),
+            ({"m": torch.zeros(BLOCKS, 8, device="meta")}, "on .'meta'.: only one of cpu"),
             ({"m": torch.zeros(BLOCKS, 8, dtype=torch.complex64)}, "'m'.*unknown dtype"),
             ({"m": torch.zeros(BLOCKS + 1, 8)}, "'m' has no dimension of 12 blocks"),
         ],
@@ -151,13 +152,13 @@ class TestShare:
         self, caches: dict[str, torch.Tensor], reason: str
     ) -> None:
         with pytest.raises(DeviceError, match=reason):
-            share_kv_caches(caches, BLOCKS)
+            export_kv_caches([caches], BLOCKS)
 
     def test_storages_over_one_memory_are_refused(self) -> None:
         memory = np.zeros((2, BLOCKS, 8), np.float32)
         both = {"all": torch.from_numpy(memory), "half": torch.from_numpy(memory[1])}
         with pytest.raises(DeviceError, match="same memory"):
-            share_kv_caches(both, BLOCKS)
+            export_kv_caches([both], BLOCKS)
 
 
 @pytest.mark.servers
@@ -166,7 +167,7 @@ class TestAnotherProcess:
     def test_gather_reads_what_the_engine_has(self, engine: Exporter, kind: str) -> None:
         layout, handles = engine.share(kind)
         paged = as_paged(layout, engine.storages(kind))
-        device: DeviceContext = CpuDevice(layout, handles)
+        device: DeviceContext = CpuDevice([layout], handles)
         ids = [3, 4, 5, 0, 11]
         slots = empty_slots(len(ids) * layout.block_bytes, STRIPE, spare=5)
         device.gather(ids, slots, STRIPE)
@@ -181,7 +182,7 @@ class TestAnotherProcess:
         paged = as_paged(layout, engine.storages(kind))
         ids = [7, 6, 1, 2]
         chunk = os.urandom(len(ids) * layout.block_bytes)
-        device = CpuDevice(layout, handles)
+        device = CpuDevice([layout], handles)
         device.scatter(ids, filled_slots(chunk, STRIPE), STRIPE, skip_blocks=1)
         device.close()
         want = paged.with_chunk(ids, chunk, skip_blocks=1)
@@ -191,7 +192,7 @@ class TestAnotherProcess:
         kind = "one storage"
         layout, handles = doomed.share(kind)
         paged = as_paged(layout, doomed.storages(kind))
-        device = CpuDevice(layout, handles)
+        device = CpuDevice([layout], handles)
         doomed.kill()
         ids = list(range(BLOCKS))
         slots = empty_slots(len(ids) * layout.block_bytes, STRIPE)
@@ -201,12 +202,12 @@ class TestAnotherProcess:
         device.close()
         assert handles[0].inode not in mapped_inodes()
         with pytest.raises(DeviceError, match="has ended"):
-            CpuDevice(layout, handles)
+            CpuDevice([layout], handles)
 
     def test_several_threads_copy_at_once(self, engine: Exporter) -> None:
         kind = "one storage"
         layout, handles = engine.share(kind)
-        device = CpuDevice(layout, handles)
+        device = CpuDevice([layout], handles)
         chunks = {block: os.urandom(layout.block_bytes) for block in range(BLOCKS)}
         failed: list[BaseException] = []
 
@@ -235,7 +236,7 @@ class TestAnotherProcess:
 def own() -> tuple[dict[str, torch.Tensor], KVLayout, list[SharedMemoryHandle]]:
     """A cache of this process: opening a handle does not depend on the process that made it."""
     caches = make_caches("k and v apart")
-    shared = share_kv_caches(caches, BLOCKS)
+    shared = export_kv_caches([caches], BLOCKS)
     return caches, layout_of(shared), shared.storages
 
 
@@ -249,7 +250,7 @@ class TestRoundTrip:
         caches, layout, handles = own
         ids = data.draw(blocks_of(BLOCKS, unique=True))
         stripe = data.draw(st.integers(64, 4096))
-        device = CpuDevice(layout, handles)
+        device = CpuDevice([layout], handles)
         before = as_paged(layout, bytes_of(caches))
         slots = empty_slots(len(ids) * layout.block_bytes, stripe)
         device.gather(ids, slots, stripe)
@@ -273,7 +274,7 @@ class TestRoundTrip:
         length = data.draw(st.integers(1, BLOCKS // count))
         chunks = [list(order[n * length : (n + 1) * length]) for n in range(count)]
         skip = data.draw(st.integers(0, count * length))
-        device = CpuDevice(layout, handles)
+        device = CpuDevice([layout], handles)
         call = Call(as_paged(layout, bytes_of(caches)), chunks, stripe, skip)
         check_call(device, call, lambda: [np.frombuffer(e, np.uint8) for e in bytes_of(caches)])
         device.close()
@@ -300,7 +301,7 @@ class TestRefused:
         forged = msgspec.structs.replace(handles[-1], **change(handles[-1]))
         before = (open_inodes(), mapped_inodes())
         with pytest.raises(DeviceError, match=reason):
-            CpuDevice(layout, [*handles[:-1], forged])
+            CpuDevice([layout], [*handles[:-1], forged])
         assert (open_inodes(), mapped_inodes()) == before
 
     def test_a_pipe_is_not_opened(self, own: Own) -> None:
@@ -313,7 +314,7 @@ class TestRefused:
                 handles[0], fd=read_end, device=found.st_dev, inode=found.st_ino
             )
             with pytest.raises(DeviceError, match="not shared memory"):
-                CpuDevice(layout, [forged, *handles[1:]])
+                CpuDevice([layout], [forged, *handles[1:]])
         finally:
             os.close(read_end)
             os.close(write_end)
@@ -321,9 +322,9 @@ class TestRefused:
     def test_a_layout_that_leaves_its_storages(self, own: Own) -> None:
         _, layout, handles = own
         with pytest.raises(DeviceError, match="ends at byte"):
-            CpuDevice(msgspec.structs.replace(layout, num_blocks=BLOCKS + 1), handles)
+            CpuDevice([msgspec.structs.replace(layout, num_blocks=BLOCKS + 1)], handles)
         with pytest.raises(DeviceError, match="storage"):
-            CpuDevice(layout, handles[:-1])
+            CpuDevice([layout], handles[:-1])
 
     @pytest.mark.parametrize(
         ("ids", "stripe", "skip", "slots"),
@@ -341,7 +342,7 @@ class TestRefused:
         self, own: Own, ids: list[int], stripe: int, skip: int, slots: int
     ) -> None:
         caches, layout, handles = own
-        device = CpuDevice(layout, handles)
+        device = CpuDevice([layout], handles)
         before = bytes_of(caches)
         chunk = filled_slots(bytes(slots * layout.block_bytes), layout.block_bytes)
         with pytest.raises(DeviceError):
@@ -355,7 +356,7 @@ class TestRefused:
 
     def test_a_short_slot_touches_nothing(self, own: Own) -> None:
         caches, layout, handles = own
-        device = CpuDevice(layout, handles)
+        device = CpuDevice([layout], handles)
         before = bytes_of(caches)
         slots = empty_slots(2 * layout.block_bytes, layout.block_bytes)
         slots[1] = slots[1][:-1]
@@ -368,7 +369,7 @@ class TestRefused:
 
     def test_an_event(self, own: Own) -> None:
         _, layout, handles = own
-        device = CpuDevice(layout, handles)
+        device = CpuDevice([layout], handles)
         slots = empty_slots(layout.block_bytes, STRIPE)
         for copy in (device.gather, device.scatter):
             with pytest.raises(DeviceError, match="CUDA event"):
@@ -377,7 +378,7 @@ class TestRefused:
 
     def test_blocks_that_the_engine_has_back(self, own: Own) -> None:
         caches, layout, handles = own
-        device = CpuDevice(layout, handles)
+        device = CpuDevice([layout], handles)
         before = bytes_of(caches)
         slots = empty_slots(layout.block_bytes, STRIPE)
         for copy in (device.gather, device.scatter):
@@ -396,9 +397,10 @@ class TestRefused:
         """At most the piece in progress is touched, for pages of any size."""
         blocks = (6 << 20) // page_bytes
         caches = {"layer": torch.zeros((2 * blocks, page_bytes), dtype=torch.uint8)}
-        shared = share_kv_caches(caches, 2 * blocks)
-        layout = KVLayout((), "uint8", "cpu", 16, 2 * blocks, shared.segments, shared.page_format)
-        device = CpuDevice(layout, shared.storages)
+        shared = export_kv_caches([caches], 2 * blocks)
+        (pages,) = shared.groups
+        layout = KVLayout((), "uint8", "cpu", 16, 2 * blocks, pages.segments, pages.page_format)
+        device = CpuDevice([layout], shared.storages)
         every_second = range(0, 2 * blocks, 2)
         clock = SimpleNamespace()
         for copy, ids in itertools.product(
@@ -423,7 +425,7 @@ class TestClose:
     def test_leaves_no_descriptor_and_no_mapping(self, own: Own) -> None:
         _, layout, handles = own
         before = (open_inodes(), mapped_inodes())
-        device = CpuDevice(layout, handles)
+        device = CpuDevice([layout], handles)
         assert mapped_inodes() != before[1]
         slots = empty_slots(layout.block_bytes, STRIPE)
         device.gather([1], slots, STRIPE)
@@ -438,7 +440,7 @@ class TestClose:
     def test_every_page_is_present_from_the_start(self, own: Own) -> None:
         """A first copy that faults pages in would take as long as several later copies."""
         _, layout, handles = own
-        device = CpuDevice(layout, handles)
+        device = CpuDevice([layout], handles)
         for mapping, handle in zip(device._maps, handles, strict=True):
             assert resident_bytes(address_of(mapping.memory)) >= handle.size_bytes
         device.close()

@@ -210,7 +210,7 @@ class TestOverCpuTensors:
             return torch.from_numpy(memory)
 
         monkeypatch.setattr(cuda, "open_flat", fresh)
-        device = CudaDevice(self.case().layout, [flat_handle(32)])
+        device = CudaDevice([self.case().layout], [flat_handle(32)])
         device.gather([0, 1], empty_slots(16, 8), 8)
         with pytest.raises(DeviceError):
             device.gather([4], empty_slots(8, 8), 8)
@@ -225,9 +225,9 @@ class TestOverCpuTensors:
     def test_handles_of_two_gpus_or_none_are_refused(self) -> None:
         layout = KVLayout((), "uint8", "cuda", 16, 4, (Segment(0, 0, 8, 8), Segment(1, 0, 8, 8)))
         with pytest.raises(DeviceError, match="different GPUs"):
-            CudaDevice(layout, [flat_handle(32), flat_handle(32, device_uuid="GPU-1")])
+            CudaDevice([layout], [flat_handle(32), flat_handle(32, device_uuid="GPU-1")])
         with pytest.raises(DeviceError, match="storage"):
-            CudaDevice(layout, [])
+            CudaDevice([layout], [])
 
 
 class TestCopyStream:

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.device import cuda_ipc
+from lmcache_redis.device.blocks import view_tensors
 from lmcache_redis.device.cuda_ipc import (
     CudaIPCWrapper,
     bare_memory_handle,
     check_handle,
     contiguous,
-    export_cuda_caches,
     refusal,
 )
 from lmcache_redis.device.handles import CudaIPCHandle
@@ -180,7 +180,7 @@ class TestWrapper:
         with pytest.raises(DeviceError, match="on cpu has no CUDA IPC handle"):
             CudaIPCWrapper(torch.zeros(4))
         with pytest.raises(DeviceError, match=r"'layer\.0' is on cpu, not on cuda"):
-            export_cuda_caches({"layer.0": torch.zeros(4, 4)}, 4)
+            view_tensors({"layer.0": torch.zeros(4, 4)}, "cuda")
 
     def test_from_a_handle(self) -> None:
         assert CudaIPCWrapper.from_handle(handle()).handle == handle()

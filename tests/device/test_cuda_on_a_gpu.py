@@ -50,7 +50,7 @@ def slots_of(arena: Arena, chunk_bytes: int) -> list[memoryview]:
 
 def test_gather_reads_what_the_engine_has(engine: CudaExporter, arena: Arena) -> None:
     layout, handles = engine.share()
-    device = CudaDevice(layout, handles)
+    device = CudaDevice([layout], handles)
     for ids in ([3, 4, 5, 0, 11], [7], list(range(BLOCKS))):
         slots = slots_of(arena, len(ids) * layout.block_bytes)
         device.gather(ids, slots, STRIPE)
@@ -60,7 +60,7 @@ def test_gather_reads_what_the_engine_has(engine: CudaExporter, arena: Arena) ->
 
 def test_scatter_writes_what_the_engine_sees(engine: CudaExporter, arena: Arena) -> None:
     layout, handles = engine.share()
-    device = CudaDevice(layout, handles)
+    device = CudaDevice([layout], handles)
     ids, others = [7, 6, 1, 2], [0, 3, 4, 5, 8, 9, 10, 11, 7]
     before = engine.chunk(others)
     chunk = os.urandom(len(ids) * layout.block_bytes)
@@ -80,7 +80,7 @@ def test_scatter_writes_what_the_engine_sees(engine: CudaExporter, arena: Arena)
 
 def test_unpinned_slots_work(engine: CudaExporter) -> None:
     layout, handles = engine.share()
-    device = CudaDevice(layout, handles)
+    device = CudaDevice([layout], handles)
     slots = empty_slots(2 * layout.block_bytes, STRIPE)
     device.gather([1, 2], slots, STRIPE)
     assert b"".join(slots) == engine.chunk([1, 2])
@@ -89,7 +89,7 @@ def test_unpinned_slots_work(engine: CudaExporter) -> None:
 
 def test_a_gather_comes_after_the_engines_event(engine: CudaExporter, arena: Arena) -> None:
     layout, handles = engine.share()
-    device = CudaDevice(layout, handles)
+    device = CudaDevice([layout], handles)
     event, happened = engine.ask("fill late", 3.0)
     assert not happened
     slots = slots_of(arena, 2 * layout.block_bytes)
@@ -101,7 +101,7 @@ def test_a_gather_comes_after_the_engines_event(engine: CudaExporter, arena: Are
 
 def test_a_scatter_comes_after_the_engines_event(engine: CudaExporter, arena: Arena) -> None:
     layout, handles = engine.share()
-    device = CudaDevice(layout, handles)
+    device = CudaDevice([layout], handles)
     event, _ = engine.ask("fill late", 0.0)
     slots = slots_of(arena, layout.block_bytes)
     for slot in slots:
@@ -114,7 +114,7 @@ def test_a_scatter_comes_after_the_engines_event(engine: CudaExporter, arena: Ar
 
 def test_several_threads(engine: CudaExporter, arena: Arena) -> None:
     layout, handles = engine.share()
-    device = CudaDevice(layout, handles)
+    device = CudaDevice([layout], handles)
     want = {block: engine.chunk([block]) for block in range(BLOCKS)}
     failed: list[BaseException] = []
 
@@ -144,7 +144,7 @@ def test_an_engine_that_sees_its_gpu_by_uuid(arena: Arena) -> None:
     engine = CudaExporter(CUDA_VISIBLE_DEVICES=f"GPU-{device_uuid(0)}")
     try:
         layout, handles = engine.share()
-        device = CudaDevice(layout, handles)
+        device = CudaDevice([layout], handles)
         slots = slots_of(arena, layout.block_bytes)
         device.gather([2], slots, STRIPE)
         assert b"".join(slots) == engine.chunk([2])
@@ -157,7 +157,7 @@ def test_registering_again_with_the_same_handles(engine: CudaExporter, arena: Ar
     """As after a restart of the agent: the engine sends the same handles again."""
     layout, handles = engine.share()
     for _ in range(3):
-        device = CudaDevice(layout, handles)
+        device = CudaDevice([layout], handles)
         slots = slots_of(arena, layout.block_bytes)
         device.gather([2], slots, STRIPE)
         assert b"".join(slots) == engine.chunk([2])
@@ -166,13 +166,13 @@ def test_registering_again_with_the_same_handles(engine: CudaExporter, arena: Ar
 
 def test_an_engine_that_is_killed(engine: CudaExporter) -> None:
     layout, handles = engine.share()
-    device = CudaDevice(layout, handles)
+    device = CudaDevice([layout], handles)
     engine.kill()
     with pytest.raises(DeviceError, match="has ended"):
         device.gather([0], empty_slots(layout.block_bytes, STRIPE), STRIPE)
     device.close()
     with pytest.raises(DeviceError):
-        CudaDevice(layout, handles)
+        CudaDevice([layout], handles)
 
 
 def test_expandable_segments_name_the_setting() -> None:
@@ -196,7 +196,7 @@ def test_cuda_malloc_async_names_the_setting() -> None:
 def test_several_chunks_in_a_call(engine: CudaExporter, arena: Arena) -> None:
     """One launch each way; what is skipped counts from the first block of the first chunk."""
     layout, handles = engine.share()
-    device = CudaDevice(layout, handles)
+    device = CudaDevice([layout], handles)
     chunks = [[3, 4], [0, 11], [7, 5]]
     ids = [block for chunk in chunks for block in chunk]
     stripes = -(-2 * layout.block_bytes // STRIPE)
@@ -218,7 +218,7 @@ def test_several_chunks_in_a_call(engine: CudaExporter, arena: Arena) -> None:
 
 def test_the_blocks_may_be_reused_before_the_return(engine: CudaExporter, arena: Arena) -> None:
     layout, handles = engine.share()
-    device = CudaDevice(layout, handles)
+    device = CudaDevice([layout], handles)
     ids = list(range(BLOCKS))
     slots = slots_of(arena, BLOCKS * layout.block_bytes)
     want, told = engine.chunk(ids), []
@@ -233,7 +233,7 @@ def test_no_memory_of_a_dead_engine_stays_held() -> None:
     engine = CudaExporter(EXTRA_MIB="512")
     try:
         layout, handles = engine.share()
-        device = CudaDevice(layout, handles)
+        device = CudaDevice([layout], handles)
     finally:
         engine.kill()
     held = torch.cuda.mem_get_info()[0]
@@ -245,8 +245,8 @@ def test_a_forged_handle(engine: CudaExporter) -> None:
     layout, handles = engine.share()
     forged = msgspec.structs.replace(handles[0], memory_handle=os.urandom(64))
     with pytest.raises(DeviceError):
-        CudaDevice(layout, [forged, *handles[1:]])
-    CudaDevice(layout, handles).close()
+        CudaDevice([layout], [forged, *handles[1:]])
+    CudaDevice([layout], handles).close()
 
 
 def test_wrappers_of_parts_are_refused() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_redis.device.cpu import CpuDevice, share_kv_caches
+from lmcache_redis.device.context import export_kv_caches
+from lmcache_redis.device.cpu import CpuDevice
 from lmcache_redis.device.layout import KVLayout
 from tests.device.layouts import empty_slots
 
@@ -56,10 +57,10 @@ def test_a_chunk_moves_between_blocks(name: str, padding: int, kernel_block: int
     hints = dict.fromkeys(caches, block_stride)
     before = {layer: tensor.view(torch.int16).clone() for layer, tensor in caches.items()}
 
-    _, segments, handles, page_format = share_kv_caches(caches, BLOCKS, hints)
-    layout = KVLayout((), "float16", "cpu", TOKENS, BLOCKS, segments, page_format)
+    _, handles, (pages,) = export_kv_caches([caches], BLOCKS, hints)
+    layout = KVLayout((), "float16", "cpu", TOKENS, BLOCKS, pages.segments, pages.page_format)
     assert layout.block_bytes >= sum(tensor[:rows].nbytes for tensor in caches.values())
-    device = CpuDevice(layout, handles)
+    device = CpuDevice([layout], handles)
     source, target = [2, 3, 9], [7, 0, 10]
     slots = empty_slots(len(source) * layout.block_bytes, 500)
     device.gather(source, slots, 500)
@@ -79,6 +80,6 @@ def test_layouts_of_equal_page_sizes_are_told_apart() -> None:
     formats = set()
     for name in ("LBHNC", "LBNHC", "BLHNC", "BLNHC"):
         caches, block_stride = make_caches(name, 0, 0)
-        shared = share_kv_caches(caches, BLOCKS, dict.fromkeys(caches, block_stride))
-        formats.add(shared.page_format)
+        shared = export_kv_caches([caches], BLOCKS, dict.fromkeys(caches, block_stride))
+        formats.add(shared.groups[0].page_format)
     assert len(formats) == 4
