@@ -57,6 +57,15 @@ class BlockReferences:
         """Whether the id is the placeholder for a block that a request does not have."""
         return bool(self._pool.blocks[block_id].is_null)
 
+    def has_state(self, block_id: int, block_hash: bytes, group: int) -> bool:
+        """Whether vLLM itself takes the block of ``group`` for the state after ``block_hash``.
+
+        A request's recurrent state moves from block to block and is overwritten in place. A block
+        that vLLM's prefix cache has under the hash stays as it is after the step.
+        """
+        cached_as = self._pool.blocks[block_id].block_hash
+        return bool(cached_as == block_hash + group.to_bytes(4, "big"))
+
     def take(self, block_ids: Iterable[int]) -> int:
         """Takes references to blocks, none of them null, for a new transfer; returns its id."""
         blocks = [self._pool.blocks[block_id] for block_id in block_ids]

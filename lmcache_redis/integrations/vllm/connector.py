@@ -9,6 +9,7 @@ Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLLM 0.27 to
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,21 +18,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 
+from lmcache_redis.client.operations import CacheGroup
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.dtypes import dtype_name
-from lmcache_redis.errors import LMCacheRedisError
+from lmcache_redis.errors import DeviceError, LMCacheRedisError
 from lmcache_redis.integrations.vllm import epoch
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
+from lmcache_redis.integrations.vllm.groups import (
+    LayerGroup,
+    block_strides,
+    common_block_tokens,
+    layer_groups,
+    tensors_of,
+)
 from lmcache_redis.integrations.vllm.guard import guarded, nothing, recompute_failed_loads
 from lmcache_redis.integrations.vllm.identity import attention_backend, engine_identity, model_name
 from lmcache_redis.integrations.vllm.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.probe import kv_identity
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
-from lmcache_redis.integrations.vllm.support import block_strides, drops_blocks, unsupported
+from lmcache_redis.integrations.vllm.support import unsupported
 from lmcache_redis.integrations.vllm.worker import (
     STATS,
     ConnectorStats,
@@ -40,6 +50,7 @@ from lmcache_redis.integrations.vllm.worker import (
     StepMetadata,
     WorkerReport,
 )
+from lmcache_redis.naming import FULL_REACH
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,7 +68,7 @@ logger = logging.getLogger("vllm.lmcache_redis")
 _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 
 
-class LMCacheRedisConnector(KVConnectorBase_V1):
+class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads and stores KV through the agent of this node."""
 
     def __init__(
@@ -76,6 +87,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         self._awaited: dict[str, list[int]] = {}
         self._failed_blocks: set[int] = set()
         self._broken: dict[int, bool] = {}
+        self._groups: Sequence[LayerGroup] = ()
         self._start()
 
     @guarded(nothing)
@@ -91,6 +103,15 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         reason = unsupported(self._vllm_config, self._kv_cache_config)
         if reason is not None:
             logger.error("the cache stays off: %s", reason)
+            return
+        self._groups = layer_groups(self._kv_cache_config)
+        self._block_size_tokens = common_block_tokens(self._groups)
+        if len(self._groups) > 1 and _TransferResults is None:
+            logger.error(
+                "the cache stays off: the model has %d KV cache groups, and this vLLM version does "
+                "not let connectors report failed loads of such models; vLLM 0.30 or newer does",
+                len(self._groups),
+            )
             return
         parallel = self._vllm_config.parallel_config
         engine: dict[str, Any] = {
@@ -139,14 +160,19 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         if not isinstance(adapter, LMCacheMPSchedulerAdapter):
             return
         manager = getattr(self, "_kv_cache_manager", None)
-        if manager is None and drops_blocks(self._kv_cache_config):
+        if manager is None and any(group.reach != FULL_REACH for group in self._groups):
             logger.error(
                 "the cache stays off: the model's attention drops blocks, and this vLLM version "
                 "does not tell connectors which blocks; vLLM 0.30 or newer does"
             )
             return
         block_size = self._block_size_tokens
-        hash_block = getattr(self._kv_cache_config, "hash_block_size", None) or block_size
+        cache = self._vllm_config.cache_config
+        hash_block = (
+            getattr(self._kv_cache_config, "hash_block_size", None)
+            or getattr(cache, "hash_block_size", None)
+            or int(cache.block_size)
+        )
         digests = AdapterDigests()
         world_size = self._vllm_config.parallel_config.world_size
         self._references = BlockReferences(gpu_block_pool, world_size)
@@ -154,12 +180,13 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
             adapter,
             self._references,
             StaleBlocks(gpu_block_pool),
+            groups=self._groups,
             block_size_tokens=block_size,
             hash_stride=max(1, block_size // hash_block),
             loads=self._kv_transfer_config.is_kv_consumer,
             stores=self._kv_transfer_config.is_kv_producer,
             weights_id=self._config.weights_id,
-            block_ids=None if manager is None else lambda r: manager.get_block_ids(r)[0],
+            block_ids=None if manager is None else manager.get_block_ids,
             adapter_digest=lambda request: digests.digest(request.lora_request),
         )
         if not epoch.listen(self):
@@ -183,10 +210,11 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """See the base class."""
-        block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
+        block_ids: Sequence[list[int]] = blocks.get_block_ids() if num_external_tokens else ()
         if num_external_tokens:
-            external_blocks = -(-num_external_tokens // self._block_size_tokens)
-            self._awaited[request.request_id] = block_ids[external_blocks:]
+            # Of one group: vLLM versions that report blocks have no other.
+            external_blocks = -(-num_external_tokens // self._vllm_config.cache_config.block_size)
+            self._awaited[request.request_id] = block_ids[0][-external_blocks:]
         if self._scheduler is not None:
             self._scheduler.allocated(request, block_ids, num_external_tokens)
 
@@ -237,6 +265,12 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
             self._scheduler.finished(request)
         return False, None
 
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`, for models with several groups."""
+        return self.request_finished(request, [])
+
     def has_pending_push_work(self) -> bool:
         """Whether vLLM must keep stepping so that workers can report ended transfers."""
         references = None if self._scheduler is None else self._references
@@ -266,12 +300,8 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         """Exports the paged KV cache and registers it with this and every later agent."""
         if not isinstance(self._adapter, WorkerClient):
             return
-        tensors = {name: t for name, t in kv_caches.items() if isinstance(t, torch.Tensor)}
-        if len(tensors) != len(kv_caches) or not tensors:
-            logger.error("the cache stays off: a layer's KV cache is not a single tensor")
-            return
         config, num_blocks = self._vllm_config, self._kv_cache_config.num_blocks
-        strides = block_strides(self._kv_cache_config)
+        strides = _by_tensor(kv_caches, block_strides(self._kv_cache_config))
         try:
             identity = engine_identity(
                 config,
@@ -279,25 +309,52 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
                 backend=attention_backend(config),
                 weights_id=self._config.weights_id,
             )
-            packing = kv_identity(config, tensors, num_blocks=num_blocks, block_strides=strides)
-            self._adapter.register_kv_caches(
-                tensors,
+            self._adapter.register_groups(
+                [self._cache_group(group, kv_caches, strides) for group in self._groups],
                 num_blocks=num_blocks,
-                dtype=dtype_name(next(iter(tensors.values())).dtype),
-                identity=identity | packing,
+                identity=identity,
                 block_strides=strides,
             )
         except LMCacheRedisError as error:
             logger.error("the cache stays off: %s", error)
+
+    def _cache_group(
+        self, group: LayerGroup, kv_caches: Mapping[str, Any], strides: Mapping[str, int] | None
+    ) -> CacheGroup:
+        """The group's tensors, and what decides their bytes."""
+        # With one group, layers that share the KV of another are listed as well.
+        layers = group.layers if len(self._groups) > 1 else tuple(kv_caches)
+        tensors = dict(
+            each for layer in layers if layer in kv_caches
+            for each in tensors_of(layer, kv_caches[layer])
+        )  # fmt: skip
+        if not tensors:
+            raise DeviceError(f"this rank has no layer of KV cache group {group.number}")
+        identity = {}
+        if not group.is_state:  # states are plain tensors
+            identity = kv_identity(
+                self._vllm_config,
+                tensors,
+                num_blocks=self._kv_cache_config.num_blocks,
+                block_size_tokens=group.block_size_tokens,
+                block_strides=strides,
+            )
+        dtypes = dict.fromkeys(dtype_name(each.dtype) for each in tensors.values())
+        return CacheGroup(tensors, "+".join(dtypes), group.block_size_tokens, group.reach, identity)
 
     @guarded(nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Starts the loads of this step; never waits for them."""
         metadata = self._step()
         self._awaited.update(metadata.lost_loads)
-        for _, request_id, op in metadata.loads:
-            skipped = op.skip_first_n_tokens // self._block_size_tokens
-            self._awaited[request_id] = list(op.block_ids[skipped:])
+        for _, request_id, ops in metadata.loads:
+            self._awaited[request_id] = [
+                block_id
+                for op in ops
+                for block_id in op.block_ids[
+                    op.skip_first_n_tokens // self._groups[op.group].block_size_tokens :
+                ]
+            ]
         if self._worker is not None:
             self._worker.begin_loads(metadata)
 
@@ -374,11 +431,21 @@ class LMCacheRedisConnector(KVConnectorBase_V1):
         if self._adapter is not None:
             self._adapter.shutdown()
 
-    @property
-    def _block_size_tokens(self) -> int:
-        return int(self._vllm_config.cache_config.block_size)
-
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
+
+
+def _by_tensor(
+    kv_caches: Mapping[str, Any], strides: Mapping[str, int] | None
+) -> Mapping[str, int] | None:
+    """The block strides of layers as those of their tensors."""
+    if strides is None:
+        return None
+    return {
+        name: strides[layer]
+        for layer, cache in kv_caches.items()
+        if layer in strides
+        for name, _ in tensors_of(layer, cache)
+    }

@@ -44,6 +44,7 @@ def kv_identity(
     kv_caches: Mapping[str, torch.Tensor],
     *,
     num_blocks: int,
+    block_size_tokens: int,
     block_strides: Mapping[str, int] | None,
 ) -> dict[str, str]:
     """Pairs that identify how the layers of ``kv_caches`` pack and scale their KV.
@@ -52,7 +53,6 @@ def kv_identity(
     their backend alone; one log line lists them.
     """
     context = vllm_config.compilation_config.static_forward_context
-    block_size_tokens = vllm_config.cache_config.block_size
     found: dict[str, str] = {}
     digests: list[str] = []
     scales: list[object] = []

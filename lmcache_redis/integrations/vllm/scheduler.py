@@ -8,6 +8,9 @@ vLLM calls, for one request:
     load_ended          its load has ended on all ranks
     finished            the chunks that its lookup pinned are released
 
+A chunk has one part for each group of layers. A load moves the parts that a prefix needs, as vLLM
+has allocated blocks for them; a store takes each part that is complete and still there.
+
 The name of a chunk is ``epoch | adapter digest | hash of its last block``. The epoch (`epoch`) and
 the digest of a LoRA adapter (`lora`) are usually empty. vLLM's hashes are chained, so the last one
 covers every token before it. A request keeps the epoch in which it began, and uses the cache only
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +29,9 @@ from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks, StaleBlocks
 from lmcache_redis.integrations.vllm.epoch import named_epoch, new_epoch
+from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata
+from lmcache_redis.naming import FULL_REACH
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -46,7 +51,7 @@ class _Tracked:
     request: Request
     prefix: bytes | None  # of the names of its chunks; None if it is not cached
     chunk_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)  # where vLLM does not report them
     first_chunk: int | None = None  # where its lookup began
     local_tokens: int = 0  # computed locally when the lookup was answered
     considered_chunks: int = 0  # leading chunks for which a store was planned or ruled out
@@ -59,10 +64,11 @@ class _Tracked:
 class ConnectorScheduler:
     """Decides on lookups, loads and stores.
 
-    hash_stride: block hashes per block (1 unless vLLM hashes finer than it allocates).
+    groups: of the model's layers. block_size_tokens: the common multiple of their block sizes.
+    hash_stride: block hashes per block of that size.
     weights_id: names the first epoch; None for the shared one.
-    block_ids: returns a request's current blocks, null ones included; None if vLLM does not
-        provide them and requests keep their blocks until they end.
+    block_ids: returns a request's current blocks by group, null ones included; None if vLLM does
+        not provide them: then there is one group, and requests keep their blocks until they end.
     adapter_digest: returns the digest of a request's LoRA adapter; None if the adapter cannot be
         identified.
     """
@@ -73,17 +79,20 @@ class ConnectorScheduler:
         references: BlockReferences,
         stale: StaleBlocks,
         *,
+        groups: Sequence[LayerGroup],
         block_size_tokens: int,
         hash_stride: int,
         loads: bool,
         stores: bool,
         weights_id: str | None,
-        block_ids: Callable[[str], Sequence[int]] | None,
+        block_ids: Callable[[str], Sequence[Sequence[int]]] | None,
         adapter_digest: Callable[[Any], bytes | None],
     ) -> None:
         self._adapter = adapter
         self._references = references
         self._stale = stale
+        self._groups = groups
+        self._needs_all = all(group.reach == FULL_REACH for group in groups)
         self._block_size_tokens = block_size_tokens
         self._hash_stride = hash_stride
         self._may_load = loads
@@ -117,12 +126,17 @@ class ConnectorScheduler:
             # Local blocks were evicted since the lookup began.
             self._forget_lookup(tracked)
         if tracked.first_chunk is None:
-            if self._hashed_tokens(request) < (local_tokens // chunk_tokens + 1) * chunk_tokens:
+            limit_tokens = self._hashed_tokens(request)
+            if not self._needs_all:
+                # vLLM computes the last token again. What is before a window, or a state before
+                # its last token, would then be missing.
+                limit_tokens = min(limit_tokens, request.num_tokens - 1)
+            if limit_tokens < (local_tokens // chunk_tokens + 1) * chunk_tokens:
                 return 0
             tracked.first_chunk = local_tokens // chunk_tokens
             self._adapter.maybe_submit_lookup_request(
                 request.request_id,
-                block_hashes=self._names(tracked),
+                block_hashes=self._names(tracked)[: limit_tokens // self._block_size_tokens],
                 first_chunk=tracked.first_chunk,
             )
         tokens = self._lookup_result(request.request_id)
@@ -137,17 +151,21 @@ class ConnectorScheduler:
         tracked.matched = True
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(tracked.first_chunk, tokens // chunk_tokens)
-        self._recent.discard(self._chunk_names(tracked)[first_miss:])
+        missed = self._chunk_names(tracked)[first_miss:]
+        for group in self._groups:
+            self._recent.discard(_parts(group, missed))
         return max(0, tokens - local_tokens)
 
-    def allocated(self, request: Request, block_ids: Sequence[int], external_tokens: int) -> None:
-        """vLLM allocated blocks; ``external_tokens`` tokens are to be loaded into them."""
+    def allocated(
+        self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int
+    ) -> None:
+        """vLLM allocated blocks, by group; ``external_tokens`` tokens are to be loaded."""
         tracked = self._track(request, self._adapter.chunk_size_tokens())
         tracked.started = True
         tracked.matched = False
         self._resuming.discard(request.request_id)
         if external_tokens and tracked.first_chunk is not None:
-            self._plan_load(tracked, block_ids, tracked.first_chunk, external_tokens)
+            self._plan_load(tracked, block_ids, external_tokens)
         elif tracked.loading is None:
             self._adapter.release_lookup_locks(request.request_id)
         self._adapter.cleanup_lookup_result(request.request_id)
@@ -282,25 +300,52 @@ class ConnectorScheduler:
         return tokens
 
     def _plan_load(
-        self, tracked: _Tracked, block_ids: Sequence[int], first_chunk: int, external_tokens: int
+        self, tracked: _Tracked, block_ids: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
-        blocks_per_chunk = tracked.chunk_tokens // self._block_size_tokens
         end_chunk = (tracked.local_tokens + external_tokens) // tracked.chunk_tokens
-        first, last = first_chunk * blocks_per_chunk, end_chunk * blocks_per_chunk
+        names = self._chunk_names(tracked)[:end_chunk]
+        ops: list[LoadStoreOp] = []
+        written: list[int] = []
+        for group in self._groups:
+            load = self._load_of_group(group, tracked, block_ids[group.number], names)
+            if load is not None:
+                ops.append(load[0])
+                written += load[1]
+        tracked.loading = frozenset(written)
+        transfer_id = self._references.take(written)
+        self._loads.append(Planned(transfer_id, tracked.request.request_id, tuple(ops)))
+
+    def _load_of_group(
+        self,
+        group: LayerGroup,
+        tracked: _Tracked,
+        block_ids: Sequence[int],
+        names: Sequence[bytes],
+    ) -> tuple[LoadStoreOp, list[int]] | None:
+        """The operation, and the blocks that it writes; None if the group needs none."""
+        chunk_tokens, block_tokens = tracked.chunk_tokens, group.block_size_tokens
+        end = len(names) * chunk_tokens // block_tokens
         # Other requests may be reading local blocks, and blocks before a sliding window are null:
         # the load writes only the blocks after both.
-        local = tracked.local_tokens // self._block_size_tokens
-        null = [n for n in range(local, last) if self._references.is_null(block_ids[n])]
-        written = null[-1] + 1 if null else local
+        first = tracked.local_tokens // block_tokens
+        null = [n for n in range(first, end) if self._references.is_null(block_ids[n])]
+        if null:
+            first = null[-1] + 1
+        if first == end:
+            return None
+        first_chunk = first * block_tokens // chunk_tokens
+        parts = [group.part(chunk, chunk_tokens) for chunk in range(first_chunk, len(names))]
+        if first < parts[0].start or any(part.start != parts[0].stop for part in parts[1:2]):
+            raise RuntimeError(f"vLLM asks for more of {group} than its windows reach")
+        begin = parts[0].start
         op = LoadStoreOp(
-            block_ids=list(block_ids[first:last]),
-            block_hashes=self._names(tracked)[first:last],
-            skip_first_n_tokens=(written - first) * self._block_size_tokens,
+            block_ids=list(block_ids[begin:end]),
+            chunk_hashes=names[first_chunk:],
+            skip_first_n_tokens=(first - begin) * block_tokens,
+            group=group.number,
         )
-        tracked.loading = frozenset(block_ids[written:last])
-        transfer_id = self._references.take(block_ids[written:last])
-        self._loads.append(Planned(transfer_id, tracked.request.request_id, op))
-        self._recent.add(self._chunk_names(tracked)[first_chunk:end_chunk])
+        self._recent.add(_parts(group, names[first_chunk:]))
+        return op, list(block_ids[first:end])
 
     def _plan_store(self, tracked: _Tracked, computed_tokens: int) -> list[Planned]:
         """The store of the chunks that this step completes, if any.
@@ -312,37 +357,52 @@ class ConnectorScheduler:
             return []
         request = tracked.request
         self._track(request, chunk_tokens)
-        blocks: Sequence[int] = tracked.block_ids
+        blocks: Sequence[Sequence[int]] = (tracked.block_ids,)
         if self._block_ids is not None:
             blocks = self._block_ids(request.request_id)
         # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
         # tokens not yet sampled are stored in a later step.
-        hashed_tokens = self._hashed_tokens(request)
-        tokens = min(computed_tokens, hashed_tokens, len(blocks) * self._block_size_tokens)
-        complete_chunks = tokens // chunk_tokens
+        held = [len(blocks[each.number]) * each.block_size_tokens for each in self._groups]
+        complete_chunks = min(computed_tokens, self._hashed_tokens(request), *held) // chunk_tokens
         if complete_chunks <= tracked.considered_chunks:
             return []
         if tracked.prefix != self._prefix(request):
             tracked.prefix = None  # its adapter has changed
             return []
-        blocks_per_chunk = chunk_tokens // self._block_size_tokens
-        names = self._names(tracked)
-        block_ids: list[int] = []
-        block_names: list[bytes] = []
-        for number in range(tracked.considered_chunks, complete_chunks):
-            first, last = number * blocks_per_chunk, (number + 1) * blocks_per_chunk
-            of_chunk = blocks[first:last]
-            # A sliding window may have dropped some blocks of the chunk.
-            if names[last - 1] in self._recent or any(map(self._references.is_null, of_chunk)):
-                continue
-            self._recent.add([names[last - 1]])
-            block_ids += of_chunk
-            block_names += names[first:last]
+        chunks = range(tracked.considered_chunks, complete_chunks)
         tracked.considered_chunks = complete_chunks
-        if not block_ids:
+        found = [
+            self._store_of_group(group, tracked, blocks[group.number], chunks)
+            for group in self._groups
+        ]
+        ops = tuple(op for op in found if op.block_ids)
+        if not ops:
             return []
-        op = LoadStoreOp(block_ids=block_ids, block_hashes=block_names)
-        return [Planned(self._references.take(block_ids), request.request_id, op)]
+        block_ids = [block_id for op in ops for block_id in op.block_ids]
+        return [Planned(self._references.take(block_ids), request.request_id, ops)]
+
+    def _store_of_group(
+        self, group: LayerGroup, tracked: _Tracked, block_ids: Sequence[int], chunks: Iterable[int]
+    ) -> LoadStoreOp:
+        """The parts of ``chunks`` that are in blocks and not stored yet."""
+        names, hashes = self._chunk_names(tracked), self._chunk_hashes(tracked)
+        of_parts: list[int] = []
+        hashes_of_parts: list[bytes] = []
+        for chunk in chunks:
+            where = group.part(chunk, tracked.chunk_tokens)
+            part = block_ids[where]
+            (key,) = _parts(group, names[chunk : chunk + 1])
+            # A sliding window may have dropped some of the blocks.
+            if key in self._recent or any(map(self._references.is_null, part)):
+                continue
+            if group.is_state and not self._references.has_state(
+                part[0], hashes[chunk], group.number
+            ):
+                continue
+            self._recent.add([key])
+            of_parts += part
+            hashes_of_parts.append(names[chunk])
+        return LoadStoreOp(of_parts, chunk_hashes=hashes_of_parts, group=group.number)
 
     def _hashed_tokens(self, request: Request) -> int:
         return len(request.block_hashes) // self._hash_stride * self._block_size_tokens
@@ -357,3 +417,15 @@ class ConnectorScheduler:
     def _chunk_names(self, tracked: _Tracked) -> Sequence[bytes]:
         blocks_per_chunk = tracked.chunk_tokens // self._block_size_tokens
         return self._names(tracked)[blocks_per_chunk - 1 :: blocks_per_chunk]
+
+    def _chunk_hashes(self, tracked: _Tracked) -> Sequence[bytes]:
+        """vLLM's hash at the end of each chunk."""
+        stride = self._hash_stride * (tracked.chunk_tokens // self._block_size_tokens)
+        hashes: Sequence[bytes] = tracked.request.block_hashes
+        return hashes[stride - 1 :: stride]
+
+
+def _parts(group: LayerGroup, names: Iterable[bytes]) -> list[bytes]:
+    """What `RecentChunks` calls the group's parts of chunks."""
+    prefix = group.number.to_bytes(2, "big")
+    return [prefix + name for name in names]

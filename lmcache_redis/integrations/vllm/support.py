@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lmcache_redis.integrations.vllm.groups import layer_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -15,10 +17,6 @@ if TYPE_CHECKING:
 
 _HASHES = ("sha256", "sha256_cbor")
 _DEVICES = ("cpu", "cuda")
-# Kinds of KV cache that write the KV of every token to the request's blocks. Those of the second
-# list drop blocks later. Other kinds keep state that does not belong to one token (Mamba).
-_KEEP_BLOCKS = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")
-_DROP_BLOCKS = ("SlidingWindowSpec",)
 
 
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> str | None:
@@ -39,39 +37,13 @@ def _reasons(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> 
 
 
 def _wrong_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    groups = kv_cache_config.kv_cache_groups
-    if not groups:
+    if not kv_cache_config.kv_cache_groups:
         yield "the model has no KV cache"
-    elif len(groups) > 1:
-        yield (
-            f"the model has {len(groups)} KV cache groups, and this version handles one; "
-            "start vLLM with --disable-hybrid-kv-cache-manager"
-        )
-    else:
-        for kind in sorted(_kinds(kv_cache_config) - {*_KEEP_BLOCKS, *_DROP_BLOCKS}):
-            yield (
-                f"its KV cache is a {kind}, which does not keep every token; this version "
-                "handles full attention, MLA and sliding windows"
-            )
-
-
-def drops_blocks(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether requests release blocks before they end."""
-    return not _kinds(kv_cache_config).isdisjoint(_DROP_BLOCKS)
-
-
-def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int] | None:
-    """Bytes between blocks, by layer; None if this vLLM leaves them to the tensors' strides."""
-    tensors = kv_cache_config.kv_cache_tensors
-    if not all(hasattr(tensor, "block_stride") and hasattr(tensor, "layers") for tensor in tensors):
-        return None
-    return {layer: tensor.block_stride for tensor in tensors for layer in tensor.layers}
-
-
-def _kinds(kv_cache_config: KVCacheConfig) -> set[str]:
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    inner: dict[str, Any] = getattr(spec, "kv_cache_specs", None) or {"": spec}
-    return {type(each).__name__ for each in inner.values()}
+        return
+    try:
+        layer_groups(kv_cache_config)
+    except ValueError as error:
+        yield str(error)
 
 
 def _wrong_hashes(vllm_config: VllmConfig) -> Iterator[str]:

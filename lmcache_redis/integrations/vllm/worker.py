@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,11 +27,14 @@ STATS = ("loaded_chunks", "failed_chunks", "stored_chunks", "dropped_chunks")
 
 
 class Planned(NamedTuple):
-    """A load or a store that every worker starts. A ``transfer_id`` is never reused."""
+    """A load or a store that every worker starts: an operation for each group of layers.
+
+    A ``transfer_id`` is never reused.
+    """
 
     transfer_id: int
     request_id: str
-    op: LoadStoreOp
+    ops: tuple[LoadStoreOp, ...]
 
 
 @dataclass
@@ -117,8 +120,8 @@ class ConnectorWorker:
         self._client = client
         self._rank = rank
         self._reallocates = reallocates
-        self._stores: dict[int, Store] = {}
-        self._loads: dict[int, Retrieve] = {}
+        self._stores: dict[int, list[Store]] = {}
+        self._loads: dict[int, list[Retrieve]] = {}
         self._awaited: dict[str, int] = {}  # the load that vLLM waits for, by request
         self._ended: list[int] = []
         self._dropped = False
@@ -128,34 +131,40 @@ class ConnectorWorker:
         """Starts the loads of this step."""
         # vLLM may still be zeroing the new blocks, on the same stream.
         event = _recorded_event(self._client) if metadata.loads else None
-        for transfer_id, request_id, op in metadata.loads:
+        for transfer_id, request_id, ops in metadata.loads:
             self._awaited[request_id] = transfer_id
-            self._loads[transfer_id] = self._client.begin_retrieve(request_id, op, event)
+            self._loads[transfer_id] = [
+                self._client.begin_retrieve(request_id, op, event) for op in ops
+            ]
 
     def begin_stores(self, metadata: StepMetadata) -> None:
         """Starts the stores of this step; on CUDA they follow the work queued so far."""
         event = _recorded_event(self._client) if metadata.stores else None
-        for transfer_id, request_id, op in metadata.stores:
-            self._stores[transfer_id] = self._client.begin_store(request_id, op, event)
+        for transfer_id, request_id, ops in metadata.stores:
+            self._stores[transfer_id] = [
+                self._client.begin_store(request_id, op, event) for op in ops
+            ]
 
     def ended_loads(self, metadata: StepMetadata) -> EndedLoads:
         """Loads that have succeeded or failed since the last call."""
         if metadata.idle and self._awaited:
-            calls = [self._loads[transfer_id].call for transfer_id in self._awaited.values()]
-            self._client.link.wait_for(lambda: any(call.done for call in calls), _IDLE_WAIT_S)
+            loads = [self._loads[transfer_id] for transfer_id in self._awaited.values()]
+            self._client.link.wait_for(
+                lambda: any(all(each.call.done for each in load) for load in loads), _IDLE_WAIT_S
+            )
         ended = EndedLoads(set(), {})
         for request_id, transfer_id in list(self._awaited.items()):
             load = self._loads[transfer_id]
-            if not load.over and not (self._reallocates and load.given_up):
+            if not _over(load) and not (self._reallocates and any(each.given_up for each in load)):
                 continue
             del self._awaited[request_id]
             ended.requests.add(request_id)
-            failed_chunks = len(load.failed_chunks)
+            failed_chunks = sum(len(each.failed_chunks) for each in load)
             self._stats["failed_chunks"] += failed_chunks
-            self._stats["loaded_chunks"] += load.chunks - failed_chunks
-            if failed_blocks := load.failed_blocks:
+            self._stats["loaded_chunks"] += sum(each.chunks for each in load) - failed_chunks
+            if failed_blocks := set().union(*(each.failed_blocks for each in load)):
                 ended.failed[request_id] = failed_blocks
-        for transfer_id in [t for t, load in self._loads.items() if load.over]:
+        for transfer_id in [t for t, load in self._loads.items() if _over(load)]:
             if transfer_id not in self._awaited.values():
                 del self._loads[transfer_id]
                 self._ended.append(transfer_id)
@@ -163,11 +172,11 @@ class ConnectorWorker:
 
     def report(self) -> WorkerReport | None:
         """The report to the scheduler, if there is anything to report."""
-        for transfer_id in [t for t, store in self._stores.items() if store.over]:
-            result = self._stores.pop(transfer_id).result
-            self._stats["stored_chunks"] += result.stored
-            self._stats["dropped_chunks"] += result.dropped
-            self._dropped |= result.dropped > 0
+        for transfer_id in [t for t, store in self._stores.items() if _over(store)]:
+            for result in [each.result for each in self._stores.pop(transfer_id)]:
+                self._stats["stored_chunks"] += result.stored
+                self._stats["dropped_chunks"] += result.dropped
+                self._dropped |= result.dropped > 0
             self._ended.append(transfer_id)
         if not self._ended:
             return None
@@ -179,6 +188,10 @@ class ConnectorWorker:
         """The counts of ``STATS`` since the last call."""
         stats, self._stats = self._stats, dict.fromkeys(STATS, 0)
         return stats
+
+
+def _over(transfers: Sequence[Store] | Sequence[Retrieve]) -> bool:
+    return all(each.over for each in transfers)
 
 
 def _recorded_event(client: WorkerClient) -> torch.cuda.Event | None:

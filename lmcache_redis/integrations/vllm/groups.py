@@ -1,0 +1,118 @@
+"""The groups of a model's layers: which blocks of each a prefix needs, and where a chunk's are.
+
+vLLM groups layers that share block ids. Full attention needs every block of a prefix, a sliding
+window the last ones, a recurrent layer one state. Spec classes are told apart by name, because
+versions of vLLM differ in which they have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lmcache_redis.naming import FULL_REACH, Reach
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")
+_WINDOWS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+_CACHED_STATES = ("align", "all")
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """One of vLLM's KV cache groups, at position ``number``. kind: the class of its spec."""
+
+    number: int
+    layers: tuple[str, ...]
+    block_size_tokens: int
+    reach: Reach
+    kind: str
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a block holds the state after its last token instead of its tokens' KV."""
+        return self.reach.kind == "state"
+
+    def part(self, chunk: int, chunk_tokens: int) -> slice:
+        """Which of a request's blocks the part of chunk number ``chunk`` holds."""
+        blocks = chunk_tokens // self.block_size_tokens
+        end = (chunk + 1) * blocks
+        return slice(end - self.reach.blocks_per_part(blocks, self.block_size_tokens), end)
+
+
+def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
+    """The groups. Raises ValueError with a sentence for each that cannot be cached."""
+    groups, reasons = [], []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        inner: dict[str, Any] = getattr(spec, "kv_cache_specs", None) or {"": spec}
+        reaches = {_reach(each) for each in inner.values()}
+        names = " and ".join(sorted({type(each).__name__ for each in inner.values()}))
+        wrong = sorted(each for each in reaches if isinstance(each, str))
+        if not _is_transferred(group):
+            wrong = ["vLLM does not let connectors load it"]
+        elif len(reaches) > 1 and not wrong:
+            wrong = ["its layers need different blocks"]
+        if wrong:
+            reasons.append(f"KV cache group {number} ({names}): {', '.join(wrong)}")
+            continue
+        (reach,) = reaches
+        assert isinstance(reach, Reach)
+        layers = tuple(getattr(group, "layer_names", ()))
+        groups.append(LayerGroup(number, layers, int(spec.block_size), reach, names))
+    if reasons:
+        raise ValueError("; ".join(reasons))
+    return groups
+
+
+def common_block_tokens(groups: Sequence[LayerGroup]) -> int:
+    """The least common multiple of the groups' block sizes, in tokens."""
+    return math.lcm(*(group.block_size_tokens for group in groups))
+
+
+def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int] | None:
+    """Bytes between blocks, by layer; None if this vLLM leaves them to the tensors' strides."""
+    tensors = kv_cache_config.kv_cache_tensors
+    if not all(hasattr(tensor, "block_stride") and hasattr(tensor, "layers") for tensor in tensors):
+        return None
+    return {layer: tensor.block_stride for tensor in tensors for layer in tensor.layers}
+
+
+def tensors_of(layer: str, cache: Any) -> Iterator[tuple[str, Any]]:
+    """A layer's tensors with names: a recurrent layer has one for each of its states."""
+    if not isinstance(cache, (list, tuple)):
+        yield layer, cache
+        return
+    for number, tensor in enumerate(cache):
+        yield f"{layer}#{number}", tensor
+
+
+def _reach(spec: Any) -> Reach | str:
+    """The reach of a layer's spec, or why the layer cannot be cached."""
+    kind = type(spec).__name__
+    if kind in _FULL:
+        return FULL_REACH
+    if kind in _WINDOWS:
+        return Reach("window", spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
+    if kind == "ChunkedLocalAttentionSpec":
+        return Reach("local", spec.attention_chunk_size)
+    if kind == "MambaSpec":
+        if spec.mamba_cache_mode in _CACHED_STATES:
+            return Reach("state")
+        return (
+            f"states are not kept (mamba_cache_mode is {spec.mamba_cache_mode!r}): start vLLM with "
+            "--enable-prefix-caching --mamba-cache-mode align"
+        )
+    return "this version does not handle this kind"
+
+
+def _is_transferred(group: Any) -> bool:
+    return (
+        getattr(group, "enable_kv_transfer", True)
+        and not getattr(group, "host_resident", False)
+        and getattr(group.kv_cache_spec, "prefix_cacheable", True)
+    )
