@@ -317,13 +317,14 @@ class PrefixLookup:
 
     def _load_missing(self) -> bool:
         """Begins to load what the prefix needs; returns False if there is no room."""
-        for part in sorted(self._missing):
-            entry = self._load(part, self._key(part), self._levels[part])
-            if entry is None:
-                break
-            self._missing.remove(part)
-            self._hold(part, entry)
-        self._begin_prepared()
+        for level in sorted({self._levels[part] for part in self._missing}):
+            for part in sorted(part for part in self._missing if self._levels[part] == level):
+                entry = self._load(part, self._key(part), level)
+                if entry is None:
+                    break
+                self._missing.remove(part)
+                self._hold(part, entry)
+            self._begin_prepared()  # a batch is from one tier
         return not self._missing
 
     def _no_room(self) -> None:
