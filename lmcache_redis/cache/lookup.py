@@ -213,8 +213,10 @@ class PrefixLookup:
             if self._is_all_known:
                 self._ends_at(self._needs.longest(self.bound, self._is_found), self._gap)
             self._follow()
-            if sum(self._units[row] for _, row in self._missing) > pool.free + pool.idle:
-                self._no_room()
+            lacking = sum(self._units[row] for _, row in self._missing) - pool.free - pool.idle
+            if lacking > 0:
+                # At least so many: a chunk that is dropped gives back its own parts at most.
+                self._no_room(-(-lacking // sum(self._units)))
             elif unknown := [part for part in self._missing if not self._is_found(part)]:
                 self._ask(unknown)
                 if self._asking:
@@ -327,10 +329,10 @@ class PrefixLookup:
             self._begin_prepared()  # a batch is from one tier
         return not self._missing
 
-    def _no_room(self) -> None:
-        self._cache.metrics.count("miss_pool_full")
+    def _no_room(self, chunks: int = 1) -> None:
+        self._cache.metrics.count("miss_pool_full", chunks)
         self.reasons.add("the host pool was full")
-        self._shrink(self.bound - 1)
+        self._shrink(self.bound - chunks)
 
     def _load(self, part: Part, key: bytes, level: int) -> Entry | None:
         chunk, row = part

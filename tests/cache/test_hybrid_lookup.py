@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.cache import counters
+from lmcache_redis.cache.cache import Cache
+from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.prefix import Part, PrefixNeeds
+from lmcache_redis.cache.redis import RedisTier
 from lmcache_redis.cache.tier import ReadDone, Stuck, WriteDone
+from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.naming import ChunkForm, ChunkNames, Reach
+from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ChunkIO,
@@ -25,18 +33,22 @@ from lmcache_redis.resp.outcomes import (
 )
 from tests.cache.auditing import audit
 from tests.cache.played import PlayedTier, World
-from tests.harness import block_hashes
+from tests.harness import block_hashes, wait_until
+from tests.servers import RedisServer
 
 CHUNK = 256
+PART_BYTES, SLOT_BYTES = 10_000, 4096
 HASHES = block_hashes("prompt", 16)
 ALL, STATE, WINDOW = Reach(), Reach("state"), Reach("window", 512)
 GEMMA = [ALL, *[WINDOW] * 5]
 
 
-def forms_of(reaches: Sequence[Reach], part_bytes: int = 64) -> list[ChunkForm]:
+def forms_of(
+    reaches: Sequence[Reach], part_bytes: int = 64, slot_bytes: int = 64
+) -> list[ChunkForm]:
     """Rows with a namespace each, as the groups of a model have."""
     return [
-        ChunkForm.of_pages(ChunkNames(bytes([row]) * 32), "m", 0, part_bytes, 64, reach)
+        ChunkForm.of_pages(ChunkNames(bytes([row]) * 32), "m", 0, part_bytes, slot_bytes, reach)
         for row, reach in enumerate(reaches)
     ]
 
@@ -450,7 +462,7 @@ PLACES = ("nowhere", "pool", "disk", "redis", "redis", "redis", "broken")
     st.sampled_from([0.0, 0.05, 0.3]),
 )
 def test_whatever_is_where_the_answer_is_held_and_as_long_as_it_can_be(
-    reaches: list[Reach], first_chunk: int, slots: int, random: st.DataObject, gaps: float
+    reaches: list[Reach], first_chunk: int, slots: int, random: Random, gaps: float
 ) -> None:
     """And it ends, with at most three questions, without a pin too many."""
     chunks = 10
@@ -458,8 +470,8 @@ def test_whatever_is_where_the_answer_is_held_and_as_long_as_it_can_be(
     there: set[Part] = set()
     for chunk in range(chunks):
         for row in range(len(reaches)):
-            place = random.choice(PLACES)  # type: ignore[attr-defined]
-            if random.random() < gaps:  # type: ignore[attr-defined]
+            place = random.choice(PLACES)
+            if random.random() < gaps:
                 place = "broken" if place == "broken" else "nowhere"
             elif place in ("broken", "nowhere"):
                 place = "redis"
@@ -477,11 +489,184 @@ def test_whatever_is_where_the_answer_is_held_and_as_long_as_it_can_be(
     pooled = {entry.key for entry in model.cache.pool}
     needs = PrefixNeeds(reaches, first_chunk, CHUNK)
     length = model.look_up(first_chunk=first_chunk, chunks=chunks)
-    best = needs.longest(chunks, there.__contains__)
-    assert length <= best
+    assert length <= needs.longest(chunks, there.__contains__)
     assert len(model.redis.questions) <= 3
-    if slots == 256:
-        assert length == best
-        if not model.redis.broken and any(reach.kind != "all" for reach in reaches):
-            wanted = {model.key(*part) for part in needs.parts(length)} - pooled
-            assert {*model.redis.loaded, *model.disk.loaded} == wanted
+    has_bounded = any(reach.kind != "all" for reach in reaches)
+    if not model.redis.broken and has_bounded:
+        fitting = [
+            n
+            for n in range(chunks + 1)
+            if {*needs.parts(n)} <= there and len([*needs.parts(n)]) <= slots
+        ]
+        assert length == max(fitting)
+        wanted = {model.key(*part) for part in needs.parts(length)} - pooled
+        assert {*model.redis.loaded, *model.disk.loaded} == wanted
+    elif slots == 256:
+        assert length == needs.longest(chunks, there.__contains__)
+
+
+@given(
+    st.lists(REACHES, min_size=1, max_size=3),
+    st.sampled_from([64, 14, 7]),
+    st.sets(st.integers(0, 29), max_size=6),
+    st.lists(st.integers(0, 9), max_size=40),
+)
+def test_lookups_side_by_side_end_in_any_order_of_events(
+    reaches: list[Reach], slots: int, broken: set[int], steps: list[int]
+) -> None:
+    """Two lookups share loads while reads end, fail, or are overtaken by a deadline or a cancel."""
+    model = Model(reaches, slots=slots)
+    model.redis.waits = True
+    every = [(chunk, row) for chunk in range(10) for row in range(len(reaches))]
+    model.redis.stored.update(model.keys(*every))
+    model.redis.broken = {
+        model.key(*every[n % len(every)]): ReadOutcome.CORRUPT for n in sorted(broken)
+    }
+    model.disk.stored.update(model.keys(*every[::7]))
+    lookups = [model.begin(chunks=10), model.begin(chunks=9)]
+    ended = 0
+    for step in steps:
+        if step < 6:
+            model.redis.end_reads(step)
+        elif step == 6:
+            lookups[0]._expire()
+        elif step == 7 and lookups[1] not in [found for found in lookups if found._ended]:
+            lookups[1].cancel()
+            ended = 1
+        else:
+            model.settle()
+    while model.redis.read or model.loop._posted or model.cache.backlog:
+        model.redis.end_reads()
+        model.settle()
+    assert all(lookup._ended for lookup in lookups)
+    assert len(model.answers) == 2 - ended
+    for _, held, _ in model.answers:
+        for entry in held.values():
+            model.cache.pool.unpin(entry)
+    model.check_no_pins()
+
+
+# ------------------------------------------------------------------ a real server
+
+
+class Served(World):
+    """The rows over a directory and Redis."""
+
+    def __init__(self, directory: Path, server: RedisServer, reaches: Sequence[Reach]) -> None:
+        self.plane = RedisPlane(RedisOptions(server.url))
+        self.plane.start()
+        assert self.plane.wait_probed(10).up
+        self.forms = forms_of(reaches, PART_BYTES, SLOT_BYTES)
+        self.disk = DiskTier(directory, 64 << 20)
+        super().__init__([(self.disk, counters.DISK), (RedisTier(self.plane), counters.REDIS)])
+
+    def make_cache(self, backings: Sequence[Backing], slots: int) -> Cache:
+        return Cache(self.loop, Arena(8 << 20, SLOT_BYTES), backings, self.metrics)
+
+    def store(self, row: int, chunks: Sequence[int], *, levels: int | None = None) -> None:
+        """To the disk and Redis, or only to the disk (1)."""
+        for chunk in chunks:
+            entry = self.hold(HASHES[chunk], self.forms[row])
+            self.cache.write_behind(self.forms[row], HASHES[chunk], entry, levels=levels)
+        self.run(lambda: not self.cache.backlog)
+
+    def forget(self) -> None:
+        """As another node finds it: nothing in memory or on disk."""
+        self.cache.pool.clear()
+        for form in self.forms:
+            self.disk.clear(form.names.common, time.monotonic() + 10, lambda result: None)
+        wait_until(lambda: not any(self.disk.keys(f.names.common, 0.0) for f in self.forms))
+
+    def look_up(self) -> tuple[int, dict[str, int]]:
+        found: list[tuple[int, dict[str, int]]] = []
+
+        def done(lookup: PrefixLookup) -> None:
+            for (chunk, row), entry in lookup.take().items():
+                payload = b"".join(self.cache.views(self.forms[row], entry))
+                assert payload == HASHES[chunk][:1] * PART_BYTES
+                self.cache.pool.unpin(entry)
+            found.append((lookup.bound, lookup.loaded()))
+
+        deadline_s = time.monotonic() + 15
+        PrefixLookup(self.cache, self.forms, HASHES, deadline_s, done, chunk_tokens=CHUNK).start()
+        self.run(lambda: found)
+        self.run(lambda: not self.cache.backlog)
+        return found[0]
+
+
+@pytest.fixture
+def gemma(tmp_path: Path, server: RedisServer) -> Iterator[Served]:
+    served = Served(tmp_path / "disk", server, GEMMA)
+    yield served
+    assert served.cache.close(5.0)
+    served.loop.run_posted()
+    served.close()
+
+
+def calls_of(server: RedisServer, command: str) -> int:
+    with server.client() as client:
+        stats = client.info("commandstats").get(f"cmdstat_{command}", {})
+    return int(stats.get("calls", 0))
+
+
+def test_a_hit_of_4096_tokens_in_redis(gemma: Served, server: RedisServer) -> None:
+    for row in range(6):
+        gemma.store(row, range(16))
+    gemma.forget()
+    server.command("CONFIG", "RESETSTAT")
+    assert gemma.look_up() == (16, {"disk": 0, "Redis": 16})
+    # Of 16 chunks with six parts each: 16 parts of the full row, and two of each window.
+    assert gemma.counted("loaded_") == {"loaded_chunks": 26, "loaded_bytes": 26 * PART_BYTES}
+    assert 26 * 3 <= 16 * 6
+    assert calls_of(server, "get") == 26 * gemma.forms[0].stripe_count
+    assert calls_of(server, "exists") == 2, "16 keys, and ten"
+    # The second hit needs no server.
+    assert gemma.look_up() == (16, {"disk": 0, "Redis": 0})
+    assert calls_of(server, "exists") == 2
+
+
+def test_windows_that_a_server_has_for_an_earlier_prompt_only(gemma: Served) -> None:
+    gemma.store(0, range(16))
+    for row in range(1, 6):
+        gemma.store(row, [7, 8, 12])
+    gemma.forget()
+    assert gemma.look_up() == (9, {"disk": 0, "Redis": 9})
+    assert gemma.counted("miss_") == {"miss_absent": 7}
+
+
+@pytest.mark.parametrize("damage", ["corrupt", "deleted"])
+def test_a_part_lost_after_the_scan_brings_the_windows_before_it(
+    gemma: Served, server: RedisServer, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for row in range(6):
+        gemma.store(row, range(16))
+    gemma.forget()
+    name = gemma.forms[0].key(HASHES[10]) + b"\0\1"
+    if damage == "corrupt":
+        with server.client() as client:
+            client.setrange(name, int(client.strlen(name)) - 1, b"?")
+    else:
+        begin_loads = gemma.cache.begin_loads
+
+        def delete_first(jobs: Sequence[ChunkIO]) -> None:
+            server.command("DEL", name)
+            begin_loads(jobs)
+
+        monkeypatch.setattr(gemma.cache, "begin_loads", delete_first)
+    assert gemma.look_up() == (10, {"disk": 0, "Redis": 10})
+    counted = gemma.counted("miss_")
+    assert counted["miss_corrupt" if damage == "corrupt" else "miss_incomplete"] == 1
+
+
+def test_parts_from_the_disk_and_from_redis(gemma: Served, server: RedisServer) -> None:
+    for row in range(3):
+        gemma.store(row, range(16))
+    gemma.forget()
+    for row in range(3, 6):
+        gemma.store(row, range(16), levels=1)
+    gemma.cache.pool.clear()
+    server.command("CONFIG", "RESETSTAT")
+    assert gemma.look_up() == (16, {"disk": 0, "Redis": 16})
+    assert gemma.counted("loaded_chunks") == {"loaded_chunks": 16 + 2 * 2}
+    assert gemma.counted("disk_loaded_chunks") == {"disk_loaded_chunks": 3 * 2}
+    assert calls_of(server, "get") == 20 * gemma.forms[0].stripe_count
