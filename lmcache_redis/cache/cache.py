@@ -82,8 +82,11 @@ class Cache:
 
         None if there is no room. Raises RuntimeError if the chunk is in the pool.
         """
-        units = self._memory.units(form.chunk_bytes, form.stripe_payload_bytes)
-        return self.inflight.begin(form.key(chunk_hash), units)
+        return self.inflight.begin(form.key(chunk_hash), self.units(form))
+
+    def units(self, form: ChunkForm) -> int:
+        """The units of the pool's memory that a chunk takes."""
+        return self._memory.units(form.chunk_bytes, form.stripe_payload_bytes)
 
     def views(self, form: ChunkForm, entry: Entry) -> list[memoryview]:
         """The entry's memory as one view per stripe, each of exactly the stripe's bytes."""
@@ -157,8 +160,7 @@ class Cache:
         `begin_loads` begins it. Watchers of the entry learn how it ends; if the last of them stops
         watching, the load is cancelled.
         """
-        units = self._memory.units(form.chunk_bytes, form.stripe_payload_bytes)
-        entry = self.inflight.begin(key, units)
+        entry = self.inflight.begin(key, self.units(form))
         if entry is None:
             return None
         job = self._job(form, chunk_hash, entry, deadline_s, Load(entry, form, level))

@@ -7,34 +7,55 @@
     answer   when every chunk of the prefix is READY, or at the deadline with the part that is;
              chunks beyond the prefix are unpinned
 
-A chunk counts if every rank's part of it does. The prefix ends before chunk number ``bound``, which
-shrinks when a chunk is missing, finds no room, or fails to load.
+A chunk has one part in each row (rank and group of layers, see `prefix`). It counts if every part
+of it does that the prefix needs. The prefix ends before chunk number ``bound``, which shrinks when
+a needed part is missing, finds no room, or fails to load.
+
+If every row needs all chunks, chunks are loaded as they are found. Otherwise a shorter prefix
+needs other parts of the bounded rows, so the lookup decides before it loads (`_settle`). A tier
+without an index gets at most three questions:
+
+    1   a scan of the rows that need all chunks: how long the prefix can be
+    2   a scan of the parts that the other rows need for that prefix
+    3   only if some are missing, or if the prefix shrinks later: which parts of those rows exist
+
+Each chunk of the prefix counts once in counters and results, whether or not it has parts that the
+prefix needs: a miss counts the chunks by which the prefix became shorter, `loaded` the chunks of
+which it read a part. The counters of reads (``loaded_chunks`` and their misses) count parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from lmcache_redis.cache.cache import Cache, Load, load_of
 from lmcache_redis.cache.inflight import Filled
 from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.cache.prefix import Part, PrefixNeeds
 from lmcache_redis.naming import ChunkForm
-from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ReadOutcome, ScanResult
+from lmcache_redis.resp.outcomes import (
+    CallOutcome,
+    ChunkIO,
+    ExistsResult,
+    ReadOutcome,
+    ScanResult,
+)
 
 _PROBE_POLL_S = 0.01
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
 _BATCH_STRIPES = 32
 
-Part = tuple[int, int]  # chunk number, rank
 Wanted = tuple[Part, bytes]  # and its key
 
 
 class PrefixLookup:
     """One lookup. Owned by the cache's owner thread.
 
-    forms: one per rank. deadline_s: `time.monotonic()`. done: called once, unless the lookup is
+    forms: one per row. deadline_s: `time.monotonic()`. done: called once, unless the lookup is
     cancelled. It may call `take` to keep the pins; otherwise they are released after it.
+    first_chunk: the number in the prompt of the first chunk. chunk_tokens: the tokens of a chunk;
+    may be 0 if every row needs all chunks.
 
     Attributes:
         bound: the length of the prefix in chunks.
@@ -63,23 +84,36 @@ class PrefixLookup:
         self._watchers: dict[Part, partial[None]] = {}  # of those held that are being filled
         self._loads: dict[Part, Load] = {}
         self._prepared: list[ChunkIO] = []
-        self._scanning = False
+        self._asking = False
         self._ended = False
+        # For lookups with bounded rows.
+        self._needs = PrefixNeeds([form.reach for form in forms], first_chunk, chunk_tokens)
+        self._is_settled = not self._needs.bounded
+        self._settled_for = self.bound  # the prefix whose parts are those held and missing
+        self._missing: set[Part] = set()
+        self._levels: dict[Part, int] = {}  # of parts not in the host pool: tiers that have them
+        self._is_scanned = self._is_all_known = False  # the bounded rows
+        self._units = [cache.units(form) for form in forms]
+        self._gap = "miss_absent"  # the counter of chunks lost because a part is not there
         self._timer = cache.owner.at(deadline_s, self._expire)
 
     def start(self) -> None:
         """Pins the chunks in the host pool and looks for the others."""
         missing: list[Wanted] = []
         get = self._cache.pool.get
-        stems = [form.stem(len(self._hashes[0])) for form in self._forms]
+        nbytes = len(self._hashes[0])
+        bounded = self._needs.bounded
+        stems = [(r, form.stem(nbytes)) for r, form in enumerate(self._forms) if r not in bounded]
         for chunk, chunk_hash in enumerate(self._hashes):
-            for rank, stem in enumerate(stems):
+            for row, stem in stems:
                 key = stem + chunk_hash
                 entry = get(key)
                 if entry is not None:
-                    self._hold((chunk, rank), entry)
+                    self._hold((chunk, row), entry)
                 else:
-                    missing.append(((chunk, rank), key))
+                    missing.append(((chunk, row), key))
+        if bounded:
+            self._missing = {*self._needs.parts(self.bound)} - self._held.keys()
         self._find(missing, 0)
         self._check()
 
@@ -89,12 +123,15 @@ class PrefixLookup:
             self._finish()
 
     def take(self) -> dict[Part, Entry]:
-        """The entries of the prefix, whose pins now belong to the caller."""
+        """The entries that the prefix needs, whose pins now belong to the caller."""
         held, self._held = self._held, {}
         return held
 
     def loaded(self) -> dict[str, int]:
-        """How many chunks of the prefix this lookup loaded from each tier, by the tier's name."""
+        """How many chunks of the prefix this lookup loaded from each tier, by the tier's name.
+
+        A chunk whose parts came from several tiers counts for the last of them.
+        """
         levels: dict[int, int] = {}
         for (chunk, _), load in self._loads.items():
             if chunk < self.bound:
@@ -109,11 +146,11 @@ class PrefixLookup:
         if not wanted:
             return
         if level == len(self._cache.tiers):
-            self._ends_at(wanted[0][0], "miss_absent")
+            self._ends_at(wanted[0][0][0], "miss_absent")
             return
         lookup = self._cache.tiers[level].lookup
         if lookup(wanted[0][1]) is None:
-            self._scanning = True
+            self._asking = True
             self._scan(wanted, level)
             return
         here: list[Wanted] = []
@@ -140,29 +177,124 @@ class PrefixLookup:
     def _scanned(self, wanted: list[Wanted], level: int, result: ScanResult) -> None:
         if self._ended:
             return
-        self._scanning = False
+        self._asking = False
         found, rest = wanted[: result.prefix_length], wanted[result.prefix_length :]
         is_last = level + 1 == len(self._cache.tiers)
-        if rest and is_last and result.outcome is CallOutcome.DONE:
-            self._ends_at(rest[0][0], "miss_absent")
-        elif rest and is_last:
-            self.reasons.add(f"{self._cache.tiers[level].name} is not available")
-            counter = self._cache.counters[level].misses[ReadOutcome.UNAVAILABLE]
-            self._ends_at(rest[0][0], counter)
+        if rest and is_last:
+            self._ends_at(rest[0][0][0], self._miss(level, result.outcome))
         self._bring(found, level)
         if not is_last:
             self._find(rest, level + 1)
         self._check()
 
-    def _ends_at(self, part: Part, counter: str) -> None:
+    def _miss(self, level: int, outcome: CallOutcome) -> str:
+        """The counter of chunks that a question with this outcome did not find."""
+        if outcome is CallOutcome.DONE:
+            return "miss_absent"
+        self.reasons.add(f"{self._cache.tiers[level].name} is not available")
+        return self._cache.counters[level].misses[ReadOutcome.UNAVAILABLE]
+
+    def _ends_at(self, chunk: int, counter: str) -> None:
         # The prefix may already end earlier, because the host pool had no room.
-        self._cache.metrics.count(counter, max(0, self.bound - part[0]))
-        self._shrink(part[0])
+        self._cache.metrics.count(counter, max(0, self.bound - chunk))
+        self._shrink(chunk)
+
+    # --------------------------------------------------------------- settle
+
+    def _settle(self) -> None:
+        """Decides the length of the prefix, and asks for or loads exactly the parts it needs.
+
+        A part that nothing is known about may exist, until a prefix needs it. Then a tier is asked,
+        and its answer settles again. Ends, because ``bound`` decreases and questions run out.
+        """
+        pool = self._cache.pool
+        self._hold_pooled(self._missing)
+        while True:
+            if self._is_all_known:
+                self._ends_at(self._needs.longest(self.bound, self._is_found), self._gap)
+            self._follow()
+            lacking = sum(self._units[row] for _, row in self._missing) - pool.free - pool.idle
+            if lacking > 0:
+                # At least so many: a chunk that is dropped gives back its own parts at most.
+                self._no_room(-(-lacking // sum(self._units)))
+            elif unknown := [part for part in self._missing if not self._is_found(part)]:
+                self._ask(unknown)
+                if self._asking:
+                    return
+            elif self._load_missing():
+                self._is_settled = True
+                return
+            else:
+                self._no_room()
+
+    def _follow(self) -> None:
+        """Releases what a shorter prefix no longer needs; holds what it needs and the pool has."""
+        dropped, added = self._needs.between(self._settled_for, self.bound)
+        self._settled_for = self.bound
+        self._missing.difference_update(dropped)
+        for part in dropped:
+            self._release(part)
+        self._missing.update(added)
+        self._hold_pooled(added)
+
+    def _hold_pooled(self, missing: Iterable[Part]) -> None:
+        for part in [*missing]:
+            entry = self._cache.pool.get(self._key(part))
+            if entry is not None:
+                self._missing.remove(part)
+                self._hold(part, entry)
+
+    def _is_found(self, part: Part) -> bool:
+        """Whether the part is in memory, or a tier is known to have it."""
+        if part in self._held or part in self._levels:
+            return True
+        key = self._key(part)
+        if key in self._cache.pool:
+            return True
+        level = self._cache.level_of(key)
+        if level is None or self._cache.tiers[level].lookup(key) is None:
+            return False
+        self._levels[part] = level
+        return True
+
+    def _ask(self, unknown: list[Part]) -> None:
+        """Asks the tier without an index, if there is one; see the module."""
+        tiers, owner, some_key = self._cache.tiers, self._cache.owner, self._key(unknown[0])
+        level = next((n for n, tier in enumerate(tiers) if tier.lookup(some_key) is None), None)
+        if level is None:
+            self._is_all_known = True
+            return
+        self._asking = True
+        if not self._is_scanned:
+            self._is_scanned = True
+            self._scan([(part, self._key(part)) for part in sorted(unknown)], level)
+            return
+        every = self._needs.parts_of_any(self.bound)
+        parts = sorted({*unknown, *(part for part in every if not self._is_found(part))})
+        tiers[level].exists(
+            [self._key(part) for part in parts],
+            self._deadline_s,
+            lambda result: owner.post(partial(self._answered, parts, level, result)),
+        )
+
+    def _answered(self, parts: list[Part], level: int, result: ExistsResult) -> None:
+        if self._ended:
+            return
+        self._asking = False
+        self._is_all_known = True
+        self._gap = self._miss(level, result.outcome)
+        if result.outcome is CallOutcome.DONE:
+            found = zip(parts, result.present, strict=True)
+            self._levels.update((part, level) for part, is_there in found if is_there)
+        self._check()
 
     # ----------------------------------------------------------------- load
 
     def _bring(self, found: Sequence[Wanted], level: int) -> None:
-        """Begins to load the chunks found, up to the end of the prefix."""
+        """Begins to load the chunks found, unless it is still to be decided which to load."""
+        if self._needs.bounded:
+            self._levels.update((part, level) for part, _ in found)
+            return
         for part, key in found:
             if part[0] >= self.bound:
                 break
@@ -180,16 +312,31 @@ class PrefixLookup:
         if entry is None:
             self._begin_prepared()  # a load that has not begun could not be cancelled below
         while entry is None and self.bound > part[0]:
-            self._cache.metrics.count("miss_pool_full")
-            self.reasons.add("the host pool was full")
-            self._shrink(self.bound - 1)
+            self._no_room()
             if self.bound > part[0]:
                 entry = self._load(part, key, level)
         return entry
 
+    def _load_missing(self) -> bool:
+        """Begins to load what the prefix needs; returns False if there is no room."""
+        for level in sorted({self._levels[part] for part in self._missing}):
+            for part in sorted(part for part in self._missing if self._levels[part] == level):
+                entry = self._load(part, self._key(part), level)
+                if entry is None:
+                    break
+                self._missing.remove(part)
+                self._hold(part, entry)
+            self._begin_prepared()  # a batch is from one tier
+        return not self._missing
+
+    def _no_room(self, chunks: int = 1) -> None:
+        self._cache.metrics.count("miss_pool_full", chunks)
+        self.reasons.add("the host pool was full")
+        self._shrink(self.bound - chunks)
+
     def _load(self, part: Part, key: bytes, level: int) -> Entry | None:
-        chunk, rank = part
-        form = self._forms[rank]
+        chunk, row = part
+        form = self._forms[row]
         job = self._cache.prepare_load(form, key, self._hashes[chunk], level, self._deadline_s)
         if job is None:
             return None
@@ -216,7 +363,11 @@ class PrefixLookup:
             self._bring_instead(part)
         elif filled is Filled.FAILED:
             self._failed(part)
-        self._check()
+        if self._is_settled:
+            self._check()
+        else:
+            # Posted: `begin_loads` calls this in the middle of its clean-up.
+            self._cache.owner.post(self._check)
 
     def _bring_instead(self, part: Part) -> None:
         """A tier that hangs keeps the entry's slots: loads another entry from the next tier."""
@@ -226,8 +377,11 @@ class PrefixLookup:
         level = self._cache.level_of(entry.key)
         if level is None:
             self._failed(part)
-        else:
-            self._bring([(part, entry.key)], level)
+            return
+        if self._needs.bounded:
+            self._missing.add(part)
+            self._is_settled = False
+        self._bring([(part, entry.key)], level)
 
     # --------------------------------------------------------------- answer
 
@@ -238,12 +392,19 @@ class PrefixLookup:
     def _shrink(self, bound: int) -> None:
         """The prefix ends before chunk number ``bound``."""
         self.bound = min(self.bound, bound)
-        self._give_back(self.bound)
+        if self._needs.bounded:
+            self._is_settled = False
+        else:
+            self._give_back(self.bound)
 
     def _give_back(self, first: int) -> None:
         """Unpins the chunks from number ``first`` on."""
         for part in [each for each in self._held if each[0] >= first]:
-            entry = self._held.pop(part)
+            self._release(part)
+
+    def _release(self, part: Part) -> None:
+        entry = self._held.pop(part, None)
+        if entry is not None:
             watcher = self._watchers.pop(part, None)
             if watcher is not None:
                 self._cache.inflight.unwatch(entry, watcher)
@@ -254,16 +415,23 @@ class PrefixLookup:
             return
         self._cache.metrics.count("lookups_timed_out")
         self.reasons.add("the lookup deadline passed")
-        self._scanning = False
-        ready = self._held.keys() - self._watchers.keys()
-        every = ((c, r) for c in range(self.bound) for r in range(len(self._forms)))
-        first = next((part[0] for part in every if part not in ready), self.bound)
-        self._cache.metrics.count("miss_deadline", self.bound - first)
-        self._shrink(first)
+        self._asking = False
+        self._is_all_known = True
+        self._ends_at(self._needs.longest(self.bound, self._is_ready), "miss_deadline")
         self._check()
 
+    def _is_ready(self, part: Part) -> bool:
+        if part in self._held:
+            return part not in self._watchers
+        entry = self._cache.pool.peek(self._key(part)) if self._needs.bounded else None
+        return entry is not None and entry.state is EntryState.READY
+
     def _check(self) -> None:
-        if not (self._ended or self._scanning or self._watchers):
+        if self._ended or self._asking:
+            return
+        if not self._is_settled:
+            self._settle()
+        if not (self._asking or self._watchers):
             # Before `_finish`: if it raises, the pins are still held and `cancel` releases them.
             self._done(self)
             self._finish()
@@ -272,3 +440,7 @@ class PrefixLookup:
         self._ended = True
         self._timer.cancel()
         self._give_back(0)
+
+    def _key(self, part: Part) -> bytes:
+        chunk, row = part
+        return self._forms[row].key(self._hashes[chunk])
