@@ -198,6 +198,8 @@ class WorkerClient:
         ``cache_salt`` stands for everything else that the KV of ``op``'s token ids depends on
         (salt, LoRA, images); block hashes cover it. Raises ``ValueError``, ``TypeError``.
         """
+        if self._groups:
+            op = op.share(*self._groups[op.group].replica)
         lease_ns = _lease(STORE_LEASE_S if event is None else STEP_S + STORE_LEASE_S)
         call = self.link.submit(
             m.Store,

@@ -34,6 +34,7 @@ from lmcache_redis.integrations.vllm.groups import (
     block_strides,
     common_block_tokens,
     layer_groups,
+    shard_of_rank,
     tensors_of,
 )
 from lmcache_redis.integrations.vllm.guard import guarded, nothing, recompute_failed_loads
@@ -119,7 +120,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             "model_name": model_name(self._vllm_config),
             "world_size": parallel.world_size,
             "block_size_tokens": self._block_size_tokens,
-            "engine_id": self._kv_transfer_config.engine_id,
+            "engine_id": _engine_id(self._vllm_config),
             "agent_dead_after_s": self._config.agent_dead_after_s,
         }
         if self.role is KVConnectorRole.SCHEDULER:
@@ -340,7 +341,19 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
                 block_strides=strides,
             )
         dtypes = dict.fromkeys(dtype_name(each.dtype) for each in tensors.values())
-        return CacheGroup(tensors, "+".join(dtypes), group.block_size_tokens, group.reach, identity)
+        spec = self._kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
+        shard, shards, replicas = shard_of_rank(self._vllm_config, spec)
+        if replicas > 1:
+            identity["rank"] = f"shard {shard} of {shards}"
+        return CacheGroup(
+            tensors,
+            "+".join(dtypes),
+            group.block_size_tokens,
+            group.reach,
+            identity,
+            shard=(shard, shards),
+            replica=(self._vllm_config.parallel_config.rank % replicas, replicas),
+        )
 
     @guarded(nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -435,6 +448,15 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
+
+
+def _engine_id(vllm_config: VllmConfig) -> str:
+    """Shared by the processes of one engine core, and by no other.
+
+    The configured id may be that of several engines, or of the cores of data parallel ranks.
+    """
+    core = vllm_config.parallel_config.data_parallel_rank
+    return f"{vllm_config.kv_transfer_config.engine_id}/{vllm_config.instance_id}/{core}"
 
 
 def _by_tensor(
