@@ -413,6 +413,30 @@ def test_a_disk_that_hangs_is_left_for_redis() -> None:
     model.answer()
 
 
+def test_a_tier_that_breaks_keeps_the_memory_of_what_it_took(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model([ALL, WINDOW])
+    for row in range(2):
+        model.store(row, range(16))
+    model.redis.waits = True
+    read_all = model.redis.read_all
+
+    def bug(jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
+        read_all(jobs, done, stuck)
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(model.redis, "read_all", bug)
+    lookup = model.begin()
+    model.settle()
+    assert "a bug" in caplog.text
+    lookup._expire()
+    assert model.cache.pool.pinned == len(model.redis.read), "the tier may still write to it"
+    model.redis.end_reads()
+    model.settle()
+    assert model.answer() == 0
+
+
 # ---------------------------------------------------------------- it is cancelled
 
 
@@ -530,7 +554,7 @@ def test_lookups_side_by_side_end_in_any_order_of_events(
             model.redis.end_reads(step)
         elif step == 6:
             lookups[0]._expire()
-        elif step == 7 and lookups[1] not in [found for found in lookups if found._ended]:
+        elif step == 7 and not lookups[1]._ended:
             lookups[1].cancel()
             ended = 1
         else:
