@@ -371,7 +371,7 @@ class PrefixLookup:
         if self._is_settled:
             self._check()
         else:
-            # Posted: `begin_loads` calls this in the middle of its clean-up.
+            # Posted: loads often fail together, also in the middle of `begin_loads`.
             self._cache.owner.post(self._check)
 
     def _bring_instead(self, part: Part) -> None:
@@ -421,7 +421,6 @@ class PrefixLookup:
         self._cache.metrics.count("lookups_timed_out")
         self.reasons.add("the lookup deadline passed")
         self._asking = False
-        self._is_all_known = True
         self._ends_at(self._needs.longest(self.bound, self._is_ready), "miss_deadline")
         self._check()
 
