@@ -87,7 +87,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         # the workers. In a worker: not yet reported to vLLM.
         self._awaited: dict[str, list[int]] = {}
         self._failed_blocks: set[int] = set()
-        self._broken: dict[int, bool] = {}
+        self._closing: WorkerClient | None = None  # of a worker that was turned off
         self._groups: Sequence[LayerGroup] = ()
         self._start()
 
@@ -134,10 +134,10 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         """Turns the cache of this engine off. Loads that vLLM waits for are reported as failed."""
         self._scheduler = None
         adapter, self._adapter = self._adapter, None
-        if self._worker is not None:
-            self._worker = None
-            rank = self._vllm_config.parallel_config.rank
-            self._broken = {rank: isinstance(adapter, WorkerClient) and adapter.shutdown()}
+        self._worker = None
+        if isinstance(adapter, WorkerClient):
+            self._closing = adapter
+            adapter.unregister()
         elif adapter is not None:
             adapter.shutdown()
 
@@ -274,8 +274,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM must keep stepping so that workers can report ended transfers."""
-        references = None if self._scheduler is None else self._references
-        return references is not None and references.expects_reports()
+        return self._references is not None and self._references.expects_reports()
 
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:
@@ -421,8 +420,9 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Reports ended transfers, or the failure of this worker, to the scheduler."""
-        if self._broken:
-            return WorkerReport({}, broken=self._broken)
+        if self._closing is not None:
+            rank = self._vllm_config.parallel_config.rank
+            return WorkerReport({}, broken={rank: self._closing.unregister()})
         return None if self._worker is None else self._worker.report()
 
     @guarded(nothing)
@@ -441,8 +441,9 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def shutdown(self) -> None:
         """Closes the connection to the agent."""
-        if self._adapter is not None:
-            self._adapter.shutdown()
+        adapter = self._adapter or self._closing
+        if adapter is not None:
+            adapter.shutdown()
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
