@@ -172,7 +172,7 @@ class Handlers:
             deadline_s,
             answer,
             first_chunk=first_chunk,
-            chunk_tokens=self._agent.config.chunk_size_tokens,
+            chunk_tokens=ranks[0].chunk_tokens,
         )
         session.cancel_lookup = lookup.cancel
         lookup.start()
@@ -239,7 +239,8 @@ class Handlers:
             raise WireError("chunks are named by hashes or by tokens, not by both")
         if key.token_ids is None:
             raise WireError("the key of a message in token mode has no token ids")
-        chunk = self._agent.config.chunk_size_tokens
+        registered = self._peers.registrations(peer.engine_id)
+        chunk = registered[0].chunk_tokens if registered else self._agent.config.chunk_size_tokens
         if key.start % chunk or key.end % chunk:
             raise WireError(f"tokens {key.start} to {key.end} are not whole chunks of {chunk}")
         _check_owner(peer.hello, key)

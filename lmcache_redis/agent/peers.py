@@ -37,6 +37,7 @@ class Registration:
 
     engine_id: str
     worker_id: int
+    chunk_tokens: int
     groups: tuple[Group, ...]
     device: DeviceContext
     storages: tuple[m.StorageHandle, ...]

@@ -26,8 +26,7 @@ from lmcache_redis.client.calls import (
 from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.operations import CacheGroup, LoadStoreOp, chunk_names
 from lmcache_redis.device.context import export_kv_caches
-from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.errors import ConfigError
+from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
 from lmcache_redis.keys import ObjectKey
 
 if TYPE_CHECKING:
@@ -143,7 +142,11 @@ class WorkerClient:
     def num_blocks_per_chunk(self) -> int:
         """Paged blocks of one chunk; 0 before the first WELCOME."""
         welcome = self.link.welcome
-        return 0 if welcome is None else welcome.chunk_size_tokens // self._block_size_tokens
+        return 0 if welcome is None else self._chunk_tokens(welcome) // self._block_size_tokens
+
+    def _chunk_tokens(self, welcome: m.Welcome) -> int:
+        sizes = [layout.block_size_tokens for layout in self._layouts]
+        return engine_chunk_tokens(welcome.chunk_size_tokens, sizes or [self._block_size_tokens])
 
     def _register(self, welcome: m.Welcome) -> None:
         self._registered = None
@@ -157,13 +160,7 @@ class WorkerClient:
                 "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)"
             )
             return
-        chunk_tokens = welcome.chunk_size_tokens
-        try:
-            for layout in self._layouts:
-                layout.blocks_per_chunk(chunk_tokens)
-        except ConfigError as error:
-            logger.error("the agent cannot be used: %s", error)
-            return
+        chunk_tokens = self._chunk_tokens(welcome)
         registered = []
         for group, layout in zip(self._groups, self._layouts, strict=True):
             share, shares = group.shard or (self._worker_id, self._world_size)

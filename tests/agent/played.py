@@ -105,6 +105,7 @@ class Played:
         self.registration = Registration(
             "engine",
             0,
+            CHUNK_BYTES,
             (Group(form, BLOCKS_A_CHUNK),),
             device,
             (SimpleNamespace(),),  # type: ignore[arg-type]
