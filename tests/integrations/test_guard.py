@@ -25,6 +25,8 @@ BLOCK = 16
 class FullAttentionSpec:
     """Known by its name."""
 
+    block_size = BLOCK
+
 
 class Broken:
     """Raises in every method."""
@@ -166,8 +168,8 @@ def test_an_error_in_a_worker_fails_its_loads_and_turns_the_cache_off(
     pool = scheduler._references._pool
     free = pool.get_num_free_blocks()
     transfer_id = scheduler._references.take([3, 4])
-    op = LoadStoreOp(block_ids=[2, 3, 4], block_hashes=[bytes(32)] * 3, skip_first_n_tokens=BLOCK)
-    step = steps_of(worker, StepMetadata(loads=[Planned(transfer_id, "r", op)]))
+    op = LoadStoreOp(block_ids=[2, 3, 4], chunk_hashes=[bytes(32)], skip_first_n_tokens=BLOCK)
+    step = steps_of(worker, StepMetadata(loads=[Planned(transfer_id, "r", (op,))]))
     results = [step.results, steps_of(worker, StepMetadata()).results]
     assert [r.finished_recving for r in results].count({"r"}) == 1
     assert [r.failed_recving for r in results].count({"r"}) == 1
