@@ -25,7 +25,7 @@ from lmcache_redis.processes import end_process
 logger = logging.getLogger(__name__)
 
 OLDEST_VERSION = (6, 2)
-_START_DEADLINE_S = 10.0
+_START_DEADLINE_S = 30.0
 _STOP_DEADLINE_S = 5.0
 _REPLY_DEADLINE_S = 1.0
 _MAX_SOCKET_PATH_BYTES = 107

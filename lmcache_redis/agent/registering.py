@@ -25,12 +25,7 @@ from lmcache_redis.naming import ChunkForm, ChunkNames
 logger = logging.getLogger(__name__)
 
 MAX_GROUPS = 256
-_REACHES = {
-    "all": "%.0d",
-    "window": ", a sliding window of %d tokens",
-    "local": ", attention chunks of %d tokens",
-    "state": ", one state%.0d",
-}
+_KINDS = {"window": " of a sliding window", "local": " of local attention", "state": " of states"}
 
 _Worker = tuple[str, "int | None"]  # engine id, worker id
 
@@ -159,12 +154,7 @@ class Registering:
             return
         peer.registration = registration
         self._cache.metrics.count("registrations")
-        for form in (group.form for group in groups):
-            logger.info(
-                "registered %s: chunks of %.1f MiB in %d stripes, layout %s%s",
-                _name(peer), form.chunk_bytes / 2**20, form.stripe_count,
-                form.fingerprint.hex()[:12], _REACHES[form.reach.kind] % form.reach.tokens,
-            )  # fmt: skip
+        logger.info("registered %s: %s", _name(peer), "; ".join(map(_sentence, groups)))
         # This tells the engine that every copy through a former mapping has ended.
         self.when_unmapped(peer, lambda: reply(m.Done(0)))
 
@@ -213,3 +203,11 @@ class Registering:
 def _name(peer: Peer) -> str:
     who = "scheduler" if peer.hello.worker_id is None else f"worker {peer.hello.worker_id}"
     return f"{who} of engine {peer.engine_id[:8]} ({peer.hello.model_name})"
+
+
+def _sentence(group: Group) -> str:
+    form = group.form
+    return (
+        f"chunks{_KINDS.get(form.reach.kind, '')} of {form.chunk_bytes / 2**20:.1f} MiB in "
+        f"{form.stripe_count} stripes, layout {form.fingerprint.hex()[:12]}"
+    )

@@ -10,6 +10,7 @@ pinned entry keeps its memory; an unpinned one stays until its memory is needed.
     tier              the contract of the tiers behind the pool; `redis` and `disk` implement it
     writebehind       one bounded queue per tier; the changes of one key are in order
     lookup            `PrefixLookup`: how many leading chunks are available, pinned, by a deadline
+    prefix            which parts of its chunks a prefix needs, if a model has groups of layers
     cache             `Cache`: all of these together, and clears
     objects           `ObjectCache`: put, get and remove chunks of any size with their metadata
     owner             the thread that owns all of this, and its key locks

@@ -19,9 +19,10 @@ without an index gets at most three questions:
     2   a scan of the parts that the other rows need for that prefix
     3   only if some are missing, or if the prefix shrinks later: which parts of those rows exist
 
-Each chunk of the prefix counts once in counters and results, whether or not it has parts that the
-prefix needs: a miss counts the chunks by which the prefix became shorter, `loaded` the chunks of
-which it read a part. The counters of reads (``loaded_chunks`` and their misses) count parts.
+Results and the counters of lookups are chunks of the prefix, also for chunks with several parts: a
+miss counts the chunks by which the prefix becomes shorter, and `loaded` the chunks of which at
+least one part was read from a tier. A chunk of which the prefix needs no part counts as found. The
+counters of reads (``loaded_chunks``, and misses of reads that fail) are parts.
 """
 
 from __future__ import annotations
@@ -206,6 +207,9 @@ class PrefixLookup:
 
         A part that nothing is known about may exist, until a prefix needs it. Then a tier is asked,
         and its answer settles again. Ends, because ``bound`` decreases and questions run out.
+
+        Counts the room before it loads anything, so that a full pool loses no load that has begun.
+        Loads that are being cancelled still take theirs.
         """
         pool = self._cache.pool
         self._hold_pooled(self._missing)
@@ -323,11 +327,12 @@ class PrefixLookup:
             for part in sorted(part for part in self._missing if self._levels[part] == level):
                 entry = self._load(part, self._key(part), level)
                 if entry is None:
-                    break
+                    self._begin_prepared()
+                    return False
                 self._missing.remove(part)
                 self._hold(part, entry)
             self._begin_prepared()  # a batch is from one tier
-        return not self._missing
+        return True
 
     def _no_room(self, chunks: int = 1) -> None:
         self._cache.metrics.count("miss_pool_full", chunks)
@@ -366,7 +371,7 @@ class PrefixLookup:
         if self._is_settled:
             self._check()
         else:
-            # Posted: `begin_loads` calls this in the middle of its clean-up.
+            # Posted: loads often fail together, also in the middle of `begin_loads`.
             self._cache.owner.post(self._check)
 
     def _bring_instead(self, part: Part) -> None:
@@ -416,7 +421,6 @@ class PrefixLookup:
         self._cache.metrics.count("lookups_timed_out")
         self.reasons.add("the lookup deadline passed")
         self._asking = False
-        self._is_all_known = True
         self._ends_at(self._needs.longest(self.bound, self._is_ready), "miss_deadline")
         self._check()
 

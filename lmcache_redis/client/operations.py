@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lmcache_redis.keys import IPCCacheEngineKey
@@ -90,6 +90,23 @@ class LoadStoreOp:
 
     def __len__(self) -> int:
         return len(self.block_ids)
+
+    def share(self, number: int, of: int) -> LoadStoreOp:
+        """What replica ``number`` stores, if ``of`` replicas share the chunks between them.
+
+        Every chunk belongs to one of them, by its hash; all chunks if they are not named so.
+        """
+        if of == 1 or self.chunk_hashes is None:
+            return self
+        per_chunk = len(self.block_ids) // max(1, len(self.chunk_hashes))
+        mine = [n for n, name in enumerate(self.chunk_hashes) if name[-1] % of == number]
+        return replace(
+            self,
+            block_ids=[
+                block for n in mine for block in self.block_ids[n * per_chunk : (n + 1) * per_chunk]
+            ],
+            chunk_hashes=[self.chunk_hashes[n] for n in mine],
+        )
 
 
 def check_names(

@@ -18,6 +18,7 @@ from lmcache_redis.client.calls import (
     STORE_LEASE_S,
     AgentProcess,
     Call,
+    CallState,
     InterprocessEvent,
     Retrieve,
     Store,
@@ -63,6 +64,7 @@ class WorkerClient:
         self._storages: tuple[m.StorageHandle, ...] = ()
         self._registered: m.Welcome | None = None  # of the agent that has mapped the memory
         self._agent: AgentProcess | None = None
+        self._unregistering: Call | None = None
         self._registrations = 0  # sent so far
         self._mapped = 0  # the last of them that an agent has completed
         self.link = AgentLink(
@@ -198,6 +200,8 @@ class WorkerClient:
         ``cache_salt`` stands for everything else that the KV of ``op``'s token ids depends on
         (salt, LoRA, images); block hashes cover it. Raises ``ValueError``, ``TypeError``.
         """
+        if self._groups:
+            op = op.share(*self._groups[op.group].replica)
         lease_ns = _lease(STORE_LEASE_S if event is None else STEP_S + STORE_LEASE_S)
         call = self.link.submit(
             m.Store,
@@ -243,15 +247,26 @@ class WorkerClient:
             remapped=lambda: self._mapped > registrations,
         )  # fmt: skip
 
-    def shutdown(self) -> bool:
-        """Unregisters the memory and closes the connection.
+    def unregister(self, wait_s: float = 0.0) -> bool:
+        """Unregisters the memory, for good. Waits at most ``wait_s``; may be called again.
 
         Returns whether it is certain that no agent accesses the memory any more.
         """
-        call = self.link.submit(m.UnregisterKVCache) if self.link.online else None
-        closed = call is not None and call.wait(1.0) and isinstance(call.answer, m.Done)
-        self.link.close()
+        self._layouts = []
+        call = self._unregistering
+        if (call is None or call.state is CallState.LOST) and self.link.online:
+            call = self._unregistering = self.link.submit(m.UnregisterKVCache)
+        closed = call is not None and call.wait(wait_s) and isinstance(call.answer, m.Done)
         return closed or self._agent is None or self._agent.has_ended()
+
+    def shutdown(self) -> bool:
+        """Unregisters the memory, waiting a second, and closes the connection.
+
+        Returns what `unregister` does.
+        """
+        closed = self.unregister(1.0)
+        self.link.close()
+        return closed
 
     def _blocks_per_part(self, op: LoadStoreOp) -> int:
         if op.chunk_hashes:

@@ -212,6 +212,18 @@ def test_a_window_that_exists_only_at_chunk_nine_answers_nine() -> None:
     assert model.counted("miss_") == {"miss_absent": 7}
 
 
+def test_the_last_question_leaves_out_what_is_known() -> None:
+    model = Model([ALL, WINDOW])
+    model.store(0, range(16))
+    model.hold(HASHES[3], model.forms[1])
+    model.disk.stored.update(model.keys((4, 1)))
+    model.store(1, [9, 10, 14])
+    assert model.look_up() == 11
+    # Chunk 14 was found by the scan, which ended at chunk 15.
+    unknown = [chunk for chunk in range(14) if chunk not in (3, 4)]
+    assert model.redis.questions[2] == ("exists", model.keys(*[(chunk, 1) for chunk in unknown]))
+
+
 def test_without_the_window_there_is_no_prefix() -> None:
     model = Model([ALL, WINDOW])
     model.store(0, range(16))
@@ -413,6 +425,32 @@ def test_a_disk_that_hangs_is_left_for_redis() -> None:
     model.answer()
 
 
+def test_a_tier_that_breaks_keeps_the_memory_of_what_it_took(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model([ALL, WINDOW])
+    for chunk in range(5):
+        model.hold(HASHES[chunk], model.forms[0])
+    model.store(0, range(16))
+    model.store(1, range(15))
+    model.redis.waits = True
+    read_all = model.redis.read_all
+
+    def bug(jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
+        read_all(jobs, done, stuck)
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(model.redis, "read_all", bug)
+    lookup = model.begin()
+    model.settle()
+    assert "a bug" in caplog.text
+    lookup._expire()
+    assert model.cache.pool.pinned == len(model.redis.read), "the tier may still write to it"
+    model.redis.end_reads()
+    model.settle()
+    assert model.answer() == 0
+
+
 # ---------------------------------------------------------------- it is cancelled
 
 
@@ -530,7 +568,7 @@ def test_lookups_side_by_side_end_in_any_order_of_events(
             model.redis.end_reads(step)
         elif step == 6:
             lookups[0]._expire()
-        elif step == 7 and lookups[1] not in [found for found in lookups if found._ended]:
+        elif step == 7 and not lookups[1]._ended:
             lookups[1].cancel()
             ended = 1
         else:

@@ -31,5 +31,5 @@ class FaultyConnector(LMCacheRedisConnector):
         if _fault() == "refused" and self._vllm_config.parallel_config.rank == last_rank:
             # By the agent: a block that does not exist.
             for planned in metadata.loads:
-                planned.op.block_ids[-1] = 1 << 30  # type: ignore[index]
+                planned.ops[-1].block_ids[-1] = 1 << 30  # type: ignore[index]
         super().start_load_kv(forward_context, **kwargs)

@@ -34,6 +34,7 @@ from lmcache_redis.integrations.vllm.groups import (
     block_strides,
     common_block_tokens,
     layer_groups,
+    shard_of_rank,
     tensors_of,
 )
 from lmcache_redis.integrations.vllm.guard import guarded, nothing, recompute_failed_loads
@@ -86,7 +87,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         # the workers. In a worker: not yet reported to vLLM.
         self._awaited: dict[str, list[int]] = {}
         self._failed_blocks: set[int] = set()
-        self._broken: dict[int, bool] = {}
+        self._closing: WorkerClient | None = None  # of a worker that was turned off
         self._groups: Sequence[LayerGroup] = ()
         self._start()
 
@@ -119,7 +120,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             "model_name": model_name(self._vllm_config),
             "world_size": parallel.world_size,
             "block_size_tokens": self._block_size_tokens,
-            "engine_id": self._kv_transfer_config.engine_id,
+            "engine_id": _engine_id(self._vllm_config),
             "agent_dead_after_s": self._config.agent_dead_after_s,
         }
         if self.role is KVConnectorRole.SCHEDULER:
@@ -133,10 +134,10 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         """Turns the cache of this engine off. Loads that vLLM waits for are reported as failed."""
         self._scheduler = None
         adapter, self._adapter = self._adapter, None
-        if self._worker is not None:
-            self._worker = None
-            rank = self._vllm_config.parallel_config.rank
-            self._broken = {rank: isinstance(adapter, WorkerClient) and adapter.shutdown()}
+        self._worker = None
+        if isinstance(adapter, WorkerClient):
+            self._closing = adapter
+            adapter.unregister()
         elif adapter is not None:
             adapter.shutdown()
 
@@ -273,8 +274,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM must keep stepping so that workers can report ended transfers."""
-        references = None if self._scheduler is None else self._references
-        return references is not None and references.expects_reports()
+        return self._references is not None and self._references.expects_reports()
 
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:
@@ -340,7 +340,19 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
                 block_strides=strides,
             )
         dtypes = dict.fromkeys(dtype_name(each.dtype) for each in tensors.values())
-        return CacheGroup(tensors, "+".join(dtypes), group.block_size_tokens, group.reach, identity)
+        spec = self._kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
+        shard, shards, replicas = shard_of_rank(self._vllm_config, spec)
+        if replicas > 1:
+            identity["rank"] = f"shard {shard} of {shards}"
+        return CacheGroup(
+            tensors,
+            "+".join(dtypes),
+            group.block_size_tokens,
+            group.reach,
+            identity,
+            shard=(shard, shards),
+            replica=(self._vllm_config.parallel_config.rank % replicas, replicas),
+        )
 
     @guarded(nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -408,8 +420,9 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Reports ended transfers, or the failure of this worker, to the scheduler."""
-        if self._broken:
-            return WorkerReport({}, broken=self._broken)
+        if self._closing is not None:
+            rank = self._vllm_config.parallel_config.rank
+            return WorkerReport({}, broken={rank: self._closing.unregister()})
         return None if self._worker is None else self._worker.report()
 
     @guarded(nothing)
@@ -428,13 +441,23 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def shutdown(self) -> None:
         """Closes the connection to the agent."""
-        if self._adapter is not None:
-            self._adapter.shutdown()
+        adapter = self._adapter or self._closing
+        if adapter is not None:
+            adapter.shutdown()
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
+
+
+def _engine_id(vllm_config: VllmConfig) -> str:
+    """Shared by the processes of one engine core, and by no other.
+
+    The configured id may be that of several engines, or of the cores of data parallel ranks.
+    """
+    core = vllm_config.parallel_config.data_parallel_rank
+    return f"{vllm_config.kv_transfer_config.engine_id}/{vllm_config.instance_id}/{core}"
 
 
 def _by_tensor(

@@ -8,6 +8,7 @@ versions of vLLM differ in which they have.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,11 @@ from typing import TYPE_CHECKING, Any
 from lmcache_redis.naming import FULL_REACH, Reach
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+# Settings that give some layers another number of KV heads.
+_KV_HEADS = re.compile(r"k(ey_?)?v(alue)?_heads|multi_query_group|num_kv")
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")
 _WINDOWS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 _CACHED_STATES = ("align", "all")
@@ -67,6 +71,41 @@ def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
     if reasons:
         raise ValueError("; ".join(reasons))
     return groups
+
+
+def shard_of_rank(vllm_config: VllmConfig, spec: KVCacheSpec) -> tuple[int, int, int]:
+    """``(shard, shards, replicas)`` of this rank's bytes of a group.
+
+    Ranks whose shards are equal hold the same bytes; there are ``replicas`` of them, with
+    consecutive numbers. Under tensor parallelism every rank holds the whole latent of MLA, and a
+    model with fewer KV heads than ranks gives each head to several ranks.
+    """
+    parallel = vllm_config.parallel_config
+    size = parallel.tensor_parallel_size
+    inner: dict[str, Any] = getattr(spec, "kv_cache_specs", None) or {"": spec}
+    heads = _total_kv_heads(vllm_config.model_config)
+    replicas = math.gcd(*(_replicas(each, size, heads) for each in inner.values()))
+    return parallel.rank // replicas, parallel.world_size // replicas, replicas
+
+
+def _replicas(spec: Any, size: int, total_kv_heads: int | None) -> int:
+    kind = type(spec).__name__
+    if kind == "MambaSpec":
+        return size if getattr(spec, "tp_replicated", False) else 1
+    shards = getattr(spec, "max_tp_shards", None)
+    if shards is None and "MLA" in kind:
+        shards = 1
+    elif shards is None and getattr(spec, "num_kv_heads", None) == 1:
+        shards = total_kv_heads
+    return size // shards if shards and size % shards == 0 else 1
+
+
+def _total_kv_heads(model: ModelConfig) -> int | None:
+    """KV heads of every layer, over all ranks; None if layers may differ."""
+    config = model.hf_text_config.to_dict()
+    counts = [value for name, value in config.items() if _KV_HEADS.search(name)]
+    total = model.get_total_num_kv_heads()
+    return total if all(count in (None, total) for count in counts) else None
 
 
 def common_block_tokens(groups: Sequence[LayerGroup]) -> int:

@@ -80,6 +80,17 @@ def _wrong_model(vllm_config: VllmConfig) -> Iterator[str]:
         yield "a diffusion model writes the KV of a token more than once"
     elif not getattr(model, "is_prefix_caching_supported", True):
         yield "vLLM does not support prefix caching for this model"
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", "")
+    scheduler = getattr(vllm_config, "scheduler_config", None)
+    if (
+        device == "cpu"
+        and getattr(model, "use_mla", False)
+        and not getattr(scheduler, "enable_chunked_prefill", True)
+    ):
+        yield (
+            "vLLM's latent attention (MLA) on a CPU without AMX cannot continue after a cached "
+            "prefix, and vLLM itself turns prefix caching off for it"
+        )
     if getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8"):
         yield (
             "--calculate-kv-scales makes the KV cache depend on the first prompt; use scales "
