@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -6,9 +6,8 @@ The weights spread widely, so that greedy tokens differ from prompt to prompt an
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
