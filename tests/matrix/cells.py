@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lmcache_redis.demo.engine import EngineFailed
 from tests.engines import VLLM_VARIABLE, ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
 from tests.matrix.models import MAX_TOKENS, VOCABULARY, write_adapter, write_model
@@ -32,7 +33,10 @@ class Case:
     """A model and how engines run it.
 
     few_blocks: the block pool of the engine with few blocks: one long prompt fits, all do not.
-    at_once: whether vLLM without a connector answers equally one by one and in a batch.
+    near_nats: in bfloat16 the shape of a batch decides between tokens that are nearly equally
+        likely, also without a connector: an answer is compared up to the first token that leads
+        the next one by less.
+    may_be_off: whether it depends on the machine that the cache is on.
     """
 
     name: str
@@ -41,6 +45,8 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     lora: bool = False
+    near_nats: float = 0.0
+    may_be_off: bool = False
 
 
 _STATE_OPTIONS = {"dtype": "bfloat16", "block_size": 256, "mamba_cache_mode": "align"}
@@ -52,9 +58,9 @@ CASES = [
     Case("Gemma-3", "gemma3", 150),
     Case("gpt-oss", "gpt-oss", 60),
     # In a batch, vLLM's MLA on CPUs without AMX answers otherwise than one by one.
-    Case("DeepSeek-V2 (MLA)", "deepseek-v2", 300, {"max_num_seqs": 1}),
+    Case("DeepSeek-V2 (MLA)", "deepseek-v2", 300, {"max_num_seqs": 1}, may_be_off=True),
     Case("Mistral, window", "mistral", 40),
-    Case("Qwen3-Next", "qwen3-next", 60, _STATE_OPTIONS),
+    Case("Qwen3-Next", "qwen3-next", 60, _STATE_OPTIONS, near_nats=0.1),
     Case("Llama-4", "llama4", 100),
     Case("OLMo-3", "olmo3", 100),
     Case("Cohere-2", "cohere2", 100),
@@ -77,7 +83,8 @@ class Result:
     host_tokens: int = 0
     redis_tokens: int = 0
     batch_tokens: int = 0
-    failure: str = ""
+    vllm_alone: str = ""  # why the engine without a connector does not run
+    wrong: str = ""  # how the cell failed
 
     def append_to(self, path: Path) -> None:
         with path.open("a") as rows:
@@ -113,41 +120,79 @@ class Cell:
             self._lora = ("adapter", 1, str(write_adapter(models / "adapter")))
         self._env = {"VLLM_CPU_KVCACHE_SPACE": "1", **case.env}
         if vllm is not None:
-            self._env[VLLM_VARIABLE] = str(vllm)
+            # Before 0.29, block hashes are equal in all processes only with a seed.
+            self._env |= {VLLM_VARIABLE: str(vllm), "PYTHONHASHSEED": "0"}
         self._options = {"dtype": "float32", "max_model_len": MAX_TOKENS, **case.options}
         self._expected: dict[str, list[list[int]]] = {}
+        self._compared: dict[str, list[int]] = {}  # leading tokens of each answer
 
-    def run(self, version: str, servers: Mapping[str, RedisServer]) -> Iterator[Result]:
+    def run(self, version: str, servers: Mapping[str, RedisServer]) -> list[Result]:
         """The results on each server that runs; raises AssertionError if an answer differs."""
-        with self._engine("plain") as engine:
-            for name in servers:
-                self._expected[name] = self._ask(engine, questions(name))[0]
-        results = {name: Result(version, self._case.name, name) for name in servers}
+        results = [Result(version, self._case.name, name) for name in servers]
+        try:
+            with self._engine("plain") as engine:
+                for name in servers:
+                    self._learn(engine, name)
+        except EngineFailed as error:
+            for result in results:
+                result.vllm_alone = str(error).splitlines()[-1][-200:]
+            return results
         with self._engine("cold", connector=True) as engine:
-            for name, server in servers.items():
-                self._compute_and_read_the_host_pool(engine, server, results[name])
-        if not any(result.off for result in results.values()):
+            for result in results:
+                server = servers[result.server]
+                self._compute_and_read_the_host_pool(engine, server, result)
+        if not any(result.off for result in results):
             few = {"num_gpu_blocks_override": self._case.few_blocks, "max_num_batched_tokens": 1024}
             with self._engine("new", connector=True, **few) as engine:
-                for name, server in servers.items():
-                    self._read_the_server(engine, server, results[name])
-        yield from results.values()
+                for result in results:
+                    self._read_the_server(engine, servers[result.server], result)
+        return results
+
+    def _learn(self, engine: ForkedEngine, server: str) -> None:
+        """What the engine without a connector answers."""
+        answers = [
+            engine.generate([prompt], ANSWER_TOKENS, lora=self._lora, logprobs=2)
+            for prompt in questions(server)
+        ]
+        self._expected[server] = [answer.outputs[0] for answer in answers]
+        self._compared[server] = [
+            next((n for n, lead in enumerate(leads) if lead < self._case.near_nats), ANSWER_TOKENS)
+            for (leads,) in (answer.details["margins"] for answer in answers)
+        ]
+        assert len({tuple(answer) for answer in self._expected[server]}) == len(answers)
+        # Far from all near: the comparison says something.
+        assert sum(self._compared[server]) > len(answers) * ANSWER_TOKENS / 5
+
+    def _check(self, answers: Sequence[list[int]], result: Result, phase: str) -> None:
+        wrong = {
+            number: (answer, expected)
+            for number, (answer, expected, compared) in enumerate(
+                zip(
+                    answers,
+                    self._expected[result.server],
+                    self._compared[result.server],
+                    strict=True,
+                )
+            )
+            if answer[:compared] != expected[:compared]
+        }
+        assert not wrong, f"{result.server}, {phase}: other tokens than without a connector"
 
     def _compute_and_read_the_host_pool(
         self, engine: ForkedEngine, server: RedisServer, result: Result
     ) -> None:
         with self._agent(server, "cold") as agent:
             result.off = self._off("cold", agent)
-            prompts, expected = questions(result.server), self._expected[result.server]
+            prompts = questions(result.server)
             empty(engine)
             answers, _ = self._ask(engine, prompts)
-            assert answers == expected, "cold"
+            self._check(answers, result, "cold")
             if result.off:
                 return
             agent.wait_idle()
             empty(engine)
             answers, hits = self._ask(engine, prompts)
-            assert answers == expected, "from the host pool"
+            self._check(answers, result, "from the host pool")
             result.asked_tokens = sum(map(len, prompts))
             result.host_tokens = sum(hits)
             agent.wait_idle()
@@ -155,17 +200,17 @@ class Cell:
     def _read_the_server(self, engine: ForkedEngine, server: RedisServer, result: Result) -> None:
         with self._agent(server, "new") as agent:
             assert not self._off("new", agent)
-            prompts, expected = questions(result.server), self._expected[result.server]
+            prompts = questions(result.server)
             empty(engine)
             answers, hits = self._ask(engine, prompts)
-            assert answers == expected, "from the server"
+            self._check(answers, result, "from the server")
             result.redis_tokens = sum(hits)
             assert agent.counter("hit_chunks_redis") > 0
             empty(engine)
             # Twice, in two orders: blocks are reused, and requests preempted.
             for order in (1, -1):
                 batch = self._generate(engine, prompts[::order])
-                assert batch.outputs == expected[::order], "at once, with few blocks"
+                self._check(batch.outputs[::order], result, "at once, with few blocks")
             result.batch_tokens = sum(batch.details["cached_tokens"])
             agent.wait_idle()
 
