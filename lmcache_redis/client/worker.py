@@ -112,6 +112,7 @@ class WorkerClient:
         tensors = [group.tensors for group in groups]
         exported = export_kv_caches(tensors, num_blocks, block_strides)
         self._groups, self._storages = groups, exported.storages
+        self._unregistering = None
         self._layouts = [
             KVLayout(
                 identity=tuple(sorted({**identity, **group.identity}.items())),
@@ -245,11 +246,12 @@ class WorkerClient:
         )  # fmt: skip
 
     def unregister(self, wait_s: float = 0.0) -> bool:
-        """Unregisters the memory, for good. Waits at most ``wait_s``; may be called again.
+        """Unregisters the memory, until `register_groups` registers it again.
 
-        Returns whether it is certain that no agent accesses the memory any more.
+        Waits at most ``wait_s``; may be called again.
+        Returns whether it is certain that no agent accesses it any more.
         """
-        self._layouts = []
+        self._layouts, self._registered = [], None
         call = self._unregistering
         if (call is None or call.state is CallState.LOST) and self.link.online:
             call = self._unregistering = self.link.submit(m.UnregisterKVCache)

@@ -11,13 +11,15 @@ import argparse
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.engines import ForkedEngine
 from tests.harness import AgentServer, wait_until
+from tests.matrix.models import write_model
 from tests.servers import RedisServer
 
 ENGINE_OPTIONS: dict[str, Any] = {
@@ -28,9 +30,21 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "num_gpu_blocks_override": 140,
     "max_num_batched_tokens": 2048,
 }
+# Several groups share the blocks, and a window of a prefill holds as many as its step.
+_WINDOWS_OPTIONS = ENGINE_OPTIONS | {"num_gpu_blocks_override": 420, "max_num_batched_tokens": 1024}
+_STATE_OPTIONS = ENGINE_OPTIONS | {
+    "dtype": "bfloat16",  # vLLM's kernel for the CPU has no other
+    "block_size": 256,
+    "mamba_cache_mode": "align",
+    "num_gpu_blocks_override": 48,
+    "max_num_batched_tokens": 1024,
+}
 _VOCABULARY = 4000
 _TOKENS = 4
 _TOGETHER = 6
+_TURN_TOKENS = 150  # more than half a chunk: turns complete chunks while they are decoded
+_TURNS = 3
+_CONVERSATIONS = 3
 
 
 def _llama(directory: Path) -> None:
@@ -58,15 +72,34 @@ _SHAPE = {
     "tie_word_embeddings": False,
     "initializer_range": 0.12,
 }
-MODELS: dict[str, Callable[[Path], None]] = {"llama": _llama, "mistral": _mistral}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a small model of random weights is written, whose greedy tokens differ by prompt.
+
+    options: of an engine in which blocks are few.
+    """
+
+    write: Callable[[Path], object]
+    options: Mapping[str, Any]
+
+
+MODELS: dict[str, Family] = {
+    "llama": Family(_llama, ENGINE_OPTIONS),
+    "mistral": Family(_mistral, ENGINE_OPTIONS),
+    "gemma3": Family(partial(write_model, "gemma3"), _WINDOWS_OPTIONS),
+    "gpt-oss": Family(partial(write_model, "gpt-oss"), _WINDOWS_OPTIONS),
+    "qwen3-next": Family(partial(write_model, "qwen3-next"), _STATE_OPTIONS),
+}
 
 
 def make_soak_model(family: str, directory: Path, seed: int = 0) -> Path:
-    """A small model of the family with random weights, whose greedy tokens differ by prompt."""
+    """A small model of the family."""
     import torch
 
     torch.manual_seed(seed)
-    MODELS[family](directory)
+    MODELS[family].write(directory)
     return directory
 
 
@@ -85,14 +118,58 @@ def make_prompts(rng: random.Random, count: int) -> list[list[int]]:
     return prompts
 
 
-@dataclass
-class Soak:
-    """Counts of answers, wrong answers, hit tokens and faults.
+@dataclass(frozen=True)
+class Question:
+    """A prompt, and what an engine without a connector answers.
 
-    loaded_chunks: loaded into blocks before the first fault.
+    turn: it is one of a conversation, and its answer has ``_TURN_TOKENS`` tokens.
     """
 
+    prompt: list[int]
+    answer: list[int]
+    turn: bool = False
+
+
+def make_questions(
+    plain: ForkedEngine, prompts: list[list[int]], rng: random.Random
+) -> list[Question]:
+    """The answers to ``prompts``, and conversations that grow by turns.
+
+    In bfloat16 the best two tokens may be equal but for the rounding, which depends on what else
+    is in the batch. A prompt is left out to which ``plain`` gives two answers: in a batch, and
+    alone after its own prefix cache has hit.
+    """
+    answers = plain.generate(prompts, _TOKENS).outputs
+    questions = [
+        Question(prompt, answer)
+        for prompt, answer in zip(prompts, answers, strict=True)
+        if plain.generate([prompt], _TOKENS).outputs[0] == answer
+    ]
+    talks = [prompt[:900] for prompt in prompts[:_CONVERSATIONS]]
+    for _ in range(_TURNS):
+        answers = plain.generate(talks, _TURN_TOKENS).outputs
+        plain.reset_prefix_cache()
+        again = [plain.generate([talk], _TURN_TOKENS).outputs[0] for talk in talks]
+        hit = plain.generate(talks, _TURN_TOKENS).outputs
+        for number, talk in enumerate(talks):
+            answer = answers[number]
+            if answer == again[number] == hit[number]:
+                questions.append(Question(talk, answer, turn=True))
+            more = [rng.randrange(1, _VOCABULARY) for _ in range(rng.randrange(20, 300))]
+            talks[number] = talk + answer + more
+    return questions
+
+
+@dataclass
+class Soak:
+    """Counts of questions, answers, wrong answers, hit tokens and faults.
+
+    turns: answers in conversations. loaded_chunks: loaded into blocks before the first fault.
+    """
+
+    questions: int = 0
     answers: int = 0
+    turns: int = 0
     wrong: int = 0
     cached_tokens: int = 0
     loaded_chunks: int = 0
@@ -111,10 +188,31 @@ class Faults:
             "redis stopped": (redis.stop, redis.cont),
             "redis killed": (redis.kill, redis.start),
             "redis emptied": (lambda: redis.command("FLUSHALL"), lambda: None),
+            "parts evicted": (self._evict, lambda: None),
+            "parts corrupted": (self._corrupt, lambda: None),
             "agent stopped": (agent.stop, agent.cont),
             "agent killed": (agent.kill, agent.start),
             "agent restarted": (agent.restart, lambda: None),
         }
+
+    def _some_keys(self, client: Any) -> list[bytes]:
+        return [key for key in client.scan_iter(count=1000) if self._rng.random() < 0.3]
+
+    def _evict(self) -> None:
+        """Deletes parts at random, and restarts the agent so that it reads what is left."""
+        with self._redis.client() as client:
+            if keys := self._some_keys(client):
+                client.delete(*keys)
+        self._agent.restart()
+
+    def _corrupt(self) -> None:
+        """Changes a byte of parts at random, and restarts the agent so that it reads them."""
+        with self._redis.client() as client:
+            for key in self._some_keys(client):
+                where = self._rng.randrange(max(1, client.strlen(key)))
+                byte = client.getrange(key, where, where)
+                client.setrange(key, where, bytes([(byte or b"\0")[0] ^ 0x40]))
+        self._agent.restart()
 
     def strike(self) -> str:
         """One fault; it lasts until `mend`."""
@@ -133,20 +231,26 @@ class Faults:
 def run_soak(
     soak: Soak,
     engine: ForkedEngine,
-    prompts: list[list[int]],
-    expected: list[list[int]],
+    questions: list[Question],
     seconds: float,
     rng: random.Random,
     faults: Faults | None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Soak:
-    """Asks for six answers at a time, half of the rounds with vLLM's own cache emptied before."""
+    """Asks several questions at a time, half of the rounds with vLLM's own cache emptied before.
+
+    One round in four asks turns of conversations.
+    """
     ends_s = time.monotonic() + seconds
+    turns = [n for n, question in enumerate(questions) if question.turn]
     while time.monotonic() < ends_s:
         if rng.random() < 0.5:
             engine.reset_prefix_cache()
-        chosen = [rng.randrange(len(prompts)) for _ in range(_TOGETHER)]
-        engine.begin_generate([prompts[n] for n in chosen], _TOKENS)
+        talk = bool(turns) and rng.random() < 0.25
+        among = turns if talk else range(len(questions))
+        count = _TURN_TOKENS if talk else _TOKENS
+        chosen = [rng.choice(among) for _ in range(_TOGETHER)]
+        engine.begin_generate([questions[n].prompt for n in chosen], count)
         if faults is not None and rng.random() < 0.4:
             time.sleep(rng.random() * 0.5)
             name = faults.strike()
@@ -156,13 +260,16 @@ def run_soak(
             faults.mend()
         answer = engine.finish()
         wrong = [
-            n for n, tokens in zip(chosen, answer.outputs, strict=True) if tokens != expected[n]
+            n
+            for n, tokens in zip(chosen, answer.outputs, strict=True)
+            if tokens != questions[n].answer[:count]
         ]
         soak.answers += len(chosen)
+        soak.turns += len(chosen) if talk else 0
         soak.wrong += len(wrong)
         soak.cached_tokens += sum(answer.details["cached_tokens"])
         if wrong:
-            tell(f"wrong answers to prompts {wrong}")
+            tell(f"wrong answers to prompts {wrong} of {chosen}")
         tell(f"{soak.answers} answers, {soak.wrong} wrong, faults {soak.faults}")
     return soak
 
@@ -181,11 +288,11 @@ def soak_family(
     """
     rng = random.Random(seed)
     model = make_soak_model(family, directory / family)
-    prompts = make_prompts(rng, 40)
     env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    options = {key: ENGINE_OPTIONS[key] for key in ("dtype", "max_model_len", "block_size")}
-    with ForkedEngine(model, log_path=directory / "plain.log", options=options, env=env) as plain:
-        expected = plain.generate(prompts, _TOKENS).outputs
+    few = MODELS[family].options
+    rich = {name: few[name] for name in few if name != "num_gpu_blocks_override"}
+    with ForkedEngine(model, log_path=directory / "plain.log", options=rich, env=env) as plain:
+        questions = make_questions(plain, make_prompts(rng, 40), rng)
     with (
         RedisServer(directory) as redis,
         AgentServer(
@@ -195,7 +302,7 @@ def soak_family(
             model,
             connector_endpoint=agent.endpoint,
             log_path=directory / "engine.log",
-            options=ENGINE_OPTIONS,
+            options=few,
             env=env,
         ) as engine,
     ):
@@ -203,10 +310,12 @@ def soak_family(
             lambda: (engines := agent.status()["engines"]) and all(e["ready"] for e in engines),
             what="the engine at the agent",
         )
-        soak = run_soak(Soak(), engine, prompts, expected, calm_s, rng, None, tell)
+        soak = Soak(questions=len(questions))
+        tell(f"{len(questions)} questions, {sum(each.turn for each in questions)} of them turns")
+        run_soak(soak, engine, questions, calm_s, rng, None, tell)
         soak.loaded_chunks = agent.counter("retrieved_chunks")
         faults = Faults(rng, agent, redis)
-        return run_soak(soak, engine, prompts, expected, faulty_s, rng, faults, tell)
+        return run_soak(soak, engine, questions, faulty_s, rng, faults, tell)
 
 
 def main() -> None:

@@ -25,6 +25,8 @@ BLOCK = 16
 class FullAttentionSpec:
     """Known by its name."""
 
+    block_size = BLOCK
+
 
 class Broken:
     """Raises in every method."""
@@ -166,8 +168,8 @@ def test_an_error_in_a_worker_fails_its_loads_and_turns_the_cache_off(
     pool = scheduler._references._pool
     free = pool.get_num_free_blocks()
     transfer_id = scheduler._references.take([3, 4])
-    op = LoadStoreOp(block_ids=[2, 3, 4], block_hashes=[bytes(32)] * 3, skip_first_n_tokens=BLOCK)
-    step = steps_of(worker, StepMetadata(loads=[Planned(transfer_id, "r", op)]))
+    op = LoadStoreOp(block_ids=[2, 3, 4], chunk_hashes=[bytes(32)], skip_first_n_tokens=BLOCK)
+    step = steps_of(worker, StepMetadata(loads=[Planned(transfer_id, "r", (op,))]))
     results = [step.results, steps_of(worker, StepMetadata()).results]
     assert [r.finished_recving for r in results].count({"r"}) == 1
     assert [r.failed_recving for r in results].count({"r"}) == 1
@@ -221,3 +223,18 @@ def test_an_update_of_many_calls_is_one_epoch(
     assert inner.epoch not in (b"", first, named)
     scheduler.weights_changed("an update", "step-2")
     assert inner.epoch == named
+
+
+def test_a_sleeping_engine_is_unregistered_and_registers_when_it_wakes(
+    worker: LMCacheRedisConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    caches: Any = {"layer": object()}
+    monkeypatch.setattr(worker._adapter, "unregister", lambda _: calls.append("unregister") or True)
+    monkeypatch.setattr(worker, "register_kv_caches", calls.append)
+    worker._kv_caches = caches
+    worker.restore_kv_caches()  # it has not slept
+    worker.unregister_kv_caches()
+    worker.restore_kv_caches()
+    worker.restore_kv_caches()
+    assert calls == ["unregister", caches]

@@ -47,11 +47,12 @@ def cpu_layer(isa: str, *, dtype: str = "auto", k_scale: float = 1.0) -> Any:
 def identity_of(layers: dict[str, Any], *, block_size: int = BLOCK) -> dict[str, str]:
     config: Any = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=layers),
-        cache_config=SimpleNamespace(block_size=block_size),
         model_config=SimpleNamespace(dtype=torch.bfloat16),
     )
     caches = {name: layer.kv_cache for name, layer in layers.items()}
-    return kv_identity(config, caches, num_blocks=BLOCKS, block_strides=None)
+    return kv_identity(
+        config, caches, num_blocks=BLOCKS, block_size_tokens=block_size, block_strides=None
+    )
 
 
 def packing(layer: Any) -> str:
@@ -170,7 +171,6 @@ def test_what_cannot_be_probed_is_named_by_its_backend_and_said_once(
         compilation_config=SimpleNamespace(
             static_forward_context={} if why == "no layer" else layers
         ),
-        cache_config=SimpleNamespace(block_size=BLOCK),
         model_config=SimpleNamespace(dtype=torch.bfloat16),
     )
     said: list[str] = []
@@ -179,7 +179,9 @@ def test_what_cannot_be_probed_is_named_by_its_backend_and_said_once(
     logger = logging.getLogger("vllm.lmcache_redis")
     logger.addHandler(handler)
     try:
-        found = kv_identity(config, caches, num_blocks=BLOCKS, block_strides=None)
+        found = kv_identity(
+            config, caches, num_blocks=BLOCKS, block_size_tokens=BLOCK, block_strides=None
+        )
     finally:
         logger.removeHandler(handler)
     assert found["kv_packing"] != packing(cpu_layer("vec"))
@@ -216,12 +218,13 @@ def test_the_scratch_is_like_the_cache_with_two_blocks(order: str) -> None:
     layer.kv_cache = cache
     config: Any = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
-        cache_config=SimpleNamespace(block_size=BLOCK),
         model_config=SimpleNamespace(dtype=torch.bfloat16),
     )
     page = 2 * BLOCK * HEADS * HEAD_SIZE * 2
     strides = {"a": page // 2 if order == "K before V" else page}
-    kv_identity(config, {"a": cache}, num_blocks=BLOCKS, block_strides=strides)
+    kv_identity(
+        config, {"a": cache}, num_blocks=BLOCKS, block_size_tokens=BLOCK, block_strides=strides
+    )
     scratch_shape, scratch_strides = backend.shapes[0]
     two = 4 if order == "kernel blocks" else 2
     expected = (2, two, *inner) if order == "K before V" else (two, 2, *inner)

@@ -20,8 +20,10 @@ from vllm.v1.core.block_pool import BlockPool
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
 from lmcache_redis.integrations.vllm.epoch import named_epoch
+from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.worker import StepMetadata
+from lmcache_redis.naming import FULL_REACH, Reach
 
 BLOCK, CHUNK = 16, 64
 
@@ -75,6 +77,10 @@ class FakeRequest:
     def grow(self, tokens: int) -> None:
         self.tokens = tokens
         self.block_hashes[:] = [n.to_bytes(4, "big") for n in range(tokens // BLOCK)]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens
 
     def is_finished(self) -> bool:
         return self.over
@@ -131,6 +137,7 @@ def make_scheduler(
         references,
         StaleBlocks(pool),
         **{
+            "groups": [LayerGroup(0, (), BLOCK, FULL_REACH, "FullAttentionSpec")],
             "block_size_tokens": BLOCK,
             "hash_stride": 1,
             "loads": True,
@@ -151,7 +158,7 @@ def scheduler(
 
 
 def only_store(metadata: StepMetadata) -> LoadStoreOp:
-    ((_, _, op),) = metadata.stores
+    ((_, _, (op,)),) = metadata.stores
     return op
 
 
@@ -175,11 +182,11 @@ def test_only_what_is_not_computed_locally_is_loaded(
     local = CHUNK + 2 * BLOCK  # ends inside the second chunk
     assert scheduler.matched_tokens(request, local) == 4 * CHUNK - local
     assert adapter.lookups == [("r", 1)]
-    scheduler.allocated(request, list(range(100, 117)), 4 * CHUNK - local)
+    scheduler.allocated(request, [list(range(100, 117))], 4 * CHUNK - local)
     metadata = scheduler.build_metadata(step())
-    ((_, _, op),) = metadata.loads
+    ((_, _, (op,)),) = metadata.loads
     assert list(op.block_ids) == list(range(104, 116))
-    assert list(op.block_hashes or ()) == request.block_hashes[4:16]
+    assert list(op.chunk_hashes or ()) == request.block_hashes[7:16:4]
     assert op.skip_first_n_tokens == 2 * BLOCK
     assert metadata.idle
     assert scheduler.build_metadata(step()).loads == []
@@ -192,7 +199,7 @@ def test_a_request_that_no_blocks_are_free_for_lets_one_go_on_that_has_loaded(
     loaded, blocked = FakeRequest("r"), FakeRequest("s")
     adapter.tokens = 4 * CHUNK
     scheduler.matched_tokens(loaded, 0)
-    scheduler.allocated(loaded, list(range(1, 18)), 4 * CHUNK)
+    scheduler.allocated(loaded, [list(range(1, 18))], 4 * CHUNK)
     assert scheduler.matched_tokens(blocked, 0) == 4 * CHUNK
     assert scheduler.matched_tokens(blocked, 0) == 4 * CHUNK  # the load has not ended
     scheduler.load_ended("r")
@@ -274,7 +281,7 @@ def test_what_was_loaded_is_not_stored_again(
     adapter.tokens = 3 * CHUNK
     scheduler.matched_tokens(request, 0)
     blocks = list(range(1, 18))
-    scheduler.allocated(request, blocks, 3 * CHUNK)
+    scheduler.allocated(request, [blocks], 3 * CHUNK)
     scheduler.build_metadata(step())
     scheduler.load_ended("r")
     metadata = scheduler.build_metadata(step(new=("r", blocks, 3 * CHUNK, CHUNK + 1)))
@@ -337,13 +344,19 @@ def test_null_blocks_are_neither_stored_nor_loaded(
 ) -> None:
     """As a sliding window leaves them: the block table changes behind the request's back."""
     table = [0] * 6 + list(range(7, 18))
-    scheduler = make_scheduler(adapter, pool, references, block_ids=lambda request_id: table)
+    window = LayerGroup(0, (), BLOCK, Reach("window", 10 * BLOCK + 1), "SlidingWindowSpec")
+    scheduler = make_scheduler(
+        adapter, pool, references, groups=[window], block_ids=lambda request_id: (table,)
+    )
     request = FakeRequest()
     adapter.tokens = 4 * CHUNK
     assert scheduler.matched_tokens(request, 0) == 4 * CHUNK
-    scheduler.allocated(request, table, 4 * CHUNK)
-    ((_, _, op),) = scheduler.build_metadata(step()).loads
-    assert op.skip_first_n_tokens == 6 * BLOCK
+    scheduler.allocated(request, [table], 4 * CHUNK)
+    ((_, _, (op,)),) = scheduler.build_metadata(step()).loads
+    # The first chunk is not loaded at all, of the second chunk the last two blocks.
+    assert list(op.block_ids) == table[4:16]
+    assert list(op.chunk_hashes or ()) == request.block_hashes[7:16:4]
+    assert op.skip_first_n_tokens == 2 * BLOCK
     assert pool.blocks[0].ref_cnt == 0
     assert [pool.blocks[n].ref_cnt for n in range(1, 17)] == [0] * 6 + [1] * 10
 
@@ -351,7 +364,7 @@ def test_null_blocks_are_neither_stored_nor_loaded(
     other.block_hashes[:] = [b"other" + h for h in other.block_hashes]
     adapter.tokens = 0
     scheduler.matched_tokens(other, 0)
-    scheduler.allocated(other, table, 0)
+    scheduler.allocated(other, [table], 0)
     metadata = scheduler.build_metadata(step(new=("s", list(range(1, 18)), 0, 4 * CHUNK + 1)))
     # The second chunk has lost its first two blocks.
     assert list(only_store(metadata).block_ids) == table[8:16]
@@ -369,7 +382,7 @@ def test_a_failed_load_is_not_tried_again(
         request = FakeRequest(request_id)
         adapter.tokens = 4 * CHUNK
         scheduler.matched_tokens(request, 0)
-        scheduler.allocated(request, blocks, 4 * CHUNK)
+        scheduler.allocated(request, [blocks], 4 * CHUNK)
         scheduler.build_metadata(step())
         # One rank reports the failure in one step; the load ends in a later step.
         fails()
@@ -389,7 +402,7 @@ def test_a_request_that_is_aborted_while_it_loads_is_only_reported_as_loaded(
     request = FakeRequest()
     adapter.tokens = 4 * CHUNK
     scheduler.matched_tokens(request, 0)
-    scheduler.allocated(request, list(range(1, 18)), 4 * CHUNK)
+    scheduler.allocated(request, [list(range(1, 18))], 4 * CHUNK)
     ((transfer_id, _, _),) = scheduler.build_metadata(step()).loads
     request.over = True
     scheduler.finished(request)
@@ -411,7 +424,7 @@ def test_a_preempted_request_starts_over(
     adapter.tokens = CHUNK
     assert scheduler.matched_tokens(request, 0) == CHUNK
     assert adapter.lookups == [("r", 0), ("r", 0)]
-    scheduler.allocated(request, list(range(20, 29)), CHUNK)
+    scheduler.allocated(request, [list(range(20, 29))], CHUNK)
     scheduler.build_metadata(step())
     scheduler.load_ended("r")
     blocks = list(range(20, 29))
@@ -488,17 +501,17 @@ def test_names_begin_with_the_epoch_and_the_adapter(
     scheduler = make_scheduler(
         adapter, pool, references, adapter_digest=lambda request: digests[request.request_id]
     )
-    plain = FakeRequest(tokens=2 * CHUNK + 1).block_hashes
-    assert only_store(store_of(scheduler, "r")).block_hashes == plain
-    assert only_store(store_of(scheduler, "s")).block_hashes == [b"A" * 16 + h for h in plain]
+    plain = FakeRequest(tokens=2 * CHUNK + 1).block_hashes[3::4]
+    assert only_store(store_of(scheduler, "r")).chunk_hashes == plain
+    assert only_store(store_of(scheduler, "s")).chunk_hashes == [b"A" * 16 + h for h in plain]
     assert store_of(scheduler, "t").stores == []  # an adapter that cannot be identified
     assert [request_id for request_id, _ in adapter.lookups] == ["r", "s"]
     scheduler.weights_changed("an update", "step-1")
     epoch = named_epoch("step-1")
     assert len(epoch) == 8
     digests.update(u=b"", v=b"A" * 16)
-    assert only_store(store_of(scheduler, "u")).block_hashes == [epoch + h for h in plain]
-    names = only_store(store_of(scheduler, "v")).block_hashes
+    assert only_store(store_of(scheduler, "u")).chunk_hashes == [epoch + h for h in plain]
+    names = only_store(store_of(scheduler, "v")).chunk_hashes
     assert names == [epoch + b"A" * 16 + h for h in plain]
 
 
