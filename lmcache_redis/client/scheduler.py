@@ -11,6 +11,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.client.calls import Call
 from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.operations import check_names, chunk_names
+from lmcache_redis.client.ranks import Ranks
 from lmcache_redis.device.layout import engine_chunk_tokens
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ class LMCacheMPSchedulerAdapter:
     block_size_tokens: tokens of one paged block, or the least common multiple if groups differ.
     engine_id: shared by the scheduler and the workers of one engine, unique to that engine.
 
-    Without an agent every lookup is a miss.
+    Without an agent every lookup is a miss. An engine whose workers have agents of their own, on
+    other nodes, tells ``ranks`` where its workers are registered (`WorkerClient.place`).
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class LMCacheMPSchedulerAdapter:
         self._world_size = world_size
         self._block_size_tokens = block_size_tokens
         self._lookups: dict[str, _Lookup] = {}
+        self.ranks = Ranks(world_size)
         self.link = AgentLink(
             endpoint,
             engine_id=engine_id,
@@ -61,6 +64,7 @@ class LMCacheMPSchedulerAdapter:
             world_size=world_size,
             worker_id=None,
             dead_after_s=agent_dead_after_s,
+            on_welcome=lambda welcome: self.ranks.own_agent(welcome.agent_id),
         )
 
     def chunk_size_tokens(self) -> int:
@@ -118,7 +122,11 @@ class LMCacheMPSchedulerAdapter:
         deadline_s = _GRACE_S + (welcome.lookup_deadline_s if welcome else 0.0)
         lookup.deadline_s = time.monotonic() + deadline_s
         lookup.call = self.link.submit(
-            m.Lookup, request_id=request_id, chunks=chunks, first_chunk=first_chunk
+            m.Lookup,
+            request_id=request_id,
+            chunks=chunks,
+            first_chunk=first_chunk,
+            remote=self.ranks.remote(),
         )
 
     def check_lookup_result(self, request_id: str, *, wait_s: float = 0.0) -> int | None:
@@ -165,7 +173,7 @@ class LMCacheMPSchedulerAdapter:
 
         Returns at once. The chunks stay if the agent is lost or Redis does not answer.
         """
-        self.link.submit(m.Clear, epoch=epoch)
+        self.link.submit(m.Clear, epoch=epoch, remote=self.ranks.remote())
 
     def shutdown(self) -> None:
         """Closes the connection; the agent unpins the chunks of this scheduler's lookups."""

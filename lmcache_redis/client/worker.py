@@ -25,6 +25,7 @@ from lmcache_redis.client.calls import (
 )
 from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.operations import CacheGroup, LoadStoreOp, chunk_names
+from lmcache_redis.client.ranks import RankPlace
 from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
 from lmcache_redis.keys import ObjectKey
@@ -62,6 +63,7 @@ class WorkerClient:
         self._layouts: list[KVLayout] = []
         self._storages: tuple[m.StorageHandle, ...] = ()
         self._registered: m.Welcome | None = None  # of the agent that has mapped the memory
+        self._place: RankPlace | None = None  # with that agent
         self._agent: AgentProcess | None = None
         self._unregistering: Call | None = None
         self._registrations = 0  # sent so far
@@ -136,6 +138,11 @@ class WorkerClient:
         return self.link.online and self._registered is self.link.welcome
 
     @property
+    def place(self) -> RankPlace | None:
+        """The agent that has mapped this worker's memory; None while it is not `ready`."""
+        return self._place if self.ready else None
+
+    @property
     def on_cuda(self) -> bool:
         """Whether the registered memory is a GPU's."""
         return any(layout.device == "cuda" for layout in self._layouts)
@@ -168,16 +175,26 @@ class WorkerClient:
             kv_rank = ObjectKey.ComputeKVRank(shares, share, shares, share)
             registered.append(m.KVGroup(kv_rank, layout, layout.fingerprint(chunk_tokens)))
         self._registrations += 1
+        place = RankPlace(
+            welcome.agent_id,
+            tuple(
+                m.RemoteParts(self._worker_id, group.kv_rank, group.fingerprint, group.layout.reach)
+                for group in registered
+            ),
+        )
         self.link.submit(
             m.RegisterKVCache,
-            partial(self._on_registered, welcome, self._registrations),
+            partial(self._on_registered, welcome, self._registrations, place),
             groups=tuple(registered),
             storages=self._storages,
         )
 
-    def _on_registered(self, welcome: m.Welcome, registration: int, call: Call) -> None:
+    def _on_registered(
+        self, welcome: m.Welcome, registration: int, place: RankPlace, call: Call
+    ) -> None:
         if isinstance(call.answer, m.Done):
             self._mapped = registration
+            self._place = place
             self._registered = welcome
             logger.info("the agent has mapped the KV cache of worker %d", self._worker_id)
         elif isinstance(call.answer, m.Failure):

@@ -257,6 +257,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             return
         for request_id in getattr(connector_output, "failed_recving", ()):
             scheduler.load_failed(request_id)
+        scheduler.ranks_reported(report.places)
         scheduler.blocks_failed(connector_output.invalid_block_ids or set())
         for request_id in connector_output.finished_recving or ():
             scheduler.load_ended(request_id)
