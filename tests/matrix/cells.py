@@ -245,9 +245,15 @@ class Cell:
         return sentence()
 
     def _engine(self, name: str, *, connector: bool = False, **options: Any) -> ForkedEngine:
+        extra = {"endpoint": self._endpoint, "agent_dead_after_s": 10.0}  # on a busy machine too
+        kv_transfer = {
+            "kv_connector": "LMCacheRedisConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
         return ForkedEngine(
             self._model,
-            connector_endpoint=self._endpoint if connector else None,
+            kv_transfer=kv_transfer if connector else None,
             log_path=self._log(name),
             options=self._options | options,
             env=self._env,

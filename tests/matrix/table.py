@@ -18,15 +18,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 
 
-def main(results: Path) -> None:
+def main(results: Path, page: Path = PAGE) -> None:
+    """Replaces what is between the markers by tables of the newest row of each cell."""
     rows = {}
     for line in results.read_text().splitlines():
         row = Result(**json.loads(line))
         rows[row.vllm, row.case, row.server] = row
-    before, _, rest = PAGE.read_text().partition(BEGIN)
+    before, _, rest = page.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     table = "\n".join(_page(list(rows.values())))
-    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 def _page(rows: list[Result]) -> Iterator[str]:

@@ -1,0 +1,33 @@
+"""The tables of the matrix: the newest row of each cell, and notes for sentences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.matrix.cells import Result
+from tests.matrix.table import BEGIN, END, main
+
+
+def test_the_newest_rows_are_between_the_markers(tmp_path: Path) -> None:
+    rows, page = tmp_path / "rows", tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    on = {"asked_tokens": 1000, "host_tokens": 900, "redis_tokens": 870}
+    for result in (
+        Result("0.32.0", "Llama", "Redis 7.0.15", wrong="an older row"),
+        Result("0.32.0", "Llama", "Redis 7.0.15", **on),
+        Result("0.32.0", "Llama", "Valkey 8.0.1", wrong="other tokens"),
+        Result("0.32.0", "Llama, PP 2", "Redis 7.0.15", vllm_alone="KeyError: 'x|y'"),
+        Result("0.9.0", "Llama", "Redis 7.0.15", off="a reason"),
+        Result("0.9.0", "Gemma-3", "Redis 7.0.15", off="a reason"),
+    ):
+        result.append_to(rows)
+    main(rows, page)
+    text = page.read_text()
+    assert text.startswith(f"before\n{BEGIN}\nRun on ")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "| model | vLLM 0.32.0 | vLLM 0.9.0 |" in text
+    assert "| Llama | 90 %, 87 % | off (note 1) |" in text
+    assert "| Gemma-3 | not run | off (note 1) |" in text
+    assert "| Llama, PP 2 | vLLM alone fails (note 2) | not run |" in text
+    assert "| Valkey 8.0.1 | **fails** (note 3) |" in text
+    assert "1. a reason\n2. KeyError: 'x\\|y'\n3. other tokens\n" in text
