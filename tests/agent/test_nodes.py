@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -279,8 +278,8 @@ class HybridWorker:
         )
         self.client.register_groups(
             [
-                CacheGroup({"layer": cache}, "float32", 16, reach)
-                for cache, reach in zip(self.caches, GROUPS, strict=True)
+                CacheGroup({f"layer.{group}": cache}, "float32", 16, GROUPS[group])
+                for group, cache in enumerate(self.caches)
             ],
             num_blocks=48,
             identity={"rank": str(rank)},
@@ -303,7 +302,6 @@ def test_windows_of_ranks_on_other_nodes(
         worker.shutdown()
     workers = [HybridWorker(agent, engine, rank) for rank, agent in enumerate(agents)]
     engine.workers = [worker.client for worker in workers]  # type: ignore[misc]
-    each: Callable[[Any], bool] = lambda transfers: all(t.over for t in transfers)  # noqa: E731
     with engine:
         engine.wait_ready()
         stores = [
@@ -311,7 +309,7 @@ def test_windows_of_ranks_on_other_nodes(
             for worker in workers
             for group in range(2)
         ]
-        wait_until(lambda: each(stores), "stores")
+        wait_until(lambda: all(each.over for each in stores), "stores")
         for agent in agents:
             agent.wait_idle()
             agent.restart()
@@ -325,7 +323,7 @@ def test_windows_of_ranks_on_other_nodes(
             for worker in workers
             for group, chunks in enumerate(([0, 1, 2], [2]))
         ]
-        wait_until(lambda: each(loads), "loads")
+        wait_until(lambda: all(each.over for each in loads), "loads")
         assert not any(load.failed_blocks for load in loads)
         for worker, caches in zip(workers, before, strict=True):
             full, window = caches
