@@ -85,14 +85,15 @@ def block_hashes(prompt: str, count: int) -> list[bytes]:
 class Engine:
     """The adapters of one engine, with KV tensors but without a model.
 
-    Blocks of 16 tokens, 4 to a chunk with the harness's agent, filled at random.
+    Blocks of 16 tokens, 4 to a chunk with the harness's agent, filled at random. endpoint: the
+    agent's, or one for each rank, as on several nodes; the scheduler has that of the first.
     """
 
     block_size_tokens = 16
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | Sequence[str],
         *,
         model_name: str = "test/model",
         layers: int = 3,
@@ -105,8 +106,9 @@ class Engine:
     ) -> None:
         engine_id = uuid.uuid4().hex
         self.num_blocks = num_blocks
+        endpoints = [endpoint] * world_size if isinstance(endpoint, str) else endpoint
         self.scheduler = LMCacheMPSchedulerAdapter(
-            endpoint, model_name, world_size, self.block_size_tokens, engine_id=engine_id
+            endpoints[0], model_name, world_size, self.block_size_tokens, engine_id=engine_id
         )
         self.workers: list[LMCacheMPWorkerAdapter] = []
         self.caches: list[dict[str, torch.Tensor]] = []
@@ -114,7 +116,7 @@ class Engine:
             shape = (num_blocks, 2, self.block_size_tokens, width)
             caches = {f"layer.{n}": torch.zeros(shape, dtype=dtype) for n in range(layers)}
             worker = LMCacheMPWorkerAdapter(
-                endpoint,
+                endpoints[rank],
                 model_name,
                 world_size,
                 rank,
@@ -159,7 +161,8 @@ class Engine:
             )
 
     def lookup(self, request_id: str, hashes: Sequence[bytes], first_chunk: int = 0) -> int:
-        """Tokens that the agent holds for the request."""
+        """Tokens that the agent holds for the request, after a step in which workers report."""
+        self.scheduler.ranks.reported({rank: w.place for rank, w in enumerate(self.workers)})
         self.scheduler.maybe_submit_lookup_request(
             request_id, block_hashes=hashes, first_chunk=first_chunk
         )

@@ -487,7 +487,9 @@ def _engine_id(vllm_config: VllmConfig) -> str:
 
     The configured id may be that of several engines, or of the cores of data parallel ranks.
     """
-    core = vllm_config.parallel_config.data_parallel_rank
+    parallel = vllm_config.parallel_config
+    # The rank is 0 in every core of a model without experts.
+    core = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
     return f"{vllm_config.kv_transfer_config.engine_id}/{vllm_config.instance_id}/{core}"
 
 

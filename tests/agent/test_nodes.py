@@ -1,0 +1,350 @@
+"""Engines of several nodes: two agents that share a Redis, and one rank of an engine at each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcache_redis import messages as m
+from lmcache_redis.client.operations import CacheGroup, LoadStoreOp
+from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.keys import ObjectKey, parse_stripe_key
+from lmcache_redis.naming import Reach
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.servers import RedisServer
+
+CHUNK = 64
+BLOCKS = 12  # three chunks
+HASHES = block_hashes("prompt", BLOCKS)
+STORED, LOADED = range(BLOCKS), range(20, 20 + BLOCKS)
+REMOTE_RANK = ObjectKey.ComputeKVRank(2, 1, 2, 1)
+
+
+@pytest.fixture
+def other(tmp_path: Path, redis_server: RedisServer) -> Iterator[AgentServer]:
+    """The agent of the other node, where rank 1 runs."""
+    with AgentServer(tmp_path / "other", redis_server.unix_url) as server:
+        yield server
+
+
+@pytest.fixture
+def agents(agent: AgentServer, other: AgentServer) -> list[AgentServer]:
+    return [agent, other]
+
+
+def engine_at(agents: Sequence[AgentServer]) -> Engine:
+    return Engine([agent.endpoint for agent in agents], world_size=2)
+
+
+def store(engine: Engine, agents: Sequence[AgentServer]) -> list[dict[str, torch.Tensor]]:
+    """Three chunks of random blocks; returns the engine's memory."""
+    engine.randomize(STORED)
+    engine.store("store", HASHES, STORED)
+    for agent in agents:
+        agent.wait_idle()
+    return engine.snapshot()
+
+
+def check_loaded(engine: Engine, rank: int, before: Sequence[dict[str, torch.Tensor]]) -> None:
+    """The rank's blocks were loaded, and no others changed."""
+    for name, tensor in engine.caches[rank].items():
+        expected = before[rank][name].clone()
+        expected[list(LOADED)] = expected[list(STORED)]
+        assert torch.equal(tensor, expected)
+
+
+def check_unpinned(agents: Sequence[AgentServer]) -> None:
+    for agent in agents:
+        wait_until(lambda agent=agent: agent.status()["sessions"] == 0, "ended sessions")
+        assert agent.status()["pool"]["pinned_slots"] == 0
+        assert "Traceback" not in agent.log
+
+
+def remote_keys(redis_server: RedisServer, chunk: int) -> list[bytes]:
+    """The Redis keys of rank 1's part of a chunk."""
+    name = HASHES[4 * chunk + 3]
+    with redis_server.client() as client:
+        found = [(key, parse_stripe_key(key)[1]) for key in client.scan_iter()]
+    return [key for key, of in found if (of.chunk_hash, of.kv_rank) == (name, REMOTE_RANK)]
+
+
+def failed_chunks(engine: Engine, request_id: str, rank: int) -> set[int]:
+    """Retrieves with one rank; the chunks of which it reports that they failed."""
+    op = LoadStoreOp(block_ids=[*LOADED], block_hashes=HASHES)
+    retrieve = engine.workers[rank].begin_retrieve(request_id, op)
+    wait_until(lambda: retrieve.over or retrieve.given_up, "the end of a load")
+    return {*retrieve.failed_chunks}
+
+
+def test_each_agent_loads_the_part_of_its_rank(agents: list[AgentServer]) -> None:
+    with engine_at(agents) as engine:
+        before = store(engine, agents)
+        for agent in agents:
+            agent.restart()  # empty host pools: everything comes from Redis
+        engine.wait_ready()
+        assert not any(each["ready"] for each in agents[0].status()["engines"])
+        assert engine.lookup("r", HASHES) == 3 * CHUNK
+        assert all(each["ready"] for each in agents[0].status()["engines"])
+        assert [agent.counter("loaded_chunks") for agent in agents] == [3, 0]
+        assert engine.retrieve("r", HASHES, LOADED) == set()
+        assert [agent.counter("loaded_chunks") for agent in agents] == [3, 3]
+        for rank in range(2):
+            check_loaded(engine, rank, before)
+        engine.scheduler.end_session("r")
+        check_unpinned(agents)
+
+        # From the host pools, the second time.
+        engine.scheduler.cleanup_lookup_result("r")
+        assert engine.lookup("again", HASHES) == 3 * CHUNK
+        assert engine.retrieve("again", HASHES, LOADED) == set()
+        assert [agent.counter("loaded_chunks") for agent in agents] == [3, 3]
+
+        # Another engine on the same nodes hits too.
+        with engine_at(agents) as second:
+            assert second.lookup("r", HASHES) == 3 * CHUNK
+            assert second.retrieve("r", HASHES, LOADED) == set()
+            for rank in range(2):
+                for name, tensor in second.caches[rank].items():
+                    stored = before[rank][name][list(STORED)]
+                    assert torch.equal(tensor[list(LOADED)], stored)
+
+
+def test_a_part_that_does_not_arrive_is_a_failed_chunk(
+    agents: list[AgentServer], redis_server: RedisServer
+) -> None:
+    with engine_at(agents) as engine:
+        store(engine, agents)
+        agents[1].restart()
+        engine.wait_ready()
+        # It is lost after the lookup has found it: its chunk and those after it are not loaded.
+        assert engine.lookup("r", HASHES) == 3 * CHUNK
+        keys = remote_keys(redis_server, 1)
+        assert redis_server.command("DEL", *keys) == len(keys) > 0
+        assert engine.retrieve("r", HASHES, LOADED) == {*LOADED[4:]}
+        engine.scheduler.end_session("r")
+        # And a lookup that does not find it has a shorter prefix.
+        assert engine.lookup("later", HASHES) == CHUNK
+        assert engine.retrieve("later", HASHES[:4], LOADED[:4]) == set()
+        engine.scheduler.end_session("later")
+        check_unpinned(agents)
+
+
+def test_a_full_pool_of_the_other_node_fails_chunks_there(
+    agent: AgentServer, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    small = AgentServer(tmp_path / "small", redis_server.unix_url, pool_bytes=5 * (64 << 10) + 4096)
+    with small, engine_at([agent, small]) as engine:
+        for chunk in range(3):  # one after the other: there is room for two
+            part = slice(4 * chunk, 4 * chunk + 4)
+            engine.store(f"store {chunk}", HASHES[part], STORED[part])
+            small.wait_idle()
+        agent.wait_idle()
+        assert engine.lookup("r", HASHES) == 3 * CHUNK
+        failed = engine.retrieve("r", HASHES, LOADED)
+        assert len(failed) == 4
+        assert small.counter("miss_pool_full") == 1
+        engine.scheduler.end_session("r")
+        check_unpinned([agent, small])
+
+
+def test_an_agent_that_is_killed_while_it_loads(
+    agents: list[AgentServer], redis_server: RedisServer
+) -> None:
+    other = agents[1]
+    with engine_at(agents) as engine:
+        before = store(engine, agents)
+        other.restart()
+        engine.wait_ready()
+        assert engine.lookup("r", HASHES) == 3 * CHUNK
+        redis_server.stop()  # its load is in flight
+        retrieve = engine.workers[1].begin_retrieve(
+            "r", LoadStoreOp(block_ids=[*LOADED], block_hashes=HASHES)
+        )
+        wait_until(lambda: other.status()["queues"]["jobs"] == 1, "a load in flight")
+        other.kill()
+        wait_until(lambda: retrieve.over, "the end of the load")
+        assert {*retrieve.failed_chunks} == {0, 1, 2}
+        redis_server.cont()
+        engine.scheduler.end_session("r")
+
+        # Nothing hits, and nothing waits, while it is gone; its rank's stores are dropped.
+        wait_until(lambda: engine.workers[1].place is None, "the end of its agent")
+        assert engine.lookup("gone", HASHES) == 0
+        op = LoadStoreOp(block_ids=[*STORED], block_hashes=block_hashes("new", BLOCKS))
+        stored = [worker.begin_store("gone", op) for worker in engine.workers]
+        wait_until(lambda: all(each.over for each in stored), "the stores")
+        assert [each.result.dropped for each in stored] == [0, 3]
+
+        other.start()
+        engine.wait_ready()
+        assert engine.lookup("back", HASHES) == 3 * CHUNK
+        assert engine.retrieve("back", HASHES, LOADED) == set()
+        for rank in range(2):
+            check_loaded(engine, rank, before)
+        engine.scheduler.end_session("back")
+        check_unpinned(agents)
+
+
+def test_an_agent_that_freezes(agents: list[AgentServer]) -> None:
+    other = agents[1]
+    with engine_at(agents) as engine:
+        before = store(engine, agents)
+        assert engine.lookup("r", HASHES) == 3 * CHUNK
+        other.stop()
+        assert failed_chunks(engine, "r", 1) == {0, 1, 2}
+        assert engine.workers[1].place is None
+        engine.scheduler.end_session("r")
+        assert engine.lookup("frozen", HASHES) == 0
+        other.cont()
+        engine.wait_ready()
+        assert engine.lookup("back", HASHES) == 3 * CHUNK
+        assert engine.retrieve("back", HASHES, LOADED) == set()
+        for rank in range(2):
+            check_loaded(engine, rank, before)
+        engine.scheduler.end_session("back")
+        check_unpinned(agents)
+
+
+def test_a_redis_that_hangs_fails_the_load_at_the_lookup_deadline(
+    agents: list[AgentServer], redis_server: RedisServer
+) -> None:
+    with engine_at(agents) as engine:
+        store(engine, agents)
+        agents[1].restart()
+        engine.wait_ready()
+        assert engine.lookup("r", HASHES) == 3 * CHUNK
+        redis_server.stop()
+        try:
+            assert failed_chunks(engine, "r", 1) == {0, 1, 2}
+            assert failed_chunks(engine, "r", 0) == set(), "it is in the host pool here"
+        finally:
+            redis_server.cont()
+        engine.scheduler.end_session("r")
+        check_unpinned(agents)
+
+
+def test_the_own_agent_may_be_restarted(agents: list[AgentServer]) -> None:
+    """Its ranks are not taken for those of another node until they have registered again."""
+    with engine_at(agents) as engine:
+        store(engine, agents)
+        assert engine.lookup("r", HASHES) == 3 * CHUNK
+        agents[0].restart()
+        engine.wait_ready()
+        remote = engine.scheduler.ranks.remote()
+        assert {part.worker_id for part in remote} == {1}
+        assert engine.lookup("again", HASHES) == 3 * CHUNK
+        assert engine.retrieve("again", HASHES, LOADED) == set()
+
+
+def test_a_clear_removes_the_parts_of_all_ranks_from_redis(
+    agents: list[AgentServer], redis_server: RedisServer
+) -> None:
+    with engine_at(agents) as engine:
+        store(engine, agents)
+        assert engine.lookup("r", HASHES) == 3 * CHUNK
+        assert redis_server.command("DBSIZE") > 0
+        engine.scheduler.clear()
+        wait_until(lambda: redis_server.command("DBSIZE") == 0, "an empty Redis")
+
+
+def test_names_that_cannot_be_are_refused(agent: AgentServer) -> None:
+    with Engine(agent.endpoint) as engine:
+        parts = m.RemoteParts(1, -1, b"f" * 32, Reach())
+        call = engine.scheduler.link.submit(
+            m.Lookup, request_id="r", chunks=m.ChunkNames((b"h" * 32,)), remote=(parts,)
+        )
+        assert call.wait(60.0)
+        assert isinstance(call.answer, m.Failure)
+        assert call.answer.code == m.BAD_MESSAGE
+
+
+# ---------------------------------------------------------------- groups of layers
+
+
+GROUPS = (Reach(), Reach("window", 33))  # the window of 33 tokens is the last two blocks
+
+
+class HybridWorker:
+    """A rank with full attention and a sliding window, as vLLM's connector would drive it."""
+
+    def __init__(self, agent: AgentServer, engine: Engine, rank: int) -> None:
+        hello = engine.scheduler.link._hello
+        self.caches = [torch.rand((48, 2, 16, 32)) for _ in GROUPS]
+        self.client = WorkerClient(
+            agent.endpoint, hello.model_name, 2, rank, 16, engine_id=hello.engine_id
+        )
+        self.client.register_groups(
+            [
+                CacheGroup({f"layer.{group}": cache}, "float32", 16, GROUPS[group])
+                for group, cache in enumerate(self.caches)
+            ],
+            num_blocks=48,
+            identity={"rank": str(rank)},
+        )
+
+    def op(self, group: int, chunks: Sequence[int], first_block: int) -> LoadStoreOp:
+        per_part = GROUPS[group].blocks_per_part(4, 16)
+        blocks = [
+            first_block + 4 * chunk + block for chunk in chunks for block in range(4 - per_part, 4)
+        ]
+        names = [HASHES[4 * chunk + 3] for chunk in chunks]
+        return LoadStoreOp(block_ids=blocks, chunk_hashes=names, group=group)
+
+
+def test_windows_of_ranks_on_other_nodes(
+    agents: list[AgentServer], redis_server: RedisServer
+) -> None:
+    engine = Engine(agents[0].endpoint, world_size=2, wait=False)
+    for worker in engine.workers:  # replaced by those with two groups
+        worker.shutdown()
+    workers = [HybridWorker(agent, engine, rank) for rank, agent in enumerate(agents)]
+    engine.workers = [worker.client for worker in workers]  # type: ignore[misc]
+    with engine:
+        engine.wait_ready()
+        stores = [
+            worker.client.begin_store("store", worker.op(group, range(3), 0))
+            for worker in workers
+            for group in range(2)
+        ]
+        wait_until(lambda: all(each.over for each in stores), "stores")
+        for agent in agents:
+            agent.wait_idle()
+            agent.restart()
+        engine.wait_ready()
+
+        assert engine.lookup("r", HASHES) == 3 * CHUNK
+        assert agents[0].counter("loaded_chunks") == 3 + 1
+        before = [[cache.clone() for cache in worker.caches] for worker in workers]
+        loads = [
+            worker.client.begin_retrieve("r", worker.op(group, chunks, 20))
+            for worker in workers
+            for group, chunks in enumerate(([0, 1, 2], [2]))
+        ]
+        wait_until(lambda: all(each.over for each in loads), "loads")
+        assert not any(load.failed_blocks for load in loads)
+        for worker, caches in zip(workers, before, strict=True):
+            full, window = caches
+            full[20:32] = full[0:12]
+            window[30:32] = window[10:12]
+            assert torch.equal(worker.caches[0], full)
+            assert torch.equal(worker.caches[1], window)
+        engine.scheduler.end_session("r")
+
+        # The other node's window of the last chunk is gone: the prefix is one chunk shorter.
+        stripes = {key: parse_stripe_key(key) for key in remote_keys(redis_server, 2)}
+        layouts = {
+            group["layout"]: group for e in agents[1].status()["engines"] for group in e["groups"]
+        }
+        (window_layout,) = [at for at, group in layouts.items() if group["reach"] == "window"]
+        gone = [
+            key
+            for key, (namespace, *_) in stripes.items()
+            if window_layout.encode().startswith(namespace)
+        ]
+        assert redis_server.command("DEL", *gone) == len(gone) > 0
+        assert engine.lookup("shorter", HASHES) == 2 * CHUNK
+        engine.scheduler.end_session("shorter")
+        check_unpinned(agents)

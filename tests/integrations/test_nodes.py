@@ -1,0 +1,172 @@
+"""A real vLLM whose ranks have agents of their own, as on two nodes, and engines that share an id.
+
+One machine plays both nodes: a patch gives rank 1's worker another endpoint. The agents share
+nothing but Redis.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines import PATCH_VARIABLE, ForkedEngine, empty
+from tests.harness import AgentServer, wait_until
+from tests.integrations.conftest import Prompts
+from tests.servers import RedisServer
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+CHUNK = 256
+# What only a hang reaches: two ranks on a busy machine are slow.
+NO_HANG_S = 300.0
+OPTIONS = {"dtype": "float32", "max_model_len": 2048}
+
+PATCH = """
+from lmcache_redis.integrations.vllm import connector
+
+class WorkerOfItsNode(connector.WorkerClient):
+    def __init__(self, endpoint, *args, **kwargs):
+        super().__init__({endpoints}[kwargs["worker_id"]], *args, **kwargs)
+
+connector.WorkerClient = WorkerOfItsNode
+"""
+
+
+@pytest.fixture
+def agents(
+    agent: AgentServer, tmp_path: Path, redis_server: RedisServer
+) -> Iterator[list[AgentServer]]:
+    sizes = {"chunk_size_tokens": 256, "slot_bytes": (1 << 20) - 4096, "pool_bytes": 256 << 20}
+    with AgentServer(tmp_path / "other", redis_server.unix_url, **sizes) as other:
+        yield [agent, other]
+
+
+def registered(agent: AgentServer) -> list[int]:
+    return [engine["worker_id"] for engine in agent.status()["engines"]]
+
+
+def start(model_dir: Path, agents: list[AgentServer], log: Path) -> ForkedEngine:
+    patch = log.with_suffix(".py")
+    patch.write_text(PATCH.format(endpoints=json.dumps([agent.endpoint for agent in agents])))
+    engine = ForkedEngine(
+        model_dir,
+        connector_endpoint=agents[0].endpoint,
+        log_path=log,
+        options={**OPTIONS, "tensor_parallel_size": 2},
+        env={
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+            PATCH_VARIABLE: str(patch),
+        },
+    )
+    try:
+        wait_registered(agents)
+    except AssertionError:
+        engine.close()
+        raise
+    return engine
+
+
+def wait_registered(agents: list[AgentServer]) -> None:
+    wait_until(lambda: [registered(agent) for agent in agents] == [[0], [1]], "both ranks")
+
+
+def test_each_rank_loads_at_the_agent_of_its_node_and_a_lost_agent_costs_one_load(
+    model_dir: Path, agents: list[AgentServer], tmp_path: Path, prompts: Prompts
+) -> None:
+    questions = [prompts.tokens(2 * CHUNK + 10) for _ in range(2)]
+    with start(model_dir, agents, tmp_path / "cold.log") as engine:
+        cold = engine.generate(questions, 2)
+        assert cold.details["cached_tokens"] == [0, 0]
+        for agent in agents:
+            agent.wait_idle()
+        assert [agent.counter("gathered_chunks") for agent in agents] == [4, 4]
+
+    for agent in agents:
+        agent.restart()
+    local, other = agents
+    with start(model_dir, agents, tmp_path / "warm.log") as engine:
+
+        def begin(number: int) -> None:
+            empty(engine)
+            engine.begin_generate([questions[number]], 2)
+
+        def finish(number: int) -> int:
+            answer = engine.finish()
+            assert answer.outputs[0] == cold.outputs[number]
+            assert answer.seconds < NO_HANG_S
+            cached: int = answer.details["cached_tokens"][0]
+            return cached
+
+        def ask(number: int) -> int:
+            begin(number)
+            return finish(number)
+
+        # The very first request hits, from Redis.
+        assert [ask(number) for number in range(2)] == [2 * CHUNK] * 2
+        for agent in agents:
+            assert agent.counter("loaded_chunks") == 4
+            assert agent.counter("retrieved_chunks") == 4
+
+        # The other agent is killed in the middle of a load.
+        other.stop()
+        retrieves = local.counter("retrieves")
+        begin(0)
+        wait_until(lambda: local.counter("retrieves") > retrieves, "a load")
+        other.kill()
+        finish(0)
+
+        # While it is gone there are no hits, and nothing waits for it.
+        assert ask(1) == 0
+
+        # When it is back, its worker tells the scheduler in its next step.
+        other.start()
+        wait_registered(agents)
+        ask(0)
+        assert ask(1) == 2 * CHUNK
+        assert other.counter("loaded_chunks") >= 2
+        for agent in agents:
+            wait_until(lambda agent=agent: agent.status()["sessions"] == 0, "ended sessions")
+            assert agent.status()["pool"]["pinned_slots"] == 0
+    for agent in agents:
+        assert "Traceback" not in agent.log
+    assert "cache of this engine is now off" not in (tmp_path / "warm.log").read_text()
+
+
+def test_engines_that_share_an_explicit_id_both_keep_hitting(
+    model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
+) -> None:
+    def start_shared(name: str) -> ForkedEngine:
+        transfer: dict[str, Any] = {
+            "kv_connector": "LMCacheRedisConnector",
+            "kv_role": "kv_both",
+            "engine_id": "shared",
+            "kv_connector_extra_config": {"endpoint": agent.endpoint},
+        }
+        return ForkedEngine(
+            model_dir,
+            kv_transfer=transfer,
+            log_path=tmp_path / name,
+            options=OPTIONS,
+            env={"VLLM_CPU_KVCACHE_SPACE": "1"},
+        )
+
+    question = prompts.tokens(2 * CHUNK + 1)
+    with start_shared("one.log") as one, start_shared("two.log") as two:
+        wait_until(
+            lambda: [e["ready"] for e in agent.status()["engines"]] == [True, True], "two engines"
+        )
+        expected = one.generate([question], 4).outputs
+        for _ in range(2):
+            for engine in (one, two):
+                empty(engine)
+                answer = engine.generate([question], 4)
+                assert answer.outputs == expected
+                assert answer.details["cached_tokens"] == [2 * CHUNK]
+        assert registered(agent) == [0, 0]
+        assert agent.counter("registrations") == 2
