@@ -164,7 +164,7 @@ class AgentConfig:
         repr=False,
     )
     key_prefix: bytes = setting("prefix of every key, for a server that others use too", b"")
-    chunk_size_tokens: int = setting("tokens per chunk, a multiple of vLLM's block size", 256)
+    chunk_size_tokens: int = setting("tokens per chunk; an engine rounds up to whole blocks", 256)
     pool_bytes: int = setting(
         "memory of the host pool, a hard limit",
         lambda: machine_share(4 << 30),

@@ -24,10 +24,21 @@ Order of events
    ``(engine_id, request_id)`` until each rank has retrieved its part, ``RELEASE_LOCKS`` names the
    chunk, ``END_SESSION`` ends the request, or the session times out.
 4. A worker sends ``RETRIEVE`` for each group: parts of pinned chunks are copied into the named
-   blocks. ``RETRIEVE_RESULT`` lists the chunks that were not copied (indices into ``chunks``).
+   blocks. Parts that are not in the host pool are loaded first, until ``lookup_deadline_s`` or the
+   end of the lease. ``RETRIEVE_RESULT`` lists the chunks that were not copied (indices into
+   ``chunks``).
 5. A worker sends ``STORE`` for each group: blocks are copied into slots. ``STORE_RESULT`` says
    that the blocks are no longer read. The agent writes the parts to Redis afterwards, in the
    background.
+
+Engines of several nodes
+------------------------
+Every worker talks to the agent of its node, and the scheduler to the agent of its own. All these
+agents share one Redis. The engine tells its scheduler which workers are registered with which
+agent (``agent_id`` of their ``WELCOME``). ``LOOKUP`` names the parts of the workers that are
+registered with other agents. The agent asks Redis whether these parts exist, and neither loads nor
+pins them. The agent of such a worker learns of the request with its ``RETRIEVE``, and loads the
+parts before it copies them. A part that does not arrive is a failed chunk of that ``RETRIEVE``.
 
 Leases
 ------
@@ -68,6 +79,7 @@ from lmcache_redis.device.handles import StorageHandle as StorageHandle  # a fie
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import WireError
 from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey
+from lmcache_redis.naming import Reach
 
 PROTOCOL_VERSION = 3
 MAGIC = b"LMCR-MP"
@@ -78,7 +90,9 @@ MAX_PEERS = 512
 Epoch = Annotated[bytes, msgspec.Meta(max_length=8)]
 # The bytes after the epoch: a block hash, or an adapter digest and a block hash.
 HASH_BYTES_OF_AN_EPOCH = (32, 48)
+MAX_REMOTE_PARTS = 1 << 13
 ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTES)]
+Fingerprint = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 # Text that the agent keeps for a peer is bounded.
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
@@ -144,16 +158,30 @@ class ChunkNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: IPCCacheEngineKey | None = None
 
 
+class RemoteParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How one group of a worker that is registered with another agent names its parts."""
+
+    worker_id: int
+    kv_rank: int
+    fingerprint: Fingerprint
+    reach: Reach
+
+
+AllRemoteParts = Annotated[tuple[RemoteParts, ...], msgspec.Meta(max_length=MAX_REMOTE_PARTS)]
+
+
 class Lookup(Message, frozen=True, tag="LOOKUP"):
     """Asks how many leading ``chunks`` are cached, and loads what a hit needs into the host pool.
 
     ``first_chunk`` is the number of the first of them in the prompt, the number of chunks that the
     engine has: which parts a sliding window needs depends on the position in the prompt.
+    ``remote``: the parts of workers that are registered with other agents, which must be in Redis.
     """
 
     request_id: Name
     chunks: ChunkNames
     first_chunk: int = 0
+    remote: AllRemoteParts = ()
 
 
 class Store(Message, frozen=True, tag="STORE"):
@@ -171,9 +199,10 @@ class Store(Message, frozen=True, tag="STORE"):
 
 
 class Retrieve(Message, frozen=True, tag="RETRIEVE"):
-    """Copies parts of pinned chunks into blocks of ``group``.
+    """Copies parts of chunks into blocks of ``group``.
 
-    The blocks of the first ``skip_first_n_tokens`` are left as they are.
+    Parts that are not in the host pool are loaded first. The blocks of the first
+    ``skip_first_n_tokens`` are left as they are.
 
     ``event`` is a CUDA interprocess event after which the blocks may be written: the engine may
     still be zeroing them. None on the CPU.
@@ -209,10 +238,12 @@ class Clear(Message, frozen=True, tag="CLEAR"):
     """Removes the chunks of the caller's layouts whose hashes begin with ``epoch``; None: all.
 
     A hash is ``epoch | adapter digest (0 or 16 bytes) | block hash (32 bytes)``. ``DONE`` answers
-    when the host pool has dropped them (``count``). Disk and Redis follow, and may fail.
+    when the host pool has dropped them (``count``). Disk and Redis follow, and may fail. Of the
+    workers with other agents (``remote``), only the parts in Redis are removed.
     """
 
     epoch: Epoch | None = None
+    remote: AllRemoteParts = ()
 
 
 class Status(Message, frozen=True, tag="STATUS"):
@@ -250,7 +281,10 @@ class Done(Message, frozen=True, tag="DONE"):
 
 
 class LookupResult(Message, frozen=True, tag="LOOKUP_RESULT"):
-    """Answers ``LOOKUP``: ``hit_chunks`` leading chunks are pinned, for every rank."""
+    """Answers ``LOOKUP``: ``hit_chunks`` leading chunks are cached for every rank.
+
+    The parts of the workers that are registered with this agent are pinned.
+    """
 
     hit_chunks: int
 

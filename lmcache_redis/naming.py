@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -121,19 +121,36 @@ FULL_REACH = Reach()
 
 
 @dataclass(frozen=True)
-class ChunkForm:
-    """The properties that one worker's chunks, or their parts of one group, share.
+class PartNames:
+    """How one worker's chunks, or their parts of one group, are named.
 
-    metadata: the serialized `RemoteMetadata` of each. reach: which of them a prefix needs.
+    reach: which of them a prefix needs.
     """
 
     names: ChunkNames
     model_name: str
     kv_rank: int
+    reach: Reach = field(default=FULL_REACH, kw_only=True)
+
+    def key(self, chunk_hash: bytes) -> bytes:
+        """The chunk key: its stripes' Redis keys without the stripe index."""
+        return self.stem(len(chunk_hash)) + chunk_hash
+
+    def stem(self, hash_bytes: int) -> bytes:
+        """The common prefix of the keys of all chunks with hashes of `hash_bytes` bytes."""
+        return self.names.stem(self.model_name, self.kv_rank, hash_bytes)
+
+
+@dataclass(frozen=True)
+class ChunkForm(PartNames):
+    """The properties that one worker's chunks, or their parts of one group, share.
+
+    metadata: the serialized `RemoteMetadata` of each.
+    """
+
     chunk_bytes: int
     stripe_payload_bytes: int
     metadata: bytes
-    reach: Reach = FULL_REACH
 
     @staticmethod
     def of_pages(
@@ -151,7 +168,7 @@ class ChunkForm:
         metadata = RemoteMetadata(chunk_bytes, [(chunk_bytes,)], ["uint8"], MemoryFormat.PAGES)
         stripe_bytes = stripe_payload_bytes(chunk_bytes, slot_bytes)
         form = ChunkForm(
-            names, model_name, kv_rank, chunk_bytes, stripe_bytes, metadata.serialize(), reach
+            names, model_name, kv_rank, chunk_bytes, stripe_bytes, metadata.serialize(), reach=reach
         )
         form.frame(bytes(32))
         form.key(bytes(32))
@@ -166,14 +183,6 @@ class ChunkForm:
     def stripe_count(self) -> int:
         """Stripes, and so slots, of one chunk."""
         return -(-self.chunk_bytes // self.stripe_payload_bytes)
-
-    def key(self, chunk_hash: bytes) -> bytes:
-        """The chunk key: its stripes' Redis keys without the stripe index."""
-        return self.stem(len(chunk_hash)) + chunk_hash
-
-    def stem(self, hash_bytes: int) -> bytes:
-        """The common prefix of the keys of all chunks with hashes of `hash_bytes` bytes."""
-        return self.names.stem(self.model_name, self.kv_rank, hash_bytes)
 
     def frame(self, chunk_hash: bytes) -> ChunkFrame:
         """The frame of the chunk's stripes."""

@@ -1,8 +1,9 @@
-"""The three layers of tests, and what applies to all of them.
+"""The layers of tests, and what applies to all of them.
 
     unit      no other process: what `pytest` runs by default
     servers   starts redis-servers, agents, gateways or other processes
     engine    starts a real vLLM
+    matrix    does so for every vLLM version, model and server: scripts/test --matrix
 
 A test without these marks that uses no server fixture is a unit test, and fails if it starts a
 process.
@@ -27,7 +28,7 @@ from tests.servers import RedisServer
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
-LAYERS = ("unit", "servers", "engine")
+LAYERS = ("unit", "servers", "engine", "matrix")
 # Fixtures that start servers, and so mark the tests that use them.
 SERVERS = {
     "agent",

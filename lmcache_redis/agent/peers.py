@@ -37,6 +37,7 @@ class Registration:
 
     engine_id: str
     worker_id: int
+    chunk_tokens: int
     groups: tuple[Group, ...]
     device: DeviceContext
     storages: tuple[m.StorageHandle, ...]
@@ -63,6 +64,7 @@ class Peer:
     welcomed: bool = False  # it has sent a message since its HELLO, so it has received WELCOME
     registration: Registration | None = None
     mapping: bool = False  # its registration is in progress
+    elsewhere: frozenset[int] = frozenset()  # a scheduler's workers that have other agents
 
     @property
     def engine_id(self) -> str:
@@ -117,35 +119,45 @@ class Peers:
         if self._by_identity.get(peer.identity) is peer:
             del self._by_identity[peer.identity]
 
-    def ranks(self, engine_id: str, world_size: int) -> list[Registration] | None:
-        """The engine's registrations by rank; None if a worker is not registered."""
-        found = {each.worker_id: each for each in self.registrations(engine_id)}
-        if set(found) != set(range(world_size)):
+    def ranks(self, scheduler: Peer) -> list[Registration] | None:
+        """The registrations of the scheduler's engine by rank, without workers elsewhere.
+
+        None if a worker is registered neither here nor elsewhere.
+        """
+        found = {each.worker_id: each for each in self.registrations(scheduler.engine_id)}
+        ranks = range(scheduler.hello.world_size)
+        if any(rank not in found and rank not in scheduler.elsewhere for rank in ranks):
             return None
-        return [found[rank] for rank in range(world_size)]
+        return [found[rank] for rank in ranks if rank in found]
 
     def joining(self, scheduler: Peer, now_s: float) -> bool:
         """Whether all missing ranks of the scheduler's engine are expected to register soon.
 
         This holds for a rank whose memory is being mapped, and for one that has not registered yet
-        if its HELLO (or the scheduler's, if it has sent none) is recent.
+        if its HELLO (or the scheduler's, if it has sent none) is recent. No rank that is registered
+        with another agent is missing.
         """
         workers = {p.hello.worker_id: p for p in self if p.engine_id == scheduler.engine_id}
         missing = [
             workers.get(rank, scheduler)
             for rank in range(scheduler.hello.world_size)
-            if rank not in workers or workers[rank].registration is None
+            if rank not in scheduler.elsewhere
+            and (rank not in workers or workers[rank].registration is None)
         ]
         return all(p.mapping or now_s - p.greeted_s < _JOIN_S for p in missing)
 
     def complete(self, engine_id: str) -> bool:
-        """Whether the engine can hit: its scheduler is connected and every worker is registered."""
-        schedulers = [
-            p.hello.world_size
+        """Whether the engine can hit: its scheduler is connected and every worker is registered.
+
+        Workers with other agents count from the first lookup that names them.
+        """
+        return any(
+            p.engine_id == engine_id
+            and p.hello.worker_id is None
+            and p.welcomed
+            and self.ranks(p) is not None
             for p in self._by_identity.values()
-            if p.engine_id == engine_id and p.hello.worker_id is None and p.welcomed
-        ]
-        return any(self.ranks(engine_id, world_size) is not None for world_size in schedulers)
+        )
 
     def registrations(self, engine_id: str) -> list[Registration]:
         """The registered workers of the engine."""

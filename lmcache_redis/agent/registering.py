@@ -18,7 +18,7 @@ from lmcache_redis.agent.transfers import Reply
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.context import DeviceContext, open_device
 from lmcache_redis.device.handles import check_exporter
-from lmcache_redis.device.layout import KVLayout
+from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
 from lmcache_redis.errors import ConfigError, DeviceError, FormatError, WireError
 from lmcache_redis.naming import ChunkForm, ChunkNames
 
@@ -30,14 +30,16 @@ _KINDS = {"window": " of a sliding window", "local": " of local attention", "sta
 _Worker = tuple[str, "int | None"]  # engine id, worker id
 
 
-def form_of(layout: KVLayout, model_name: str, kv_rank: int, config: AgentConfig) -> ChunkForm:
+def form_of(
+    layout: KVLayout, model_name: str, kv_rank: int, chunk_tokens: int, config: AgentConfig
+) -> ChunkForm:
     """The form of a group's parts. Raises ``ConfigError`` if they cannot be cached."""
     try:
         return ChunkForm.of_pages(
-            ChunkNames(layout.fingerprint(config.chunk_size_tokens), config.key_prefix),
+            ChunkNames(layout.fingerprint(chunk_tokens), config.key_prefix),
             model_name,
             kv_rank,
-            layout.part_bytes(config.chunk_size_tokens),
+            layout.part_bytes(chunk_tokens),
             config.slot_bytes,
             layout.reach,
         )
@@ -69,7 +71,8 @@ class Registering:
             raise WireError("a KV cache is registered without an engine id")
         storages = question.storages
         try:
-            groups = self._groups(peer, question)
+            chunk_tokens = self._chunk_tokens(question)
+            groups = self._groups(peer, question, chunk_tokens)
             # There is often one storage per layer, all of one process.
             for handle in {(each.pid, each.pid_start_time): each for each in storages}.values():
                 check_exporter(handle)
@@ -83,18 +86,26 @@ class Registering:
             REGISTERING,
             partial(self._open, question, opened, self._config.device),
             lambda outcome: self._cache.owner.post(
-                partial(self._mapped, peer, groups, question, opened, reply)
+                partial(self._mapped, peer, chunk_tokens, groups, question, opened, reply)
             ),
         )
 
-    def _groups(self, peer: Peer, question: m.RegisterKVCache) -> tuple[Group, ...]:
+    def _chunk_tokens(self, question: m.RegisterKVCache) -> int:
+        """Tokens of the engine's chunks. Raises ``ConfigError`` if its blocks make no sense."""
+        sizes = [group.layout.block_size_tokens for group in question.groups]
+        if not 0 < len(sizes) <= MAX_GROUPS or min(sizes) < 1:
+            raise ConfigError(
+                f"{len(sizes)} groups; there may be 1 to {MAX_GROUPS}, of whole blocks"
+            )
+        return engine_chunk_tokens(self._config.chunk_size_tokens, sizes)
+
+    def _groups(
+        self, peer: Peer, question: m.RegisterKVCache, chunk_tokens: int
+    ) -> tuple[Group, ...]:
         """Raises ``ConfigError`` if the chunks cannot be cached with these settings."""
-        if not 0 < len(question.groups) <= MAX_GROUPS:
-            raise ConfigError(f"{len(question.groups)} groups; there may be 1 to {MAX_GROUPS}")
-        chunk_tokens = self._config.chunk_size_tokens
-        groups = []
+        model_name, groups = peer.hello.model_name, []
         for each in question.groups:
-            form = form_of(each.layout, peer.hello.model_name, each.kv_rank, self._config)
+            form = form_of(each.layout, model_name, each.kv_rank, chunk_tokens, self._config)
             if form.fingerprint != each.fingerprint:
                 raise ConfigError(
                     "engine and agent compute different fingerprints of one layout: "
@@ -129,6 +140,7 @@ class Registering:
     def _mapped(
         self,
         peer: Peer,
+        chunk_tokens: int,
         groups: tuple[Group, ...],
         question: m.RegisterKVCache,
         opened: list[DeviceContext | DeviceError],
@@ -145,6 +157,7 @@ class Registering:
         registration = Registration(
             peer.engine_id,
             worker_id,
+            chunk_tokens,
             groups,
             device,
             question.storages,

@@ -11,6 +11,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from lmcache_redis import messages as m
@@ -18,8 +19,10 @@ from lmcache_redis.agent.copies import CopyOutcome
 from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.peers import Registration
 from lmcache_redis.agent.sessions import Session
+from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.errors import DeviceError
+from lmcache_redis.naming import FULL_REACH
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ class CopyJob(ABC):
         reply: Reply,
     ) -> None:
         self._cache = agent.cache
+        self._config = agent.config
         self._copies = agent.copies
         self._sessions = agent.sessions
         self._metrics = agent.cache.metrics
@@ -86,8 +90,10 @@ class CopyJob(ABC):
         """Every chunk has ended."""
 
     def _begin(self, chunks: Sequence[int]) -> None:
-        """Queues device calls for the chunks; the job ends with the last of them."""
-        self._session.busy += 1
+        """Queues device calls for the chunks; the job ends with the last of them.
+
+        Its session is busy already.
+        """
         if not chunks:
             self._finish()
             return
@@ -186,6 +192,7 @@ class StoreJob(CopyJob):
         self._unread = set(wanted)
         if not wanted:
             self._answer()
+        self._session.busy += 1
         self._begin(wanted)
 
     def _take(self, chunk: int) -> Entry | None:
@@ -274,32 +281,69 @@ class StoreJob(CopyJob):
 
 
 class RetrieveJob(CopyJob):
-    """Scatters pinned chunks into blocks."""
+    """Scatters chunks into blocks.
+
+    A lookup has pinned the chunks, except at the agent of another node than the scheduler's: there
+    this job loads those that are not in the host pool. They are an operation of their own, of which
+    every part is needed; one that does not arrive is a failed chunk.
+    """
 
     _skip_blocks = 0
     _started_s = 0.0
     _failed: list[int]
+    _entries: dict[int, Entry]  # pinned, until their copies take over the pins
 
     def start(self, skip_first_n_tokens: int) -> None:
-        """Queues the copies."""
+        """Queues the copies, at once or when the chunks that are missing are loaded."""
         layout = self._registration.device.layouts[self._question.group]
         self._skip_blocks = skip_first_n_tokens // layout.block_size_tokens
         self._started_s = time.monotonic()
         self._failed = []
+        self._entries = {}
         self._queue = self._copies.scatter
-        self._begin(range(len(self._hashes)))
+        self._session.busy += 1
+        missing = [chunk for chunk in range(len(self._hashes)) if not self._hold(chunk)]
+        if missing:
+            self._load(missing)
+        else:
+            self._begin(range(len(self._hashes)))
 
-    def _take(self, chunk: int) -> Entry | None:
-        """The chunk's entry with the session's pin, or with a new one."""
+    def _hold(self, chunk: int) -> bool:
+        """Whether the chunk is in memory: it then has the session's pin, or a new one."""
         chunk_hash, pool = self._hashes[chunk], self._cache.pool
         pin = (self._registration.worker_id, self._question.group, chunk_hash)
         entry = self._session.take(pin)
         if entry is None:
             entry = pool.get(self._form.key(chunk_hash))
             if entry is None or entry.state is not EntryState.READY:
-                return None
+                return False
             pool.pin(entry)
-        return entry
+        self._entries[chunk] = entry
+        return True
+
+    def _load(self, missing: Sequence[int]) -> None:
+        """Loads chunks, then begins the copies of all."""
+
+        def loaded(found: PrefixLookup) -> None:
+            held = found.take()
+            self._entries.update((missing[index], entry) for (index, _), entry in held.items())
+            self._session.tally.reasons |= found.reasons
+            self._begin(range(len(self._hashes)))
+
+        lease_s = self._question.lease_ns / 1e9
+        deadline_s = min(lease_s, time.monotonic() + self._config.lookup_deadline_s)
+        form = replace(self._form, reach=FULL_REACH)
+        hashes = [self._hashes[chunk] for chunk in missing]
+        lookup = PrefixLookup(self._cache, [form], hashes, deadline_s, loaded)
+        try:
+            lookup.start()
+        except Exception:
+            logger.exception("chunks were not loaded")  # our own bug: only these fail
+            lookup.cancel()
+            self._begin(range(len(self._hashes)))
+
+    def _take(self, chunk: int) -> Entry | None:
+        return self._entries.pop(chunk, None)
 
     def _move(
         self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]

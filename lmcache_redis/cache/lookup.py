@@ -19,6 +19,10 @@ without an index gets at most three questions:
     2   a scan of the parts that the other rows need for that prefix
     3   only if some are missing, or if the prefix shrinks later: which parts of those rows exist
 
+Rows of an engine's workers on other nodes are remote: their nodes load the parts. Only the last
+tier, which all nodes share, is asked whether it has them; this host pool does not count, even if a
+row of this node has the same parts.
+
 Results and the counters of lookups are chunks of the prefix, also for chunks with several parts: a
 miss counts the chunks by which the prefix becomes shorter, and `loaded` the chunks of which at
 least one part was read from a tier. A chunk of which the prefix needs no part counts as found. The
@@ -34,7 +38,7 @@ from lmcache_redis.cache.cache import Cache, Load, load_of
 from lmcache_redis.cache.inflight import Filled
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.prefix import Part, PrefixNeeds
-from lmcache_redis.naming import ChunkForm
+from lmcache_redis.naming import ChunkForm, PartNames
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ChunkIO,
@@ -56,7 +60,8 @@ class PrefixLookup:
     forms: one per row. deadline_s: `time.monotonic()`. done: called once, unless the lookup is
     cancelled. It may call `take` to keep the pins; otherwise they are released after it.
     first_chunk: the number in the prompt of the first chunk. chunk_tokens: the tokens of a chunk;
-    may be 0 if every row needs all chunks.
+    may be 0 if every row needs all chunks. remote: further rows, whose parts must exist in the last
+    tier and are not loaded.
 
     Attributes:
         bound: the length of the prefix in chunks.
@@ -73,11 +78,13 @@ class PrefixLookup:
         *,
         first_chunk: int = 0,
         chunk_tokens: int = 0,
+        remote: Sequence[PartNames] = (),
     ) -> None:
         self.bound = len(hashes)
         self.reasons: set[str] = set()
         self._cache = cache
         self._forms = forms
+        self._rows: Sequence[PartNames] = [*forms, *remote]
         self._hashes = hashes
         self._deadline_s = deadline_s
         self._done = done
@@ -88,13 +95,14 @@ class PrefixLookup:
         self._asking = False
         self._ended = False
         # For lookups with bounded rows.
-        self._needs = PrefixNeeds([form.reach for form in forms], first_chunk, chunk_tokens)
+        self._needs = PrefixNeeds([row.reach for row in self._rows], first_chunk, chunk_tokens)
         self._is_settled = not self._needs.bounded
         self._settled_for = self.bound  # the prefix whose parts are those held and missing
         self._missing: set[Part] = set()
-        self._levels: dict[Part, int] = {}  # of parts not in the host pool: tiers that have them
+        # Tiers that have the parts, for parts not in the host pool and for all remote ones.
+        self._levels: dict[Part, int] = {}
         self._is_scanned = self._is_all_known = False  # the bounded rows
-        self._units = [cache.units(form) for form in forms]
+        self._units = [*(cache.units(form) for form in forms), *(0 for _ in remote)]
         self._gap = "miss_absent"  # the counter of chunks lost because a part is not there
         self._timer = cache.owner.at(deadline_s, self._expire)
 
@@ -104,15 +112,18 @@ class PrefixLookup:
         get = self._cache.pool.get
         nbytes = len(self._hashes[0])
         bounded = self._needs.bounded
-        stems = [(r, form.stem(nbytes)) for r, form in enumerate(self._forms) if r not in bounded]
+        stems = [(r, row.stem(nbytes)) for r, row in enumerate(self._rows) if r not in bounded]
+        local = [each for each in stems if each[0] < len(self._forms)]
+        remote = stems[len(local) :]
         for chunk, chunk_hash in enumerate(self._hashes):
-            for row, stem in stems:
+            for row, stem in local:
                 key = stem + chunk_hash
                 entry = get(key)
                 if entry is not None:
                     self._hold((chunk, row), entry)
                 else:
                     missing.append(((chunk, row), key))
+            missing += [((chunk, row), stem + chunk_hash) for row, stem in remote]
         if bounded:
             self._missing = {*self._needs.parts(self.bound)} - self._held.keys()
         self._find(missing, 0)
@@ -156,8 +167,10 @@ class PrefixLookup:
             return
         here: list[Wanted] = []
         rest: list[Wanted] = []
+        is_last = level + 1 == len(self._cache.tiers)
         for each in wanted:
-            (here if lookup(each[1]) else rest).append(each)
+            is_here = lookup(each[1]) and (is_last or not self._is_remote(each[0]))
+            (here if is_here else rest).append(each)
         self._bring(here, level)
         self._find(rest, level + 1)
 
@@ -242,7 +255,7 @@ class PrefixLookup:
         self._hold_pooled(added)
 
     def _hold_pooled(self, missing: Iterable[Part]) -> None:
-        for part in [*missing]:
+        for part in [each for each in missing if not self._is_remote(each)]:
             entry = self._cache.pool.get(self._key(part))
             if entry is not None:
                 self._missing.remove(part)
@@ -252,6 +265,8 @@ class PrefixLookup:
         """Whether the part is in memory, or a tier is known to have it."""
         if part in self._held or part in self._levels:
             return True
+        if self._is_remote(part):
+            return False
         key = self._key(part)
         if key in self._cache.pool:
             return True
@@ -302,6 +317,9 @@ class PrefixLookup:
         for part, key in found:
             if part[0] >= self.bound:
                 break
+            if self._is_remote(part):
+                self._levels[part] = level
+                continue
             entry = self._cache.pool.get(key)  # another lookup may have begun its load meanwhile
             if entry is None:
                 entry = self._load_making_room(part, key, level)
@@ -323,8 +341,9 @@ class PrefixLookup:
 
     def _load_missing(self) -> bool:
         """Begins to load what the prefix needs; returns False if there is no room."""
-        for level in sorted({self._levels[part] for part in self._missing}):
-            for part in sorted(part for part in self._missing if self._levels[part] == level):
+        missing = [part for part in sorted(self._missing) if not self._is_remote(part)]
+        for level in sorted({self._levels[part] for part in missing}):
+            for part in [part for part in missing if self._levels[part] == level]:
                 entry = self._load(part, self._key(part), level)
                 if entry is None:
                     self._begin_prepared()
@@ -427,6 +446,8 @@ class PrefixLookup:
     def _is_ready(self, part: Part) -> bool:
         if part in self._held:
             return part not in self._watchers
+        if self._is_remote(part):
+            return part in self._levels
         entry = self._cache.pool.peek(self._key(part)) if self._needs.bounded else None
         return entry is not None and entry.state is EntryState.READY
 
@@ -447,4 +468,7 @@ class PrefixLookup:
 
     def _key(self, part: Part) -> bytes:
         chunk, row = part
-        return self._forms[row].key(self._hashes[chunk])
+        return self._rows[row].key(self._hashes[chunk])
+
+    def _is_remote(self, part: Part) -> bool:
+        return part[1] >= len(self._forms)

@@ -11,6 +11,8 @@ from lmcache_redis import messages as m
 from lmcache_redis.client.calls import Call
 from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.operations import check_names, chunk_names
+from lmcache_redis.client.ranks import Ranks
+from lmcache_redis.device.layout import engine_chunk_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +35,11 @@ class LMCacheMPSchedulerAdapter:
 
     endpoint: where the agent listens.
     model_name, world_size: as in every key of this engine.
-    block_size_tokens: tokens of one paged block, or the least common multiple if groups differ;
-        divides the agent's chunk size.
+    block_size_tokens: tokens of one paged block, or the least common multiple if groups differ.
     engine_id: shared by the scheduler and the workers of one engine, unique to that engine.
 
-    Without an agent every lookup is a miss.
+    Without an agent every lookup is a miss. An engine whose workers have agents of their own, on
+    other nodes, tells ``ranks`` where its workers are registered (`WorkerClient.place`).
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class LMCacheMPSchedulerAdapter:
         self._world_size = world_size
         self._block_size_tokens = block_size_tokens
         self._lookups: dict[str, _Lookup] = {}
-        self._reported_size_tokens: int | None = None
+        self.ranks = Ranks(world_size)
         self.link = AgentLink(
             endpoint,
             engine_id=engine_id,
@@ -62,23 +64,15 @@ class LMCacheMPSchedulerAdapter:
             world_size=world_size,
             worker_id=None,
             dead_after_s=agent_dead_after_s,
+            on_welcome=lambda welcome: self.ranks.own_agent(welcome.agent_id),
         )
 
     def chunk_size_tokens(self) -> int:
-        """Tokens of one chunk; 0 if it is unknown or not a multiple of the block size."""
-        if self.link.welcome is None:
+        """Tokens of one chunk, a multiple of the block size; 0 if it is not known yet."""
+        welcome = self.link.welcome
+        if welcome is None:
             return 0
-        chunk_tokens, block_tokens = self.link.welcome.chunk_size_tokens, self._block_size_tokens
-        if chunk_tokens % block_tokens == 0:
-            return chunk_tokens
-        if self._reported_size_tokens != chunk_tokens:
-            self._reported_size_tokens = chunk_tokens
-            logger.error(
-                "the agent's chunk size of %d tokens is not a multiple of the engine's block size "
-                "of %d: start the agent with --chunk-size-tokens %d; until then there are no hits",
-                chunk_tokens, block_tokens, -(-chunk_tokens // block_tokens) * block_tokens,
-            )  # fmt: skip
-        return 0
+        return engine_chunk_tokens(welcome.chunk_size_tokens, [self._block_size_tokens])
 
     def num_blocks_per_chunk(self) -> int:
         """Paged blocks of one chunk; 0 as for `chunk_size_tokens`."""
@@ -128,7 +122,11 @@ class LMCacheMPSchedulerAdapter:
         deadline_s = _GRACE_S + (welcome.lookup_deadline_s if welcome else 0.0)
         lookup.deadline_s = time.monotonic() + deadline_s
         lookup.call = self.link.submit(
-            m.Lookup, request_id=request_id, chunks=chunks, first_chunk=first_chunk
+            m.Lookup,
+            request_id=request_id,
+            chunks=chunks,
+            first_chunk=first_chunk,
+            remote=self.ranks.remote(),
         )
 
     def check_lookup_result(self, request_id: str, *, wait_s: float = 0.0) -> int | None:
@@ -175,7 +173,7 @@ class LMCacheMPSchedulerAdapter:
 
         Returns at once. The chunks stay if the agent is lost or Redis does not answer.
         """
-        self.link.submit(m.Clear, epoch=epoch)
+        self.link.submit(m.Clear, epoch=epoch, remote=self.ranks.remote())
 
     def shutdown(self) -> None:
         """Closes the connection; the agent unpins the chunks of this scheduler's lookups."""

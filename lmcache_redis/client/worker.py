@@ -25,9 +25,9 @@ from lmcache_redis.client.calls import (
 )
 from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.operations import CacheGroup, LoadStoreOp, chunk_names
+from lmcache_redis.client.ranks import RankPlace
 from lmcache_redis.device.context import export_kv_caches
-from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.errors import ConfigError
+from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
 from lmcache_redis.keys import ObjectKey
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class WorkerClient:
         self._layouts: list[KVLayout] = []
         self._storages: tuple[m.StorageHandle, ...] = ()
         self._registered: m.Welcome | None = None  # of the agent that has mapped the memory
+        self._place: RankPlace | None = None  # with that agent
         self._agent: AgentProcess | None = None
         self._unregistering: Call | None = None
         self._registrations = 0  # sent so far
@@ -113,6 +114,7 @@ class WorkerClient:
         tensors = [group.tensors for group in groups]
         exported = export_kv_caches(tensors, num_blocks, block_strides)
         self._groups, self._storages = groups, exported.storages
+        self._unregistering = None
         self._layouts = [
             KVLayout(
                 identity=tuple(sorted({**identity, **group.identity}.items())),
@@ -136,6 +138,11 @@ class WorkerClient:
         return self.link.online and self._registered is self.link.welcome
 
     @property
+    def place(self) -> RankPlace | None:
+        """The agent that has mapped this worker's memory; None while it is not `ready`."""
+        return self._place if self.ready else None
+
+    @property
     def on_cuda(self) -> bool:
         """Whether the registered memory is a GPU's."""
         return any(layout.device == "cuda" for layout in self._layouts)
@@ -143,7 +150,11 @@ class WorkerClient:
     def num_blocks_per_chunk(self) -> int:
         """Paged blocks of one chunk; 0 before the first WELCOME."""
         welcome = self.link.welcome
-        return 0 if welcome is None else welcome.chunk_size_tokens // self._block_size_tokens
+        return 0 if welcome is None else self._chunk_tokens(welcome) // self._block_size_tokens
+
+    def _chunk_tokens(self, welcome: m.Welcome) -> int:
+        sizes = [layout.block_size_tokens for layout in self._layouts]
+        return engine_chunk_tokens(welcome.chunk_size_tokens, sizes or [self._block_size_tokens])
 
     def _register(self, welcome: m.Welcome) -> None:
         self._registered = None
@@ -157,29 +168,33 @@ class WorkerClient:
                 "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)"
             )
             return
-        chunk_tokens = welcome.chunk_size_tokens
-        try:
-            for layout in self._layouts:
-                layout.blocks_per_chunk(chunk_tokens)
-        except ConfigError as error:
-            logger.error("the agent cannot be used: %s", error)
-            return
+        chunk_tokens = self._chunk_tokens(welcome)
         registered = []
         for group, layout in zip(self._groups, self._layouts, strict=True):
             share, shares = group.shard or (self._worker_id, self._world_size)
             kv_rank = ObjectKey.ComputeKVRank(shares, share, shares, share)
             registered.append(m.KVGroup(kv_rank, layout, layout.fingerprint(chunk_tokens)))
         self._registrations += 1
+        place = RankPlace(
+            welcome.agent_id,
+            tuple(
+                m.RemoteParts(self._worker_id, group.kv_rank, group.fingerprint, group.layout.reach)
+                for group in registered
+            ),
+        )
         self.link.submit(
             m.RegisterKVCache,
-            partial(self._on_registered, welcome, self._registrations),
+            partial(self._on_registered, welcome, self._registrations, place),
             groups=tuple(registered),
             storages=self._storages,
         )
 
-    def _on_registered(self, welcome: m.Welcome, registration: int, call: Call) -> None:
+    def _on_registered(
+        self, welcome: m.Welcome, registration: int, place: RankPlace, call: Call
+    ) -> None:
         if isinstance(call.answer, m.Done):
             self._mapped = registration
+            self._place = place
             self._registered = welcome
             logger.info("the agent has mapped the KV cache of worker %d", self._worker_id)
         elif isinstance(call.answer, m.Failure):
@@ -248,11 +263,12 @@ class WorkerClient:
         )  # fmt: skip
 
     def unregister(self, wait_s: float = 0.0) -> bool:
-        """Unregisters the memory, for good. Waits at most ``wait_s``; may be called again.
+        """Unregisters the memory, until `register_groups` registers it again.
 
-        Returns whether it is certain that no agent accesses the memory any more.
+        Waits at most ``wait_s``; may be called again.
+        Returns whether it is certain that no agent accesses it any more.
         """
-        self._layouts = []
+        self._layouts, self._registered = [], None
         call = self._unregistering
         if (call is None or call.state is CallState.LOST) and self.link.online:
             call = self._unregistering = self.link.submit(m.UnregisterKVCache)

@@ -214,7 +214,17 @@ def _generate(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": time.perf_counter() - started_s,
         "outputs": [list(output.outputs[0].token_ids) for output in outputs],
         "cached_tokens": [output.num_cached_tokens for output in outputs],
+        "margins": [_margins(output.outputs[0].logprobs or ()) for output in outputs],
     }
+
+
+def _margins(logprobs: Sequence[Mapping[int, Any]]) -> list[float]:
+    """How far each chosen token leads the next one, in nats; asked for with ``logprobs=2``."""
+    margins = []
+    for ranks in logprobs:
+        first, second, *_ = sorted((each.logprob for each in ranks.values()), reverse=True)
+        margins.append(first - second)
+    return margins
 
 
 def _abort_after(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:

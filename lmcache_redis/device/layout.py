@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +24,16 @@ from lmcache_redis.naming import Reach
 
 MAX_SEGMENTS = 65_536
 _MAX_ADDRESS = 2**63 - 1
+
+
+def engine_chunk_tokens(chunk_size_tokens: int, block_sizes_tokens: Iterable[int]) -> int:
+    """Tokens of an engine's chunks: the agent's chunk size, rounded up to whole blocks.
+
+    vLLM gives layers with recurrent states, and the attention beside them, blocks of unusual sizes
+    (544 tokens, for instance). block_sizes_tokens: of every group; positive.
+    """
+    common = math.lcm(*block_sizes_tokens)
+    return -(-chunk_size_tokens // common) * common
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,9 +83,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         blocks, rest = divmod(chunk_size_tokens, self.block_size_tokens)
         if blocks <= 0 or rest:
             raise ConfigError(
-                f"the chunk size, {chunk_size_tokens} tokens, is not a multiple of the engine's "
-                f"block size, {self.block_size_tokens} tokens: start the agent with another "
-                "--chunk-size-tokens, or the engine with another --block-size"
+                f"a chunk of {chunk_size_tokens} tokens is not a multiple of the engine's blocks "
+                f"of {self.block_size_tokens} tokens"
             )
         return blocks
 

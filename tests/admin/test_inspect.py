@@ -141,7 +141,7 @@ def test_what_a_real_agent_would_write_is_ours(server: Server, client: Any) -> N
     segments = (Segment(storage=0, offset=0, page_bytes=1024, block_stride=1024),)
     layout = KVLayout((("model", "m"),), "float16", "cpu", 16, 8, segments)
     config = AgentConfig(chunk_size_tokens=64, slot_bytes=4096, key_prefix=b"p:")
-    form = form_of(layout, "org/real", Cached().name.key.kv_rank, config)
+    form = form_of(layout, "org/real", Cached().name.key.kv_rank, 64, config)
     header = bytearray(HEADER_BYTES)
     frame = form.frame(bytes(32))
     frame.pack_header_into(header, 0, bytes(16), 0, STORED_UNIX_MS)

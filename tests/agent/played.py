@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,9 @@ from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.owner import OwnerLoop
 from lmcache_redis.cache.pool import Entry
+from lmcache_redis.config import AgentConfig
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.naming import ChunkForm
+from lmcache_redis.naming import FULL_REACH, ChunkForm, Reach
 from tests.cache.auditing import audit
 from tests.cache.played import run_until
 
@@ -68,6 +70,22 @@ class Device:
         self.during()
 
 
+@dataclass(frozen=True)
+class Form:
+    """A double of a ChunkForm whose chunks have their hashes as keys."""
+
+    stripe_count: int = STRIPES_A_CHUNK
+    stripe_payload_bytes: int = CHUNK_BYTES
+    chunk_bytes: int = CHUNK_BYTES
+    reach: Reach = FULL_REACH
+
+    def key(self, chunk_hash: bytes) -> bytes:
+        return chunk_hash
+
+    def stem(self, hash_bytes: int) -> bytes:
+        return b""
+
+
 class PlayedCache(Cache):
     """A cache without tiers that records what is written behind. Its slots are names."""
 
@@ -93,18 +111,14 @@ class Played:
         self.sessions = Sessions(self.pool, timeout_s=60)
         self.session = self.sessions.open(("engine", "r"), time.monotonic())
         self.agent: Any = SimpleNamespace(
-            cache=self.cache, copies=self.copies, sessions=self.sessions
+            config=AgentConfig(), cache=self.cache, copies=self.copies, sessions=self.sessions
         )
         self.answers: list[Any] = []
-        form: Any = SimpleNamespace(
-            key=lambda chunk_hash: chunk_hash,
-            stripe_count=STRIPES_A_CHUNK,
-            stripe_payload_bytes=CHUNK_BYTES,
-            chunk_bytes=CHUNK_BYTES,
-        )
+        form: Any = Form()
         self.registration = Registration(
             "engine",
             0,
+            CHUNK_BYTES,
             (Group(form, BLOCKS_A_CHUNK),),
             device,
             (SimpleNamespace(),),  # type: ignore[arg-type]

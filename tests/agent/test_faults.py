@@ -251,18 +251,16 @@ def test_an_agent_that_comes_later_is_picked_up(tmp_path: Path, redis_server: Re
             assert engine.lookup("r3", HASHES) == 128
 
 
-def test_a_chunk_size_that_is_no_multiple_of_the_block_size(
-    tmp_path: Path, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+def test_a_chunk_size_that_is_no_multiple_of_the_block_size_is_rounded_up(
+    tmp_path: Path, redis_server: RedisServer
 ) -> None:
     with (
         AgentServer(tmp_path / "agent", redis_server.unix_url, chunk_size_tokens=40) as agent,
-        Engine(agent.endpoint, wait=False) as engine,
+        Engine(agent.endpoint) as engine,
     ):
-        wait_until(lambda: engine.scheduler.link.online)
-        assert engine.scheduler.num_blocks_per_chunk() == 0
-        assert engine.lookup("r1", HASHES) == 0
-        assert "chunk size of 40 tokens" in caplog.text
-        assert "--chunk-size-tokens 48" in caplog.text
+        assert engine.scheduler.chunk_size_tokens() == 48
+        engine.store("r1", HASHES, range(8))
+        assert engine.lookup("r2", HASHES) == 96  # of 128 tokens: two chunks
 
 
 def test_another_protocol_version_is_refused_with_a_sentence(agent: AgentServer) -> None:

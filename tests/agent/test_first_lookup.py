@@ -143,7 +143,7 @@ class Joining:
         """Puts each rank's part of a chunk into the host pool."""
         for worker_id in range(2):
             kv_rank = ObjectKey.ComputeKVRank(2, worker_id, 2, worker_id)
-            form = form_of(LAYOUT, "model", kv_rank, self.agent.config)
+            form = form_of(LAYOUT, "model", kv_rank, CHUNK_SIZE_TOKENS, self.agent.config)
             entry = self.agent.cache.reserve(form, HASHES[3])
             assert entry is not None
             assert self.agent.cache.publish(entry)

@@ -124,3 +124,23 @@ def test_what_an_engine_that_leaves_had_is_given_back(agent: AgentServer) -> Non
         assert mapped(agent)
     wait_until(lambda: not agent.status()["engines"], what="a forgotten engine")
     wait_until(lambda: not mapped(agent), what="unmapped memory")
+
+
+def test_an_engine_that_sleeps_is_unmapped_and_hits_when_it_wakes(agent: AgentServer) -> None:
+    with Engine(agent.endpoint) as engine:
+        engine.store("r1", HASHES, range(8))
+        agent.wait_idle()
+        (worker,), (caches,) = engine.workers, engine.caches
+        assert worker.unregister(60.0)
+        assert not mapped(agent)
+        agent.restart()  # the next agent does not map it either
+        wait_until(lambda: worker.link.online, what="the next agent")
+        assert not worker.ready
+        assert not mapped(agent)
+
+        worker.register_kv_caches(
+            caches, num_blocks=engine.num_blocks, dtype="float32", identity={"rank": "0"}
+        )
+        engine.wait_ready()
+        assert engine.lookup("r2", HASHES) == 8 * engine.block_size_tokens
+        assert not engine.retrieve("r2", HASHES, range(8))

@@ -225,3 +225,18 @@ def test_an_update_of_many_calls_is_one_epoch(
     assert inner.epoch not in (b"", first, named)
     scheduler.weights_changed("an update", "step-2")
     assert inner.epoch == named
+
+
+def test_a_sleeping_engine_is_unregistered_and_registers_when_it_wakes(
+    worker: LMCacheRedisConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    caches: Any = {"layer": object()}
+    monkeypatch.setattr(worker._adapter, "unregister", lambda _: calls.append("unregister") or True)
+    monkeypatch.setattr(worker, "register_kv_caches", calls.append)
+    worker._kv_caches = caches
+    worker.restore_kv_caches()  # it has not slept
+    worker.unregister_kv_caches()
+    worker.restore_kv_caches()
+    worker.restore_kv_caches()
+    assert calls == ["unregister", caches]

@@ -18,6 +18,7 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.client.ranks import Ranks
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
 from lmcache_redis.integrations.vllm.epoch import named_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
@@ -34,6 +35,7 @@ class ScriptedAdapter:
     def __init__(self) -> None:
         self.tokens: int | None = 0
         self.chunk = CHUNK
+        self.ranks = Ranks(1)
         self.lookups: list[tuple[str, int]] = []
         self.released: list[str] = []
         self.ended: list[str] = []

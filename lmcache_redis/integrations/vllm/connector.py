@@ -3,7 +3,8 @@
 No error of the cache reaches the engine: what is not cached is computed. Every entry point is
 guarded. The loads that vLLM waits for are recorded here, apart from `ConnectorScheduler` and
 `ConnectorWorker`, so that they are reported even after one of these has failed.
-Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLLM 0.27 to 0.32.
+Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLLM 0.27 to 0.33
+(0.33 was read, not run).
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from lmcache_redis.naming import FULL_REACH
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.kv_transfer import KVTransferConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -67,6 +69,8 @@ logger = logging.getLogger("vllm.lmcache_redis")
 
 # vLLM 0.30 or newer is told which requests' loads failed, and allocates other blocks for them.
 _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
+# An engine that goes to sleep waits this long for the agent to unmap its memory.
+_UNMAP_WITHIN_S = 5.0
 
 
 class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
@@ -88,6 +92,8 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         self._awaited: dict[str, list[int]] = {}
         self._failed_blocks: set[int] = set()
         self._closing: WorkerClient | None = None  # of a worker that was turned off
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        self._asleep = False
         self._groups: Sequence[LayerGroup] = ()
         self._start()
 
@@ -252,6 +258,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             return
         for request_id in getattr(connector_output, "failed_recving", ()):
             scheduler.load_failed(request_id)
+        scheduler.ranks_reported(report.places)
         scheduler.blocks_failed(connector_output.invalid_block_ids or set())
         for request_id in connector_output.finished_recving or ():
             scheduler.load_ended(request_id)
@@ -301,6 +308,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         """Exports the paged KV cache and registers it with this and every later agent."""
         if not isinstance(self._adapter, WorkerClient):
             return
+        self._kv_caches = kv_caches
         config, num_blocks = self._vllm_config, self._kv_cache_config.num_blocks
         strides = _by_tensor(kv_caches, block_strides(self._kv_cache_config))
         try:
@@ -318,6 +326,29 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             )
         except LMCacheRedisError as error:
             logger.error("the cache stays off: %s", error)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """True: an engine that can sleep starts (vLLM 0.33 or newer).
+
+        Where its allocator's memory cannot be exported, it runs without the cache.
+        """
+        return True
+
+    @guarded(nothing)
+    def unregister_kv_caches(self) -> None:
+        """Before the engine sleeps: the agent unmaps the KV cache (vLLM 0.33 or newer)."""
+        if isinstance(self._adapter, WorkerClient):
+            self._asleep = True
+            if not self._adapter.unregister(_UNMAP_WITHIN_S):
+                logger.warning("the engine sleeps while an agent may still map its KV cache")
+
+    @guarded(nothing)
+    def restore_kv_caches(self) -> None:
+        """After the engine has woken: exports the KV cache again (vLLM 0.33 or newer)."""
+        if self._asleep:
+            self._asleep = False
+            self.register_kv_caches(self._kv_caches)
 
     def _cache_group(
         self, group: LayerGroup, kv_caches: Mapping[str, Any], strides: Mapping[str, int] | None

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.client.ranks import RankPlace
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks, StaleBlocks
 from lmcache_redis.integrations.vllm.epoch import named_epoch, new_epoch
@@ -156,6 +157,8 @@ class ConnectorScheduler:
                 limit_tokens = min(limit_tokens, request.num_tokens - 1)
             if limit_tokens < (local_tokens // chunk_tokens + 1) * chunk_tokens:
                 return 0
+            if not self._adapter.ranks.known():
+                return None  # only for the first requests: vLLM steps, and the workers report
             tracked.first_chunk = local_tokens // chunk_tokens
             self._adapter.maybe_submit_lookup_request(
                 request.request_id,
@@ -237,6 +240,10 @@ class ConnectorScheduler:
             del self._tracked[request_id]
         else:
             self._resuming.add(request_id)
+
+    def ranks_reported(self, places: Mapping[int, RankPlace | None]) -> None:
+        """These workers have registered with an agent, or lost theirs."""
+        self._adapter.ranks.reported(places)
 
     def chunks_dropped(self) -> None:
         """The agent did not accept all chunks: later requests store them again."""

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from lmcache_redis.client.calls import Retrieve, Store
 from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.client.ranks import RankPlace
 from lmcache_redis.client.worker import WorkerClient
 
 # A step that runs no model waits this long for a load: polling faster would slow the agent.
@@ -60,11 +61,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
     ended: for each rank, the transfers that no longer touch their blocks there.
     dropped: the agent did not accept all chunks of a store.
     broken: ranks whose worker failed; True if no transfer of the rank touches a block any longer.
+    places: ranks that are now registered with another agent than before, or with none.
     """
 
     ended: Mapping[int, list[int]]
     dropped: bool = False
     broken: Mapping[int, bool] = field(default_factory=dict)
+    places: Mapping[int, RankPlace | None] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Combines the reports of two ranks."""
@@ -73,6 +76,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             {**self.ended, **other.ended},
             self.dropped or other.dropped,
             {**self.broken, **other.broken},
+            {**self.places, **other.places},
         )
 
 
@@ -125,6 +129,7 @@ class ConnectorWorker:
         self._awaited: dict[str, int] = {}  # the load that vLLM waits for, by request
         self._ended: list[int] = []
         self._dropped = False
+        self._places: dict[int, RankPlace | None] = {}  # as reported last
         self._stats = dict.fromkeys(STATS, 0)
 
     def begin_loads(self, metadata: StepMetadata) -> None:
@@ -178,9 +183,15 @@ class ConnectorWorker:
                 self._stats["dropped_chunks"] += result.dropped
                 self._dropped |= result.dropped > 0
             self._ended.append(transfer_id)
-        if not self._ended:
+        places = {self._rank: self._client.place}
+        if not self._ended and places == self._places:
             return None
-        report = WorkerReport({self._rank: self._ended}, self._dropped)
+        report = WorkerReport(
+            {self._rank: self._ended},
+            self._dropped,
+            places={} if places == self._places else places,
+        )
+        self._places = places
         self._ended, self._dropped = [], False
         return report
 

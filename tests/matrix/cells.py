@@ -1,0 +1,273 @@
+"""One cell of the matrix: a model in one vLLM, with and without the cache, on some servers.
+
+Three engines answer the same questions: one without a connector; one with, which computes and
+stores, and then reads the agent's host pool; and a new one with few blocks, which reads the server
+after a restart of the agent. Every answer must equal that of the engine without a connector.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lmcache_redis.demo.engine import EngineFailed
+from tests.engines import VLLM_VARIABLE, ForkedEngine, empty
+from tests.harness import AgentServer, wait_until
+from tests.matrix.models import MAX_TOKENS, VOCABULARY, write_adapter, write_model
+from tests.servers import RedisServer
+
+CHUNK_TOKENS = 256
+ANSWER_TOKENS = 12
+_OFF = re.compile(r"the cache stays off: (.*)")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how engines run it.
+
+    few_blocks: the block pool of the engine with few blocks: one long prompt fits, all do not.
+    near_nats: in bfloat16 the shape of a batch decides between tokens that are nearly equally
+        likely, also without a connector: an answer is compared up to the first token that leads
+        the next one by less.
+    may_be_off: whether it depends on the machine that the cache is on.
+    """
+
+    name: str
+    model: str
+    few_blocks: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    lora: bool = False
+    near_nats: float = 0.0
+    may_be_off: bool = False
+
+
+_STATE_OPTIONS = {"dtype": "bfloat16", "block_size": 256, "mamba_cache_mode": "align"}
+_ONE_CORE_EACH = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+_LORA_OPTIONS = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+
+CASES = [
+    Case("Llama", "llama", 40),
+    Case("Gemma-3", "gemma3", 150),
+    Case("gpt-oss", "gpt-oss", 60),
+    # In a batch, vLLM's MLA on CPUs without AMX answers otherwise than one by one.
+    Case("DeepSeek-V2 (MLA)", "deepseek-v2", 300, {"max_num_seqs": 1}, may_be_off=True),
+    Case("Mistral, window", "mistral", 40),
+    Case("Qwen3-Next", "qwen3-next", 60, _STATE_OPTIONS, near_nats=0.1),
+    Case("Llama-4", "llama4", 100),
+    Case("OLMo-3", "olmo3", 100),
+    Case("Cohere-2", "cohere2", 100),
+    Case("Llama, LoRA", "llama", 40, _LORA_OPTIONS, lora=True),
+    Case("Llama, TP 2", "llama", 40, {"tensor_parallel_size": 2}, _ONE_CORE_EACH),
+    Case("gpt-oss, TP 2", "gpt-oss", 60, {"tensor_parallel_size": 2}, _ONE_CORE_EACH),
+    Case("Llama, PP 2", "llama", 40, {"pipeline_parallel_size": 2}, _ONE_CORE_EACH),
+]
+
+
+@dataclass
+class Result:
+    """What a cell has shown: a row of the table."""
+
+    vllm: str
+    case: str
+    server: str
+    off: str = ""
+    asked_tokens: int = 0
+    host_tokens: int = 0
+    redis_tokens: int = 0
+    batch_tokens: int = 0
+    vllm_alone: str = ""  # why the engine without a connector does not run
+    wrong: str = ""  # how the cell failed
+
+    def append_to(self, path: Path) -> None:
+        with path.open("a") as rows:
+            rows.write(json.dumps(asdict(self)) + "\n")
+
+
+def questions(server: str) -> list[list[int]]:
+    """Prompts shorter than, equal to and longer than the chunk and the models' windows.
+
+    The last ones extend others, so that they hit the chunks of those.
+    """
+    tokens = random.Random(server)
+
+    def prompt(count: int) -> list[int]:
+        return [tokens.randrange(3, VOCABULARY) for _ in range(count)]
+
+    lengths = (100, 128, 256, 257, 511, 513, 700, 1024, 1025, 1300, 2100)
+    asked = [prompt(length) for length in lengths]
+    return [*asked, asked[6] + prompt(400), asked[9] + prompt(300)]
+
+
+class Cell:
+    """A model in one vLLM. directory: where models are kept, and a folder for this cell's files."""
+
+    def __init__(self, case: Case, vllm: Path | None, models: Path, directory: Path) -> None:
+        self._case = case
+        self._directory = directory
+        self._model = models / case.model
+        if not (self._model / "config.json").exists():
+            write_model(case.model, self._model)
+        self._lora: tuple[str, int, str] | None = None
+        if case.lora:
+            self._lora = ("adapter", 1, str(write_adapter(models / "adapter")))
+        self._env = {"VLLM_CPU_KVCACHE_SPACE": "1", **case.env}
+        if vllm is not None:
+            # Before 0.29, block hashes are equal in all processes only with a seed.
+            self._env |= {VLLM_VARIABLE: str(vllm), "PYTHONHASHSEED": "0"}
+        self._options = {"dtype": "float32", "max_model_len": MAX_TOKENS, **case.options}
+        self._expected: dict[str, list[list[int]]] = {}
+        self._compared: dict[str, list[int]] = {}  # leading tokens of each answer
+
+    def run(self, version: str, servers: Mapping[str, RedisServer]) -> list[Result]:
+        """The results on each server that runs; raises AssertionError if an answer differs."""
+        results = [Result(version, self._case.name, name) for name in servers]
+        try:
+            with self._engine("plain") as engine:
+                for name in servers:
+                    self._learn(engine, name)
+        except EngineFailed as error:
+            for result in results:
+                result.vllm_alone = str(error).splitlines()[-1][-200:]
+            return results
+        with self._engine("cold", connector=True) as engine:
+            for result in results:
+                server = servers[result.server]
+                self._compute_and_read_the_host_pool(engine, server, result)
+        if not any(result.off for result in results):
+            few = {"num_gpu_blocks_override": self._case.few_blocks, "max_num_batched_tokens": 1024}
+            with self._engine("new", connector=True, **few) as engine:
+                for result in results:
+                    self._read_the_server(engine, servers[result.server], result)
+        return results
+
+    def _learn(self, engine: ForkedEngine, server: str) -> None:
+        """What the engine without a connector answers."""
+        answers = [
+            engine.generate([prompt], ANSWER_TOKENS, lora=self._lora, logprobs=2)
+            for prompt in questions(server)
+        ]
+        self._expected[server] = [answer.outputs[0] for answer in answers]
+        self._compared[server] = [
+            next((n for n, lead in enumerate(leads) if lead < self._case.near_nats), ANSWER_TOKENS)
+            for (leads,) in (answer.details["margins"] for answer in answers)
+        ]
+        assert len({tuple(answer) for answer in self._expected[server]}) == len(answers)
+        # Far from all near: the comparison says something.
+        assert sum(self._compared[server]) > len(answers) * ANSWER_TOKENS / 5
+
+    def _check(self, answers: Sequence[list[int]], result: Result, phase: str) -> None:
+        wrong = {
+            number: (answer, expected)
+            for number, (answer, expected, compared) in enumerate(
+                zip(
+                    answers,
+                    self._expected[result.server],
+                    self._compared[result.server],
+                    strict=True,
+                )
+            )
+            if answer[:compared] != expected[:compared]
+        }
+        assert not wrong, f"{result.server}, {phase}: other tokens than without a connector"
+
+    def _compute_and_read_the_host_pool(
+        self, engine: ForkedEngine, server: RedisServer, result: Result
+    ) -> None:
+        with self._agent(server, "cold") as agent:
+            result.off = self._off("cold", agent)
+            prompts = questions(result.server)
+            empty(engine)
+            answers, _ = self._ask(engine, prompts)
+            self._check(answers, result, "cold")
+            if result.off:
+                return
+            agent.wait_idle()
+            empty(engine)
+            answers, hits = self._ask(engine, prompts)
+            self._check(answers, result, "from the host pool")
+            result.asked_tokens = sum(map(len, prompts))
+            result.host_tokens = sum(hits)
+            agent.wait_idle()
+
+    def _read_the_server(self, engine: ForkedEngine, server: RedisServer, result: Result) -> None:
+        with self._agent(server, "new") as agent:
+            assert not self._off("new", agent)
+            prompts = questions(result.server)
+            empty(engine)
+            answers, hits = self._ask(engine, prompts)
+            self._check(answers, result, "from the server")
+            result.redis_tokens = sum(hits)
+            assert agent.counter("hit_chunks_redis") > 0
+            empty(engine)
+            # Twice, in two orders: blocks are reused, and requests preempted.
+            for order in (1, -1):
+                batch = self._generate(engine, prompts[::order])
+                self._check(batch.outputs[::order], result, "at once, with few blocks")
+            result.batch_tokens = sum(batch.details["cached_tokens"])
+            agent.wait_idle()
+
+    def _ask(
+        self, engine: ForkedEngine, prompts: Sequence[list[int]]
+    ) -> tuple[list[list[int]], list[int]]:
+        """One by one: the answers, and the tokens of each prompt that were cached."""
+        answers = [self._generate(engine, [prompt]) for prompt in prompts]
+        return (
+            [answer.outputs[0] for answer in answers],
+            [answer.details["cached_tokens"][0] for answer in answers],
+        )
+
+    def _generate(self, engine: ForkedEngine, prompts: Sequence[list[int]]) -> Any:
+        return engine.generate(prompts, ANSWER_TOKENS, lora=self._lora)
+
+    def _log(self, name: str) -> Path:
+        return self._directory / f"{name}.log"
+
+    def _off(self, name: str, agent: AgentServer) -> str:
+        """Waits until the agent knows the engine. Else the sentence why its cache is off."""
+
+        def sentence() -> str:
+            found = _OFF.search(self._log(name).read_text(errors="replace"))
+            return found[1] if found else ""
+
+        def ready() -> bool:
+            engines = agent.status()["engines"]
+            return bool(engines) and all(engine["ready"] for engine in engines)
+
+        wait_until(lambda: sentence() or ready(), what="the engine at the agent", timeout_s=60.0)
+        return sentence()
+
+    def _engine(self, name: str, *, connector: bool = False, **options: Any) -> ForkedEngine:
+        return ForkedEngine(
+            self._model,
+            connector_endpoint=self._endpoint if connector else None,
+            log_path=self._log(name),
+            options=self._options | options,
+            env=self._env,
+        )
+
+    @functools.cached_property
+    def _endpoint(self) -> str:
+        return self._make_agent(None).endpoint
+
+    def _make_agent(self, redis_url: str | None) -> AgentServer:
+        return AgentServer(
+            self._directory / "agent",
+            redis_url,
+            chunk_size_tokens=CHUNK_TOKENS,
+            slot_bytes=(1 << 20) - 4096,
+            pool_bytes=512 << 20,
+        )
+
+    @contextmanager
+    def _agent(self, server: RedisServer, phase: str) -> Iterator[AgentServer]:
+        with self._make_agent(server.unix_url) as agent:
+            yield agent
+        assert "Traceback" not in agent.log, phase

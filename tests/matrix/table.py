@@ -1,0 +1,100 @@
+"""Writes what `scripts/test --matrix` found into docs/compatibility.md, between two markers.
+
+python -m tests.matrix.table RESULTS
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tests.matrix.cells import CASES, Result
+
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
+
+
+def main(results: Path) -> None:
+    rows = {}
+    for line in results.read_text().splitlines():
+        row = Result(**json.loads(line))
+        rows[row.vllm, row.case, row.server] = row
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    table = "\n".join(_page(list(rows.values())))
+    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+
+
+def _page(rows: list[Result]) -> Iterator[str]:
+    versions = sorted({row.vllm for row in rows}, key=_numbers, reverse=True)
+    first_server = rows[0].server
+    cases = [case.name for case in CASES]
+    found = {(row.vllm, row.case, row.server): row for row in rows}
+    notes: list[str] = []
+    yield (
+        f"Run on {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d} with Python "
+        f"{platform.python_version()} on {platform.machine()}, on {first_server}:"
+    )
+    yield ""
+    yield from _header("model", [f"vLLM {version}" for version in versions])
+    for case in cases:
+        cells = [_cell(found.get((version, case, first_server)), notes) for version in versions]
+        yield _line([case, *cells])
+    yield ""
+    servers = list(dict.fromkeys(row.server for row in rows if row.vllm == versions[0]))
+    columns = [
+        case for case in cases
+        if all((versions[0], case, server) in found for server in servers)
+    ]  # fmt: skip
+    yield f"On every server, with vLLM {versions[0]}:"
+    yield ""
+    yield from _header("server", columns)
+    for server in servers:
+        yield _line([server, *(_cell(found[versions[0], case, server], notes) for case in columns)])
+    if notes:
+        yield ""
+    for number, note in enumerate(notes, 1):
+        yield f"{number}. {note}"
+
+
+def _cell(row: Result | None, notes: list[str]) -> str:
+    if row is None:
+        return "not run"
+    if row.wrong:
+        return f"**fails** ({_note(row.wrong, notes)})"
+    if row.vllm_alone:
+        return f"vLLM alone fails ({_note(row.vllm_alone, notes)})"
+    if row.off:
+        return f"off ({_note(row.off, notes)})"
+    return f"{_percent(row.host_tokens, row)}, {_percent(row.redis_tokens, row)}"
+
+
+def _percent(tokens: int, row: Result) -> str:
+    return f"{100 * tokens / row.asked_tokens:.0f} %"
+
+
+def _note(text: str, notes: list[str]) -> str:
+    text = text.replace("|", "\\|").replace("<", "&lt;")
+    if text not in notes:
+        notes.append(text)
+    return f"note {notes.index(text) + 1}"
+
+
+def _header(first: str, columns: list[str]) -> Iterable[str]:
+    return _line([first, *columns]), _line(["---"] * (1 + len(columns)))
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".") if part.isdigit()]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
