@@ -47,11 +47,13 @@ def config(directory: Path, **extra: Any) -> Any:
             is_kv_producer=True,
             kv_load_failure_policy="fail",
         ),
-        parallel_config=SimpleNamespace(rank=0, world_size=1),
+        parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_rank=0),
+        instance_id="instance",
         cache_config=SimpleNamespace(
             block_size=BLOCK, prefix_caching_hash_algo="sha256", cache_dtype="auto"
         ),
         model_config=SimpleNamespace(model="some/model"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
     )
 
 

@@ -145,6 +145,7 @@ def make_scheduler(
             "loads": True,
             "stores": True,
             "weights_id": None,
+            "step_tokens": 4 * CHUNK,
             "block_ids": None,
             "adapter_digest": lambda request: b"",
             **options,

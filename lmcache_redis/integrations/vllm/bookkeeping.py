@@ -53,6 +53,10 @@ class BlockReferences:
         earliest_s = time.monotonic() - _REPORT_S
         return any(held.since_s > earliest_s for held in self._held.values())
 
+    def free_blocks(self) -> int:
+        """Blocks that vLLM can allocate."""
+        return int(self._pool.get_num_free_blocks())
+
     def is_null(self, block_id: int) -> bool:
         """Whether the id is the placeholder for a block that a request does not have."""
         return bool(self._pool.blocks[block_id].is_null)

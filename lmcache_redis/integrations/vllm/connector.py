@@ -193,6 +193,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             loads=self._kv_transfer_config.is_kv_consumer,
             stores=self._kv_transfer_config.is_kv_producer,
             weights_id=self._config.weights_id,
+            step_tokens=_step_tokens(self._vllm_config),
             block_ids=None if manager is None else manager.get_block_ids,
             adapter_digest=lambda request: digests.digest(request.lora_request),
         )
@@ -491,6 +492,12 @@ def _engine_id(vllm_config: VllmConfig) -> str:
     # The rank is 0 in every core of a model without experts.
     core = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
     return f"{vllm_config.kv_transfer_config.engine_id}/{vllm_config.instance_id}/{core}"
+
+
+def _step_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens that a request can have in steps in flight."""
+    tokens = getattr(vllm_config, "max_in_flight_tokens", None)
+    return int(tokens or vllm_config.scheduler_config.max_num_batched_tokens)
 
 
 def _by_tensor(

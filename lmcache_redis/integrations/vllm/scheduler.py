@@ -68,6 +68,7 @@ class ConnectorScheduler:
     groups: of the model's layers. block_size_tokens: the common multiple of their block sizes.
     hash_stride: block hashes per block of that size.
     weights_id: names the first epoch; None for the shared one.
+    step_tokens: vLLM computes at most so many tokens of a request before it releases blocks.
     block_ids: returns a request's current blocks by group, null ones included; None if vLLM does
         not provide them: then there is one group, and requests keep their blocks until they end.
     adapter_digest: returns the digest of a request's LoRA adapter; None if the adapter cannot be
@@ -86,6 +87,7 @@ class ConnectorScheduler:
         loads: bool,
         stores: bool,
         weights_id: str | None,
+        step_tokens: int,
         block_ids: Callable[[str], Sequence[Sequence[int]]] | None,
         adapter_digest: Callable[[Any], bytes | None],
     ) -> None:
@@ -100,11 +102,15 @@ class ConnectorScheduler:
         self._may_store = stores
         self._block_ids = block_ids
         self._adapter_digest = adapter_digest
+        self._step_tokens = step_tokens
         self.epoch = named_epoch(weights_id)
         self._epoch_is_own = False  # random, and so not shared with other engines
         self._epoch_is_used = False
         self._tracked: dict[str, _Tracked] = {}
         self._resuming: set[str] = set()  # load has ended, not scheduled since
+        # Blocks that a request needs beyond those of its load, until it is scheduled.
+        self._missing_blocks: dict[str, int] = {}
+        self._is_full = False  # a load waits for blocks in this step
         self._loads: list[Planned] = []
         self._recent = RecentChunks()
         self._wait_budget_s = _IDLE_WAIT_S
@@ -112,9 +118,26 @@ class ConnectorScheduler:
     # Steps
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
-        """Tokens beyond ``local_tokens`` that can be loaded; None if not known yet."""
+        """Tokens beyond ``local_tokens`` that can be loaded; None: vLLM asks again later."""
         chunk_tokens = self._adapter.chunk_size_tokens()
         tracked = self._track(request, chunk_tokens)
+        self._not_loaded(request.request_id)  # if its load has failed, it holds no blocks
+        tokens = self._found_tokens(tracked, local_tokens, chunk_tokens)
+        if tokens is None:
+            return None
+        if tracked.matched and self._resuming:
+            # vLLM had too few free blocks for this request. A request whose load has ended holds
+            # some, and vLLM cannot resume it while this one heads its queue: before 0.31 any
+            # request, later one whose load has failed.
+            tracked.matched = False
+            return None
+        if tokens and not self._has_room(tracked, local_tokens + tokens):
+            return None
+        tracked.matched = True
+        return tokens
+
+    def _found_tokens(self, tracked: _Tracked, local_tokens: int, chunk_tokens: int) -> int | None:
+        request = tracked.request
         if (
             not chunk_tokens
             or not self._may_load
@@ -146,12 +169,6 @@ class ConnectorScheduler:
         if tokens is None:
             return None
         tracked.local_tokens = local_tokens
-        if tracked.matched and self._resuming:
-            # vLLM had too few free blocks for this request. A request whose load has ended holds
-            # some, and vLLM before 0.31 cannot resume it while this one heads the queue.
-            tracked.matched = False
-            return None
-        tracked.matched = True
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(tracked.first_chunk, tokens // chunk_tokens)
         missed = self._chunk_names(tracked)[first_miss:]
@@ -166,7 +183,7 @@ class ConnectorScheduler:
         tracked = self._track(request, self._adapter.chunk_size_tokens())
         tracked.started = True
         tracked.matched = False
-        self._resuming.discard(request.request_id)
+        self._not_loaded(request.request_id)
         if external_tokens and tracked.first_chunk is not None:
             self._plan_load(tracked, block_ids, external_tokens)
         elif tracked.loading is None:
@@ -177,6 +194,7 @@ class ConnectorScheduler:
         """The loads and stores that the workers start in this step."""
         metadata = StepMetadata(idle=output.total_num_scheduled_tokens == 0)
         metadata.loads, self._loads = self._loads, []
+        self._is_full = False
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.block_ids = []
@@ -234,7 +252,7 @@ class ConnectorScheduler:
     def finished(self, request: Request) -> None:
         """The request has ended. Stores in flight have their own references on its blocks."""
         self._adapter.end_session(request.request_id)
-        self._resuming.discard(request.request_id)
+        self._not_loaded(request.request_id)
         tracked = self._tracked.get(request.request_id)
         # vLLM itself holds the blocks of a load until the load is reported.
         if tracked is not None and tracked.loading is None:
@@ -306,6 +324,40 @@ class ConnectorScheduler:
         self._wait_budget_s = max(0.0, self._wait_budget_s - (time.monotonic() - started_s))
         return tokens
 
+    def _not_loaded(self, request_id: str) -> None:
+        """The request has no blocks of a load while it waits."""
+        self._resuming.discard(request_id)
+        self._missing_blocks.pop(request_id, None)
+
+    def _has_room(self, tracked: _Tracked, end: int) -> bool:
+        """Whether the blocks suffice for the request and for those that are loaded or being loaded.
+
+        end: the tokens up to the end of its load. vLLM cannot preempt a request between its load
+        and its next step. With sliding windows it reserves too few blocks for such requests, so
+        that all of them would wait for each other's.
+        """
+        if self._needs_all or not self._missing_blocks:
+            return True
+        if not self._is_full:
+            held = 0
+            for group in self._groups:
+                size = group.block_size_tokens
+                held += end // size - group.reach.first_token(end) // size
+            missing = self._missing(tracked, end) + sum(self._missing_blocks.values())
+            self._is_full = self._references.free_blocks() < held + missing
+        # Requests behind one that waits do not take the blocks from it.
+        return not self._is_full
+
+    def _missing(self, tracked: _Tracked, end: int) -> int:
+        """Blocks that its other tokens need at most, at one time."""
+        tokens = tracked.request.num_tokens - end
+        missing = 0
+        for group in self._groups:
+            released = group.reach.kind in ("window", "local")
+            count = min(tokens, self._step_tokens) if released else tokens
+            missing += count // group.block_size_tokens + 2
+        return missing
+
     def _plan_load(
         self, tracked: _Tracked, block_ids: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
@@ -319,6 +371,9 @@ class ConnectorScheduler:
                 ops.append(load[0])
                 written += load[1]
         tracked.loading = frozenset(written)
+        if not self._needs_all:
+            end = tracked.local_tokens + external_tokens
+            self._missing_blocks[tracked.request.request_id] = self._missing(tracked, end)
         transfer_id = self._references.take(written)
         self._loads.append(Planned(transfer_id, tracked.request.request_id, tuple(ops)))
 
