@@ -158,6 +158,17 @@ def test_older_vllm_is_told_of_blocks(
     assert worker.get_block_ids_with_load_errors() == set()
 
 
+def test_a_lost_load_names_all_blocks_that_it_would_have_filled(
+    scheduler: LMCacheRedisConnector,
+) -> None:
+    """Local blocks come first: vLLM before 0.30 recomputes from the first block that is named."""
+    scheduler._scheduler = Broken()  # type: ignore[assignment]
+    scheduler.update_state_after_alloc(REQUEST, blocks(1, 2, 3, 4), 3 * BLOCK)
+    metadata = scheduler.build_connector_meta(STEP)
+    assert isinstance(metadata, StepMetadata)
+    assert metadata.lost_loads == {"r": [2, 3, 4]}
+
+
 @pytest.mark.parametrize("breaks", ["begin_loads", "begin_stores", "ended_loads", "report"])
 def test_an_error_in_a_worker_fails_its_loads_and_turns_the_cache_off(
     scheduler: LMCacheRedisConnector,

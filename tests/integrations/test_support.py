@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,11 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from vllm.v1.core import kv_cache_utils
 
-from lmcache_redis.integrations.vllm.support import drops_blocks, unsupported
+from lmcache_redis.integrations.vllm.support import unsupported
 
 
 class FullAttentionSpec:
-    pass
+    block_size = 16
 
 
 class MLAAttentionSpec(FullAttentionSpec):
@@ -23,11 +24,20 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 
 class SlidingWindowSpec:
-    pass
+    block_size = 16
+    sliding_window = 128
+
+
+class ChunkedLocalAttentionSpec:
+    block_size = 16
+    attention_chunk_size = 8192
 
 
 class MambaSpec:
-    pass
+    block_size = 16
+
+    def __init__(self, mode: str) -> None:
+        self.mamba_cache_mode = mode
 
 
 class SinkFullAttentionSpec(FullAttentionSpec):
@@ -35,6 +45,8 @@ class SinkFullAttentionSpec(FullAttentionSpec):
 
 
 class UniformTypeKVCacheSpecs:
+    block_size = 16
+
     def __init__(self, *specs: object) -> None:
         self.kv_cache_specs = dict(enumerate(specs))
 
@@ -56,8 +68,12 @@ def engine(**changes: dict[str, Any]) -> Any:
     return SimpleNamespace(**{name: SimpleNamespace(**each) for name, each in settings.items()})
 
 
-def caches(*specs: object) -> Any:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+def caches(*specs: object, transferred: bool = True) -> Any:
+    return SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(kv_cache_spec=spec, enable_kv_transfer=transferred) for spec in specs
+        ]
+    )
 
 
 FULL = caches(FullAttentionSpec())
@@ -128,35 +144,54 @@ def test_hashes_that_differ_in_every_process_are_refused(monkeypatch: pytest.Mon
     [
         (None, "0.27"),
         (caches(), "no KV cache"),
-        (caches(FullAttentionSpec(), FullAttentionSpec()), "--disable-hybrid-kv-cache-manager"),
-        (caches(MambaSpec()), "MambaSpec"),
-        (caches(SinkFullAttentionSpec()), "SinkFullAttentionSpec"),
+        (caches(FullAttentionSpec(), MambaSpec("none")), "group 1 (MambaSpec): states are not"),
+        (caches(MambaSpec("none")), "--mamba-cache-mode align"),
+        (caches(SinkFullAttentionSpec()), "group 0 (SinkFullAttentionSpec): this version does not"),
         (
-            caches(UniformTypeKVCacheSpecs(FullAttentionSpec(), MambaSpec())),
-            "MambaSpec",
+            caches(UniformTypeKVCacheSpecs(FullAttentionSpec(), MambaSpec("align"))),
+            "group 0 (FullAttentionSpec and MambaSpec): its layers need different blocks",
         ),
+        (
+            caches(UniformTypeKVCacheSpecs(FullAttentionSpec(), MambaSpec("none"))),
+            "states are not kept",
+        ),
+        (caches(FullAttentionSpec(), transferred=False), "vLLM does not let connectors load it"),
+        (caches(SinkFullAttentionSpec(), MambaSpec("none")), "MambaSpec"),
     ],
 )
-def test_a_cache_that_does_not_keep_every_token_is_refused(found: Any, word: str) -> None:
+def test_a_cache_that_is_not_handled_is_refused_by_group(found: Any, word: str) -> None:
     reason = unsupported(engine(), found)
     assert reason is not None
     assert word in reason
 
 
-def test_a_sliding_window_is_handled_and_known_to_drop_blocks() -> None:
-    for found in (
-        caches(SlidingWindowSpec()),
-        caches(UniformTypeKVCacheSpecs(FullAttentionSpec(), SlidingWindowSpec())),
-    ):
-        assert unsupported(engine(), found) is None
-        assert drops_blocks(found)
-    assert not drops_blocks(FULL)
+@pytest.mark.parametrize(
+    "specs",
+    [
+        [SlidingWindowSpec()],
+        [SlidingWindowSpec(), FullAttentionSpec()],
+        [FullAttentionSpec(), ChunkedLocalAttentionSpec()],
+        [MambaSpec("align"), MambaSpec("all"), MLAAttentionSpec()],
+        [UniformTypeKVCacheSpecs(SlidingWindowSpec(), SlidingWindowSpec())],
+    ],
+)
+def test_groups_of_every_kind_are_handled(specs: list[object]) -> None:
+    assert unsupported(engine(), caches(*specs)) is None
 
 
 def test_the_classes_of_this_vllm_are_those_that_are_meant() -> None:
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
-    for name in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec):
-        assert isinstance(getattr(interface, name.__name__), type)
+    for name in (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+        ChunkedLocalAttentionSpec,
+        MambaSpec,
+    ):
+        real_class = getattr(interface, name.__name__)
+        fields = {field.name for field in dataclasses.fields(real_class)}
+        assert {each for each in vars(name) if not each.startswith("__")} <= fields
+    assert {"mamba_cache_mode"} <= {each.name for each in dataclasses.fields(interface.MambaSpec)}
     assert hasattr(interface.UniformTypeKVCacheSpecs, "__dataclass_fields__")
     assert "kv_cache_specs" in interface.UniformTypeKVCacheSpecs.__dataclass_fields__
     from vllm.config import CacheConfig, ParallelConfig
