@@ -33,6 +33,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_redis.cache.prefix import PrefixNeeds
 from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.client.ranks import Ranks
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import LayerGroup, common_block_tokens
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
@@ -47,6 +48,7 @@ class Agent:
     def __init__(self, groups: Sequence[LayerGroup], chunk_tokens: int) -> None:
         self.parts: dict[tuple[int, bytes], tuple[Any, ...]] = {}
         self.pinned: dict[str, set[tuple[int, bytes]]] = {}
+        self.ranks = Ranks(1)
         self._groups = groups
         self._block_tokens = common_block_tokens(groups)
         self._chunk_tokens = chunk_tokens
