@@ -49,6 +49,7 @@ class Agent:
         self.ranks = Ranks(1)
         self.parts: dict[tuple[int, bytes], tuple[Any, ...]] = {}
         self.pinned: dict[str, set[tuple[int, bytes]]] = {}
+        self.ranks = Ranks(1)
         self._groups = groups
         self._block_tokens = common_block_tokens(groups)
         self._chunk_tokens = chunk_tokens

@@ -177,6 +177,21 @@ def test_a_lookup_is_asked_once_and_answered_later(
     assert adapter.lookups == [("r", 0)]
 
 
+def test_the_first_lookup_waits_until_all_workers_have_reported(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    adapter.ranks = Ranks(2)
+    adapter.tokens = 3 * CHUNK
+    request = FakeRequest()
+    assert scheduler.matched_tokens(request, 0) is None
+    scheduler.ranks_reported({0: None})
+    assert scheduler.matched_tokens(request, 0) is None
+    assert adapter.lookups == []
+    scheduler.ranks_reported({1: None})
+    assert scheduler.matched_tokens(request, 0) == 3 * CHUNK
+    assert adapter.lookups == [("r", 0)]
+
+
 def test_only_what_is_not_computed_locally_is_loaded(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter
 ) -> None:
