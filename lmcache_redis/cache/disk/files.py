@@ -50,6 +50,8 @@ LOCK_NAME = "lmcr.lock"
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+# Another tier that still runs holds its lock for longer.
+_LOCK_WITHIN_S = 1.0
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
 _Buffer: TypeAlias = "bytearray | memoryview"
@@ -72,7 +74,7 @@ def lock_directory(directory: Path) -> int:
             "writable or choose another"
         ) from error
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(fd)
     except OSError as error:
         os.close(fd)
         why = (
@@ -82,6 +84,19 @@ def lock_directory(directory: Path) -> int:
         )
         raise ConfigError(f"the directory {directory} {why}: choose another") from error
     return fd
+
+
+def _lock(fd: int) -> None:
+    """Locks the file. Retries for a moment: a lock outlives its tier in a process being forked."""
+    deadline_s = time.monotonic() + _LOCK_WITHIN_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(0.01)
 
 
 class ChunkFiles:
