@@ -122,6 +122,7 @@ class PlayedEngine:
         init_none_hash(sha256)
         self._rng = rng
         self._fail = fail
+        self.hold = False  # no load ends
         sizes = [spec.block_size for spec in specs]
         kv_config = KVCacheConfig(
             num_blocks=num_blocks,
@@ -360,7 +361,7 @@ class PlayedEngine:
         failed: set[str] = set()
         for entry in list(self._loads):
             load, told = entry
-            if self._rng.random() < 0.5:
+            if self.hold or self._rng.random() < 0.5:
                 continue
             if not told and self._rng.random() < self._fail:
                 # vLLM is told at once; the agent may still write.

@@ -327,6 +327,10 @@ def soak_family(
             tell(
                 f"{len(questions)} questions, {sum(each.turn for each in questions)} of them turns"
             )
+            for _ in range(2):  # the second time they are loaded, however slow the machine is
+                engine.generate([each.prompt for each in questions[:_TOGETHER]], _TOKENS)
+                agent.wait_idle()
+                engine.reset_prefix_cache()
             run_soak(soak, engine, questions, calm_s, rng, None, ties, tell)
             soak.loaded_chunks = agent.counter("retrieved_chunks")
             faults = Faults(rng, agent, redis)

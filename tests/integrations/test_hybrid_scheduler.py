@@ -164,19 +164,25 @@ def test_requests_that_are_loaded_do_not_wait_for_each_others_blocks(config_dir:
 
 
 def test_a_failed_load_lets_those_behind_it_resume(config_dir: Path) -> None:
-    """vLLM keeps the request first in a queue before those that hold blocks, though it has none."""
-    for seed in range(3):
-        rng = random.Random(seed)
-        engine = PlayedEngine(
-            config_dir, MODELS["two windows"], chunk_tokens=CHUNK, num_blocks=90, rng=rng, fail=0.5
-        )
-        prompt = tokens(rng, 4 * CHUNK)
-        engine.ask([*prompt, 1], 1)
-        engine.run()
-        for _ in range(6):
-            engine.scheduler.reset_prefix_cache()
-            for _ in range(4):
-                engine.ask(prompt + tokens(rng, rng.randrange(1, 90)), 2)
-            for _ in range(rng.randrange(12)):
-                engine.step()
-        engine.run()
+    """vLLM keeps the request before those that hold blocks in a queue, though it has none."""
+    rng = random.Random(5)
+    specs = MODELS["two windows"]
+    engine = PlayedEngine(config_dir, specs, chunk_tokens=CHUNK, num_blocks=76, rng=rng)
+    first, second = tokens(rng, 4 * CHUNK), tokens(rng, 4 * CHUNK)
+    engine.ask([*first, 1], 1)
+    engine.run()
+    of_first = list(engine.agent.parts)
+    engine.ask([*second, 1], 1)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    rng.seed(0)
+    engine.ask(first + tokens(rng, 6), 1)
+    engine.ask(second + tokens(rng, 6), 1)
+    engine.hold = True  # until both loads have begun
+    engine.step()
+    assert engine.counts.loads == 2
+    for part in of_first:
+        del engine.agent.parts[part]
+    engine.hold = False
+    engine.run()
+    assert (engine.counts.failed_loads, engine.counts.finished) == (1, 4)

@@ -176,7 +176,8 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         block_size = self._block_size_tokens
         cache = self._vllm_config.cache_config
         hash_block = (
-            getattr(self._kv_cache_config, "hash_block_size", None)
+            getattr(gpu_block_pool, "hash_block_size", None)
+            or getattr(self._kv_cache_config, "hash_block_size", None)
             or getattr(cache, "hash_block_size", None)
             or int(cache.block_size)
         )
