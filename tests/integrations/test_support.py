@@ -179,6 +179,14 @@ def test_groups_of_every_kind_are_handled(specs: list[object]) -> None:
     assert unsupported(engine(), caches(*specs)) is None
 
 
+def test_states_are_kept_where_steps_end() -> None:
+    coarse = MambaSpec("align")
+    coarse.block_size = 64
+    reason = unsupported(engine(), caches(FullAttentionSpec(), coarse))
+    assert reason is not None
+    assert "keeps states every 64 tokens, and vLLM ends its steps every 16" in reason
+
+
 def test_the_classes_of_this_vllm_are_those_that_are_meant() -> None:
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
     for name in (

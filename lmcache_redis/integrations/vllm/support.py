@@ -28,7 +28,7 @@ def _reasons(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> 
     if kv_cache_config is None:
         yield "this vLLM version does not tell connectors about its KV cache; use 0.27 or newer"
         return
-    yield from _wrong_groups(kv_cache_config)
+    yield from _wrong_groups(vllm_config, kv_cache_config)
     yield from _wrong_hashes(vllm_config)
     yield from _wrong_model(vllm_config)
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")
@@ -36,14 +36,23 @@ def _reasons(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> 
         yield f"the engine runs on {device}; this version handles {' and '.join(_DEVICES)}"
 
 
-def _wrong_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
+def _wrong_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
     if not kv_cache_config.kv_cache_groups:
         yield "the model has no KV cache"
         return
     try:
-        layer_groups(kv_cache_config)
+        groups = layer_groups(kv_cache_config)
     except ValueError as error:
         yield str(error)
+        return
+    step = vllm_config.cache_config.block_size
+    for group in groups:
+        # vLLM ends the steps of a prefill where a block of ``step`` tokens ends.
+        if group.is_state and group.block_size_tokens != step:
+            yield (
+                f"KV cache group {group.number} ({group.kind}) keeps states every "
+                f"{group.block_size_tokens} tokens, and vLLM ends its steps every {step}"
+            )
 
 
 def _wrong_hashes(vllm_config: VllmConfig) -> Iterator[str]:
