@@ -7,12 +7,16 @@ nothing but Redis.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lmcache_redis.demo.engine import engine_environment
 from tests.engines import PATCH_VARIABLE, ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts
@@ -170,3 +174,29 @@ def test_engines_that_share_an_explicit_id_both_keep_hitting(
                 assert answer.details["cached_tokens"] == [2 * CHUNK]
         assert registered(agent) == [0, 0]
         assert agent.counter("registrations") == 2
+
+
+def test_data_parallel_cores_with_one_agent_both_hit(
+    model_dir: Path, agent: AgentServer, tmp_path: Path
+) -> None:
+    """vLLM's offline class does not start them, so a program with its server's class does."""
+    words = [sys.executable, "-m", "tests.integrations.data_parallel"]
+    log = tmp_path / "engine.log"
+    with log.open("wb") as errors:
+        program = subprocess.run(
+            [*words, str(model_dir), agent.endpoint],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={
+                **os.environ,
+                **engine_environment(),
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
+        )
+    assert program.returncode == 0, log.read_text(errors="replace")[-3000:]
+    answers = json.loads(program.stdout.splitlines()[-1])
+    assert len({tuple(tokens) for tokens, _ in answers}) == 1
+    assert [cached for _, cached in answers] == [0, *[2 * CHUNK] * 3]
+    assert agent.counter("registrations") == 2
