@@ -419,13 +419,16 @@ class ConnectorScheduler:
             return []
         request = tracked.request
         self._track(request, chunk_tokens)
+        # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
+        # tokens not yet sampled are stored in a later step.
+        tokens = min(computed_tokens, self._hashed_tokens(request))
+        if tokens // chunk_tokens <= tracked.considered_chunks:
+            return []  # most steps end here
         blocks: Sequence[Sequence[int]] = (tracked.block_ids,)
         if self._block_ids is not None:
             blocks = self._block_ids(request.request_id)
-        # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
-        # tokens not yet sampled are stored in a later step.
         held = [len(blocks[each.number]) * each.block_size_tokens for each in self._groups]
-        complete_chunks = min(computed_tokens, self._hashed_tokens(request), *held) // chunk_tokens
+        complete_chunks = min(tokens, *held) // chunk_tokens
         if complete_chunks <= tracked.considered_chunks:
             return []
         if tracked.prefix != self._prefix(request):
