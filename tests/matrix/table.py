@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -79,6 +80,7 @@ def _percent(tokens: int, row: Result) -> str:
 
 
 def _note(text: str, notes: list[str]) -> str:
+    text = re.sub(r"^\(.*? ERROR .*?\] ", "", text)  # what vLLM's log puts before each line
     text = text.replace("|", "\\|").replace("<", "&lt;")
     if text not in notes:
         notes.append(text)
