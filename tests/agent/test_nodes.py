@@ -23,10 +23,21 @@ STORED, LOADED = range(BLOCKS), range(20, 20 + BLOCKS)
 REMOTE_RANK = ObjectKey.ComputeKVRank(2, 1, 2, 1)
 
 
+# On a busy machine neither agent gives up before the other process has had its turn.
+PATIENT = {"lookup_deadline_s": 20.0, "op_timeout_s": 20.0}
+
+
+@pytest.fixture
+def agent(tmp_path: Path, redis_server: RedisServer) -> Iterator[AgentServer]:
+    """The scheduler's agent, where rank 0 runs."""
+    with AgentServer(tmp_path / "agent", redis_server.unix_url, **PATIENT) as server:
+        yield server
+
+
 @pytest.fixture
 def other(tmp_path: Path, redis_server: RedisServer) -> Iterator[AgentServer]:
     """The agent of the other node, where rank 1 runs."""
-    with AgentServer(tmp_path / "other", redis_server.unix_url) as server:
+    with AgentServer(tmp_path / "other", redis_server.unix_url, **PATIENT) as server:
         yield server
 
 

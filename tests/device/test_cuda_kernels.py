@@ -58,10 +58,11 @@ def run(words: Sequence[str], timeout_s: float, **environment: str) -> str:
 
 
 @pytest.mark.servers
+@pytest.mark.timeout(700)  # a minute on two idle cores
 def test_under_the_interpreter() -> None:
     pytest.importorskip("triton")
     words = ["-m", "pytest", "tests/device/interpreted.py", "-q", "-p", "no:cacheprovider"]
-    output = run(words, 240, TRITON_INTERPRET="1")
+    output = run(words, 600, TRITON_INTERPRET="1")
     passed = re.search(r"(\d+) passed", output)
     assert passed is not None
     assert int(passed[1]) >= 16, output

@@ -1,4 +1,4 @@
-"""Half a minute of faults for each model; `soak.py` says how to run it for an hour."""
+"""Half a minute of faults for each model; `soak.py` has more models, and runs for an hour."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.soak import MODELS, soak_family
+from tests.integrations.soak import soak_family
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 
-@pytest.mark.parametrize("family", sorted(MODELS))
+# Not qwen3-next: in bfloat16, long answers of vLLM alone depend on what else is in the batch.
+@pytest.mark.parametrize("family", ["gemma3", "llama", "mistral"])
 def test_every_answer_is_the_one_without_a_connector(family: str, tmp_path: Path) -> None:
     soak = soak_family(family, 15.0, 30.0, seed=1, directory=tmp_path)
     assert soak.wrong == 0
