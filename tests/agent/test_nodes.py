@@ -184,6 +184,7 @@ def test_an_agent_that_is_killed_while_it_loads(
         # Nothing hits, and nothing waits, while it is gone; its rank's stores are dropped.
         wait_until(lambda: engine.workers[1].place is None, "the end of its agent")
         assert engine.lookup("gone", HASHES) == 0
+        engine.scheduler.end_session("gone")
         op = LoadStoreOp(block_ids=[*STORED], block_hashes=block_hashes("new", BLOCKS))
         stored = [worker.begin_store("gone", op) for worker in engine.workers]
         wait_until(lambda: all(each.over for each in stored), "the stores")
@@ -209,6 +210,7 @@ def test_an_agent_that_freezes(agents: list[AgentServer]) -> None:
         assert engine.workers[1].place is None
         engine.scheduler.end_session("r")
         assert engine.lookup("frozen", HASHES) == 0
+        engine.scheduler.end_session("frozen")
         other.cont()
         engine.wait_ready()
         assert engine.lookup("back", HASHES) == 3 * CHUNK
