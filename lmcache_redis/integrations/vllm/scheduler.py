@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.client.operations import LoadStoreOp
@@ -397,7 +398,8 @@ class ConnectorScheduler:
             return None
         first_chunk = first * block_tokens // chunk_tokens
         parts = [group.part(chunk, chunk_tokens) for chunk in range(first_chunk, len(names))]
-        if first < parts[0].start or any(part.start != parts[0].stop for part in parts[1:2]):
+        are_adjacent = all(part.start == before.stop for before, part in pairwise(parts))
+        if first < parts[0].start or not are_adjacent:
             raise RuntimeError(f"vLLM asks for more of {group} than its windows reach")
         begin = parts[0].start
         op = LoadStoreOp(
