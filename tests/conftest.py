@@ -67,7 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """One process runs a file of tests; all files with engines, except the demo's, run in the same.
 
-    So a module's server is started once, and engines do not compete for the cores.
+    So a module's server is started once, and engines do not compete for the cores. The matrix is
+    divided by vLLM versions, each of which is imported once.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -78,6 +79,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
+            if config.option.markexpr == "matrix":
+                return nodeid.partition("-")[0]
             return scope_of(nodeid.partition("::")[0])
 
     config.option.loadscopereorder = False

