@@ -20,7 +20,8 @@ Order of events
    expected.
 3. The scheduler sends ``LOOKUP``. A prefix counts as cached if every group has the parts that the
    engine needs after it (`Reach`); only these are loaded. The agent answers ``LOOKUP_RESULT`` when
-   all of them are pinned in its host pool, or at ``lookup_deadline_s``. The pins belong to
+   all of them are pinned in its host pool, when computing the rest is faster than loading it, or
+   at ``lookup_deadline_s``. The pins belong to
    ``(engine_id, request_id)`` until each rank has retrieved its part, ``RELEASE_LOCKS`` names the
    chunk, ``END_SESSION`` ends the request, or the session times out.
 4. A worker sends ``RETRIEVE`` for each group: parts of pinned chunks are copied into the named
@@ -91,6 +92,7 @@ Epoch = Annotated[bytes, msgspec.Meta(max_length=8)]
 # The bytes after the epoch: a block hash, or an adapter digest and a block hash.
 HASH_BYTES_OF_AN_EPOCH = (32, 48)
 MAX_REMOTE_PARTS = 1 << 13
+TokenSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
 ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTES)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 # Text that the agent keeps for a peer is bounded.
@@ -176,12 +178,15 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     ``first_chunk`` is the number of the first of them in the prompt, the number of chunks that the
     engine has: which parts a sliding window needs depends on the position in the prompt.
     ``remote``: the parts of workers that are registered with other agents, which must be in Redis.
+    ``token_s``: seconds in which the engine computes a prompt token. What would take longer to load
+    is not loaded, and is no part of the answer; 0: everything is loaded.
     """
 
     request_id: Name
     chunks: ChunkNames
     first_chunk: int = 0
     remote: AllRemoteParts = ()
+    token_s: TokenSeconds = 0.0
 
 
 class Store(Message, frozen=True, tag="STORE"):

@@ -26,6 +26,7 @@ COUNTERS: Final = MappingProxyType(
         "hit_chunks_pool": "chunks found in the host pool",
         "hit_chunks_redis": "chunks found in Redis and loaded into the host pool",
         "hit_chunks_disk": "chunks found on disk and loaded into the host pool",
+        "lookups_cut": "lookups answered with fewer chunks than found: their loads fell behind",
         "lookups_timed_out": "lookups answered with fewer chunks than found: the deadline passed",
         # misses by cause
         "miss_absent": "chunks neither in the host pool nor in Redis",
@@ -36,6 +37,8 @@ COUNTERS: Final = MappingProxyType(
         "miss_redis_error": "chunks not loaded because Redis failed or could not be reached",
         "miss_deadline": "chunks not loaded before the lookup deadline",
         "miss_pool_full": "chunks not loaded because every slot of the host pool was in use",
+        "miss_slower": "chunks not loaded because computing them was expected to be faster",
+        "probes": "chunks loaded to measure a tier from which nothing was worth loading",
         # Redis to host pool
         "loaded_chunks": "chunks read from Redis into the host pool",
         "loaded_bytes": "payload bytes of the chunks read from Redis",

@@ -17,6 +17,7 @@ from lmcache_redis.agent.registering import Registering
 from lmcache_redis.agent.sessions import Session
 from lmcache_redis.agent.status import status_report
 from lmcache_redis.agent.transfers import Reply, RetrieveJob, StoreJob
+from lmcache_redis.cache.bet import Computing
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.errors import DeviceError, FormatError, WireError
 from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey, hash_chunks
@@ -93,6 +94,7 @@ class Handlers:
             raise WireError(f"a lookup from chunk number {question.first_chunk} on")
         remote = self._names(peer, question.remote)
         peer.elsewhere = frozenset(each.worker_id for each in question.remote)
+        peer.computing.token_s = question.token_s
         if not hashes:
             reply(m.LookupResult(0, 0))
             return
@@ -133,6 +135,7 @@ class Handlers:
             [*stems.values()],
             hashes,
             question.first_chunk,
+            peer.computing,
             deadline_s,
             reply,
         )
@@ -144,6 +147,7 @@ class Handlers:
         remote: Sequence[PartNames],
         hashes: Sequence[bytes],
         first_chunk: int,
+        computing: Computing,
         deadline_s: float,
         reply: Reply,
     ) -> None:
@@ -192,6 +196,7 @@ class Handlers:
             first_chunk=first_chunk,
             chunk_tokens=self._chunk_tokens(session.key[0]),
             remote=remote,
+            computing=computing,
         )
         session.cancel_lookup = lookup.cancel
         lookup.start()

@@ -7,12 +7,13 @@ replaces it, or when it has been silent for too long.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CPU
+from lmcache_redis.cache.bet import Computing
 from lmcache_redis.device.context import DeviceContext
 from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.naming import ChunkForm
@@ -65,6 +66,7 @@ class Peer:
     registration: Registration | None = None
     mapping: bool = False  # its registration is in progress
     elsewhere: frozenset[int] = frozenset()  # a scheduler's workers that have other agents
+    computing: Computing = field(default_factory=Computing)  # what a scheduler's engine computes
 
     @property
     def engine_id(self) -> str:

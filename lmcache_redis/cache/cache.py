@@ -11,7 +11,9 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from lmcache_redis.cache.bet import TransferRate
 from lmcache_redis.cache.inflight import Filled, InflightLoads
+from lmcache_redis.cache.line import Line
 from lmcache_redis.cache.owner import Owner
 from lmcache_redis.cache.pool import Entry, HostPool, Memory
 from lmcache_redis.cache.writebehind import Backing, WriteBehind
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 _WRITE_DEADLINE_S = 30.0
 # Large servers hold millions of keys, and a clear has the lowest priority.
 _CLEAR_DEADLINE_S = 60.0
+_PROBE_DEADLINE_S = 30.0
 
 
 class Load:
@@ -43,6 +46,9 @@ class Cache:
     """See the package.
 
     backings: the tiers, in the order in which they are asked. idle_limit: see `HostPool`.
+
+    Attributes:
+        rates: of the tiers' loads. line: the lookups that wait for room in the pool.
     """
 
     def __init__(
@@ -56,8 +62,11 @@ class Cache:
         self.owner = owner
         self.metrics = metrics
         self.pool = HostPool(memory, idle_limit)
+        self.line = Line(owner)
+        self.pool.on_room = self.line.wake
         self.inflight = InflightLoads(self.pool)
         self.tiers = tuple(backing.tier for backing in backings)
+        self.rates = tuple(TransferRate() for _ in backings)
         self.counters = tuple(backing.counters for backing in backings)
         self.queues = tuple(
             WriteBehind(backing, level, owner, self.pool, metrics)
@@ -171,14 +180,28 @@ class Cache:
         """Begins prepared loads, all from one tier: a batch costs less per chunk."""
         if not jobs:
             return
+        level, now_s = load_of(jobs[0]).level, time.monotonic()
+        for job in jobs:
+            self.rates[level].begun(job.frame.chunk_bytes, now_s)
         try:
-            self.tiers[load_of(jobs[0]).level].read_all(jobs, self._done, self._on_stuck)
+            self.tiers[level].read_all(jobs, self._done, self._on_stuck)
         except BaseException:
             # Our own bug. The tier may have taken some of the jobs, and owns their slots until
             # `done`.
             for job in jobs:
                 self._leave_to_tier(job, Filled.FAILED)
             raise
+
+    def probe(self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int) -> None:
+        """Loads a chunk that no lookup waits for, now and then, to learn a slow tier's rate."""
+        now_s = time.monotonic()
+        if key in self.pool or len(self.line) or not self.rates[level].may_probe(now_s):
+            return
+        job = self.prepare_load(form, key, chunk_hash, level, now_s + _PROBE_DEADLINE_S)
+        if job is not None:
+            self.metrics.count("probes")
+            self.inflight.watch(load_of(job).entry, lambda filled: None)  # it is not abandoned
+            self.begin_loads((job,))
 
     # On threads of the tier.
 
@@ -195,6 +218,7 @@ class Cache:
         if load.is_stuck:
             self.pool.unpin(entry)
             return
+        self._measure(job, arrived=outcome is ReadOutcome.LOADED)
         if outcome is ReadOutcome.LOADED:
             entry.stored_in |= 1 << load.level
             self.metrics.count(counters.loaded_chunks)
@@ -219,8 +243,13 @@ class Cache:
         """The entry leaves the pool and stays pinned until the tier has completed the job."""
         load = load_of(job)
         load.is_stuck = True
+        self._measure(job, arrived=False)
         self.pool.pin(load.entry)
         self.inflight.end(load.entry, filled)
+
+    def _measure(self, job: ChunkIO, *, arrived: bool) -> None:
+        rate = self.rates[load_of(job).level]
+        rate.ended(job.frame.chunk_bytes, time.monotonic(), arrived=arrived)
 
     def _missed(self, job: ChunkIO, outcome: ReadOutcome) -> None:
         level = load_of(job).level

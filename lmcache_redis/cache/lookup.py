@@ -2,21 +2,23 @@
 
     find     chunks in the host pool are pinned; each tier in order is asked about the others,
              through its index or by one scan of the rest of the prefix
-    load     the chunks found are read into slots in prefix order; a chunk that a tier fails to
-             deliver in time is read from the next tier
-    answer   when every chunk of the prefix is READY, or at the deadline with the part that is;
-             chunks beyond the prefix are unpinned
+    settle   how much of the prefix found is worth loading (`bet`), and whether the pool has room:
+             until it has, the lookup waits in a line and pins nothing (`line`)
+    load     the parts that the prefix needs are read into slots in prefix order; a part that a
+             tier fails to deliver in time is read from the next tier
+    answer   when every part of the prefix is READY; with those that are, at the deadline or when
+             the rest would take longer than computing it; what is beyond the prefix is unpinned
 
 A chunk has one part in each row (rank and group of layers, see `prefix`). It counts if every part
 of it does that the prefix needs. The prefix ends before chunk number ``bound``, which shrinks when
-a needed part is missing, finds no room, or fails to load.
+a needed part is missing, is not worth loading, or fails to load. A shorter prefix may need other
+parts of bounded rows, those that do not need all chunks: then the lookup settles again.
 
-If every row needs all chunks, chunks are loaded as they are found. Otherwise a shorter prefix
-needs other parts of the bounded rows, so the lookup decides before it loads (`_settle`). A tier
-without an index gets at most three questions:
+A tier without an index gets at most three questions, unless parts are evicted from the pool while
+the lookup waits in the line:
 
     1   a scan of the rows that need all chunks: how long the prefix can be
-    2   a scan of the parts that the other rows need for that prefix
+    2   a scan of the parts that the bounded rows need for that prefix
     3   only if some are missing, or if the prefix shrinks later: which parts of those rows exist
 
 Rows of an engine's workers on other nodes are remote: their nodes load the parts. Only the last
@@ -31,9 +33,11 @@ counters of reads (``loaded_chunks``, and misses of reads that fail) are parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+from lmcache_redis.cache.bet import Computing, prefix_worth_loading
 from lmcache_redis.cache.cache import Cache, Load, load_of
 from lmcache_redis.cache.inflight import Filled
 from lmcache_redis.cache.pool import Entry, EntryState
@@ -50,6 +54,8 @@ from lmcache_redis.resp.outcomes import (
 _PROBE_POLL_S = 0.01
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
 _BATCH_STRIPES = 32
+# A load is not given up before, whatever was expected of it.
+_SHORTEST_LOAD_S = 0.02
 
 Wanted = tuple[Part, bytes]  # and its key
 
@@ -61,7 +67,7 @@ class PrefixLookup:
     cancelled. It may call `take` to keep the pins; otherwise they are released after it.
     first_chunk: the number in the prompt of the first chunk. chunk_tokens: the tokens of a chunk;
     may be 0 if every row needs all chunks. remote: further rows, whose parts must exist in the last
-    tier and are not loaded.
+    tier and are not loaded. computing: of the engine; None: everything is worth loading.
 
     Attributes:
         bound: the length of the prefix in chunks.
@@ -79,6 +85,7 @@ class PrefixLookup:
         first_chunk: int = 0,
         chunk_tokens: int = 0,
         remote: Sequence[PartNames] = (),
+        computing: Computing | None = None,
     ) -> None:
         self.bound = len(hashes)
         self.reasons: set[str] = set()
@@ -94,17 +101,20 @@ class PrefixLookup:
         self._prepared: list[ChunkIO] = []
         self._asking = False
         self._ended = False
-        # For lookups with bounded rows.
         self._needs = PrefixNeeds([row.reach for row in self._rows], first_chunk, chunk_tokens)
-        self._is_settled = not self._needs.bounded
+        self._is_settled = False
         self._settled_for = self.bound  # the prefix whose parts are those held and missing
         self._missing: set[Part] = set()
         # Tiers that have the parts, for parts not in the host pool and for all remote ones.
         self._levels: dict[Part, int] = {}
-        self._is_scanned = self._is_all_known = False  # the bounded rows
+        self._is_scanned = self._is_all_known = False  # what `_settle` asks about
         self._units = [*(cache.units(form) for form in forms), *(0 for _ in remote)]
         self._gap = "miss_absent"  # the counter of chunks lost because a part is not there
+        self._computing = computing
+        self._chunk_tokens = chunk_tokens
+        self._chunk_s = computing.token_s * chunk_tokens if computing is not None else 0.0
         self._timer = cache.owner.at(deadline_s, self._expire)
+        self._bet_timer = self._timer  # looks again at what is expected of the load
 
     def start(self) -> None:
         """Pins the chunks in the host pool and looks for the others."""
@@ -124,8 +134,12 @@ class PrefixLookup:
                 else:
                     missing.append(((chunk, row), key))
             missing += [((chunk, row), stem + chunk_hash) for row, stem in remote]
-        if bounded:
-            self._missing = {*self._needs.parts(self.bound)} - self._held.keys()
+        self._missing = {*self._needs.parts(self.bound)} - self._held.keys()
+        if self._computing is not None and self._chunk_s:
+            # A tier that takes so long to answer is given up.
+            wait_s = self._computing.free_in_s(time.monotonic()) + self.bound * self._chunk_s
+            wait_s = max(_SHORTEST_LOAD_S, wait_s)
+            self._bet_timer = self._cache.owner.after(wait_s, self._look_again)
         self._find(missing, 0)
         self._check()
 
@@ -171,7 +185,7 @@ class PrefixLookup:
         for each in wanted:
             is_here = lookup(each[1]) and (is_last or not self._is_remote(each[0]))
             (here if is_here else rest).append(each)
-        self._bring(here, level)
+        self._levels.update((part, level) for part, _ in here)
         self._find(rest, level + 1)
 
     def _scan(self, wanted: list[Wanted], level: int) -> None:
@@ -196,7 +210,7 @@ class PrefixLookup:
         is_last = level + 1 == len(self._cache.tiers)
         if rest and is_last:
             self._ends_at(rest[0][0][0], self._miss(level, result.outcome))
-        self._bring(found, level)
+        self._levels.update((part, level) for part, _ in found)
         if not is_last:
             self._find(rest, level + 1)
         self._check()
@@ -230,19 +244,88 @@ class PrefixLookup:
             if self._is_all_known:
                 self._ends_at(self._needs.longest(self.bound, self._is_found), self._gap)
             self._follow()
-            lacking = sum(self._units[row] for _, row in self._missing) - pool.free - pool.idle
-            if lacking > 0:
+            units = sum(self._units[row] for _, row in self._missing)
+            too_many = units + sum(entry.units for entry in self._held.values()) - pool.capacity
+            lacking = units - pool.free - pool.idle
+            if self._loads and lacking > 0:
+                too_many = lacking  # it could wait only if it gave up what it has loaded
+            if too_many > 0:
                 # At least so many: a chunk that is dropped gives back its own parts at most.
-                self._no_room(-(-lacking // sum(self._units)))
+                self._no_room(-(-too_many // sum(self._units)))
             elif unknown := [part for part in self._missing if not self._is_found(part)]:
                 self._ask(unknown)
                 if self._asking:
                     return
+            elif (worth := self._worth_loading()) < self.bound:
+                self._ends_at(worth, "miss_slower")
+                self.reasons.add("computing was faster")
+            elif (
+                units and not self._loads and (lacking > 0 or not self._cache.line.is_turn_of(self))
+            ):
+                self._wait_in_line()
+                return
             elif self._load_missing():
                 self._is_settled = True
+                self._cache.line.leave(self)
+                self._watch_bet()
                 return
             else:
                 self._no_room()
+
+    def _worth_loading(self) -> int:
+        """How much of the prefix is worth loading."""
+        computing = self._computing
+        if computing is None or not self._chunk_s:
+            return self.bound
+        now_s = time.monotonic()
+        worth = prefix_worth_loading(
+            self._load_times(now_s), len(self._hashes), self._chunk_s, computing.free_in_s(now_s)
+        )
+        seen = set()
+        for chunk, row in sorted(self._missing):
+            level = self._levels[chunk, row]
+            if level in seen or self._is_remote((chunk, row)):
+                continue
+            seen.add(level)
+            self._cache.rates[level].is_slow = is_slow = chunk >= worth
+            if is_slow:
+                key = self._key((chunk, row))
+                self._cache.probe(self._forms[row], key, self._hashes[chunk], level)
+        return worth
+
+    def _load_times(self, now_s: float) -> Iterator[tuple[int, float]]:
+        """Prefixes that may be worth loading, with the seconds until each is loaded."""
+        rates = self._cache.rates
+        nbytes = [0] * len(rates)
+        if rates:
+            nbytes[-1] = self._cache.line.bytes_before(self)
+        load_s = 0.0
+        if self._needs.bounded:
+            # A shorter prefix needs other parts: only the one that needs no loads is compared.
+            yield self._needs.longest(self.bound, self._is_ready), load_s
+        for part in sorted({*self._missing, *self._watchers}):
+            if self._is_remote(part):
+                continue
+            if not self._needs.bounded:
+                yield part[0], load_s
+            level = self._levels.get(part, len(rates) - 1)
+            if part in self._missing:
+                nbytes[level] += self._forms[part[1]].chunk_bytes
+            load_s = max(load_s, rates[level].seconds(nbytes[level], now_s))
+        yield self.bound, load_s
+
+    def _wait_in_line(self) -> None:
+        """Waits for room, without pins: others may need theirs."""
+        self.reasons.add("the host pool was full")
+        for part in [*self._held]:
+            self._release(part)
+            self._missing.add(part)
+            self._is_all_known = False
+        nbytes = sum(
+            self._forms[part[1]].chunk_bytes for part in self._missing if not self._is_remote(part)
+        )
+        self._cache.line.wait(self, nbytes, self._check)
+        self._watch_bet()
 
     def _follow(self) -> None:
         """Releases what a shorter prefix no longer needs; holds what it needs and the pool has."""
@@ -309,36 +392,6 @@ class PrefixLookup:
 
     # ----------------------------------------------------------------- load
 
-    def _bring(self, found: Sequence[Wanted], level: int) -> None:
-        """Begins to load the chunks found, unless it is still to be decided which to load."""
-        if self._needs.bounded:
-            self._levels.update((part, level) for part, _ in found)
-            return
-        for part, key in found:
-            if part[0] >= self.bound:
-                break
-            if self._is_remote(part):
-                self._levels[part] = level
-                continue
-            entry = self._cache.pool.get(key)  # another lookup may have begun its load meanwhile
-            if entry is None:
-                entry = self._load_making_room(part, key, level)
-            if entry is None:
-                break
-            self._hold(part, entry)
-        self._begin_prepared()
-
-    def _load_making_room(self, part: Part, key: bytes, level: int) -> Entry | None:
-        """Begins a load; if there is no room, drops chunks from the prefix's end to make some."""
-        entry = self._load(part, key, level)
-        if entry is None:
-            self._begin_prepared()  # a load that has not begun could not be cancelled below
-        while entry is None and self.bound > part[0]:
-            self._no_room()
-            if self.bound > part[0]:
-                entry = self._load(part, key, level)
-        return entry
-
     def _load_missing(self) -> bool:
         """Begins to load what the prefix needs; returns False if there is no room."""
         missing = [part for part in sorted(self._missing) if not self._is_remote(part)]
@@ -402,10 +455,9 @@ class PrefixLookup:
         if level is None:
             self._failed(part)
             return
-        if self._needs.bounded:
-            self._missing.add(part)
-            self._is_settled = False
-        self._bring([(part, entry.key)], level)
+        self._missing.add(part)
+        self._levels[part] = level
+        self._is_settled = False
 
     # --------------------------------------------------------------- answer
 
@@ -416,15 +468,7 @@ class PrefixLookup:
     def _shrink(self, bound: int) -> None:
         """The prefix ends before chunk number ``bound``."""
         self.bound = min(self.bound, bound)
-        if self._needs.bounded:
-            self._is_settled = False
-        else:
-            self._give_back(self.bound)
-
-    def _give_back(self, first: int) -> None:
-        """Unpins the chunks from number ``first`` on."""
-        for part in [each for each in self._held if each[0] >= first]:
-            self._release(part)
+        self._is_settled = False
 
     def _release(self, part: Part) -> None:
         entry = self._held.pop(part, None)
@@ -439,16 +483,61 @@ class PrefixLookup:
             return
         self._cache.metrics.count("lookups_timed_out")
         self.reasons.add("the lookup deadline passed")
+        self._end_now("miss_deadline")
+
+    def _end_now(self, counter: str) -> None:
+        """Answers with the parts that are READY."""
         self._asking = False
-        self._ends_at(self._needs.longest(self.bound, self._is_ready), "miss_deadline")
+        self._ends_at(self._needs.longest(self.bound, self._is_ready), counter)
         self._check()
+
+    def _watch_bet(self) -> None:
+        """Looks again whether to wait when the load should have ended."""
+        if self._chunk_s:
+            wait_s = max(_SHORTEST_LOAD_S, 1.25 * self._left_s(time.monotonic()))
+            self._bet_timer.cancel()
+            self._bet_timer = self._cache.owner.after(min(wait_s, 60.0), self._look_again)
+
+    def _left_s(self, now_s: float) -> float:
+        """The seconds until the prefix is loaded."""
+        *_, (_, load_s) = self._load_times(now_s)
+        return load_s
+
+    def _look_again(self) -> None:
+        """Gives up what has not been loaded if computing it is faster now."""
+        if self._ended or self._computing is None:
+            return
+        now_s, rates = time.monotonic(), self._cache.rates
+        nbytes = [0] * len(rates)
+        for part in self._watchers:
+            load = self._loads.get(part)
+            level = len(rates) - 1 if load is None else load.level
+            nbytes[level] += self._forms[part[1]].chunk_bytes
+        # What was in flight before has ended, and what is behind does not count.
+        left_s = [
+            rate.seconds(count, now_s, behind=False)
+            for rate, count in zip(rates, nbytes, strict=True)
+        ]
+        load_s = max(left_s, default=0.0) if self._is_settled else self._left_s(now_s)
+        chunks = self.bound - self._needs.longest(self.bound, self._is_ready)
+        compute_s = self._computing.free_in_s(now_s) + chunks * self._chunk_s
+        if not self._asking and load_s <= compute_s:
+            wait_s = max(_SHORTEST_LOAD_S, load_s / 2)
+            self._bet_timer = self._cache.owner.after(min(wait_s, 60.0), self._look_again)
+            return
+        for rate, count in zip(rates, nbytes, strict=True):
+            if count:
+                rate.fell_behind(now_s)
+        self._cache.metrics.count("lookups_cut")
+        self.reasons.add("loading fell behind")
+        self._end_now("miss_slower")
 
     def _is_ready(self, part: Part) -> bool:
         if part in self._held:
             return part not in self._watchers
         if self._is_remote(part):
             return part in self._levels
-        entry = self._cache.pool.peek(self._key(part)) if self._needs.bounded else None
+        entry = self._cache.pool.peek(self._key(part))
         return entry is not None and entry.state is EntryState.READY
 
     def _check(self) -> None:
@@ -456,7 +545,10 @@ class PrefixLookup:
             return
         if not self._is_settled:
             self._settle()
-        if not (self._asking or self._watchers):
+        if self._is_settled and not self._watchers:
+            if self._computing is not None:
+                chunks = len(self._hashes) - self.bound
+                self._computing.add(chunks * self._chunk_tokens, time.monotonic())
             # Before `_finish`: if it raises, the pins are still held and `cancel` releases them.
             self._done(self)
             self._finish()
@@ -464,7 +556,10 @@ class PrefixLookup:
     def _finish(self) -> None:
         self._ended = True
         self._timer.cancel()
-        self._give_back(0)
+        self._bet_timer.cancel()
+        for part in [*self._held]:
+            self._release(part)
+        self._cache.line.leave(self)
 
     def _key(self, part: Part) -> bytes:
         chunk, row = part

@@ -17,7 +17,7 @@ free when its last pin is released, never before. The pool never holds more than
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, Protocol
 
@@ -84,6 +84,7 @@ class HostPool:
     """Which chunk holds which memory: pins, least-recently-used eviction, hard limits.
 
     idle_limit: the units that unpinned READY entries may hold together; None: all of the memory.
+    ``on_room`` is called when the last pin of an entry is released.
 
     `get` makes an entry the most recently used, as does the release of its last pin. Misuse (unpin
     without a pin, publish twice, reserve a key that is in the pool) raises RuntimeError and changes
@@ -95,6 +96,7 @@ class HostPool:
         self.capacity = memory.capacity
         self.idle_limit = self.capacity if idle_limit is None else idle_limit
         self.evictions = 0
+        self.on_room: Callable[[], None] = lambda: None
         self._free = self.capacity
         self._index: dict[bytes, Entry] = {}
         self._idle: OrderedDict[bytes, Entry] = OrderedDict()  # READY, unpinned; oldest first
@@ -222,6 +224,7 @@ class HostPool:
         entry.pins -= 1
         if entry.pins > 0:
             return
+        self.on_room()
         if entry.state is EntryState.READY:
             self._idle[entry.key] = entry
             self._idle_units += entry.units

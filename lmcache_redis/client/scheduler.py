@@ -86,6 +86,7 @@ class LMCacheMPSchedulerAdapter:
         *,
         first_chunk: int = 0,
         cache_salt: str | bytes = "",
+        token_s: float = 0.0,
     ) -> None:
         """Starts a lookup for ``request_id``, unless that request has one.
 
@@ -93,6 +94,9 @@ class LMCacheMPSchedulerAdapter:
         start of the prompt. The lookup covers the whole chunks from index ``first_chunk`` on.
         ``cache_salt`` stands for everything else that the KV of ``token_ids`` depends on (salt,
         LoRA, images); stores need the same salt. Raises ``ValueError``, ``TypeError`` otherwise.
+
+        token_s: what the engine takes to compute a prompt token. The agent loads what is expected
+        to take no longer; 0.0: everything.
         """
         check_names(token_ids, block_hashes, cache_salt)
         if request_id in self._lookups:
@@ -127,6 +131,7 @@ class LMCacheMPSchedulerAdapter:
             chunks=chunks,
             first_chunk=first_chunk,
             remote=self.ranks.remote(),
+            token_s=token_s,
         )
 
     def check_lookup_result(self, request_id: str, *, wait_s: float = 0.0) -> int | None:

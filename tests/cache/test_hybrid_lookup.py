@@ -331,7 +331,7 @@ def test_a_pool_too_small_for_the_prefix_gets_the_longest_that_fits() -> None:
     assert model.redis.questions[1:] == [("scan", model.keys((4, 1), (4, 2), (5, 1), (5, 2)))]
 
 
-def test_memory_that_others_hold_is_not_used() -> None:
+def test_memory_that_others_hold_is_waited_for() -> None:
     model = Model([ALL, STATE], slots=8)
     others = [model.hold(name, forms_of([ALL])[0]) for name in block_hashes("another", 5)]
     for entry in others:
@@ -340,9 +340,11 @@ def test_memory_that_others_hold_is_not_used() -> None:
         model.store(row, range(16))
     model.begin()
     model.settle()
+    assert model.answers == []
     for entry in others:
         model.cache.pool.unpin(entry)
-    assert model.answer() == 2
+    model.settle()
+    assert model.answer() == 7
 
 
 def test_a_pool_without_any_room_answers_nothing() -> None:

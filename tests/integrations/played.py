@@ -59,7 +59,7 @@ class Agent:
         return self._chunk_tokens
 
     def maybe_submit_lookup_request(
-        self, request_id: str, block_hashes: Sequence[bytes], first_chunk: int
+        self, request_id: str, block_hashes: Sequence[bytes], first_chunk: int, token_s: float
     ) -> None:
         if request_id in self._answers:
             return

@@ -80,7 +80,9 @@ def worker(tmp_path: Path) -> Iterator[LMCacheRedisConnector]:
     made.shutdown()
 
 
-REQUEST: Any = SimpleNamespace(request_id="r", block_hashes=[bytes(32)] * 8)
+REQUEST: Any = SimpleNamespace(
+    request_id="r", block_hashes=[bytes(32)] * 8, kv_transfer_params=None, num_prompt_tokens=1
+)
 STEP: Any = SimpleNamespace(total_num_scheduled_tokens=0)
 OUTPUT: Any = SimpleNamespace(
     kv_connector_worker_meta=None, invalid_block_ids=set(), finished_recving={"r"}

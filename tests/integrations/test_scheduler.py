@@ -45,8 +45,10 @@ class ScriptedAdapter:
         return self.chunk
 
     def maybe_submit_lookup_request(
-        self, request_id: str, block_hashes: Any, first_chunk: int
+        self, request_id: str, block_hashes: Any, first_chunk: int, token_s: float
     ) -> None:
+        self.token_s = token_s
+        self.hashes = len(block_hashes)
         if request_id not in self.jobs:
             self.jobs.add(request_id)
             self.lookups.append((request_id, first_chunk))
@@ -70,6 +72,7 @@ class FakeRequest:
     request_id: str = "r"
     tokens: int = 4 * CHUNK + 1
     skip_reading_prefix_cache: bool = False
+    kv_transfer_params: Any = None
     over: bool = False
     block_hashes: list[bytes] = field(default_factory=list)
 
@@ -82,6 +85,10 @@ class FakeRequest:
 
     @property
     def num_tokens(self) -> int:
+        return self.tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
         return self.tokens
 
     def is_finished(self) -> bool:
@@ -575,3 +582,61 @@ def test_nothing_is_stored_while_vllm_itself_may_hit_what_old_weights_computed(
         "an update", "step-2"
     )  # with nothing in vLLM's cache there is nothing to wait for
     assert store_of(scheduler, "u").stores
+
+
+# ------------------------------------------------------- what a request asks for
+
+
+def wishing(**wishes: Any) -> FakeRequest:
+    return FakeRequest(kv_transfer_params={"lmcache_redis": wishes})
+
+
+def test_a_request_that_must_not_load_is_not_looked_up(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    assert scheduler.matched_tokens(wishing(load=False), 0) == 0
+    assert adapter.lookups == []
+
+
+def test_a_request_loads_at_most_what_it_allows(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    assert scheduler.matched_tokens(wishing(max_load_tokens=CHUNK - 1), 0) == 0
+    assert adapter.lookups == []
+    request = wishing(max_load_tokens=2 * CHUNK + 1)
+    request.request_id = "s"
+    scheduler.matched_tokens(request, 0)
+    assert adapter.hashes == 2 * CHUNK // BLOCK
+
+
+def test_a_request_that_must_not_be_stored_is_loaded(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    adapter.tokens = CHUNK
+    assert scheduler.matched_tokens(wishing(store=False), 0) == CHUNK
+    metadata = scheduler.build_metadata(step(new=("r", list(range(1, 18)), 0, 4 * CHUNK + 1)))
+    assert metadata.stores == []
+
+
+# ------------------------------------------------------- what computing costs
+
+
+def test_lookups_say_what_the_engine_takes_to_compute_a_token(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    scheduler.matched_tokens(FakeRequest("first"), 0)
+    assert adapter.token_s == 0.0
+    metadata = scheduler.build_metadata(step(new=("first", list(range(1, 18)), 0, 4 * CHUNK)))
+    assert metadata.number
+    time.sleep(0.02)
+    scheduler.step_ended(metadata.number)
+    scheduler.matched_tokens(FakeRequest("second"), 0)
+    assert adapter.token_s > 0.02 / (4 * CHUNK)
+
+
+def test_steps_of_tokens_after_the_prompt_are_not_measured(scheduler: ConnectorScheduler) -> None:
+    request = FakeRequest()
+    scheduler.matched_tokens(request, 0)
+    scheduler.build_metadata(step(new=("r", list(range(1, 18)), 0, 4 * CHUNK + 1)))
+    assert scheduler.build_metadata(step(cached=("r", None, 4 * CHUNK + 1, 200))).number == 0
+    assert scheduler.build_metadata(step(cached=("r", None, 4 * CHUNK, 200))).number

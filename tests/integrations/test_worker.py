@@ -59,14 +59,14 @@ class Client:
 def begun(*, reallocates: bool = True) -> tuple[ConnectorWorker, list[Transfer]]:
     client = Client()
     worker = ConnectorWorker(client, 0, reallocates=reallocates)  # type: ignore[arg-type]
-    worker.report()
+    worker.report(0)
     worker.begin_loads(StepMetadata(loads=[Planned(7, "r", OPS)]))
     assert [each.op.group for each in client.begun] == [0, 1, 2]
     return worker, client.begun
 
 
 def ended_transfers(worker: ConnectorWorker) -> list[int]:
-    report = worker.report()
+    report = worker.report(0)
     return [] if report is None else list(report.ended.get(0, []))
 
 
@@ -125,13 +125,13 @@ def test_where_vllm_computes_into_the_same_blocks_a_lost_load_is_awaited() -> No
 def test_a_store_ends_when_all_its_parts_are_over_and_one_drop_is_reported() -> None:
     client = Client()
     worker = ConnectorWorker(client, 0, reallocates=True)  # type: ignore[arg-type]
-    worker.report()
+    worker.report(0)
     worker.begin_stores(StepMetadata(stores=[Planned(9, "r", OPS)]))
     client.begun[1].result = SimpleNamespace(stored=0, dropped=1)
     for store in client.begun:
         assert ended_transfers(worker) == []
         store.over = True
-    report = worker.report()
+    report = worker.report(0)
     assert report is not None
     assert list(report.ended[0]) == [9]
     assert report.dropped

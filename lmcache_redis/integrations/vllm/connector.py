@@ -259,6 +259,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             return
         for request_id in getattr(connector_output, "failed_recving", ()):
             scheduler.load_failed(request_id)
+        scheduler.step_ended(report.step)
         scheduler.ranks_reported(report.places)
         scheduler.blocks_failed(connector_output.invalid_block_ids or set())
         for request_id in connector_output.finished_recving or ():
@@ -456,7 +457,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         if self._closing is not None:
             rank = self._vllm_config.parallel_config.rank
             return WorkerReport({}, broken={rank: self._closing.unregister()})
-        return None if self._worker is None else self._worker.report()
+        return None if self._worker is None else self._worker.report(self._step().number)
 
     @guarded(nothing)
     def get_kv_connector_stats(self) -> ConnectorStats | None:

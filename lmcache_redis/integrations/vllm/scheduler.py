@@ -32,6 +32,7 @@ from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks, StaleBlocks
 from lmcache_redis.integrations.vllm.epoch import named_epoch, new_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
+from lmcache_redis.integrations.vllm.prefill import PrefillRate, Wishes
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata
 from lmcache_redis.naming import FULL_REACH
 
@@ -52,6 +53,7 @@ class _Tracked:
 
     request: Request
     prefix: bytes | None  # of the names of its chunks; None if it is not cached
+    wishes: Wishes
     chunk_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)  # where vLLM does not report them
     first_chunk: int | None = None  # where its lookup began
@@ -114,6 +116,7 @@ class ConnectorScheduler:
         self._is_full = False  # a load waits for blocks in this step
         self._loads: list[Planned] = []
         self._recent = RecentChunks()
+        self._prefill = PrefillRate()
         self._wait_budget_s = _IDLE_WAIT_S
 
     # Steps
@@ -144,6 +147,7 @@ class ConnectorScheduler:
             or not self._may_load
             or tracked.load_failed
             or tracked.prefix is None
+            or not tracked.wishes.load
             or request.skip_reading_prefix_cache
         ):
             return 0
@@ -152,6 +156,8 @@ class ConnectorScheduler:
             self._forget_lookup(tracked)
         if tracked.first_chunk is None:
             limit_tokens = self._hashed_tokens(request)
+            if tracked.wishes.max_load_tokens is not None:
+                limit_tokens = min(limit_tokens, tracked.wishes.max_load_tokens)
             if not self._needs_all:
                 # vLLM computes the last token again. What is before a window, or a state before
                 # its last token, would then be missing.
@@ -165,6 +171,7 @@ class ConnectorScheduler:
                 request.request_id,
                 block_hashes=self._names(tracked)[: limit_tokens // self._block_size_tokens],
                 first_chunk=tracked.first_chunk,
+                token_s=self._prefill.token_s,
             )
         tokens = self._lookup_result(request.request_id)
         if tokens is None:
@@ -201,7 +208,9 @@ class ConnectorScheduler:
                 tracked.block_ids = []
                 self._forget_lookup(tracked)
         scheduled = output.num_scheduled_tokens
+        prompt_tokens = 0
         for new in output.scheduled_new_reqs:
+            prompt_tokens += scheduled[new.req_id]
             if (tracked := self._tracked.get(new.req_id)) is not None:
                 tracked.block_ids = list(new.block_ids[0])
                 computed_tokens = new.num_computed_tokens + scheduled[new.req_id]
@@ -213,10 +222,18 @@ class ConnectorScheduler:
                     tracked.block_ids = []
                 if new_ids := cached.new_block_ids[index]:
                     tracked.block_ids.extend(new_ids[0])
-                computed_tokens = cached.num_computed_tokens[index] + scheduled[request_id]
+                computed_tokens = cached.num_computed_tokens[index]
+                if computed_tokens < tracked.request.num_prompt_tokens:
+                    prompt_tokens += scheduled[request_id]
+                computed_tokens += scheduled[request_id]
                 metadata.stores += self._plan_store(tracked, computed_tokens)
+        metadata.number = self._prefill.scheduled(prompt_tokens, time.monotonic())
         self._wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
         return metadata
+
+    def step_ended(self, number: int) -> None:
+        """A step has ended, of which `build_metadata` gave the number, or none."""
+        self._prefill.ended(number, time.monotonic())
 
     def load_failed(self, request_id: str) -> None:
         """The request's load failed on some rank: its other tokens are computed."""
@@ -299,7 +316,8 @@ class ConnectorScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             self._epoch_is_used = True
-            tracked = _Tracked(request, self._prefix(request))
+            wishes = Wishes.of(request.kv_transfer_params, request.request_id)
+            tracked = _Tracked(request, self._prefix(request), wishes)
             self._tracked[request.request_id] = tracked
         if chunk_tokens and tracked.chunk_tokens != chunk_tokens:
             if tracked.chunk_tokens:  # the agent was restarted with another chunk size
@@ -417,7 +435,12 @@ class ConnectorScheduler:
         computed_tokens: tokens whose KV is in blocks after the step.
         """
         chunk_tokens = self._adapter.chunk_size_tokens()
-        if not chunk_tokens or not self._may_store or tracked.prefix is None:
+        if (
+            not chunk_tokens
+            or not self._may_store
+            or tracked.prefix is None
+            or not tracked.wishes.store
+        ):
             return []
         request = tracked.request
         self._track(request, chunk_tokens)

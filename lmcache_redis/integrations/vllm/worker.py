@@ -46,12 +46,14 @@ class StepMetadata(KVConnectorMetadata):
     lost_loads: block ids, by request, of loads that vLLM waits for and that were never planned
         because the scheduler failed. Workers report them as failed.
     idle: the step runs no model, so that a short wait delays no computation.
+    number: the workers report it when the step has ended; 0: they need not.
     """
 
     loads: list[Planned] = field(default_factory=list)
     stores: list[Planned] = field(default_factory=list)
     lost_loads: dict[str, list[int]] = field(default_factory=dict)
     idle: bool = False
+    number: int = 0
 
 
 @dataclass
@@ -62,12 +64,14 @@ class WorkerReport(KVConnectorWorkerMetadata):
     dropped: the agent did not accept all chunks of a store.
     broken: ranks whose worker failed; True if no transfer of the rank touches a block any longer.
     places: ranks that are now registered with another agent than before, or with none.
+    step: the number of the step that has ended, if it has one.
     """
 
     ended: Mapping[int, list[int]]
     dropped: bool = False
     broken: Mapping[int, bool] = field(default_factory=dict)
     places: Mapping[int, RankPlace | None] = field(default_factory=dict)
+    step: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Combines the reports of two ranks."""
@@ -77,6 +81,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.dropped or other.dropped,
             {**self.broken, **other.broken},
             {**self.places, **other.places},
+            max(self.step, other.step),
         )
 
 
@@ -175,7 +180,7 @@ class ConnectorWorker:
                 self._ended.append(transfer_id)
         return ended
 
-    def report(self) -> WorkerReport | None:
+    def report(self, step: int) -> WorkerReport | None:
         """The report to the scheduler, if there is anything to report."""
         for transfer_id in [t for t, store in self._stores.items() if _over(store)]:
             for result in [each.result for each in self._stores.pop(transfer_id)]:
@@ -184,12 +189,13 @@ class ConnectorWorker:
                 self._dropped |= result.dropped > 0
             self._ended.append(transfer_id)
         places = {self._rank: self._client.place}
-        if not self._ended and places == self._places:
+        if not self._ended and places == self._places and not step:
             return None
         report = WorkerReport(
             {self._rank: self._ended},
             self._dropped,
             places={} if places == self._places else places,
+            step=step,
         )
         self._places = places
         self._ended, self._dropped = [], False

@@ -1,0 +1,131 @@
+"""Whether a load is worth it: the expected time to first token if a prefix is loaded. No I/O.
+
+A tier and an engine are two queues. A tier loads the bytes in flight before it loads others
+(`TransferRate`), an engine computes the prompts that it has before it computes others
+(`Computing`). A request whose prefix is loaded has its first token when both are ready and the rest
+of the prompt is computed; `prefix_worth_loading` finds the prefix for which that is soonest.
+
+Times are those of `time.monotonic()`. Nothing that is not measured yet counts: the first loads are
+begun, and measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+# Of busy time: what a tier did that long ago counts half.
+_HALF_LIFE_S = 0.5
+# A tier that was too slow has to be so much faster than needed: else it changes with every load.
+_HYSTERESIS = 1.25
+_PROBE_EVERY_S = 10.0
+
+
+class TransferRate:
+    """The bytes per second that a tier delivers, from its loads.
+
+    Attributes:
+        in_flight_bytes: of the loads that have begun and not ended.
+        is_slow: computing was faster when it was last asked.
+    """
+
+    def __init__(self) -> None:
+        self.in_flight_bytes = 0
+        self.is_slow = False
+        self._bytes = 0.0
+        self._busy_s = 0.0
+        self._since_s = 0.0  # while loads are in flight: when the last one arrived
+        self._probed_s = -math.inf
+
+    def begun(self, nbytes: int, now_s: float) -> None:
+        """A load of so many bytes has begun."""
+        if not self.in_flight_bytes:
+            self._since_s = now_s
+        self.in_flight_bytes += nbytes
+
+    def ended(self, nbytes: int, now_s: float, *, arrived: bool) -> None:
+        """A load has ended. What did not arrive says nothing of the rate."""
+        self.in_flight_bytes -= nbytes
+        if arrived:
+            self._add(nbytes, now_s)
+        self._since_s = now_s
+
+    def fell_behind(self, now_s: float) -> None:
+        """The loads in flight are given up because nothing has arrived for too long."""
+        if self.in_flight_bytes:
+            self._add(0, now_s)
+
+    def per_second(self, now_s: float) -> float:
+        """Bytes per second; 0.0 if nothing has arrived yet."""
+        stalled_s = self._stalled_s(now_s)
+        if not self._bytes or stalled_s * self._bytes <= self.in_flight_bytes * self._busy_s:
+            stalled_s = 0.0  # all that is in flight may arrive together
+        busy_s = self._busy_s + stalled_s
+        return self._bytes / busy_s if busy_s else 0.0
+
+    def seconds(self, nbytes: int, now_s: float, *, behind: bool = True) -> float:
+        """The expected time to load so many bytes, behind those in flight if ``behind``.
+
+        Without a rate: as long as nothing has arrived from the loads in flight.
+        """
+        rate = self.per_second(now_s)
+        if not rate:
+            return math.inf if self._busy_s else self._stalled_s(now_s)
+        return (nbytes + (self.in_flight_bytes if behind else 0)) / rate * self._margin
+
+    def may_probe(self, now_s: float) -> bool:
+        """Whether a load is due that shows whether the tier has become faster. True once each."""
+        if self.in_flight_bytes or now_s < self._probed_s + _PROBE_EVERY_S:
+            return False
+        self._probed_s = now_s
+        return True
+
+    @property
+    def _margin(self) -> float:
+        return _HYSTERESIS if self.is_slow else 1.0
+
+    def _stalled_s(self, now_s: float) -> float:
+        return now_s - self._since_s if self.in_flight_bytes else 0.0
+
+    def _add(self, nbytes: int, now_s: float) -> None:
+        busy_s = max(1e-6, now_s - self._since_s)
+        kept = 0.5 ** (busy_s / _HALF_LIFE_S)
+        self._bytes = self._bytes * kept + nbytes
+        self._busy_s = self._busy_s * kept + busy_s
+        self._since_s = now_s
+
+
+class Computing:
+    """What an engine has to compute.
+
+    Attributes:
+        token_s: seconds per prompt token as the engine has measured them; 0.0: not yet.
+    """
+
+    def __init__(self) -> None:
+        self.token_s = 0.0
+        self._free_s = 0.0
+
+    def add(self, tokens: int, now_s: float) -> None:
+        """The engine has been told to compute so many tokens."""
+        self._free_s = max(self._free_s, now_s) + tokens * self.token_s
+
+    def free_in_s(self, now_s: float) -> float:
+        """When it could begin to compute another prompt."""
+        return max(0.0, self._free_s - now_s)
+
+
+def prefix_worth_loading(
+    loads: Iterable[tuple[int, float]], chunks: int, chunk_s: float, free_in_s: float
+) -> int:
+    """The prefix with which the first token is expected soonest; the longest one if several are.
+
+    loads: prefixes, each with the seconds until it is loaded. chunks: of the prompt. chunk_s: the
+    seconds to compute one. free_in_s: when the engine can begin.
+    """
+    best, best_s = 0, math.inf
+    for length, load_s in loads:
+        first_token_s = max(load_s, free_in_s) + (chunks - length) * chunk_s
+        if (first_token_s, -length) < (best_s, -best):
+            best, best_s = length, first_token_s
+    return best

@@ -1,0 +1,151 @@
+"""Rates of transfers, the queue of an engine, and which prefix is worth loading."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_redis.cache.bet import Computing, TransferRate, prefix_worth_loading
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("load_s", "chunk_s", "free_in_s", "worth"),
+    [
+        # each chunk's load, each chunk's computing, the engine's queue
+        (0.1, 1.0, 0.0, 4),  # all: loading is faster
+        (2.0, 1.0, 0.0, 0),  # none
+        (1.0, 1.0, 0.0, 4),  # as fast: loaded, the engine has others to compute
+        (2.0, 1.0, 2.0, 1),  # what arrives while the engine computes others
+        (2.0, 1.0, 4.5, 2),
+        (2.0, 1.0, 8.0, 4),
+        (0.1, 0.0, 0.0, 0),  # computing costs nothing
+        (math.inf, 1.0, 9.0, 0),  # nothing arrives
+    ],
+)
+def test_the_first_token_decides(
+    load_s: float, chunk_s: float, free_in_s: float, worth: int
+) -> None:
+    loads = [(chunks, chunks * load_s if chunks else 0.0) for chunks in range(5)]
+    assert prefix_worth_loading(loads, 4, chunk_s, free_in_s) == worth
+
+
+def test_a_slow_tier_behind_a_fast_one_ends_the_prefix() -> None:
+    loads = [(0, 0.0), (1, 0.1), (2, 0.2), (3, 5.0)]
+    assert prefix_worth_loading(loads, 6, 1.0, 0.0) == 2
+
+
+@given(
+    st.lists(st.floats(0.0, 10.0), max_size=8),
+    st.floats(0.001, 5.0),
+    st.floats(0.0, 20.0),
+)
+def test_it_is_never_expected_later_than_by_computing(
+    steps: list[float], chunk_s: float, free_in_s: float
+) -> None:
+    loads = [(count, sum(steps[:count])) for count in range(len(steps) + 1)]
+    worth = prefix_worth_loading(loads, len(steps), chunk_s, free_in_s)
+
+    def first_token_s(count: int) -> float:
+        return max(loads[count][1], free_in_s) + (len(steps) - count) * chunk_s
+
+    assert first_token_s(worth) == min(first_token_s(count) for count in range(len(steps) + 1))
+
+
+def test_a_rate_is_the_bytes_that_arrived_in_busy_time() -> None:
+    rate = TransferRate()
+    assert (rate.per_second(0.0), rate.seconds(MB, 0.0)) == (0.0, 0.0), "nothing is known"
+    for second in range(100):
+        at_s = second * 10.0  # idle most of the time
+        rate.begun(MB, at_s)
+        rate.begun(MB, at_s)
+        rate.ended(MB, at_s + 0.1, arrived=True)
+        rate.ended(MB, at_s + 0.2, arrived=True)
+    assert rate.per_second(1000.0) == pytest.approx(10 * MB)
+    assert rate.seconds(5 * MB, 1000.0) == pytest.approx(0.5)
+    rate.begun(5 * MB, 1000.0)
+    assert rate.seconds(5 * MB, 1000.0) == pytest.approx(1.0), "behind what is in flight"
+    assert rate.seconds(5 * MB, 1000.0, behind=False) == pytest.approx(0.5)
+
+
+def test_a_rate_follows_a_change_within_seconds() -> None:
+    rate, now_s = TransferRate(), 0.0
+
+    def load(seconds: float) -> None:
+        nonlocal now_s
+        rate.begun(MB, now_s)
+        now_s += seconds
+        rate.ended(MB, now_s, arrived=True)
+
+    for _ in range(1000):
+        load(0.001)
+    assert rate.per_second(now_s) == pytest.approx(1000 * MB, rel=0.01)
+    load(2.0)
+    assert rate.per_second(now_s) < 40 * MB
+    for _ in range(3000):
+        load(0.001)
+    assert rate.per_second(now_s) > 900 * MB
+
+
+def test_a_stall_lowers_the_rate_while_it_lasts() -> None:
+    rate = TransferRate()
+    rate.begun(100 * MB, 0.0)
+    rate.ended(100 * MB, 1.0, arrived=True)
+    rate.begun(10 * MB, 2.0)
+    assert rate.per_second(2.05) == pytest.approx(100 * MB), "it may arrive in time"
+    assert rate.per_second(12.0) < 10 * MB
+    rate.fell_behind(12.0)
+    rate.ended(10 * MB, 12.0, arrived=False)
+    assert rate.per_second(20.0) < MB
+    assert rate.seconds(MB, 20.0) > 1.0
+
+
+def test_without_a_rate_a_load_takes_as_long_as_it_has_taken() -> None:
+    rate = TransferRate()
+    rate.begun(MB, 5.0)
+    assert rate.seconds(0, 7.0) == 2.0
+    rate.fell_behind(7.0)
+    rate.ended(MB, 7.0, arrived=False)
+    assert rate.seconds(MB, 8.0) == math.inf, "until a probe arrives"
+
+
+def test_what_is_cancelled_says_nothing() -> None:
+    rate = TransferRate()
+    rate.begun(MB, 0.0)
+    rate.ended(MB, 1.0, arrived=True)
+    rate.begun(50 * MB, 1.0)
+    rate.ended(50 * MB, 1.5, arrived=False)
+    assert rate.per_second(2.0) == pytest.approx(MB)
+
+
+def test_a_slow_tier_has_to_become_clearly_faster() -> None:
+    rate = TransferRate()
+    rate.begun(MB, 0.0)
+    rate.ended(MB, 1.0, arrived=True)
+    fast = rate.seconds(MB, 2.0)
+    rate.is_slow = True
+    assert rate.seconds(MB, 2.0) == pytest.approx(1.25 * fast)
+
+
+def test_probes_are_rare_and_alone() -> None:
+    rate = TransferRate()
+    assert rate.may_probe(100.0)
+    assert not rate.may_probe(105.0)
+    assert rate.may_probe(110.0)
+    rate.begun(MB, 111.0)
+    assert not rate.may_probe(130.0), "what is in flight shows the rate"
+
+
+def test_an_engine_computes_one_prompt_after_the_other() -> None:
+    engine = Computing()
+    engine.add(1000, 5.0)
+    assert engine.free_in_s(5.0) == 0.0, "not measured yet"
+    engine.token_s = 0.001
+    engine.add(1000, 10.0)
+    engine.add(500, 10.5)
+    assert engine.free_in_s(10.5) == pytest.approx(1.0)
+    assert engine.free_in_s(20.0) == 0.0

@@ -1,0 +1,92 @@
+"""What an engine measures of its steps, and what a request may ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+from lmcache_redis.integrations.vllm.prefill import PrefillRate, Wishes
+
+
+def test_a_rate_is_the_time_of_steps_by_their_prompt_tokens() -> None:
+    rate = PrefillRate()
+    assert rate.token_s == 0.0
+    for number in range(10):
+        step = rate.scheduled(1000, 10.0 * number)
+        rate.ended(step, 10.0 * number + 2.0)
+    assert rate.token_s == pytest.approx(0.002)
+
+
+def test_small_steps_are_not_measured() -> None:
+    rate = PrefillRate()
+    assert rate.scheduled(63, 1.0) == 0
+    rate.ended(0, 9.0)
+    assert rate.token_s == 0.0
+
+
+def test_of_steps_that_overlap_each_counts_from_the_end_of_the_one_before() -> None:
+    """vLLM schedules a step while the one before it is running."""
+    rate = PrefillRate()
+    first = rate.scheduled(1000, 0.0)
+    second = rate.scheduled(1000, 0.1)
+    rate.ended(first, 1.0)
+    third = rate.scheduled(1000, 1.1)
+    rate.ended(second, 2.0)
+    rate.ended(0, 2.5)  # a step of one token
+    rate.ended(third, 3.5)
+    assert rate.token_s == pytest.approx(0.001)
+
+
+def test_a_step_whose_report_was_lost_is_forgotten() -> None:
+    rate = PrefillRate()
+    rate.scheduled(1000, 0.0)
+    rate.ended(rate.scheduled(1000, 5.0), 6.0)
+    assert rate.token_s == pytest.approx(0.001)
+    assert not rate._scheduled
+
+
+def test_new_steps_count_more() -> None:
+    rate = PrefillRate()
+    for number in range(20):
+        rate.ended(rate.scheduled(1000, 10.0 * number), 10.0 * number + 1.0)
+    for number in range(20, 30):
+        rate.ended(rate.scheduled(1000, 10.0 * number), 10.0 * number + 4.0)
+    assert rate.token_s == pytest.approx(0.004, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("params", "wishes"),
+    [
+        (None, Wishes()),
+        ({"another connector's": 1}, Wishes()),
+        ({"lmcache_redis": {"load": False}}, Wishes(load=False)),
+        ({"lmcache_redis": {"store": False}}, Wishes(store=False)),
+        ({"lmcache_redis": {"max_load_tokens": 512}}, Wishes(max_load_tokens=512)),
+        ({"lmcache_redis": {"max_load_tokens": 0}}, Wishes(max_load_tokens=0)),
+    ],
+)
+def test_a_request_may_ask_for_less(params: Any, wishes: Wishes) -> None:
+    assert Wishes.of(params, "r") == wishes
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        ("no", "give some of load, store, max_load_tokens"),
+        ({"loads": True}, "give some of load, store, max_load_tokens"),
+        ({"load": "false"}, "give true or false"),
+        ({"max_load_tokens": True}, "give a number of tokens"),
+        ({"max_load_tokens": -1}, "give a number of tokens"),
+        ({"max_load_tokens": 1.5}, "give a number of tokens"),
+    ],
+)
+def test_wishes_that_make_no_sense_are_told_and_not_followed(
+    wish: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert Wishes.of({"lmcache_redis": wish}, "request-7") == Wishes()
+    (record,) = caplog.records
+    assert "request-7" in record.getMessage()
+    assert words in record.getMessage()
