@@ -185,6 +185,31 @@ def main_job(
     _report(f"main job, prompts of {prompt_tokens} tokens", rows, json)
 
 
+@app.command(name="slow-link")
+def slow_link(
+    rounds: RoundsOption = 5,
+    prompt_tokens: Annotated[int, typer.Option(min=512, max=32_768)] = 2049,
+    mbits: Annotated[str, typer.Option(help="A list of rates, from fast to slow.")] = (
+        "10000,3000,1000,300,100,20"
+    ),
+    output_dir: Annotated[Path, typer.Option(help="Logs, the model and the plot.")] = Path(
+        "bench-output"
+    ),
+    json: JsonOption = None,
+) -> None:
+    """Time to first token by the link's rate: computed, always loaded, and as the agent decides.
+
+    Needs root and iproute2: Redis runs in a network namespace behind a token bucket. Takes minutes.
+    """
+    from benchmarks import plots
+    from benchmarks import slow_link as benchmark
+
+    rates = _sizes(mbits, "1000,100,20")
+    rows = benchmark.run(output_dir, rounds, prompt_tokens, rates)
+    _report(f"slow link, prompts of {prompt_tokens} tokens", rows, json)
+    plots.report(lambda: benchmark.plot(rows, output_dir / "slow-link.png"))
+
+
 def _report(title: str, rows: Sequence[Mapping[str, Any]], json: Path | None) -> None:
     show(title, rows)
     write_json(json, rows)

@@ -191,7 +191,9 @@ class AgentConfig:
         shown="8GiB, at most a quarter of the machine's memory",
         size=True,
     )
-    lookup_deadline_s: float = setting("maximum wait of a request for a lookup", 1.0)
+    lookup_deadline_s: float = setting(
+        "maximum wait of a request for a lookup; it is shorter where computing is faster", 10.0
+    )
     op_timeout_s: float = setting(
         "maximum time for one exchange with Redis; after it the server is probed", 2.0
     )
@@ -249,6 +251,7 @@ class ClientConfig:
     endpoint: str = field(default_factory=default_endpoint)
     agent_dead_after_s: float = 1.5
     weights_id: str | None = None
+    load_always: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.endpoint, str):
@@ -258,6 +261,8 @@ class ClientConfig:
         name = self.weights_id
         if name is not None and not (isinstance(name, str) and 1 <= len(name) <= 256):
             raise ConfigError(f"weights_id is {name!r}: write a name of 1 to 256 characters")
+        if not isinstance(self.load_always, bool):
+            raise ConfigError(f"load_always is {self.load_always!r}: write true or false")
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> ClientConfig:

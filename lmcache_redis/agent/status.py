@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
             "disk_writes": sum(map(len, queues[:-1])),
         },
         "disk": _disk(agent),
+        "loads": _loads(agent),
         "sessions": len(agent.sessions),
         "engines": [
             {
@@ -85,6 +87,25 @@ def _disk(agent: Agent) -> dict[str, Any] | None:
         "limit_bytes": disk.limit_bytes,
         "used_bytes": disk.used_bytes,
     }
+
+
+def _loads(agent: Agent) -> dict[str, Any]:
+    """What decides whether a hit is loaded, by tier; and the lookups that wait for room."""
+    cache, now_s = agent.cache, time.monotonic()
+    tiers = {
+        tier.name: {
+            "bytes_per_s": round(rate.per_second(now_s)),
+            "in_flight_bytes": rate.in_flight_bytes,
+            "is_slow": rate.is_slow,
+        }
+        for tier, rate in zip(cache.tiers, cache.rates, strict=True)
+    }
+    engines = {
+        peer.engine_id: round(1 / peer.computing.token_s)
+        for peer in agent.peers
+        if peer.computing.token_s
+    }
+    return {"tiers": tiers, "waiting": len(cache.line), "prefill_tokens_per_s": engines}
 
 
 def _redis(agent: Agent) -> dict[str, Any]:

@@ -334,7 +334,7 @@ class RetrieveJob(CopyJob):
         deadline_s = min(lease_s, time.monotonic() + self._config.lookup_deadline_s)
         form = replace(self._form, reach=FULL_REACH)
         hashes = [self._hashes[chunk] for chunk in missing]
-        lookup = PrefixLookup(self._cache, [form], hashes, deadline_s, loaded)
+        lookup = PrefixLookup(self._cache, [form], hashes, deadline_s, loaded, waits_for_room=False)
         try:
             lookup.start()
         except Exception:

@@ -13,9 +13,8 @@ from functools import partial
 
 from lmcache_redis.cache.bet import TransferRate
 from lmcache_redis.cache.inflight import Filled, InflightLoads
-from lmcache_redis.cache.line import Line
 from lmcache_redis.cache.owner import Owner
-from lmcache_redis.cache.pool import Entry, HostPool, Memory
+from lmcache_redis.cache.pool import Entry, HostPool, Line, Memory
 from lmcache_redis.cache.writebehind import Backing, WriteBehind
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkForm
@@ -62,8 +61,7 @@ class Cache:
         self.owner = owner
         self.metrics = metrics
         self.pool = HostPool(memory, idle_limit)
-        self.line = Line(owner)
-        self.pool.on_room = self.line.wake
+        self.line = Line(owner, self.pool)
         self.inflight = InflightLoads(self.pool)
         self.tiers = tuple(backing.tier for backing in backings)
         self.rates = tuple(TransferRate() for _ in backings)

@@ -3,7 +3,7 @@
     find     chunks in the host pool are pinned; each tier in order is asked about the others,
              through its index or by one scan of the rest of the prefix
     settle   how much of the prefix found is worth loading (`bet`), and whether the pool has room:
-             until it has, the lookup waits in a line and pins nothing (`line`)
+             until it has, the lookup waits in a line and pins nothing (`Line`)
     load     the parts that the prefix needs are read into slots in prefix order; a part that a
              tier fails to deliver in time is read from the next tier
     answer   when every part of the prefix is READY; with those that are, at the deadline or when
@@ -68,6 +68,7 @@ class PrefixLookup:
     first_chunk: the number in the prompt of the first chunk. chunk_tokens: the tokens of a chunk;
     may be 0 if every row needs all chunks. remote: further rows, whose parts must exist in the last
     tier and are not loaded. computing: of the engine; None: everything is worth loading.
+    waits_for_room: False for a caller that holds pins itself.
 
     Attributes:
         bound: the length of the prefix in chunks.
@@ -86,6 +87,7 @@ class PrefixLookup:
         chunk_tokens: int = 0,
         remote: Sequence[PartNames] = (),
         computing: Computing | None = None,
+        waits_for_room: bool = True,
     ) -> None:
         self.bound = len(hashes)
         self.reasons: set[str] = set()
@@ -110,6 +112,7 @@ class PrefixLookup:
         self._is_scanned = self._is_all_known = False  # what `_settle` asks about
         self._units = [*(cache.units(form) for form in forms), *(0 for _ in remote)]
         self._gap = "miss_absent"  # the counter of chunks lost because a part is not there
+        self._waits_for_room = waits_for_room
         self._computing = computing
         self._chunk_tokens = chunk_tokens
         self._chunk_s = computing.token_s * chunk_tokens if computing is not None else 0.0
@@ -247,8 +250,9 @@ class PrefixLookup:
             units = sum(self._units[row] for _, row in self._missing)
             too_many = units + sum(entry.units for entry in self._held.values()) - pool.capacity
             lacking = units - pool.free - pool.idle
-            if self._loads and lacking > 0:
-                too_many = lacking  # it could wait only if it gave up what it has loaded
+            can_wait = self._waits_for_room and not self._loads  # else it would give those up
+            if lacking > 0 and not can_wait:
+                too_many = lacking
             if too_many > 0:
                 # At least so many: a chunk that is dropped gives back its own parts at most.
                 self._no_room(-(-too_many // sum(self._units)))
@@ -259,9 +263,7 @@ class PrefixLookup:
             elif (worth := self._worth_loading()) < self.bound:
                 self._ends_at(worth, "miss_slower")
                 self.reasons.add("computing was faster")
-            elif (
-                units and not self._loads and (lacking > 0 or not self._cache.line.is_turn_of(self))
-            ):
+            elif units and can_wait and (lacking > 0 or not self._cache.line.is_turn_of(self)):
                 self._wait_in_line()
                 return
             elif self._load_missing():

@@ -16,7 +16,7 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_redis.cache import numa
+from lmcache_redis.native import numa
 from lmcache_redis.native.madvise import (
     HUGE_PAGE_BYTES,
     PAGE_SIZE_BYTES,

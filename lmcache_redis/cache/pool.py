@@ -17,9 +17,11 @@ free when its last pin is released, never before. The pool never holds more than
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from enum import Enum
 from typing import Any, Protocol
+
+from lmcache_redis.cache.owner import Owner
 
 
 class Memory(Protocol):
@@ -258,3 +260,55 @@ class HostPool:
     def _give_back(self, entry: Entry) -> None:
         self._free += entry.units
         self.memory.give_back(entry.block)
+
+
+class Line:
+    """Those that wait for room in the host pool: first come, first served.
+
+    Who waits holds no pins, so no two wait for each other's memory. Owned by the owner's thread.
+    """
+
+    def __init__(self, owner: Owner, pool: HostPool) -> None:
+        self._owner = owner
+        pool.on_room = self._wake
+        self._waiting: dict[Hashable, tuple[Callable[[], None], int]] = {}  # in order of arrival
+        self._is_posted = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def is_turn_of(self, who: Hashable) -> bool:
+        """Whether nobody waits who came before."""
+        return next(iter(self._waiting), who) == who
+
+    def bytes_before(self, who: Hashable) -> int:
+        """What those who came before want to load."""
+        total = 0
+        for each, (_, nbytes) in self._waiting.items():
+            if each == who:
+                break
+            total += nbytes
+        return total
+
+    def wait(self, who: Hashable, nbytes: int, again: Callable[[], None]) -> None:
+        """Has ``again`` called whenever there is more room and nobody waits before.
+
+        Until `leave`. Who waits already keeps the place.
+        """
+        self._waiting[who] = (again, nbytes)
+
+    def leave(self, who: Hashable) -> None:
+        """Does nothing if it does not wait."""
+        if self._waiting.pop(who, None) is not None:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting and not self._is_posted:
+            self._is_posted = True
+            self._owner.post(self._serve)
+
+    def _serve(self) -> None:
+        self._is_posted = False
+        first = next(iter(self._waiting), None)
+        if first is not None:
+            self._waiting[first][0]()  # if it leaves, the next is served

@@ -44,6 +44,7 @@ class Tiers(World):
         within_s: float = 60.0,
         hashes: Sequence[bytes] = HASHES,
         computing: Computing | None = None,
+        waits_for_room: bool = True,
     ) -> PrefixLookup:
         def done(lookup: PrefixLookup) -> None:
             self.found.append((lookup.bound, lookup.loaded()))
@@ -52,7 +53,7 @@ class Tiers(World):
         deadline_s = time.monotonic() + within_s
         lookup = PrefixLookup(
             self.cache, forms or (FORM,), hashes, deadline_s, done,
-            chunk_tokens=16, computing=computing,
+            chunk_tokens=16, computing=computing, waits_for_room=waits_for_room,
         )  # fmt: skip
         lookup.start()
         return lookup
@@ -374,6 +375,19 @@ def test_who_waits_holds_nothing_and_asks_again_about_what_was_evicted(
     assert [job.key for job in tiers.redis.read] == KEYS
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
     assert tiers.found[-1] == (5, {"disk": 0, "Redis": 5})
+
+
+def test_who_holds_pins_itself_does_not_wait(make: Callable[..., Tiers]) -> None:
+    tiers = make(15)
+    tiers.disk.is_up = False
+    tiers.look_up(hashes=block_hashes("another", 4))
+    tiers.answer_scan(4)
+    tiers.look_up(waits_for_room=False)
+    tiers.answer_scan(5)
+    assert [job.key for job in tiers.redis.read[4:]] == KEYS[:1]
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    assert sorted(length for length, _ in tiers.found) == [1, 4]
+    assert tiers.counted("miss_") == {"miss_pool_full": 4}
 
 
 def test_the_deadline_ends_the_wait(make: Callable[..., Tiers]) -> None:

@@ -194,6 +194,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             loads=self._kv_transfer_config.is_kv_consumer,
             stores=self._kv_transfer_config.is_kv_producer,
             weights_id=self._config.weights_id,
+            load_always=self._config.load_always,
             step_tokens=_step_tokens(self._vllm_config),
             block_ids=None if manager is None else manager.get_block_ids,
             adapter_digest=lambda request: digests.digest(request.lora_request),

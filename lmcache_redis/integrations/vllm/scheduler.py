@@ -71,6 +71,7 @@ class ConnectorScheduler:
     groups: of the model's layers. block_size_tokens: the common multiple of their block sizes.
     hash_stride: block hashes per block of that size.
     weights_id: names the first epoch; None for the shared one.
+    load_always: also what is computed faster.
     step_tokens: vLLM computes at most so many tokens of a request before it releases blocks.
     block_ids: returns a request's current blocks by group, null ones included; None if vLLM does
         not provide them: then there is one group, and requests keep their blocks until they end.
@@ -90,6 +91,7 @@ class ConnectorScheduler:
         loads: bool,
         stores: bool,
         weights_id: str | None,
+        load_always: bool = False,
         step_tokens: int,
         block_ids: Callable[[str], Sequence[Sequence[int]]] | None,
         adapter_digest: Callable[[Any], bytes | None],
@@ -103,6 +105,7 @@ class ConnectorScheduler:
         self._hash_stride = hash_stride
         self._may_load = loads
         self._may_store = stores
+        self._load_always = load_always
         self._block_ids = block_ids
         self._adapter_digest = adapter_digest
         self._step_tokens = step_tokens
@@ -171,7 +174,7 @@ class ConnectorScheduler:
                 request.request_id,
                 block_hashes=self._names(tracked)[: limit_tokens // self._block_size_tokens],
                 first_chunk=tracked.first_chunk,
-                token_s=self._prefill.token_s,
+                token_s=0.0 if self._load_always else self._prefill.token_s,
             )
         tokens = self._lookup_result(request.request_id)
         if tokens is None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.cache import numa
 from lmcache_redis.cache.memory import Arena
+from lmcache_redis.native import numa
 from lmcache_redis.native.madvise import address_of
 
 NODES = Path("/sys/devices/system/node/has_memory")
@@ -100,7 +100,7 @@ def test_a_policy_of_the_process_stays() -> None:
     """As set by numactl: set_mempolicy(MPOL_INTERLEAVE) before the pool is created."""
     code = """
 import ctypes, os
-from lmcache_redis.cache import numa
+from lmcache_redis.native import numa
 number = {"x86_64": 238, "aarch64": 237}[os.uname().machine]
 mask = ctypes.c_ulong(1)
 assert numa._has_default_policy()

@@ -1,0 +1,130 @@
+"""Time to first token by the rate of the link to Redis: computed, always loaded, and as it is bet.
+
+Three engines of one small model run side by side and answer in turn: one without a connector, one
+that always loads (``load_always``), and one with the defaults. All chunks are in a Redis behind a
+link that a token bucket limits (`link`); host pools and vLLM's own caches are empty before each
+request. Rates fall from one to the next. After a change each engine answers one request that is not
+counted, but reported: in it the bet may be lost.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.link import LimitedLink
+from benchmarks.plots import COLOURS, draw
+from benchmarks.report import ratios, rotated
+from lmcache_redis.demo.agent import AgentServer
+from lmcache_redis.demo.engine import EngineProcess
+from lmcache_redis.demo.model import ModelShape, make_model, make_prompts
+
+# 8 KiB of KV a token.
+SHAPE = ModelShape(layers=1, dtype="float32", itemsize=4)
+PLAIN, ALWAYS, BET = "no connector", "always loads", "bets"
+_POOL_BYTES = 512 << 20
+
+
+def run(
+    output_dir: Path,
+    rounds: int = 5,
+    prompt_tokens: int = 2049,
+    mbits: Sequence[float] = (10_000, 3_000, 1_000, 300, 100, 20),
+    say: Callable[[str], None] = print,
+) -> list[dict[str, Any]]:
+    """One row for each rate: medians over ``rounds`` prompts, and ratios to no connector."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    make_model(output_dir / "small-model", SHAPE, prompt_tokens + 64)
+    prompts = make_prompts(2 * len(mbits) * (rounds + 1) + 4, prompt_tokens)
+    warm_up, prompts = prompts[:4], prompts[4:]
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        link = stack.enter_context(LimitedLink(Path(directory)))
+        agents = {}
+        engines = {PLAIN: stack.enter_context(_engine(output_dir, PLAIN, prompt_tokens, None))}
+        for name in (ALWAYS, BET):
+            endpoint = f"ipc://{directory}/{'bet' if name == BET else 'always'}.sock"
+            log = output_dir / f"agent, {name}.log"
+            agent = AgentServer(endpoint, link.url, log, pool_bytes=_POOL_BYTES)
+            agents[name] = stack.enter_context(agent)
+            engine = _engine(output_dir, name, prompt_tokens, endpoint)
+            engines[name] = stack.enter_context(engine)
+            agent.wait_engine()
+        say(f"storing {len(prompts)} prompts")
+        for prompt in prompts:
+            engines[BET].generate([prompt])
+            agents[BET].wait_idle()
+        for name, agent in agents.items():
+            agent.restart().wait_engine()
+            engines[name].reset_prefix_cache()
+        # Engines learn what computing takes.
+        for prompt in warm_up:
+            for engine in engines.values():
+                engine.generate([prompt])
+        rows = []
+        for mbit in mbits:
+            link.limit(mbit)
+            times: dict[str, list[float]] = {name: [] for name in engines}
+            for number in range(rounds + 1):
+                say(f"{mbit:g} Mbit/s, request {number} of {rounds}")
+                # Those that load have prompts of their own, which no other has loaded.
+                asked = {PLAIN: warm_up[0], ALWAYS: prompts.pop(), BET: prompts.pop()}
+                for name in rotated([*engines], number):
+                    engines[name].reset_prefix_cache()
+                    if name in agents:
+                        agents[name].wait_idle()
+                    times[name].append(engines[name].generate([asked[name]]).seconds)
+            rows.append(_row(mbit, times, agents[BET]))
+        return rows
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> Path:
+    """Time to first token by the link's rate."""
+
+    def panels(axes: Any) -> None:
+        (panel,) = axes
+        rates = [row["mbit_per_s"] for row in rows]
+        for name, colour in zip((PLAIN, ALWAYS, BET), COLOURS, strict=False):
+            values = [row[f"{_column(name)}_s"] for row in rows]
+            panel.plot(rates, values, marker="o", color=colour, label=name)
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        panel.set_xlabel("link to Redis, Mbit/s")
+        panel.set_ylabel("time to first token, s (median)")
+
+    return draw(path, "Hits by the rate of the link to Redis", 1, 1, panels)
+
+
+def _engine(output_dir: Path, name: str, prompt_tokens: int, endpoint: str | None) -> EngineProcess:
+    kv_transfer = {
+        "kv_connector": "LMCacheRedisConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"endpoint": endpoint, "load_always": name == ALWAYS},
+    }
+    return EngineProcess(
+        output_dir / "small-model",
+        log_path=output_dir / f"{name}.log",
+        kv_transfer=None if endpoint is None else kv_transfer,
+        options={"dtype": SHAPE.dtype, "max_model_len": prompt_tokens + 64},
+    )
+
+
+def _row(mbit: float, times: dict[str, list[float]], agent: AgentServer) -> dict[str, Any]:
+    row: dict[str, Any] = {"mbit_per_s": mbit}
+    for name, seconds in times.items():
+        row[f"{_column(name)}_s"] = statistics.median(seconds[1:])
+    for name in (ALWAYS, BET):
+        row[f"{_column(name)}_to_plain"] = statistics.median(
+            ratios(times[name][1:], times[PLAIN][1:])
+        )
+    row["bet_first_s"] = times[BET][0]
+    counters = agent.counters()
+    row |= {name: counters[name] for name in ("miss_slower", "lookups_cut", "probes")}
+    return row
+
+
+def _column(name: str) -> str:
+    return {PLAIN: "plain", ALWAYS: "always", BET: "bet"}[name]
