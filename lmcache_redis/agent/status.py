@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,10 +90,10 @@ def _disk(agent: Agent) -> dict[str, Any] | None:
 
 def _loads(agent: Agent) -> dict[str, Any]:
     """What decides whether a hit is loaded, by tier; and the lookups that wait for room."""
-    cache, now_s = agent.cache, time.monotonic()
+    cache = agent.cache
     tiers = {
         tier.name: {
-            "bytes_per_s": round(rate.per_second(now_s)),
+            "bytes_per_s": round(rate.per_second()),
             "in_flight_bytes": rate.in_flight_bytes,
             "is_slow": rate.is_slow,
         }

@@ -51,27 +51,32 @@ class TransferRate:
         self._since_s = now_s
 
     def fell_behind(self, now_s: float) -> None:
-        """The loads in flight are given up because nothing has arrived for too long."""
-        if self.in_flight_bytes:
-            self._add(0, now_s)
+        """The loads in flight are given up because nothing has arrived for too long.
 
-    def per_second(self, now_s: float) -> float:
-        """Bytes per second; 0.0 if nothing has arrived yet."""
+        From then on they count as if all had arrived in twice that time, until some arrive.
+        """
         stalled_s = self._stalled_s(now_s)
-        if not self._bytes or stalled_s * self._bytes <= self.in_flight_bytes * self._busy_s:
-            stalled_s = 0.0  # all that is in flight may arrive together
-        busy_s = self._busy_s + stalled_s
-        return self._bytes / busy_s if busy_s else 0.0
+        is_lower = self.in_flight_bytes * self._busy_s < 2 * stalled_s * self._bytes
+        if stalled_s and (is_lower or not self._busy_s):
+            self._bytes, self._busy_s = self.in_flight_bytes, 2 * stalled_s
+
+    def per_second(self) -> float:
+        """Bytes per second; 0.0 if nothing has arrived yet."""
+        return self._bytes / self._busy_s if self._busy_s else 0.0
 
     def seconds(self, nbytes: int, now_s: float, *, behind: bool = True) -> float:
         """The expected time to load so many bytes, behind those in flight if ``behind``.
 
-        Without a rate: as long as nothing has arrived from the loads in flight.
+        If nothing has arrived for longer than all in flight should take, or without a rate: at
+        least as long again.
         """
-        rate = self.per_second(now_s)
+        rate, stalled_s = self.per_second(), self._stalled_s(now_s)
         if not rate:
-            return math.inf if self._busy_s else self._stalled_s(now_s)
-        return (nbytes + (self.in_flight_bytes if behind else 0)) / rate * self._margin
+            return stalled_s
+        load_s = (nbytes + (self.in_flight_bytes if behind else 0)) / rate
+        if stalled_s > self.in_flight_bytes / rate:
+            load_s = max(load_s, stalled_s)
+        return load_s * (_HYSTERESIS if self.is_slow else 1.0)
 
     def may_probe(self, now_s: float) -> bool:
         """Whether a load is due that shows whether the tier has become faster. True once each."""
@@ -79,10 +84,6 @@ class TransferRate:
             return False
         self._probed_s = now_s
         return True
-
-    @property
-    def _margin(self) -> float:
-        return _HYSTERESIS if self.is_slow else 1.0
 
     def _stalled_s(self, now_s: float) -> float:
         return now_s - self._since_s if self.in_flight_bytes else 0.0

@@ -465,6 +465,7 @@ def test_what_is_loaded_while_the_engine_computes_others_costs_nothing(tiers: Ti
 
 
 def test_a_load_that_falls_behind_is_cut(tiers: Tiers) -> None:
+    tiers.disk.is_up = False
     measured(tiers, FORM.chunk_bytes * 1000.0)
     lookup = tiers.look_up(computing=computing(0.05))
     tiers.answer_scan(5)
