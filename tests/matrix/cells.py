@@ -80,7 +80,8 @@ CASES = [
     Case("Qwen3-Next", "qwen3-next", 60, _STATE_OPTIONS, near_nats=0.1),
     Case("Falcon-H1", "falcon-h1", 60, _MAMBA_2_OPTIONS),
     Case("Nemotron-H", "nemotron-h", 60, _MAMBA_2_OPTIONS),
-    Case("LFM2", "lfm2", 60, _STATE_OPTIONS_32),
+    # In a batch, vLLM's short convolution on CPUs answers otherwise than one by one.
+    Case("LFM2", "lfm2", 60, {**_STATE_OPTIONS_32, "max_num_seqs": 1}),
     Case("Llama-4", "llama4", 100),
     Case("OLMo-3", "olmo3", 100),
     Case("Cohere-2", "cohere2", 100),
