@@ -37,7 +37,14 @@ _OFF = re.compile(r"the cache stays off: (.*)")
 _EXCEPTION = re.compile(
     r"^(?:\(.*?\) )?(?:ERROR .*?\] )?(\w+(?:Error|Exception): .+)$", re.MULTILINE
 )
-_ELSEWHERE = ("Engine core init", "EngineCore encountered", "Worker failed", "WorkerProc init")
+_OF_ONE_RUN = re.compile(r" \(/.*?\)|\[\w+\]:\[.*?\] |(?<='0)-\w+")  # paths, times, request ids
+_ELSEWHERE = (
+    "Engine core init",
+    "EngineCore encountered",
+    "Worker failed",
+    "WorkerProc init",
+    "in subprocess",
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ CASES = [
     Case("Llama", "llama", 40),
     Case("Gemma-3", "gemma3", 150),
     Case("gpt-oss", "gpt-oss", 60),
+    Case("gpt-oss, bfloat16", "gpt-oss", 60, {"dtype": "bfloat16"}, near_nats=0.1),
     # In a batch, vLLM's MLA on CPUs without AMX answers otherwise than one by one.
     Case("DeepSeek-V2 (MLA)", "deepseek-v2", 300, {"max_num_seqs": 1}, may_be_off=True),
     Case("Mistral, window", "mistral", 40),
@@ -106,7 +114,8 @@ CASES = [
 def _cause(log: str) -> str:
     """The first exception in an engine's log, shortened."""
     found = _EXCEPTION.findall(log)
-    return next((each for each in found if not any(s in each for s in _ELSEWHERE)), "")[:200]
+    cause = next((each for each in found if not any(s in each for s in _ELSEWHERE)), "")
+    return _OF_ONE_RUN.sub("", cause).strip()[:200]
 
 
 @dataclass
@@ -193,7 +202,7 @@ class Cell:
         except EngineFailed as error:
             for result in results:
                 log = self._log("plain").read_text(errors="replace")
-                result.vllm_alone = _cause(log) or str(error).splitlines()[0]
+                result.vllm_alone = _cause(log) or "its process has ended"
             return results
         with self._engine("cold", connector=True) as engine:
             for result in results:
