@@ -37,14 +37,12 @@ _OFF = re.compile(r"the cache stays off: (.*)")
 _EXCEPTION = re.compile(
     r"^(?:\(.*?\) )?(?:ERROR .*?\] )?(\w+(?:Error|Exception): .+)$", re.MULTILINE
 )
-_OF_ONE_RUN = re.compile(r" \(/.*?\)|\[\w+\]:\[.*?\] |(?<='0)-\w+")  # paths, times, request ids
 _ELSEWHERE = (
-    "Engine core init",
-    "EngineCore encountered",
-    "Worker failed",
+    "Engine core init", "EngineCore encountered", "in subprocess", "Worker failed",
     "WorkerProc init",
-    "in subprocess",
-)
+)  # fmt: skip
+# Paths, times and request ids.
+_OF_ONE_RUN = re.compile(r" \(/.*?\)|\[\w+\]:\[.*?\] |(?<='0)-\w+")
 
 
 @dataclass(frozen=True)
@@ -199,7 +197,7 @@ class Cell:
             with self._engine("plain") as engine:
                 for name in servers:
                     self._learn(engine, name)
-        except EngineFailed as error:
+        except EngineFailed:
             for result in results:
                 log = self._log("plain").read_text(errors="replace")
                 result.vllm_alone = _cause(log) or "its process has ended"
