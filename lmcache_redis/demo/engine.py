@@ -84,13 +84,14 @@ class EngineProcess(Child):
         prompts: Sequence[Sequence[int]],
         max_tokens: int = 1,
         lora: tuple[str, int, str] | None = None,
+        images: Sequence[str] | None = None,
         **sampling: Any,
     ) -> Answer:
         """Answers the prompts together, greedily, with exactly ``max_tokens`` tokens each.
 
-        lora: name, id and path of an adapter.
+        lora: name, id and path of an adapter. images: the path of one for each prompt.
         """
-        self.begin_generate(prompts, max_tokens, lora, **sampling)
+        self.begin_generate(prompts, max_tokens, lora, images, **sampling)
         return self.finish()
 
     def begin_generate(
@@ -98,6 +99,7 @@ class EngineProcess(Child):
         prompts: Sequence[Sequence[int]],
         max_tokens: int = 1,
         lora: tuple[str, int, str] | None = None,
+        images: Sequence[str] | None = None,
         **sampling: Any,
     ) -> None:
         """Begins ``generate`` and returns; ``finish`` waits for it."""
@@ -107,6 +109,7 @@ class EngineProcess(Child):
                 "prompts": [list(prompt) for prompt in prompts],
                 "max_tokens": max_tokens,
                 "lora": lora,
+                "images": images,
                 "sampling": sampling,
             }
         )
@@ -202,7 +205,12 @@ def _generate(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         detokenize=False,
         **request["sampling"],
     )
-    prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
+    prompts: list[dict[str, Any]] = [{"prompt_token_ids": each} for each in request["prompts"]]
+    if request["images"] is not None:
+        from PIL import Image
+
+        for prompt, path in zip(prompts, request["images"], strict=True):
+            prompt["multi_modal_data"] = {"image": Image.open(path)}
     started_s = time.perf_counter()
     lora = None
     if request["lora"] is not None:

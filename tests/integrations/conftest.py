@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,20 @@ def make_model(directory: Path, seed: int) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(directory, safe_serialization=True)
     return directory
+
+
+@pytest.fixture(scope="session", autouse=True)
+def inspect_models_in_process() -> Iterator[None]:
+    """vLLM starts a process for the class of a model that it has not seen on this machine.
+
+    It also forgets a class when another version of vLLM has seen it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("vllm") is not None:
+            from vllm.model_executor.models import registry
+
+            patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,15 @@ The weights spread widely, so that greedy tokens differ from prompt to prompt an
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 VOCABULARY = 4096
 MAX_TOKENS = 4096
+IMAGE_SIDE = 56
+IMAGE_TOKENS = 32
 _SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -101,6 +104,53 @@ def _llama4() -> tuple[str, dict[str, Any]]:
     }
 
 
+def _eagle() -> tuple[str, dict[str, Any]]:
+    """A draft of one layer for ``llama``."""
+    return "Llama", {"num_hidden_layers": 1}
+
+
+def _mimo() -> tuple[str, dict[str, Any]]:
+    """Qwen2 and one layer for multi-token prediction."""
+    return "Qwen2", {"num_nextn_predict_layers": 1, "head_dim": 64}
+
+
+def _falcon_h1() -> tuple[str, dict[str, Any]]:
+    """Every layer has attention and a recurrent state."""
+    return "FalconH1", {
+        "mamba_d_ssm": 256,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 64,
+        "mamba_chunk_size": 64,
+    }
+
+
+def _lfm2() -> tuple[str, dict[str, Any]]:
+    """Three layers with a short convolution to one with full attention."""
+    kinds = ["conv", "conv", "conv", "full_attention"]
+    return "Lfm2", {
+        "layer_types": kinds,
+        "block_auto_adjust_ff_dim": False,
+        "block_dim": 256,
+        "block_multiple_of": 256,
+        "conv_dim": 256,
+    }
+
+
+def _nemotron_h() -> tuple[str, dict[str, Any]]:
+    """Layers of Mamba-2, of attention and of an MLP."""
+    return "NemotronH", {
+        "hybrid_override_pattern": "M-M*-M*",
+        "num_hidden_layers": 7,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 64,
+        "n_groups": 1,
+        "chunk_size": 64,
+    }
+
+
 _MODELS: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
     "llama": _llama,
     "gemma3": _gemma3,
@@ -111,7 +161,107 @@ _MODELS: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
     "olmo3": _olmo3,
     "cohere2": _cohere2,
     "llama4": _llama4,
+    "eagle": _eagle,
+    "mimo": _mimo,
+    "falcon-h1": _falcon_h1,
+    "lfm2": _lfm2,
+    "nemotron-h": _nemotron_h,
 }
+
+
+def _as_eagle(directory: Path, config: Any) -> None:
+    """Keeps the layers, and adds what makes one input of a token and a hidden state."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    layers = {
+        name.removeprefix("model."): tensor
+        for name, tensor in load_file(path).items()
+        if name.startswith("model.layers.") and "input_layernorm" not in name
+    }
+    layers["fc.weight"] = torch.randn(config.hidden_size, 2 * config.hidden_size) * 0.05
+    save_file(layers, path)
+
+
+def _as_mimo(directory: Path, config: Any) -> None:
+    """Adds the layer that predicts one more token: a copy of the last one and its input."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    last, added = f"model.layers.{config.num_hidden_layers - 1}.", "model.mtp_layers.0."
+    weights |= {
+        name.replace(last, added): tensor.clone()
+        for name, tensor in weights.items()
+        if name.startswith(last)
+    }
+    size = config.hidden_size
+    weights[f"{added}input_proj.weight"] = torch.randn(size, 2 * size) * 0.05
+    for norm in ("token", "hidden", "final"):
+        weights[f"{added}{norm}_layernorm.weight"] = torch.ones(size)
+    save_file(weights, path)
+    settings = json.loads((directory / "config.json").read_text())
+    settings |= {"architectures": ["MiMoForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(settings))
+
+
+_CHANGES: dict[str, Callable[[Path, Any], None]] = {"eagle": _as_eagle, "mimo": _as_mimo}
+
+
+def _write_blip2(directory: Path) -> None:
+    """OPT after IMAGE_TOKENS embeddings of an image, with a tokenizer of one word per token."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    tower = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "initializer_range": 0.3,
+    }
+    text = _SIZES | {
+        "model_type": "opt",
+        "ffn_dim": 512,
+        "word_embed_proj_dim": 256,
+        "init_std": 0.08,
+    }
+    config = transformers.Blip2Config(
+        vision_config=tower | {"image_size": IMAGE_SIDE, "patch_size": 14},
+        qformer_config=tower | {"encoder_hidden_size": 64, "vocab_size": VOCABULARY},
+        text_config=text,
+        num_query_tokens=IMAGE_TOKENS,
+        image_token_index=3,
+    )
+    torch.manual_seed(0)
+    model = transformers.Blip2ForConditionalGeneration(config)
+    torch.nn.init.normal_(model.query_tokens)
+    model.save_pretrained(directory)
+    words = ["<pad>", "<s>", "</s>", "<image>", *map(str, range(4, VOCABULARY))]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="<pad>")),
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<image>"],
+    ).save_pretrained(directory)
+    processor = {"image_processor_type": "BlipImageProcessor", "processor_class": "Blip2Processor"}
+    processor |= {"size": {"height": IMAGE_SIDE, "width": IMAGE_SIDE}}
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+def write_image(path: Path, seed: int) -> Path:
+    """Writes an image of noise."""
+    from PIL import Image
+
+    pixels = random.Random(seed).randbytes(IMAGE_SIDE * IMAGE_SIDE * 3)
+    Image.frombytes("RGB", (IMAGE_SIDE, IMAGE_SIDE), pixels).save(path)
+    return path
 
 
 def write_model(name: str, directory: Path) -> Path:
@@ -119,6 +269,9 @@ def write_model(name: str, directory: Path) -> Path:
     import torch
     import transformers
 
+    if name == "blip2":
+        _write_blip2(directory)
+        return directory
     prefix, own = _MODELS[name]()
     config_class = getattr(transformers, f"{prefix}TextConfig", None)
     config_class = config_class or getattr(transformers, f"{prefix}Config")
@@ -126,6 +279,8 @@ def write_model(name: str, directory: Path) -> Path:
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     model.save_pretrained(directory)
+    if name in _CHANGES:
+        _CHANGES[name](directory, config)
     return directory
 
 
