@@ -185,6 +185,19 @@ def main_job(
     _report(f"main job, prompts of {prompt_tokens} tokens", rows, json)
 
 
+@app.command(name="working-set")
+def working_set(
+    rounds: RoundsOption = 5,
+    documents: Annotated[int, typer.Option(min=4, max=256)] = 16,
+    output_dir: Annotated[Path, typer.Option(help="Logs and the model.")] = Path("bench-output"),
+    json: JsonOption = None,
+) -> None:
+    """Documents that vLLM's own cache cannot hold, asked about in rounds, all at once."""
+    from benchmarks import working_set as benchmark
+
+    _report("working set", benchmark.run(output_dir, rounds, documents), json)
+
+
 @app.command(name="slow-link")
 def slow_link(
     rounds: RoundsOption = 5,

@@ -222,6 +222,7 @@ def _generate(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": time.perf_counter() - started_s,
         "outputs": [list(output.outputs[0].token_ids) for output in outputs],
         "cached_tokens": [output.num_cached_tokens for output in outputs],
+        "first_token_s": [getattr(each.metrics, "first_token_latency", None) for each in outputs],
         "margins": [_margins(output.outputs[0].logprobs or ()) for output in outputs],
     }
 
