@@ -28,7 +28,7 @@ FOREIGN_OPTIONS = {
     *("--mamba-cache-mode", "--max-model-len", "--model-impl"),
     *("--ipc", "--pid", "--shm-size"),
     "--help",
-    "--matrix",  # of scripts/test
+    *("--matrix", "--pythons"),  # of scripts/test
 }
 # Commands whose options are ours, and where their parsers are.
 PARSERS = {

@@ -21,6 +21,9 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
     agent.add_row("host pool", f"{used:.2f} of {whole:.2f} GiB, {pool['chunks']} chunks")
     agent.add_row("pinned", f"{pool['pinned_slots'] * pool['slot_bytes'] / 2**30:.2f} GiB")
     agent.add_row("to be written", f"{queues['writes']} chunks")
+    for name, tier in report["loads"]["tiers"].items():
+        agent.add_row(f"loads from {name}", _rate(tier))
+    agent.add_row("lookups that wait", f"{report['loads']['waiting']} for room in the host pool")
     agent.add_row("sessions", str(report["sessions"]))
     agent.add_row("chunk size", f"{report['chunk_size_tokens']} tokens")
     yield agent
@@ -40,3 +43,9 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
         if value:
             counters.add_row(name, f"{value:,}", COUNTERS.get(name, ""))
     yield counters
+
+
+def _rate(tier: Mapping[str, Any]) -> str:
+    rate = tier["bytes_per_s"]
+    text = f"{rate / 1e6:,.0f} MB/s" if rate else "not measured yet"
+    return f"{text}: slower than computing" if tier["is_slow"] else text

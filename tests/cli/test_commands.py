@@ -103,6 +103,8 @@ def test_status_for_people(agent: AgentServer) -> None:
     assert done.returncode == 0
     assert done.stderr == ""
     assert agent.endpoint in done.stdout
+    assert "not measured yet" in done.stdout
+    assert "0 for room in the host pool" in done.stdout
     assert "\x1b" not in done.stdout, "no colours where nobody sees them"
 
 
