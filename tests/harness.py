@@ -160,11 +160,17 @@ class Engine:
                 what="a store",
             )
 
-    def lookup(self, request_id: str, hashes: Sequence[bytes], first_chunk: int = 0) -> int:
+    def lookup(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        first_chunk: int = 0,
+        token_s: float = 0.0,
+    ) -> int:
         """Tokens that the agent holds for the request, after a step in which workers report."""
         self.scheduler.ranks.reported({rank: w.place for rank, w in enumerate(self.workers)})
         self.scheduler.maybe_submit_lookup_request(
-            request_id, block_hashes=hashes, first_chunk=first_chunk
+            request_id, block_hashes=hashes, first_chunk=first_chunk, token_s=token_s
         )
         deadline_s = time.monotonic() + WAIT_S
         while time.monotonic() < deadline_s:

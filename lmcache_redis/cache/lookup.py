@@ -137,7 +137,10 @@ class PrefixLookup:
                 else:
                     missing.append(((chunk, row), key))
             missing += [((chunk, row), stem + chunk_hash) for row, stem in remote]
-        self._missing = {*self._needs.parts(self.bound)} - self._held.keys()
+        if bounded:
+            self._missing = {*self._needs.parts(self.bound)} - self._held.keys()
+        else:
+            self._missing = {part for part, _ in missing}
         if self._computing is not None and self._chunk_s:
             # A tier that takes so long to answer is given up.
             wait_s = self._computing.free_in_s(time.monotonic()) + self.bound * self._chunk_s
@@ -248,7 +251,8 @@ class PrefixLookup:
                 self._ends_at(self._needs.longest(self.bound, self._is_found), self._gap)
             self._follow()
             units = sum(self._units[row] for _, row in self._missing)
-            too_many = units + sum(entry.units for entry in self._held.values()) - pool.capacity
+            held = sum(entry.units for entry in self._held.values()) if units else 0
+            too_many = units + held - pool.capacity
             lacking = units - pool.free - pool.idle
             can_wait = self._waits_for_room and not self._loads  # else it would give those up
             if lacking > 0 and not can_wait:
@@ -284,9 +288,8 @@ class PrefixLookup:
             self._load_times(now_s), len(self._hashes), self._chunk_s, computing.free_in_s(now_s)
         )
         seen = set()
-        for chunk, row in sorted(self._missing):
-            level = self._levels[chunk, row]
-            if level in seen or self._is_remote((chunk, row)):
+        for level, (chunk, row) in self._awaited():
+            if level in seen:
                 continue
             seen.add(level)
             self._cache.rates[level].is_slow = is_slow = chunk >= worth
@@ -305,16 +308,20 @@ class PrefixLookup:
         if self._needs.bounded:
             # A shorter prefix needs other parts: only the one that needs no loads is compared.
             yield self._needs.longest(self.bound, self._is_ready), load_s
-        for part in sorted({*self._missing, *self._watchers}):
-            if self._is_remote(part):
-                continue
+        for level, part in self._awaited():
             if not self._needs.bounded:
                 yield part[0], load_s
-            level = self._levels.get(part, len(rates) - 1)
             if part in self._missing:
                 nbytes[level] += self._forms[part[1]].chunk_bytes
             load_s = max(load_s, rates[level].seconds(nbytes[level], now_s))
         yield self.bound, load_s
+
+    def _awaited(self) -> Iterator[tuple[int, Part]]:
+        """The parts that are to be loaded or being loaded, each with the number of its tier."""
+        last = len(self._cache.rates) - 1
+        for part in sorted({*self._missing, *self._watchers}):
+            if not self._is_remote(part):
+                yield self._levels.get(part, last), part
 
     def _wait_in_line(self) -> None:
         """Waits for room, without pins: others may need theirs."""
@@ -331,6 +338,8 @@ class PrefixLookup:
 
     def _follow(self) -> None:
         """Releases what a shorter prefix no longer needs; holds what it needs and the pool has."""
+        if self._settled_for == self.bound:
+            return
         dropped, added = self._needs.between(self._settled_for, self.bound)
         self._settled_for = self.bound
         self._missing.difference_update(dropped)
