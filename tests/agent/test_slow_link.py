@@ -65,7 +65,6 @@ def test_a_link_that_becomes_slow_costs_one_bet(link: LimitedLink, tmp_path: Pat
         assert missed > 0
         assert engine.lookup("not taken", HASHES, token_s=fast_engine_s) < whole
         assert agent.counter("miss_slower") > missed
-        assert agent.status()["loads"]["tiers"]["Redis"]["bytes_per_s"] < 1e6
         engine.scheduler.end_session("not taken")
 
         # For an engine that computes more slowly still, the link is fast enough.
