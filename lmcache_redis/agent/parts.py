@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from lmcache_redis.agent.copies import CopyThreads
 from lmcache_redis.agent.peers import Peers
 from lmcache_redis.agent.sessions import Sessions
-from lmcache_redis.cache import counters
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.owner import OwnerLoop
 from lmcache_redis.cache.redis import RedisTier
+from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.context import PinnedPool
@@ -41,13 +41,13 @@ class Agent:
     def of(config: AgentConfig, arena: Arena, plane: RedisPlane) -> Agent:
         """Raises ``ConfigError`` if the disk tier's directory cannot be used."""
         limit_bytes = config.write_queue_limit_bytes
-        backings = [Backing(RedisTier(plane), counters.REDIS, limit_bytes, config.op_timeout_s)]
+        backings = [Backing(RedisTier(plane), REDIS_COUNTERS, limit_bytes, config.op_timeout_s)]
         disk = None
         if config.disk_path is not None:
             # At most half of a lookup's time is for the disk; the rest is for Redis.
             patience_s = min(DEFAULT_PATIENCE_S, config.lookup_deadline_s / 2)
             disk = DiskTier(config.disk_path, config.disk_size, read_patience_s=patience_s)
-            backings.insert(0, Backing(disk, counters.DISK, limit_bytes))
+            backings.insert(0, Backing(disk, DISK_COUNTERS, limit_bytes))
         wakeup = Wakeup()
         loop = OwnerLoop(wakeup.set)
         cache = Cache(loop, arena, backings, Metrics())

@@ -34,7 +34,7 @@ the meaning of the bytes differs)::
     plane = RedisPlane(RedisOptions(url))
     plane.start()
     plane.wait_probed(5.0)                          # until then it counts as down
-    redis = Backing(RedisTier(plane), counters.REDIS, write_limit_bytes=32 << 20)
+    redis = Backing(RedisTier(plane), REDIS_COUNTERS, write_limit_bytes=32 << 20)
     cache = Cache(loop, Arena(64 << 20, slot_bytes=1 << 20), [redis], Metrics())
     form = ChunkForm.of_pages(ChunkNames(layout), "org/model", 0, 3_000_000, slot_bytes=1 << 20)
 
@@ -84,7 +84,6 @@ Chunks of any size are put and fetched by `ObjectKey`; a put replaces a chunk::
     loop.run_posted()
 """
 
-from lmcache_redis.cache import counters
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.memory import Arena, HeapMemory
@@ -92,10 +91,12 @@ from lmcache_redis.cache.objects import Found, Held, ObjectCache
 from lmcache_redis.cache.owner import Owner, OwnerLoop
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.redis import RedisTier
-from lmcache_redis.cache.tier import Tier
+from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, Tier
 from lmcache_redis.cache.writebehind import Backing
 
 __all__ = [
+    "DISK_COUNTERS",
+    "REDIS_COUNTERS",
     "Arena",
     "Backing",
     "Cache",
@@ -111,5 +112,4 @@ __all__ = [
     "PrefixLookup",
     "RedisTier",
     "Tier",
-    "counters",
 ]

@@ -25,7 +25,8 @@ that cannot abandon a job may overrun them, and calls `stuck` when the cache sho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from lmcache_redis.resp.outcomes import (
@@ -131,3 +132,60 @@ class Tier(Protocol):
         """End every job within `deadline_s` seconds: writes finish if possible, the others are
         CANCELLED. Idempotent. False: a thread has not ended and still uses the slots of its job.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class TierCounters:
+    """Names of counters.
+
+    misses, drops: by the outcome of a read or write. queue_full: for a chunk that does not fit the
+    write-behind queue. is_remote: chunks that the tier already had and cleared keys are counted
+    too; drops and failed clears are logged.
+    """
+
+    loaded_chunks: str
+    loaded_bytes: str
+    stored_chunks: str
+    stored_bytes: str
+    misses: Mapping[ReadOutcome, str]
+    drops: Mapping[WriteOutcome, str]
+    queue_full: str
+    is_remote: bool
+
+
+REDIS_COUNTERS = TierCounters(
+    loaded_chunks="loaded_chunks",
+    loaded_bytes="loaded_bytes",
+    stored_chunks="stored_chunks",
+    stored_bytes="stored_bytes",
+    misses={
+        ReadOutcome.MISSING: "miss_absent",
+        ReadOutcome.INCOMPLETE: "miss_incomplete",
+        ReadOutcome.TORN: "miss_mixed_stores",
+        ReadOutcome.FOREIGN: "miss_foreign",
+        ReadOutcome.CORRUPT: "miss_corrupt",
+        ReadOutcome.TIMED_OUT: "miss_deadline",
+        ReadOutcome.UNAVAILABLE: "miss_redis_error",
+        ReadOutcome.CANCELLED: "miss_deadline",
+    },
+    drops={
+        WriteOutcome.FULL: "drop_redis_full",
+        WriteOutcome.TIMED_OUT: "drop_redis_error",
+        WriteOutcome.UNAVAILABLE: "drop_redis_error",
+        WriteOutcome.REJECTED: "drop_redis_error",
+        WriteOutcome.CANCELLED: "drop_shutdown",
+    },
+    queue_full="drop_queue_full",
+    is_remote=True,
+)
+
+DISK_COUNTERS = TierCounters(
+    loaded_chunks="disk_loaded_chunks",
+    loaded_bytes="disk_loaded_bytes",
+    stored_chunks="disk_stored_chunks",
+    stored_bytes="disk_stored_bytes",
+    misses={each: "miss_disk" for each in ReadOutcome if each is not ReadOutcome.CANCELLED},
+    drops=dict.fromkeys(WriteOutcome, "drop_disk"),
+    queue_full="drop_disk",
+    is_remote=False,
+)

@@ -25,10 +25,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from lmcache_redis.cache.counters import TierCounters
 from lmcache_redis.cache.owner import Action, KeyLock, Owner
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
-from lmcache_redis.cache.tier import Tier
+from lmcache_redis.cache.tier import Tier, TierCounters
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.outcomes import (
     CallOutcome,

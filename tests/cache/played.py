@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.counters import TierCounters
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.owner import OwnerLoop
 from lmcache_redis.cache.pool import Entry
-from lmcache_redis.cache.tier import FramesResult, ReadDone, Stuck, Tier, WriteDone
+from lmcache_redis.cache.tier import FramesResult, ReadDone, Stuck, Tier, TierCounters, WriteDone
 from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkForm, ChunkNames

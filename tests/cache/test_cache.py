@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from lmcache_redis import cache as package
-from lmcache_redis.cache import counters
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.redis import RedisTier
+from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkForm, ChunkNames
@@ -64,7 +64,7 @@ class Both(World):
         plane.start()
         plane.wait_probed(10)
         self.disk, self.redis = DiskTier(directory, 1 << 20), RedisTier(plane)
-        super().__init__([(self.disk, counters.DISK), (self.redis, counters.REDIS)])
+        super().__init__([(self.disk, DISK_COUNTERS), (self.redis, REDIS_COUNTERS)])
 
     def store(self) -> None:
         for name in HASHES:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.cache import counters
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.lookup import PrefixLookup
@@ -19,7 +18,7 @@ from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.prefix import Part, PrefixNeeds
 from lmcache_redis.cache.redis import RedisTier
-from lmcache_redis.cache.tier import ReadDone, Stuck, WriteDone
+from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, ReadDone, Stuck, WriteDone
 from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.naming import ChunkForm, ChunkNames, Reach
 from lmcache_redis.resp import RedisOptions, RedisPlane
@@ -117,7 +116,7 @@ class Model(World):
         self.forms = forms_of(reaches)
         self.disk = StoredTier("disk", set(), indexed=True)
         self.redis = StoredTier("Redis", set())
-        super().__init__([(self.disk, counters.DISK), (self.redis, counters.REDIS)], slots=slots)
+        super().__init__([(self.disk, DISK_COUNTERS), (self.redis, REDIS_COUNTERS)], slots=slots)
         self.answers: list[tuple[int, dict[Part, Entry], dict[str, int]]] = []
 
     def key(self, chunk: int, row: int) -> bytes:
@@ -598,7 +597,7 @@ class Served(World):
         assert self.plane.wait_probed(10).up
         self.forms = forms_of(reaches, PART_BYTES, SLOT_BYTES)
         self.disk = DiskTier(directory, 64 << 20)
-        super().__init__([(self.disk, counters.DISK), (RedisTier(self.plane), counters.REDIS)])
+        super().__init__([(self.disk, DISK_COUNTERS), (RedisTier(self.plane), REDIS_COUNTERS)])
 
     def make_cache(self, backings: Sequence[Backing], slots: int) -> Cache:
         return Cache(self.loop, Arena(8 << 20, SLOT_BYTES), backings, self.metrics)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.cache import counters
 from lmcache_redis.cache.bet import Computing
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.naming import ChunkForm
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
@@ -34,7 +34,7 @@ class Tiers(World):
 
     def __init__(self, slots: int = 64) -> None:
         self.disk, self.redis = PlayedTier("disk", set()), PlayedTier("Redis")
-        super().__init__([(self.disk, counters.DISK), (self.redis, counters.REDIS)], slots=slots)
+        super().__init__([(self.disk, DISK_COUNTERS), (self.redis, REDIS_COUNTERS)], slots=slots)
         self.found: list[tuple[int, dict[str, int]]] = []
         self.held: list[dict[tuple[int, int], Entry]] = []
 
@@ -162,7 +162,7 @@ def test_what_a_tier_does_not_give_is_read_from_the_next_into_the_same_slots(
 
 @pytest.mark.parametrize(
     ("outcome", "counter"),
-    [(each, counter) for each, counter in counters.REDIS.misses.items()],
+    [(each, counter) for each, counter in REDIS_COUNTERS.misses.items()],
     ids=lambda each: getattr(each, "name", ""),
 )
 def test_a_load_that_fails_ends_the_prefix(

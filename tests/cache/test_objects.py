@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.cache import counters
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.memory import HeapMemory
 from lmcache_redis.cache.objects import Found, Held, ObjectCache
-from lmcache_redis.cache.tier import FramesResult
+from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, FramesResult
 from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.errors import FormatError
 from lmcache_redis.keys import ObjectKey
@@ -51,7 +50,7 @@ class Objects(World):
         self.keeps = keeps
         self.capacity = capacity
         counted = [
-            (tier, counters.DISK if tier.index is not None else counters.REDIS) for tier in tiers
+            (tier, DISK_COUNTERS if tier.index is not None else REDIS_COUNTERS) for tier in tiers
         ]
         super().__init__(counted)
         self.objects = ObjectCache(self.cache, NAMES, STRIPE_BYTES)

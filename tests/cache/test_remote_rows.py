@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.cache import counters
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.prefix import Part, PrefixNeeds
+from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.naming import ChunkForm, PartNames, Reach
 from lmcache_redis.resp.outcomes import CallOutcome
 from tests.cache.played import World
@@ -43,7 +43,7 @@ class Nodes(World):
         self.local = len(local)
         self.disk = StoredTier("disk", set(), indexed=True)
         self.redis = StoredTier("Redis", set())
-        super().__init__([(self.disk, counters.DISK), (self.redis, counters.REDIS)])
+        super().__init__([(self.disk, DISK_COUNTERS), (self.redis, REDIS_COUNTERS)])
 
     def keys(self, *parts: Part) -> list[bytes]:
         return [self.forms[row].key(HASHES[chunk]) for chunk, row in parts]

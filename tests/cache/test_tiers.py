@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.cache import counters
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.memory import HeapMemory
 from lmcache_redis.cache.objects import Found, Held, ObjectCache
 from lmcache_redis.cache.owner import OwnerLoop
 from lmcache_redis.cache.redis import RedisTier
-from lmcache_redis.cache.tier import FramesResult, Tier
+from lmcache_redis.cache.tier import DISK_COUNTERS, FramesResult, Tier
 from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkNames
@@ -37,7 +36,7 @@ class Objects:
 
     def __init__(self, *tiers: Tier, keeps: int = 1 << 30) -> None:
         self.loop = OwnerLoop(lambda: None)
-        backings = [Backing(tier, counters.DISK, 1 << 30) for tier in tiers]
+        backings = [Backing(tier, DISK_COUNTERS, 1 << 30) for tier in tiers]
         self.cache = Cache(self.loop, HeapMemory(), backings, Metrics(), keeps)
         self.objects = ObjectCache(self.cache, NAMES, STRIPE_BYTES)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.cache import counters
 from lmcache_redis.cache.pool import Entry
+from lmcache_redis.cache.tier import REDIS_COUNTERS
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.resp.outcomes import CallOutcome, ExistsResult, WriteOutcome
 from tests.cache.played import FORM, HASHES, PlayedTier, World
@@ -18,7 +18,7 @@ class Queue(World):
 
     def __init__(self) -> None:
         self.tier = PlayedTier("Redis")
-        super().__init__([(self.tier, counters.REDIS)], write_limit_bytes=1000)
+        super().__init__([(self.tier, REDIS_COUNTERS)], write_limit_bytes=1000)
         self.entries = [self.hold(name) for name in HASHES]
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from lmcache_redis.cache import Backing, Cache, counters
+from lmcache_redis.cache import Backing, Cache
 from lmcache_redis.cache.memory import HeapMemory
 from lmcache_redis.cache.objects import ObjectCache
 from lmcache_redis.cache.pool import HostPool
@@ -188,7 +188,7 @@ def _parsed(key: bytes) -> ObjectKey:
 
 def cache_over(config: GatewayConfig, tiers: Sequence[Tier]) -> ObjectCache:
     """A cache of its memory over these tiers, owned by the running loop."""
-    backings = [Backing(tier, counters.REDIS, 1 << 40) for tier in tiers]
+    backings = [Backing(tier, REDIS_COUNTERS, 1 << 40) for tier in tiers]
     memory = HeapMemory(spare_bytes=64 << 20)
     cache = Cache(LoopOwner(), memory, backings, Metrics(), idle_limit=config.memory_bytes)
     return ObjectCache(cache, _NAMES, STRIPE_BYTES)
