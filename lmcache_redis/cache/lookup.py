@@ -34,30 +34,28 @@ counters of reads (``loaded_chunks``, and misses of reads that fail) are parts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from lmcache_redis.cache.bet import Computing, prefix_worth_loading
-from lmcache_redis.cache.cache import Cache, Load, load_of
+from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.inflight import Filled
-from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.cache.owner import Timer
+from lmcache_redis.cache.parts import LookupParts, Wanted
+from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.prefix import Part, PrefixNeeds
 from lmcache_redis.naming import ChunkForm, PartNames
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
-    ChunkIO,
     ExistsResult,
     ReadOutcome,
     ScanResult,
 )
 
 _PROBE_POLL_S = 0.01
-# Loads begin in batches: the first are in flight while slots are reserved for the next.
-_BATCH_STRIPES = 32
 # A load is not given up before, whatever was expected of it.
 _SHORTEST_LOAD_S = 0.02
-
-Wanted = tuple[Part, bytes]  # and its key
+_LONGEST_WAIT_S = 60.0
 
 
 class PrefixLookup:
@@ -92,61 +90,35 @@ class PrefixLookup:
         self.bound = len(hashes)
         self.reasons: set[str] = set()
         self._cache = cache
-        self._forms = forms
-        self._rows: Sequence[PartNames] = [*forms, *remote]
         self._hashes = hashes
         self._deadline_s = deadline_s
         self._done = done
-        self._held: dict[Part, Entry] = {}
-        self._watchers: dict[Part, partial[None]] = {}  # of those held that are being filled
-        self._loads: dict[Part, Load] = {}
-        self._prepared: list[ChunkIO] = []
+        self._needs = PrefixNeeds(
+            [row.reach for row in (*forms, *remote)], first_chunk, chunk_tokens
+        )
+        self._parts = LookupParts(
+            cache, forms, remote, hashes, self._needs, deadline_s, self._filled
+        )
         self._asking = False
         self._ended = False
-        self._needs = PrefixNeeds([row.reach for row in self._rows], first_chunk, chunk_tokens)
         self._is_settled = False
         self._settled_for = self.bound  # the prefix whose parts are those held and missing
-        self._missing: set[Part] = set()
-        # Tiers that have the parts, for parts not in the host pool and for all remote ones.
-        self._levels: dict[Part, int] = {}
         self._is_scanned = self._is_all_known = False  # what `_settle` asks about
-        self._units = [*(cache.units(form) for form in forms), *(0 for _ in remote)]
         self._gap = "miss_absent"  # the counter of chunks lost because a part is not there
         self._waits_for_room = waits_for_room
         self._computing = computing
         self._chunk_tokens = chunk_tokens
         self._chunk_s = computing.token_s * chunk_tokens if computing is not None else 0.0
         self._timer = cache.owner.at(deadline_s, self._expire)
-        self._bet_timer = self._timer  # looks again at what is expected of the load
+        self._bet_timer: Timer | None = None  # looks again at what is expected of the load
 
     def start(self) -> None:
         """Pins the chunks in the host pool and looks for the others."""
-        missing: list[Wanted] = []
-        get = self._cache.pool.get
-        nbytes = len(self._hashes[0])
-        bounded = self._needs.bounded
-        stems = [(r, row.stem(nbytes)) for r, row in enumerate(self._rows) if r not in bounded]
-        local = [each for each in stems if each[0] < len(self._forms)]
-        remote = stems[len(local) :]
-        for chunk, chunk_hash in enumerate(self._hashes):
-            for row, stem in local:
-                key = stem + chunk_hash
-                entry = get(key)
-                if entry is not None:
-                    self._hold((chunk, row), entry)
-                else:
-                    missing.append(((chunk, row), key))
-            missing += [((chunk, row), stem + chunk_hash) for row, stem in remote]
-        if bounded:
-            self._missing = {*self._needs.parts(self.bound)} - self._held.keys()
-        else:
-            self._missing = {part for part, _ in missing}
-        if self._computing is not None and self._chunk_s:
+        if self._computing is not None:
             # A tier that takes so long to answer is given up.
-            wait_s = self._computing.free_in_s(time.monotonic()) + self.bound * self._chunk_s
-            wait_s = max(_SHORTEST_LOAD_S, wait_s)
-            self._bet_timer = self._cache.owner.after(wait_s, self._look_again)
-        self._find(missing, 0)
+            free_in_s = self._computing.free_in_s(time.monotonic())
+            self._look_again_in(free_in_s + self.bound * self._chunk_s)
+        self._find(self._parts.hold_first(), 0)
         self._check()
 
     def cancel(self) -> None:
@@ -156,7 +128,7 @@ class PrefixLookup:
 
     def take(self) -> dict[Part, Entry]:
         """The entries that the prefix needs, whose pins now belong to the caller."""
-        held, self._held = self._held, {}
+        held, self._parts.held = self._parts.held, {}
         return held
 
     def loaded(self) -> dict[str, int]:
@@ -165,7 +137,7 @@ class PrefixLookup:
         A chunk whose parts came from several tiers counts for the last of them.
         """
         levels: dict[int, int] = {}
-        for (chunk, _), load in self._loads.items():
+        for (chunk, _), load in self._parts.loads.items():
             if chunk < self.bound:
                 levels[chunk] = max(load.level, levels.get(chunk, 0))
         found = [*levels.values()]
@@ -189,9 +161,9 @@ class PrefixLookup:
         rest: list[Wanted] = []
         is_last = level + 1 == len(self._cache.tiers)
         for each in wanted:
-            is_here = lookup(each[1]) and (is_last or not self._is_remote(each[0]))
+            is_here = lookup(each[1]) and (is_last or not self._parts.is_remote(each[0]))
             (here if is_here else rest).append(each)
-        self._levels.update((part, level) for part, _ in here)
+        self._parts.levels.update((part, level) for part, _ in here)
         self._find(rest, level + 1)
 
     def _scan(self, wanted: list[Wanted], level: int) -> None:
@@ -216,7 +188,7 @@ class PrefixLookup:
         is_last = level + 1 == len(self._cache.tiers)
         if rest and is_last:
             self._ends_at(rest[0][0][0], self._miss(level, result.outcome))
-        self._levels.update((part, level) for part, _ in found)
+        self._parts.levels.update((part, level) for part, _ in found)
         if not is_last:
             self._find(rest, level + 1)
         self._check()
@@ -244,36 +216,36 @@ class PrefixLookup:
         Counts the room before it loads anything, so that a full pool loses no load that has begun.
         Loads that are being cancelled still take theirs.
         """
-        pool = self._cache.pool
-        self._hold_pooled(self._missing)
+        pool, line, parts = self._cache.pool, self._cache.line, self._parts
+        parts.hold_pooled(parts.missing)
         while True:
             if self._is_all_known:
-                self._ends_at(self._needs.longest(self.bound, self._is_found), self._gap)
-            self._follow()
-            units = sum(self._units[row] for _, row in self._missing)
-            held = sum(entry.units for entry in self._held.values()) if units else 0
-            too_many = units + held - pool.capacity
+                self._ends_at(self._needs.longest(self.bound, parts.is_found), self._gap)
+            parts.shrink(self._settled_for, self.bound)
+            self._settled_for = self.bound
+            units, held, units_per_chunk = parts.units()
             lacking = units - pool.free - pool.idle
-            can_wait = self._waits_for_room and not self._loads  # else it would give those up
+            can_wait = self._waits_for_room and not parts.loads  # else it would give those up
+            too_many = units + held - pool.capacity
             if lacking > 0 and not can_wait:
                 too_many = lacking
             if too_many > 0:
                 # At least so many: a chunk that is dropped gives back its own parts at most.
-                self._no_room(-(-too_many // sum(self._units)))
-            elif unknown := [part for part in self._missing if not self._is_found(part)]:
+                self._no_room(-(-too_many // units_per_chunk))
+            elif unknown := [part for part in parts.missing if not parts.is_found(part)]:
                 self._ask(unknown)
                 if self._asking:
                     return
             elif (worth := self._worth_loading()) < self.bound:
                 self._ends_at(worth, "miss_slower")
                 self.reasons.add("computing was faster")
-            elif units and can_wait and (lacking > 0 or not self._cache.line.is_turn_of(self)):
+            elif units and can_wait and (lacking > 0 or not line.is_turn_of(self)):
                 self._wait_in_line()
                 return
-            elif self._load_missing():
+            elif parts.load_missing():
                 self._is_settled = True
-                self._cache.line.leave(self)
-                self._watch_bet()
+                line.leave(self)
+                self._look_again_in(1.25 * self._left_s())
                 return
             else:
                 self._no_room()
@@ -288,14 +260,12 @@ class PrefixLookup:
             self._load_times(now_s), len(self._hashes), self._chunk_s, computing.free_in_s(now_s)
         )
         seen = set()
-        for level, (chunk, row) in self._awaited():
-            if level in seen:
-                continue
-            seen.add(level)
-            self._cache.rates[level].is_slow = is_slow = chunk >= worth
-            if is_slow:
-                key = self._key((chunk, row))
-                self._cache.probe(self._forms[row], key, self._hashes[chunk], level)
+        for level, part, _ in self._parts.awaited():
+            if level not in seen:
+                seen.add(level)
+                self._cache.rates[level].is_slow = is_slow = part[0] >= worth
+                if is_slow:
+                    self._parts.probe(part, level)
         return worth
 
     def _load_times(self, now_s: float) -> Iterator[tuple[int, float]]:
@@ -307,72 +277,34 @@ class PrefixLookup:
         load_s = 0.0
         if self._needs.bounded:
             # A shorter prefix needs other parts: only the one that needs no loads is compared.
-            yield self._needs.longest(self.bound, self._is_ready), load_s
-        for level, part in self._awaited():
+            yield self._needs.longest(self.bound, self._parts.is_ready), load_s
+        for level, part, part_bytes in self._parts.awaited():
             if not self._needs.bounded:
                 yield part[0], load_s
-            if part in self._missing:
-                nbytes[level] += self._forms[part[1]].chunk_bytes
+            if part in self._parts.missing:
+                nbytes[level] += part_bytes
             load_s = max(load_s, rates[level].seconds(nbytes[level], now_s))
         yield self.bound, load_s
 
-    def _awaited(self) -> Iterator[tuple[int, Part]]:
-        """The parts that are to be loaded or being loaded, each with the number of its tier."""
-        last = len(self._cache.rates) - 1
-        for part in sorted({*self._missing, *self._watchers}):
-            if not self._is_remote(part):
-                yield self._levels.get(part, last), part
+    def _left_s(self) -> float:
+        """The seconds until the prefix is loaded."""
+        *_, (_, load_s) = self._load_times(time.monotonic())
+        return load_s
 
     def _wait_in_line(self) -> None:
         """Waits for room, without pins: others may need theirs."""
         self.reasons.add("the host pool was full")
-        for part in [*self._held]:
-            self._release(part)
-            self._missing.add(part)
+        for part in [*self._parts.held]:
+            self._parts.release(part)
+            self._parts.missing.add(part)
             self._is_all_known = False
-        nbytes = sum(
-            self._forms[part[1]].chunk_bytes for part in self._missing if not self._is_remote(part)
-        )
+        nbytes = sum(part_bytes for _, _, part_bytes in self._parts.awaited())
         self._cache.line.wait(self, nbytes, self._check)
-        self._watch_bet()
-
-    def _follow(self) -> None:
-        """Releases what a shorter prefix no longer needs; holds what it needs and the pool has."""
-        if self._settled_for == self.bound:
-            return
-        dropped, added = self._needs.between(self._settled_for, self.bound)
-        self._settled_for = self.bound
-        self._missing.difference_update(dropped)
-        for part in dropped:
-            self._release(part)
-        self._missing.update(added)
-        self._hold_pooled(added)
-
-    def _hold_pooled(self, missing: Iterable[Part]) -> None:
-        for part in [each for each in missing if not self._is_remote(each)]:
-            entry = self._cache.pool.get(self._key(part))
-            if entry is not None:
-                self._missing.remove(part)
-                self._hold(part, entry)
-
-    def _is_found(self, part: Part) -> bool:
-        """Whether the part is in memory, or a tier is known to have it."""
-        if part in self._held or part in self._levels:
-            return True
-        if self._is_remote(part):
-            return False
-        key = self._key(part)
-        if key in self._cache.pool:
-            return True
-        level = self._cache.level_of(key)
-        if level is None or self._cache.tiers[level].lookup(key) is None:
-            return False
-        self._levels[part] = level
-        return True
+        self._look_again_in(1.25 * self._left_s())
 
     def _ask(self, unknown: list[Part]) -> None:
         """Asks the tier without an index, if there is one; see the module."""
-        tiers, owner, some_key = self._cache.tiers, self._cache.owner, self._key(unknown[0])
+        tiers, owner, some_key = self._cache.tiers, self._cache.owner, self._parts.key(unknown[0])
         level = next((n for n, tier in enumerate(tiers) if tier.lookup(some_key) is None), None)
         if level is None:
             self._is_all_known = True
@@ -380,12 +312,12 @@ class PrefixLookup:
         self._asking = True
         if not self._is_scanned:
             self._is_scanned = True
-            self._scan([(part, self._key(part)) for part in sorted(unknown)], level)
+            self._scan([(part, self._parts.key(part)) for part in sorted(unknown)], level)
             return
         every = self._needs.parts_of_any(self.bound)
-        parts = sorted({*unknown, *(part for part in every if not self._is_found(part))})
+        parts = sorted({*unknown, *(part for part in every if not self._parts.is_found(part))})
         tiers[level].exists(
-            [self._key(part) for part in parts],
+            [self._parts.key(part) for part in parts],
             self._deadline_s,
             lambda result: owner.post(partial(self._answered, parts, level, result)),
         )
@@ -398,96 +330,32 @@ class PrefixLookup:
         self._gap = self._miss(level, result.outcome)
         if result.outcome is CallOutcome.DONE:
             found = zip(parts, result.present, strict=True)
-            self._levels.update((part, level) for part, is_there in found if is_there)
+            self._parts.levels.update((part, level) for part, is_there in found if is_there)
         self._check()
-
-    # ----------------------------------------------------------------- load
-
-    def _load_missing(self) -> bool:
-        """Begins to load what the prefix needs; returns False if there is no room."""
-        missing = [part for part in sorted(self._missing) if not self._is_remote(part)]
-        for level in sorted({self._levels[part] for part in missing}):
-            for part in [part for part in missing if self._levels[part] == level]:
-                entry = self._load(part, self._key(part), level)
-                if entry is None:
-                    self._begin_prepared()
-                    return False
-                self._missing.remove(part)
-                self._hold(part, entry)
-            self._begin_prepared()  # a batch is from one tier
-        return True
 
     def _no_room(self, chunks: int = 1) -> None:
         self._cache.metrics.count("miss_pool_full", chunks)
         self.reasons.add("the host pool was full")
         self._shrink(self.bound - chunks)
 
-    def _load(self, part: Part, key: bytes, level: int) -> Entry | None:
-        chunk, row = part
-        form = self._forms[row]
-        job = self._cache.prepare_load(form, key, self._hashes[chunk], level, self._deadline_s)
-        if job is None:
-            return None
-        load = self._loads[part] = load_of(job)
-        self._prepared.append(job)
-        if len(self._prepared) * form.stripe_count >= _BATCH_STRIPES:
-            self._begin_prepared()
-        return load.entry
-
-    def _begin_prepared(self) -> None:
-        prepared, self._prepared = self._prepared, []
-        self._cache.begin_loads(prepared)
-
-    def _hold(self, part: Part, entry: Entry) -> None:
-        self._cache.pool.pin(entry)
-        self._held[part] = entry
-        if entry.state is EntryState.FILLING:
-            self._watchers[part] = watcher = partial(self._filled, part)
-            self._cache.inflight.watch(entry, watcher)
-
     def _filled(self, part: Part, filled: Filled) -> None:
-        self._watchers.pop(part, None)
-        if filled is Filled.STUCK:
-            self._bring_instead(part)
-        elif filled is Filled.FAILED:
-            self._failed(part)
+        if filled is Filled.STUCK and self._parts.load_instead(part):
+            self._is_settled = False
+        elif filled is not Filled.READY:
+            self.reasons.add("a chunk could not be loaded")
+            self._shrink(part[0])
         if self._is_settled:
             self._check()
         else:
             # Posted: loads often fail together, also in the middle of `begin_loads`.
             self._cache.owner.post(self._check)
 
-    def _bring_instead(self, part: Part) -> None:
-        """A tier that hangs keeps the entry's slots: loads another entry from the next tier."""
-        entry = self._held.pop(part)
-        self._cache.pool.unpin(entry)
-        self._loads.pop(part, None)
-        level = self._cache.level_of(entry.key)
-        if level is None:
-            self._failed(part)
-            return
-        self._missing.add(part)
-        self._levels[part] = level
-        self._is_settled = False
-
     # --------------------------------------------------------------- answer
-
-    def _failed(self, part: Part) -> None:
-        self.reasons.add("a chunk could not be loaded")
-        self._shrink(part[0])
 
     def _shrink(self, bound: int) -> None:
         """The prefix ends before chunk number ``bound``."""
         self.bound = min(self.bound, bound)
         self._is_settled = False
-
-    def _release(self, part: Part) -> None:
-        entry = self._held.pop(part, None)
-        if entry is not None:
-            watcher = self._watchers.pop(part, None)
-            if watcher is not None:
-                self._cache.inflight.unwatch(entry, watcher)
-            self._cache.pool.unpin(entry)
 
     def _expire(self) -> None:
         if self._ended:
@@ -499,20 +367,16 @@ class PrefixLookup:
     def _end_now(self, counter: str) -> None:
         """Answers with the parts that are READY."""
         self._asking = False
-        self._ends_at(self._needs.longest(self.bound, self._is_ready), counter)
+        self._ends_at(self._needs.longest(self.bound, self._parts.is_ready), counter)
         self._check()
 
-    def _watch_bet(self) -> None:
-        """Looks again whether to wait when the load should have ended."""
+    def _look_again_in(self, wait_s: float) -> None:
+        """Looks again whether to wait, when the load should have ended."""
         if self._chunk_s:
-            wait_s = max(_SHORTEST_LOAD_S, 1.25 * self._left_s(time.monotonic()))
-            self._bet_timer.cancel()
-            self._bet_timer = self._cache.owner.after(min(wait_s, 60.0), self._look_again)
-
-    def _left_s(self, now_s: float) -> float:
-        """The seconds until the prefix is loaded."""
-        *_, (_, load_s) = self._load_times(now_s)
-        return load_s
+            if self._bet_timer is not None:
+                self._bet_timer.cancel()
+            wait_s = min(max(wait_s, _SHORTEST_LOAD_S), _LONGEST_WAIT_S)
+            self._bet_timer = self._cache.owner.after(wait_s, self._look_again)
 
     def _look_again(self) -> None:
         """Gives up what has not been loaded if computing it is faster now."""
@@ -520,21 +384,19 @@ class PrefixLookup:
             return
         now_s, rates = time.monotonic(), self._cache.rates
         nbytes = [0] * len(rates)
-        for part in self._watchers:
-            load = self._loads.get(part)
-            level = len(rates) - 1 if load is None else load.level
-            nbytes[level] += self._forms[part[1]].chunk_bytes
-        # What was in flight before has ended, and what is behind does not count.
-        left_s = [
-            rate.seconds(count, now_s, behind=False)
-            for rate, count in zip(rates, nbytes, strict=True)
-        ]
-        load_s = max(left_s, default=0.0) if self._is_settled else self._left_s(now_s)
-        chunks = self.bound - self._needs.longest(self.bound, self._is_ready)
+        for level, _, part_bytes in self._parts.awaited():
+            nbytes[level] += part_bytes
+        load_s = 0.0
+        if not self._is_settled:
+            load_s = self._left_s()
+        else:
+            # What was in flight before has ended, and what is behind does not count.
+            for rate, count in zip(rates, nbytes, strict=True):
+                load_s = max(load_s, rate.seconds(count, now_s, behind=False))
+        chunks = self.bound - self._needs.longest(self.bound, self._parts.is_ready)
         compute_s = self._computing.free_in_s(now_s) + chunks * self._chunk_s
         if not self._asking and load_s <= compute_s:
-            wait_s = max(_SHORTEST_LOAD_S, load_s / 2)
-            self._bet_timer = self._cache.owner.after(min(wait_s, 60.0), self._look_again)
+            self._look_again_in(load_s / 2)
             return
         for rate, count in zip(rates, nbytes, strict=True):
             if count:
@@ -543,20 +405,12 @@ class PrefixLookup:
         self.reasons.add("loading fell behind")
         self._end_now("miss_slower")
 
-    def _is_ready(self, part: Part) -> bool:
-        if part in self._held:
-            return part not in self._watchers
-        if self._is_remote(part):
-            return part in self._levels
-        entry = self._cache.pool.peek(self._key(part))
-        return entry is not None and entry.state is EntryState.READY
-
     def _check(self) -> None:
         if self._ended or self._asking:
             return
         if not self._is_settled:
             self._settle()
-        if self._is_settled and not self._watchers:
+        if self._is_settled and not self._parts.filling:
             if self._computing is not None:
                 chunks = len(self._hashes) - self.bound
                 self._computing.add(chunks * self._chunk_tokens, time.monotonic())
@@ -567,14 +421,8 @@ class PrefixLookup:
     def _finish(self) -> None:
         self._ended = True
         self._timer.cancel()
-        self._bet_timer.cancel()
-        for part in [*self._held]:
-            self._release(part)
+        if self._bet_timer is not None:
+            self._bet_timer.cancel()
+        for part in [*self._parts.held]:
+            self._parts.release(part)
         self._cache.line.leave(self)
-
-    def _key(self, part: Part) -> bytes:
-        chunk, row = part
-        return self._rows[row].key(self._hashes[chunk])
-
-    def _is_remote(self, part: Part) -> bool:
-        return part[1] >= len(self._forms)

@@ -11,7 +11,7 @@ import threading
 import time
 
 from lmcache_redis import __version__
-from lmcache_redis.cache import Backing, Cache, RedisTier
+from lmcache_redis.cache import DISK_COUNTERS, REDIS_COUNTERS, Backing, Cache, RedisTier
 from lmcache_redis.cache.memory import HeapMemory
 from lmcache_redis.cache.objects import ObjectCache
 from lmcache_redis.cache.owner import Action, Timer

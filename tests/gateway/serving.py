@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from lmcache_redis.cache import Backing, Cache
+from lmcache_redis.cache import REDIS_COUNTERS, Backing, Cache
 from lmcache_redis.cache.memory import HeapMemory
 from lmcache_redis.cache.objects import ObjectCache
 from lmcache_redis.cache.pool import HostPool

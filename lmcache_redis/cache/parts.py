@@ -1,0 +1,222 @@
+"""The parts of one lookup: those held, those being filled, and where the others are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+from lmcache_redis.cache.cache import Cache, Load, load_of
+from lmcache_redis.cache.inflight import Filled
+from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.cache.prefix import Part, PrefixNeeds
+from lmcache_redis.naming import ChunkForm, PartNames
+from lmcache_redis.resp.outcomes import ChunkIO
+
+# Loads begin in batches: the first are in flight while slots are reserved for the next.
+_BATCH_STRIPES = 32
+
+Wanted = tuple[Part, bytes]  # and its key
+
+
+class LookupParts:
+    """Pins, watches and loads the parts of one lookup. Owned by the cache's owner thread.
+
+    Rows with a form are of this node. The other ones are remote: their parts are looked for, and
+    neither held nor loaded. filled: told how the filling of a held part has ended.
+
+    Attributes:
+        held: the entries of parts, each with a pin.
+        filling: those held that are being filled, with their watchers.
+        missing: parts that the prefix needs and that are not held.
+        levels: tiers that have the parts, of those not in the host pool and of all remote ones.
+        loads: of those that this lookup loads or has loaded.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        forms: Sequence[ChunkForm],
+        remote: Sequence[PartNames],
+        hashes: Sequence[bytes],
+        needs: PrefixNeeds,
+        deadline_s: float,
+        filled: Callable[[Part, Filled], None],
+    ) -> None:
+        self.held: dict[Part, Entry] = {}
+        self.filling: dict[Part, partial[None]] = {}
+        self.missing: set[Part] = set()
+        self.levels: dict[Part, int] = {}
+        self.loads: dict[Part, Load] = {}
+        self._cache = cache
+        self._forms = forms
+        self._rows: Sequence[PartNames] = [*forms, *remote]
+        self._hashes = hashes
+        self._needs = needs
+        self._deadline_s = deadline_s
+        self._on_filled = filled
+        self._prepared: list[ChunkIO] = []
+        self._units = [*(cache.units(form) for form in forms), *(0 for _ in remote)]
+
+    def key(self, part: Part) -> bytes:
+        """The part's name in the pool and in tiers."""
+        chunk, row = part
+        return self._rows[row].key(self._hashes[chunk])
+
+    def is_remote(self, part: Part) -> bool:
+        """Whether another node loads the part."""
+        return part[1] >= len(self._forms)
+
+    # ------------------------------------------------------------- the pool
+
+    def hold_first(self) -> list[Wanted]:
+        """Holds what the pool has of the rows that need all chunks; returns the rest in order."""
+        wanted: list[Wanted] = []
+        get = self._cache.pool.get
+        nbytes = len(self._hashes[0])
+        bounded = self._needs.bounded
+        stems = [(r, row.stem(nbytes)) for r, row in enumerate(self._rows) if r not in bounded]
+        local = [each for each in stems if each[0] < len(self._forms)]
+        remote = stems[len(local) :]
+        for chunk, chunk_hash in enumerate(self._hashes):
+            for row, stem in local:
+                key = stem + chunk_hash
+                entry = get(key)
+                if entry is not None:
+                    self._hold((chunk, row), entry)
+                else:
+                    wanted.append(((chunk, row), key))
+            wanted += [((chunk, row), stem + chunk_hash) for row, stem in remote]
+        if bounded:
+            self.missing = {*self._needs.parts(len(self._hashes))} - self.held.keys()
+        else:
+            self.missing = {part for part, _ in wanted}
+        return wanted
+
+    def hold_pooled(self, missing: Iterable[Part]) -> None:
+        """Holds those of the missing parts that the pool has."""
+        for part in [each for each in missing if not self.is_remote(each)]:
+            entry = self._cache.pool.get(self.key(part))
+            if entry is not None:
+                self.missing.remove(part)
+                self._hold(part, entry)
+
+    def shrink(self, longer: int, shorter: int) -> None:
+        """Releases what a shorter prefix no longer needs; holds what it needs and the pool has."""
+        if longer == shorter:
+            return
+        dropped, added = self._needs.between(longer, shorter)
+        self.missing.difference_update(dropped)
+        for part in dropped:
+            self.release(part)
+        self.missing.update(added)
+        self.hold_pooled(added)
+
+    def release(self, part: Part) -> None:
+        """Releases the pin of a part, if it is held. A fill that nobody watches is cancelled."""
+        entry = self.held.pop(part, None)
+        if entry is not None:
+            watcher = self.filling.pop(part, None)
+            if watcher is not None:
+                self._cache.inflight.unwatch(entry, watcher)
+            self._cache.pool.unpin(entry)
+
+    def _hold(self, part: Part, entry: Entry) -> None:
+        self._cache.pool.pin(entry)
+        self.held[part] = entry
+        if entry.state is EntryState.FILLING:
+            self.filling[part] = watcher = partial(self._filled, part)
+            self._cache.inflight.watch(entry, watcher)
+
+    def _filled(self, part: Part, filled: Filled) -> None:
+        self.filling.pop(part, None)
+        self._on_filled(part, filled)
+
+    def units(self) -> tuple[int, int, int]:
+        """The units of memory that the missing parts take, those held, and of a whole chunk."""
+        missing = sum(self._units[row] for _, row in self.missing)
+        held = sum(entry.units for entry in self.held.values()) if missing else 0
+        return missing, held, sum(self._units)
+
+    def is_ready(self, part: Part) -> bool:
+        """Whether the part is READY in the pool; of a remote one, whether it was found."""
+        if part in self.held:
+            return part not in self.filling
+        if self.is_remote(part):
+            return part in self.levels
+        entry = self._cache.pool.peek(self.key(part))
+        return entry is not None and entry.state is EntryState.READY
+
+    # ------------------------------------------------------------ the tiers
+
+    def is_found(self, part: Part) -> bool:
+        """Whether the part is in memory, or a tier is known to have it."""
+        if part in self.held or part in self.levels:
+            return True
+        if self.is_remote(part):
+            return False
+        key = self.key(part)
+        if key in self._cache.pool:
+            return True
+        level = self._cache.level_of(key)
+        if level is None or self._cache.tiers[level].lookup(key) is None:
+            return False
+        self.levels[part] = level
+        return True
+
+    def awaited(self) -> Iterator[tuple[int, Part, int]]:
+        """Parts to be loaded or being filled, in order: number of the tier, part, bytes."""
+        last = len(self._cache.tiers) - 1
+        for part in sorted({*self.missing, *self.filling}):
+            if not self.is_remote(part):
+                load = self.loads.get(part)
+                level = self.levels.get(part, last) if load is None else load.level
+                yield level, part, self._forms[part[1]].chunk_bytes
+
+    def probe(self, part: Part, level: int) -> None:
+        """See `Cache.probe`."""
+        chunk, row = part
+        self._cache.probe(self._forms[row], self.key(part), self._hashes[chunk], level)
+
+    def load_missing(self) -> bool:
+        """Begins to load what is missing; returns False if there is no room."""
+        missing = [part for part in sorted(self.missing) if not self.is_remote(part)]
+        for level in sorted({self.levels[part] for part in missing}):
+            for part in [part for part in missing if self.levels[part] == level]:
+                entry = self._load(part, level)
+                if entry is None:
+                    self._begin_prepared()
+                    return False
+                self.missing.remove(part)
+                self._hold(part, entry)
+            self._begin_prepared()  # a batch is from one tier
+        return True
+
+    def load_instead(self, part: Part) -> bool:
+        """A tier that hangs keeps the part's slots: it is missing, if another tier may have it."""
+        entry = self.held.pop(part)
+        self._cache.pool.unpin(entry)
+        self.loads.pop(part, None)
+        level = self._cache.level_of(entry.key)
+        if level is None:
+            return False
+        self.missing.add(part)
+        self.levels[part] = level
+        return True
+
+    def _load(self, part: Part, level: int) -> Entry | None:
+        chunk, row = part
+        form = self._forms[row]
+        job = self._cache.prepare_load(
+            form, self.key(part), self._hashes[chunk], level, self._deadline_s
+        )
+        if job is None:
+            return None
+        load = self.loads[part] = load_of(job)
+        self._prepared.append(job)
+        if len(self._prepared) * form.stripe_count >= _BATCH_STRIPES:
+            self._begin_prepared()
+        return load.entry
+
+    def _begin_prepared(self) -> None:
+        prepared, self._prepared = self._prepared, []
+        self._cache.begin_loads(prepared)
