@@ -23,6 +23,7 @@ from lmcache_redis.demo.engine import EngineProcess
 from lmcache_redis.demo.model import CPU_SHAPE, make_model, make_prompts
 
 _QUESTION_TOKENS = 32
+_BLOCK_TOKENS = 32
 _TICKS = os.sysconf("SC_CLK_TCK")
 _COUNTED = ("lookup_chunks", "hit_chunks_pool", "hit_chunks_redis", "miss_pool_full", "miss_slower")
 
@@ -72,9 +73,10 @@ def _case(
             "dtype": CPU_SHAPE.dtype,
             "max_model_len": document_tokens + 64,
             "disable_log_stats": False,
+            "block_size": _BLOCK_TOKENS,
+            # Half of the documents.
+            "num_gpu_blocks_override": documents * document_tokens // (2 * _BLOCK_TOKENS) + 16,
         },
-        # Half of the documents.
-        env={"VLLM_CPU_KVCACHE_SPACE": "1"},
     ) as engine:
         if agent is not None:
             agent.wait_engine()
@@ -99,7 +101,8 @@ def _case(
             "agent_cpu_s": None if agent is None else _cpu_s(agent.process.pid),
         }
         after = {} if agent is None else agent.counters()
-    return row | {name: after[name] - before[name] if after else None for name in _COUNTED}
+    counts = {name: after.get(name, 0) - before.get(name, 0) for name in _COUNTED}
+    return row | counts
 
 
 def _cpu_s(pid: int) -> float:
