@@ -121,8 +121,11 @@ def _row(mbit: float, times: dict[str, list[float]], agent: AgentServer) -> dict
             ratios(times[name][1:], times[PLAIN][1:])
         )
     row["bet_first_s"] = times[BET][0]
-    counters = agent.counters()
-    row |= {name: counters[name] for name in ("miss_slower", "lookups_cut", "probes")}
+    status = agent.status()
+    row |= {name: status["counters"][name] for name in ("miss_slower", "lookups_cut", "probes")}
+    # What the agent believes.
+    row["measured_mbit_per_s"] = status["loads"]["tiers"]["Redis"]["bytes_per_s"] * 8 // 1_000_000
+    (row["prefill_tokens_per_s"],) = status["loads"]["prefill_tokens_per_s"].values()
     return row
 
 

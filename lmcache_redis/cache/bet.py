@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 
 # Of busy time: what a tier did that long ago counts half.
-_HALF_LIFE_S = 0.5
+_HALF_LIFE_S = 0.15
 # A tier that was too slow has to be so much faster than needed: else it changes with every load.
 _HYSTERESIS = 1.25
 _PROBE_EVERY_S = 10.0
