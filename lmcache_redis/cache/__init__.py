@@ -9,7 +9,8 @@ pinned entry keeps its memory; an unpinned one stays until its memory is needed.
     inflight          entries that are being filled and their watchers: a chunk is loaded once
     tier              the contract of the tiers behind the pool; `redis` and `disk` implement it
     writebehind       one bounded queue per tier; the changes of one key are in order
-    lookup            `PrefixLookup`: how many leading chunks are available, pinned, by a deadline
+    lookup, parts     `PrefixLookup`: how many leading chunks are available, pinned, by a deadline
+    bet               rates of tiers and engines, and how much of a prefix is worth loading
     prefix            which parts of its chunks a prefix needs, if a model has groups of layers
     cache             `Cache`: all of these together, and clears
     objects           `ObjectCache`: put, get and remove chunks of any size with their metadata

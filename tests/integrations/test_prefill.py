@@ -61,6 +61,7 @@ def test_new_steps_count_more() -> None:
     ("params", "wishes"),
     [
         (None, Wishes()),
+        ([], Wishes()),
         ({"another connector's": 1}, Wishes()),
         ({"lmcache_redis": {"load": False}}, Wishes(load=False)),
         ({"lmcache_redis": {"store": False}}, Wishes(store=False)),

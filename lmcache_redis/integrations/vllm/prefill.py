@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
@@ -64,9 +64,9 @@ class Wishes(NamedTuple):
     max_load_tokens: int | None = None
 
     @staticmethod
-    def of(params: Mapping[str, Any] | None, request_id: str) -> Wishes:
+    def of(params: object, request_id: str) -> Wishes:
         """The wishes of a request. Those that make no sense are logged and not followed."""
-        found = (params or {}).get("lmcache_redis")
+        found = params.get("lmcache_redis") if isinstance(params, Mapping) else None
         if found is None:
             return Wishes()
         if not isinstance(found, Mapping) or not found.keys() <= {*Wishes._fields}:
