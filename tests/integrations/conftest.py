@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,12 @@ import pytest
 
 from tests.harness import AgentServer
 from tests.servers import RedisServer
+
+try:
+    # Now, because its import starts a process, which a unit test must not.
+    from vllm.model_executor.models import registry as vllm_models
+except ImportError:
+    vllm_models = None
 
 VOCABULARY = 4000
 
@@ -44,10 +49,8 @@ def inspect_models_in_process() -> Iterator[None]:
     It also forgets a class when another version of vLLM has seen it.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("vllm") is not None:
-            from vllm.model_executor.models import registry
-
-            patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        if vllm_models is not None:
+            patch.setattr(vllm_models, "_run_in_subprocess", lambda look: look())
         yield
 
 
