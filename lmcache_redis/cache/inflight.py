@@ -47,13 +47,17 @@ class InflightLoads:
         self._watchers[entry].append(watcher)
 
     def unwatch(self, entry: Entry, watcher: Watcher) -> None:
-        """Forgets the watcher. Cancels the fill if it was the last one."""
+        """Forgets the watcher. Cancels the fill if it was the last one, and can be cancelled.
+
+        The entry then leaves the index at once: whoever wants the chunk meanwhile loads it anew.
+        """
         watchers = self._watchers.get(entry)
         if watchers is None or watcher not in watchers:
             return
         watchers.remove(watcher)
-        if not watchers:
+        if not watchers and entry in self._cancels:
             self.cancel(entry)
+            self._pool.discard(entry)
 
     def when_ended(self, entry: Entry, action: Callable[[], None]) -> None:
         """Calls ``action`` when the fill of ``entry`` has ended, at once if it already has."""

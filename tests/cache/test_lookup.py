@@ -493,3 +493,18 @@ def test_a_tier_that_does_not_answer_is_given_up(tiers: Tiers) -> None:
     assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
     assert tiers.counted() == {"lookups_cut": 1, "miss_slower": 5}
     tiers.answer_scan(5)
+
+
+def test_what_was_given_up_is_loaded_anew(tiers: Tiers) -> None:
+    """A cancelled load may take long to end, and delivers nothing."""
+    tiers.disk.is_up = False
+    first = tiers.look_up()
+    tiers.answer_scan(5)
+    first.cancel()
+    tiers.look_up()
+    tiers.answer_scan(5)
+    assert [job.key for job in tiers.redis.read] == [*KEYS, *KEYS]
+    tiers.end(tiers.redis, *[ReadOutcome.CANCELLED] * 5)
+    assert tiers.found == []
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    assert tiers.found == [(5, {"disk": 0, "Redis": 5})]
