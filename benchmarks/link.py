@@ -95,6 +95,6 @@ class LimitedLink:
 
 
 def _run(*words: str, may_fail: bool = False) -> None:
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=_END_S)
     if done.returncode and not may_fail:
         raise LinkFailed(f"{' '.join(words)}: {done.stderr.strip()}")

@@ -399,7 +399,7 @@ class PrefixLookup:
             self._look_again_in(load_s / 2)
             return
         for rate, count in zip(rates, nbytes, strict=True):
-            if count:
+            if count and self._is_settled:  # else the line or a question was too slow
                 rate.fell_behind(now_s)
         self._cache.metrics.count("lookups_cut")
         self.reasons.add("loading fell behind")

@@ -112,7 +112,7 @@ class LookupParts:
         self.hold_pooled(added)
 
     def release(self, part: Part) -> None:
-        """Releases the pin of a part, if it is held. A fill that nobody watches is cancelled."""
+        """Releases the pin of a part, if it is held. A load without watchers is cancelled."""
         entry = self.held.pop(part, None)
         if entry is not None:
             watcher = self.filling.pop(part, None)

@@ -263,9 +263,10 @@ class HostPool:
 
 
 class Line:
-    """Those that wait for room in the host pool: first come, first served.
+    """Lookups that wait for room in the host pool: first come, first served.
 
-    Who waits holds no pins, so no two wait for each other's memory. Owned by the owner's thread.
+    They hold no pins while they wait, so no two wait for each other's memory. Owned by the owner's
+    thread.
     """
 
     def __init__(self, owner: Owner, pool: HostPool) -> None:
@@ -278,11 +279,11 @@ class Line:
         return len(self._waiting)
 
     def is_turn_of(self, who: Hashable) -> bool:
-        """Whether nobody waits who came before."""
+        """Whether ``who`` is first in the line, or the line is empty."""
         return next(iter(self._waiting), who) == who
 
     def bytes_before(self, who: Hashable) -> int:
-        """What those who came before want to load."""
+        """The bytes that all before ``who`` want to load."""
         total = 0
         for each, (_, nbytes) in self._waiting.items():
             if each == who:
@@ -291,14 +292,14 @@ class Line:
         return total
 
     def wait(self, who: Hashable, nbytes: int, again: Callable[[], None]) -> None:
-        """Has ``again`` called whenever there is more room and nobody waits before.
+        """Enters the line, or keeps its place. The first in it is told of more room by ``again``.
 
-        Until `leave`. Who waits already keeps the place.
+        nbytes: what it wants to load.
         """
         self._waiting[who] = (again, nbytes)
 
     def leave(self, who: Hashable) -> None:
-        """Does nothing if it does not wait."""
+        """Leaves the line, if it is in it."""
         if self._waiting.pop(who, None) is not None:
             self._wake()
 

@@ -34,7 +34,7 @@ class PrefillRate:
         return self._seconds / self._tokens if self._tokens else 0.0
 
     def scheduled(self, prompt_tokens: int, now_s: float) -> int:
-        """A step computes so many prompt tokens. Returns its number for `ended`; 0: no matter."""
+        """A step is scheduled. Returns its number for `ended`, or 0 if it is not measured."""
         if prompt_tokens < _LEAST_TOKENS:
             return 0
         self._steps += 1
@@ -42,7 +42,7 @@ class PrefillRate:
         return self._steps
 
     def ended(self, step: int, now_s: float) -> None:
-        """A step has ended: this one, or one that does not matter."""
+        """The step with this number has ended; 0: a step that is not measured."""
         tokens, scheduled_s = self._scheduled.pop(step, (0, now_s))
         if tokens:
             self._tokens = self._tokens * _KEPT + tokens
