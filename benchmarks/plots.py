@@ -21,7 +21,7 @@ def draw(
 
     figure = Figure(figsize=(14, 8), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(rows, columns, squeeze=False).flat
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     draw_panels(panels)
     handles: dict[str, Any] = {}
     for axes in panels:
