@@ -198,6 +198,7 @@ class Handlers:
             remote=remote,
             computing=computing,
         )
+        session.positions = {each: first_chunk + n for n, each in enumerate(hashes)}
         session.cancel_lookup = lookup.cancel
         lookup.start()
 

@@ -62,6 +62,7 @@ class Session:
         self.busy = 0  # stores and retrieves in progress
         self.tally = Tally()
         self.cancel_lookup: Callable[[], None] | None = None
+        self.positions: dict[bytes, int] = {}  # of the prompt's chunks, by hash
         self._pool = pool
         self._pins: dict[PinKey, Entry] = {}
 

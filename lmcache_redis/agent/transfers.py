@@ -204,6 +204,10 @@ class StoreJob(CopyJob):
         entry = self._cache.reserve(self._form, chunk_hash)
         if entry is None:
             self._dropped("drop_pool_full", "the host pool was full")
+        else:
+            # What is not of the prompt was generated after it.
+            positions = self._session.positions
+            entry.position = positions.get(chunk_hash, len(positions))
         return entry
 
     def _move(

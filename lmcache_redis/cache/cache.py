@@ -67,7 +67,7 @@ class Cache:
         self.rates = tuple(TransferRate() for _ in backings)
         self.counters = tuple(backing.counters for backing in backings)
         self.queues = tuple(
-            WriteBehind(backing, level, owner, self.pool, metrics)
+            WriteBehind(backing, level, owner, self.pool, metrics, self.rates[level])
             for level, backing in enumerate(backings)
         )
         self._memory = memory
@@ -136,7 +136,7 @@ class Cache:
         return sum(map(len, self.queues))
 
     def begin_writes(self) -> None:
-        """Starts delayed writes now, because the owner is stopping."""
+        """Starts all writes now, because the owner is stopping."""
         for queue in self.queues:
             queue.begin_all()
 
@@ -246,8 +246,10 @@ class Cache:
         self.inflight.end(load.entry, filled)
 
     def _measure(self, job: ChunkIO, *, arrived: bool) -> None:
-        rate = self.rates[load_of(job).level]
-        rate.ended(job.frame.chunk_bytes, time.monotonic(), arrived=arrived)
+        level = load_of(job).level
+        self.rates[level].ended(job.frame.chunk_bytes, time.monotonic(), arrived=arrived)
+        if not self.rates[level].in_flight_bytes:
+            self.queues[level].begin_ready()  # writes give way to loads
 
     def _missed(self, job: ChunkIO, outcome: ReadOutcome) -> None:
         level = load_of(job).level

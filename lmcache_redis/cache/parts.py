@@ -122,6 +122,7 @@ class LookupParts:
 
     def _hold(self, part: Part, entry: Entry) -> None:
         self._cache.pool.pin(entry)
+        entry.wanted = True
         self.held[part] = entry
         if entry.state is EntryState.FILLING:
             self.filling[part] = watcher = partial(self._filled, part)

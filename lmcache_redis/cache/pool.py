@@ -57,17 +57,29 @@ class EntryState(Enum):
 
 
 class Entry:
-    """One chunk in the pool. Only `HostPool` changes it, except for `stored_in` and `tag`.
+    """One chunk in the pool. Only `HostPool` changes the attributes down to `pins`.
 
     Attributes:
         block: its block of the pool's memory.
         units: the size of the block.
         pins: while there are any, the entry is not evicted and its memory is not reused.
-        stored_in: set by the cache; bit n: the chunk is known to be in tier n.
+        stored_in: bit n: the chunk is known to be in tier n.
+        wanted: whether a lookup has asked for it since it is in the pool.
+        position: its number in the prompt that it was stored for.
         tag: for the caller that reserved the entry.
     """
 
-    __slots__ = ("block", "key", "pins", "state", "stored_in", "tag", "units")
+    __slots__ = (
+        "block",
+        "key",
+        "pins",
+        "position",
+        "state",
+        "stored_in",
+        "tag",
+        "units",
+        "wanted",
+    )
 
     def __init__(self, key: bytes, block: Any, units: int) -> None:
         self.key = key
@@ -76,6 +88,8 @@ class Entry:
         self.pins = 1
         self.state = EntryState.FILLING
         self.stored_in = 0
+        self.wanted = False
+        self.position = 0
         self.tag: object = None
 
     def __repr__(self) -> str:

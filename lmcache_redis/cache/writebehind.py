@@ -5,10 +5,14 @@ store, stays in the host pool and is counted; the next store of the chunk enqueu
 
     waiting   until its delay has passed; then one call asks the tier which of the due chunks it
               has: those are not written again
+    ready     until the tier has written others, and while chunks are loaded from it
     writing   by the tier. If the tier did not answer that call, the outcome of the write says why
     stuck     in a tier that hangs: not waited for, but its slots stay pinned until the tier is done
 
 A chunk is pinned, and counts against the limit, from when it is enqueued until the tier is done.
+
+Chunks that a lookup has asked for are written first; then those at the beginning of their prompts,
+without which no later chunk is a hit. A full queue drops what would be written last.
 
 `write` replaces what the tier has under the key and `remove` removes it, both without asking first.
 Writes and removals of one key run one after the other, in the order of the calls (`KeyLock`). A
@@ -18,6 +22,7 @@ write whose entry is discarded before it begins is skipped.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +30,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from lmcache_redis.cache.owner import Action, KeyLock, Owner
+from lmcache_redis.cache.bet import TransferRate
+from lmcache_redis.cache.owner import Action, KeyLock, Owner, Timer
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.tier import Tier, TierCounters
 from lmcache_redis.metrics import Metrics
@@ -41,6 +47,11 @@ logger = logging.getLogger(__name__)
 
 # Chunks that are due within this time, such as those of one prefill, go to the tier in one batch.
 _BATCH_WINDOW_S = 0.005
+# The writes in flight: what the tier writes in this time, but not more bytes.
+_IN_FLIGHT_S = 0.25
+_IN_FLIGHT_BYTES = 32 << 20
+# Loads are never waited for longer.
+_GIVE_WAY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +65,19 @@ class Backing:
 
 
 class WriteBehind:
-    """The queue from the host pool to tier number ``index``. Owned by the owner's thread."""
+    """The queue from the host pool to tier number ``index``. Owned by the owner's thread.
+
+    loads: those from the tier, which its writes give way to.
+    """
 
     def __init__(
-        self, backing: Backing, index: int, owner: Owner, pool: HostPool, metrics: Metrics
+        self,
+        backing: Backing,
+        index: int,
+        owner: Owner,
+        pool: HostPool,
+        metrics: Metrics,
+        loads: TransferRate,
     ) -> None:
         self.queued_bytes = 0
         self._backing = backing
@@ -70,6 +90,13 @@ class WriteBehind:
         self._jobs: dict[Entry, ChunkIO] = {}
         # Those of them that the tier was not asked about yet, with their due times.
         self._waiting: dict[Entry, tuple[ChunkIO, float]] = {}
+        self._ready: dict[Entry, ChunkIO] = {}
+        self._loads = loads
+        self._rate = TransferRate()
+        self._in_flight: set[ChunkIO] = set()  # those that `_rate` knows of
+        self._begun_s = -math.inf  # when the last of them began
+        self._timer: Timer | None = None
+        self._is_stopping = False
         self._stuck: set[Entry] = set()
         self._locks = KeyLock(owner)
         self._writing: dict[bytes, ChunkIO] = {}  # by key, in flight or stuck
@@ -91,7 +118,7 @@ class WriteBehind:
         known = self._tier.lookup(entry.key)
         if entry in self._jobs or (entry.stored_in & self._bit if known is None else known):
             return False
-        return self._has_room(nbytes)
+        return self._has_room(nbytes, entry)
 
     def enqueue(self, entry: Entry, job: ChunkIO, delay_s: float) -> None:
         """Pins an admitted entry; its job is due in ``delay_s`` seconds."""
@@ -169,14 +196,16 @@ class WriteBehind:
         job = self._jobs.get(entry)
         if job is None:
             return
-        if self._waiting.pop(entry, None) is not None:
+        if self._take_back(job):
             self._written(job, WriteOutcome.CANCELLED)
         else:
             self._tier.cancel(job)
 
     def begin_all(self) -> None:
-        """Starts delayed writes now, because the owner is stopping."""
+        """Starts all writes now, because the owner is stopping."""
+        self._is_stopping = True
         self._begin(list(self._waiting))
+        self.begin_ready()
 
     def _begin_due(self) -> None:
         by_s = time.monotonic() + _BATCH_WINDOW_S
@@ -200,7 +229,6 @@ class WriteBehind:
             )
 
     def _asked(self, jobs: Sequence[ChunkIO], result: ExistsResult) -> None:
-        absent: list[ChunkIO] = []
         for job, present in zip(jobs, result.present or [False] * len(jobs), strict=True):
             if present:
                 self._skip(job)
@@ -210,8 +238,43 @@ class WriteBehind:
             ):
                 self._written(job, WriteOutcome.CANCELLED)
             else:
-                absent.append(job)
-        self._write(absent)
+                self._ready[_entry_of(job)] = job
+        self.begin_ready()
+
+    def begin_ready(self) -> None:
+        """Begins the writes that come first, as many as may be in flight.
+
+        Not while chunks are loaded from the tier: the loads would take longer. The cache calls this
+        when they have ended.
+        """
+        if not self._ready:
+            return
+        now_s, limit = time.monotonic(), _IN_FLIGHT_BYTES
+        if self._is_stopping:
+            limit = self._backing.write_limit_bytes
+        elif self._loads.in_flight_bytes and now_s < self._begun_s + _GIVE_WAY_S:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._owner.at(self._begun_s + _GIVE_WAY_S, self.begin_ready)
+            return
+        elif rate := self._rate.per_second():
+            limit = min(limit, int(rate * _IN_FLIGHT_S))
+        if self._rate.in_flight_bytes > limit // 2:
+            return
+        begun: list[ChunkIO] = []
+        for entry in sorted(self._ready, key=_order):
+            nbytes = self._ready[entry].frame.chunk_bytes
+            if self._rate.in_flight_bytes and self._rate.in_flight_bytes + nbytes > limit:
+                break
+            job = self._ready.pop(entry)
+            if entry.state is EntryState.DISCARDED:
+                self._written(job, WriteOutcome.CANCELLED)
+                continue
+            begun.append(job)
+            self._in_flight.add(job)
+            self._rate.begun(nbytes, now_s)
+        self._begun_s = now_s
+        self._write(begun)
 
     def _write(self, jobs: Sequence[ChunkIO]) -> None:
         """Begins the writes whose keys are unlocked now, and the others when they are."""
@@ -263,6 +326,7 @@ class WriteBehind:
         """Releases the key lock: the tier is down, and answers the next changes at once."""
         entry = _entry_of(job)
         self._stuck.add(entry)
+        self._landed(job, arrived=False)
         if entry.state is EntryState.DISCARDED:
             self._tier.cancel(job)
         self._locks.release(job.key)
@@ -305,15 +369,36 @@ class WriteBehind:
                 self._locks.release(job.key)
             self._release(job)
 
-    def _has_room(self, nbytes: int) -> bool:
-        """Whether the tier is up and the queue has room; if not, counts a dropped chunk."""
+    def _has_room(self, nbytes: int, entry: Entry | None = None) -> bool:
+        """Whether the tier is up and the queue has room; if not, counts a dropped chunk.
+
+        entry: drops others that would be written after it.
+        """
         if not self._tier.state.up:
             self._metrics.count(self._counters.drops[WriteOutcome.UNAVAILABLE])
-        elif self.queued_bytes + nbytes > self._backing.write_limit_bytes:
-            self._metrics.count(self._counters.queue_full)
-        else:
+            return False
+        lacking = self.queued_bytes + nbytes - self._backing.write_limit_bytes
+        if lacking <= 0:
             return True
-        return False
+        self._metrics.count(self._counters.queue_full)
+        if entry is None:
+            return False
+        later = [each for each in (*self._ready, *self._waiting) if _order(each) > _order(entry)]
+        if sum(self._jobs[each].frame.chunk_bytes for each in later) < lacking:
+            return False
+        later.sort(key=_order)
+        while lacking > 0:
+            job = self._jobs[later.pop()]
+            lacking -= job.frame.chunk_bytes
+            self._take_back(job)
+            self._release(job)
+        return True
+
+    def _take_back(self, job: ChunkIO) -> bool:
+        """Takes a job that has not begun out of the queue; False if it has."""
+        entry = _entry_of(job)
+        was_waiting = self._waiting.pop(entry, None) is not None
+        return self._ready.pop(entry, None) is not None or was_waiting
 
     def _hold(self, entry: Entry, job: ChunkIO) -> None:
         self._pool.pin(entry)
@@ -329,6 +414,16 @@ class WriteBehind:
         self._pool.unpin(entry)
         if self._flushes:
             self._ended(job)
+        if self._landed(job, arrived=bool(entry.stored_in & self._bit)) and self._ready:
+            self._owner.post(self.begin_ready)
+
+    def _landed(self, job: ChunkIO, *, arrived: bool) -> bool:
+        """A write is no longer in flight; False if it was not."""
+        if job not in self._in_flight:
+            return False
+        self._in_flight.remove(job)
+        self._rate.ended(job.frame.chunk_bytes, time.monotonic(), arrived=arrived)
+        return True
 
     def _ended(self, change: object) -> None:
         """A write or a removal has ended: completes the flushes that waited for it alone."""
@@ -338,6 +433,10 @@ class WriteBehind:
         self._flushes = [each for each in self._flushes if each[0]]
         for action in done:
             action()
+
+
+def _order(entry: Entry) -> tuple[bool, int]:
+    return not entry.wanted, entry.position
 
 
 def _entry_of(job: ChunkIO) -> Entry:

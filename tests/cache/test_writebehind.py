@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from lmcache_redis.cache import writebehind
+from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.tier import REDIS_COUNTERS
 from lmcache_redis.cache.writebehind import WriteBehind
-from lmcache_redis.resp.outcomes import CallOutcome, ExistsResult, WriteOutcome
+from lmcache_redis.resp.outcomes import CallOutcome, ExistsResult, ReadOutcome, WriteOutcome
 from tests.cache.played import FORM, HASHES, PlayedTier, World
+from tests.harness import block_hashes
 
 
 class Queue(World):
@@ -40,6 +45,18 @@ class Queue(World):
             self.tier.write_done(job, outcome)
         self.loop.run_posted()
         assert (len(self.writes), self.writes.queued_bytes) == (0, 0)
+
+    def lookup(self, name: bytes) -> None:
+        """Looks up a chunk that is in the pool."""
+        PrefixLookup(self.cache, [FORM], [name], math.inf, lambda found: None).start()
+
+    def load(self, name: bytes) -> None:
+        """Loads a chunk that is not in the pool, in vain."""
+        job = self.cache.prepare_load(FORM, FORM.key(name), name, 0, math.inf)
+        assert job is not None
+        self.cache.begin_loads([job])
+        self.tier.read_done(job, ReadOutcome.MISSING)
+        self.loop.run_posted()
 
     def written(self) -> list[Entry]:
         return [job.tag for job in self.tier.written]
@@ -141,6 +158,88 @@ def test_a_full_queue_and_a_tier_that_is_down_take_nothing(queue: Queue) -> None
     assert queue.counted("drop_redis") == {"drop_redis_error": 1}
     queue.cache.begin_writes()
     queue.answer(ExistsResult(CallOutcome.DONE, [True] * fits))
+
+
+def test_chunks_that_were_asked_for_and_first_chunks_are_written_first(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writebehind, "_IN_FLIGHT_BYTES", 2 * FORM.chunk_bytes)
+    for entry, position in zip(queue.entries, [3, 0, 1, 2, 4], strict=True):
+        entry.position = position
+    queue.lookup(HASHES[4])
+    queue.enqueue()
+    queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
+    order = [queue.entries[n] for n in (4, 1, 2, 3, 0)]
+    assert queue.written() == order[:2]  # no more are in flight
+    queue.tier.write_done(queue.tier.written[0], WriteOutcome.STORED)
+    queue.run(lambda: len(queue.tier.written) > 2)
+    assert queue.written() == order[:3]
+    assert queue.cache.clear([order[3].key]) == 1  # not written any more
+    for job in queue.tier.written[1:]:
+        queue.tier.write_done(job, WriteOutcome.STORED)
+    queue.run(lambda: len(queue.tier.written) > 3)
+    assert queue.written() == [*order[:3], order[4]]
+    queue.tier.write_done(queue.tier.written[3], WriteOutcome.STORED)
+    queue.loop.run_posted()
+    assert (len(queue.writes), queue.writes.queued_bytes) == (0, 0)
+    assert queue.counted("drop_") == {}
+
+
+def test_a_full_queue_drops_what_would_be_written_last(queue: Queue) -> None:
+    fits = 1000 // FORM.chunk_bytes
+    names = block_hashes("other", fits + 1)
+    entries = [queue.hold(name) for name in names]
+    for position, (name, entry) in enumerate(zip(names, entries, strict=True)):
+        entry.position = position
+        queue.cache.write_behind(FORM, name, entry, 60)
+    assert [entry.pins for entry in entries] == [1] * fits + [0]
+    queue.cache.write_behind(FORM, HASHES[0], queue.entries[0], 60)
+    assert [entry.pins for entry in entries] == [1] * (fits - 1) + [0] * 2
+    queue.lookup(names[-1])
+    queue.cache.write_behind(FORM, names[-1], entries[-1], 60)
+    assert [entry.pins for entry in entries] == [1] * (fits - 2) + [0] * 2 + [1]
+    assert queue.counted("drop_") == {"drop_queue_full": 3}
+    assert queue.writes.queued_bytes == fits * FORM.chunk_bytes
+    queue.cache.begin_writes()
+    queue.answer(ExistsResult(CallOutcome.DONE, [True] * fits))
+
+
+def test_writes_wait_for_loads_but_not_for_ever(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tier that always loads would never store."""
+    loads, monotonic = queue.cache.rates[0], time.monotonic
+    queue.enqueue()
+    queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
+    queue.end(WriteOutcome.UNAVAILABLE)
+    queue.tier.written.clear()
+    loads.begun(1, monotonic())
+    queue.enqueue()
+    queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
+    assert queue.written() == []
+    later_s = writebehind._GIVE_WAY_S
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + later_s)
+    queue.loop.run_due()
+    assert queue.written() == queue.entries
+    queue.end(WriteOutcome.UNAVAILABLE)
+    loads.ended(1, monotonic(), arrived=False)
+
+
+def test_writes_begin_when_the_loads_have_ended_or_the_owner_stops(queue: Queue) -> None:
+    loads = queue.cache.rates[0]
+    queue.enqueue()
+    queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
+    queue.end(WriteOutcome.UNAVAILABLE)
+    for begin in (lambda: queue.load(b"a chunk of its own".ljust(32)), queue.cache.begin_writes):
+        queue.tier.written.clear()
+        loads.begun(1, time.monotonic())
+        queue.enqueue()
+        queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
+        assert queue.written() == []
+        loads.ended(1, time.monotonic(), arrived=False)
+        begin()
+        assert queue.written() == queue.entries
+        queue.end(WriteOutcome.UNAVAILABLE)
 
 
 def test_a_stuck_write_is_not_waited_for_and_keeps_its_slots(queue: Queue) -> None:
