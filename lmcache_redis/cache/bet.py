@@ -14,8 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-# Of busy time: what a tier did that long ago counts half.
+# What a tier did so much busy time ago, or so much idle time, counts half: as so much busy time at
+# most, so that one chunk after a pause shows that the tier has become faster.
 _HALF_LIFE_S = 0.15
+_IDLE_HALF_LIFE_S = 2.0
+_LEAST_WEIGHT_S = 0.001
 # A tier that was too slow has to be so much faster than needed: else it changes with every load.
 _HYSTERESIS = 1.25
 _PROBE_EVERY_S = 10.0
@@ -40,6 +43,10 @@ class TransferRate:
     def begun(self, nbytes: int, now_s: float) -> None:
         """A load of so many bytes has begun."""
         if not self.in_flight_bytes:
+            kept = 0.5 ** ((now_s - self._since_s) / _IDLE_HALF_LIFE_S)
+            weight_s = max(kept * _HALF_LIFE_S, _LEAST_WEIGHT_S)
+            if self._busy_s > weight_s:
+                self._keep(weight_s / self._busy_s)
             self._since_s = now_s
         self.in_flight_bytes += nbytes
 
@@ -90,10 +97,15 @@ class TransferRate:
 
     def _add(self, nbytes: int, now_s: float) -> None:
         busy_s = max(1e-6, now_s - self._since_s)
-        kept = 0.5 ** (busy_s / _HALF_LIFE_S)
-        self._bytes = self._bytes * kept + nbytes
-        self._busy_s = self._busy_s * kept + busy_s
+        self._keep(0.5 ** (busy_s / _HALF_LIFE_S))
+        self._bytes += nbytes
+        self._busy_s += busy_s
         self._since_s = now_s
+
+    def _keep(self, share: float) -> None:
+        """Older transfers count less; the rate is the same."""
+        self._bytes *= share
+        self._busy_s *= share
 
 
 class Computing:

@@ -1,17 +1,22 @@
-"""Lookups through a link whose rate is limited, and with a server that stops."""
+"""Lookups and stores where the server is far, behind a narrow link, busy, full or stopped."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.link import LimitedLink, LinkFailed
-from tests.harness import AgentServer, Engine, block_hashes
+from tests.agent.latency import LongLink
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.servers
@@ -72,6 +77,127 @@ def test_a_link_that_becomes_slow_costs_one_bet(link: LimitedLink, tmp_path: Pat
         assert engine.lookup("worth it", HASHES, token_s=100.0) == whole
         assert engine.retrieve("worth it", HASHES, range(40)) == set()
         engine.scheduler.end_session("worth it")
+
+
+def test_a_link_that_recovers_is_found_by_a_probe(link: LimitedLink, tmp_path: Path) -> None:
+    whole, names = CHUNKS * CHUNK_TOKENS, count()
+    with AgentServer(tmp_path / "agent", link.url) as agent, Engine(agent.endpoint) as engine:
+        stored(agent, engine)
+
+        def found() -> int:
+            """What a lookup finds for an engine that computes the prompt in a second."""
+            time.sleep(1.1)  # it is idle: what it could load beside other prompts is no bet
+            name = f"r{next(names)}"
+            tokens = engine.lookup(name, HASHES, token_s=0.0016)
+            engine.scheduler.end_session(name)
+            return tokens
+
+        link.limit(2)
+        assert found() < whole
+        assert agent.counter("lookups_cut") == 1
+        assert found() < whole
+        link.limit(None)
+        wait_until(lambda: found() == whole, "a faster link", 60)
+        assert agent.counter("probes") >= 1
+
+
+def test_what_a_slow_link_cannot_store_is_the_end_of_prompts(
+    link: LimitedLink, tmp_path: Path
+) -> None:
+    """Two prompts of ten chunks in a queue of fifteen."""
+    with (
+        AgentServer(tmp_path / "agent", link.url, pool_bytes=30 * 98304 + 4096) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        prompts = [block_hashes(f"prompt {n}", 40) for n in range(3)]
+        link.limit(2)
+        for number, hashes in enumerate(prompts):
+            assert engine.lookup(f"r{number}", hashes) == 0
+            engine.store(f"r{number}", hashes, range(40))
+            if number == 0:
+                agent.wait_idle()  # the agent knows the rate of its writes now
+        agent.wait_idle()
+        link.limit(None)
+        agent.restart()
+        engine.wait_ready()
+        found = [engine.lookup(f"again {n}", prompts[n]) // CHUNK_TOKENS for n in (1, 2)]
+        assert min(found) >= 7
+
+
+def test_a_server_far_away_is_asked_only_where_computing_takes_longer(
+    own_server: RedisServer, tmp_path: Path
+) -> None:
+    with (
+        LongLink(own_server.port, 0.1) as link,
+        AgentServer(tmp_path / "agent", link.url, lookup_deadline_s=60) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        stored(agent, engine)
+        whole = CHUNKS * CHUNK_TOKENS
+        assert engine.lookup("short", HASHES, token_s=1e-4) == 0
+        assert agent.counter("lookups_cut") == 1
+        engine.scheduler.end_session("short")
+        assert engine.lookup("long", HASHES, token_s=0.1) == whole
+        assert engine.retrieve("long", HASHES, range(40)) == set()
+        assert agent.counter("lookups_timed_out") == 0
+
+
+def test_a_server_busy_with_others_costs_the_time_of_computing(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    with (
+        AgentServer(
+            tmp_path / "agent", redis_server.unix_url, lookup_deadline_s=60, op_timeout_s=50
+        ) as agent,
+        Engine(agent.endpoint) as engine,
+        ThreadPoolExecutor() as executor,
+    ):
+        stored(agent, engine)
+        turn = "local n = redis.call('incr', 'busy') for i = 1, 1e8 do n = n + 1 end"
+        client = redis_server.client(socket_timeout=120)
+        busy = executor.submit(client.eval, turn, 0)
+        while not busy.done():
+            name = f"r{time.monotonic()}"
+            found = engine.lookup(name, HASHES, token_s=1e-4)
+            engine.scheduler.end_session(name)
+            if not found:
+                break
+        assert agent.counter("lookups_cut") == 1
+        busy.result()
+        wait_until(lambda: agent.status()["redis"]["up"], "a server that answers")
+        assert engine.lookup("then", HASHES, token_s=0.1) == CHUNKS * CHUNK_TOKENS
+        assert agent.counter("lookups_timed_out") == 0
+
+
+def test_a_server_that_evicts_gives_what_it_still_has(tmp_path: Path) -> None:
+    """Prompts of 1 MB each in a Redis of 10 MB: the oldest are gone, and none comes back wrong."""
+    args = ("--maxmemory", "10mb", "--maxmemory-policy", "allkeys-lru")
+    with (
+        RedisServer(tmp_path, args=args) as server,
+        AgentServer(tmp_path / "agent", server.unix_url) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        prompts = [block_hashes(f"prompt {n}", 40) for n in range(14)]
+        contents = []
+        for number, hashes in enumerate(prompts):
+            engine.randomize(range(40))
+            contents.append(engine.snapshot())
+            engine.store(f"r{number}", hashes, range(40))
+            agent.wait_idle()
+        agent.restart()
+        engine.wait_ready()
+        found = []
+        for number, hashes in enumerate(prompts):
+            name = f"again {number}"
+            blocks = engine.lookup(name, hashes, token_s=0.01) // engine.block_size_tokens
+            assert engine.retrieve(name, hashes[:blocks], range(blocks)) == set()
+            for loaded, content in zip(engine.snapshot(), contents[number], strict=True):
+                for layer, tensor in loaded.items():
+                    assert torch.equal(tensor[:blocks], content[layer][:blocks])
+            engine.scheduler.end_session(name)
+            found.append(blocks)
+        assert found[0] < 40
+        assert found[-1] == 40
 
 
 def test_a_server_that_stops_costs_the_time_of_computing(

@@ -91,6 +91,19 @@ def test_a_rate_follows_a_change_within_seconds() -> None:
     assert rate.per_second() > 900 * MB
 
 
+@pytest.mark.parametrize("idle_s", [10.0, 1e9])
+def test_one_chunk_after_a_pause_shows_that_a_tier_has_become_faster(idle_s: float) -> None:
+    """It is a probe, and takes too short to change the rate by its own time."""
+    rate = TransferRate()
+    rate.begun(10 * MB, 1.0)
+    rate.ended(10 * MB, 41.0, arrived=True)
+    assert rate.per_second() == pytest.approx(MB / 4)
+    rate.begun(MB, 41.0 + idle_s)
+    assert rate.per_second() == pytest.approx(MB / 4)
+    rate.ended(MB, 41.0 + idle_s + 2**-6, arrived=True)
+    assert rate.per_second() > 20 * MB
+
+
 def test_a_stall_is_expected_to_last_as_long_again() -> None:
     rate = TransferRate()
     rate.begun(100 * MB, 0.0)
