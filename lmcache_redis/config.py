@@ -177,8 +177,8 @@ class AgentConfig:
         size=True,
     )
     write_queue_bytes: int | None = setting(
-        "limit of chunks queued for Redis, and of those queued for disk; beyond it stores are "
-        "dropped and counted",
+        "limit of chunks queued for Redis, and of those queued for disk; beyond it the ends of "
+        "prompts are dropped and counted",
         None,
         shown="half of the host pool",
         size=True,
