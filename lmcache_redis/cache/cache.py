@@ -30,14 +30,18 @@ _PROBE_DEADLINE_S = 30.0
 
 
 class Load:
-    """A chunk that is being read into an entry. level: the number of the tier it is read from."""
+    """A chunk that is being read into an entry.
 
-    __slots__ = ("entry", "form", "is_stuck", "level")
+    level: the number of the tier it is read from. outcome: of the last read that has ended.
+    """
+
+    __slots__ = ("entry", "form", "is_stuck", "level", "outcome")
 
     def __init__(self, entry: Entry, form: ChunkForm, level: int) -> None:
         self.entry = entry
         self.form = form
         self.level = level
+        self.outcome: ReadOutcome | None = None
         self.is_stuck = False
 
 
@@ -212,6 +216,7 @@ class Cache:
     def _loaded(self, job: ChunkIO, outcome: ReadOutcome) -> None:
         """A read has ended: the entry becomes READY, is read from the next tier, or is dropped."""
         load = load_of(job)
+        load.outcome = outcome
         entry, counters = load.entry, self.counters[load.level]
         if load.is_stuck:
             self.pool.unpin(entry)

@@ -66,11 +66,14 @@ class Entry:
         stored_in: bit n: the chunk is known to be in tier n.
         wanted: whether a lookup has asked for it since it is in the pool.
         position: its number in the prompt that it was stored for.
+        is_ahead: nobody has asked for the chunk yet. Until someone does, it is evicted before all
+            others, the one loaded last first.
         tag: for the caller that reserved the entry.
     """
 
     __slots__ = (
         "block",
+        "is_ahead",
         "key",
         "pins",
         "position",
@@ -90,6 +93,7 @@ class Entry:
         self.stored_in = 0
         self.wanted = False
         self.position = 0
+        self.is_ahead = False
         self.tag: object = None
 
     def __repr__(self) -> str:
@@ -102,9 +106,10 @@ class HostPool:
     idle_limit: the units that unpinned READY entries may hold together; None: all of the memory.
     ``on_room`` is called when the last pin of an entry is released.
 
-    `get` makes an entry the most recently used, as does the release of its last pin. Misuse (unpin
-    without a pin, publish twice, reserve a key that is in the pool) raises RuntimeError and changes
-    nothing: it is a bug of the caller.
+    `get` makes an entry the most recently used, as does the release of its last pin, unless nobody
+    has asked for the chunk yet (`Entry.is_ahead`). Misuse (unpin without a pin, publish twice,
+    reserve a key that is in the pool) raises RuntimeError and changes nothing: it is a bug of the
+    caller.
     """
 
     def __init__(self, memory: Memory, idle_limit: int | None = None) -> None:
@@ -150,8 +155,10 @@ class HostPool:
     def get(self, key: bytes) -> Entry | None:
         """The entry of a key, FILLING or READY, or None. A READY one becomes most recently used."""
         entry = self._index.get(key)
-        if entry is not None and entry.pins == 0:
-            self._idle.move_to_end(key)
+        if entry is not None:
+            entry.is_ahead = False
+            if entry.pins == 0:
+                self._idle.move_to_end(key)
         return entry
 
     def peek(self, key: bytes) -> Entry | None:
@@ -243,6 +250,8 @@ class HostPool:
         self.on_room()
         if entry.state is EntryState.READY:
             self._idle[entry.key] = entry
+            if entry.is_ahead:
+                self._idle.move_to_end(entry.key, last=False)
             self._idle_units += entry.units
             if entry.units > self.idle_limit:
                 self.discard(entry)
