@@ -12,7 +12,7 @@ Order of events
    ``WELCOME`` answers with the agent's identity (``agent_id`` is new in every process), its process
    and its chunk size. Any other message from an unknown peer is answered by
    ``FAILURE(UNKNOWN_PEER)``, which tells a client that the agent was restarted. ``PING``,
-   ``STATUS`` and ``GET_CHUNK_SIZE`` need no ``HELLO``.
+   ``STATUS``, ``GET_CHUNK_SIZE`` and ``WARM``, which tools send, need no ``HELLO``.
 2. A worker sends ``REGISTER_KV_CACHE``: the layout of each group of its layers, the layout's
    fingerprint, and handles to its memory. A chunk has one part for each group. The agent maps the
    memory before it answers ``DONE``. Until then, the worker's stores and retrieves fail, and
@@ -71,7 +71,7 @@ Failures
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, Literal, TypeVar, cast
 
 import msgspec
 
@@ -92,6 +92,7 @@ Epoch = Annotated[bytes, msgspec.Meta(max_length=8)]
 # The bytes after the epoch: a block hash, or an adapter digest and a block hash.
 HASH_BYTES_OF_AN_EPOCH = (32, 48)
 MAX_REMOTE_PARTS = 1 << 13
+MAX_WARM_CHUNKS = 1 << 10
 TokenSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
 ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTES)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -251,6 +252,25 @@ class Clear(Message, frozen=True, tag="CLEAR"):
     remote: AllRemoteParts = ()
 
 
+class WarmChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a chunk as a tool finds it in Redis: all that its name and its size follow from."""
+
+    model_name: Name
+    kv_rank: int
+    fingerprint: Fingerprint
+    chunk_hash: ChunkHash
+    chunk_bytes: int
+
+
+class Warm(Message, frozen=True, tag="WARM"):
+    """Loads chunks into the free part of the host pool, in this order. Evicts nothing.
+
+    Waits while lookups load. The agent answers within seconds, also if it had to leave some.
+    """
+
+    chunks: Annotated[tuple[WarmChunk, ...], msgspec.Meta(max_length=MAX_WARM_CHUNKS)]
+
+
 class Status(Message, frozen=True, tag="STATUS"):
     """Asks for the agent's state and counters."""
 
@@ -312,6 +332,18 @@ class RetrieveResult(Message, frozen=True, tag="RETRIEVE_RESULT"):
     failed_chunks: tuple[int, ...]
 
 
+# A chunk is: loaded; in the host pool already; left because the pool has no free slots, or because
+# lookups were loading all the time; not in Redis any more, or in part; in Redis, and not what its
+# name says; not loaded for another reason.
+WarmOutcome = Literal["loaded", "held", "full", "busy", "missing", "damaged", "failed"]
+
+
+class Warmed(Message, frozen=True, tag="WARMED"):
+    """Answers ``WARM``: what became of each of ``chunks``."""
+
+    outcomes: tuple[WarmOutcome, ...]
+
+
 class StatusReport(Message, frozen=True, tag="STATUS_REPORT"):
     """Answers ``STATUS``: a JSON document."""
 
@@ -350,6 +382,7 @@ Question = (
     | EndSession
     | Goodbye
     | Clear
+    | Warm
     | Status
     | Ping
 )
@@ -360,6 +393,7 @@ Answer = (
     | LookupResult
     | StoreResult
     | RetrieveResult
+    | Warmed
     | StatusReport
     | Pong
     | Failure

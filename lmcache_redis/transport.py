@@ -48,25 +48,22 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.S
     return router
 
 
-def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    """A DEALER that connects to ``endpoint`` as soon as an agent listens there."""
-    dealer = _dealer(context)
-    _connect(dealer, endpoint)
-    return dealer
-
-
 def connect_watched_dealer(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """As `connect_dealer`, with a monitor of EVENT_CONNECTED and EVENT_DISCONNECTED."""
+    """A DEALER that connects to ``endpoint`` as soon as an agent listens there, and its monitor.
+
+    The monitor has EVENT_CONNECTED and EVENT_DISCONNECTED.
+    """
     dealer = _dealer(context)
     # Before it connects, so that no event is missed.
     monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
     try:
-        _connect(dealer, endpoint)
-    except ConfigError:
+        dealer.connect(endpoint)
+    except zmq.ZMQError as error:
+        dealer.close()
         monitor.close(linger=0)
-        raise
+        raise ConfigError(f"{endpoint!r} is not an agent's endpoint: use ipc://PATH") from error
     return dealer, monitor
 
 
@@ -82,14 +79,6 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     # No messages are queued for an absent agent: they would be stale when it starts.
     dealer.setsockopt(zmq.IMMEDIATE, 1)
     return dealer
-
-
-def _connect(dealer: zmq.Socket[bytes], endpoint: str) -> None:
-    try:
-        dealer.connect(endpoint)
-    except zmq.ZMQError as error:
-        dealer.close()
-        raise ConfigError(f"{endpoint!r} is not an agent's endpoint: use ipc://PATH") from error
 
 
 def why_untrusted(endpoint: str) -> str | None:

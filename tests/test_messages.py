@@ -44,6 +44,7 @@ QUESTIONS: list[m.Message] = [
     m.Goodbye(10),
     m.Clear(11),
     m.Clear(11, b"e" * 8, (m.RemoteParts(1, 7, b"f" * 32, Reach()),)),
+    m.Warm(11, (m.WarmChunk("model", 7, b"f" * 32, b"h" * 32, 1 << 25),)),
     m.Status(12),
     m.Ping(13),
 ]
@@ -54,6 +55,7 @@ ANSWERS: list[m.Message] = [
     m.LookupResult(4, 16),
     m.StoreResult(5, 1, 2, 3),
     m.RetrieveResult(6, (0, 5)),
+    m.Warmed(6, ("loaded", "held", "full", "busy", "missing", "damaged", "failed")),
     m.StatusReport(7, b"{}"),
     m.Pong(8, 1, "0.1.0"),
     m.Failure(9, m.REFUSED, "because"),

@@ -18,6 +18,7 @@ from lmcache_redis.admin.names import printable, show_key, shown_age, shown_byte
 from lmcache_redis.admin.purge import Plan, Removal
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.stripes import State, Stripe, Use
+from lmcache_redis.admin.warm import Choice
 from lmcache_redis.resp.net.endpoint import Transport
 
 # The JSON fields of a type; NAME=PATH for another attribute. Other types: all fields.
@@ -37,6 +38,7 @@ _FIELDS: dict[type, str] = {
     Group: "model layout workers chunks stripes value_bytes chunks_of_unknown_size=unknown_size "
     "incomplete without_stripe_0=no_first damaged idle_s frequency stored_unix_s",
     Plan: "chunks=chunk_count stripes value_bytes groups",
+    Choice: "chunks=chunk_count chunk_bytes groups unfit",
     Diagnosis: "exit_status findings facts",
 }
 
@@ -135,7 +137,7 @@ def summary_lines(summary: Summary) -> Iterator[str]:
             f"({share:.0%}) were looked at; --all looks at every one"
         )
     if found.other_keys:
-        keys = _count(len(found.other_keys), "key")
+        keys = counted(len(found.other_keys), "key")
         example = show_key(min(found.other_keys))
         yield f"{keys} named like ours but naming no chunk, such as {example}"
     if summary.groups and not summary.headers_read:
@@ -151,7 +153,7 @@ def plan_lines(plan: Plan, where: str) -> Iterator[str]:
         yield f"nothing to remove from {where}: no chunk matches (see `lmcache-redis inspect`)"
         return
     size = f", {shown_bytes(plan.value_bytes)}" if plan.value_bytes else ""
-    chunks, keys = _count(plan.chunk_count, "chunk"), _count(plan.stripes, "key")
+    chunks, keys = counted(plan.chunk_count, "chunk"), counted(plan.stripes, "key")
     yield f"to remove from {where}: {chunks} ({keys}{size})"
     rows = [[printable(g["model"]), g["layout"], f"{g['chunks']:,}"] for g in plan.groups]
     yield from _table([["model", "layout", "chunks"], *rows])
@@ -159,18 +161,37 @@ def plan_lines(plan: Plan, where: str) -> Iterator[str]:
 
 def removal_lines(removal: Removal) -> Iterator[str]:
     """What a purge removed."""
-    chunks, keys = _count(removal.chunks, "chunk"), _count(removal.stripes, "key")
+    chunks, keys = counted(removal.chunks, "chunk"), counted(removal.stripes, "key")
     size = shown_bytes(removal.value_bytes)
     yield f"removed {chunks} ({keys}, {size}) in {removal.seconds:.1f} s"
     if removal.vanished:
-        yield f"{_count(removal.vanished, 'key')} had already gone"
+        yield f"{counted(removal.vanished, 'key')} had already gone"
     if removal.used_again:
-        yield f"{_count(removal.used_again, 'chunk')} used in the meantime: left"
+        yield f"{counted(removal.used_again, 'chunk')} used in the meantime: left"
     if removal.stored_again:
-        yield f"{_count(removal.stored_again, 'key')} stored again in the meantime: left"
+        yield f"{counted(removal.stored_again, 'key')} stored again in the meantime: left"
     for reason, number in removal.left.most_common():
-        yield f"{_count(number, 'key')} left: {reason}"
+        yield f"{counted(number, 'key')} left: {reason}"
     yield from (f"  {key}" for key in removal.left_examples)
+
+
+def choice_lines(choice: Choice, of: Choice, where: str) -> Iterator[str]:
+    """What of the chunks ``of`` fits into a host pool."""
+    some, size = counted(choice.chunk_count, "chunk"), shown_bytes(choice.chunk_bytes)
+    there = f"{of.chunk_count:,} ({shown_bytes(of.chunk_bytes)})"
+    yield f"to load from {where}: {some} ({size}) of {there}, the most used ones"
+    if choice.chunk_count:
+        rows = [
+            [printable(g["model"]), g["layout"], f"{g['chunks']:,}", shown_bytes(g["bytes"])]
+            for g in choice.groups
+        ]
+        yield from _table([["model", "layout", "chunks", "size"], *rows])
+    yield from unfit_lines(of)
+
+
+def unfit_lines(choice: Choice) -> Iterator[str]:
+    for reason, number in choice.unfit.most_common():
+        yield f"{counted(number, 'chunk')} cannot be loaded: {reason}"
 
 
 def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
@@ -191,7 +212,8 @@ def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield f"{', '.join(each.where for each in diagnosis.facts)}: {said}"
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: 1 chunk, 2,000 chunks."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 

@@ -161,17 +161,31 @@ def cuts_of(server: Server, chunks: Sequence[SeenChunk]) -> dict[Form, Cut]:
     If headers can be read without that counting as a use, the cuts are exact, and a form without a
     valid header is left out. Otherwise sizes are memory usage, which is slightly more.
     """
+    if server.untouched:
+        return {form: Cut.of(header) for form, header in headers_of(server, chunks).items()}
+    return {form: _estimated(server, some) for form, some in _by_form(chunks).items()}
+
+
+def headers_of(server: Server, chunks: Sequence[SeenChunk]) -> dict[Form, StripeHeader]:
+    """A valid header of each form, of the first chunk that has one; a form without is left out.
+
+    Counts as a use of the chunks that are read, unless `Server.untouched`. Raises RedisError.
+    """
+    headers: dict[Form, StripeHeader] = {}
+    for form, some in _by_form(chunks).items():
+        for chunk in some[:_ATTEMPTS]:
+            (stripe,) = read_stripes(server, [(chunk.name, chunk.first)])
+            if stripe.is_ours and stripe.header is not None:
+                headers[form] = stripe.header
+                break
+    return headers
+
+
+def _by_form(chunks: Sequence[SeenChunk]) -> dict[Form, list[SeenChunk]]:
     by_form: dict[Form, list[SeenChunk]] = {}
     for chunk in chunks:
         by_form.setdefault(chunk.form, []).append(chunk)
-    if not server.untouched:
-        return {form: _estimated(server, some) for form, some in by_form.items()}
-    cuts: dict[Form, Cut] = {}
-    for form, some in by_form.items():
-        for stripe in read_stripes(server, [(c.name, c.first) for c in some[:_ATTEMPTS]]):
-            if stripe.is_ours and stripe.header is not None:
-                cuts.setdefault(form, Cut.of(stripe.header))
-    return cuts
+    return by_form
 
 
 def _estimated(server: Server, chunks: Sequence[SeenChunk]) -> Cut:

@@ -17,6 +17,7 @@ from lmcache_redis.agent.registering import Registering
 from lmcache_redis.agent.sessions import Session
 from lmcache_redis.agent.status import status_report
 from lmcache_redis.agent.transfers import Reply, RetrieveJob, StoreJob
+from lmcache_redis.agent.warming import Warming
 from lmcache_redis.cache.bet import Computing
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.errors import DeviceError, FormatError, WireError
@@ -37,9 +38,10 @@ class Handlers:
         self._metrics = agent.cache.metrics
         self._peers = agent.peers
         self._registering = Registering(agent)
+        self._warming = Warming(agent)
 
     def answer_anyone(self, question: m.Question, reply: Reply) -> bool:
-        """Answers a question that needs no HELLO; returns False for any other."""
+        """Answers a question that needs no HELLO, or begins to; returns False for any other."""
         if isinstance(question, m.Ping):
             reply(m.Pong(0, os.getpid(), __version__))
         elif isinstance(question, m.GetChunkSize):
@@ -47,6 +49,8 @@ class Handlers:
         elif isinstance(question, m.Status):
             report = status_report(self._agent)
             reply(m.StatusReport(0, msgspec.json.encode(report)))
+        elif isinstance(question, m.Warm):
+            self._warming.warm(question, reply)
         else:
             return False
         return True

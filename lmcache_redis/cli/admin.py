@@ -59,10 +59,10 @@ def inspect(
     with _server(redis_url, redis_username, key_prefix) as (server, prefix):
         if key is not None:
             chunk = explain(server, read_key(key), prefix, verify)
-            _print(as_json, chunk, chunk_lines(chunk))
+            print_report(as_json, chunk, chunk_lines(chunk))
         else:
             summary = summarise(server, prefix, everything=everything, verify=verify)
-            _print(as_json, summary, summary_lines(summary))
+            print_report(as_json, summary, summary_lines(summary))
 
 
 def purge(
@@ -127,7 +127,7 @@ def purge(
         plan = choose(server, prefix, selection)
         ends_here = dry_run or not plan.chunks
         if ends_here or not as_json:
-            _print(as_json, plan, plan_lines(plan, server.where))
+            print_report(as_json, plan, plan_lines(plan, server.where))
         if ends_here:
             return
         if not yes and not typer.confirm("Remove them?", err=as_json):
@@ -145,7 +145,7 @@ def purge(
             # The report is also printed after an interrupt, or if the server is lost.
             if shown:
                 print(file=sys.stderr)
-            _print(as_json, removal, removal_lines(removal))
+            print_report(as_json, removal, removal_lines(removal))
 
 
 def doctor(
@@ -181,7 +181,7 @@ def doctor(
     need = Need(kv_bytes_per_token, prefill_tokens_per_s)
     with _server(redis_url, redis_username, key_prefix) as (server, prefix):
         diagnosis = diagnose(server, prefix, need, bandwidth=bandwidth)
-    _print(as_json, diagnosis, diagnosis_lines(diagnosis))
+    print_report(as_json, diagnosis, diagnosis_lines(diagnosis))
     raise typer.Exit(diagnosis.exit_status)
 
 
@@ -197,7 +197,8 @@ def _server(
         yield server, options.key_prefix
 
 
-def _print(as_json: bool, found: Any, lines: Iterable[str]) -> None:
+def print_report(as_json: bool, found: Any, lines: Iterable[str]) -> None:
+    """A report of `admin`, as JSON or as lines of text."""
     from lmcache_redis.admin import report
 
     for line in [json.dumps(report.as_json(found), indent=2)] if as_json else lines:

@@ -13,8 +13,9 @@ from rich.console import Console
 from lmcache_redis import __version__
 from lmcache_redis.cli import admin
 from lmcache_redis.cli.bench import bench
-from lmcache_redis.cli.options import AsJson, config_from, takes_options_of
+from lmcache_redis.cli.options import AsJson, Endpoint, config_from, takes_options_of
 from lmcache_redis.cli.starting import start_again_if_needed
+from lmcache_redis.cli.warm import warm
 from lmcache_redis.config import AgentConfig, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 from lmcache_redis.gateway.config import GatewayConfig
@@ -33,10 +34,6 @@ app = typer.Typer(
     ),
 )
 
-EndpointOption = Annotated[
-    str | None,
-    typer.Option("--endpoint", help="The agent's endpoint.", show_default="the agent's default"),
-]
 TimeoutOption = Annotated[float, typer.Option("--timeout-s", help="Deadline for the answer.")]
 
 
@@ -78,7 +75,7 @@ def gateway(**options: object) -> None:
 
 @app.command()
 def status(
-    endpoint: EndpointOption = None,
+    endpoint: Endpoint = None,
     timeout_s: TimeoutOption = 2.0,
     as_json: AsJson = False,
 ) -> None:
@@ -96,7 +93,7 @@ def status(
 
 
 @app.command()
-def ping(endpoint: EndpointOption = None, timeout_s: TimeoutOption = 2.0) -> None:
+def ping(endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0) -> None:
     """Check that the agent answers, and show the round trip."""
     from lmcache_redis.client.control import ControlClient
 
@@ -106,6 +103,7 @@ def ping(endpoint: EndpointOption = None, timeout_s: TimeoutOption = 2.0) -> Non
     )
 
 
+app.command()(warm)
 app.command()(admin.inspect)
 app.command()(admin.purge)
 app.command()(admin.doctor)

@@ -23,7 +23,7 @@ _TYPES = {"int": int, "float": float, "bool": bool}
 _Config = TypeVar("_Config")
 _Command = Callable[..., None]
 
-# Options of the commands that use a server without an agent.
+# Options of the commands that use a server or an agent.
 RedisUrl = Annotated[
     str | None,
     typer.Option(
@@ -38,6 +38,10 @@ RedisUsername = Annotated[
     str | None, typer.Option("--redis-username", help="ACL user, if not in the URL.")
 ]
 KeyPrefix = Annotated[str | None, typer.Option("--key-prefix", help="The agents' key prefix.")]
+Endpoint = Annotated[
+    str | None,
+    typer.Option("--endpoint", help="The agent's endpoint.", show_default="the agent's default"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -1,17 +1,22 @@
-"""Requests of command-line tools to an agent: ping and status."""
+"""Requests of command-line tools to an agent: ping, status and warm."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from lmcache_redis import messages as m
-from lmcache_redis.errors import LMCacheRedisError
-from lmcache_redis.transport import connect_dealer
+from lmcache_redis.errors import LMCacheRedisError, WireError
+from lmcache_redis.transport import connect_watched_dealer
+
+# An agent answers within 15 s, see `agent.warming`; one that ends is noticed at once.
+_WARM_TIMEOUT_S = 30.0
 
 _A = TypeVar("_A", bound=m.Message)
 
@@ -47,20 +52,62 @@ class ControlClient:
         report: dict[str, Any] = msgspec.json.decode(self._ask(m.Status(1), m.StatusReport).report)
         return report
 
-    def _ask(self, question: m.Message, expected: type[_A]) -> _A:
-        deadline_s = time.monotonic() + self._timeout_s
-        with zmq.Context() as context, connect_dealer(context, self._endpoint) as dealer:
-            for event in (zmq.POLLOUT, zmq.POLLIN):
-                left_ms = max(0, int((deadline_s - time.monotonic()) * 1000))
-                if not dealer.poll(left_ms, event):
-                    raise AgentUnreachable(
-                        f"no agent answers at {self._endpoint}: start one with "
-                        "`lmcache-redis agent`, or pass its --endpoint"
-                    )
-                if event == zmq.POLLOUT:
-                    dealer.send_multipart(m.encode(question))
-            answer = m.decode_answer(dealer.recv_multipart())
+    def warm(self, chunks: Sequence[m.WarmChunk]) -> tuple[m.WarmOutcome, ...]:
+        """Has the agent load chunks into its host pool; what became of each.
+
+        Waits longer than other requests. Raises ``AgentUnreachable``.
+        """
+        warmed = self._ask(m.Warm(1, tuple(chunks)), m.Warmed, _WARM_TIMEOUT_S)
+        if len(warmed.outcomes) != len(chunks):
+            raise WireError(f"{len(warmed.outcomes)} outcomes of {len(chunks)} chunks")
+        return warmed.outcomes
+
+    def _ask(self, question: m.Message, expected: type[_A], answer_timeout_s: float = 0.0) -> _A:
+        """answer_timeout_s: the least time for the answer, once the agent is connected."""
+        with zmq.Context() as context:
+            dealer, monitor = connect_watched_dealer(context, self._endpoint)
+            try:
+                deadline_s = time.monotonic() + self._timeout_s
+                if not dealer.poll(_left_ms(deadline_s), zmq.POLLOUT):
+                    raise self._unreachable()
+                dealer.send_multipart(m.encode(question))
+                deadline_s = max(deadline_s, time.monotonic() + answer_timeout_s)
+                frames = self._receive(dealer, monitor, deadline_s)
+            finally:
+                dealer.disable_monitor()
+                monitor.close(linger=0)
+                dealer.close()
+        return self._expected(m.decode_answer(frames), expected)
+
+    def _receive(
+        self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], deadline_s: float
+    ) -> list[bytes]:
+        poller = zmq.Poller()
+        poller.register(dealer, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        while ready := dict(poller.poll(_left_ms(deadline_s))):
+            if dealer in ready:
+                return dealer.recv_multipart()
+            if recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                raise AgentUnreachable(
+                    f"the agent at {self._endpoint} went away before it answered: see its log"
+                )
+        raise self._unreachable()
+
+    def _expected(self, answer: m.Answer, expected: type[_A]) -> _A:
         if isinstance(answer, expected):
             return answer
         reason = answer.reason if isinstance(answer, m.Failure) else type(answer).__name__
+        if isinstance(answer, m.Failure) and answer.code == m.BAD_MESSAGE:
+            reason += " (is it of another version? `lmcache-redis ping` shows it)"
         raise LMCacheRedisError(f"the agent at {self._endpoint} answered: {reason}")
+
+    def _unreachable(self) -> AgentUnreachable:
+        return AgentUnreachable(
+            f"no agent answers at {self._endpoint}: start one with "
+            "`lmcache-redis agent`, or pass its --endpoint"
+        )
+
+
+def _left_ms(deadline_s: float) -> int:
+    return max(0, int((deadline_s - time.monotonic()) * 1000))

@@ -19,7 +19,6 @@ from lmcache_redis import messages as m
 from lmcache_redis.client.link import LinkState
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.keys import IPCCacheEngineKey
-from lmcache_redis.transport import connect_dealer
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer, free_port
 
@@ -265,7 +264,8 @@ def test_a_chunk_size_that_is_no_multiple_of_the_block_size_is_rounded_up(
 
 def test_another_protocol_version_is_refused_with_a_sentence(agent: AgentServer) -> None:
     context = zmq.Context()
-    dealer = connect_dealer(context, agent.endpoint)
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(agent.endpoint)
     try:
         assert dealer.poll(5000, zmq.POLLOUT)
         theirs = m.MAGIC + (m.PROTOCOL_VERSION + 1).to_bytes(2, "big")
@@ -331,7 +331,8 @@ def test_a_worker_names_no_other_rank(
 
 def test_garbage_on_the_wire_harms_no_one_else(agent: AgentServer, stored: Engine) -> None:
     context = zmq.Context()
-    dealer = connect_dealer(context, agent.endpoint)
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(agent.endpoint)
     try:
         assert dealer.poll(5000, zmq.POLLOUT)
         valid = m.encode(m.Ping(7))

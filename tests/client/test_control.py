@@ -1,0 +1,74 @@
+"""Requests of tools: what is said of an agent that goes away, or answers something else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from lmcache_redis import messages as m
+from lmcache_redis.client.control import AgentUnreachable, ControlClient
+from lmcache_redis.errors import LMCacheRedisError, WireError
+
+CHUNK = m.WarmChunk("model", 0, bytes(32), b"hash", 100)
+
+
+@contextmanager
+def agent_that(
+    directory: Path, answer: Callable[[m.Question], m.Answer | None]
+) -> Iterator[ControlClient]:
+    """A client of one that answers one question. Without an answer it closes its socket."""
+    endpoint, context, asked = f"ipc://{directory}/agent.sock", zmq.Context(), threading.Event()
+    router = context.socket(zmq.ROUTER)
+    router.bind(endpoint)
+
+    def serve() -> None:
+        identity, *frames = router.recv_multipart()
+        answered = answer(m.decode_question(frames))
+        if answered is not None:
+            router.send_multipart([identity, *m.encode(answered)])
+            asked.wait()
+        router.close(linger=0)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield ControlClient(endpoint, timeout_s=30)
+    finally:
+        asked.set()
+        thread.join()
+        context.term()
+
+
+def test_outcomes(tmp_path: Path) -> None:
+    with agent_that(tmp_path, lambda question: m.Warmed(1, ("loaded", "held"))) as client:
+        assert client.warm([CHUNK, CHUNK]) == ("loaded", "held")
+
+
+def test_too_few_outcomes(tmp_path: Path) -> None:
+    with (
+        agent_that(tmp_path, lambda question: m.Warmed(1, ("loaded",))) as client,
+        pytest.raises(WireError, match="1 outcomes of 2 chunks"),
+    ):
+        client.warm([CHUNK, CHUNK])
+
+
+def test_an_agent_that_goes_away_is_noticed_at_once(tmp_path: Path) -> None:
+    with (
+        agent_that(tmp_path, lambda question: None) as client,
+        pytest.raises(AgentUnreachable, match="went away before it answered"),
+    ):
+        client.warm([CHUNK])
+
+
+def test_an_agent_that_does_not_know_the_question(tmp_path: Path) -> None:
+    refused = m.Failure(1, m.BAD_MESSAGE, "Invalid value 'WARM'")
+    with (
+        agent_that(tmp_path, lambda question: refused) as client,
+        pytest.raises(LMCacheRedisError, match=r"Invalid value 'WARM' \(is it of another version"),
+    ):
+        client.warm([CHUNK])
