@@ -332,9 +332,9 @@ class RetrieveResult(Message, frozen=True, tag="RETRIEVE_RESULT"):
     failed_chunks: tuple[int, ...]
 
 
-# A chunk is: loaded; in the host pool already; left because the pool has no free slots, or because
-# lookups were loading all the time; not in Redis any more, or in part; in Redis, and not what its
-# name says; not loaded for another reason.
+# A chunk is: loaded; in the host pool already, or on its way; left because the pool has no free
+# slots, or because there was no time for it; not in Redis any more, or in part; in Redis, and not
+# what its name says; not loaded for another reason.
 WarmOutcome = Literal["loaded", "held", "full", "busy", "missing", "damaged", "failed"]
 
 

@@ -5,7 +5,7 @@ when the command ends, so does the warming. Engines come first:
 
 - A chunk takes free slots only. Nothing is evicted for it.
 - Its load begins only while no lookup loads or waits for room, and while the disk tier's queue has
-  room for the stores of engines. A batch that has to wait for too long is answered in part.
+  room for the stores of engines. A batch that takes too long is answered with the rest "busy".
 - Until an engine asks for it, it is evicted before all chunks of engines (`Entry.is_ahead`).
 
 A chunk is loaded as for a lookup: under the same key, cut for this agent's slots, from disk or from

@@ -164,7 +164,7 @@ def _progress(report: WarmReport, fitting: Choice) -> str:
     from lmcache_redis.admin.names import shown_bytes
 
     done, whole = shown_bytes(report.loaded_bytes), shown_bytes(fitting.chunk_bytes)
-    waits = ", waits while requests load" if report.is_waiting else ""
+    waits = ", the agent is busy" if report.is_waiting else ""
     return f"{done} of {whole}{waits}".ljust(60)
 
 

@@ -26,7 +26,7 @@ class WarmReport:
     """What was done so far. Of the chunks that are left nothing is known.
 
     chunks: by outcome. is_full: the host pool is. is_limited: the limit is reached. is_waiting: the
-    agent has had to leave chunks because lookups were loading; they are sent again.
+    agent had no time for all chunks of the last batch; they are sent again.
     """
 
     chunks: Counter[str] = field(default_factory=Counter)

@@ -110,14 +110,13 @@ def test_what_an_agent_would_not_find_is_left(server: Server, client: Any) -> No
     whole.put(client)
     Cached(2).put(client, 0, 1)
     Cached(3).put(client, 1, 2)
-    Cached(4, stripe_count=4).put(client)  # cut otherwise: its form has three
+    idle(client, Cached(4, stripe_count=4), 1000)  # cut otherwise than the first one
     Cached(5, layout="raw", raw_namespace=True).put(client)
     tensors = Cached(6, layout="tensors")
     for index, key in enumerate(tensors.keys):
         client.set(key, value_of(tensors, index, MemoryFormat.KV_2LTD))
     broken = Cached(7, layout="broken")
     client.set(broken.keys[0], b"no header")
-    idle(client, whole, 0)
     choice = chosen(server)
     assert numbers(choice) == [1]
     assert choice.unfit == {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -249,6 +251,25 @@ def test_models_and_the_agents_key_prefix(tmp_path: Path, redis_server: RedisSer
         ]
         assert warm(agent, redis_server, "--model", "org/b")["chunks"] == {"loaded": 2}
         assert agent.status()["pool"]["chunks"] == 2
+
+
+def test_a_terminal_shows_how_far_it_is(agent: AgentServer, redis_server: RedisServer) -> None:
+    stored(agent)
+    ours, theirs = pty.openpty()
+    done = subprocess.run(
+        [*COMMAND, *words(agent, redis_server, "--bytes-per-second", "1MiB")],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        timeout=TIMEOUT_S,
+        env=environment(),
+    )
+    os.close(theirs)
+    seen = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert done.returncode == 0
+    assert [line.strip() for line in seen.split("\r") if line.strip()] == [
+        f"{done} KiB of 768 KiB" for done in (192, 384, 576, 768)
+    ]
 
 
 def started(agent: AgentServer, server: RedisServer) -> subprocess.Popen[str]:
