@@ -10,8 +10,8 @@ from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
 from lmcache_redis.cache.memory import Arena
-from lmcache_redis.cache.owner import OwnerLoop
 from lmcache_redis.cache.redis import RedisTier
+from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.config import AgentConfig

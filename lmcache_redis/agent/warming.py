@@ -24,7 +24,7 @@ from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.transfers import Reply
 from lmcache_redis.cache.cache import load_of
 from lmcache_redis.cache.inflight import Filled
-from lmcache_redis.cache.owner import Timer
+from lmcache_redis.cache.threads import Timer
 from lmcache_redis.errors import FormatError, WireError
 from lmcache_redis.naming import ChunkForm, ChunkNames
 from lmcache_redis.resp.outcomes import ChunkIO, ReadOutcome

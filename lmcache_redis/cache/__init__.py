@@ -9,12 +9,13 @@ pinned entry keeps its memory; an unpinned one stays until its memory is needed.
     inflight          entries that are being filled and their watchers: a chunk is loaded once
     tier              the contract of the tiers behind the pool; `redis` and `disk` implement it
     writebehind       one bounded queue per tier; the changes of one key are in order
+    turns             which writes begin, and when: writes give way to loads
     lookup, parts     `PrefixLookup`: how many leading chunks are available, pinned, by a deadline
     bet               rates of tiers and engines, and how much of a prefix is worth loading
     prefix            which parts of its chunks a prefix needs, if a model has groups of layers
     cache             `Cache`: all of these together, and clears
     objects           `ObjectCache`: put, get and remove chunks of any size with their metadata
-    owner             the thread that owns all of this, and its key locks
+    threads           the thread that owns all of this, its key locks, and worker threads
 
 Every method is called on the owner's thread and returns at once; none waits for a tier. Any thread
 of the caller may read and write the views of an entry that the caller has pinned. Misuse raises.
@@ -89,9 +90,9 @@ from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.memory import Arena, HeapMemory
 from lmcache_redis.cache.objects import Found, Held, ObjectCache
-from lmcache_redis.cache.owner import Owner, OwnerLoop
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.redis import RedisTier
+from lmcache_redis.cache.threads import Owner, OwnerLoop
 from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, Tier
 from lmcache_redis.cache.writebehind import Backing
 

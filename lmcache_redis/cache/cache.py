@@ -13,8 +13,8 @@ from functools import partial
 
 from lmcache_redis.cache.bet import TransferRate
 from lmcache_redis.cache.inflight import Filled, InflightLoads
-from lmcache_redis.cache.owner import Owner
 from lmcache_redis.cache.pool import Entry, HostPool, Line, Memory
+from lmcache_redis.cache.threads import Owner
 from lmcache_redis.cache.writebehind import Backing, WriteBehind
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkForm

@@ -40,10 +40,10 @@ from functools import partial
 from lmcache_redis.cache.bet import Computing, prefix_worth_loading
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.inflight import Filled
-from lmcache_redis.cache.owner import Timer
 from lmcache_redis.cache.parts import LookupParts, Wanted
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.prefix import Part, PrefixNeeds
+from lmcache_redis.cache.threads import Timer
 from lmcache_redis.naming import ChunkForm, PartNames
 from lmcache_redis.resp.outcomes import (
     CallOutcome,

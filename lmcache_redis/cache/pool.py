@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterator
 from enum import Enum
 from typing import Any, Protocol
 
-from lmcache_redis.cache.owner import Owner
+from lmcache_redis.cache.threads import Owner
 
 
 class Memory(Protocol):

@@ -5,14 +5,13 @@ store, stays in the host pool and is counted; the next store of the chunk enqueu
 
     waiting   until its delay has passed; then one call asks the tier which of the due chunks it
               has: those are not written again
-    ready     until the tier has written others, and while chunks are loaded from it
+    ready     until it is its turn (`turns`)
     writing   by the tier. If the tier did not answer that call, the outcome of the write says why
     stuck     in a tier that hangs: not waited for, but its slots stay pinned until the tier is done
 
 A chunk is pinned, and counts against the limit, from when it is enqueued until the tier is done.
 
-Chunks that a lookup has asked for are written first; then those at the beginning of their prompts,
-without which no later chunk is a hit. A full queue drops what would be written last.
+A full queue drops what would be written last (`turns`).
 
 `write` replaces what the tier has under the key and `remove` removes it, both without asking first.
 Writes and removals of one key run one after the other, in the order of the calls (`KeyLock`). A
@@ -22,7 +21,6 @@ write whose entry is discarded before it begins is skipped.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -31,9 +29,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from lmcache_redis.cache.bet import TransferRate
-from lmcache_redis.cache.owner import Action, KeyLock, Owner, Timer
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
+from lmcache_redis.cache.threads import Action, KeyLock, Owner, Timer
 from lmcache_redis.cache.tier import Tier, TierCounters
+from lmcache_redis.cache.turns import Turns, order
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
@@ -47,11 +46,6 @@ logger = logging.getLogger(__name__)
 
 # Chunks that are due within this time, such as those of one prefill, go to the tier in one batch.
 _BATCH_WINDOW_S = 0.005
-# The writes in flight: what the tier writes in this time, but not more bytes.
-_IN_FLIGHT_S = 0.25
-_IN_FLIGHT_BYTES = 32 << 20
-# Loads are never waited for longer.
-_GIVE_WAY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +84,8 @@ class WriteBehind:
         self._jobs: dict[Entry, ChunkIO] = {}
         # Those of them that the tier was not asked about yet, with their due times.
         self._waiting: dict[Entry, tuple[ChunkIO, float]] = {}
-        self._ready: dict[Entry, ChunkIO] = {}
-        self._loads = loads
-        self._rate = TransferRate()
-        self._in_flight: set[ChunkIO] = set()  # those that `_rate` knows of
-        self._begun_s = -math.inf  # when the last of them began
-        self._timer: Timer | None = None
+        self._turns = Turns(loads)
+        self._timer: Timer | None = None  # for the end of their waiting
         self._is_stopping = False
         self._stuck: set[Entry] = set()
         self._locks = KeyLock(owner)
@@ -238,43 +228,22 @@ class WriteBehind:
             ):
                 self._written(job, WriteOutcome.CANCELLED)
             else:
-                self._ready[_entry_of(job)] = job
+                self._turns.ready[_entry_of(job)] = job
         self.begin_ready()
 
     def begin_ready(self) -> None:
-        """Begins the writes that come first, as many as may be in flight.
-
-        Not while chunks are loaded from the tier: the loads would take longer. The cache calls this
-        when they have ended.
-        """
-        if not self._ready:
-            return
-        now_s, limit = time.monotonic(), _IN_FLIGHT_BYTES
-        if self._is_stopping:
-            limit = self._backing.write_limit_bytes
-        elif self._loads.in_flight_bytes and now_s < self._begun_s + _GIVE_WAY_S:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = self._owner.at(self._begun_s + _GIVE_WAY_S, self.begin_ready)
-            return
-        elif rate := self._rate.per_second():
-            limit = min(limit, int(rate * _IN_FLIGHT_S))
-        if self._rate.in_flight_bytes > limit // 2:
-            return
-        begun: list[ChunkIO] = []
-        for entry in sorted(self._ready, key=_order):
-            nbytes = self._ready[entry].frame.chunk_bytes
-            if self._rate.in_flight_bytes and self._rate.in_flight_bytes + nbytes > limit:
-                break
-            job = self._ready.pop(entry)
-            if entry.state is EntryState.DISCARDED:
+        """Begins the writes whose turn it is. The cache calls this when loads have ended."""
+        now_s = time.monotonic()
+        jobs = self._turns.begin_all() if self._is_stopping else self._turns.begin(now_s)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._turns.ready and (until_s := self._turns.waits_until(now_s)) > now_s:
+            self._timer = self._owner.at(until_s, self.begin_ready)
+        for job in jobs:
+            if _entry_of(job).state is EntryState.DISCARDED:
                 self._written(job, WriteOutcome.CANCELLED)
-                continue
-            begun.append(job)
-            self._in_flight.add(job)
-            self._rate.begun(nbytes, now_s)
-        self._begun_s = now_s
-        self._write(begun)
+        self._write([job for job in jobs if _entry_of(job).state is not EntryState.DISCARDED])
 
     def _write(self, jobs: Sequence[ChunkIO]) -> None:
         """Begins the writes whose keys are unlocked now, and the others when they are."""
@@ -326,7 +295,7 @@ class WriteBehind:
         """Releases the key lock: the tier is down, and answers the next changes at once."""
         entry = _entry_of(job)
         self._stuck.add(entry)
-        self._landed(job, arrived=False)
+        self._turns.ended(job, time.monotonic(), is_stored=False)
         if entry.state is EntryState.DISCARDED:
             self._tier.cancel(job)
         self._locks.release(job.key)
@@ -383,10 +352,12 @@ class WriteBehind:
         self._metrics.count(self._counters.queue_full)
         if entry is None:
             return False
-        later = [each for each in (*self._ready, *self._waiting) if _order(each) > _order(entry)]
+        later = [
+            each for each in (*self._turns.ready, *self._waiting) if order(each) > order(entry)
+        ]
         if sum(self._jobs[each].frame.chunk_bytes for each in later) < lacking:
             return False
-        later.sort(key=_order)
+        later.sort(key=order)
         while lacking > 0:
             job = self._jobs[later.pop()]
             lacking -= job.frame.chunk_bytes
@@ -398,7 +369,7 @@ class WriteBehind:
         """Takes a job that has not begun out of the queue; False if it has."""
         entry = _entry_of(job)
         was_waiting = self._waiting.pop(entry, None) is not None
-        return self._ready.pop(entry, None) is not None or was_waiting
+        return self._turns.ready.pop(entry, None) is not None or was_waiting
 
     def _hold(self, entry: Entry, job: ChunkIO) -> None:
         self._pool.pin(entry)
@@ -414,16 +385,9 @@ class WriteBehind:
         self._pool.unpin(entry)
         if self._flushes:
             self._ended(job)
-        if self._landed(job, arrived=bool(entry.stored_in & self._bit)) and self._ready:
+        self._turns.ended(job, time.monotonic(), is_stored=bool(entry.stored_in & self._bit))
+        if self._turns.ready:
             self._owner.post(self.begin_ready)
-
-    def _landed(self, job: ChunkIO, *, arrived: bool) -> bool:
-        """A write is no longer in flight; False if it was not."""
-        if job not in self._in_flight:
-            return False
-        self._in_flight.remove(job)
-        self._rate.ended(job.frame.chunk_bytes, time.monotonic(), arrived=arrived)
-        return True
 
     def _ended(self, change: object) -> None:
         """A write or a removal has ended: completes the flushes that waited for it alone."""
@@ -433,10 +397,6 @@ class WriteBehind:
         self._flushes = [each for each in self._flushes if each[0]]
         for action in done:
             action()
-
-
-def _order(entry: Entry) -> tuple[bool, int]:
-    return not entry.wanted, entry.position
 
 
 def _entry_of(job: ChunkIO) -> Entry:

@@ -14,7 +14,7 @@ from lmcache_redis import __version__
 from lmcache_redis.cache import DISK_COUNTERS, REDIS_COUNTERS, Backing, Cache, RedisTier
 from lmcache_redis.cache.memory import HeapMemory
 from lmcache_redis.cache.objects import ObjectCache
-from lmcache_redis.cache.owner import Action, Timer
+from lmcache_redis.cache.threads import Action, Timer
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.gateway.config import GatewayConfig
 from lmcache_redis.gateway.server import Gateway

@@ -14,8 +14,8 @@ from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.agent.transfers import RetrieveJob, StoreJob
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.memory import Arena
-from lmcache_redis.cache.owner import OwnerLoop
 from lmcache_redis.cache.pool import Entry
+from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import FULL_REACH, ChunkForm, Reach

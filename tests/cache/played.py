@@ -8,8 +8,8 @@ from typing import Any
 
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.memory import Arena
-from lmcache_redis.cache.owner import OwnerLoop
 from lmcache_redis.cache.pool import Entry
+from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.cache.tier import FramesResult, ReadDone, Stuck, Tier, TierCounters, WriteDone
 from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.metrics import Metrics

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lmcache_redis.cache.owner import OwnerLoop
+from lmcache_redis.cache.threads import OwnerLoop
 
 
 def test_timers_run_in_order_and_only_when_due(monkeypatch: pytest.MonkeyPatch) -> None:

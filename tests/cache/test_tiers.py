@@ -13,8 +13,8 @@ from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.memory import HeapMemory
 from lmcache_redis.cache.objects import Found, Held, ObjectCache
-from lmcache_redis.cache.owner import OwnerLoop
 from lmcache_redis.cache.redis import RedisTier
+from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.cache.tier import DISK_COUNTERS, FramesResult, Tier
 from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.metrics import Metrics
