@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -28,20 +27,14 @@ from benchmarks import ROOT
 from benchmarks.fetch import HOW_TO_FETCH, find_package
 from benchmarks.lm_client import LOAD_NAME, LmClient, key_text
 from benchmarks.report import percentile, rotated
-from benchmarks.servers import free_port, listens, own_server, wait_for
+from benchmarks.servers import ServerFailed, free_port, own_server, running_module
 from lmcache_redis.errors import LMCacheRedisError
-from lmcache_redis.processes import end_process
 
 OURS, BEFORE, LMCACHE = "ours", "before", "lmcache"
 PUT, GET, MANY = "put", "get", "get, many"
 MIB = 1 << 20
 _MEMORY_BYTES = 1 << 30
 _LOAD_TIMEOUT_S = 300.0
-_STOP_S = 15.0
-
-
-class ServerFailed(LMCacheRedisError):
-    """A server did not start, or failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,16 +200,5 @@ def _lmcache_server(log: Path) -> AbstractContextManager[LmServer]:
 def _running(
     name: str, words: Sequence[str], port: int, log: Path, **environment: str
 ) -> Iterator[LmServer]:
-    command = [sys.executable, "-m", *words]
-    with log.open("ab") as out:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=os.environ | environment
-        )
-    try:
-        wait_for(lambda: process.poll() is not None or listens(port), f"{name} to start", 0.05)
-        if process.poll() is not None:
-            tail = log.read_text(errors="replace").splitlines()[-10:]
-            raise ServerFailed("\n".join([f"{name} did not start; the end of {log}:", *tail]))
+    with running_module(name, words, port, log, environment) as process:
         yield LmServer(name, port, process.pid)
-    finally:
-        end_process(process, _STOP_S)
