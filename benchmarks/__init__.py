@@ -6,10 +6,13 @@
     scripts/bench gateway       gateway     the lm:// gateway beside LMCache's server
     scripts/bench gpu           gpu/        copies between a GPU and the host pool
     scripts/bench main-job      main_job    time to first token of a real vLLM
+    scripts/bench working-set   working_set/   more than vLLM's own cache holds, in rounds
+    scripts/bench slow-link     slow_link   time to first token by the rate of the link to Redis
 
-`engine` is an engine without a model; `servers` starts Redis; `fetch` downloads LMCache's wheel;
-`report` has statistics, tables and JSON; `plots` draws. None of this is in the package's wheel:
-`lmcache-redis bench` (`lmcache_redis.bench`) measures a server in use.
+`engine` is an engine without a model; `servers` starts Redis; `fetch` downloads LMCache's wheel,
+`lmcache_mp` starts its server; `report` has statistics, tables and JSON; `plots` draws. None of
+this is in the package's wheel: `lmcache-redis bench` (`lmcache_redis.bench`) measures a server in
+use.
 """
 
 from pathlib import Path
