@@ -6,9 +6,12 @@ defaults, with these exceptions:
     shared memory     the server shares its pool with the engine; otherwise bytes go through pickle
     pool at start     the pool is allocated at start, as an agent's is, and not as it fills
     no observability  the wheel's metrics need packages that are not installed, and cost CPU time
+    buffer            a pool that holds few requests is a buffer only: a chunk leaves it when Redis
+                      has it (`skip_l1`). By default the pool evicts above 80 %, once a second, and
+                      stores all chunks of a request or none: between 80 % and the room for a
+                      request such a pool stays full for good, and nothing more is stored or loaded
 
-It is stopped with its Redis still running, and its Redis must not evict: a chunk that is evicted
-between its lookup and its load can make it hang.
+Its Redis must not evict: a chunk that is evicted between its lookup and its load can make it hang.
 """
 
 from __future__ import annotations
@@ -80,8 +83,13 @@ class LMCacheServer:
 
 
 @contextlib.contextmanager
-def running_lmcache(redis_port: int, pool_bytes: int, log: Path) -> Iterator[LMCacheServer]:
-    """`lmcache server` during the block. Raises ServerFailed if there is none, or it fails."""
+def running_lmcache(
+    redis_port: int, pool_bytes: int, log: Path, *, buffer: bool = False
+) -> Iterator[LMCacheServer]:
+    """`lmcache server` during the block. Raises ServerFailed if there is none, or it fails.
+
+    buffer: see the module.
+    """
     package = find_package()
     if package is None:
         raise ServerFailed(HOW_TO_FETCH)
@@ -91,7 +99,9 @@ def running_lmcache(redis_port: int, pool_bytes: int, log: Path) -> Iterator[LMC
     words += ["--http-port", str(http_port), "--disable-observability"]
     words += ["--l1-size-gb", str(pool_bytes / (1 << 30)), "--no-l1-use-lazy"]
     words += ["--supported-transfer-mode", "engine_driven", "--shm-name", f"bench-{port}"]
-    words += ["--eviction-policy", "LRU", "--l2-adapter", json.dumps(adapter)]
+    words += ["--eviction-policy", "noop" if buffer else "LRU"]
+    words += ["--l2-store-policy", "skip_l1" if buffer else "default"]
+    words += ["--l2-adapter", json.dumps(adapter)]
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment = {
         "PYTHONPATH": os.pathsep.join([*paths, str(package)]),

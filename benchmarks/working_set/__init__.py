@@ -16,7 +16,7 @@ Cases, each with a new engine and an empty Redis:
     small           our agent; its host pool holds a quarter of the set, the rest comes from Redis
     disk            the same pool, and a disk tier that holds the whole set
     lmcache-large   LMCache's multiprocess mode with its Redis adapter; pool as in `large`
-    lmcache-small   the same; pool as in `small`
+    lmcache-small   the same; pool as in `small`, as a buffer: every hit comes from Redis
 
 `cases` starts what a case needs, `workload` makes the prompts, `rows` makes figures of what was
 measured, `plot` draws them, `run` does it all.

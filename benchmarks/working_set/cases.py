@@ -126,7 +126,8 @@ def running(case: Case, set_bytes: int, log: Path) -> Iterator[Stack]:
         cache: Cache | None = None
         pool_bytes = int(case.pool * set_bytes)
         if case.lmcache:
-            cache = stack.enter_context(running_lmcache(server.port, pool_bytes, log))
+            lmcache = running_lmcache(server.port, pool_bytes, log, buffer=case.pool < 1)
+            cache = stack.enter_context(lmcache)
         elif pool_bytes:
             settings: dict[str, Any] = {"pool_bytes": pool_bytes}
             if case.disk:

@@ -12,8 +12,8 @@ from benchmarks.working_set.cases import CASES
 
 _COLOURS = (plots.COLOURS[3], plots.COLOURS[0], "#e08a86", plots.COLOURS[4], *plots.COLOURS[1:3])
 _PANELS = {
-    "first_token_mean_s": ("mean time to first token", "s", "%.2f"),
-    "first_token_worst_s": ("worst time to first token", "s", "%.2f"),
+    "first_token_mean_s": ("mean time to first token", "s (log)", "%.2f"),
+    "first_token_worst_s": ("worst time to first token", "s (log)", "%.2f"),
     "requests_per_s": ("requests a second", "1/s", "%.1f"),
     "agent_cpu_s": ("CPU time of agent or LMCache's server", "s a round", "%.2f"),
     "redis_cpu_s": ("CPU time of Redis", "s a round", "%.2f"),
@@ -45,3 +45,6 @@ def _draw_panels(rows: Sequence[Mapping[str, Any]], panels: Any) -> None:
                 fmt=fmt,
             )
         plots.name_groups(axes, title, scenarios, unit)
+        if "log" in unit:
+            axes.set_yscale("log")
+            axes.set_ylim(bottom=min(row[name] for row in rows) / 3)
