@@ -6,8 +6,8 @@ Scenarios:
     conversations   each request is all that was said and a question; its answer is said too
 
 vLLM's own blocks hold half of the set. The first round computes and stores; the others can load.
-What the first round did not store is asked for once more, one request at a time, before the others:
-so that they measure loading.
+Until everything is in Redis, and at most three times, all is asked for one request at a time before
+the other rounds: so that they measure loading.
 
 Cases, each with a new engine and an empty Redis:
 

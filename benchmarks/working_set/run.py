@@ -23,6 +23,8 @@ from lmcache_redis.errors import LMCacheRedisError
 _BLOCK_TOKENS = 32
 # Of agents and LMCache's servers, by default.
 _CHUNK_TOKENS = 256
+# A small pool also drops chunks of a request that comes alone.
+_MOST_FILLS = 3
 # A round that takes longer hangs.
 _ROUND_TIMEOUT_S = 900.0
 
@@ -168,12 +170,13 @@ class _Measurement:
         return answer
 
     def _store_the_rest(self, prompts: Prompts) -> None:
-        """Asks for everything once more, so that the next rounds measure loading."""
-        if self.stack.cache is None or self._stored() >= 1:
-            return
-        self.runner.say(f"{self.case.name}: storing what the first round did not")
-        for text in prompts.texts:
-            self._ask([text])
+        """Asks for everything again, so that the next rounds measure loading."""
+        for _ in range(_MOST_FILLS):
+            if self.stack.cache is None or self._stored() >= 1:
+                return
+            self.runner.say(f"{self.case.name}: storing what is not in Redis yet")
+            for text in prompts.texts:
+                self._ask([text])
 
     def _ask(self, prompts: list[list[int]]) -> Answer:
         """The engine's answer, after all stores. Ends an engine that hangs."""
