@@ -55,7 +55,7 @@ def run(
 
 def report(rows: Sequence[dict[str, Any]], plot: Path, json: Path | None) -> None:
     """Prints the table, and writes the plot and the rows."""
-    show("working set", [{name: row[name] for name in COLUMNS} for row in rows])
+    show("working set", [{text: row[name] for name, text in COLUMNS.items()} for row in rows])
     write_json(json, rows)
     facts = machine()
     caption = f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB"
