@@ -9,6 +9,7 @@ other two. The rest is as in any start: new pids, a new engine core, a new conne
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from typing import IO, Any
 
@@ -26,8 +28,12 @@ from tests.harness import wait_until
 
 _IMPORT_TIMEOUT_S = 240.0
 _MESSAGE_BYTES = 1 << 20
+# How often a process looks for another's message. Tests beside it need the core.
+_POLL_S = 0.0005
 # In the environment of an engine: a file of Python that is run in it first.
 PATCH_VARIABLE = "LMCACHE_REDIS_TEST_PATCH"
+# A module whose `main` runs in the place of the engine's.
+PROGRAM_VARIABLE = "LMCACHE_REDIS_TEST_PROGRAM"
 # And a directory with another vLLM than the environment's.
 VLLM_VARIABLE = "LMCACHE_REDIS_TEST_VLLM"
 
@@ -123,6 +129,9 @@ def empty(emptied: engine.EngineProcess) -> None:
 
 def main(fd: int) -> None:
     """The server's process: forks an engine for every message, until the socket is closed."""
+    import vllm.distributed.device_communicators.shm_broadcast
+    import vllm.entrypoints.llm
+    import vllm.model_executor.models.llama
     import vllm.v1.engine.coordinator
     import vllm.v1.engine.core_client
     import vllm.v1.engine.utils
@@ -136,6 +145,8 @@ def main(fd: int) -> None:
         vllm.v1.executor.multiproc_executor,
     ):
         module.get_mp_context = lambda: fork
+    # For a second after each message it would yield its core at once, again and again.
+    vllm.distributed.device_communicators.shm_broadcast.sched_yield = lambda: time.sleep(_POLL_S)
     listener = socket.socket(fileno=fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     while True:
@@ -162,7 +173,8 @@ def _run(env: Mapping[str, str], fd: int, log_fd: int) -> None:
         os.close(log_fd)
         if PATCH_VARIABLE in env:
             runpy.run_path(env[PATCH_VARIABLE])
-        engine.main(fd)
+        program = importlib.import_module(env.get(PROGRAM_VARIABLE) or engine.__name__)
+        program.main(fd)
         status = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]

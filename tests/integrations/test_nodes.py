@@ -7,19 +7,15 @@ nothing but Redis.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lmcache_redis.demo.engine import engine_environment
-from tests.engines import PATCH_VARIABLE, ForkedEngine, empty
+from tests.engines import PATCH_VARIABLE, PROGRAM_VARIABLE, ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
-from tests.integrations.conftest import Prompts
+from tests.integrations.conftest import OPTIONS, Prompts
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.engine
@@ -28,7 +24,6 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 CHUNK = 256
 # What only a hang reaches: two ranks on a busy machine are slow.
 NO_HANG_S = 300.0
-OPTIONS = {"dtype": "float32", "max_model_len": 2048}
 
 PATCH = """
 from lmcache_redis.integrations.vllm import connector
@@ -143,19 +138,23 @@ def test_each_rank_loads_at_the_agent_of_its_node_and_a_lost_agent_costs_one_loa
     assert "cache of this engine is now off" not in (tmp_path / "warm.log").read_text()
 
 
+def sharing(agent: AgentServer) -> dict[str, Any]:
+    """A connector's configuration with an explicit id."""
+    return {
+        "kv_connector": "LMCacheRedisConnector",
+        "kv_role": "kv_both",
+        "engine_id": "shared",
+        "kv_connector_extra_config": {"endpoint": agent.endpoint},
+    }
+
+
 def test_engines_that_share_an_explicit_id_both_keep_hitting(
     model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
 ) -> None:
     def start_shared(name: str) -> ForkedEngine:
-        transfer: dict[str, Any] = {
-            "kv_connector": "LMCacheRedisConnector",
-            "kv_role": "kv_both",
-            "engine_id": "shared",
-            "kv_connector_extra_config": {"endpoint": agent.endpoint},
-        }
         return ForkedEngine(
             model_dir,
-            kv_transfer=transfer,
+            kv_transfer=sharing(agent),
             log_path=tmp_path / name,
             options=OPTIONS,
             env={"VLLM_CPU_KVCACHE_SPACE": "1"},
@@ -180,24 +179,19 @@ def test_engines_that_share_an_explicit_id_both_keep_hitting(
 def test_data_parallel_cores_with_one_agent_both_hit(
     model_dir: Path, agent: AgentServer, tmp_path: Path
 ) -> None:
-    """vLLM's offline class does not start them, so a program with its server's class does."""
-    words = [sys.executable, "-m", "tests.integrations.data_parallel"]
-    log = tmp_path / "engine.log"
-    with log.open("wb") as errors:
-        program = subprocess.run(
-            [*words, str(model_dir), agent.endpoint],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env={
-                **os.environ,
-                **engine_environment(),
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-                "PYTHONPATH": os.pathsep.join(sys.path),
-            },
-        )
-    assert program.returncode == 0, log.read_text(errors="replace")[-3000:]
-    answers = json.loads(program.stdout.splitlines()[-1])
+    with ForkedEngine(
+        model_dir,
+        kv_transfer=sharing(agent),
+        log_path=tmp_path / "engine.log",
+        options={**OPTIONS, "data_parallel_size": 2},
+        env={
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+            PROGRAM_VARIABLE: "tests.integrations.data_parallel",
+        },
+    ) as program:
+        program._send({"do": "ask"})
+        answers = program.finish().details["answers"]
     assert len({tuple(tokens) for tokens, _ in answers}) == 1
     assert [cached for _, cached in answers] == [0, *[2 * CHUNK] * 3]
     assert agent.counter("registrations") == 2
