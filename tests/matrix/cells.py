@@ -145,12 +145,12 @@ class Question(NamedTuple):
         return len(self.prompt) + (IMAGE_TOKENS if self.image else 0)
 
 
-def questions(server: str, images: Sequence[str | None] = (None,)) -> list[Question]:
+def questions(images: Sequence[str | None] = (None,)) -> list[Question]:
     """Prompts shorter than, equal to and longer than the chunk and the models' windows.
 
     The last ones extend others, so that they hit the chunks of those.
     """
-    tokens = random.Random(server)
+    tokens = random.Random(1)
 
     def prompt(count: int) -> list[int]:
         return [tokens.randrange(3, VOCABULARY) for _ in range(count)]
@@ -182,8 +182,9 @@ class Cell:
         if case.draft:
             draft = {"model": str(self._written(case.draft, models))}
             self._options["speculative_config"] = case.options["speculative_config"] | draft
-        self._expected: dict[str, list[list[int]]] = {}
-        self._leads: dict[str, list[list[float]]] = {}  # of each token over the next one
+        self._questions = questions(self._images)
+        self._expected: list[list[int]] = []
+        self._leads: list[list[float]] = []  # of each token over the next one
 
     def _written(self, name: str, models: Path) -> Path:
         if not (models / name / "config.json").exists():
@@ -195,8 +196,7 @@ class Cell:
         results = [Result(version, self._case.name, name) for name in servers]
         try:
             with self._engine("plain") as engine:
-                for name in servers:
-                    self._learn(engine, name)
+                self._learn(engine)
         except EngineFailed:
             for result in results:
                 log = self._log("plain").read_text(errors="replace")
@@ -214,21 +214,18 @@ class Cell:
                     self._read_the_server(engine, servers[result.server], result)
         return results
 
-    def _learn(self, engine: ForkedEngine, server: str) -> None:
+    def _learn(self, engine: ForkedEngine) -> None:
         """What the engine without a connector answers."""
-        asked = questions(server, self._images)
-        answers = [self._generate(engine, [question], logprobs=2) for question in asked]
-        self._expected[server] = [answer.outputs[0] for answer in answers]
-        self._leads[server] = [answer.details["margins"][0] for answer in answers]
-        different = {tuple(answer) for answer in self._expected[server]}
+        answers = [self._generate(engine, [each], logprobs=2) for each in self._questions]
+        self._expected = [answer.outputs[0] for answer in answers]
+        self._leads = [answer.details["margins"][0] for answer in answers]
+        different = {tuple(answer) for answer in self._expected}
         assert len(different) == len(answers), "two prompts have the same answer"
 
     def _check(self, answers: Sequence[list[int]], result: Result, phase: str) -> None:
         where = f"{result.server}, {phase}"
         compared = 0
-        for answer, expected, leads in zip(
-            answers, self._expected[result.server], self._leads[result.server], strict=True
-        ):
+        for answer, expected, leads in zip(answers, self._expected, self._leads, strict=True):
             pairs = enumerate(zip(answer, expected, strict=True))
             first = next((n for n, (one, other) in pairs if one != other), None)
             compared += ANSWER_TOKENS if first is None else first
@@ -243,42 +240,38 @@ class Cell:
     ) -> None:
         with self._agent(server, "cold") as agent:
             result.off = self._off("cold", agent)
-            asked = questions(result.server, self._images)
             empty(engine)
-            answers, _ = self._ask(engine, asked)
+            answers, _ = self._ask(engine)
             self._check(answers, result, "cold")
             if result.off:
                 return
             agent.wait_idle()
             empty(engine)
-            answers, hits = self._ask(engine, asked)
+            answers, hits = self._ask(engine)
             self._check(answers, result, "from the host pool")
-            result.asked_tokens = sum(question.tokens for question in asked)
+            result.asked_tokens = sum(question.tokens for question in self._questions)
             result.host_tokens = sum(hits)
             agent.wait_idle()
 
     def _read_the_server(self, engine: ForkedEngine, server: RedisServer, result: Result) -> None:
         with self._agent(server, "new") as agent:
             assert not self._off("new", agent)
-            asked = questions(result.server, self._images)
             empty(engine)
-            answers, hits = self._ask(engine, asked)
+            answers, hits = self._ask(engine)
             self._check(answers, result, "from the server")
             result.redis_tokens = sum(hits)
             assert agent.counter("hit_chunks_redis") > 0
             empty(engine)
             # Twice, in two orders: blocks are reused, and requests preempted.
             for order in (1, -1):
-                batch = self._generate(engine, asked[::order])
+                batch = self._generate(engine, self._questions[::order])
                 self._check(batch.outputs[::order], result, "at once, with few blocks")
             result.batch_tokens = sum(batch.details["cached_tokens"])
             agent.wait_idle()
 
-    def _ask(
-        self, engine: ForkedEngine, asked: Sequence[Question]
-    ) -> tuple[list[list[int]], list[int]]:
+    def _ask(self, engine: ForkedEngine) -> tuple[list[list[int]], list[int]]:
         """One by one: the answers, and the tokens of each prompt that were cached."""
-        answers = [self._generate(engine, [question]) for question in asked]
+        answers = [self._generate(engine, [question]) for question in self._questions]
         return (
             [answer.outputs[0] for answer in answers],
             [answer.details["cached_tokens"][0] for answer in answers],

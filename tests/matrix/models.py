@@ -264,8 +264,8 @@ def write_image(path: Path, seed: int) -> Path:
     return path
 
 
-def write_model(name: str, directory: Path) -> Path:
-    """Writes the configuration and the weights of a model."""
+def write_model(name: str, directory: Path, **sizes: int) -> Path:
+    """Writes the configuration and the weights of a model, with other sizes than its own."""
     import torch
     import transformers
 
@@ -275,7 +275,7 @@ def write_model(name: str, directory: Path) -> Path:
     prefix, own = _MODELS[name]()
     config_class = getattr(transformers, f"{prefix}TextConfig", None)
     config_class = config_class or getattr(transformers, f"{prefix}Config")
-    config = config_class(**_SIZES | own)
+    config = config_class(**_SIZES | own | sizes)
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     model.save_pretrained(directory)
