@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines import ForkedEngine
 from tests.harness import AgentServer
 from tests.servers import RedisServer
 
@@ -18,6 +19,9 @@ except ImportError:
     vllm_models = None
 
 VOCABULARY = 4000
+# Blocks of 32,768 tokens. To lay out a GiB of them and to share it takes as long as the rest of a
+# start.
+OPTIONS = {"dtype": "float32", "max_model_len": 2048, "num_gpu_blocks_override": 256}
 
 
 def make_model(directory: Path, seed: int) -> Path:
@@ -57,6 +61,14 @@ def inspect_models_in_process() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny", seed=0)
+
+
+@pytest.fixture(scope="session")
+def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedEngine]:
+    """An engine without a connector: what the answers of ``model_dir`` have to be."""
+    log_path, env = tmp_path_factory.mktemp("plain") / "engine.log", {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    with ForkedEngine(model_dir, log_path=log_path, options=OPTIONS, env=env) as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 
 from tests.engines import ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
-from tests.integrations.conftest import Prompts
-from tests.integrations.test_vllm import CHUNK, OPTIONS, ready, start
+from tests.integrations.conftest import OPTIONS, Prompts
+from tests.integrations.test_vllm import CHUNK, ready, start
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
@@ -46,6 +47,7 @@ TWO_RANKS = {"tensor_parallel_size": 2}
     ],
 )
 def test_answers_stay_right_whatever_of_ours_fails(
+    plain: ForkedEngine,
     model_dir: Path,
     agent: AgentServer,
     tmp_path: Path,
@@ -56,7 +58,10 @@ def test_answers_stay_right_whatever_of_ours_fails(
 ) -> None:
     questions = [prompts.tokens(3 * CHUNK + 10) for _ in range(3)]
     threads = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if options else {}
-    with start(model_dir, None, tmp_path / "plain.log", env=threads, **options) as plain:
+    with ExitStack() as stack:
+        if options:
+            log = tmp_path / "plain.log"
+            plain = stack.enter_context(start(model_dir, None, log, env=threads, **options))
         expected = [plain.generate([q], 4).outputs[0] for q in questions]
     fault = tmp_path / "fault"
     fault.write_text("")
@@ -94,6 +99,6 @@ def test_answers_stay_right_whatever_of_ours_fails(
         assert ask(2) == 0  # off
         # No block is held: otherwise vLLM could not reset its cache.
         assert engine.reset_prefix_cache()
-    log = (tmp_path / "engine.log").read_text(errors="replace")
-    assert log.count("the cache of this engine is now off") == 1
-    assert "Traceback" in log
+    said = (tmp_path / "engine.log").read_text(errors="replace")
+    assert said.count("the cache of this engine is now off") == 1
+    assert "Traceback" in said
