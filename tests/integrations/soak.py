@@ -1,6 +1,6 @@
 """Random prompts, few blocks, random faults: every answer is compared with one without a connector.
 
-The tests run it for half a minute a model; by hand it runs for as long as you like:
+The tests run it until every kind of fault has struck; by hand it runs for as long as you like:
 
     .venv/bin/python -m tests.integrations.soak --model mistral --minutes 60
 """
@@ -11,7 +11,7 @@ import argparse
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,8 @@ _TURN_TOKENS = 150  # more than half a chunk: turns complete chunks while they a
 _TURNS = 3
 _CONVERSATIONS = 3
 _TIE = 0.15  # a difference of log probabilities
+_LASTING = ["redis stopped", "redis killed", "agent stopped", "agent killed"]
+FAULTS = [*_LASTING, "redis emptied", "parts evicted", "parts corrupted", "agent restarted"]
 
 
 def _llama(directory: Path) -> None:
@@ -89,7 +91,8 @@ class Family:
 MODELS: dict[str, Family] = {
     "llama": Family(_llama, ENGINE_OPTIONS),
     "mistral": Family(_mistral, ENGINE_OPTIONS),
-    "gemma3": Family(partial(write_model, "gemma3"), _WINDOWS_OPTIONS),
+    # Half of its layers: as many groups, of one layer each.
+    "gemma3": Family(partial(write_model, "gemma3", num_hidden_layers=6), _WINDOWS_OPTIONS),
     "gpt-oss": Family(partial(write_model, "gpt-oss"), _WINDOWS_OPTIONS),
     "qwen3-next": Family(partial(write_model, "qwen3-next"), _STATE_OPTIONS),
 }
@@ -176,6 +179,8 @@ class Faults:
         self._agent = agent
         self._redis = redis
         self._mend: Callable[[], Any] | None = None
+        self._next: list[str] = []
+        self._long = ""
         self._kinds: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
             "redis stopped": (redis.stop, redis.cont),
             "redis killed": (redis.kill, redis.start),
@@ -206,12 +211,18 @@ class Faults:
                 client.setrange(key, where, bytes([(byte or b"\0")[0] ^ 0x40]))
         self._agent.restart()
 
-    def strike(self) -> str:
-        """One fault; it lasts until `mend`."""
-        name = self._rng.choice(list(self._kinds))
+    def strike(self) -> tuple[str, float]:
+        """One fault, and for how many seconds it lasts until it is to be mended.
+
+        Every kind has its turn before one comes again. One in each turn outlasts every lease.
+        """
+        if not self._next:
+            self._next = self._rng.sample(FAULTS, len(FAULTS))
+            self._long = self._rng.choice(_LASTING)
+        name = self._next.pop()
         strike, self._mend = self._kinds[name]
         strike()
-        return name
+        return name, 7.0 if name == self._long else self._rng.random() * 2.5
 
     def mend(self) -> None:
         """Undoes the last fault."""
@@ -224,33 +235,31 @@ def run_soak(
     soak: Soak,
     engine: ForkedEngine,
     questions: list[Question],
-    seconds: float,
+    rounds: Iterable[bool],
     rng: random.Random,
-    faults: Faults | None,
+    faults: Faults,
     gap: Callable[[list[int], int], float] | None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Soak:
     """Asks several questions at a time, half of the rounds with vLLM's own cache emptied before.
 
-    One round in four asks turns of conversations. gap: how much worse a token after a prompt is
-    than the best; None if answers must be equal.
+    One round in four asks turns of conversations. rounds: for each, whether a fault strikes. gap:
+    how much worse a token after a prompt is than the best; None if answers must be equal.
     """
-    ends_s = time.monotonic() + seconds
     turns = [n for n, question in enumerate(questions) if question.turn]
-    while time.monotonic() < ends_s:
+    for number, struck in enumerate(rounds):
         if rng.random() < 0.5:
             engine.reset_prefix_cache()
-        talk = bool(turns) and rng.random() < 0.25
+        talk = number % 4 == 3
         among = turns if talk else range(len(questions))
         count = _TURN_TOKENS if talk else _TOKENS
         chosen = [rng.choice(among) for _ in range(_TOGETHER)]
         engine.begin_generate([questions[n].prompt for n in chosen], count)
-        if faults is not None and rng.random() < 0.4:
+        if struck:
             time.sleep(rng.random() * 0.5)
-            name = faults.strike()
+            name, seconds = faults.strike()
             soak.faults[name] = soak.faults.get(name, 0) + 1
-            # One in ten outlasts every lease.
-            time.sleep(rng.random() * 2.5 if rng.random() < 0.9 else 7.0)
+            time.sleep(seconds)
             faults.mend()
         answer = engine.finish()
         wrong = []
@@ -278,17 +287,25 @@ def run_soak(
     return soak
 
 
+def rounds_of(seconds: float, share: float, rng: random.Random) -> Iterator[bool]:
+    """Rounds for so long, in a share of which a fault strikes."""
+    ends_s = time.monotonic() + seconds
+    while time.monotonic() < ends_s:
+        yield rng.random() < share
+
+
 def soak_family(
     family: str,
-    calm_s: float,
-    faulty_s: float,
+    prompts: int,
+    calm: Iterable[bool],
+    faulty: Iterable[bool],
     seed: int,
     directory: Path,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Soak:
     """A model, its answers without a connector, and then the soak with all that belongs to it.
 
-    calm_s: seconds before the first fault. faulty_s: seconds with faults.
+    calm and faulty: the rounds before the first fault, and the others.
     """
     rng = random.Random(seed)
     model = make_soak_model(family, directory / family)
@@ -303,7 +320,7 @@ def soak_family(
         return float(plain.finish().details["gap"])
 
     with plain:
-        questions = make_questions(plain, make_prompts(rng, 40), rng)
+        questions = make_questions(plain, make_prompts(rng, prompts), rng)
         plain.reset_prefix_cache()
         with (
             RedisServer(directory) as redis,
@@ -331,10 +348,11 @@ def soak_family(
                 engine.generate([each.prompt for each in questions[:_TOGETHER]], _TOKENS)
                 agent.wait_idle()
                 engine.reset_prefix_cache()
-            run_soak(soak, engine, questions, calm_s, rng, None, ties, tell)
+            # Of their own: they use as many numbers as there are keys.
+            faults = Faults(random.Random(seed), agent, redis)
+            run_soak(soak, engine, questions, calm, rng, faults, ties, tell)
             soak.loaded_chunks = agent.counter("retrieved_chunks")
-            faults = Faults(rng, agent, redis)
-            return run_soak(soak, engine, questions, faulty_s, rng, faults, ties, tell)
+            return run_soak(soak, engine, questions, faulty, rng, faults, ties, tell)
 
 
 def main() -> None:
@@ -346,10 +364,12 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
+        rng = random.Random(arguments.seed)
         soak = soak_family(
             arguments.model,
-            arguments.calm_minutes * 60,
-            arguments.minutes * 60,
+            40,
+            rounds_of(arguments.calm_minutes * 60, 0.0, rng),
+            rounds_of(arguments.minutes * 60, 0.4, rng),
             arguments.seed,
             Path(directory),
             lambda line: print(line, flush=True),
