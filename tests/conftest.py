@@ -65,17 +65,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """One process runs a file of tests; all files with engines, except the demo's, run in the same.
+    """One process runs a file of tests; files with engines run in two, divided by directory.
 
-    So a module's server is started once, and engines do not compete for the cores. The matrix is
-    divided by vLLM versions, each of which is imported once.
+    So a module's server is started once, and no more than two engines compete for the cores. The
+    two parts take about as long. The matrix is divided by vLLM versions, each of which is imported
+    once.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     @functools.cache
     def scope_of(path: str) -> str:
-        has_engines = "mark.engine" in (config.rootpath / path).read_text()
-        return "engine" if has_engines and not path.startswith("tests/demo/") else path
+        if "mark.engine" not in (config.rootpath / path).read_text():
+            return path
+        return f"engine {path.startswith('tests/integrations/')}"
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
