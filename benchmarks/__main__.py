@@ -253,7 +253,7 @@ def working_set(
 @app.command(name="slow-link")
 def slow_link(
     rounds: RoundsOption = 5,
-    prompt_tokens: Annotated[int, typer.Option(min=512, max=32_768)] = 2049,
+    prompt_tokens: Annotated[int, typer.Option(min=257, max=32_768)] = 2049,
     mbits: Annotated[str, typer.Option(help="A list of rates, from fast to slow.")] = (
         "10000,3000,1000,300,100,20"
     ),

@@ -44,10 +44,14 @@ _in_a_unit_test = False
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
-def _execute_child_of_its_layer(*args: object, **named: object) -> object:
-    if _in_a_unit_test:
+def _execute_child_of_its_layer(
+    self: object, words: object, *args: object, **named: object
+) -> object:
+    # The first plot of some versions of matplotlib lists the fonts.
+    lists_fonts = isinstance(words, list) and words[:1] == ["fc-list"]
+    if _in_a_unit_test and not lists_fonts:
         pytest.fail("a unit test starts no process: mark it with pytest.mark.servers")
-    return _execute_child(*args, **named)
+    return _execute_child(self, words, *args, **named)
 
 
 subprocess.Popen._execute_child = _execute_child_of_its_layer  # type: ignore[attr-defined]
