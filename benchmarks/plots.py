@@ -14,7 +14,7 @@ GROUP_WIDTH = 0.8
 def draw(
     path: Path, title: str, rows: int, columns: int, draw_panels: Callable[[Any], None]
 ) -> Path:
-    """A PNG of panels that ``draw_panels`` fills, with one legend. Needs matplotlib."""
+    """A file (PNG, SVG) of panels that ``draw_panels`` fills, with one legend. Needs matplotlib."""
     # Drawn without pyplot, which would look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -39,7 +39,7 @@ def draw(
             handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    figure.savefig(path)
     return path
 
 
