@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any
 
 from lmcache_redis.demo import engine
@@ -108,8 +109,32 @@ class ForkServer:
 _server: ForkServer | None = None
 
 
+def transfer_config(endpoint: str, **extra: Any) -> dict[str, Any]:
+    """The connector's configuration; extra: of ``kv_connector_extra_config``.
+
+    It loads every hit: on a busy machine such small models may compute faster.
+    """
+    return {
+        "kv_connector": "LMCacheRedisConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"endpoint": endpoint, "load_always": True, **extra},
+    }
+
+
 class ForkedEngine(engine.EngineProcess):
-    """An `EngineProcess` that is forked."""
+    """An `EngineProcess` that is forked. With a connector it loads every hit."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        connector_endpoint: str | None = None,
+        kv_transfer: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        if connector_endpoint is not None:
+            kv_transfer = transfer_config(connector_endpoint)
+        super().__init__(model_dir, kv_transfer=kv_transfer, **named)
 
     def _start(self, words: list[str], fd: int, env: Mapping[str, str]) -> Any:
         global _server

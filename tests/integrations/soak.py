@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.engines import PATCH_VARIABLE, ForkedEngine
+from tests.engines import PATCH_VARIABLE, ForkedEngine, transfer_config
 from tests.harness import AgentServer, wait_until
 from tests.matrix.models import write_model
 from tests.servers import RedisServer
@@ -329,7 +329,7 @@ def soak_family(
             ) as agent,
             ForkedEngine(
                 model,
-                connector_endpoint=agent.endpoint,
+                kv_transfer=transfer_config(agent.endpoint, load_always=False),
                 log_path=directory / "engine.log",
                 options=few,
                 env=env,

@@ -24,7 +24,7 @@ def faulty(endpoint: str) -> dict[str, Any]:
         "kv_connector": "FaultyConnector",
         "kv_connector_module_path": "tests.integrations.faulty",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"endpoint": endpoint},
+        "kv_connector_extra_config": {"endpoint": endpoint, "load_always": True},
     }
 
 

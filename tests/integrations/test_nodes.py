@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines import PATCH_VARIABLE, PROGRAM_VARIABLE, ForkedEngine, empty
+from tests.engines import PATCH_VARIABLE, PROGRAM_VARIABLE, ForkedEngine, empty, transfer_config
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts
 from tests.servers import RedisServer
@@ -140,12 +140,7 @@ def test_each_rank_loads_at_the_agent_of_its_node_and_a_lost_agent_costs_one_loa
 
 def sharing(agent: AgentServer) -> dict[str, Any]:
     """A connector's configuration with an explicit id."""
-    return {
-        "kv_connector": "LMCacheRedisConnector",
-        "kv_role": "kv_both",
-        "engine_id": "shared",
-        "kv_connector_extra_config": {"endpoint": agent.endpoint},
-    }
+    return {**transfer_config(agent.endpoint), "engine_id": "shared"}
 
 
 def test_engines_that_share_an_explicit_id_both_keep_hitting(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmcache_redis.demo.engine import Answer, EngineFailed
-from tests.engines import VLLM_VARIABLE, ForkedEngine, empty
+from tests.engines import VLLM_VARIABLE, ForkedEngine, empty, transfer_config
 from tests.harness import AgentServer, wait_until
 from tests.matrix.models import (
     IMAGE_TOKENS,
@@ -300,12 +300,8 @@ class Cell:
         return sentence()
 
     def _engine(self, name: str, *, connector: bool = False, **options: Any) -> ForkedEngine:
-        extra = {"endpoint": self._endpoint, "agent_dead_after_s": 10.0}  # on a busy machine too
-        kv_transfer = {
-            "kv_connector": "LMCacheRedisConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        }
+        # A busy machine is late, not dead.
+        kv_transfer = transfer_config(self._endpoint, agent_dead_after_s=10.0)
         return ForkedEngine(
             self._model,
             kv_transfer=kv_transfer if connector else None,
