@@ -14,7 +14,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.peers import Peer, Registration
 from lmcache_redis.agent.registering import Registering
-from lmcache_redis.agent.sessions import Session
+from lmcache_redis.agent.sessions import MAX_CHUNKS, Session
 from lmcache_redis.agent.status import status_report
 from lmcache_redis.agent.transfers import Reply, RetrieveJob, StoreJob
 from lmcache_redis.agent.warming import Warming
@@ -25,7 +25,6 @@ from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey, hash_chunks
 from lmcache_redis.naming import ChunkForm, ChunkNames, PartNames
 
 _JOIN_POLL_S = 0.01
-_MAX_CHUNKS = 1 << 32
 
 
 class Handlers:
@@ -94,7 +93,7 @@ class Handlers:
 
     def _lookup(self, peer: Peer, question: m.Lookup, reply: Reply) -> None:
         hashes = self._hashes(peer, question.chunks)
-        if not 0 <= question.first_chunk < _MAX_CHUNKS:
+        if not 0 <= question.first_chunk < MAX_CHUNKS:
             raise WireError(f"a lookup from chunk number {question.first_chunk} on")
         remote = self._names(peer, question.remote)
         peer.elsewhere = frozenset(each.worker_id for each in question.remote)

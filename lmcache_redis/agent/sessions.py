@@ -16,6 +16,7 @@ from lmcache_redis.errors import WireError
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1 << 16
+MAX_CHUNKS = 1 << 32  # of a prompt
 
 SessionKey = tuple[str, str]  # engine id, request id
 PinKey = tuple[int, int, bytes]  # worker id, group, chunk hash

@@ -18,7 +18,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CopyOutcome
 from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.peers import Registration
-from lmcache_redis.agent.sessions import Session
+from lmcache_redis.agent.sessions import MAX_CHUNKS, Session
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.errors import DeviceError
@@ -205,9 +205,8 @@ class StoreJob(CopyJob):
         if entry is None:
             self._dropped("drop_pool_full", "the host pool was full")
         else:
-            # What is not of the prompt was generated after it.
-            positions = self._session.positions
-            entry.position = positions.get(chunk_hash, len(positions))
+            # What no lookup has named was generated after its prompt.
+            entry.position = self._session.positions.get(chunk_hash, MAX_CHUNKS)
         return entry
 
     def _move(

@@ -1,4 +1,4 @@
-"""Warming: chunks that nobody has asked for yet are loaded into the free part of the host pool.
+"""Warming: chunks are loaded into the free part of the host pool before a lookup asks for them.
 
 `lmcache-redis warm` names them, a batch at a time, and names the next batch when one is answered:
 when the command ends, so does the warming. Engines come first:

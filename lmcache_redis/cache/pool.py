@@ -66,7 +66,7 @@ class Entry:
         stored_in: bit n: the chunk is known to be in tier n.
         wanted: whether a lookup has asked for it since it is in the pool.
         position: its number in the prompt that it was stored for.
-        is_ahead: nobody has asked for the chunk yet. Until someone does, it is evicted before all
+        is_ahead: loaded before a lookup asked for it. Until one does, it is evicted before all
             others, the one loaded last first.
         tag: for the caller that reserved the entry.
     """
@@ -106,8 +106,8 @@ class HostPool:
     idle_limit: the units that unpinned READY entries may hold together; None: all of the memory.
     ``on_room`` is called when the last pin of an entry is released.
 
-    `get` makes an entry the most recently used, as does the release of its last pin, unless nobody
-    has asked for the chunk yet (`Entry.is_ahead`). Misuse (unpin without a pin, publish twice,
+    `get` makes an entry the most recently used. The release of its last pin does so too, except for
+    one that `is_ahead`. Misuse (unpin without a pin, publish twice,
     reserve a key that is in the pool) raises RuntimeError and changes nothing: it is a bug of the
     caller.
     """

@@ -61,7 +61,8 @@ class Turns:
             self._in_flight.add(job)
             self._rate.begun(nbytes, now_s)
             begun.append(job)
-        self._begun_s = now_s
+        if begun:
+            self._begun_s = now_s
         return begun
 
     def begin_all(self) -> list[ChunkIO]:
@@ -71,7 +72,7 @@ class Turns:
         return jobs
 
     def waits_until(self, now_s: float) -> float:
-        """Until when no write begins because of loads; in the past if there are none."""
+        """Until when no write begins because of loads; not later than now: none waits."""
         return self._begun_s + GIVE_WAY_S if self._loads.in_flight_bytes else now_s
 
     def ended(self, job: ChunkIO, now_s: float, *, is_stored: bool) -> None:

@@ -339,9 +339,9 @@ class WriteBehind:
             self._release(job)
 
     def _has_room(self, nbytes: int, entry: Entry | None = None) -> bool:
-        """Whether the tier is up and the queue has room; if not, counts a dropped chunk.
+        """Whether the tier is up and the queue has room. Counts what is dropped.
 
-        entry: drops others that would be written after it.
+        entry: makes room for it by dropping others that would be written after it.
         """
         if not self._tier.state.up:
             self._metrics.count(self._counters.drops[WriteOutcome.UNAVAILABLE])
@@ -349,18 +349,18 @@ class WriteBehind:
         lacking = self.queued_bytes + nbytes - self._backing.write_limit_bytes
         if lacking <= 0:
             return True
-        self._metrics.count(self._counters.queue_full)
-        if entry is None:
-            return False
-        later = [
-            each for each in (*self._turns.ready, *self._waiting) if order(each) > order(entry)
-        ]
+        later: list[Entry] = []
+        if entry is not None:
+            queued, own = (*self._turns.ready, *self._waiting), order(entry)
+            later = [each for each in queued if order(each) > own]
         if sum(self._jobs[each].frame.chunk_bytes for each in later) < lacking:
+            self._metrics.count(self._counters.queue_full)
             return False
         later.sort(key=order)
         while lacking > 0:
             job = self._jobs[later.pop()]
             lacking -= job.frame.chunk_bytes
+            self._metrics.count(self._counters.queue_full)
             self._take_back(job)
             self._release(job)
         return True

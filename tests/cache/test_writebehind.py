@@ -13,6 +13,7 @@ from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.tier import REDIS_COUNTERS
 from lmcache_redis.cache.writebehind import WriteBehind
+from lmcache_redis.naming import ChunkForm, ChunkNames
 from lmcache_redis.resp.outcomes import CallOutcome, ExistsResult, ReadOutcome, WriteOutcome
 from tests.cache.played import FORM, HASHES, PlayedTier, World
 from tests.harness import block_hashes
@@ -202,6 +203,22 @@ def test_a_full_queue_drops_what_would_be_written_last(queue: Queue) -> None:
     assert queue.writes.queued_bytes == fits * FORM.chunk_bytes
     queue.cache.begin_writes()
     queue.answer(ExistsResult(CallOutcome.DONE, [True] * fits))
+
+
+def test_each_chunk_that_a_full_queue_drops_is_counted(queue: Queue) -> None:
+    """A chunk of three stripes takes the room of several smaller ones."""
+    small = ChunkForm.of_pages(ChunkNames(bytes(32)), "test/small", 0, 60, 64)
+    fits = 1000 // small.chunk_bytes
+    for name in (names := block_hashes("small", fits)):
+        entry = queue.hold(name, small)
+        entry.position = 1
+        queue.cache.write_behind(small, name, entry, 60)
+    assert queue.counted() == {}
+    queue.cache.write_behind(FORM, HASHES[0], queue.entries[0], 60)
+    dropped = queue.counted()["drop_queue_full"]
+    assert dropped == 1 + len(names) - len(queue.writes) > 1
+    queue.cache.begin_writes()
+    queue.answer(ExistsResult(CallOutcome.DONE, [True] * len(queue.writes)))
 
 
 def test_writes_wait_for_loads_but_not_for_ever(
