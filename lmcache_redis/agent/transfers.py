@@ -31,6 +31,8 @@ Reply = Callable[[m.Answer], None]
 # The step after a store produces the request's first token. If the engine computes on the agent's
 # cores, writes to the tiers start after that step.
 _FIRST_TOKEN_FIRST_S = 0.1
+# A piece that is loaded while another is copied, and room for other requests.
+_PIECES_IN_THE_POOL = 4
 
 _DROPS = {
     CopyOutcome.FAILED: ("drop_device_error", "blocks could not be read"),
@@ -89,17 +91,20 @@ class CopyJob(ABC):
     def _finish(self) -> None:
         """Every chunk has ended."""
 
-    def _begin(self, chunks: Sequence[int]) -> None:
-        """Queues device calls for the chunks; the job ends with the last of them.
+    def _begin(self, chunks: Sequence[int], later: Sequence[int] = ()) -> None:
+        """Queues device calls for the chunks; the job ends with the last of them and of ``later``.
 
         Its session is busy already.
         """
-        if not chunks:
+        if not chunks and not later:
             self._finish()
             return
-        self._pending.update(chunks)
+        self._pending.update(chunks, later)
         # The threads of a device that hangs never take another copy from its queue.
         self._cache.owner.at(self._question.lease_ns / 1e9, self._copies.drop_late)
+        self._begin_calls(chunks)
+
+    def _begin_calls(self, chunks: Sequence[int]) -> None:
         per_call = self._registration.chunks_per_call(self._question.group)
         for first in range(0, len(chunks), per_call):
             self._begin_call(chunks[first : first + per_call])
@@ -286,18 +291,21 @@ class StoreJob(CopyJob):
 class RetrieveJob(CopyJob):
     """Scatters chunks into blocks.
 
-    A lookup has pinned the chunks, except at the agent of another node than the scheduler's: there
-    this job loads those that are not in the host pool. They are an operation of their own, of which
-    every part is needed; one that does not arrive is a failed chunk.
+    A lookup has pinned the chunks, but not those at the end of a prefix that is larger than the
+    host pool, nor any at the agent of another node than the scheduler's. This job loads these in
+    pieces, each while the one before it is copied. It waits for room before all lookups, and holds
+    no chunk that it does not copy, so the room that it frees is the room that it gets. The first
+    chunk that does not arrive in time ends the loads: it and those after it are failed chunks.
     """
 
     _skip_blocks = 0
     _started_s = 0.0
     _failed: list[int]
     _entries: dict[int, Entry]  # pinned, until their copies take over the pins
+    _missing: list[int]  # chunks that are not in memory, and are not being loaded
 
     def start(self, skip_first_n_tokens: int) -> None:
-        """Queues the copies, at once or when the chunks that are missing are loaded."""
+        """Queues the copies of the chunks in memory, and begins to load the others."""
         layout = self._registration.device.layouts[self._question.group]
         self._skip_blocks = skip_first_n_tokens // layout.block_size_tokens
         self._started_s = time.monotonic()
@@ -305,11 +313,9 @@ class RetrieveJob(CopyJob):
         self._entries = {}
         self._queue = self._copies.scatter
         self._session.busy += 1
-        missing = [chunk for chunk in range(len(self._hashes)) if not self._hold(chunk)]
-        if missing:
-            self._load(missing)
-        else:
-            self._begin(range(len(self._hashes)))
+        self._missing = [chunk for chunk in range(len(self._hashes)) if not self._hold(chunk)]
+        self._begin([*self._entries], self._missing)
+        self._load_piece()
 
     def _hold(self, chunk: int) -> bool:
         """Whether the chunk is in memory: it then has the session's pin, or a new one."""
@@ -324,26 +330,41 @@ class RetrieveJob(CopyJob):
         self._entries[chunk] = entry
         return True
 
-    def _load(self, missing: Sequence[int]) -> None:
-        """Loads chunks, then begins the copies of all."""
+    def _load_piece(self) -> None:
+        """Loads the next missing chunks and queues their copies; then goes on."""
+        if not self._missing:
+            return
+        pool_units, chunk_units = self._cache.pool.capacity, self._cache.units(self._form)
+        count = max(1, pool_units // _PIECES_IN_THE_POOL // chunk_units)
+        piece, self._missing = self._missing[:count], self._missing[count:]
 
         def loaded(found: PrefixLookup) -> None:
             held = found.take()
-            self._entries.update((missing[index], entry) for (index, _), entry in held.items())
+            self._entries.update((piece[index], entry) for (index, _), entry in held.items())
             self._session.tally.reasons |= found.reasons
-            self._begin(range(len(self._hashes)))
+            self._begin_calls(piece)
+            if self._failed:
+                self._give_up()
+            else:
+                self._load_piece()
 
         lease_s = self._question.lease_ns / 1e9
         deadline_s = min(lease_s, time.monotonic() + self._config.lookup_deadline_s)
         form = replace(self._form, reach=FULL_REACH)
-        hashes = [self._hashes[chunk] for chunk in missing]
-        lookup = PrefixLookup(self._cache, [form], hashes, deadline_s, loaded, waits_for_room=False)
+        hashes = [self._hashes[chunk] for chunk in piece]
+        lookup = PrefixLookup(self._cache, [form], hashes, deadline_s, loaded, urgent=True)
         try:
             lookup.start()
         except Exception:
             logger.exception("chunks were not loaded")  # our own bug: only these fail
             lookup.cancel()
-            self._begin(range(len(self._hashes)))
+            self._missing += piece
+            self._give_up()
+
+    def _give_up(self) -> None:
+        missing, self._missing = self._missing, []
+        for chunk in missing:
+            self._end(chunk, CopyOutcome.FAILED)
 
     def _take(self, chunk: int) -> Entry | None:
         return self._entries.pop(chunk, None)

@@ -3,7 +3,8 @@
     find     chunks in the host pool are pinned; each tier in order is asked about the others,
              through its index or by one scan of the rest of the prefix
     settle   how much of the prefix found is worth loading (`bet`), and whether the pool has room:
-             until it has, the lookup waits in a line and pins nothing (`Line`)
+             until it has, the lookup waits in a line and pins nothing (`Line`). If the prefix is
+             larger than the pool, its end is only found: the engine's retrieve loads it in pieces
     load     the parts that the prefix needs are read into slots in prefix order; a part that a
              tier fails to deliver in time is read from the next tier
     answer   when every part of the prefix is READY; with those that are, at the deadline or when
@@ -65,8 +66,8 @@ class PrefixLookup:
     cancelled. It may call `take` to keep the pins; otherwise they are released after it.
     first_chunk: the number in the prompt of the first chunk. chunk_tokens: the tokens of a chunk;
     may be 0 if every row needs all chunks. remote: further rows, whose parts must exist in the last
-    tier and are not loaded. computing: of the engine; None: everything is worth loading.
-    waits_for_room: False for a caller that holds pins itself.
+    tier and are not loaded. computing: of the engine; None: everything is worth loading. urgent:
+    waits for room before those that are not: the engine holds blocks for its chunks.
 
     Attributes:
         bound: the length of the prefix in chunks.
@@ -85,7 +86,7 @@ class PrefixLookup:
         chunk_tokens: int = 0,
         remote: Sequence[PartNames] = (),
         computing: Computing | None = None,
-        waits_for_room: bool = True,
+        urgent: bool = False,
     ) -> None:
         self.bound = len(hashes)
         self.reasons: set[str] = set()
@@ -105,8 +106,8 @@ class PrefixLookup:
         self._settled_for = self.bound  # the prefix whose parts are those held and missing
         self._is_scanned = self._is_all_known = False  # what `_settle` asks about
         self._gap = "miss_absent"  # the counter of chunks lost because a part is not there
-        self._waits_for_room = waits_for_room
         self._computing = computing
+        self._urgent = urgent
         self._chunk_tokens = chunk_tokens
         self._chunk_s = computing.token_s * chunk_tokens if computing is not None else 0.0
         self._timer = cache.owner.at(deadline_s, self._expire)
@@ -132,14 +133,16 @@ class PrefixLookup:
         return held
 
     def loaded(self) -> dict[str, int]:
-        """How many chunks of the prefix this lookup loaded from each tier, by the tier's name.
+        """How many chunks of the prefix come from each tier, by the tier's name.
 
         A chunk whose parts came from several tiers counts for the last of them.
         """
         levels: dict[int, int] = {}
-        for (chunk, _), load in self._parts.loads.items():
+        parts = [(part, load.level) for part, load in self._parts.loads.items()]
+        parts += [(part, self._parts.levels.get(part, 0)) for part in self._parts.later]
+        for (chunk, _), level in parts:
             if chunk < self.bound:
-                levels[chunk] = max(load.level, levels.get(chunk, 0))
+                levels[chunk] = max(level, levels.get(chunk, 0))
         found = [*levels.values()]
         return {tier.name: found.count(level) for level, tier in enumerate(self._cache.tiers)}
 
@@ -225,13 +228,15 @@ class PrefixLookup:
             self._settled_for = self.bound
             units, held, units_per_chunk = parts.units()
             lacking = units - pool.free - pool.idle
-            can_wait = self._waits_for_room and not parts.loads  # else it would give those up
+            can_wait = not parts.loads  # else it would give those up
             too_many = units + held - pool.capacity
-            if lacking > 0 and not can_wait:
-                too_many = lacking
-            if too_many > 0:
+            if too_many > 0 and units_per_chunk > pool.capacity:
+                self._no_room(self.bound)
+            elif too_many > 0:
+                parts.defer(too_many)
+            elif lacking > 0 and not can_wait:
                 # At least so many: a chunk that is dropped gives back its own parts at most.
-                self._no_room(-(-too_many // units_per_chunk))
+                self._no_room(-(-lacking // units_per_chunk))
             elif unknown := [part for part in parts.missing if not parts.is_found(part)]:
                 self._ask(unknown)
                 if self._asking:
@@ -239,7 +244,7 @@ class PrefixLookup:
             elif (worth := self._worth_loading()) < self.bound:
                 self._ends_at(worth, "miss_slower")
                 self.reasons.add("computing was faster")
-            elif units and can_wait and (lacking > 0 or not line.is_turn_of(self)):
+            elif units and can_wait and (lacking > 0 or not line.is_turn_of(self, self._urgent)):
                 self._wait_in_line()
                 return
             elif parts.load_missing():
@@ -299,7 +304,7 @@ class PrefixLookup:
             self._parts.missing.add(part)
             self._is_all_known = False
         nbytes = sum(part_bytes for _, _, part_bytes in self._parts.awaited())
-        self._cache.line.wait(self, nbytes, self._check)
+        self._cache.line.wait(self, nbytes, self._check, self._urgent)
         self._look_again_in(1.25 * self._left_s())
 
     def _ask(self, unknown: list[Part]) -> None:

@@ -28,6 +28,7 @@ class LookupParts:
         held: the entries of parts, each with a pin.
         filling: those held that are being filled, with their watchers.
         missing: parts that the prefix needs and that are not held.
+        later: those missing that are to be loaded when the engine retrieves them.
         levels: tiers that have the parts, of those not in the host pool and of all remote ones.
         loads: of those that this lookup loads or has loaded.
     """
@@ -45,6 +46,7 @@ class LookupParts:
         self.held: dict[Part, Entry] = {}
         self.filling: dict[Part, partial[None]] = {}
         self.missing: set[Part] = set()
+        self.later: set[Part] = set()
         self.levels: dict[Part, int] = {}
         self.loads: dict[Part, Load] = {}
         self._cache = cache
@@ -98,6 +100,7 @@ class LookupParts:
             entry = self._cache.pool.get(self.key(part))
             if entry is not None:
                 self.missing.remove(part)
+                self.later.discard(part)
                 self._hold(part, entry)
 
     def shrink(self, longer: int, shorter: int) -> None:
@@ -106,6 +109,7 @@ class LookupParts:
             return
         dropped, added = self._needs.between(longer, shorter)
         self.missing.difference_update(dropped)
+        self.later.difference_update(dropped)
         for part in dropped:
             self.release(part)
         self.missing.update(added)
@@ -133,10 +137,18 @@ class LookupParts:
         self._on_filled(part, filled)
 
     def units(self) -> tuple[int, int, int]:
-        """The units of memory that the missing parts take, those held, and of a whole chunk."""
-        missing = sum(self._units[row] for _, row in self.missing)
+        """The units of memory of the parts to be loaded now, of those held, and of a chunk."""
+        missing = sum(self._units[row] for _, row in self.missing - self.later)
         held = sum(entry.units for entry in self.held.values()) if missing else 0
         return missing, held, sum(self._units)
+
+    def defer(self, units: int) -> None:
+        """Loads the last of the missing parts later, so that the others take fewer units now."""
+        for part in sorted(self.missing - self.later, reverse=True):
+            if units <= 0:
+                break
+            self.later.add(part)
+            units -= self._units[part[1]]
 
     def is_ready(self, part: Part) -> bool:
         """Whether the part is READY in the pool; of a remote one, whether it was found."""
@@ -180,7 +192,8 @@ class LookupParts:
 
     def load_missing(self) -> bool:
         """Begins to load what is missing; returns False if there is no room."""
-        missing = [part for part in sorted(self.missing) if not self.is_remote(part)]
+        now = self.missing - self.later
+        missing = [part for part in sorted(now) if not self.is_remote(part)]
         for level in sorted({self.levels[part] for part in missing}):
             for part in [part for part in missing if self.levels[part] == level]:
                 entry = self._load(part, level)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lmcache_redis.cache.threads import Owner
 
@@ -285,8 +285,14 @@ class HostPool:
         self.memory.give_back(entry.block)
 
 
+class _Place(NamedTuple):
+    again: Callable[[], None]
+    nbytes: int
+    urgent: bool
+
+
 class Line:
-    """Lookups that wait for room in the host pool: first come, first served.
+    """Lookups that wait for room in the host pool: the urgent before the others, in their order.
 
     They hold no pins while they wait, so no two wait for each other's memory. Owned by the owner's
     thread.
@@ -295,31 +301,38 @@ class Line:
     def __init__(self, owner: Owner, pool: HostPool) -> None:
         self._owner = owner
         pool.on_room = self._wake
-        self._waiting: dict[Hashable, tuple[Callable[[], None], int]] = {}  # in order of arrival
+        self._waiting: dict[Hashable, _Place] = {}  # in the order of their turns
         self._is_posted = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def is_turn_of(self, who: Hashable) -> bool:
-        """Whether ``who`` is first in the line, or the line is empty."""
-        return next(iter(self._waiting), who) == who
+    def is_turn_of(self, who: Hashable, urgent: bool = False) -> bool:
+        """Whether nobody comes before ``who``, who may be in the line."""
+        for each, place in self._waiting.items():
+            return each == who or (urgent and not place.urgent)
+        return True
 
     def bytes_before(self, who: Hashable) -> int:
         """The bytes that all before ``who`` want to load."""
         total = 0
-        for each, (_, nbytes) in self._waiting.items():
+        for each, place in self._waiting.items():
             if each == who:
                 break
-            total += nbytes
+            total += place.nbytes
         return total
 
-    def wait(self, who: Hashable, nbytes: int, again: Callable[[], None]) -> None:
+    def wait(
+        self, who: Hashable, nbytes: int, again: Callable[[], None], urgent: bool = False
+    ) -> None:
         """Enters the line, or keeps its place. The first in it is told of more room by ``again``.
 
         nbytes: what it wants to load.
         """
-        self._waiting[who] = (again, nbytes)
+        is_new = who not in self._waiting
+        self._waiting[who] = _Place(again, nbytes, urgent)
+        if urgent and is_new:
+            self._waiting = dict(sorted(self._waiting.items(), key=lambda each: not each[1].urgent))
 
     def leave(self, who: Hashable) -> None:
         """Leaves the line, if it is in it."""
@@ -335,4 +348,4 @@ class Line:
         self._is_posted = False
         first = next(iter(self._waiting), None)
         if first is not None:
-            self._waiting[first][0]()  # if it leaves, the next is served
+            self._waiting[first].again()  # if it leaves, the next is served

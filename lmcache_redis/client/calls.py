@@ -29,7 +29,9 @@ from lmcache_redis.processes import has_ended, is_running
 STORE_LEASE_S = 1.5
 # A store from a GPU waits for the queued work of that GPU: the step that computes the blocks.
 STEP_S = 5.0
+# A retrieve also has the time that its bytes take at this rate: the agent may have to load them.
 RETRIEVE_LEASE_S = 5.0
+LEAST_RETRIEVE_RATE = 100e6
 
 
 class CallState(Enum):

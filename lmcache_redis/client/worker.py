@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_redis import messages as m
 from lmcache_redis.client.calls import (
+    LEAST_RETRIEVE_RATE,
     RETRIEVE_LEASE_S,
     STEP_S,
     STORE_LEASE_S,
@@ -241,7 +242,10 @@ class WorkerClient:
 
         The agent writes the blocks after ``event`` (CUDA). ``cache_salt``: as for `begin_store`.
         """
-        lease_ns = _lease(RETRIEVE_LEASE_S)
+        nbytes = 0
+        if self._layouts:
+            nbytes = self._layouts[op.group].block_bytes * len(op.block_ids)
+        lease_ns = _lease(RETRIEVE_LEASE_S + nbytes / LEAST_RETRIEVE_RATE)
         registrations = self._registrations
         call = self.link.submit(
             m.Retrieve,

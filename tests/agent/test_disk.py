@@ -127,7 +127,7 @@ def test_a_directory_that_another_agent_uses(tmp_path: Path, redis_server: Redis
 
 
 def test_more_on_disk_than_the_host_pool_holds(tmp_path: Path, redis_server: RedisServer) -> None:
-    """The prefix ends when the pool is full, before the chunks that no tier has."""
+    """The engine's retrieve loads what the pool has no room for at the lookup."""
     with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
         store_and_wait(agent, engine)
         chunk_bytes = agent.status()["engines"][0]["chunk_bytes"]
@@ -138,7 +138,11 @@ def test_more_on_disk_than_the_host_pool_holds(tmp_path: Path, redis_server: Red
         Engine(agent.endpoint) as engine,
     ):
         longer = [*HASHES, *block_hashes("another", 8)]
-        assert 0 < engine.lookup("r2", longer) < TOKENS
+        assert engine.lookup("r2", longer) == TOKENS
+        loaded = agent.counter("disk_loaded_chunks")
+        assert 0 < loaded < CHUNKS
+        assert engine.retrieve("r2", HASHES, range(32)) == set()
+        assert agent.counter("disk_loaded_chunks") == CHUNKS
         assert agent.counter("lookups_timed_out") == 0
         assert "Traceback" not in agent.log
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -253,30 +252,6 @@ def test_each_store_is_reported_once_and_only_when_the_engine_has_finished(
         assert worker.get_finished(set()) == (set(), set())
         assert worker.get_finished({"r1", "never-stored"})[0] == {"r1", "never-stored"}
         assert worker.get_finished({"r1"})[0] == set()
-
-
-def test_a_pool_smaller_than_the_prompt_answers_with_what_it_holds(
-    tmp_path: Path, redis_server: RedisServer
-) -> None:
-    hashes = block_hashes("prompt", 40)
-    with (
-        AgentServer(tmp_path / "small", redis_server.unix_url, pool_bytes=1 << 20) as agent,
-        Engine(agent.endpoint) as engine,
-    ):
-        chunk_bytes = agent.status()["engines"][0]["chunk_bytes"]
-        fits = agent.status()["pool"]["slots"] // -(-chunk_bytes // (64 << 10))
-        assert 0 < fits < 10
-        engine.randomize(range(40))
-        for first in range(0, 40, 4):
-            engine.store(f"r{first}", hashes[first : first + 4], range(first, first + 4))
-            agent.wait_idle()
-        assert agent.counter("stored_chunks") == 10
-        tokens = engine.lookup("r", hashes)
-        assert tokens == fits * 64
-        before = engine.snapshot()
-        count = fits * 4
-        assert engine.retrieve("r", hashes[:count], range(47, 47 - count, -1)) == set()
-        assert_blocks_equal(engine, before, {n: 47 - n for n in range(count)})
 
 
 def test_many_engines_at_once(agent: AgentServer) -> None:

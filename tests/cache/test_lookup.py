@@ -44,7 +44,7 @@ class Tiers(World):
         within_s: float = 60.0,
         hashes: Sequence[bytes] = HASHES,
         computing: Computing | None = None,
-        waits_for_room: bool = True,
+        urgent: bool = False,
     ) -> PrefixLookup:
         def done(lookup: PrefixLookup) -> None:
             self.found.append((lookup.bound, lookup.loaded()))
@@ -53,7 +53,7 @@ class Tiers(World):
         deadline_s = time.monotonic() + within_s
         lookup = PrefixLookup(
             self.cache, forms or (FORM,), hashes, deadline_s, done,
-            chunk_tokens=16, computing=computing, waits_for_room=waits_for_room,
+            chunk_tokens=16, computing=computing, urgent=urgent,
         )  # fmt: skip
         lookup.start()
         return lookup
@@ -208,17 +208,25 @@ def test_a_stuck_load_keeps_its_slots_and_every_lookup_goes_to_the_next_tier(
     assert tiers.cache.pool.get(KEYS[0]) is loaded
 
 
-def test_without_room_the_end_of_the_prefix_is_dropped(make: Callable[..., Tiers]) -> None:
-    """Chunks of three slots in a pool of seven: a chunk at the beginning has priority."""
-    tiers = make(7)
-    for name in HASHES[3:]:
-        tiers.hold(name)
+def test_what_the_pool_has_no_room_for_is_loaded_later(make: Callable[..., Tiers]) -> None:
+    """Chunks of three slots in a pool of ten: the beginning has priority."""
+    tiers = make(10)
+    tiers.hold(HASHES[4])
     tiers.look_up()
-    tiers.answer_scan(3)
+    tiers.answer_scan(4)
     assert [job.key for job in tiers.redis.read] == KEYS[:2]
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert tiers.found == [(2, {"disk": 0, "Redis": 2})]
-    assert tiers.counted("miss_") == {"miss_pool_full": 3}
+    assert tiers.found == [(5, {"disk": 0, "Redis": 4})]
+    assert sorted(chunk for chunk, _ in tiers.held[0]) == [0, 1, 4]
+    assert tiers.counted("miss_") == {}
+
+
+def test_a_chunk_larger_than_the_pool_is_a_miss(make: Callable[..., Tiers]) -> None:
+    tiers = make(2)
+    tiers.look_up()
+    tiers.answer_scan(5)
+    assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
+    assert tiers.counted("miss_") == {"miss_pool_full": 5}
 
 
 def test_a_deadline_answers_with_what_is_held(tiers: Tiers) -> None:
@@ -350,6 +358,21 @@ def test_a_full_pool_is_a_queue(make: Callable[..., Tiers]) -> None:
     assert tiers.counted("miss_") == {}
 
 
+def test_the_urgent_come_first_in_the_line(make: Callable[..., Tiers]) -> None:
+    tiers = make(15)
+    tiers.disk.is_up = False
+    names = ("first", "waits", "urgent", "urgent too")
+    for name in names:
+        tiers.look_up(hashes=block_hashes(name, 5), urgent=name.startswith("urgent"))
+        tiers.answer_scan(5)
+    for name in (names[0], *names[2:], names[1]):
+        assert tiers.redis.read[0].key == FORM.key(block_hashes(name, 5)[0])
+        tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+        tiers.give_back()
+        for _ in range(2):
+            tiers.loop.run_posted()
+
+
 def test_who_waits_holds_nothing_and_asks_again_about_what_was_evicted(
     make: Callable[..., Tiers],
 ) -> None:
@@ -375,19 +398,6 @@ def test_who_waits_holds_nothing_and_asks_again_about_what_was_evicted(
     assert [job.key for job in tiers.redis.read] == KEYS
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
     assert tiers.found[-1] == (5, {"disk": 0, "Redis": 5})
-
-
-def test_who_holds_pins_itself_does_not_wait(make: Callable[..., Tiers]) -> None:
-    tiers = make(15)
-    tiers.disk.is_up = False
-    tiers.look_up(hashes=block_hashes("another", 4))
-    tiers.answer_scan(4)
-    tiers.look_up(waits_for_room=False)
-    tiers.answer_scan(5)
-    assert [job.key for job in tiers.redis.read[4:]] == KEYS[:1]
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert sorted(length for length, _ in tiers.found) == [1, 4]
-    assert tiers.counted("miss_") == {"miss_pool_full": 4}
 
 
 def test_the_deadline_ends_the_wait(make: Callable[..., Tiers]) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-_REPORT_S = 10.0  # longer than the lease of any transfer
+_REPORT_S = 10.0  # longer than the lease of most transfers
 _MAX_RECENT_CHUNKS = 200_000
 _REMEMBERED_S = 60.0
 
