@@ -17,6 +17,7 @@ from lmcache_redis.client.adapter import LMCacheMPWorkerAdapter
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
 from lmcache_redis.demo import agent
+from tests.forks import Forked
 from tests.servers import wait_until as wait_until
 
 # What only a hang reaches: the machine may run several test runs at once.
@@ -32,6 +33,9 @@ class AgentServer(agent.AgentServer):
         small = {"pool_bytes": 64 << 20, "slot_bytes": 64 << 10, "chunk_size_tokens": 64}
         endpoint, log_path = f"ipc://{directory}/agent.sock", directory / "agent.log"
         super().__init__(endpoint, redis_url, log_path, **small | options)
+
+    def _spawn(self, words: Sequence[str]) -> Any:
+        return Forked(words, self.log_path)
 
     @property
     def pid(self) -> int:
@@ -71,6 +75,13 @@ class AgentServer(agent.AgentServer):
 
     def cont(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
+
+
+class StartedAgent(AgentServer):
+    """An agent that is started as users start it, not forked."""
+
+    def _spawn(self, words: Sequence[str]) -> Any:
+        return agent.AgentServer._spawn(self, words)
 
 
 def block_hashes(prompt: str, count: int) -> list[bytes]:

@@ -1,3 +1,3 @@
-from lmcache_redis.cli.app import main
+from lmcache_redis.cli import main
 
 main()

@@ -14,7 +14,6 @@ from lmcache_redis import __version__
 from lmcache_redis.cli import admin
 from lmcache_redis.cli.bench import bench
 from lmcache_redis.cli.options import AsJson, Endpoint, config_from, takes_options_of
-from lmcache_redis.cli.starting import start_again_if_needed
 from lmcache_redis.cli.warm import warm
 from lmcache_redis.config import AgentConfig, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
@@ -137,9 +136,8 @@ def version() -> None:
     print(__version__)
 
 
-def main() -> None:
+def run() -> None:
     """Runs a command. A known error prints one sentence; a wrong setting has exit status 2."""
-    start_again_if_needed(sys.argv[1] if len(sys.argv) > 1 else "")
     try:
         app()
     except ConfigError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,14 +51,18 @@ class AgentServer:
 
     def spawn(self: _Self) -> _Self:
         """Starts the process; does not wait until it answers."""
-        words = [sys.executable, "-m", "lmcache_redis.cli", "agent"]
+        words = ["agent"]
         for name, value in self._settings.items():
             words += [] if value is None else [option_name(name), str(value)]
-        with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
+        self._process = self._spawn(words)
         return self
+
+    def _spawn(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "lmcache_redis.cli", *words],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
 
     def start(self: _Self) -> _Self:
         """Starts the process and waits until it answers. Raises ``AgentFailed``."""

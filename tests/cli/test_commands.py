@@ -15,7 +15,7 @@ import pytest
 
 from lmcache_redis import __version__
 from lmcache_redis.cli import starting
-from tests.harness import AgentServer
+from tests.harness import StartedAgent
 from tests.servers import RedisServer
 
 TIMEOUT_S = 30.0
@@ -40,11 +40,11 @@ def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentServer]:
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedAgent]:
     directory = tmp_path_factory.mktemp("redis")
     with (
         RedisServer(directory) as redis,
-        AgentServer(tmp_path_factory.mktemp("agent"), redis.unix_url) as agent,
+        StartedAgent(tmp_path_factory.mktemp("agent"), redis.unix_url) as agent,
     ):
         yield agent
 
@@ -61,12 +61,12 @@ def environment_of(pid: int) -> dict[str, str]:
 
 @pytest.mark.skipif(not starting.applies(), reason="the setting is of glibc on x86")
 def test_the_agent_runs_under_its_setting_for_copies_unless_there_is_one(
-    agent: AgentServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    agent: StartedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert environment_of(agent.pid)[starting.TUNABLES_VARIABLE] == starting.THRESHOLD_SETTING
     own = "glibc.cpu.x86_non_temporal_threshold=0x100000"
     monkeypatch.setenv(starting.TUNABLES_VARIABLE, own)
-    with AgentServer(tmp_path / "agent", None) as other:
+    with StartedAgent(tmp_path / "agent", None) as other:
         assert environment_of(other.pid)[starting.TUNABLES_VARIABLE] == own
         (server,) = Path(f"/proc/{other.pid}/task/{other.pid}/children").read_text().split()
         assert starting.TUNABLES_VARIABLE not in environment_of(int(server))
@@ -90,7 +90,7 @@ def test_every_command_has_help(command: str) -> None:
     assert f"lmcache-redis {command}" in done.stdout or f"cli {command}" in done.stdout
 
 
-def test_ping(agent: AgentServer) -> None:
+def test_ping(agent: StartedAgent) -> None:
     done = run("ping", "--endpoint", agent.endpoint)
     assert done.returncode == 0
     said = re.fullmatch(r"lmcache-redis (\S+), process (\d+): [\d.]+ ms\n", done.stdout)
@@ -98,7 +98,7 @@ def test_ping(agent: AgentServer) -> None:
     assert said.groups() == (__version__, str(agent.pid))
 
 
-def test_status_for_people(agent: AgentServer) -> None:
+def test_status_for_people(agent: StartedAgent) -> None:
     done = run("status", "--endpoint", agent.endpoint)
     assert done.returncode == 0
     assert done.stderr == ""
@@ -108,7 +108,7 @@ def test_status_for_people(agent: AgentServer) -> None:
     assert "\x1b" not in done.stdout, "no colours where nobody sees them"
 
 
-def test_status_for_programs(agent: AgentServer) -> None:
+def test_status_for_programs(agent: StartedAgent) -> None:
     done = run("status", "--endpoint", agent.endpoint, "--json")
     report = json.loads(done.stdout)
     assert report["pid"] == agent.pid
@@ -144,7 +144,7 @@ def test_a_wrong_setting_is_one_sentence(words: list[str], says: str) -> None:
     assert says in one_sentence(done)
 
 
-def test_an_endpoint_in_use_is_one_sentence(agent: AgentServer) -> None:
+def test_an_endpoint_in_use_is_one_sentence(agent: StartedAgent) -> None:
     done = run("agent", "--endpoint", agent.endpoint, "--redis-url", "unix:///nowhere")
     assert done.returncode == 2
     assert "is in use" in done.stderr.splitlines()[-1]
@@ -172,7 +172,7 @@ def test_without_any_redis_it_is_said_what_to_install(tmp_path: Path) -> None:
 @pytest.mark.servers
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_an_agent_with_a_redis_of_its_own_ends_both(tmp_path: Path, signum: int) -> None:
-    agent = AgentServer(tmp_path / "agent", None, embedded_memory_bytes=64 << 20)
+    agent = StartedAgent(tmp_path / "agent", None, embedded_memory_bytes=64 << 20)
     with agent:
         server = agent.status()["redis"]["server"]
         socket_path = Path(server.removeprefix("unix:").removeprefix("//"))
