@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 
 # From the top down. A module imports from its own layer and from those below.
 LAYERS = (
-    {"cli", "demo", "bench"},
+    {"cli", "demo", "bench", "compat"},
     {"integrations"},
     {"client"},
     {"agent", "admin", "gateway"},

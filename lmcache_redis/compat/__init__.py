@@ -1,0 +1,12 @@
+"""LMCache's interfaces under their own names: code that was written for them changes its imports.
+
+    original                                     here
+    lmcache.v1.multiprocess.custom_types         compat.custom_types
+    lmcache.v1.distributed.api                   compat.distributed_api
+    lmcache.v1.protocol, lmcache.utils           compat.protocol
+    vllm's lmcache_integration                   compat.multi_process_adapter
+    lmcache.storage_backend                      compat.storage_backend
+
+Each module is a thin facade over the package. docs/compatibility.md lists every name, and every
+difference with its reason.
+"""
