@@ -81,6 +81,7 @@ from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import WireError
 from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey
 from lmcache_redis.naming import Reach
+from lmcache_redis.protocol import MAX_METADATA_BYTES, RemoteMetadata
 
 PROTOCOL_VERSION = 3
 MAGIC = b"LMCR-MP"
@@ -253,13 +254,18 @@ class Clear(Message, frozen=True, tag="CLEAR"):
 
 
 class WarmChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a chunk as a tool finds it in Redis: all that its name and its size follow from."""
+    """A part of a chunk as a tool finds it in Redis: its name, and the metadata of its header."""
 
     model_name: Name
     kv_rank: int
     fingerprint: Fingerprint
     chunk_hash: ChunkHash
-    chunk_bytes: int
+    metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Raises FormatError if the metadata is malformed."""
+        return RemoteMetadata.deserialize(self.metadata).length
 
 
 class Warm(Message, frozen=True, tag="WARM"):

@@ -141,6 +141,11 @@ class PartNames:
         return self.names.stem(self.model_name, self.kv_rank, hash_bytes)
 
 
+def opaque_pages(nbytes: int) -> RemoteMetadata:
+    """The metadata of pages of which nothing is known. Raises FormatError for a size below 0."""
+    return RemoteMetadata(nbytes, [(nbytes,)], ["uint8"], MemoryFormat.PAGES)
+
+
 @dataclass(frozen=True)
 class ChunkForm(PartNames):
     """The properties that one worker's chunks, or their parts of one group, share.
@@ -161,15 +166,28 @@ class ChunkForm(PartNames):
         slot_bytes: int,
         reach: Reach = FULL_REACH,
     ) -> ChunkForm:
-        """The form of chunks of opaque bytes, in stripes of equal size, at most ``slot_bytes``.
+        """`of` for chunks of opaque bytes."""
+        metadata = opaque_pages(chunk_bytes)
+        return ChunkForm.of(names, model_name, kv_rank, metadata, slot_bytes, reach)
+
+    @staticmethod
+    def of(
+        names: ChunkNames,
+        model_name: str,
+        kv_rank: int,
+        metadata: RemoteMetadata,
+        slot_bytes: int,
+        reach: Reach = FULL_REACH,
+    ) -> ChunkForm:
+        """The form of chunks in stripes of equal size, at most ``slot_bytes``.
 
         Raises FormatError if such chunks cannot be encoded.
         """
-        metadata = RemoteMetadata(chunk_bytes, [(chunk_bytes,)], ["uint8"], MemoryFormat.PAGES)
-        stripe_bytes = stripe_payload_bytes(chunk_bytes, slot_bytes)
+        stripe_bytes = stripe_payload_bytes(metadata.length, slot_bytes)
         form = ChunkForm(
-            names, model_name, kv_rank, chunk_bytes, stripe_bytes, metadata.serialize(), reach=reach
-        )
+            names, model_name, kv_rank, metadata.length, stripe_bytes, metadata.serialize(),
+            reach=reach,
+        )  # fmt: skip
         form.frame(bytes(32))
         form.key(bytes(32))
         return form

@@ -3,9 +3,10 @@
 `RemoteMetadata` is encoded little-endian and unaligned (docs/value-format.md):
 
     u64 length | u32 memory format | u32 groups
-    per group: u32 dtype code | u32 dimensions | 4 x u64 sizes, zero where unused
+    per group: u32 dtype code | u32 dimensions | u64 sizes
 
-At most 8 groups, so at most 336 bytes. The messages of LMCache's TCP protocol have their own
+A group has at least four sizes, zero where unused, and at most eight. At most 8 groups and 336
+bytes. The messages of LMCache's TCP protocol have their own
 encoding: they are defined in `lmcache_redis.lm_wire` and re-exported here.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_redis.dtypes import (
@@ -64,19 +65,22 @@ __all__ = [
 ]
 
 MAX_GROUPS = 8
-MAX_DIMS = 4
+MAX_DIMS = 8
 MAX_SIZE = (1 << 63) - 1
 
 _FIXED = struct.Struct("<QII")
-_GROUP = struct.Struct("<II4Q")
-MAX_METADATA_BYTES = _FIXED.size + MAX_GROUPS * _GROUP.size
+_GROUP = struct.Struct("<II")
+_LEAST_SIZES = 4
+_SIZES = {count: struct.Struct(f"<{count}Q") for count in range(_LEAST_SIZES, MAX_DIMS + 1)}
+_USUAL_GROUP_BYTES = _GROUP.size + _SIZES[_LEAST_SIZES].size
+MAX_METADATA_BYTES = _FIXED.size + MAX_GROUPS * _USUAL_GROUP_BYTES
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class MemoryLayoutDesc:
     """Shapes and dtypes of the groups of a chunk, one each per group.
 
-    At most 8 groups of at most 4 dimensions. An empty shape means that the shape is not given.
+    At most 8 groups of at most 8 dimensions. An empty shape means that the shape is not given.
     Raises FormatError for anything that cannot be encoded.
     """
 
@@ -121,6 +125,8 @@ class RemoteMetadata:
     length: int
     layout_desc: MemoryLayoutDesc
     fmt: MemoryFormat
+    encoded_bytes: int = field(repr=False, compare=False)
+    """Bytes that `serialize_into` writes: 16, and 40 per group of at most 4 dimensions."""
 
     def __init__(
         self,
@@ -136,6 +142,10 @@ class RemoteMetadata:
         needed = layout_desc.size_bytes
         if needed is not None and needed != length and fmt not in ENCODED_FORMATS:
             raise FormatError(f"a chunk of {length} bytes whose shapes and dtypes need {needed}")
+        nbytes = _FIXED.size + sum(map(_group_bytes, layout_desc.shapes))
+        if nbytes > MAX_METADATA_BYTES:
+            raise FormatError(f"metadata of {nbytes} bytes, at most {MAX_METADATA_BYTES} fit")
+        object.__setattr__(self, "encoded_bytes", nbytes)
         object.__setattr__(self, "length", length)
         object.__setattr__(self, "layout_desc", layout_desc)
         object.__setattr__(self, "fmt", fmt)
@@ -155,11 +165,6 @@ class RemoteMetadata:
         """The dtype of each group as ``torch.dtype``; imports torch."""
         return self.layout_desc.dtypes
 
-    @property
-    def encoded_bytes(self) -> int:
-        """Bytes that `serialize_into` writes: 16, and 40 per group."""
-        return _FIXED.size + len(self.shapes) * _GROUP.size
-
     def serialize(self) -> bytes:
         """The encoding, `encoded_bytes` long."""
         buffer = bytearray(self.encoded_bytes)
@@ -178,9 +183,10 @@ class RemoteMetadata:
         _FIXED.pack_into(buffer, 0, self.length, self.fmt.value, len(self.shapes))
         offset = _FIXED.size
         for shape, name in zip(self.shapes, self.dtype_names, strict=True):
-            padded = shape + (0,) * (MAX_DIMS - len(shape))
-            _GROUP.pack_into(buffer, offset, dtype_code(name), len(shape), *padded)
-            offset += _GROUP.size
+            padded = shape + (0,) * (_LEAST_SIZES - len(shape))
+            _GROUP.pack_into(buffer, offset, dtype_code(name), len(shape))
+            _SIZES[len(padded)].pack_into(buffer, offset + _GROUP.size, *padded)
+            offset += _group_bytes(shape)
         return offset
 
     @staticmethod
@@ -195,22 +201,31 @@ class RemoteMetadata:
                 f"metadata has {_FIXED.size} to {MAX_METADATA_BYTES} bytes, not {len(raw)}"
             )
         length, fmt_value, group_count = _FIXED.unpack_from(raw)
-        end = _FIXED.size + group_count * _GROUP.size
-        if group_count > MAX_GROUPS or end > len(raw):
+        if group_count > MAX_GROUPS:
             raise FormatError(f"metadata of {group_count} groups in {len(raw)} bytes")
-        if any(raw[end:]):
-            raise FormatError("metadata is followed by bytes that are not zero")
         try:
             fmt = MemoryFormat(fmt_value)
         except ValueError:
             raise FormatError(f"unknown memory format {fmt_value}") from None
         shapes: list[tuple[int, ...]] = []
         names: list[str] = []
-        for code, dims, *sizes in _GROUP.iter_unpack(raw[_FIXED.size : end]):
-            if dims > MAX_DIMS or any(sizes[dims:]):
-                raise FormatError(f"a group of {dims} dimensions has the sizes {sizes}")
+        end = _FIXED.size
+        for _ in range(group_count):
+            try:
+                code, dims = _GROUP.unpack_from(raw, end)
+                encoding = _SIZES.get(max(dims, _LEAST_SIZES))
+                if encoding is None:
+                    raise FormatError(f"a group of {dims} dimensions, at most {MAX_DIMS}")
+                sizes = encoding.unpack_from(raw, end + _GROUP.size)
+            except struct.error:
+                raise FormatError(f"metadata of {group_count} groups in {len(raw)} bytes") from None
+            if any(sizes[dims:]):
+                raise FormatError(f"a group of {dims} dimensions has the sizes {list(sizes)}")
+            end += _GROUP.size + encoding.size
             names.append(dtype_from_code(code))
-            shapes.append(tuple(sizes[:dims]))
+            shapes.append(sizes[:dims])
+        if any(raw[end:]):
+            raise FormatError("metadata is followed by bytes that are not zero")
         return RemoteMetadata(length, shapes, names, fmt)
 
 
@@ -226,10 +241,17 @@ def init_remote_metadata_info(num_groups: int) -> None:
 
 
 def get_remote_metadata_bytes() -> int:
-    """Bytes of a chunk's metadata. Raises RuntimeError before `init_remote_metadata_info`."""
+    """Bytes of a chunk's metadata if no group has more than 4 dimensions.
+
+    Raises RuntimeError before `init_remote_metadata_info`.
+    """
     if _group_count is None:
         raise RuntimeError("init_remote_metadata_info was not called yet")
-    return _FIXED.size + _group_count * _GROUP.size
+    return _FIXED.size + _group_count * _USUAL_GROUP_BYTES
+
+
+def _group_bytes(shape: Sequence[int]) -> int:
+    return _GROUP.size + _SIZES[max(len(shape), _LEAST_SIZES)].size
 
 
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:

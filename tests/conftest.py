@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """One process runs a file of tests; files with engines run in two, divided by directory.
+    """One process runs a file of tests; files with engines run in two.
 
     So a module's server is started once, and no more than two engines compete for the cores. The
     two parts take about as long. The matrix is divided by vLLM versions, each of which is imported
@@ -81,7 +81,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     def scope_of(path: str) -> str:
         if "mark.engine" not in (config.rootpath / path).read_text():
             return path
-        return f"engine {path.startswith('tests/integrations/')}"
+        return f"engine {path.startswith(('tests/demo/', 'tests/integrations/test_soak'))}"
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:

@@ -44,7 +44,7 @@ QUESTIONS: list[m.Message] = [
     m.Goodbye(10),
     m.Clear(11),
     m.Clear(11, b"e" * 8, (m.RemoteParts(1, 7, b"f" * 32, Reach()),)),
-    m.Warm(11, (m.WarmChunk("model", 7, b"f" * 32, b"h" * 32, 1 << 25),)),
+    m.Warm(11, (m.WarmChunk("model", 7, b"f" * 32, b"h" * 32, b"m" * 56),)),
     m.Status(12),
     m.Ping(13),
 ]

@@ -17,8 +17,12 @@ from lmcache_redis.protocol import (
 )
 
 SIZES = st.integers(0, 4096)
-SHAPES = st.lists(SIZES, max_size=4).map(tuple)
-GROUPS = st.lists(st.tuples(SHAPES, st.sampled_from(DTYPE_NAMES)), max_size=8)
+SHAPES = st.one_of(
+    st.lists(SIZES, max_size=4), st.lists(st.integers(0, 64), min_size=5, max_size=8)
+).map(tuple)
+GROUPS = st.lists(st.tuples(SHAPES, st.sampled_from(DTYPE_NAMES)), max_size=8).filter(
+    lambda groups: sum(8 + 8 * max(4, len(shape)) for shape, _ in groups) <= 320
+)
 
 VECTOR = bytes.fromhex(
     "0000040000000000"  # 262,144 bytes
@@ -87,7 +91,8 @@ class TestRemoteMetadata:
         assert (again.length, again.fmt) == (metadata.length, metadata.fmt)
         assert (again.shapes, again.dtype_names) == (metadata.shapes, metadata.dtype_names)
         assert again.serialize() == encoded
-        assert len(encoded) == metadata.encoded_bytes == 16 + 40 * len(metadata.shapes)
+        sizes = sum(max(4, len(shape)) for shape in metadata.shapes)
+        assert len(encoded) == metadata.encoded_bytes == 16 + 8 * len(metadata.shapes) + 8 * sizes
         padded = encoded.ljust(MAX_METADATA_BYTES, b"\0")
         assert RemoteMetadata.deserialize(memoryview(bytearray(padded))) == metadata
 
@@ -143,7 +148,8 @@ class TestRemoteMetadata:
             (-1, [], [], "the length of a chunk is -1"),
             (2**63, [], [], "the length of a chunk is"),
             (1.0, [], [], "the length of a chunk is an int"),
-            (0, [(1, 1, 1, 1, 1)], ["uint8"], "a shape of 5 dimensions, at most 4"),
+            (0, [(1,) * 9], ["uint8"], "a shape of 9 dimensions, at most 8"),
+            (8, [(1, 1, 1, 1, 1)] * 8, ["uint8"] * 8, "metadata of 400 bytes, at most 336 fit"),
             (0, [(-1,)], ["uint8"], "a size in a shape is -1"),
             (0, [(2**63,)], ["uint8"], "a size in a shape is"),
             (0, [(None,)], ["uint8"], "a size in a shape is an int, not NoneType"),
@@ -178,7 +184,8 @@ class TestRemoteMetadata:
             (12, struct.pack("<I", 2**32 - 1), "metadata of 4294967295 groups"),
             (16, struct.pack("<I", 0), "unknown dtype code 0"),
             (16, struct.pack("<I", 9), "unknown dtype code 9"),
-            (20, struct.pack("<I", 5), "a group of 5 dimensions"),
+            (20, struct.pack("<I", 5), "metadata of 2 groups in 96 bytes"),
+            (20, struct.pack("<I", 9), "a group of 9 dimensions, at most 8"),
             (20, struct.pack("<I", 3), "a group of 3 dimensions"),
             (20, struct.pack("<I", 2**32 - 1), "a group of 4294967295 dimensions"),
             (24, struct.pack("<Q", 2**64 - 1), "a size in a shape is"),

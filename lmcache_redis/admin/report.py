@@ -29,7 +29,8 @@ _FIELDS: dict[type, str] = {
     "local_world_size=name.ranks.local_world_size local_rank=name.ranks.local_rank "
     "stripe_asked verdict verified stripe_count stripes_present=present "
     "chunk_bytes=header.chunk_bytes fingerprint=header.fingerprint "
-    "memory_format=header.metadata.fmt.name stored_unix_s=headed.stored_unix_s stripes",
+    "memory_format=header.metadata.fmt.name shapes=header.metadata.shapes "
+    "dtypes=header.metadata.dtype_names stored_unix_s=headed.stored_unix_s stripes",
     OtherKey: "ours key reason type value_bytes",
     Stripe: "index state detail value_bytes store_id=header.store_id stored_unix_s "
     "idle_s=use.idle_s frequency=use.frequency expires_in_s",
@@ -96,7 +97,14 @@ def chunk_lines(report: ChunkReport | OtherKey) -> Iterator[str]:
         stored_s = header.created_unix_ms / 1000
         when = datetime.fromtimestamp(stored_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
         ago = shown_age(max(0.0, report.read_at_unix_s - stored_s))
+        holds = ", ".join(
+            f"{dtype} {list(shape)}"
+            for dtype, shape in zip(
+                header.metadata.dtype_names, header.metadata.shapes, strict=True
+            )
+        )
         yield _line("size", f"{shown_bytes(header.chunk_bytes)} as {header.metadata.fmt.name}")
+        yield _line("holds", holds)
         yield _line("stored", f"{when}, {ago} ago, as {header.store_id.hex()}")
         yield _line("last used", _use(headed.use))
         if headed.expires_in_s is not None:

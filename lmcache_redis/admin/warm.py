@@ -27,12 +27,16 @@ _INCOMPLETE = "incomplete, or cut for another --slot-bytes than the agent's"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A chunk of an engine. stripes: the slots that it takes in a host pool."""
+    """A chunk of an engine. stripes: the slots that it takes in a host pool.
+
+    metadata: its serialized `RemoteMetadata`.
+    """
 
     name: ChunkName
     fingerprint: bytes
     chunk_bytes: int
     stripes: int
+    metadata: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,8 @@ def _candidate(chunk: SeenChunk, header: StripeHeader | None, slot_bytes: int) -
     stripes = -(-header.chunk_bytes // stripe_payload_bytes(header.chunk_bytes, slot_bytes))
     if chunk.stripes != (1 << stripes) - 1:
         return _INCOMPLETE
-    return Candidate(chunk.name, header.fingerprint, header.chunk_bytes, stripes)
+    metadata = header.metadata.serialize()
+    return Candidate(chunk.name, header.fingerprint, header.chunk_bytes, stripes, metadata)
 
 
 def _check_models(server: Server, wanted: Collection[str], there: Collection[str]) -> None:

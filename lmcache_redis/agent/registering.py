@@ -35,11 +35,11 @@ def form_of(
 ) -> ChunkForm:
     """The form of a group's parts. Raises ``ConfigError`` if they cannot be cached."""
     try:
-        return ChunkForm.of_pages(
+        return ChunkForm.of(
             ChunkNames(layout.fingerprint(chunk_tokens), config.key_prefix),
             model_name,
             kv_rank,
-            layout.part_bytes(chunk_tokens),
+            layout.metadata(chunk_tokens),
             config.slot_bytes,
             layout.reach,
         )

@@ -27,6 +27,7 @@ from lmcache_redis.cache.inflight import Filled
 from lmcache_redis.cache.threads import Timer
 from lmcache_redis.errors import FormatError, WireError
 from lmcache_redis.naming import ChunkForm, ChunkNames
+from lmcache_redis.protocol import RemoteMetadata
 from lmcache_redis.resp.outcomes import ChunkIO, ReadOutcome
 
 # In flight at a time, or one larger chunk: a lookup that comes in between waits for no more.
@@ -57,14 +58,17 @@ class Warming:
     def warm(self, question: m.Warm, reply: Reply) -> None:
         """Answers when the batch has ended. Raises ``WireError`` for chunks that cannot exist."""
         config = self.agent.config
-        forms: dict[tuple[bytes, str, int, int], ChunkForm] = {}
+        forms: dict[tuple[bytes, str, int, bytes], ChunkForm] = {}
         chunks = []
         for each in question.chunks:
-            which = (each.fingerprint, each.model_name, each.kv_rank, each.chunk_bytes)
+            which = (each.fingerprint, each.model_name, each.kv_rank, each.metadata)
             try:
                 if which not in forms:
                     names = ChunkNames(each.fingerprint, config.key_prefix)
-                    forms[which] = ChunkForm.of_pages(names, *which[1:], config.slot_bytes)
+                    metadata = RemoteMetadata.deserialize(each.metadata)
+                    forms[which] = ChunkForm.of(
+                        names, each.model_name, each.kv_rank, metadata, config.slot_bytes
+                    )
             except FormatError as error:
                 raise WireError(f"a chunk to warm: {error}") from error
             chunks.append((forms[which], each.chunk_hash))

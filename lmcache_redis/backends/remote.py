@@ -77,8 +77,8 @@ class LMCRemoteBackend(TierBackend):
     slot_bytes: the largest payload of a stripe that is written; stripes of any size are read.
     pending_bytes: the limit of copies of accepted puts; a put beyond it is not accepted. layout:
     the fingerprint (32 bytes) of an engine's KV cache, to share the chunks of its agents. Agents
-    can read a chunk put here if it is one group of uint8 with MemoryFormat.PAGES and slot_bytes is
-    theirs.
+    can read a chunk put here if its shape, dtype and format (MemoryFormat.PAGES) are those of their
+    own chunks, and slot_bytes is theirs.
 
     Raises ConfigError if the URL names no server or a number is invalid. Connects in the
     background.

@@ -156,7 +156,7 @@ def _chunks(choice: Choice) -> Iterator[WarmChunk]:
     for each in choice.candidates:
         key = each.name.key
         yield WarmChunk(
-            key.model_name, key.kv_rank, each.fingerprint, key.chunk_hash, each.chunk_bytes
+            key.model_name, key.kv_rank, each.fingerprint, key.chunk_hash, each.metadata
         )
 
 

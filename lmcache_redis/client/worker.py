@@ -126,6 +126,7 @@ class WorkerClient:
                 segments=pages.segments,
                 page_format=pages.page_format,
                 reach=group.reach,
+                pages=pages.pages,
             )
             for group, pages in zip(groups, exported.groups, strict=True)
         ]

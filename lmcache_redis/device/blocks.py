@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from lmcache_redis.device.layout import MAX_SEGMENTS, Segment, coalesce
+import msgspec
+
+from lmcache_redis.device.layout import MAX_SEGMENTS, MergedAt, Pages, Segment, coalesce
 from lmcache_redis.dtypes import dtype_name
 from lmcache_redis.errors import DeviceError, FormatError
 
@@ -67,10 +69,11 @@ class Dim(NamedTuple):
 
 
 class PagedSegments(NamedTuple):
-    """What `find_segments` found; ``page_format`` as in `KVLayout`."""
+    """What `find_segments` found; ``page_format`` and ``pages`` as in `KVLayout`."""
 
     segments: tuple[Segment, ...]
     page_format: str
+    pages: tuple[Pages, ...]
 
 
 class _Block(NamedTuple):
@@ -136,7 +139,38 @@ def find_segments(
             list(itertools.islice(locations, len(tensor))),
         ]
         digest.update(json.dumps(description, separators=(",", ":")).encode("ascii"))
-    return PagedSegments(segments, digest.hexdigest())
+    held = [_elements(view, cut) for view, cut in zip(views, cuts, strict=True)]
+    elements = [each for each, tensor in zip(held, pages, strict=True) for _ in tensor]
+    return PagedSegments(segments, digest.hexdigest(), _pages(segments, merged, elements))
+
+
+def _elements(view: TensorView, cut: _Cut) -> Pages | None:
+    """What one page of a tensor holds; None if there is more in it."""
+    if cut.holes:
+        return None
+    dims = sorted(cut.in_page, key=lambda dim: dim.stride, reverse=True)
+    return Pages(1, view.dtype, tuple(dim.size for dim in dims))
+
+
+def _pages(
+    segments: Sequence[Segment], merged: Sequence[MergedAt], elements: Sequence[Pages | None]
+) -> tuple[Pages, ...]:
+    """What the pages of merged segments hold; empty if a page holds parts of several kinds."""
+    parts: list[dict[int, Pages | None]] = [{} for _ in segments]
+    for (segment, offset), each in zip(merged, elements, strict=True):
+        parts[segment].setdefault(offset, each)
+    runs: list[Pages] = []
+    for in_page in parts:
+        each, *others = in_page.values()
+        if each is None or any(other != each for other in others):
+            return ()
+        if others:
+            each = msgspec.structs.replace(each, shape=(len(in_page), *each.shape))
+        if runs and (runs[-1].dtype, runs[-1].shape) == (each.dtype, each.shape):
+            runs[-1] = msgspec.structs.replace(each, segments=runs[-1].segments + 1)
+        else:
+            runs.append(each)
+    return tuple(runs)
 
 
 def _scattered(

@@ -11,16 +11,19 @@ differs between equal engines.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
-from lmcache_redis.errors import ConfigError, DeviceError
-from lmcache_redis.naming import Reach
+from lmcache_redis.dtypes import itemsize
+from lmcache_redis.errors import ConfigError, DeviceError, FormatError
+from lmcache_redis.naming import Reach, opaque_pages
+from lmcache_redis.protocol import MAX_DIMS, MemoryFormat, RemoteMetadata
 
 MAX_SEGMENTS = 65_536
 _MAX_ADDRESS = 2**63 - 1
@@ -49,6 +52,18 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_stride: int
 
 
+class Pages(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The elements in the pages of ``segments`` consecutive segments, which are alike.
+
+    shape: sizes in the order of memory: parts that follow each other in a page, if it has several;
+    then the tensor's dimensions within a block.
+    """
+
+    segments: int
+    dtype: str
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMS)]
+
+
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that decides the bytes of one group's parts, and where their pages are.
 
@@ -62,6 +77,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         page_format: digest of the order of elements in the pages, from `find_segments`. It
             distinguishes head-major from token-major pages, which have equal sizes.
         reach: which parts of a prefix the engine needs.
+        pages: what the pages of all segments hold; empty if it cannot be told.
     """
 
     identity: tuple[tuple[str, str], ...]
@@ -72,6 +88,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     segments: tuple[Segment, ...]
     page_format: str = ""
     reach: Reach = Reach()
+    pages: tuple[Pages, ...] = ()
 
     @property
     def block_bytes(self) -> int:
@@ -96,6 +113,20 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def part_bytes(self, chunk_size_tokens: int) -> int:
         """Bytes of a chunk's part. Raises ConfigError as `blocks_per_chunk` does."""
         return self.blocks_per_part(chunk_size_tokens) * self.block_bytes
+
+    def metadata(self, chunk_size_tokens: int) -> RemoteMetadata:
+        """What a part holds: for each of `pages` its segments, blocks and shape; else bytes.
+
+        Raises ConfigError as `blocks_per_chunk` does, FormatError for a part that has no encoding.
+        """
+        part_bytes = self.part_bytes(chunk_size_tokens)
+        blocks = self.blocks_per_part(chunk_size_tokens)
+        if self.pages:
+            shapes = [(each.segments, blocks, *each.shape) for each in self.pages]
+            dtypes = [each.dtype for each in self.pages]
+            with contextlib.suppress(FormatError):  # too many kinds of pages, or dimensions
+                return RemoteMetadata(part_bytes, shapes, dtypes, MemoryFormat.PAGES)
+        return opaque_pages(part_bytes)
 
     def fingerprint(self, chunk_size_tokens: int) -> bytes:
         """32 bytes that are equal exactly if parts may be exchanged.
@@ -141,6 +172,19 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             reason = _fault(segment, self.num_blocks, storage_sizes)
             if reason:
                 raise DeviceError(f"segment {index} ({segment}) {reason}")
+        self._check_pages()
+
+    def _check_pages(self) -> None:
+        described: list[int] = []
+        for each in self.pages:
+            try:
+                page_bytes = math.prod(each.shape) * itemsize(each.dtype)
+            except FormatError as error:
+                raise DeviceError(f"a layout whose pages hold no elements: {error}") from error
+            left = len(self.segments) - len(described)
+            described += [page_bytes] * min(max(0, each.segments), left + 1)
+        if self.pages and described != [segment.page_bytes for segment in self.segments]:
+            raise DeviceError("a layout whose pages hold other elements than it says")
 
 
 def _fault(segment: Segment, num_blocks: int, storage_sizes: Sequence[int]) -> str | None:

@@ -38,7 +38,7 @@ from lmcache_redis.lm_wire import (
     ServerMetaMessage,
     ServerReturnCode,
 )
-from lmcache_redis.protocol import MAX_DIMS, MemoryFormat, MemoryLayoutDesc, RemoteMetadata
+from lmcache_redis.protocol import MemoryFormat, MemoryLayoutDesc, RemoteMetadata
 
 _TEXT_HASH = "~"
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
@@ -50,10 +50,10 @@ _NO_DTYPE = "uint8"
 _NOT_GIVEN: tuple[int, ...] = ()
 
 FAILED = ServerMetaMessage(
-    ServerReturnCode.FAIL, 0, MemoryFormat.KV_2LTD, "float16", (0,) * MAX_DIMS
+    ServerReturnCode.FAIL, 0, MemoryFormat.KV_2LTD, "float16", (0,) * 4
 ).serialize()
 SUCCEEDED = ServerMetaMessage(
-    ServerReturnCode.SUCCESS, 0, MemoryFormat.KV_2LTD, "float16", (0,) * MAX_DIMS
+    ServerReturnCode.SUCCESS, 0, MemoryFormat.KV_2LTD, "float16", (0,) * 4
 ).serialize()
 
 

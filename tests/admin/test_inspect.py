@@ -49,7 +49,14 @@ def test_a_chunk_by_any_of_its_keys(
     assert report.headed.header is not None
     assert report.headed.header.created_unix_ms == STORED_UNIX_MS
     text = "\n".join(chunk_lines(report))
-    for said in ("org/model", "1 of 2", CHUNK.name.layout, "8.1 KiB as PAGES", "2023-11-14"):
+    for said in (
+        "org/model",
+        "1 of 2",
+        CHUNK.name.layout,
+        "8.1 KiB as PAGES",
+        "uint8 [",
+        "2023-11-14",
+    ):
         assert said in text
 
 

@@ -25,7 +25,7 @@ def test_the_fields_are_these(server: Server, client: Any) -> None:
     assert names(report) == (
         "ours chunk_key_hex key_prefix model layout chunk_hash world_size rank local_world_size "
         "local_rank stripe_asked verdict verified stripe_count stripes_present chunk_bytes "
-        "fingerprint memory_format stored_unix_s stripes"
+        "fingerprint memory_format shapes dtypes stored_unix_s stripes"
     )
     stripe = as_json(report)["stripes"][0]
     assert names(stripe) == (
@@ -57,6 +57,7 @@ def test_values_as_programs_take_them(server: Server, client: Any) -> None:
     assert (report["world_size"], report["rank"]) == (2, 1)
     assert report["chunk_key_hex"] == chunk.name.chunk_key.hex()
     assert (report["verdict"], report["memory_format"]) == ("incomplete", "PAGES")
+    assert (report["shapes"], report["dtypes"]) == ([[chunk.chunk_bytes]], ["uint8"])
     assert report["stored_unix_s"] == STORED_UNIX_MS / 1000
     assert [stripe["state"] for stripe in report["stripes"]] == ["whole", "whole", "missing"]
     gone = as_json(explain(server, Cached(9).keys[0], b"", False))

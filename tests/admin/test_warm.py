@@ -14,6 +14,7 @@ from lmcache_redis.admin.stripes import Use
 from lmcache_redis.admin.survey import SeenChunk
 from lmcache_redis.admin.warm import Candidate, Choice, choose, most_used_first
 from lmcache_redis.errors import ConfigError, RedisAuthError
+from lmcache_redis.naming import opaque_pages
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, describe_header
@@ -68,7 +69,13 @@ def test_a_candidate_has_what_its_name_and_size_follow_from(server: Server, clie
     chunk.put(client)
     Cached(8).put(client)
     (candidate,) = chosen(server, prefix=b"ours:").candidates
-    assert candidate == Candidate(chunk.name, chunk.fingerprint, chunk.chunk_bytes, 3)
+    assert candidate == Candidate(
+        chunk.name,
+        chunk.fingerprint,
+        chunk.chunk_bytes,
+        3,
+        opaque_pages(chunk.chunk_bytes).serialize(),
+    )
 
 
 def test_models_and_layouts(server: Server, client: Any) -> None:
@@ -144,7 +151,7 @@ def test_a_user_who_may_not_see_idle_times(own_server: RedisServer) -> None:
 
 
 def choice_of(*sizes: int) -> Choice:
-    first = Candidate(Cached(0).name, bytes(32), 0, 1)
+    first = Candidate(Cached(0).name, bytes(32), 0, 1, b"")
     return Choice(tuple(replace(first, chunk_bytes=size, stripes=size // 10) for size in sizes))
 
 

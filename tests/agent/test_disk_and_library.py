@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from lmcache_redis.backends import (
     LMCBackendInterface,
@@ -61,13 +62,18 @@ def test_what_an_agent_stored_is_read_by_the_tiers(
         assert {key.model_name for key in keys} == {"test/model"}
         assert {key.chunk_hash for key in keys} == {*HASHES[3::4]}
         assert set(disk.list()) == set(keys)
-        pages = RemoteMetadata(chunk_bytes, [(chunk_bytes,)], ["uint8"], MemoryFormat.PAGES)
+        # Three layers, four blocks of 16 tokens, K and V, 64 elements a token.
+        shape = (3, 4, 2, 16, 64)
+        pages = RemoteMetadata(chunk_bytes, [shape], ["float32"], MemoryFormat.PAGES)
         for key in keys:
             metadata, payload = get(redis, key)
             assert metadata == pages
             assert get(disk, key) == (pages, payload)
-        tensors = list(redis.batched_get(keys))
-        assert [t is not None and t.shape == (chunk_bytes,) for t in tensors] == [True] * CHUNKS
+        for key, tensor in zip(keys, redis.batched_get(keys), strict=True):
+            assert tensor is not None
+            first = HASHES.index(key.chunk_hash) - 3
+            layers = [layer[first : first + 4] for layer in engine.caches[0].values()]
+            assert torch.equal(tensor, torch.stack(layers))
         # Without the layout the backend's chunks are its own tensors, under other names.
         assert own.list() == []
         assert not own.contains(keys[0])

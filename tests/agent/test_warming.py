@@ -16,6 +16,7 @@ from lmcache_redis.agent.warming import Warming
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.errors import WireError
+from lmcache_redis.naming import opaque_pages
 from lmcache_redis.resp.outcomes import CallOutcome, ReadOutcome, ScanResult, WriteOutcome
 from tests.cache.played import FORM, HASHES, PlayedTier, World
 
@@ -24,7 +25,7 @@ QUEUE_BYTES = 4 * FORM.chunk_bytes
 
 
 def chunk(chunk_hash: bytes) -> m.WarmChunk:
-    return m.WarmChunk("test/model", 0, FORM.fingerprint, chunk_hash, FORM.chunk_bytes)
+    return m.WarmChunk("test/model", 0, FORM.fingerprint, chunk_hash, FORM.metadata)
 
 
 CHUNKS = [chunk(each) for each in HASHES]
@@ -288,7 +289,14 @@ def test_what_the_disk_has_is_loaded_from_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"chunk_bytes": 0}, {"chunk_bytes": 1 << 40}, {"kv_rank": -1}, {"model_name": ""}]
+    "wrong",
+    [
+        {"metadata": b"no metadata"},
+        {"metadata": opaque_pages(0).serialize()},
+        {"metadata": opaque_pages(1 << 40).serialize()},
+        {"kv_rank": -1},
+        {"model_name": ""},
+    ],
 )
 def test_a_chunk_that_cannot_exist(world: Warmed, wrong: dict[str, Any]) -> None:
     with pytest.raises(WireError, match="a chunk to warm"):
@@ -298,7 +306,8 @@ def test_a_chunk_that_cannot_exist(world: Warmed, wrong: dict[str, Any]) -> None
 
 def test_another_size_is_another_frame(world: Warmed) -> None:
     """What Redis has is compared with it, so a wrong size is a miss and no chunk of that size."""
-    world.warm(msgspec.structs.replace(CHUNKS[0], chunk_bytes=FORM.chunk_bytes + 64))
+    metadata = opaque_pages(FORM.chunk_bytes + 64).serialize()
+    world.warm(msgspec.structs.replace(CHUNKS[0], metadata=metadata))
     (job,) = world.redis.read
     assert job.key == KEYS[0]
     assert job.frame.chunk_bytes == FORM.chunk_bytes + 64

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from lmcache_redis.client.control import ControlClient
 from lmcache_redis.keys import parse_stripe_key
 from lmcache_redis.messages import WarmChunk
+from lmcache_redis.naming import opaque_pages
 from lmcache_redis.stripe import describe_header
 from tests.admin.cache import age
 from tests.agent.test_path_of_a_chunk import assert_blocks_equal
@@ -185,11 +186,13 @@ def test_the_agent_trusts_no_size_and_no_fingerprint(
     header = describe_header(values[key])
     name = parse_stripe_key(key)[1]
     right = WarmChunk(
-        name.model_name, name.kv_rank, header.fingerprint, name.chunk_hash, header.chunk_bytes
-    )
+        name.model_name, name.kv_rank, header.fingerprint, name.chunk_hash,
+        header.metadata.serialize(),
+    )  # fmt: skip
     wrong = [
-        replace(right, chunk_bytes=right.chunk_bytes - 64),
-        replace(right, chunk_bytes=right.chunk_bytes // 2),
+        replace(right, metadata=opaque_pages(right.chunk_bytes - 64).serialize()),
+        replace(right, metadata=opaque_pages(right.chunk_bytes // 2).serialize()),
+        replace(right, metadata=opaque_pages(right.chunk_bytes).serialize()),
         replace(right, fingerprint=right.fingerprint[:8] + bytes(24)),  # has the same key
         replace(right, chunk_hash=bytes(32)),
         replace(right, kv_rank=right.kv_rank + 1),
@@ -203,7 +206,7 @@ def test_the_agent_trusts_no_size_and_no_fingerprint(
         wait_until(lambda kept=kept: redis_server.command("DBSIZE") == kept, "a removal")
         with redis_server.client() as client:
             client.mset(values)
-    assert outcomes == ["damaged"] * 3 + ["missing"] * 2
+    assert outcomes == ["damaged"] * 4 + ["missing"] * 2
     assert agent.status()["pool"]["chunks"] == 0
     assert agents.warm([right, right]) == ("loaded", "held")
 

@@ -12,14 +12,16 @@ from lmcache_redis.client.control import AgentUnreachable
 from lmcache_redis.client.warming import Pace, WarmReport, take_batch, warm_agent
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 from lmcache_redis.messages import MAX_WARM_CHUNKS, WarmChunk, WarmOutcome
+from lmcache_redis.naming import opaque_pages
 
 RATE = 4000
 BATCH_BYTES = RATE // 4
 
 
 def chunks(count: int, nbytes: int = 400) -> list[WarmChunk]:
+    metadata = opaque_pages(nbytes).serialize()
     return [
-        WarmChunk("model", 0, bytes(32), number.to_bytes(4, "big"), nbytes)
+        WarmChunk("model", 0, bytes(32), number.to_bytes(4, "big"), metadata)
         for number in range(count)
     ]
 

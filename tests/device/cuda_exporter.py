@@ -48,7 +48,7 @@ class CudaExporter:
         answer = self.ask("share")
         if isinstance(answer, str):
             raise DeviceError(answer)
-        _, handles, ((segments, page_format),) = answer
+        _, handles, ((segments, page_format, _),) = answer
         layout = KVLayout(
             identity=(),
             dtype="float16",

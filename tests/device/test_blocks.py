@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from lmcache_redis.device.blocks import PagedSegments, TensorView, find_segments
-from lmcache_redis.device.layout import Segment
+from lmcache_redis.device.layout import Pages, Segment
 from lmcache_redis.errors import DeviceError
 
 ITEM = 2
@@ -176,6 +176,57 @@ class TestKnownLayouts:
     def test_one_block(self) -> None:
         found = find_segments([cache([1, 2, 4, 16])], 1, {"layer.0": 256})
         assert found.segments == (Segment(0, 0, 256, 256),)
+
+
+class TestPages:
+    """What the pages hold, in the order of memory."""
+
+    @pytest.mark.parametrize(
+        ("tensor", "pages"),
+        [
+            (cache([7, 2, 4, 16]), (Pages(1, "float16", (2, 4, 16)),)),
+            (cache([2, 7, 4, 2, 8]), (Pages(2, "float16", (4, 2, 8)),)),
+            # Heads before tokens in memory, after them in the tensor.
+            (cache([7, 4, 2, 8], order=[0, 2, 1, 3]), (Pages(1, "float16", (2, 4, 8)),)),
+            (cache([7, 1, 16]), (Pages(1, "float16", (16,)),)),
+        ],
+    )
+    def test_of_one_tensor(self, tensor: TensorView, pages: tuple[Pages, ...]) -> None:
+        assert find_segments([tensor], 7).pages == pages
+
+    def test_of_layers_inside_blocks(self) -> None:
+        layers = [
+            cache([7, 2, 64], name=f"layer.{n}", offset=n * 256, strides=(1024, 128, 2))
+            for n in range(4)
+        ]
+        assert find_segments(layers, 7).pages == (Pages(1, "float16", (4, 2, 64)),)
+
+    def test_of_separate_storages(self) -> None:
+        layers = [cache([7, 128], name=f"layer.{n}", storage=n) for n in range(3)]
+        states = [
+            cache([7, 16], name=f"state.{n}", storage=n, dtype="float32", itemsize=4,
+                  strides=(64, 4))
+            for n in range(3, 5)
+        ]  # fmt: skip
+        assert find_segments([*layers, *states], 7).pages == (
+            Pages(3, "float16", (128,)),
+            Pages(2, "float32", (16,)),
+        )
+
+    def test_of_layers_that_share_one_cache(self) -> None:
+        layers = [cache([7, 128]), cache([7, 128], name="layer.1")]
+        assert find_segments(layers, 7).pages == (Pages(1, "float16", (128,)),)
+
+    def test_of_several_kinds_in_one_block_are_not_told(self) -> None:
+        first = cache([7, 64], strides=(256, 2))
+        second = cache([7, 32], name="layer.1", offset=128, strides=(256, 4), itemsize=4,
+                       dtype="float32")  # fmt: skip
+        found = find_segments([first, second], 7)
+        assert found.segments == (Segment(0, 0, 256, 256),)
+        assert found.pages == ()
+
+    def test_with_holes_are_not_told(self) -> None:
+        assert find_segments([cache([7, 4, 8], strides=(4 * 32, 32, 2))], 7).pages == ()
 
 
 class TestHoles:

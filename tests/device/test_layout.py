@@ -13,10 +13,12 @@ from lmcache_redis.device.layout import (
     MAX_SEGMENTS,
     KVLayout,
     MergedAt,
+    Pages,
     Segment,
     coalesce,
 )
 from lmcache_redis.errors import ConfigError, DeviceError
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from tests.device.layouts import Paged, paged
 
 LAYOUT = KVLayout(
@@ -44,6 +46,46 @@ class TestSizes:
     def test_chunk_that_holds_no_whole_blocks(self, chunk_size_tokens: int) -> None:
         with pytest.raises(ConfigError, match=rf"{chunk_size_tokens} tokens.*16 tokens"):
             LAYOUT.part_bytes(chunk_size_tokens)
+
+
+class TestMetadata:
+    """Sixteen blocks a chunk; pages of 64 and 32 bytes."""
+
+    def test_names_what_the_pages_hold(self) -> None:
+        pages = (Pages(1, "float16", (2, 4, 4)), Pages(1, "int8", (32,)))
+        assert changed(pages=pages).metadata(256) == RemoteMetadata(
+            1536, [(1, 16, 2, 4, 4), (1, 16, 32)], ["float16", "int8"], MemoryFormat.PAGES
+        )
+
+    @pytest.mark.parametrize(
+        "pages",
+        [
+            (),
+            (Pages(1, "float16", (1, 1, 1, 1, 1, 1, 32)), Pages(1, "int8", (32,))),
+        ],
+    )
+    def test_is_bytes_where_they_cannot_be_told(self, pages: tuple[Pages, ...]) -> None:
+        opaque = RemoteMetadata(1536, [(1536,)], ["uint8"], MemoryFormat.PAGES)
+        assert changed(pages=pages).metadata(256) == opaque
+
+    def test_is_not_part_of_the_fingerprint(self) -> None:
+        pages = (Pages(1, "float16", (32,)), Pages(1, "float16", (16,)))
+        assert changed(pages=pages).fingerprint(256) == LAYOUT.fingerprint(256)
+
+    @pytest.mark.parametrize(
+        "pages",
+        [
+            (Pages(2, "float16", (32,)),),
+            (Pages(1, "float16", (32,)),),
+            (Pages(1, "float16", (32,)), Pages(2, "float16", (16,))),
+            (Pages(1 << 60, "float16", (32,)),),
+            (Pages(-1, "float16", (32,)),),
+            (Pages(1, "float3", (32,)), Pages(1, "float16", (16,))),
+        ],
+    )
+    def test_that_contradicts_the_segments_is_refused(self, pages: tuple[Pages, ...]) -> None:
+        with pytest.raises(DeviceError, match="a layout whose pages hold"):
+            changed(pages=pages).check([64 * 4, 40 * 4])
 
 
 class TestFingerprint:

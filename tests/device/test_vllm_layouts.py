@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -66,6 +67,12 @@ def test_a_chunk_moves_between_blocks(name: str, padding: int, kernel_block: int
     device.gather(source, slots, 500)
     device.scatter(target, slots, 500, skip_blocks=1)
     device.close()
+
+    # All of the engine's elements, unless padding is copied along.
+    of_a_block = sum(tensor[:rows].numel() for tensor in caches.values())
+    elements = sum(each.segments * math.prod(each.shape) for each in pages.pages)
+    assert elements == (of_a_block if layout.block_bytes == 2 * of_a_block else 0)
+    assert {each.dtype for each in pages.pages} <= {"float16"}
 
     moved = dict(zip(target[1:], source[1:], strict=True))
     for layer, tensor in caches.items():
