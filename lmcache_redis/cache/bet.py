@@ -85,9 +85,13 @@ class TransferRate:
             load_s = max(load_s, stalled_s)
         return load_s * (_HYSTERESIS if self.is_slow else 1.0)
 
+    def is_probe_due(self, now_s: float) -> bool:
+        """Whether it is time for a load that shows whether the tier has become faster."""
+        return now_s >= self._probed_s + _PROBE_EVERY_S
+
     def may_probe(self, now_s: float) -> bool:
-        """Whether a load is due that shows whether the tier has become faster. True once each."""
-        if self.in_flight_bytes or now_s < self._probed_s + _PROBE_EVERY_S:
+        """Whether such a load may begin now. True once each time."""
+        if self.in_flight_bytes or not self.is_probe_due(now_s):
             return False
         self._probed_s = now_s
         return True

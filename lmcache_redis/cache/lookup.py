@@ -2,9 +2,10 @@
 
     find     chunks in the host pool are pinned; each tier in order is asked about the others,
              through its index or by one scan of the rest of the prefix
-    settle   how much of the prefix found is worth loading (`bet`), and whether the pool has room:
-             until it has, the lookup waits in a line and pins nothing (`Line`). If the prefix is
-             larger than the pool, its end is only found: the engine's retrieve loads it in pieces
+    settle   how much of the prefix is worth loading (`bet`; what a tier was found too slow for is
+             not even looked for), and whether the pool has room: until it has, the lookup waits in
+             a line and pins nothing (`Line`). If the prefix is larger than the pool, its end is
+             only found: the engine's retrieve loads it in pieces
     load     the parts that the prefix needs are read into slots in prefix order; a part that a
              tier fails to deliver in time is read from the next tier
     answer   when every part of the prefix is READY; with those that are, at the deadline or when
@@ -119,7 +120,11 @@ class PrefixLookup:
             # A tier that takes so long to answer is given up.
             free_in_s = self._computing.free_in_s(time.monotonic())
             self._look_again_in(free_in_s + self.bound * self._chunk_s)
-        self._find(self._parts.hold_first(), 0)
+        wanted = self._parts.hold_first()
+        now_s, slow = time.monotonic(), [rate for rate in self._cache.rates if rate.is_slow]
+        if slow and not any(rate.is_probe_due(now_s) for rate in slow):
+            self._decide()  # no tier is asked about what would not be loaded
+        self._find([each for each in wanted if each[0][0] < self.bound], 0)
         self._check()
 
     def cancel(self) -> None:
@@ -241,9 +246,8 @@ class PrefixLookup:
                 self._ask(unknown)
                 if self._asking:
                     return
-            elif (worth := self._worth_loading()) < self.bound:
-                self._ends_at(worth, "miss_slower")
-                self.reasons.add("computing was faster")
+            elif self._decide():
+                pass
             elif units and can_wait and (lacking > 0 or not line.is_turn_of(self, self._urgent)):
                 self._wait_in_line()
                 return
@@ -255,8 +259,19 @@ class PrefixLookup:
             else:
                 self._no_room()
 
+    def _decide(self) -> bool:
+        """Ends the prefix before what is not worth loading; returns whether that made it shorter.
+
+        What a tier has not been asked about yet counts as found.
+        """
+        worth = self._worth_loading()
+        if worth == self.bound:
+            return False
+        self._ends_at(worth, "miss_slower")
+        self.reasons.add("computing was faster")
+        return True
+
     def _worth_loading(self) -> int:
-        """How much of the prefix is worth loading."""
         computing = self._computing
         if computing is None or not self._chunk_s:
             return self.bound

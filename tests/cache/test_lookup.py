@@ -447,8 +447,9 @@ def test_what_is_faster_computed_is_not_loaded_but_probed(tiers: Tiers) -> None:
     assert 3.9 < engine.free_in_s(time.monotonic()) < 4.1
     (_, rate) = tiers.cache.rates
     assert rate.is_slow
-    tiers.look_up(computing=engine)
-    tiers.answer_scan(4)
+    tiers.look_up(computing=computing(1.0))
+    assert tiers.found[1:] == [(1, {"disk": 0, "Redis": 0})]
+    assert tiers.redis.scanned == [], "what would not be loaded is not asked for"
     assert [job.key for job in tiers.redis.read] == [KEYS[1]], "one probe in ten seconds"
     # The probe arrives at once.
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
