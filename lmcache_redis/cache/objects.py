@@ -93,6 +93,12 @@ class ObjectCache:
         self._finds: dict[bytes, list[Callable[[Found | None], None]]] = {}
         self._lists = WorkerThreads("list", 1)
 
+    @property
+    def is_up(self) -> bool:
+        """Whether the last tier is up, which keeps chunks longest. Memory alone always is."""
+        tiers = self.cache.tiers
+        return not tiers or tiers[-1].state.up
+
     # ------------------------------------------------------------------ get
 
     def hold(self, key: ObjectKey) -> Held | None:
@@ -112,15 +118,17 @@ class ObjectCache:
         deadline: float,
         done: Callable[[Found | None], None],
         first: int = 0,
+        end: int | None = None,
     ) -> None:
-        """Find the chunk in the first tier, from number `first` on, that has it."""
+        """Find the chunk in the first tier that has it: from number `first` on, before `end`."""
         chunk_key = self._names.chunk_key(key)
         waiting = self._finds.get(chunk_key)
-        if first or waiting is None:
+        is_of_all = not first and end is None
+        if not is_of_all or waiting is None:
             waiting = []
-            if not first:
+            if is_of_all:
                 self._finds[chunk_key] = waiting
-            self._post(partial(self._ask, key, chunk_key, first, deadline, waiting))
+            self._post(partial(self._ask, key, chunk_key, first, end, deadline, waiting))
         waiting.append(done)
 
     def _ask(
@@ -128,6 +136,7 @@ class ObjectCache:
         key: ObjectKey,
         chunk_key: bytes,
         first: int,
+        end: int | None,
         deadline: float,
         waiting: list[Callable[[Found | None], None]],
     ) -> None:
@@ -149,9 +158,9 @@ class ObjectCache:
             ):
                 answer(Found(frame, _parsed(frame.metadata), level))
             else:
-                self._ask(key, chunk_key, level + 1, deadline, waiting)
+                self._ask(key, chunk_key, level + 1, end, deadline, waiting)
 
-        if level is None:
+        if level is None or (end is not None and level >= end):
             answer(None)
         else:
             self.cache.tiers[level].describe(
@@ -260,12 +269,15 @@ class ObjectCache:
 
     def contains(self, key: ObjectKey, deadline: float, done: Callable[[bool], None]) -> None:
         """Whether a load would most likely find the chunk. Does not count as a use."""
-        chunk_key = self._names.chunk_key(key)
-        entry = self._pool.peek(chunk_key)
-        if entry is not None and entry.state is EntryState.READY:
+        if self.in_memory(key):
             done(True)
         else:
-            self._contains(chunk_key, 0, deadline, done)
+            self._contains(self._names.chunk_key(key), 0, deadline, done)
+
+    def in_memory(self, key: ObjectKey) -> bool:
+        """Whether `hold` would find the chunk. Does not count as a use."""
+        entry = self._pool.peek(self._names.chunk_key(key))
+        return entry is not None and entry.state is EntryState.READY
 
     def _contains(
         self, chunk_key: bytes, first: int, deadline: float, done: Callable[[bool], None]

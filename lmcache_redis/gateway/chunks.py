@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lmcache_redis.cache.objects import Held, ObjectCache
 from lmcache_redis.errors import FormatError
@@ -19,11 +19,13 @@ from lmcache_redis.gateway.budget import Share
 from lmcache_redis.gateway.shared import Shared
 from lmcache_redis.gateway.wire import key_text_of, reply_of
 from lmcache_redis.keys import ObjectKey
+from lmcache_redis.lm_wire import MEMORY_LOCATION
 from lmcache_redis.protocol import RemoteMetadata
 
 # For one question to the tiers, or one load.
 _TIER_TIMEOUT_S = 5.0
 _LIST_TIMEOUT_S = 60.0
+_DISK_TIER = "disk"
 # Receives payloads that are not stored.
 _DROPPED = memoryview(bytearray(256 << 10))
 
@@ -117,11 +119,32 @@ def reply_to(metadata: RemoteMetadata, most_bytes: int) -> bytes | None:
         return None  # a chunk of another protocol
 
 
-async def load(shared: Shared, key: ObjectKey) -> tuple[Held, Share] | None:
+class Places(NamedTuple):
+    """Where to look for a chunk: in memory, and in the tiers from number `first` to `end` - 1."""
+
+    memory: bool = True
+    first: int = 0
+    end: int | None = None
+
+
+def places_of(shared: Shared, location: str | None) -> Places | None:
+    """The places that the location of a request means; None if there is no such tier."""
+    if location is None:
+        return Places()
+    if location == MEMORY_LOCATION:
+        return Places(end=0) if shared.memory_bytes else None
+    names = [tier.name for tier in shared.cache.cache.tiers]
+    if _DISK_TIER not in names:
+        return None
+    level = names.index(_DISK_TIER)
+    return Places(memory=False, first=level, end=level + 1)
+
+
+async def load(shared: Shared, key: ObjectKey, places: Places) -> tuple[Held, Share] | None:
     """A chunk from the first tier that delivers it, and its share. The caller releases both."""
-    cache, first = shared.cache, 0
+    cache, first = shared.cache, places.first
     while True:
-        found = await _ask(partial(cache.find, key, _deadline(), first=first))
+        found = await _ask(partial(cache.find, key, _deadline(), first=first, end=places.end))
         if found is None or reply_to(found.metadata, shared.max_payload_bytes) is None:
             return None
         share = await shared.budget.take(found.length)
@@ -136,9 +159,14 @@ async def load(shared: Shared, key: ObjectKey) -> tuple[Held, Share] | None:
         first = found.level + 1
 
 
-async def contains(cache: ObjectCache, key: ObjectKey) -> bool:
+async def contains(cache: ObjectCache, key: ObjectKey, places: Places) -> bool:
     """Whether a GET would most likely find the chunk."""
-    return await _ask(partial(cache.contains, key, _deadline()))
+    if places == Places():
+        return await _ask(partial(cache.contains, key, _deadline()))
+    if places.memory:
+        return cache.in_memory(key)
+    find = partial(cache.find, key, _deadline(), first=places.first, end=places.end)
+    return await _ask(find) is not None
 
 
 async def listed(cache: ObjectCache) -> bytes:

@@ -2,9 +2,11 @@
 
 A PUT has no reply. One that cannot be stored (a malformed key, an unknown dtype, no memory) is
 received, dropped and counted, and the stream stays in step. GET and EXIST answer FAIL to a
-malformed request; LIST and HEALTH read nothing but the command. The connection is closed when the
-end of a request is unknown or too far away: after an unknown command (answered with FAIL) and
-after a PUT whose length is negative or over the limit.
+malformed request; LIST and HEALTH read nothing but the command. HEALTH succeeds if the last tier is
+up. A location names one tier, memory or disk: GET and EXIST look only there. A PUT is written to
+every tier, whatever its location. The connection is closed when the end of a request is unknown or
+too far away: after an unknown command (answered with FAIL) and after a PUT whose length is negative
+or over the limit.
 
 A request ends before the next one is read, with one exception: a PUT that the memory tier keeps
 is written through in the background. The connection waits for it before it publishes its next PUT
@@ -21,7 +23,15 @@ import asyncio
 import functools
 
 from lmcache_redis.errors import FormatError
-from lmcache_redis.gateway.chunks import Receiving, contains, listed, load, reply_to
+from lmcache_redis.gateway.chunks import (
+    Places,
+    Receiving,
+    contains,
+    listed,
+    load,
+    places_of,
+    reply_to,
+)
 from lmcache_redis.gateway.shared import Shared
 from lmcache_redis.gateway.stream import Gone, Stream
 from lmcache_redis.gateway.wire import (
@@ -38,9 +48,10 @@ _HEADER_BYTES = ClientMetaMessage.packlength()
 
 
 @functools.lru_cache(maxsize=4096)
-def _key_of(header: bytes) -> ObjectKey:
-    """The key of a request. Parsing it would be the largest cost of a small GET."""
-    return object_key_of(ClientMetaMessage.deserialize(header).key)
+def _wanted(header: bytes) -> tuple[ObjectKey, str | None]:
+    """Key and location of a request. Parsing them would be the largest cost of a small GET."""
+    message = ClientMetaMessage.deserialize(header)
+    return object_key_of(message.key), message.location
 
 
 class OutOfStep(Exception):
@@ -91,15 +102,15 @@ class Connection:
             await self._put(length)
         elif command == ClientCommand.GET:
             counters.gets += 1
-            key = self._key()
-            if key is None or not await self._send_chunk(key):
+            wanted = self._wanted()
+            if wanted is None or not await self._send_chunk(*wanted):
                 counters.misses += 1
                 await send([FAILED])
         elif command == ClientCommand.EXIST:
             counters.exists += 1
-            key = self._key()
+            wanted = self._wanted()
             await self._written_through()
-            there = key is not None and await contains(self._shared.cache, key)
+            there = wanted is not None and await contains(self._shared.cache, *wanted)
             await send([SUCCEEDED if there else FAILED])
         elif command == ClientCommand.LIST:
             counters.lists += 1
@@ -107,7 +118,7 @@ class Connection:
             await self._list()
         elif command == ClientCommand.HEALTH:
             counters.healths += 1
-            await send([SUCCEEDED])
+            await send([SUCCEEDED if self._shared.cache.is_up else FAILED])
         else:
             await send([FAILED])
             raise OutOfStep(f"unknown command {command}")
@@ -138,13 +149,13 @@ class Connection:
         if length > shared.memory_bytes:
             await self._written_through()
 
-    async def _send_chunk(self, key: ObjectKey) -> bool:
+    async def _send_chunk(self, key: ObjectKey, places: Places) -> bool:
         """Sends the reply to a GET. False: a miss, and nothing was sent."""
         shared = self._shared
-        held, share = shared.cache.hold(key), None
+        held, share = shared.cache.hold(key) if places.memory else None, None
         if held is None:
             await self._written_through()
-            loaded = await load(shared, key)
+            loaded = await load(shared, key, places)
             if loaded is None:
                 return False
             held, share = loaded
@@ -189,13 +200,20 @@ class Connection:
         if written is not None:
             await written
 
-    def _key(self) -> ObjectKey | None:
-        """The key of a request without payload; None if it is malformed."""
+    def _wanted(self) -> tuple[ObjectKey, Places] | None:
+        """What a request without payload asks for, and where; None if it is malformed."""
         try:
-            return _key_of(bytes(self._header))
+            key, location = _wanted(bytes(self._header))
+            return key, self._places(location)
         except FormatError as problem:
             self._complain("request", "a request fails: %s", problem)
             return None
+
+    def _places(self, location: str | None) -> Places:
+        places = places_of(self._shared, location)
+        if places is None:
+            raise FormatError(f"the location {location} is a tier that this gateway does not have")
+        return places
 
     def _complain(self, kind: str, message: str, *args: object) -> None:
         self._shared.counters.malformed += 1

@@ -1,8 +1,9 @@
 """Translates between messages of the protocol and the cache: keys and metadata.
 
 A key text is `model@world_size@worker_id@chunk_hash@dtype`, then `@layer_id` for one layer's
-part of a chunk, then any number of `@tag%value`. LMCache writes a hash of type bytes as hex, and an
-int in base 16 without leading zeros: perhaps with an odd number of digits, or a minus.
+part of a chunk, then any number of `@tag%value`. Earlier versions of LMCache begin it with `fmt@`
+and leave out the dtype. LMCache writes a hash of type bytes as hex, and an int in base 16 without
+leading zeros: perhaps with an odd number of digits, or a minus.
 
 In an ObjectKey the model name is the key text with another hash field, so nothing is lost:
 
@@ -20,8 +21,7 @@ metadata is stricter. It takes one of three forms:
     the group, then one without shape  the length differs from what shape and dtype need
     one without shape, then the group  the request gave no dtype; the group's uint8 stands for it
 
-A chunk of any other form was not stored by this protocol and has no reply. The location of a
-request, which says where the client had the chunk, is not kept.
+A chunk of any other form was not stored by this protocol and has no reply.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import re
 
 from lmcache_redis.dtypes import ENCODED_FORMATS
 from lmcache_redis.errors import FormatError
-from lmcache_redis.keys import ObjectKey
+from lmcache_redis.keys import ObjectKey, share_rank
 from lmcache_redis.lm_wire import (
     MAX_KEY_LENGTH,
     ClientMetaMessage,
@@ -41,6 +41,7 @@ from lmcache_redis.lm_wire import (
 from lmcache_redis.protocol import MemoryFormat, MemoryLayoutDesc, RemoteMetadata
 
 _TEXT_HASH = "~"
+_HASH_AT = 3  # without a format
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 _HASH = re.compile(r"-?[0-9a-f]+", re.ASCII)
 _WHOLE_BYTES = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
@@ -60,23 +61,25 @@ SUCCEEDED = ServerMetaMessage(
 def object_key_of(text: str) -> ObjectKey:
     """The key of a key text. Raises FormatError if the text is malformed."""
     fields = _fields_of(text)
-    size, worker, chunk_hash = int(fields[1]), int(fields[2]), fields[3]
+    at = _hash_at(fields)
+    size, worker, chunk_hash = int(fields[at - 2]), int(fields[at - 1]), fields[at]
     is_bytes = _WHOLE_BYTES.fullmatch(chunk_hash) is not None
-    fields[3] = "" if is_bytes else _TEXT_HASH
+    fields[at] = "" if is_bytes else _TEXT_HASH
     return ObjectKey(
         bytes.fromhex(chunk_hash) if is_bytes else chunk_hash.encode("ascii"),
         "@".join(fields),
-        ObjectKey.ComputeKVRank(size, worker, size, worker),
+        share_rank(size, worker),
     )
 
 
 def key_text_of(key: ObjectKey) -> str:
     """The inverse of `object_key_of`. Raises FormatError for any other key."""
     fields = key.model_name.split("@")
-    if len(fields) < 5 or fields[3] not in ("", _TEXT_HASH):
+    at = _hash_at(fields)
+    if len(fields) < 5 or fields[at] not in ("", _TEXT_HASH):
         raise FormatError(f"the key of a chunk that no key text names: {key!r:.200}")
     try:
-        fields[3] = key.chunk_hash.decode("ascii") if fields[3] else key.chunk_hash.hex()
+        fields[at] = key.chunk_hash.decode("ascii") if fields[at] else key.chunk_hash.hex()
     except UnicodeDecodeError:
         raise FormatError(f"a chunk hash that is not ASCII: {key!r:.200}") from None
     text = "@".join(fields)
@@ -122,6 +125,12 @@ def list_reply_of(length: int) -> bytes:
     ).serialize()
 
 
+def _hash_at(fields: list[str]) -> int:
+    """The position of the hash. After the model comes a number, after a format the model."""
+    has_format = len(fields) > 1 and not _NUMBER.fullmatch(fields[1])
+    return _HASH_AT + has_format
+
+
 def _fields_of(text: str) -> list[str]:
     """The fields of a key text. Raises FormatError if it is malformed."""
     if not text.isprintable() or text != text.strip():
@@ -129,15 +138,18 @@ def _fields_of(text: str) -> list[str]:
     if len(text.encode("utf-8")) > MAX_KEY_LENGTH:
         raise FormatError(f"a key text of more than {MAX_KEY_LENGTH} bytes")
     fields = text.split("@")
-    if len(fields) < 5 or not fields[0]:
+    if len(fields) < 5 or not fields[0] or not fields[1]:
         raise FormatError(
             f"a key text is model@world_size@worker_id@hash@dtype..., not {text!r:.200}"
         )
-    world_size, worker_id, chunk_hash, dtype, *rest = fields[1:]
+    at = _hash_at(fields)
+    world_size, worker_id, chunk_hash, *rest = fields[at - 2 :]
     if not _HASH.fullmatch(chunk_hash):
         raise FormatError(f"a hash is lower-case hex, not {chunk_hash!r:.200}")
-    if not _DTYPE.fullmatch(dtype):
-        raise FormatError(f"not the name of a dtype: {dtype!r:.200}")
+    if at == _HASH_AT or (rest and _DTYPE.fullmatch(rest[0])):
+        dtype = rest.pop(0)
+        if not _DTYPE.fullmatch(dtype):
+            raise FormatError(f"not the name of a dtype: {dtype!r:.200}")
     has_layer = bool(rest) and "%" not in rest[0]
     for number in (world_size, worker_id, *rest[:has_layer]):
         if not _NUMBER.fullmatch(number):

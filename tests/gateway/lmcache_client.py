@@ -108,6 +108,34 @@ def same_messages(lmcache: SimpleNamespace) -> int:
     return done
 
 
+def same_keys(lmcache: SimpleNamespace) -> None:
+    """The facade's keys have the text, the tags and the layers of LMCache's, and its messages."""
+    from lmcache_redis.compat import protocol as facade
+
+    names = ("model_name", "world_size", "worker_id", "chunk_hash", "dtype", "request_configs")
+    for key in keys(lmcache):
+        fields = {name: getattr(key, name) for name in names}
+        if isinstance(key, lmcache.LayerCacheEngineKey):
+            own: Any = facade.LayerCacheEngineKey(**fields, layer_id=key.layer_id)
+        else:
+            own = facade.CacheEngineKey(*fields.values())
+        assert own.to_string() == key.to_string()
+        assert facade.parse_cache_key(key.to_string()) == own
+        assert type(own).from_string(key.to_string()).tags == own.tags == key.tags
+        for mine, theirs in (
+            (own.get_first_layer(), key.get_first_layer()),
+            *zip(own.split_layers(3), key.split_layers(3), strict=True),
+        ):
+            assert mine.to_string() == theirs.to_string()
+        said = (77, torch.Size([2, 3, 4, 5]), torch.bfloat16, "LocalDiskBackend")
+        ours = _messages(facade, own, *said)
+        assert [m.serialize() for m in ours] == [
+            m.serialize() for m in _messages(lmcache, key, *said)
+        ]
+        for message in ours:
+            assert type(message).deserialize(message.serialize()) == message
+
+
 def _messages(
     package: Any, key: Any, length: int, shape: Any, dtype: Any, location: Any
 ) -> tuple[Any, Any]:
@@ -125,6 +153,7 @@ def _messages(
 def main() -> None:
     lmcache = load(sys.argv[2] if len(sys.argv) > 2 else None)
     messages = same_messages(lmcache)
+    same_keys(lmcache)
     chunks = asyncio.run(talk(lmcache, int(sys.argv[1])))
     print(f"{messages} messages, {chunks} chunks")
 

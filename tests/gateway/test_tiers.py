@@ -11,10 +11,12 @@ import pytest
 
 from lmcache_redis.gateway import server
 from tests.gateway.serving import DictTier, Serving
-from tests.gateway.wire import GET, KEY, PUT, SUCCESS, header
-from tests.servers import RedisServer
+from tests.gateway.wire import EXIST, FAIL, GET, KEY, PUT, SUCCESS, header
+from tests.servers import RedisServer, wait_until
 
 pytestmark = pytest.mark.servers
+
+ANYWHERE, MEMORY, DISK = 0, 1, 2
 
 FORMS = [
     (24, 1, 3, (2, 3, 1, 2)), (24, 2, 2, (3, 2, 2, 0)), (9, 4, 0, (9, 0, 0, 0)),
@@ -144,3 +146,68 @@ def test_sends_from_memory_beyond_its_share_take_buffers(monkeypatch: pytest.Mon
         for number, client in enumerate(slow):
             client.send(header(GET, KEY))
             serving.until(hits=number + 1, slots_in_use=[0, 0, 8][number])
+
+
+def test_a_location_names_the_only_tier_to_look_in(tmp_path: Path) -> None:
+    settings = {"memory_bytes": 6000, "disk_path": str(tmp_path / "disk"), "disk_size": 16 << 20}
+    old, new = "m@1@0@01@half", "m@1@0@02@half"
+    with Serving(None, **settings) as serving, serving.client() as client:
+        client.put(old, b"1" * 4000)
+        client.put(new, b"2" * 4000)  # evicts the other from memory
+        for key, in_memory in ((new, SUCCESS), (old, FAIL)):
+            for location, code in ((MEMORY, in_memory), (DISK, SUCCESS), (ANYWHERE, SUCCESS)):
+                client.send(header(EXIST, key, location=location))
+                assert client.reply()[0] == code, (key, location)
+        client.send(header(GET, old, location=MEMORY))
+        assert client.reply()[0] == FAIL
+        assert client.get(new) == b"2" * 4000
+        client.send(header(GET, new, location=DISK))
+        code, length, *_ = client.reply()
+        assert (code, client.receive(length)) == (SUCCESS, b"2" * 4000)
+        assert serving.remove(new)
+        client.send(header(GET, new, location=DISK))
+        assert client.reply()[0] == FAIL
+
+
+@pytest.mark.parametrize(("there", "absent"), [(MEMORY, DISK), (DISK, MEMORY)])
+def test_a_request_for_a_tier_that_there_is_not_fails(
+    tmp_path: Path, there: int, absent: int
+) -> None:
+    on_disk = there == DISK
+    settings = {
+        "memory_bytes": 0 if on_disk else 1 << 20,
+        "disk_path": str(tmp_path / "disk") if on_disk else None,
+    }
+    with Serving(None, **settings) as serving, serving.client() as client:
+        client.send(header(PUT, KEY, 3, 4, 0, location=absent) + b"abc")
+        client.send(header(EXIST, KEY, location=there))
+        assert client.reply()[0] == SUCCESS, "a PUT is written to every tier"
+        for command in (GET, EXIST):
+            client.send(header(command, KEY, location=absent))
+            assert client.reply()[0] == FAIL
+        serving.until(malformed=2, stored=1)
+
+
+def test_health_is_that_of_the_tiers(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as redis:
+        settings = {"memory_bytes": 1 << 20, "disk_path": None, "redis_url": redis.url}
+        with Serving(None, **settings) as serving, serving.client() as client:
+            assert client.healthy()
+            redis.kill()
+            wait_until(lambda: not client.healthy(), "a gateway without its Redis is not healthy")
+            client.put(KEY, b"abc")
+            assert client.get(KEY) == b"abc", "memory serves meanwhile"
+            redis.start()
+            wait_until(client.healthy, "a gateway whose Redis is back is healthy")
+
+
+def test_memory_alone_is_healthy_and_a_disk_that_hangs_is_not() -> None:
+    settings = {"memory_bytes": 1 << 20, "disk_path": None}
+    with Serving(None, **settings) as serving, serving.client() as client:
+        assert client.healthy()
+    tiers = [DictTier(), DictTier()]
+    with Serving(tiers) as serving, serving.client() as client:
+        assert client.healthy()
+        tiers[1].hangs = True
+        assert not client.healthy()
+        tiers[1].hangs = False

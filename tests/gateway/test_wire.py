@@ -25,7 +25,11 @@ HASHES = st.one_of(
 @st.composite
 def key_texts(draw: st.DrawFn) -> str:
     fields = [draw(WORDS), str(draw(st.integers(0, 255))), str(draw(st.integers(0, 255)))]
-    fields += [draw(HASHES), draw(st.sampled_from(["half", "bfloat16", "fp8_e4m3fn", "int8"]))]
+    if has_format := draw(st.booleans()):
+        fields = [draw(WORDS), draw(WORDS.filter(lambda word: not word.isdecimal())), *fields[1:]]
+    fields.append(draw(HASHES))
+    if not has_format or draw(st.booleans()):
+        fields.append(draw(st.sampled_from(["half", "bfloat16", "fp8_e4m3fn", "int8"])))
     if draw(st.booleans()):
         fields.append(str(draw(st.integers(0, 200))))
     for _ in range(draw(st.integers(0, 2))):
@@ -60,7 +64,7 @@ def test_anything_else_is_rejected(text: str) -> None:
 
 @given(
     st.binary(min_size=1, max_size=63),
-    st.one_of(WORDS, key_texts(), st.from_regex(r"m@1@0@~?@half(@[0-9])?", fullmatch=True)),
+    st.one_of(WORDS, key_texts(), st.from_regex(r"(vllm@)?m@1@0@~?@half(@[0-9])?", fullmatch=True)),
     st.one_of(st.integers(0, (1 << 32) - 1), st.just(0x01000100)),
 )
 def test_keys_of_others_have_no_text(chunk_hash: bytes, model_name: str, kv_rank: int) -> None:
@@ -77,6 +81,10 @@ def test_the_fields() -> None:
     rank = ObjectKey.ComputeKVRank(8, 3, 8, 3)
     name = "org/model@8@3@~@bfloat16@17@user%a%b@lang%"
     assert object_key_of(text) == ObjectKey(b"-12af", name, rank)
+    text = "vllm@org/model@8@3@-12af@17@user%a"
+    assert object_key_of(text) == ObjectKey(b"-12af", "vllm@org/model@8@3@~@17@user%a", rank)
+    assert object_key_of("vllm@m@8@3@0012") == ObjectKey(b"\x00\x12", "vllm@m@8@3@", rank)
+    assert object_key_of("vllm@8@3@12af@half").kv_rank == rank, "the model's name is vllm"
     name = "m@8@3@@half"
     assert object_key_of("m@8@3@0012@half") == ObjectKey(b"\x00\x12", name, rank)
 
