@@ -30,6 +30,7 @@ NAMESPACE_BYTES = 16
 MAX_HASH_BYTES = 63
 MAX_MODEL_NAME_BYTES = 1024
 MAX_WORLD_SIZE = 0xFF
+MAX_LOCAL_WORLD_SIZE = 8
 MAX_STRIPE_INDEX = 0xFFFF
 MAX_KEY_TOKENS = 1 << 24
 MAX_SALT_BYTES = 4096
@@ -85,12 +86,13 @@ class ObjectKey(
     ) -> int:
         """32 bits: the four arguments, eight bits each, the first in the most significant bits.
 
-        Raises FormatError for an argument that is negative or over 255.
+        Raises FormatError for a world over 255 workers, for over 8 on the node or more than in the
+        world, and for a rank outside its world.
         """
-        check_int("world_size", world_size, 0, 0xFF)
-        check_int("global_rank", global_rank, 0, 0xFF)
-        check_int("local_world_size", local_world_size, 0, 0xFF)
-        check_int("local_rank", local_rank, 0, 0xFF)
+        check_int("world_size", world_size, 1, MAX_WORLD_SIZE)
+        check_int("global_rank", global_rank, 0, world_size - 1)
+        check_int("local_world_size", local_world_size, 1, min(MAX_LOCAL_WORLD_SIZE, world_size))
+        check_int("local_rank", local_rank, 0, local_world_size - 1)
         return world_size << 24 | global_rank << 16 | local_world_size << 8 | local_rank
 
     def to_bytes(self) -> bytes:
@@ -204,11 +206,23 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(IPCCacheEngineKey)
 
 
+def share_rank(shares: int, share: int) -> int:
+    """The kv_rank of share number `share` of `shares` of a chunk's bytes.
+
+    The local half repeats the global half: the bytes do not depend on the node of the worker, so
+    engines that place their workers differently share chunks. Raises FormatError for a number
+    over 8 bits.
+    """
+    check_int("the number of shares", shares, 0, 0xFF)
+    check_int("the number of a share", share, 0, 0xFF)
+    return (shares << 8 | share) * 0x0001_0001
+
+
 def ipc_keys_to_object_keys(keys: Iterable[IPCCacheEngineKey]) -> list[ObjectKey]:
     """The chunks named by hash-mode keys, in the order of the keys.
 
     A key with a worker id gives one ObjectKey; a key without gives `world_size` of them, in
-    worker order. All workers count as workers of one node. Raises FormatError for a key with token
+    worker order (`share_rank`). Raises FormatError for a key with token
     ids, which have to be hashed first (`hash_chunks`).
     """
     object_keys: list[ObjectKey] = []
@@ -309,7 +323,7 @@ def _model_name_bytes(model_name: str) -> bytes:
 @functools.lru_cache(maxsize=1024)
 def _kv_ranks(world_size: int, worker_id: int | None) -> tuple[int, ...]:
     workers = range(world_size) if worker_id is None else (worker_id,)
-    return tuple(ObjectKey.ComputeKVRank(world_size, w, world_size, w) for w in workers)
+    return tuple(share_rank(world_size, worker) for worker in workers)
 
 
 def _check_hash(chunk_hash: bytes | None) -> None:

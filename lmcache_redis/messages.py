@@ -6,6 +6,9 @@ ZeroMQ DEALER (engine side) to ROUTER (agent). A message has two frames: a pream
 magic and protocol version, compared before anything is decoded) and one msgpack-encoded tagged
 Struct of this module. KV bytes are not sent: they move through memory that both sides map.
 
+An engine may send up to ``MAX_BATCH`` questions as one message, each in a frame of its own after
+one preamble. They are taken in this order and answered one by one.
+
 Order of events
 ---------------
 1. ``HELLO`` opens a connection. It names the engine, the role and, for a worker, its rank.
@@ -87,6 +90,7 @@ PROTOCOL_VERSION = 3
 MAGIC = b"LMCR-MP"
 PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_BATCH = 64
 MAX_PEERS = 512
 
 Epoch = Annotated[bytes, msgspec.Meta(max_length=8)]
@@ -418,9 +422,16 @@ _answer_decoder = get_customized_decoder(Answer)
 _envelope_decoder = get_customized_decoder(_Envelope)
 
 
-def encode(message: Message) -> list[bytes]:
-    """The two frames of ``message``."""
-    return [PREAMBLE, _encoder.encode(message)]
+def encode(*messages: Message) -> list[bytes]:
+    """The frames of a message: the preamble, and a body for each of ``messages``."""
+    return [PREAMBLE, *map(_encoder.encode, messages)]
+
+
+def split(frames: Sequence[bytes]) -> Sequence[Sequence[bytes]]:
+    """The frames of each question of a batch; anything else as it is, for ``decode_question``."""
+    if not 2 < len(frames) <= 1 + MAX_BATCH or frames[0] != PREAMBLE:
+        return [frames]
+    return [(PREAMBLE, body) for body in frames[1:]]
 
 
 def decode_question(frames: Sequence[bytes]) -> Question:

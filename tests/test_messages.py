@@ -95,6 +95,19 @@ def test_another_version_is_told_from_garbage() -> None:
             m.decode_question(frames)
 
 
+def test_a_batch_is_split_into_its_questions() -> None:
+    batch = [m.Ping(n) for n in range(m.MAX_BATCH)]
+    frames = m.encode(*batch)
+    assert frames[1:].count(m.PREAMBLE) == 0
+    assert [m.decode_question(each) for each in m.split(frames)] == batch
+    single = m.encode(m.Ping(1))
+    assert m.split(single) == [single]
+    for wrong in ([], [m.PREAMBLE], m.encode(*batch, m.Ping(99)), [b"x", *frames[1:]]):
+        (one,) = m.split(wrong)
+        with pytest.raises(WireError):
+            m.decode_question(one)
+
+
 def _lookup(**chunks: object) -> dict[str, object]:
     return {"type": "LOOKUP", "call_id": 1, "request_id": "r", "chunks": chunks}
 

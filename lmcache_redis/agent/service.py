@@ -11,6 +11,7 @@ import math
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from functools import partial
 
 import zmq
@@ -94,9 +95,10 @@ class Service:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._take(identity, frames)
+            for question in m.split(frames):
+                self._take(identity, question)
 
-    def _take(self, identity: bytes, frames: list[bytes]) -> None:
+    def _take(self, identity: bytes, frames: Sequence[bytes]) -> None:
         try:
             question = m.decode_question(frames)
         except m.VersionMismatch as error:

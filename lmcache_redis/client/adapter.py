@@ -6,7 +6,8 @@ LMCache's adapters (docs/compatibility.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -14,6 +15,8 @@ from typing import TypeVar
 from lmcache_redis.client.calls import InterprocessEvent, Retrieve, Store
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.worker import WorkerClient
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T", Store, Retrieve)
 
@@ -45,9 +48,7 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         cache_salt: str | bytes = "",
     ) -> None:
         """Starts a store, see ``WorkerClient.begin_store``."""
-        store = self.begin_store(request_id, op, event, cache_salt=cache_salt)
-        self._requests.stores.setdefault(request_id, []).append(store)
-        self._requests.reported.discard(request_id)
+        self.batched_submit_store_requests([request_id], [op], event, cache_salts=[cache_salt])
 
     def submit_retrieve_request(
         self,
@@ -58,8 +59,7 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         cache_salt: str | bytes = "",
     ) -> None:
         """Starts a retrieve, see ``WorkerClient.begin_retrieve``."""
-        retrieve = self.begin_retrieve(request_id, op, event, cache_salt=cache_salt)
-        self._requests.retrieves.setdefault(request_id, []).append(retrieve)
+        self.batched_submit_retrieve_requests([request_id], [op], event, cache_salts=[cache_salt])
 
     def batched_submit_store_requests(
         self,
@@ -69,8 +69,14 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         *,
         cache_salts: Sequence[str | bytes] | None = None,
     ) -> None:
-        """``submit_store_request`` for each request, with its op and salt, after one ``event``."""
-        _submit_each(self.submit_store_request, request_ids, ops, event, cache_salts)
+        """``submit_store_request`` for each request, with its op and salt, after one ``event``.
+
+        All in one message. Raises ValueError for lists of different lengths, and starts nothing.
+        """
+        stores = self.begin_stores(request_ids, ops, event, cache_salts=cache_salts)
+        for request_id, store in zip(request_ids, stores, strict=True):
+            self._requests.stores.setdefault(request_id, []).append(store)
+            self._requests.reported.discard(request_id)
 
     def batched_submit_retrieve_requests(
         self,
@@ -81,7 +87,9 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         cache_salts: Sequence[str | bytes] | None = None,
     ) -> None:
         """As `batched_submit_store_requests`, for retrieves."""
-        _submit_each(self.submit_retrieve_request, request_ids, ops, event, cache_salts)
+        retrieves = self.begin_retrieves(request_ids, ops, event, cache_salts=cache_salts)
+        for request_id, retrieve in zip(request_ids, retrieves, strict=True):
+            self._requests.retrieves.setdefault(request_id, []).append(retrieve)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Ids of requests whose stores, and whose retrieves, have ended since the last call.
@@ -100,26 +108,20 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         requests.held -= stored
         requests.reported |= stored
         loaded = _pop_ended(requests.retrieves)
-        for retrieves in loaded.values():
-            requests.failed_blocks.update(*(retrieve.failed_blocks for retrieve in retrieves))
+        for request_id, retrieves in loaded.items():
+            failed = set().union(*(retrieve.failed_blocks for retrieve in retrieves))
+            if failed:
+                logger.error(
+                    "request %s: %d blocks were not loaded and hold no valid KV",
+                    request_id, len(failed),
+                )  # fmt: skip
+            requests.failed_blocks |= failed
         return stored, set(loaded)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Ids of blocks whose retrieve has failed since the last call."""
         failed, self._requests.failed_blocks = self._requests.failed_blocks, set()
         return failed
-
-
-def _submit_each(
-    submit: Callable[..., None],
-    request_ids: Sequence[str],
-    ops: Sequence[LoadStoreOp],
-    event: InterprocessEvent | None,
-    cache_salts: Sequence[str | bytes] | None,
-) -> None:
-    salts = [""] * len(ops) if cache_salts is None else cache_salts
-    for request_id, op, salt in zip(request_ids, ops, salts, strict=True):
-        submit(request_id, op, event, cache_salt=salt)
 
 
 def _pop_ended(transfers: dict[str, list[_T]]) -> dict[str, list[_T]]:

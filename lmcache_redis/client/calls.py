@@ -81,9 +81,13 @@ class Call:
         with self._changed:
             self.answer = answer
             self.state = CallState.LOST if answer is None else CallState.ANSWERED
-            self._changed.notify_all()
-        if self._listener is not None:
-            self._listener(self)
+        try:
+            if self._listener is not None:
+                self._listener(self)
+        finally:
+            # Last, for those who wait for what the listener changes.
+            with self._changed:
+                self._changed.notify_all()
 
 
 class InterprocessEvent(Protocol):

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -89,12 +89,13 @@ class AgentLink:
         self.endpoint = endpoint
         self.state = LinkState.OFFLINE
         self.welcome: m.Welcome | None = None
+        self.refusal: str | None = None  # why the agent cannot be used, if it is REFUSED
         self._hello = m.Hello(0, engine_id, model_name, world_size, worker_id, __version__)
         self._dead_after_s = dead_after_s
         self._on_welcome = on_welcome
         self._ids = itertools.count(1)
         self._changed = threading.Condition()
-        self._outbox: deque[tuple[Call, list[bytes]]] = deque()
+        self._outbox: deque[tuple[Sequence[Call], list[bytes]]] = deque()
         self._pending: dict[int, Call] = {}
         self._hello_id = 0
         self._heard_s = 0.0
@@ -119,15 +120,28 @@ class AgentLink:
 
         ``listener`` is called on the link's thread when the call ends.
         """
-        call = Call(next(self._ids), self._changed, listener)
-        if not self.online:
-            call.end(None)
-            return call
-        self._outbox.append((call, m.encode(kind(call_id=call.call_id, **fields))))
-        self._wakeup.set()
-        if self._stop and not self._thread.is_alive() and not call.done:
-            call.end(None)  # the thread ended before it saw the call
-        return call
+        return self.submit_all([kind(call_id=0, **fields)], listener)[0]
+
+    def submit_all(
+        self, questions: Sequence[m.Message], listener: Callable[[Call], None] | None = None
+    ) -> list[Call]:
+        """As `submit`, for questions that go in one message, or a few if they are very many.
+
+        Their ``call_id`` is replaced.
+        """
+        calls = [Call(next(self._ids), self._changed, listener) for _ in questions]
+        if self.online:
+            addressed = [m.addressed(q, c.call_id) for q, c in zip(questions, calls, strict=True)]
+            for first in range(0, len(calls), m.MAX_BATCH):
+                batch = slice(first, first + m.MAX_BATCH)
+                self._outbox.append((calls[batch], m.encode(*addressed[batch])))
+            self._wakeup.set()
+            if not self._stop or self._thread.is_alive():
+                return calls
+        for call in calls:
+            if not call.done:
+                call.end(None)  # no agent, or the thread ended before it saw the call
+        return calls
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Waits for ``condition``, which is evaluated when a call or the link changes state."""
@@ -231,14 +245,14 @@ class AgentLink:
 
     def _send_outbox(self) -> None:
         while self._outbox:
-            call, frames = self._outbox.popleft()
-            if self.online:
-                self._pending[call.call_id] = call
-                call.sent = self._send_frames(frames)
-                if call.sent:
-                    continue
-                del self._pending[call.call_id]
-            call.end(None)
+            calls, frames = self._outbox.popleft()
+            if self.online and self._send_frames(frames):
+                for call in calls:
+                    call.sent = True
+                    self._pending[call.call_id] = call
+                continue
+            for call in calls:
+                call.end(None)
 
     def _receive(self) -> None:
         while True:
@@ -274,7 +288,7 @@ class AgentLink:
         self.welcome = welcome
         if self.online:
             return
-        self._logged = None
+        self._logged = self.refusal = None
         logger.info(
             "connected to the agent at %s (process %d, chunks of %d tokens)",
             self.endpoint, welcome.agent_pid, welcome.chunk_size_tokens,
@@ -285,7 +299,8 @@ class AgentLink:
             self._on_welcome(welcome)
 
     def _refused(self, reason: str) -> None:
-        self._log_once(f"the agent at {self.endpoint} cannot be used: {reason}")
+        self.refusal = f"the agent at {self.endpoint} cannot be used: {reason}"
+        self._log_once(self.refusal)
         self._set_state(LinkState.REFUSED)
         self._lose_calls()
 
@@ -303,7 +318,7 @@ class AgentLink:
         lost = list(self._pending.values())
         self._pending.clear()
         while self._outbox:
-            lost.append(self._outbox.popleft()[0])
+            lost += self._outbox.popleft()[0]
         for call in lost:
             call.end(None)
 

@@ -29,7 +29,8 @@ from lmcache_redis.client.operations import CacheGroup, LoadStoreOp, chunk_names
 from lmcache_redis.client.ranks import RankPlace
 from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
-from lmcache_redis.keys import ObjectKey
+from lmcache_redis.errors import DeviceError
+from lmcache_redis.keys import share_rank
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +68,7 @@ class WorkerClient:
         self._place: RankPlace | None = None  # with that agent
         self._agent: AgentProcess | None = None
         self._unregistering: Call | None = None
+        self._refusal: str | None = None  # why that memory cannot be used
         self._registrations = 0  # sent so far
         self._mapped = 0  # the last of them that an agent has completed
         self.link = AgentLink(
@@ -133,6 +135,20 @@ class WorkerClient:
         if self.link.welcome is not None:
             self._register(self.link.welcome)
 
+    def wait_registered(self, timeout_s: float) -> None:
+        """Waits until an agent has mapped the registered memory.
+
+        Raises ``DeviceError`` if the agent refuses it, or if ``timeout_s`` passes.
+        """
+        self.link.wait_for(lambda: self.ready or self._refusal is not None, timeout_s)
+        if self._refusal is not None:
+            raise DeviceError(self._refusal)
+        if not self.ready:
+            raise DeviceError(
+                f"the agent at {self.link.endpoint} has not mapped the KV cache of worker "
+                f"{self._worker_id} within {timeout_s:g} s: see its log"
+            )
+
     @property
     def ready(self) -> bool:
         """Whether an agent has mapped this worker's memory and is alive."""
@@ -159,12 +175,12 @@ class WorkerClient:
         return engine_chunk_tokens(welcome.chunk_size_tokens, sizes or [self._block_size_tokens])
 
     def _register(self, welcome: m.Welcome) -> None:
-        self._registered = None
+        self._registered = self._refusal = None
         self._agent = agent = AgentProcess(welcome)
         if not self._layouts:
             return
         if not agent.visible:
-            logger.error(
+            self._refused(
                 "the agent cannot be used: its process is not visible from the engine, which "
                 "could not notice its end; let both share one PID namespace "
                 "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)"
@@ -174,8 +190,8 @@ class WorkerClient:
         registered = []
         for group, layout in zip(self._groups, self._layouts, strict=True):
             share, shares = group.shard or (self._worker_id, self._world_size)
-            kv_rank = ObjectKey.ComputeKVRank(shares, share, shares, share)
-            registered.append(m.KVGroup(kv_rank, layout, layout.fingerprint(chunk_tokens)))
+            fingerprint = layout.fingerprint(chunk_tokens)
+            registered.append(m.KVGroup(share_rank(shares, share), layout, fingerprint))
         self._registrations += 1
         place = RankPlace(
             welcome.agent_id,
@@ -200,7 +216,15 @@ class WorkerClient:
             self._registered = welcome
             logger.info("the agent has mapped the KV cache of worker %d", self._worker_id)
         elif isinstance(call.answer, m.Failure):
-            logger.error("the agent refused the KV cache: %s", call.answer.reason)
+            refusal = f"the agent refused the KV cache: {call.answer.reason}"
+            if call.answer.code == m.UNKNOWN_PEER:
+                logger.error("%s", refusal)  # the link says HELLO again, and this is called again
+            else:
+                self._refused(refusal)
+
+    def _refused(self, why: str) -> None:
+        self._refusal = why
+        logger.error("%s", why)
 
     # Transfers
 
@@ -217,19 +241,35 @@ class WorkerClient:
         ``cache_salt`` stands for everything else that the KV of ``op``'s token ids depends on
         (salt, LoRA, images); block hashes cover it. Raises ``ValueError``, ``TypeError``.
         """
+        return self.begin_stores([request_id], [op], event, cache_salts=[cache_salt])[0]
+
+    def begin_stores(
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        event: InterprocessEvent | None = None,
+        *,
+        cache_salts: Sequence[str | bytes] | None = None,
+    ) -> list[Store]:
+        """`begin_store` for each request, all after one event and in one message.
+
+        Starts all of them or, if it raises, none.
+        """
         if self._groups:
-            op = op.share(*self._groups[op.group].replica)
+            ops = [op.share(*self._groups[op.group].replica) for op in ops]
+        names = self._names_of_all(request_ids, ops, cache_salts)
         lease_ns = _lease(STORE_LEASE_S if event is None else STEP_S + STORE_LEASE_S)
-        call = self.link.submit(
-            m.Store,
-            request_id=request_id,
-            chunks=self._names(request_id, op, cache_salt),
-            block_ids=tuple(op.block_ids),
-            lease_ns=lease_ns,
-            event=None if event is None else event.ipc_handle(),
-            group=op.group,
+        handle = None if event is None else event.ipc_handle()
+        calls = self.link.submit_all(
+            [
+                m.Store(0, request_id, chunks, tuple(op.block_ids), lease_ns, handle, op.group)
+                for request_id, op, chunks in zip(request_ids, ops, names, strict=True)
+            ]
         )
-        return Store(call, op, lease_ns, self._blocks_per_part(op), self._agent, event)
+        return [
+            Store(call, op, lease_ns, self._blocks_per_part(op), self._agent, event)
+            for call, op in zip(calls, ops, strict=True)
+        ]
 
     def begin_retrieve(
         self,
@@ -243,29 +283,46 @@ class WorkerClient:
 
         The agent writes the blocks after ``event`` (CUDA). ``cache_salt``: as for `begin_store`.
         """
-        nbytes = 0
-        if self._layouts:
-            nbytes = self._layouts[op.group].block_bytes * len(op.block_ids)
-        lease_ns = _lease(RETRIEVE_LEASE_S + nbytes / LEAST_RETRIEVE_RATE)
+        return self.begin_retrieves([request_id], [op], event, cache_salts=[cache_salt])[0]
+
+    def begin_retrieves(
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        event: InterprocessEvent | None = None,
+        *,
+        cache_salts: Sequence[str | bytes] | None = None,
+    ) -> list[Retrieve]:
+        """`begin_retrieve` for each request, as `begin_stores` does."""
+        names = self._names_of_all(request_ids, ops, cache_salts)
+        leases = [_lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE) for op in ops]
+        handle = None if event is None else event.ipc_handle()
         registrations = self._registrations
-        call = self.link.submit(
-            m.Retrieve,
-            request_id=request_id,
-            chunks=self._names(request_id, op, cache_salt),
-            block_ids=tuple(op.block_ids),
-            skip_first_n_tokens=op.skip_first_n_tokens,
-            lease_ns=lease_ns,
-            event=None if event is None else event.ipc_handle(),
-            group=op.group,
+        calls = self.link.submit_all(
+            [
+                m.Retrieve(
+                    0,
+                    request_id,
+                    chunks,
+                    tuple(op.block_ids),
+                    op.skip_first_n_tokens,
+                    lease_ns,
+                    handle,
+                    op.group,
+                )
+                for request_id, op, chunks, lease_ns in zip(
+                    request_ids, ops, names, leases, strict=True
+                )
+            ]
         )
-        block_tokens = self._block_size_tokens
-        if self._groups:
-            block_tokens = self._groups[op.group].block_size_tokens
-        return Retrieve(
-            call, op, lease_ns, self._blocks_per_part(op), self._agent, event,
-            skip_blocks=op.skip_first_n_tokens // block_tokens,
-            remapped=lambda: self._mapped > registrations,
-        )  # fmt: skip
+        return [
+            Retrieve(
+                call, op, lease_ns, self._blocks_per_part(op), self._agent, event,
+                skip_blocks=op.skip_first_n_tokens // self._block_tokens(op),
+                remapped=lambda: self._mapped > registrations,
+            )
+            for call, op, lease_ns in zip(calls, ops, leases, strict=True)
+        ]  # fmt: skip
 
     def unregister(self, wait_s: float = 0.0) -> bool:
         """Unregisters the memory, until `register_groups` registers it again.
@@ -294,6 +351,30 @@ class WorkerClient:
             return max(1, len(op) // len(op.chunk_hashes))
         # Before the first WELCOME the whole operation counts as one chunk.
         return self.num_blocks_per_chunk() or max(1, len(op))
+
+    def _nbytes(self, op: LoadStoreOp) -> int:
+        return self._layouts[op.group].block_bytes * len(op) if self._layouts else 0
+
+    def _block_tokens(self, op: LoadStoreOp) -> int:
+        groups = self._groups
+        return groups[op.group].block_size_tokens if groups else self._block_size_tokens
+
+    def _names_of_all(
+        self,
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        cache_salts: Sequence[str | bytes] | None,
+    ) -> list[m.ChunkNames]:
+        salts = [""] * len(ops) if cache_salts is None else cache_salts
+        if not len(request_ids) == len(ops) == len(salts):
+            raise ValueError(
+                f"{len(request_ids)} request ids, {len(ops)} operations and {len(salts)} salts: "
+                "give one of each for each request"
+            )
+        return [
+            self._names(request_id, op, salt)
+            for request_id, op, salt in zip(request_ids, ops, salts, strict=True)
+        ]
 
     def _names(self, request_id: str, op: LoadStoreOp, cache_salt: str | bytes) -> m.ChunkNames:
         if op.chunk_hashes is not None:

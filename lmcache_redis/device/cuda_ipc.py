@@ -23,8 +23,10 @@ import math
 import os
 import re
 import stat
+import weakref
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
 from lmcache_redis.device.handles import CudaIPCHandle, check_exporter, own_process
@@ -37,6 +39,11 @@ _REF_COUNTERS_PER_FILE = 10_000
 _REF_COUNTER_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+(_[0-9]+)?")
 _MAX_BYTES = 2**63 - 1
 _SHM_DIRECTORY = "/dev/shm"
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(CudaIPCHandle)
+# CUDA does not open a handle in the process that made it: there, `to_tensor` looks here.
+_exported: weakref.WeakValueDictionary[CudaIPCHandle, torch.Tensor] = weakref.WeakValueDictionary()
 
 _EXPANDABLE_REFUSAL = (
     "the KV cache lies in expandable segments, which CUDA cannot share between processes: start "
@@ -63,6 +70,8 @@ def export_storages(storages: Sequence[torch.UntypedStorage]) -> tuple[CudaIPCHa
 
 class CudaIPCWrapper:
     """A tensor in GPU memory that another process can open; see `CudaIPCHandle`.
+
+    Wrappers with equal handles are equal.
 
     Raises:
         DeviceError: the tensor is not on a GPU, not contiguous, not at offset 0 of its
@@ -99,6 +108,7 @@ class CudaIPCWrapper:
             shape=tuple(tensor.shape),
             stride=tuple(tensor.stride()),
         )
+        _exported[self.handle] = tensor
 
     @classmethod
     def from_handle(cls, handle: CudaIPCHandle) -> CudaIPCWrapper:
@@ -107,8 +117,43 @@ class CudaIPCWrapper:
         wrapper.handle = handle
         return wrapper
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self.handle.dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.handle.shape)
+
+    @property
+    def device_uuid(self) -> str:
+        return self.handle.device_uuid
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaIPCWrapper) and self.handle == other.handle
+
+    def __hash__(self) -> int:
+        return hash(self.handle)
+
+    @staticmethod
+    def Serialize(obj: CudaIPCWrapper) -> bytes:
+        """The fields of the handle as msgpack."""
+        return _encoder.encode(obj.handle)
+
+    @staticmethod
+    def Deserialize(data: bytes | bytearray | memoryview) -> CudaIPCWrapper:
+        """The inverse of `Serialize`. Raises FormatError unless the handle is well formed."""
+        try:
+            handle = _decoder.decode(data)
+            check_handle(handle)
+        except (msgspec.MsgspecError, UnicodeDecodeError, DeviceError) as error:
+            raise FormatError(f"not an encoded CUDA IPC wrapper: {error}") from None
+        return CudaIPCWrapper.from_handle(handle)
+
     def to_tensor(self) -> torch.Tensor:
         """Map the memory and return the tensor. The memory is unmapped when its storage is freed.
+
+        In the process that made the handle, this is the exported tensor itself, while it lives.
 
         Raises:
             DeviceError: the handle is malformed, its process has ended or shares no memory with
@@ -118,7 +163,10 @@ class CudaIPCWrapper:
         check_handle(handle)
         check_exporter(handle)
         if handle.pid == os.getpid():
-            raise DeviceError("a CUDA IPC handle cannot be opened by the process that made it")
+            exported = _exported.get(handle)
+            if exported is None:
+                raise DeviceError("a CUDA IPC handle cannot be opened by the process that made it")
+            return exported
         index = device_index(handle.device_uuid)
         _check_shared_memory(handle)
         try:

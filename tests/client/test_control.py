@@ -14,7 +14,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.client.control import AgentUnreachable, ControlClient
 from lmcache_redis.errors import LMCacheRedisError, WireError
 
-CHUNK = m.WarmChunk("model", 0, bytes(32), b"hash", 100)
+CHUNK = m.WarmChunk("model", 0, bytes(32), b"hash", b"")
 
 
 @contextmanager

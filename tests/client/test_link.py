@@ -1,10 +1,20 @@
-"""The next task of a link, by its state and the times of the last messages."""
+"""The next task of a link, and what it sends, to a socket that stands in for an agent's."""
 
 from __future__ import annotations
 
-import pytest
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
-from lmcache_redis.client.link import Duty, LinkState, next_duty
+import pytest
+import zmq
+
+from lmcache_redis import messages as m
+from lmcache_redis.client.calls import Call, CallState
+from lmcache_redis.client.link import AgentLink, Duty, LinkState, next_duty
+from lmcache_redis.transport import bind_router
+
+WAIT_S = 60.0
 
 
 @pytest.mark.parametrize(
@@ -30,3 +40,111 @@ def test_next_duty(state: LinkState, heard_ago_s: float, sent_ago_s: float, duty
         dead_after_s=1.5,
     )
     assert found is duty
+
+
+class Agent:
+    """An agent's socket, which the test reads and answers."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.chmod(0o700)
+        self.endpoint = f"ipc://{directory}/agent.sock"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.router = bind_router(self._context, self.endpoint)
+
+    def receive(self) -> list[m.Question]:
+        """The questions of the next message that is no heartbeat."""
+        while True:
+            assert self.router.poll(WAIT_S * 1000)
+            self.peer, *frames = self.router.recv_multipart()
+            questions = [m.decode_question(each) for each in m.split(frames)]
+            if not isinstance(questions[0], m.Ping):
+                return questions
+
+    def answer(self, answer: m.Answer) -> None:
+        self.router.send_multipart([self.peer, *m.encode(answer)])
+
+    def close(self) -> None:
+        self.router.close()
+        self._context.term()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path)
+    yield agent
+    agent.close()
+
+
+@pytest.fixture
+def link(agent: Agent) -> Iterator[AgentLink]:
+    link = AgentLink(
+        agent.endpoint,
+        engine_id="e",
+        model_name="m",
+        world_size=1,
+        worker_id=0,
+        dead_after_s=WAIT_S,
+    )
+    (hello,) = agent.receive()
+    agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
+    assert link.wait_for(lambda: link.online, WAIT_S)
+    yield link
+    link.close()
+
+
+def test_questions_go_in_one_message_and_are_answered_one_by_one(
+    agent: Agent, link: AgentLink
+) -> None:
+    calls = link.submit_all([m.EndSession(0, name) for name in "abc"])
+    received = agent.receive()
+    assert received == [
+        m.EndSession(call.call_id, name) for call, name in zip(calls, "abc", strict=True)
+    ]
+    agent.answer(m.Done(calls[1].call_id, 7))
+    assert calls[1].wait(WAIT_S)
+    assert calls[1].answer == m.Done(calls[1].call_id, 7)
+    assert [call.state for call in calls] == [
+        CallState.PENDING, CallState.ANSWERED, CallState.PENDING,
+    ]  # fmt: skip
+    assert all(call.sent for call in calls)
+
+
+def test_very_many_questions_go_in_a_few_messages(agent: Agent, link: AgentLink) -> None:
+    calls = link.submit_all([m.EndSession(0, "r") for _ in range(2 * m.MAX_BATCH + 1)])
+    received = [agent.receive() for _ in range(3)]
+    assert [len(each) for each in received] == [m.MAX_BATCH, m.MAX_BATCH, 1]
+    assert [q.call_id for each in received for q in each] == [call.call_id for call in calls]
+
+
+def test_a_batch_without_an_agent_is_lost_whole(agent: Agent, link: AgentLink) -> None:
+    waiting = link.submit_all([m.EndSession(0, "a"), m.EndSession(0, "b")])
+    agent.receive()
+    link.close()
+    late = link.submit_all([m.EndSession(0, "c"), m.EndSession(0, "d")])
+    assert {call.state for call in waiting + late} == {CallState.LOST}
+    assert [call.sent for call in waiting + late] == [True, True, False, False]
+    assert link.submit_all([]) == []
+
+
+def test_who_waits_sees_what_the_listener_changed(agent: Agent, link: AgentLink) -> None:
+    changed: list[Call] = []
+
+    def slowly(call: Call) -> None:
+        time.sleep(0.05)
+        changed.append(call)
+
+    call = link.submit(m.EndSession, slowly, request_id="r")
+    agent.receive()
+    agent.answer(m.Done(call.call_id))
+    began_s = time.monotonic()
+    assert link.wait_for(lambda: changed == [call], WAIT_S)
+    assert time.monotonic() - began_s < WAIT_S / 2
+
+
+def test_why_an_agent_cannot_be_used(agent: Agent) -> None:
+    link = AgentLink(agent.endpoint, engine_id="e", model_name="m", world_size=1, worker_id=0)
+    (hello,) = agent.receive()
+    agent.answer(m.Failure(hello.call_id, m.REFUSED, "it is full"))
+    assert link.wait_for(lambda: link.state is LinkState.REFUSED, WAIT_S)
+    assert link.refusal == f"the agent at {agent.endpoint} cannot be used: it is full"
+    link.close()
