@@ -101,7 +101,8 @@ class _IntToDtype(Mapping[int, "torch.dtype | None"]):
 
 DTYPE_TO_INT: Mapping[torch.dtype | str | None, int] = _DtypeToInt()
 INT_TO_DTYPE: Mapping[int, torch.dtype | None] = _IntToDtype()
-LOCATION_TO_INT: dict[str | None, int] = {None: 0, "LocalCPUBackend": 1, "LocalDiskBackend": 2}
+MEMORY_LOCATION = "LocalCPUBackend"
+LOCATION_TO_INT: dict[str | None, int] = {None: 0, MEMORY_LOCATION: 1, "LocalDiskBackend": 2}
 INT_TO_LOCATION: dict[int, str | None] = {code: name for name, code in LOCATION_TO_INT.items()}
 
 

@@ -51,6 +51,8 @@ STRANGERS = {
 UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"} | {
     "multiprocessing"
 }
+# Asks for the parent's id, and opens no connection to it.
+HARMLESS = {"multiprocessing.parent_process"}
 HEAVY = ("torch", "transformers", "safetensors", "triton", "matplotlib")
 
 
@@ -205,7 +207,7 @@ def test_only_integrations_import_vllm() -> None:
 
 def test_torch_is_imported_late() -> None:
     """The agent starts without torch: a second of start and 200 MB."""
-    with_torch = ("device/cuda", "integrations/", "backends/tensors")
+    with_torch = ("compat/", "device/cuda", "integrations/", "backends/tensors")
     assert not [
         str(each)
         for module in MODULES
@@ -217,7 +219,12 @@ def test_torch_is_imported_late() -> None:
 
 def test_nothing_is_pickled() -> None:
     """Nor read by what unpickles: torch.load, numpy.load, connections of multiprocessing."""
-    assert not [str(i) for m in MODULES for i in m.imports if i.is_of(*UNPICKLING)]
+    assert not [
+        str(i)
+        for m in MODULES
+        for i in m.imports
+        if i.is_of(*UNPICKLING) and i.module not in HARMLESS
+    ]
     assert not [
         f"{module.path}:{node.lineno}"
         for module in MODULES

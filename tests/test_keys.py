@@ -15,6 +15,7 @@ from lmcache_redis.keys import (
     ipc_keys_to_object_keys,
     key_stem,
     parse_stripe_key,
+    share_rank,
     stripe_key,
 )
 
@@ -168,24 +169,70 @@ class TestIntHashes:
             ObjectKey.Bytes2IntHash(bytes(length))
 
 
+@st.composite
+def placements(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    """A worker of a world, and of the part of the world on its node."""
+    world_size = draw(st.integers(1, 255))
+    local_world_size = draw(st.integers(1, min(8, world_size)))
+    return (
+        world_size,
+        draw(st.integers(0, world_size - 1)),
+        local_world_size,
+        draw(st.integers(0, local_world_size - 1)),
+    )
+
+
 class TestKVRank:
     def test_fixed_vectors(self) -> None:
         assert ObjectKey.ComputeKVRank(1, 0, 1, 0) == 0x01000100
         assert ObjectKey.ComputeKVRank(8, 5, 4, 1) == 0x08050401
-        assert ObjectKey.ComputeKVRank(255, 255, 255, 255) == 0xFFFFFFFF
+        assert ObjectKey.ComputeKVRank(255, 254, 8, 7) == 0xFFFE0807
 
     @settings(deadline=None)
-    @given(st.tuples(*[st.integers(0, 255)] * 4))
+    @given(placements())
     def test_eight_bits_each_from_the_top(self, ranks: tuple[int, int, int, int]) -> None:
         assert ObjectKey.ComputeKVRank(*ranks).to_bytes(4, "big") == bytes(ranks)
 
-    @pytest.mark.parametrize("position", range(4))
-    @pytest.mark.parametrize("value", [-1, 256, 2**40])
-    def test_what_eight_bits_cannot_hold_is_refused(self, position: int, value: int) -> None:
-        names = ["world_size", "global_rank", "local_world_size", "local_rank"]
-        ranks = dict.fromkeys(names, 1) | {names[position]: value}
-        with pytest.raises(FormatError, match=f"{names[position]} is {value}, outside 0 to 255"):
-            ObjectKey.ComputeKVRank(**ranks)
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"world_size": 256}, "world_size is 256, outside 1 to 255"),
+            ({"world_size": 0}, "world_size is 0, outside 1 to 255"),
+            ({"global_rank": 16}, "global_rank is 16, outside 0 to 15"),
+            ({"global_rank": -1}, "global_rank is -1, outside 0 to 15"),
+            ({"local_world_size": 9}, "local_world_size is 9, outside 1 to 8"),
+            ({"local_world_size": 0}, "local_world_size is 0, outside 1 to 8"),
+            ({"world_size": 3, "global_rank": 2}, "local_world_size is 4, outside 1 to 3"),
+            ({"local_rank": 4}, "local_rank is 4, outside 0 to 3"),
+            ({"local_rank": -1}, "local_rank is -1, outside 0 to 3"),
+            ({"local_rank": 1.0}, "local_rank is an int, not float"),
+        ],
+    )
+    def test_a_worker_outside_its_world_is_refused(
+        self, changes: dict[str, int], message: str
+    ) -> None:
+        ranks = {"world_size": 16, "global_rank": 5, "local_world_size": 4, "local_rank": 1}
+        with pytest.raises(FormatError, match=message):
+            ObjectKey.ComputeKVRank(**(ranks | changes))
+
+
+class TestShareRank:
+    @pytest.mark.parametrize("shares", range(1, 9))
+    def test_is_the_rank_of_a_worker_whose_world_is_on_one_node(self, shares: int) -> None:
+        for share in range(shares):
+            rank = ObjectKey.ComputeKVRank(shares, share, shares, share)
+            assert share_rank(shares, share) == rank
+
+    @settings(deadline=None)
+    @given(st.integers(0, 255), st.integers(0, 255))
+    def test_repeats_its_half(self, shares: int, share: int) -> None:
+        expected = bytes((shares, share, shares, share))
+        assert share_rank(shares, share).to_bytes(4, "big") == expected
+
+    @pytest.mark.parametrize("numbers", [(256, 0), (1, 256), (-1, 0), (1, -1), (1.0, 0)])
+    def test_what_eight_bits_cannot_hold_is_refused(self, numbers: tuple[int, int]) -> None:
+        with pytest.raises(FormatError, match="share"):
+            share_rank(*numbers)
 
 
 class TestRedisKeys:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lmcache_redis import __version__, native
+from lmcache_redis import __version__, backends, native
 from lmcache_redis.config import AgentConfig, ClientConfig, option_name, settings_table
 
 PACKAGE = "lmcache_redis"
@@ -180,3 +180,7 @@ def test_the_dockerfile_ends_without_root() -> None:
             built.remove(name)
             assert re.findall(r"^USER (\S+)", stage, flags=re.MULTILINE)[-1] == "lmcache"
     assert not built, "docker-compose.yml builds these targets"
+
+
+def test_the_former_name_of_the_backends() -> None:
+    assert importlib.import_module("lmcache_redis.storage").__all__ == backends.__all__

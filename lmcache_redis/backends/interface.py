@@ -92,7 +92,7 @@ class LMCBackendInterface(ABC):
     # -------------------------------------------------------------- tensors
 
     def put(self, key: ObjectKey, kv_chunk: torch.Tensor, blocking: bool = True) -> bool:
-        """Store a tensor of one to four dimensions, without a batch dimension. See `put_bytes`."""
+        """Store a tensor of one to eight dimensions, without a batch dimension. See `put_bytes`."""
         from lmcache_redis.backends.tensors import tensor_bytes, tensor_metadata
 
         return self.put_bytes(

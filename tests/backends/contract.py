@@ -119,7 +119,7 @@ keys = st.sampled_from(KEYS)
 tensors = st.builds(
     tensor_of,
     seed=st.integers(0, 1 << 30),
-    shape=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    shape=st.lists(st.integers(1, 6), min_size=1, max_size=6),
     dtype=st.sampled_from(DTYPES),
 )
 
@@ -270,6 +270,17 @@ class TierContract:
             assert backend.flush(FLUSH_S)
             assert same(backend.get(key_of(1)), tensor)
 
+    @pytest.mark.parametrize("shape", [(3, 2, 4, 2, 5), (1, 2, 1, 3, 1, 2, 1, 2)])
+    def test_shapes_of_more_than_four_dimensions(
+        self, backend: LMCBackendInterface, shape: tuple[int, ...]
+    ) -> None:
+        """As an engine has KV: layers, key and value, tokens, heads, head size."""
+        tensor = tensor_of(1, shape, "bfloat16")
+        assert backend.put(key_of(1), tensor)
+        assert same(backend.get(key_of(1)), tensor)
+        (found,) = backend.batched_get([key_of(1)])
+        assert same(found, tensor)
+
     def test_a_tensor_that_is_not_contiguous(self, backend: LMCBackendInterface) -> None:
         tensor = tensor_of(1, (8, 6), "float32").t()[1::2]
         assert backend.put(key_of(1), tensor)
@@ -340,7 +351,7 @@ class TierContract:
         for tensor in (
             torch.zeros(()),
             torch.zeros(3, 0),
-            torch.zeros(1, 1, 1, 1, 1),
+            torch.zeros((1,) * 9),
             torch.zeros(2, dtype=torch.complex64),
         ):
             for blocking in (True, False):

@@ -1,0 +1,137 @@
+"""The backends that LMCache's configuration objects describe.
+
+A setting is an attribute of any object. Raises ConfigError, which names the setting and what it may
+be, for one that is missing, wrong or not supported.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from lmcache_redis import backends
+from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.resp import RedisOptions
+
+if TYPE_CHECKING:
+    import torch
+
+# They keep every bit, as a backend does without them.
+_EXACT_SERDES = (None, "torch", "safetensor", "fast")
+_SENTINELS = "redis-sentinel://"
+
+
+def memory_backend(config: object, metadata: object, dst_device: str) -> backends.LMCLocalBackend:
+    """Memory, with the smaller limit of the two."""
+    device = setting(config, "local_device")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f'local_device is {device!r}: set it to "cpu" to keep chunks in memory; a directory is '
+            "for LMCLocalDiskBackend"
+        )
+    return backends.LMCLocalBackend(min(_limit_bytes(config), _limit_bytes(metadata)), dst_device)
+
+
+def disk_backend(config: object, dst_device: str) -> backends.LMCLocalDiskBackend:
+    """The directory of local_device, with or without file:// before it."""
+    device = setting(config, "local_device")
+    directory = device.removeprefix("file://") if isinstance(device, str) else ""
+    if directory in ("", "cpu", "cuda"):
+        raise ConfigError(f"local_device is {device!r}: set it to a directory for this backend")
+    limit_bytes = _limit_bytes(config)
+    return backends.LMCLocalDiskBackend(directory, limit_bytes, dst_device=dst_device)
+
+
+def redis_backend(config: object, dst_device: str, is_pipelined: bool) -> backends.LMCRemoteBackend:
+    """The servers of remote_url."""
+    serde = setting(config, "remote_serde")
+    if serde not in _EXACT_SERDES:
+        raise ConfigError(
+            f'remote_serde is {serde!r}: set it to "torch", "safetensor", "fast" or None; chunks '
+            "are stored as they are, neither compressed nor quantized"
+        )
+    options = _redis_options(setting(config, "remote_url"))
+    if is_pipelined:
+        return backends.LMCPipelinedRemoteBackend(options, dst_device)
+    return backends.LMCRemoteBackend(options, dst_device)
+
+
+def _redis_options(url: object) -> RedisOptions:
+    if not isinstance(url, str):
+        raise ConfigError(f"remote_url is {url!r}: set it to redis://HOST:PORT")
+    if url.startswith("lm://"):
+        raise ConfigError(
+            "remote_url begins with lm://, which is for LMCache's own clients: set it to the "
+            "redis:// URL of the Redis itself, for instance of the one behind the lm:// gateway"
+        )
+    if not url.startswith(_SENTINELS):
+        return RedisOptions(url)
+    hosts = url.removeprefix(_SENTINELS)
+    if not hosts or "/" in hosts or "?" in hosts:
+        raise ConfigError(
+            f"remote_url must be {_SENTINELS}HOST:PORT,HOST:PORT; for anything else write "
+            "redis+sentinel://HOST:PORT,HOST:PORT/NAME"
+        )
+    name = quote(os.environ.get("REDIS_SERVICE_NAME", "mymaster"), safe="")
+    timeout = os.environ.get("REDIS_TIMEOUT", "1")
+    try:
+        timeout_s = float(timeout)
+    except ValueError:
+        raise ConfigError(f"REDIS_TIMEOUT is {timeout!r}: set it to seconds") from None
+    return RedisOptions(
+        f"redis+sentinel://{hosts}/{name}", connect_timeout_s=timeout_s, op_timeout_s=timeout_s
+    )
+
+
+def setting(settings: object, name: str) -> Any:
+    """The value of a setting. Raises ConfigError if it is missing."""
+    try:
+        return getattr(settings, name)
+    except AttributeError:
+        raise ConfigError(f"{type(settings).__name__} has no {name}, which is needed") from None
+
+
+def _limit_bytes(settings: object) -> int:
+    """max_local_cache_size in bytes."""
+    size_gib = setting(settings, "max_local_cache_size")
+    if type(size_gib) not in (int, float) or not 0 < size_gib < 1 << 30:
+        raise ConfigError(
+            f"max_local_cache_size is {size_gib!r}: set it to a positive number of GiB"
+        )
+    return max(1, int(size_gib * (1 << 30)))
+
+
+def check_device(dst_device: str) -> None:
+    """Raises ConfigError, saying what to pass, unless this machine has the device."""
+    import torch
+
+    try:
+        device = torch.device(dst_device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"dst_device is {dst_device!r}: {error}") from None
+    if device.type == "cpu":
+        return
+    if device.type != "cuda":
+        raise ConfigError(f'dst_device is {dst_device!r}: set it to "cpu", "cuda" or "cuda:N"')
+    count = torch.cuda.device_count()
+    if not count:
+        raise ConfigError(
+            f"dst_device is {dst_device!r}, and this machine has no CUDA device: "
+            'pass dst_device="cpu"'
+        )
+    if device.index is not None and device.index >= count:
+        raise ConfigError(
+            f"dst_device is {dst_device!r}, and this machine has {count} CUDA devices"
+        )
+
+
+def checked_tensor(kv_chunk: torch.Tensor) -> torch.Tensor:
+    """The chunk to put. Raises FormatError unless it is a tensor."""
+    import torch
+
+    if not isinstance(kv_chunk, torch.Tensor):
+        raise FormatError(
+            f"a chunk is one tensor, not a {type(kv_chunk).__name__}: stack those of its layers"
+        )
+    return kv_chunk

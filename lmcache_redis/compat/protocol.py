@@ -1,0 +1,170 @@
+"""lmcache.v1.protocol, with the keys of lmcache.utils and MemoryFormat of memory_management.
+
+The messages of the `lm://` protocol have LMCache's bytes (`lmcache_redis.lm_wire`) and hold key
+objects, torch.Size and torch.dtype. They are checked when they are made and when they are encoded:
+what has no encoding raises FormatError, which is a ValueError, where LMCache asserts.
+
+The encoding of `RemoteMetadata` is this package's (docs/value-format.md): it has sizes of 64 bits
+and says its number of groups, so `init_remote_metadata_info` is needed only for
+`get_remote_metadata_bytes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lmcache_redis import lm_wire, protocol
+from lmcache_redis.compat.cache_engine_key import (
+    CacheEngineKey,
+    LayerCacheEngineKey,
+    parse_cache_key,
+)
+from lmcache_redis.errors import FormatError
+from lmcache_redis.protocol import (
+    DTYPE_TO_INT,
+    INT_TO_DTYPE,
+    INT_TO_LOCATION,
+    LOCATION_TO_INT,
+    MAX_KEY_LENGTH,
+    ClientCommand,
+    MemoryFormat,
+    ServerReturnCode,
+    get_remote_metadata_bytes,
+    init_remote_metadata_info,
+)
+
+__all__ = [
+    "DTYPE_TO_INT",
+    "INT_TO_DTYPE",
+    "INT_TO_LOCATION",
+    "LOCATION_TO_INT",
+    "MAX_KEY_LENGTH",
+    "CacheEngineKey",
+    "ClientCommand",
+    "ClientMetaMessage",
+    "LayerCacheEngineKey",
+    "MemoryFormat",
+    "RemoteMetadata",
+    "ServerMetaMessage",
+    "ServerReturnCode",
+    "get_remote_metadata_bytes",
+    "init_remote_metadata_info",
+    "parse_cache_key",
+]
+
+_Buffer = bytes | bytearray | memoryview
+
+
+@dataclass
+class RemoteMetadata:
+    """Length in bytes, memory format, and the shape and dtype of each group of a chunk.
+
+    At most 8 groups of at most 4 dimensions. The length is the size of the groups, unless the
+    format is BINARY or BINARY_BUFFER.
+    """
+
+    length: int
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    fmt: MemoryFormat
+
+    def __post_init__(self) -> None:
+        encoded = self._encoded()
+        self.shapes = [torch.Size(shape) for shape in encoded.shapes]
+        self.dtypes = [*encoded.dtypes]
+
+    def serialize(self) -> bytes:
+        return self._encoded().serialize()
+
+    def serialize_into(self, buffer: bytearray | memoryview) -> int:
+        """Writes the encoding to the start of a buffer; returns its length in bytes."""
+        return self._encoded().serialize_into(buffer)
+
+    @staticmethod
+    def deserialize(s: _Buffer) -> RemoteMetadata:
+        """The metadata that bytes encode."""
+        found = protocol.RemoteMetadata.deserialize(s)
+        shapes = [torch.Size(shape) for shape in found.shapes]
+        return RemoteMetadata(found.length, shapes, [*found.dtypes], found.fmt)
+
+    def _encoded(self) -> protocol.RemoteMetadata:
+        return protocol.RemoteMetadata(self.length, self.shapes, self.dtypes, self.fmt)
+
+
+@dataclass
+class ClientMetaMessage:
+    """A request. key: a key object or its text; empty if the request names no chunk."""
+
+    command: ClientCommand
+    key: CacheEngineKey | LayerCacheEngineKey | str
+    length: int
+    fmt: MemoryFormat
+    dtype: torch.dtype | None
+    shape: torch.Size
+    location: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.key, str) and self.key:
+            self.key = parse_cache_key(self.key)
+        if not isinstance(self.key, (CacheEngineKey, str)):
+            raise FormatError(f"a key is a CacheEngineKey or its text, not {self.key!r:.80}")
+        encoded = self._encoded()
+        self.command = encoded.command
+        self.dtype, self.shape = encoded.dtype, torch.Size(encoded.shape)
+
+    def serialize(self) -> bytes:
+        return self._encoded().serialize()
+
+    @staticmethod
+    def deserialize(s: _Buffer) -> ClientMetaMessage:
+        """The request that bytes encode. Raises FormatError also for a key that is none."""
+        m = lm_wire.ClientMetaMessage.deserialize(s)
+        shape = torch.Size(m.shape)
+        return ClientMetaMessage(m.command, m.key, m.length, m.fmt, m.dtype, shape, m.location)
+
+    @staticmethod
+    def packlength() -> int:
+        return lm_wire.ClientMetaMessage.packlength()
+
+    def _encoded(self) -> lm_wire.ClientMetaMessage:
+        return lm_wire.ClientMetaMessage(
+            self.command, self.key, self.length, self.fmt, self.dtype, self.shape, self.location
+        )
+
+
+@dataclass
+class ServerMetaMessage:
+    """A reply."""
+
+    code: ServerReturnCode
+    length: int
+    fmt: MemoryFormat
+    dtype: torch.dtype | None
+    shape: torch.Size
+    location: str | None = None
+
+    def __post_init__(self) -> None:
+        encoded = self._encoded()
+        self.code = encoded.code
+        self.dtype, self.shape = encoded.dtype, torch.Size(encoded.shape)
+
+    def serialize(self) -> bytes:
+        return self._encoded().serialize()
+
+    @staticmethod
+    def deserialize(s: _Buffer) -> ServerMetaMessage:
+        """The reply that bytes encode."""
+        m = lm_wire.ServerMetaMessage.deserialize(s)
+        shape = torch.Size(m.shape)
+        return ServerMetaMessage(m.code, m.length, m.fmt, m.dtype, shape, m.location)
+
+    @staticmethod
+    def packlength() -> int:
+        return lm_wire.ServerMetaMessage.packlength()
+
+    def _encoded(self) -> lm_wire.ServerMetaMessage:
+        return lm_wire.ServerMetaMessage(
+            self.code, self.length, self.fmt, self.dtype, self.shape, self.location
+        )

@@ -1,0 +1,371 @@
+"""The names of the originals. `originals` says what the fields mean."""
+
+from __future__ import annotations
+
+from tests.compat.originals import Interface, Name
+
+_THREADS = "an internal of LMCache's threads, which do not exist here"
+
+INTERFACES = (
+    Interface(
+        "IPC types",
+        "lmcache.v1.multiprocess.custom_types",
+        "lmcache_redis.compat.custom_types",
+        (
+            Name(
+                "CudaIPCWrapper",
+                "(tensor)",
+                different="raises DeviceError for a tensor that cannot be shared",
+            ),
+            Name(
+                "CudaIPCWrapper.to_tensor",
+                "()",
+                different=(
+                    "in the exporting process it is the exported tensor, which CUDA would "
+                    "refuse to open there"
+                ),
+            ),
+            Name("CudaIPCWrapper.Serialize", "(obj)", different="a struct of fields, not pickle"),
+            Name(
+                "CudaIPCWrapper.Deserialize",
+                "(data)",
+                different="a struct of fields, which are validated: decoding executes no code",
+            ),
+            Name(
+                "IPCCacheEngineKey",
+                "(model_name, world_size, worker_id, chunk_hash)",
+                different=(
+                    "exactly one of a hash and token ids; `salt` stands for what else the KV of "
+                    "token ids depends on"
+                ),
+            ),
+            Name("IPCCacheEngineKey.no_worker_id_version", "()"),
+            Name(
+                "IPCCacheEngineKey.Serialize",
+                "(obj)",
+                different="a method: the key is given by position; msgpack, not pickle",
+            ),
+            Name(
+                "IPCCacheEngineKey.Deserialize",
+                "(data)",
+                different="msgpack, not pickle; a malformed key raises FormatError",
+            ),
+            Name("KVCache"),
+            Name(
+                "get_customized_encoder",
+                "(type)",
+                different=(
+                    "an object with `encode`, because msgspec alone cannot encode keys as "
+                    "extensions; the type may be left out"
+                ),
+            ),
+            Name(
+                "get_customized_decoder",
+                "(type)",
+                different=(
+                    "an object with `decode`; malformed bytes raise FormatError; without a "
+                    "type, extensions decode to their Python types and tuples to lists"
+                ),
+            ),
+        ),
+    ),
+    Interface(
+        "Distributed API",
+        "lmcache.v1.distributed.api",
+        "lmcache_redis.compat.distributed_api",
+        (
+            Name(
+                "ObjectKey",
+                "(chunk_hash, model_name, kv_rank)",
+                different="1 to 63 bytes of hash; checked",
+            ),
+            Name(
+                "ObjectKey.IntHash2Bytes",
+                "(chunk_hash)",
+                different=(
+                    "eight bytes, big-endian, where the original has four; larger hashes are "
+                    "refused, not truncated"
+                ),
+            ),
+            Name("ObjectKey.Bytes2IntHash", "(chunk_hash)", different="exactly eight bytes"),
+            Name(
+                "ObjectKey.ComputeKVRank",
+                "(world_size, global_rank, local_world_size, local_rank)",
+                different="raises FormatError outside the documented bounds",
+            ),
+            Name(
+                "MemoryLayoutDesc",
+                "(shapes, dtypes)",
+                different="FormatError for sizes and dtypes that are none",
+            ),
+            Name("ipc_keys_to_object_keys", "(ipc_keys)"),
+        ),
+    ),
+    Interface(
+        "Multi-process adapters",
+        "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_integration.multi_process_adapter",
+        "lmcache_redis.compat.multi_process_adapter",
+        (
+            Name(
+                "LoadStoreOp",
+                "(block_ids, token_ids=None, block_hashes=None, start=0, end=0)",
+                different="frozen, and checked when it is made; more, by name, for the connector",
+            ),
+            Name("LoadStoreOp.__len__", "()"),
+            Name(
+                "LMCacheMPSchedulerAdapter",
+                "(server_url, context, model_name, world_size, kv_rank, vllm_block_size)",
+                different=(
+                    "`ipc://` alone, because any user of the machine can reach TCP; the link "
+                    "has its own thread and sockets, so `context` is not used; waits "
+                    "`timeout_s` for the agent; `engine_id` if there are several engines of a "
+                    "model"
+                ),
+            ),
+            Name(
+                "LMCacheMPSchedulerAdapter.maybe_submit_lookup_request",
+                "(request_id, block_hashes=None, token_ids=None)",
+                different=(
+                    "ValueError and TypeError in place of assert; more, by name, for the connector"
+                ),
+            ),
+            Name(
+                "LMCacheMPSchedulerAdapter.check_lookup_result",
+                "(request_id)",
+                different=(
+                    "ValueError for a request without a lookup; may wait; 0 if the agent is lost"
+                ),
+            ),
+            Name(
+                "LMCacheMPSchedulerAdapter.num_blocks_per_chunk",
+                "()",
+                different="chunks are rounded up to whole blocks, where the original refuses",
+            ),
+            Name("LMCacheMPSchedulerAdapter.cleanup_lookup_result", "(request_id)"),
+            Name("LMCacheMPSchedulerAdapter.end_session", "(request_id)"),
+            Name(
+                "LMCacheMPWorkerAdapter",
+                "(server_url, context, model_name, world_size, kv_rank, vllm_block_size)",
+                different="as the scheduler's; `kv_rank` is the rank in `world_size`",
+            ),
+            Name(
+                "LMCacheMPWorkerAdapter.register_kv_caches",
+                "(kv_caches)",
+                different=(
+                    "a bounded wait; DeviceError with the agent's reason if it refuses; what "
+                    "the tensors leave open is given by name"
+                ),
+            ),
+            Name(
+                "LMCacheMPWorkerAdapter.submit_store_request",
+                "(request_id, op, event)",
+                different=(
+                    "the event may be left out in CPU memory; `cache_salt` for what token ids "
+                    "do not say"
+                ),
+            ),
+            Name(
+                "LMCacheMPWorkerAdapter.submit_retrieve_request",
+                "(request_id, op, event)",
+                different=(
+                    "as for stores; blocks that failed are reported one by one "
+                    "(`get_block_ids_with_load_errors`)"
+                ),
+            ),
+            Name(
+                "LMCacheMPWorkerAdapter.batched_submit_store_requests",
+                "(request_ids, ops, event)",
+                different=(
+                    "one message, and an answer for each request, which is reported when its "
+                    "own copy has ended; lists of unequal length raise and start nothing"
+                ),
+            ),
+            Name(
+                "LMCacheMPWorkerAdapter.batched_submit_retrieve_requests",
+                "(request_ids, ops, event)",
+                different="as for stores",
+            ),
+            Name(
+                "LMCacheMPWorkerAdapter.get_finished",
+                "(finished_req_ids_from_engine)",
+                different="an id that consecutive calls repeat is reported once",
+            ),
+            Name("LMCacheMPWorkerAdapter.num_blocks_per_chunk", "()"),
+            Name(
+                "LMCacheMPWorkerAdapter.shutdown",
+                "()",
+                different="returns whether no agent accesses the memory any more",
+            ),
+        ),
+    ),
+    Interface(
+        "V1 protocol",
+        "lmcache.v1.protocol",
+        "lmcache_redis.compat.protocol",
+        (
+            Name("ClientCommand"),
+            Name("ServerReturnCode"),
+            Name(
+                "RemoteMetadata",
+                "(length, shapes, dtypes, fmt)",
+                different=(
+                    "an encoding of its own (docs/value-format.md), with 64-bit sizes: part of "
+                    "every value, not a second key"
+                ),
+            ),
+            Name("RemoteMetadata.serialize", "()"),
+            Name("RemoteMetadata.serialize_into", "(buffer)", different="returns the length"),
+            Name(
+                "RemoteMetadata.deserialize", "(s)", different="malformed bytes raise FormatError"
+            ),
+            Name(
+                "ClientMetaMessage",
+                "(command, key, length, fmt, dtype, shape, location=None)",
+                different="FormatError in place of assert; the key may be text too",
+            ),
+            Name("ClientMetaMessage.serialize", "()"),
+            Name(
+                "ClientMetaMessage.deserialize",
+                "(s)",
+                different="malformed bytes raise FormatError",
+            ),
+            Name("ClientMetaMessage.packlength", "()"),
+            Name(
+                "ServerMetaMessage",
+                "(code, length, fmt, dtype, shape, location=None)",
+                different="FormatError in place of assert",
+            ),
+            Name("ServerMetaMessage.serialize", "()"),
+            Name(
+                "ServerMetaMessage.deserialize",
+                "(s)",
+                different="malformed bytes raise FormatError",
+            ),
+            Name("ServerMetaMessage.packlength", "()"),
+            Name("init_remote_metadata_info", "(num_groups)"),
+            Name(
+                "get_remote_metadata_bytes",
+                "()",
+                different=(
+                    "of groups of at most 4 dimensions; the encoding says its own number of groups"
+                ),
+            ),
+            Name("DTYPE_TO_INT"),
+            Name("INT_TO_DTYPE"),
+            Name("LOCATION_TO_INT"),
+            Name("INT_TO_LOCATION"),
+            Name("MAX_KEY_LENGTH"),
+            Name("MemoryFormat", different="also `PAGES`, for an engine's pages"),
+            Name(
+                "CacheEngineKey",
+                different="the fields of LMCache's earlier versions (`fmt` first) and of 0.5.6 "
+                "(`dtype`, no `fmt`), in their order or by name; immutable",
+            ),
+            Name("CacheEngineKey.to_string", "()"),
+            Name("CacheEngineKey.from_string", "(s)", different="keeps leading zeros of a hash"),
+            Name("CacheEngineKey.split_layers", "(num_layers)"),
+            Name("CacheEngineKey.get_first_layer", "()"),
+            Name("CacheEngineKey.with_new_worker_id", "(new_worker_id)"),
+            Name("LayerCacheEngineKey", different="as above, and `layer_id`"),
+            Name("parse_cache_key", "(key_str)"),
+        ),
+    ),
+    Interface(
+        "Storage backends",
+        "lmcache.storage_backend",
+        "lmcache_redis.compat.storage_backend",
+        (
+            Name("LMCBackendInterface", "(dst_device='cuda')"),
+            Name(
+                "LMCBackendInterface.batched_get",
+                "(keys)",
+                "an iterator in every backend, so that a chunk is used while others load",
+            ),
+            Name("LMCBackendInterface.batched_put", "(keys_and_chunks, blocking=True)"),
+            Name(
+                "LMCBackendInterface.close",
+                "()",
+                "may be called again; other calls raise RuntimeError then",
+            ),
+            Name("LMCBackendInterface.contains", "(key)"),
+            Name("LMCBackendInterface.get", "(key)"),
+            Name(
+                "LMCBackendInterface.put",
+                "(key, kv_chunk, blocking=True)",
+                "a server or a disk that fails raises nothing, because a cache is no reason to "
+                "fail; `batched_put` returns how many chunks were stored",
+            ),
+            Name(
+                "LMCHybridBackend",
+                "(config, metadata, mpool_metadata, dst_device='cuda')",
+                "fetches no keys at the start, which would load the whole store",
+            ),
+            Name("LMCHybridBackend.batched_get", "(keys)"),
+            Name("LMCHybridBackend.close", "()"),
+            Name("LMCHybridBackend.contains", "(key)"),
+            Name("LMCHybridBackend.get", "(key)"),
+            Name("LMCHybridBackend.put", "(key, value, blocking=True)"),
+            Name(
+                "LMCLocalBackend",
+                "(config, metadata, dst_device='cuda')",
+                "`local_device='cuda'` keeps chunks in host memory, because the GPU's belongs to "
+                "the engine; a chunk keeps its dtype and shape",
+            ),
+            Name("LMCLocalBackend.close", "()"),
+            Name("LMCLocalBackend.contains", "(key)"),
+            Name("LMCLocalBackend.get", "(key)"),
+            Name("LMCLocalBackend.put", "(key, kv_chunk, blocking=True)"),
+            Name("LMCLocalBackend.put_blocking", "(key, kv_chunk)"),
+            Name("LMCLocalBackend.put_nonblocking", "(key, kv_chunk)"),
+            Name("LMCLocalBackend.put_worker", "()", left_out=_THREADS),
+            Name("LMCLocalBackend.remove", "(key)", "a missing key is no error: it may be evicted"),
+            Name(
+                "LMCLocalDiskBackend",
+                "(config, metadata, dst_device='cuda')",
+                "files with checksums, found again after a restart; a directory has one backend "
+                "at a time, because two would break its limit",
+            ),
+            Name("LMCLocalDiskBackend.buffer_sweeper", "()", left_out=_THREADS),
+            Name("LMCLocalDiskBackend.close", "()"),
+            Name("LMCLocalDiskBackend.contains", "(key)"),
+            Name("LMCLocalDiskBackend.get", "(key)"),
+            Name("LMCLocalDiskBackend.put", "(key, kv_chunk, blocking=True)"),
+            Name("LMCLocalDiskBackend.put_blocking", "(key, kv_chunk)"),
+            Name("LMCLocalDiskBackend.put_nonblocking", "(key, kv_chunk)"),
+            Name("LMCLocalDiskBackend.put_worker", "()", left_out=_THREADS),
+            Name("LMCLocalDiskBackend.remove", "(key)"),
+            Name("LocalBackendEndSignal", "()", left_out=_THREADS),
+            Name("save_disk", "(path, kv_chunk)", left_out=_THREADS),
+            Name(
+                "LMCRemoteBackend",
+                "(config, metadata, dst_device='cuda')",
+                "`remote_url` names Redis or Valkey; `lm://` is refused, because there is a "
+                "gateway here and no client; a `remote_serde` that compresses is refused",
+            ),
+            Name("LMCRemoteBackend.close", "()"),
+            Name("LMCRemoteBackend.contains", "(key)"),
+            Name("LMCRemoteBackend.get", "(key)"),
+            Name("LMCRemoteBackend.list", "()", "foreign keys in Redis are left out"),
+            Name("LMCRemoteBackend.put", "(key, kv_chunk, blocking=True)"),
+            Name("LMCRemoteBackend.put_blocking", "(key, kv_chunk)"),
+            Name("LMCRemoteBackend.put_worker", "()", left_out=_THREADS),
+            Name("LMCPipelinedRemoteBackend", "(config, metadata, dst_device='cuda')"),
+            Name("LMCPipelinedRemoteBackend.batched_get", "(keys)"),
+            Name("LMCPipelinedRemoteBackend.close", "()"),
+            Name("LMCPipelinedRemoteBackend.deserialize_worker", "()", left_out=_THREADS),
+            Name("LMCPipelinedRemoteBackend.network_worker", "()", left_out=_THREADS),
+            Name("RemoteBackendEndSignal", "()", left_out=_THREADS),
+        ),
+    ),
+    Interface(
+        "Settings of the storage backends",
+        "lmcache.config",
+        "lmcache_redis.compat.config",
+        (
+            Name("LMCacheEngineConfig", different="as keywords, with LMCache's defaults"),
+            Name("LMCacheEngineConfig.from_defaults", different="the same as the constructor"),
+            Name("LMCacheEngineMetadata", different="the fields are plain data"),
+            Name("LMCacheMemPoolMetadata", different="the fields are plain data"),
+        ),
+    ),
+)

@@ -1,0 +1,308 @@
+"""The facade of lmcache.v1.multiprocess.custom_types."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_redis.compat.custom_types import (
+    CudaIPCWrapper,
+    IPCCacheEngineKey,
+    KVCache,
+    get_customized_decoder,
+    get_customized_encoder,
+)
+from lmcache_redis.device import cuda_ipc
+from lmcache_redis.device.handles import CudaIPCHandle
+from lmcache_redis.errors import DeviceError, FormatError
+from lmcache_redis.keys import ObjectKey
+
+KEY = IPCCacheEngineKey("m", 4, 0, b"\x01\x02\x03\x04")
+OBJECT_KEY = ObjectKey(b"hash", "model", 0x01000100)
+
+
+class FakeTensor:
+    """A tensor on a GPU, as far as its export needs one."""
+
+    device = torch.device("cuda:0")
+    dtype = torch.float32
+    shape = torch.Size([256, 128])
+
+    def __init__(self, number: int = 0) -> None:
+        self._shared = (
+            0, b"\x03c" + bytes([number]) * 64, 256 * 128 * 4, 512,
+            b"/torch_1_2_3", 7, bytes(64), True,
+        )  # fmt: skip
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def stride(self) -> tuple[int, ...]:
+        return (128, 1)
+
+    def untyped_storage(self) -> Any:
+        return SimpleNamespace(_share_cuda_=lambda: self._shared)
+
+
+@pytest.fixture
+def tensor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(cuda_ipc, "device_uuid", lambda index: f"GPU-{index}")
+    return FakeTensor()
+
+
+def the_documented_calls(tensor: Any) -> Any:
+    wrapper = CudaIPCWrapper(tensor)
+    data = CudaIPCWrapper.Serialize(wrapper)
+    assert type(data) is bytes
+    restored_wrapper = CudaIPCWrapper.Deserialize(data)
+    restored_tensor = restored_wrapper.to_tensor()
+    assert restored_wrapper == wrapper
+    key = IPCCacheEngineKey(
+        model_name="llama-7b",
+        world_size=4,
+        worker_id=0,
+        chunk_hash=b"\x01\x02\x03\x04",
+    )
+    lookup_key = key.no_worker_id_version()
+    assert (lookup_key.worker_id, lookup_key.chunk_hash) == (None, key.chunk_hash)
+    assert IPCCacheEngineKey.Deserialize(IPCCacheEngineKey.Serialize(key)) == key
+    return restored_tensor
+
+
+def test_the_documented_calls(tensor: Any) -> None:
+    assert the_documented_calls(tensor) is tensor
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+def test_the_documented_calls_on_a_gpu() -> None:
+    tensor = torch.randn(256, 128, device="cuda:0")
+    restored = the_documented_calls(tensor)
+    assert restored.data_ptr() == tensor.data_ptr()
+    assert torch.equal(restored, tensor)
+
+
+class TestWrapper:
+    def test_fields(self, tensor: Any) -> None:
+        wrapper = CudaIPCWrapper.Deserialize(CudaIPCWrapper.Serialize(CudaIPCWrapper(tensor)))
+        assert wrapper.dtype is torch.float32
+        assert wrapper.shape == torch.Size([256, 128])
+        assert wrapper.device_uuid == "GPU-0"
+
+    def test_is_equal_if_its_fields_are(self, tensor: Any) -> None:
+        one, same, other = (CudaIPCWrapper(each) for each in (tensor, tensor, FakeTensor(1)))
+        assert one == same
+        assert hash(one) == hash(same)
+        assert one != other
+        assert one != one.handle
+
+    def test_the_exporter_gets_its_tensor_while_that_lives(self, tensor: Any) -> None:
+        wrapper = CudaIPCWrapper(FakeTensor(2))
+        with pytest.raises(DeviceError, match="process that made it"):
+            wrapper.to_tensor()
+
+    def test_is_opened_only_while_its_exporter_runs(self, tensor: Any) -> None:
+        """tests/device opens those of exporters that run."""
+        handle = CudaIPCWrapper(tensor).handle
+        received = msgspec.structs.replace(handle, pid=os.getpid() + (1 << 22))
+        with pytest.raises(DeviceError, match="not visible"):
+            CudaIPCWrapper.Deserialize(
+                CudaIPCWrapper.Serialize(CudaIPCWrapper.from_handle(received))
+            ).to_tensor()
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"memory_handle": b"short"},
+            {"storage_size_bytes": 1},
+            {"dtype": "float17"},
+            {"stride": (1, 1)},
+            {"ref_counter_handle": b"/etc/passwd"},
+        ],
+    )
+    def test_a_malformed_handle_is_refused(self, tensor: Any, changes: dict[str, Any]) -> None:
+        handle = msgspec.structs.replace(CudaIPCWrapper(tensor).handle, **changes)
+        data = CudaIPCWrapper.Serialize(CudaIPCWrapper.from_handle(handle))
+        with pytest.raises(FormatError, match="not an encoded CUDA IPC wrapper"):
+            CudaIPCWrapper.Deserialize(data)
+
+    @given(st.binary(max_size=200))
+    def test_random_bytes_are_refused(self, data: bytes) -> None:
+        with pytest.raises(FormatError):
+            CudaIPCWrapper.Deserialize(data)
+
+    def test_bytes_of_pickle_are_refused(self) -> None:
+        pickled_print = b"\x80\x04\x8c\x08builtins\x94\x8c\x05print\x94\x93\x94."
+        with pytest.raises(FormatError):
+            CudaIPCWrapper.Deserialize(pickled_print)
+
+
+class Chunks(msgspec.Struct, frozen=True, tag=True):
+    """A message with a field of each type."""
+
+    key: IPCCacheEngineKey
+    keys: dict[str, ObjectKey]
+    shapes: list[torch.Size]
+    dtype: torch.dtype
+    caches: KVCache
+    more: Any = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    shape: torch.Size
+    key: ObjectKey
+    more: Any
+
+
+VALUES = [
+    torch.bfloat16,
+    torch.Size([2, 3, 4]),
+    torch.Size([]),
+    KEY,
+    KEY.no_worker_id_version(),
+    IPCCacheEngineKey("m", 2, 1, token_ids=(1, 2), end=2, request_id="r", salt=b"s"),
+    OBJECT_KEY,
+]
+
+
+class TestCodec:
+    @pytest.mark.parametrize("value", VALUES, ids=repr)
+    @pytest.mark.parametrize("told", [True, False])
+    def test_values_survive(self, value: Any, told: bool) -> None:
+        kind: Any = type(value) if told else Any
+        for each, expected in (
+            (value, kind),
+            ([value, value], list[kind]),
+            ({"a": value}, dict[str, kind]),
+            ({value: {"b": [value]}}, dict[kind, dict[str, list[kind]]]),
+        ):
+            data = get_customized_encoder(expected).encode(each)
+            again = get_customized_decoder(expected if told else Any).decode(data)
+            assert again == each
+            assert repr(again) == repr(each), "not only equal"
+
+    @pytest.mark.parametrize("told", [True, False])
+    def test_wrappers_survive(self, tensor: Any, told: bool) -> None:
+        caches = [CudaIPCWrapper(tensor), CudaIPCWrapper(FakeTensor(1))]
+        data = get_customized_encoder(KVCache).encode(caches)
+        again = get_customized_decoder(KVCache if told else Any).decode(data)
+        assert again == caches
+        assert [type(each) for each in again] == [CudaIPCWrapper] * 2
+
+    def test_fields_survive(self, tensor: Any) -> None:
+        message = Chunks(
+            KEY,
+            {"a": OBJECT_KEY},
+            [torch.Size([1, 2])],
+            torch.float16,
+            [CudaIPCWrapper(tensor)],
+            {"more": [torch.Size([3]), (KEY, OBJECT_KEY), {"dtype": torch.int8}, 5, b"x", None]},
+        )
+        before = repr(message)
+        again = get_customized_decoder(Chunks).decode(
+            get_customized_encoder(Chunks).encode(message)
+        )
+        assert again.more["more"].pop(1) == [KEY, OBJECT_KEY]
+        assert again.more["more"] == [torch.Size([3]), {"dtype": torch.int8}, 5, b"x", None]
+        assert type(again.more["more"][0]) is torch.Size
+        assert msgspec.structs.replace(again, more=message.more) == message
+        assert repr(message) == before, "the message itself is as it was"
+
+        layout = Layout(torch.Size([4]), OBJECT_KEY, {"key": KEY})
+        encoded = get_customized_encoder(Layout).encode(layout)
+        assert get_customized_decoder(Layout).decode(encoded) == layout
+        fields = {"shape": torch.Size([4]), "key": OBJECT_KEY, "more": {"key": KEY}}
+        assert get_customized_decoder(Any).decode(encoded) == fields
+
+    def test_plain_values_are_as_msgspec_encodes_them(self) -> None:
+        value = {"a": [1, 2.5, None, True, "x", b"y"], "b": {}, "c": (1,)}
+        data = get_customized_encoder(dict).encode(value)
+        assert data == msgspec.msgpack.encode(value)
+        assert get_customized_decoder(Any).decode(data) == value | {"c": [1]}
+
+    def test_what_comes_from_the_package_is_read(self) -> None:
+        """Typed messages of `lmcache_redis.codec` have keys as arrays."""
+        data = msgspec.msgpack.encode([KEY, KEY.no_worker_id_version()])
+        expected = [KEY, KEY.no_worker_id_version()]
+        assert get_customized_decoder(list[IPCCacheEngineKey]).decode(data) == expected
+
+    @pytest.mark.parametrize(
+        "value", [object(), {"a": [object()]}, torch.complex64, 1 << 70, "\ud800"]
+    )
+    def test_what_has_no_encoding_is_refused(self, value: Any) -> None:
+        with pytest.raises(FormatError):
+            get_customized_encoder(Any).encode(value)
+
+    @pytest.mark.parametrize(
+        ("kind", "value"),
+        [
+            (ObjectKey, KEY),
+            (IPCCacheEngineKey, OBJECT_KEY),
+            (torch.Size, torch.float16),
+            (torch.dtype, "float16"),
+            (KVCache, [KEY]),
+            (list[int], torch.float16),
+            (int, KEY),
+            (Chunks, {"type": "Chunks"}),
+        ],
+    )
+    def test_a_value_of_another_type_is_refused(self, kind: Any, value: Any) -> None:
+        data = get_customized_encoder(kind).encode(value)
+        with pytest.raises(FormatError, match="not an encoded value"):
+            get_customized_decoder(kind).decode(data)
+
+    @pytest.mark.parametrize(
+        ("code", "body"),
+        [
+            (0, b""), (6, b""), (99, b"x"),
+            (1, b""), (1, b"complex64"), (1, b"\xff"), (1, b"load"),
+            (2, b""), (2, b"\x91\xa1x"), (2, b"\x01"),
+            (3, b""), (3, b"\x80"), (4, b""), (4, OBJECT_KEY.to_bytes()), (5, b""), (5, b"x" * 9),
+        ],
+    )  # fmt: skip
+    def test_malformed_extensions_are_refused(self, code: int, body: bytes) -> None:
+        data = msgspec.msgpack.encode([msgspec.msgpack.Ext(code, body)])
+        for kind in (Any, list[torch.dtype], list[ObjectKey]):
+            with pytest.raises(FormatError):
+                get_customized_decoder(kind).decode(data)
+
+    @given(st.binary(max_size=100), st.sampled_from([Any, torch.dtype, KVCache, ObjectKey, Chunks]))
+    def test_random_bytes_raise_only_format_errors(self, data: bytes, kind: Any) -> None:
+        try:
+            get_customized_decoder(kind).decode(data)
+        except FormatError:
+            return
+
+    def test_depth_is_refused(self) -> None:
+        with pytest.raises(FormatError):
+            get_customized_decoder(Any).decode(b"\x91" * 100_000 + b"\x01")
+        nested: list[Any] = []
+        for _ in range(100_000):
+            nested = [nested]
+        with pytest.raises(FormatError):
+            get_customized_encoder(Any).encode(nested)
+
+
+def test_a_type_that_cannot_be_told_apart_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="not supported"):
+        get_customized_decoder(torch.dtype | torch.Size)
+
+
+def test_a_handle_needs_no_gpu_to_be_decoded(tensor: Any) -> None:
+    handle = CudaIPCWrapper(tensor).handle
+    data = get_customized_encoder(Any).encode(CudaIPCWrapper.from_handle(handle))
+    decoded = get_customized_decoder(Any).decode(data)
+    assert isinstance(decoded.handle, CudaIPCHandle)
+    assert decoded.handle == handle

@@ -1,0 +1,723 @@
+"""What callers of LMCache's adapters do, over a real agent and Redis, with bytes compared."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from lmcache_redis import messages as m
+from lmcache_redis.client.control import AgentUnreachable
+from lmcache_redis.compat import multi_process_adapter
+from lmcache_redis.compat.multi_process_adapter import (
+    LMCacheMPSchedulerAdapter,
+    LMCacheMPWorkerAdapter,
+    LoadStoreOp,
+)
+from lmcache_redis.config import ConfigError
+from lmcache_redis.errors import DeviceError
+from tests.harness import WAIT_S, AgentServer, block_hashes, wait_until
+from tests.servers import RedisServer
+
+MODEL = "test/model"
+BLOCK = 16
+CHUNK = 64  # of the harness's agent: four blocks
+BLOCKS = 40
+HASHES = block_hashes("prompt", 8)
+TOKENS = list(range(1000, 1150))  # two chunks and a rest
+
+
+@pytest.fixture
+def agent(tmp_path: Path, server: RedisServer) -> Iterator[AgentServer]:
+    with AgentServer(tmp_path / "agent", server.unix_url) as agent:
+        yield agent
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    with zmq.Context() as context:
+        yield context
+
+
+def caches(device: str = "cpu") -> dict[str, torch.Tensor]:
+    shape = (2, BLOCKS, BLOCK, 2, 8)
+    return {f"model.layers.{n}.attn": torch.rand(shape, device=device) for n in range(3)}
+
+
+def copied(caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: cache.clone() for name, cache in caches.items()}
+
+
+def assert_moved(
+    caches: dict[str, torch.Tensor], before: dict[str, torch.Tensor], pairs: dict[int, int]
+) -> None:
+    """Block ``to`` holds the bytes of ``from``; every other block is unchanged."""
+    for name, cache in caches.items():
+        expected = before[name].clone()
+        for source, target in pairs.items():
+            expected[:, target] = before[name][:, source]
+        assert torch.equal(cache, expected), name
+
+
+class Pair:
+    """A scheduler and a worker of one engine, made with the originals' arguments alone."""
+
+    def __init__(self, agent: AgentServer, context: zmq.Context[Any]) -> None:
+        self.scheduler = LMCacheMPSchedulerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
+        self.worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
+        self.caches = caches()
+        self.worker.register_kv_caches(self.caches)
+
+    def store(self, request_id: str, hashes: list[bytes], blocks: range) -> None:
+        op = LoadStoreOp(block_ids=list(blocks), block_hashes=hashes)
+        self.worker.submit_store_request(request_id, op, None)
+        wait_until(lambda: request_id in self.worker.get_finished({request_id})[0])
+        self.worker.get_finished(set())
+
+    def lookup(self, request_id: str, **names: Any) -> int:
+        self.scheduler.maybe_submit_lookup_request(request_id, **names)
+        return looked_up(self.scheduler, request_id)
+
+
+def looked_up(scheduler: LMCacheMPSchedulerAdapter, request_id: str) -> int:
+    found: list[int] = []
+
+    def known() -> bool:
+        tokens = scheduler.check_lookup_result(request_id)
+        found.extend([] if tokens is None else [tokens])
+        return tokens is not None
+
+    wait_until(known, "a lookup")
+    return found[0]
+
+
+def finished_retrieves(worker: LMCacheMPWorkerAdapter, *request_ids: str) -> None:
+    seen: set[str] = set()
+    wait_until(lambda: seen.update(worker.get_finished(set())[1]) or seen == set(request_ids))
+
+
+@pytest.fixture
+def pair(agent: AgentServer, context: zmq.Context[Any]) -> Iterator[Pair]:
+    pair = Pair(agent, context)
+    yield pair
+    pair.worker.shutdown()
+    pair.scheduler.shutdown()
+
+
+def every_documented_call(server_url: str, device: str, new_event: Callable[[], Any]) -> None:
+    """Every call that the page documents, as a caller of the originals makes it."""
+    context = zmq.Context()
+    scheduler = LMCacheMPSchedulerAdapter(
+        server_url=server_url,
+        context=context,
+        model_name=MODEL,
+        world_size=1,
+        kv_rank=0,
+        vllm_block_size=BLOCK,
+    )
+    worker = LMCacheMPWorkerAdapter(
+        server_url=server_url,
+        context=context,
+        model_name=MODEL,
+        world_size=1,
+        kv_rank=0,
+        vllm_block_size=BLOCK,
+    )
+    assert scheduler.num_blocks_per_chunk() == worker.num_blocks_per_chunk() == CHUNK // BLOCK
+    kv_caches = caches(device)
+    worker.register_kv_caches(kv_caches)
+
+    # A prompt that is not cached is computed and stored, by hashes and by tokens.
+    scheduler.maybe_submit_lookup_request("a", block_hashes=HASHES)
+    scheduler.maybe_submit_lookup_request("b", token_ids=TOKENS)
+    assert looked_up(scheduler, "a") == looked_up(scheduler, "b") == 0
+    scheduler.cleanup_lookup_result("a")
+    scheduler.cleanup_lookup_result("b")
+    by_hashes = LoadStoreOp(block_ids=list(range(8)), block_hashes=HASHES)
+    by_tokens = LoadStoreOp(list(range(8, 16)), TOKENS, None, 0, 2 * CHUNK)
+    assert len(by_hashes) == len(by_tokens) == 8
+    worker.submit_store_request("a", by_hashes, new_event())
+    worker.batched_submit_store_requests(["b"], [by_tokens], new_event())
+    stored: set[str] = set()
+    wait_until(lambda: stored.update(worker.get_finished({"a", "b"})[0]) or stored == {"a", "b"})
+    assert worker.get_finished(set()) == (set(), set())
+    scheduler.end_session("a")
+    scheduler.end_session("b")
+
+    # The next request with a prompt loads it.
+    scheduler.maybe_submit_lookup_request("c", HASHES)
+    scheduler.maybe_submit_lookup_request("d", None, TOKENS)
+    assert looked_up(scheduler, "c") == looked_up(scheduler, "d") == 2 * CHUNK
+    before = copied(kv_caches)
+    first = LoadStoreOp(list(range(20, 24)), None, HASHES[:4])
+    second = LoadStoreOp(list(range(24, 28)), None, HASHES[4:])
+    worker.submit_retrieve_request("c", first, new_event())
+    finished_retrieves(worker, "c")
+    tokens = LoadStoreOp(list(range(30, 38)), TOKENS, start=0, end=2 * CHUNK)
+    worker.batched_submit_retrieve_requests(["c", "d"], [second, tokens], new_event())
+    finished_retrieves(worker, "c", "d")
+    assert_moved(
+        kv_caches, before, {n: 20 + n for n in range(8)} | {8 + n: 30 + n for n in range(8)}
+    )
+    scheduler.end_session("c")
+    scheduler.end_session("d")
+
+    worker.shutdown()
+    scheduler.shutdown()
+    context.term()
+
+
+def test_every_documented_call(agent: AgentServer) -> None:
+    every_documented_call(agent.endpoint, "cpu", lambda: None)
+    wait_until(lambda: agent.status()["sessions"] == 0, what="ended sessions")
+    wait_until(lambda: agent.status()["engines"] == [], what="unmapped memory")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no NVIDIA GPU: torch.cuda.is_available() is False"
+)
+def test_every_documented_call_on_a_gpu(agent: AgentServer) -> None:
+    def recorded() -> torch.cuda.Event:
+        event = torch.cuda.Event(interprocess=True)
+        event.record()
+        return event
+
+    every_documented_call(agent.endpoint, "cuda", recorded)
+
+
+@pytest.mark.parametrize("adapter", [LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter])
+def test_parameters_are_those_of_the_originals(adapter: type) -> None:
+    own = [
+        name
+        for name, each in inspect.signature(adapter).parameters.items()
+        if each.kind is not each.KEYWORD_ONLY
+    ]
+    assert own == [
+        "server_url", "context", "model_name", "world_size", "kv_rank", "vllm_block_size",
+    ]  # fmt: skip
+    for method, names in {
+        "maybe_submit_lookup_request": ["request_id", "block_hashes", "token_ids"],
+        "check_lookup_result": ["request_id"],
+        "register_kv_caches": ["kv_caches"],
+        "submit_store_request": ["request_id", "op", "event"],
+        "submit_retrieve_request": ["request_id", "op", "event"],
+        "batched_submit_store_requests": ["request_ids", "ops", "event"],
+        "batched_submit_retrieve_requests": ["request_ids", "ops", "event"],
+        "get_finished": ["finished_req_ids_from_engine"],
+    }.items():
+        if hasattr(adapter, method):
+            parameters = inspect.signature(getattr(adapter, method)).parameters.values()
+            positional = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
+            assert positional == ["self", *names], method
+
+
+class TestConstruction:
+    def test_the_chunk_size_is_known_at_once(
+        self, agent: AgentServer, context: zmq.Context[Any]
+    ) -> None:
+        scheduler = LMCacheMPSchedulerAdapter(agent.endpoint, context, MODEL, 2, 1, BLOCK)
+        assert (scheduler.num_blocks_per_chunk(), scheduler.blocks_in_chunk) == (4, 4)
+        assert scheduler.chunk_size == CHUNK
+        assert (scheduler.model_name, scheduler.world_size, scheduler.worker_id) == (MODEL, 2, 1)
+        context.term()  # ends at once, although the adapter is open
+        assert scheduler.link.online
+        scheduler.shutdown()
+
+    def test_chunks_are_rounded_up_to_whole_blocks(
+        self, agent: AgentServer, context: zmq.Context[Any]
+    ) -> None:
+        scheduler = LMCacheMPSchedulerAdapter(agent.endpoint, context, MODEL, 1, 0, 48)
+        assert (scheduler.num_blocks_per_chunk(), scheduler.chunk_size) == (2, 96)
+        scheduler.shutdown()
+
+    @pytest.mark.parametrize("adapter", [LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter])
+    def test_without_an_agent(
+        self, adapter: Any, tmp_path: Path, context: zmq.Context[Any]
+    ) -> None:
+        endpoint = f"ipc://{tmp_path}/no.sock"
+        with pytest.raises(AgentUnreachable, match=f"lmcache-redis agent --endpoint {endpoint}"):
+            adapter(endpoint, context, MODEL, 1, 0, BLOCK, timeout_s=0.3)
+
+    def test_an_agent_that_cannot_be_used(self, tmp_path: Path, context: zmq.Context[Any]) -> None:
+        tmp_path.chmod(0o777)
+        began_s = time.monotonic()
+        with pytest.raises(AgentUnreachable, match="others can write to"):
+            LMCacheMPSchedulerAdapter(f"ipc://{tmp_path}/a.sock", context, MODEL, 1, 0, BLOCK)
+        assert time.monotonic() - began_s < multi_process_adapter.TIMEOUT_S / 2
+
+    @pytest.mark.parametrize("adapter", [LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter])
+    @pytest.mark.parametrize(
+        ("changes", "error", "reason"),
+        [
+            ({"server_url": "tcp://localhost:5555"}, ConfigError, "tcp:// is not served"),
+            ({"server_url": "localhost:5555"}, ConfigError, "write ipc://PATH"),
+            ({"context": None}, TypeError, "context is a zmq.Context, not NoneType"),
+            ({"model_name": 7}, TypeError, "model_name is text, not int"),
+            ({"world_size": "1"}, TypeError, "world_size is an int, not str"),
+            ({"world_size": 0}, ValueError, "world_size is 0"),
+            ({"kv_rank": 1}, ValueError, "kv_rank is 1: the ranks of 1 count from 0"),
+            ({"kv_rank": -1}, ValueError, "kv_rank is -1"),
+            ({"vllm_block_size": 0}, ValueError, "vllm_block_size 0"),
+        ],
+    )
+    def test_wrong_arguments(
+        self,
+        adapter: Any,
+        changes: dict[str, Any],
+        error: type[Exception],
+        reason: str,
+        context: zmq.Context[Any],
+    ) -> None:
+        right: dict[str, Any] = {
+            "server_url": "ipc:///nowhere/agent.sock",
+            "context": context,
+            "model_name": MODEL,
+            "world_size": 1,
+            "kv_rank": 0,
+            "vllm_block_size": BLOCK,
+        }
+        with pytest.raises(error, match=reason):
+            adapter(**right | changes)
+
+
+class TestEngineId:
+    def test_all_in_one_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("LMCACHE_REDIS_ENGINE_ID", raising=False)
+        monkeypatch.setattr(multi_process_adapter, "parent_process", lambda: None)
+        ids = {
+            multi_process_adapter.default_engine_id(MODEL, world_size, is_worker=is_worker)
+            for world_size in (1, 2)
+            for is_worker in (False, True)
+        }
+        assert len(ids) == 1
+        assert f"{os.getpid()}-" in ids.pop()
+        other = multi_process_adapter.default_engine_id("other", 1, is_worker=False)
+        assert other not in ids
+
+    def test_workers_that_the_scheduler_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in vLLM: several workers are children; a single one runs beside the scheduler."""
+        monkeypatch.delenv("LMCACHE_REDIS_ENGINE_ID", raising=False)
+        parent = SimpleNamespace(pid=os.getppid())
+        monkeypatch.setattr(multi_process_adapter, "parent_process", lambda: parent)
+        name = multi_process_adapter.default_engine_id
+        assert name(MODEL, 2, is_worker=True).startswith(f"{os.getppid()}-")
+        assert name(MODEL, 2, is_worker=False).startswith(f"{os.getpid()}-")
+        assert name(MODEL, 1, is_worker=True) == name(MODEL, 1, is_worker=False)
+
+    def test_the_variable_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LMCACHE_REDIS_ENGINE_ID", "engine 7")
+        for is_worker in (False, True):
+            found = multi_process_adapter.default_engine_id(MODEL, 2, is_worker=is_worker)
+            assert found == "engine 7"
+
+    def test_two_ranks_find_their_scheduler(
+        self, agent: AgentServer, context: zmq.Context[Any]
+    ) -> None:
+        scheduler = LMCacheMPSchedulerAdapter(agent.endpoint, context, MODEL, 2, 0, BLOCK)
+        workers = [
+            LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 2, rank, BLOCK)
+            for rank in range(2)
+        ]
+        memory = [caches(), caches()]
+        op = LoadStoreOp(list(range(4)), None, HASHES[:4])
+        for worker, each in zip(workers, memory, strict=True):
+            worker.register_kv_caches(each)
+        for worker in workers:
+            scheduler.maybe_submit_lookup_request(f"before {worker.worker_id}", HASHES[:4])
+            assert looked_up(scheduler, f"before {worker.worker_id}") == 0
+            worker.submit_store_request("a", op, None)
+            wait_until(lambda worker=worker: "a" in worker.get_finished({"a"})[0])
+        scheduler.maybe_submit_lookup_request("b", HASHES[:4])
+        assert looked_up(scheduler, "b") == CHUNK
+        for worker, each in zip(workers, memory, strict=True):
+            before = copied(each)
+            worker.submit_retrieve_request("b", LoadStoreOp(list(range(8, 12)), None, HASHES[:4]))
+            finished_retrieves(worker, "b")
+            assert_moved(each, before, {n: 8 + n for n in range(4)})
+            worker.shutdown()
+        scheduler.shutdown()
+
+    @pytest.mark.parametrize("same", [True, False])
+    def test_workers_of_another_engine_are_noticed(
+        self,
+        same: bool,
+        agent: AgentServer,
+        context: zmq.Context[Any],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        scheduler = LMCacheMPSchedulerAdapter(
+            agent.endpoint, context, MODEL, 1, 0, BLOCK, engine_id="one"
+        )
+        worker = LMCacheMPWorkerAdapter(
+            agent.endpoint, context, MODEL, 1, 0, BLOCK, engine_id="one" if same else "other"
+        )
+        worker.register_kv_caches(caches())
+        asked: list[Any] = []
+        checked = scheduler._check_workers
+        scheduler._check_workers = lambda call: asked.append(checked(call))  # type: ignore[method-assign]
+        for request_id in ("a", "b"):
+            scheduler.maybe_submit_lookup_request(request_id, HASHES)
+            assert looked_up(scheduler, request_id) == 0
+        wait_until(lambda: len(asked) == 1)
+        warned = [each.getMessage() for each in caplog.records if "same engine_id" in each.message]
+        assert len(warned) == (0 if same else 1)
+        if warned:
+            assert "only 0 of 1 workers of engine one are registered" in warned[0]
+        worker.shutdown()
+        scheduler.shutdown()
+
+
+class TestRegistration:
+    @pytest.mark.parametrize(
+        "shape",
+        [
+            (2, BLOCKS, BLOCK, 2, 8),  # K and V outside
+            (BLOCKS, 2, BLOCK, 2, 8),  # inside
+            (BLOCKS, BLOCK, 72),  # latent attention
+            (2, BLOCKS, BLOCK * 16),
+        ],
+    )
+    def test_blocks_are_counted(
+        self, shape: tuple[int, ...], agent: AgentServer, context: zmq.Context[Any]
+    ) -> None:
+        worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
+        worker.register_kv_caches({"a": torch.zeros(shape), "b": torch.zeros(shape)})
+        assert worker.ready  # the agent has mapped the memory when the call returns
+        (layout,) = worker._layouts
+        assert (layout.num_blocks, layout.dtype) == (BLOCKS, "float32")
+        worker.shutdown()
+
+    def test_tensors_that_do_not_say_enough(
+        self, agent: AgentServer, context: zmq.Context[Any]
+    ) -> None:
+        worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
+        one = torch.zeros(8, BLOCK, 4)
+        wrong: list[tuple[Any, type[Exception], str]] = [
+            ({}, ValueError, "kv_caches is empty"),
+            ([one], TypeError, "a dict of tensors, not list"),
+            ({"a": [one]}, TypeError, "KV cache 'a' is a list, not a tensor"),
+            ({"a": torch.zeros(2, BLOCK, 8)}, ValueError, r"shape \[2, 16, 8\]: pass num_blocks"),
+            ({"a": torch.zeros(2, 8)}, ValueError, "pass num_blocks"),
+            ({"a": torch.zeros(8)}, ValueError, "pass num_blocks"),
+            ({"a": torch.zeros(1, 8, 8)}, ValueError, "pass num_blocks"),
+            ({"a": one, "b": torch.zeros(9, 4)}, ValueError, "'a' has 8 blocks and 'b' has 9"),
+            ({"a": one, "b": one.to(torch.uint8)}, ValueError, "float32 and uint8: pass"),
+            ({"a": torch.zeros(2, 8, 8)}, DeviceError, "more than one dimension"),
+        ]
+        for tensors, error, reason in wrong:
+            with pytest.raises(error, match=reason):
+                worker.register_kv_caches(tensors)
+            assert worker.kv_caches == {}
+        said = {"a": torch.zeros(2, BLOCK, 8), "b": torch.zeros(2, BLOCK, 8, dtype=torch.uint8)}
+        worker.register_kv_caches(said, num_blocks=2, dtype="float32")
+        assert worker.ready
+        assert worker.kv_caches is said
+        worker.shutdown()
+
+    def test_an_agent_that_refuses_the_memory(
+        self, tmp_path: Path, server: RedisServer, context: zmq.Context[Any]
+    ) -> None:
+        small = {"pool_bytes": 4 << 20, "slot_bytes": 1 << 20}
+        with AgentServer(tmp_path / "agent", server.unix_url, **small) as agent:
+            worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
+            with pytest.raises(DeviceError, match="does not fit the host pool"):
+                worker.register_kv_caches({"a": torch.zeros(8, BLOCK, 1 << 15)})
+            worker.register_kv_caches(caches())
+            assert worker.ready
+            worker.shutdown()
+
+    def test_an_agent_that_does_not_answer(
+        self, agent: AgentServer, context: zmq.Context[Any]
+    ) -> None:
+        worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK, timeout_s=2.0)
+        agent.stop()
+        with pytest.raises(
+            DeviceError, match=r"has not mapped the KV cache of worker 0 within 2 s"
+        ):
+            worker.register_kv_caches(caches())
+        agent.cont()
+        worker.wait_registered(WAIT_S)
+        worker.shutdown()
+
+    def test_other_weights_are_told_apart(self, pair: Pair, agent: AgentServer) -> None:
+        pair.store("a", HASHES, range(8))
+        assert pair.lookup("b", block_hashes=HASHES) == 2 * CHUNK
+        pair.worker.register_kv_caches(pair.caches, identity={"revision": "2"})
+        assert pair.lookup("c", block_hashes=HASHES) == 0
+
+
+class TestLookups:
+    def test_one_is_in_flight_for_a_request(self, pair: Pair) -> None:
+        pair.store("a", HASHES, range(8))
+        assert pair.lookup("b", block_hashes=HASHES) == 2 * CHUNK
+        assert pair.lookup("b", block_hashes=HASHES[:4]) == 2 * CHUNK  # ignored
+        pair.scheduler.cleanup_lookup_result("b")
+        assert pair.lookup("b", block_hashes=HASHES[:4]) == CHUNK
+
+    def test_only_whole_chunks(self, pair: Pair) -> None:
+        pair.store("a", HASHES[:4], range(4))
+        assert pair.lookup("b", block_hashes=HASHES[:7]) == CHUNK
+        assert pair.lookup("c", block_hashes=HASHES[:3]) == 0
+        assert pair.lookup("d", token_ids=TOKENS[: CHUNK - 1]) == 0
+
+    def test_wrong_arguments(self, pair: Pair) -> None:
+        scheduler = pair.scheduler
+        with pytest.raises(ValueError, match="exactly one"):
+            scheduler.maybe_submit_lookup_request("a")
+        with pytest.raises(ValueError, match="exactly one"):
+            scheduler.maybe_submit_lookup_request("a", HASHES, TOKENS)
+        with pytest.raises(TypeError, match="pass token ids as token_ids"):
+            scheduler.maybe_submit_lookup_request("a", TOKENS)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="request 'a' has no lookup"):
+            scheduler.check_lookup_result("a")
+
+    def test_an_ended_session_is_forgotten(self, pair: Pair, agent: AgentServer) -> None:
+        pair.store("a", HASHES, range(8))
+        assert pair.lookup("b", block_hashes=HASHES) == 2 * CHUNK
+        assert agent.status()["pool"]["pinned_slots"] > 0
+        pair.scheduler.end_session("b")
+        wait_until(lambda: agent.status()["pool"]["pinned_slots"] == 0, what="unpinned chunks")
+        with pytest.raises(ValueError, match="no lookup"):
+            pair.scheduler.check_lookup_result("b")
+
+    def test_a_lost_agent_is_a_miss_until_it_is_back(self, pair: Pair, agent: AgentServer) -> None:
+        pair.store("a", HASHES, range(8))
+        agent.wait_idle()
+        agent.kill()
+        wait_until(lambda: not pair.scheduler.link.online, what="a noticed loss")
+        assert pair.lookup("b", block_hashes=HASHES) == 0
+        assert pair.scheduler.num_blocks_per_chunk() == 4
+        agent.restart()
+        wait_until(lambda: pair.scheduler.link.online and pair.worker.ready)
+        assert pair.lookup("c", block_hashes=HASHES) == 2 * CHUNK
+
+
+class TestFinished:
+    """Which requests are reported, and when."""
+
+    def test_a_store_waits_for_the_engine(self, pair: Pair, agent: AgentServer) -> None:
+        op = LoadStoreOp(list(range(4)), None, HASHES[:4])
+        pair.worker.submit_store_request("a", op, None)
+        wait_until(lambda: agent.counter("stores") == 1)
+        assert pair.worker.get_finished(set()) == (set(), set())
+        assert pair.worker.get_finished({"a"}) == ({"a"}, set())
+
+    def test_the_engine_waits_for_a_store(self, pair: Pair, agent: AgentServer) -> None:
+        agent.stop()  # the store stays in flight, until its lease ends
+        op = LoadStoreOp(list(range(4)), None, HASHES[:4])
+        pair.worker.submit_store_request("a", op, None)
+        assert pair.worker.get_finished({"a"}) == (set(), set())
+        agent.cont()
+        wait_until(lambda: pair.worker.get_finished(set()) == ({"a"}, set()))
+
+    def test_a_request_without_a_store_is_reported_at_once(self, pair: Pair) -> None:
+        assert pair.worker.get_finished({"a", "b"}) == ({"a", "b"}, set())
+
+    def test_repeated_ids_are_reported_once(self, pair: Pair) -> None:
+        pair.worker.submit_store_request("a", LoadStoreOp([0, 1, 2, 3], None, HASHES[:4]), None)
+        reported = []
+        wait_until(
+            lambda: reported.extend(pair.worker.get_finished(["a", "b"])[0]) or "a" in reported
+        )
+        for _ in range(3):
+            assert pair.worker.get_finished({"a", "b"}) == (set(), set())
+        assert sorted(reported) == ["a", "b"]
+
+    def test_an_id_is_reported_as_often_as_it_is_used(self, pair: Pair) -> None:
+        for turn in range(3):
+            op = LoadStoreOp([0, 1, 2, 3], None, block_hashes(f"turn {turn}", 4))
+            pair.worker.submit_store_request("a", op, None)
+            reported: list[str] = []
+            wait_until(
+                lambda reported=reported: (
+                    reported.extend(pair.worker.get_finished({"a"})[0]) or reported == ["a"]
+                )
+            )
+
+    def test_several_stores_of_a_request_are_one(self, pair: Pair, agent: AgentServer) -> None:
+        """Prefill in pieces: a step stores the chunks that it has computed."""
+        for first in (0, 4):
+            op = LoadStoreOp(list(range(first, first + 4)), None, HASHES[first : first + 4])
+            pair.worker.submit_store_request("a", op, None)
+        wait_until(lambda: agent.counter("stores") == 2)
+        wait_until(lambda: pair.worker.get_finished({"a"}) == ({"a"}, set()))
+        assert pair.worker.get_finished({"a"}) == (set(), set())
+
+    def test_requests_of_a_batch_are_reported_one_by_one(self, pair: Pair) -> None:
+        ops = [
+            LoadStoreOp([4 * n, 4 * n + 1, 4 * n + 2, 4 * n + 3], None, block_hashes(str(n), 4))
+            for n in range(3)
+        ]
+        pair.worker.batched_submit_store_requests(["a", "b", "c"], ops, None)
+        for request_id in ("b", "a", "c"):
+            wait_until(
+                lambda request_id=request_id: (
+                    pair.worker.get_finished({request_id}) == ({request_id}, set())
+                )
+            )
+
+    def test_blocks_that_were_not_loaded(
+        self, pair: Pair, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        pair.store("a", HASHES[:4], range(4))
+        before = copied(pair.caches)
+        op = LoadStoreOp(list(range(8, 16)), None, HASHES)  # the second chunk is nowhere
+        pair.worker.submit_retrieve_request("b", op, None)
+        finished_retrieves(pair.worker, "b")
+        assert_moved(pair.caches, before, {n: 8 + n for n in range(4)})
+        assert pair.worker.get_block_ids_with_load_errors() == set(range(12, 16))
+        assert "request b: 4 blocks were not loaded" in caplog.text
+
+
+class TestBatches:
+    def counted(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """How many stores and retrieves each message has that the worker sends."""
+        sent: list[int] = []
+        send = pair.worker.link._send_frames
+
+        def counting(frames: list[bytes]) -> bool:
+            questions = [m.decode_question(each) for each in m.split(frames)]
+            if isinstance(questions[0], (m.Store, m.Retrieve)):
+                sent.append(len(questions))
+            return send(frames)
+
+        monkeypatch.setattr(pair.worker.link, "_send_frames", counting)
+        return sent
+
+    def test_a_batch_is_one_message(
+        self, pair: Pair, agent: AgentServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names = ["a", "b", "c"]
+        stores = [
+            LoadStoreOp(list(range(4 * n, 4 * n + 4)), None, block_hashes(name, 4))
+            for n, name in enumerate(names)
+        ]
+        loads = [
+            LoadStoreOp(list(range(20 + 4 * n, 24 + 4 * n)), None, block_hashes(name, 4))
+            for n, name in enumerate(names)
+        ]
+        sent = self.counted(pair, monkeypatch)
+        pair.worker.batched_submit_store_requests(names, stores, None)
+        stored: set[str] = set()
+        wait_until(
+            lambda: stored.update(pair.worker.get_finished(set(names))[0]) or stored == set(names)
+        )
+        for name in names:
+            assert pair.lookup(f"load {name}", block_hashes=block_hashes(name, 4)) == CHUNK
+        before = copied(pair.caches)
+        ids = [f"load {name}" for name in names]
+        pair.worker.batched_submit_retrieve_requests(ids, loads, None)
+        finished_retrieves(pair.worker, *ids)
+        assert sent == [3, 3]
+        assert_moved(pair.caches, before, {n: 20 + n for n in range(12)})
+        agent.wait_idle()
+        assert agent.status()["pool"]["pinned_slots"] == 0  # each request gave back its pins
+
+    def test_lists_of_different_lengths_start_nothing(self, pair: Pair) -> None:
+        op = LoadStoreOp(list(range(4)), None, HASHES[:4])
+        for submit in (
+            pair.worker.batched_submit_store_requests,
+            pair.worker.batched_submit_retrieve_requests,
+        ):
+            with pytest.raises(ValueError, match="2 request ids, 1 operations"):
+                submit(["a", "b"], [op], None)
+            submit([], [], None)
+        assert pair.worker.get_finished({"a"}) == ({"a"}, set())
+
+    def test_the_event_is_exported_once(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With memory that passes for a GPU's; the agent, which has none, refuses the event."""
+        exported: list[bytes] = []
+
+        class Event:
+            def ipc_handle(self) -> bytes:
+                exported.append(b"e" * 64)
+                return exported[-1]
+
+        monkeypatch.setattr(LMCacheMPWorkerAdapter, "on_cuda", True)
+        event: Any = Event()
+        ops = [LoadStoreOp(list(range(4)), None, block_hashes(str(n), 4)) for n in range(3)]
+        pair.worker.batched_submit_store_requests(["a", "b", "c"], ops, event)
+        assert len(exported) == 1
+        stores = [each for group in pair.worker._requests.stores.values() for each in group]
+        assert [store.event for store in stores] == [event] * 3  # kept alive
+        with pytest.raises(ValueError, match="the KV cache is on a GPU"):
+            pair.worker.submit_store_request("d", ops[0], None)
+
+    def test_in_cpu_memory_the_engine_waits_for_the_event(
+        self, pair: Pair, agent: AgentServer
+    ) -> None:
+        waited: list[str] = []
+        event: Any = SimpleNamespace(
+            ipc_handle=lambda: b"e" * 64, synchronize=lambda: waited.append("stored")
+        )
+        op = LoadStoreOp(list(range(4)), None, HASHES[:4])
+        pair.worker.submit_store_request("a", op, event)
+        assert waited == ["stored"]
+        wait_until(lambda: agent.counter("gathered_chunks") == 1)
+        with pytest.raises(TypeError, match=r"an event is a torch.cuda.Event, not bytes"):
+            pair.worker.submit_retrieve_request("b", op, b"e" * 64)  # type: ignore[arg-type]
+
+
+class TestShutdown:
+    def test_the_memory_is_unmapped_when_it_returns(
+        self, agent: AgentServer, context: zmq.Context[Any]
+    ) -> None:
+        worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
+        worker.register_kv_caches(caches())
+        assert len(agent.status()["engines"]) == 1
+        assert worker.shutdown() is True
+        assert agent.status()["engines"] == []
+
+
+class TestRanges:
+    """NVTX, which profilers of GPUs show."""
+
+    def test_around_each_method(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[tuple[str, str]] = []
+
+        class Range:
+            def __init__(self, message: str, domain: str) -> None:
+                self.name = (domain, message)
+
+            def __call__(self, method: Callable[..., Any]) -> Callable[..., Any]:
+                def ranged(*args: Any) -> Any:
+                    seen.append(self.name)
+                    return method(*args)
+
+                return ranged
+
+        monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=Range))  # type: ignore[arg-type]
+
+        @multi_process_adapter._nvtx_ranges("double")
+        class Adapter:
+            def double(self, number: int) -> int:
+                return 2 * number
+
+            def other(self) -> None:
+                pass
+
+        adapter = Adapter()
+        adapter.other()
+        assert adapter.double(4) == 8
+        assert seen == [("lmcache", "Adapter.double")]
+
+    def test_nothing_without_the_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "nvtx", None)  # type: ignore[arg-type]
+
+        class Adapter:
+            def double(self, number: int) -> int:
+                return 2 * number
+
+        plain = Adapter.double
+        assert multi_process_adapter._nvtx_ranges("double")(Adapter) is Adapter
+        assert Adapter.double is plain

@@ -1,0 +1,216 @@
+"""The facade of lmcache.v1.protocol."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_redis import lm_wire, protocol
+from lmcache_redis.compat.protocol import (
+    DTYPE_TO_INT,
+    INT_TO_DTYPE,
+    CacheEngineKey,
+    ClientCommand,
+    ClientMetaMessage,
+    LayerCacheEngineKey,
+    MemoryFormat,
+    RemoteMetadata,
+    ServerMetaMessage,
+    ServerReturnCode,
+    get_remote_metadata_bytes,
+    init_remote_metadata_info,
+)
+from lmcache_redis.errors import FormatError
+from tests.gateway.serving import Serving
+
+CACHE_KEY = CacheEngineKey("org/model", 8, 3, bytes(range(32)), torch.bfloat16)
+LAYER_KEY = CACHE_KEY.get_first_layer()
+
+
+@pytest.mark.servers
+def test_the_documented_calls_with_a_server() -> None:
+    shape = torch.Size([2, 32, 256, 128])
+    length = math.prod(shape) * 2
+    payload = random.Random(1).randbytes(length)
+    sizes = {"buffer_bytes": 32 << 20, "max_payload_bytes": 8 << 20, "memory_bytes": 16 << 20}
+    with Serving([], **sizes) as serving, serving.client() as client:
+
+        def ask(command: ClientCommand, key: Any) -> ServerMetaMessage:
+            msg = ClientMetaMessage(command, key, 0, MemoryFormat.KV_BLOB, None, torch.Size([0]))
+            client.send(msg.serialize())
+            raw_bytes = client.receive(ServerMetaMessage.packlength())
+            return ServerMetaMessage.deserialize(raw_bytes)
+
+        for cache_key in (CACHE_KEY, LAYER_KEY, CacheEngineKey("vllm", "m", 2, 1, "00ff")):
+            assert ask(ClientCommand.EXIST, cache_key).code == ServerReturnCode.FAIL
+            msg = ClientMetaMessage(
+                command=ClientCommand.PUT,
+                key=cache_key,
+                length=length,
+                fmt=MemoryFormat.KV_BLOB,
+                dtype=torch.float16,
+                shape=shape,
+            )
+            data = msg.serialize()
+            assert len(data) == ClientMetaMessage.packlength()
+            client.send(data + payload)
+            assert ask(ClientCommand.EXIST, cache_key).code == ServerReturnCode.SUCCESS
+            response = ask(ClientCommand.GET, cache_key.to_string())
+            assert response == ServerMetaMessage(
+                code=ServerReturnCode.SUCCESS,
+                length=length,
+                fmt=MemoryFormat.KV_BLOB,
+                dtype=torch.float16,
+                shape=shape,
+            )
+            assert client.receive(response.length) == payload
+        listed = ask(ClientCommand.LIST, "")
+        texts = client.receive(listed.length).decode().split("\n")
+        assert {CACHE_KEY.to_string(), LAYER_KEY.to_string(), "vllm@m@2@1@00ff"} == {*texts}
+        assert ask(ClientCommand.HEALTH, "").code == ServerReturnCode.SUCCESS
+
+
+class TestClientMetaMessage:
+    message = ClientMetaMessage(
+        ClientCommand.PUT,
+        CACHE_KEY,
+        4096,
+        MemoryFormat.KV_BLOB,
+        torch.float16,
+        torch.Size([2, 32, 16, 2]),
+        "LocalDiskBackend",
+    )
+
+    def test_comes_back_with_the_types_of_its_fields(self) -> None:
+        for key in (CACHE_KEY, LAYER_KEY):
+            again = ClientMetaMessage.deserialize(replace(self.message, key=key).serialize())
+            assert again == replace(self.message, key=key)
+            assert type(again.key) is type(key)
+            assert (type(again.shape), again.dtype) == (torch.Size, torch.float16)
+            assert again.command is ClientCommand.PUT
+            assert again.location == "LocalDiskBackend"
+
+    def test_has_the_bytes_of_the_protocol(self) -> None:
+        wire = lm_wire.ClientMetaMessage(
+            ClientCommand.PUT, CACHE_KEY, 4096, MemoryFormat.KV_2LTD, "float16", (2, 32, 16, 2),
+            "LocalDiskBackend",
+        )  # fmt: skip
+        assert self.message.serialize() == wire.serialize()
+
+    def test_takes_the_text_of_a_key(self) -> None:
+        assert replace(self.message, key=CACHE_KEY.to_string()) == self.message
+
+    def test_a_request_without_a_key(self) -> None:
+        message = replace(self.message, command=ClientCommand.HEALTH, key="")
+        assert ClientMetaMessage.deserialize(message.serialize()) == message
+
+    def test_may_be_changed(self) -> None:
+        message = replace(self.message)
+        message.length = 7
+        assert ClientMetaMessage.deserialize(message.serialize()).length == 7
+        message.length = -1
+        with pytest.raises(FormatError):
+            message.serialize()
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"key": "no key"}, {"key": None}, {"key": 5}, {"command": 6}, {"length": -1},
+            {"fmt": 1}, {"dtype": torch.int64}, {"shape": torch.Size([1] * 5)},
+            {"location": "Elsewhere"},
+            {"key": CacheEngineKey("m" * 150, 1, 0, 5, torch.half)},
+        ],
+    )  # fmt: skip
+    def test_what_has_no_encoding_is_refused(self, changes: dict[str, Any]) -> None:
+        with pytest.raises(FormatError):
+            replace(self.message, **changes)
+
+    def test_malformed_bytes_are_refused(self) -> None:
+        data = self.message.serialize()
+        no_key = data[:36] + b"no key".ljust(150)
+        for each in (b"", data[:-1], data + b"\0", b"\x09" + data[1:], no_key):
+            with pytest.raises(FormatError):
+                ClientMetaMessage.deserialize(each)
+
+
+class TestServerMetaMessage:
+    message = ServerMetaMessage(
+        ServerReturnCode.SUCCESS,
+        8,
+        MemoryFormat.KV_T2D,
+        None,
+        torch.Size([2, 4]),
+        "LocalCPUBackend",
+    )
+
+    def test_comes_back_with_the_types_of_its_fields(self) -> None:
+        data = self.message.serialize()
+        assert len(data) == ServerMetaMessage.packlength() == 36
+        again = ServerMetaMessage.deserialize(memoryview(data))
+        assert again == self.message
+        assert type(again.shape) is torch.Size
+        assert again.code is ServerReturnCode.SUCCESS
+        assert (again.dtype, again.location) == (None, "LocalCPUBackend")
+
+    @pytest.mark.parametrize(
+        "changes", [{"code": 300}, {"length": 1 << 31}, {"location": "x"}, {"dtype": torch.bool}]
+    )
+    def test_what_has_no_encoding_is_refused(self, changes: dict[str, Any]) -> None:
+        with pytest.raises(FormatError):
+            replace(self.message, **changes)
+
+
+SHAPES = [torch.Size([2, 32, 16, 8]), torch.Size([4, 4])]
+DTYPES = [torch.bfloat16, torch.uint8]
+
+
+class TestRemoteMetadata:
+    metadata = RemoteMetadata(2 * 32 * 16 * 8 * 2 + 16, SHAPES, DTYPES, MemoryFormat.KV_2LTD)
+
+    def test_comes_back_with_the_types_of_its_fields(self) -> None:
+        again = RemoteMetadata.deserialize(self.metadata.serialize())
+        assert again == self.metadata
+        assert (again.shapes, again.dtypes) == (SHAPES, DTYPES)
+        assert [type(shape) for shape in again.shapes] == [torch.Size] * 2
+        assert (type(again.shapes), type(again.dtypes)) == (list, list)
+
+    def test_has_the_encoding_of_the_package(self) -> None:
+        encoded = protocol.RemoteMetadata(
+            self.metadata.length, SHAPES, DTYPES, MemoryFormat.KV_2LTD
+        )
+        assert self.metadata.serialize() == encoded.serialize()
+
+    def test_into_a_buffer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(protocol, "_group_count", None)
+        init_remote_metadata_info(2)
+        size = get_remote_metadata_bytes()
+        buffer = bytearray(b"\xff" * (size + 8))
+        assert self.metadata.serialize_into(buffer) == size
+        assert buffer[size:] == b"\xff" * 8
+        assert RemoteMetadata.deserialize(memoryview(buffer)[:size]) == self.metadata
+        with pytest.raises(FormatError):
+            self.metadata.serialize_into(bytearray(size - 1))
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"length": 1}, {"shapes": []}, {"dtypes": [torch.int8]}, {"fmt": 1},
+            {"dtypes": [torch.complex64, torch.uint8]}, {"shapes": [(1,) * 5, (1,)]},
+        ],
+    )  # fmt: skip
+    def test_what_has_no_encoding_is_refused(self, changes: dict[str, Any]) -> None:
+        with pytest.raises(FormatError):
+            replace(self.metadata, **changes)
+
+
+def test_the_numbers_of_the_protocol() -> None:
+    assert [each.value for each in ClientCommand] == [1, 2, 3, 4, 5]
+    assert (ServerReturnCode.SUCCESS, ServerReturnCode.FAIL) == (200, 400)
+    assert INT_TO_DTYPE[DTYPE_TO_INT[torch.float16]] is torch.float16
+    assert DTYPE_TO_INT[None] == 0
+    assert issubclass(LayerCacheEngineKey, CacheEngineKey)

@@ -1,0 +1,613 @@
+"""LMCache's storage backends: its calls as documented, over real backends."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_redis import backends
+from lmcache_redis.backends.interface import Allocate
+from lmcache_redis.compat import storage_backend as compat
+from lmcache_redis.compat.engine_keys import object_key_of
+from lmcache_redis.compat.storage_backend import (
+    CacheEngineKey,
+    LMCacheEngineConfig,
+    LMCacheEngineMetadata,
+    LMCacheMemPoolMetadata,
+    LMCBackendInterface,
+    LMCHybridBackend,
+    LMCLocalBackend,
+    LMCLocalDiskBackend,
+    LMCPipelinedRemoteBackend,
+    LMCRemoteBackend,
+)
+from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.keys import ObjectKey
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from tests.backends.contract import (
+    FLUSH_S,
+    MakeBackend,
+    TierContract,
+    key_of,
+    same,
+    tensor_of,
+)
+from tests.servers import RedisServer
+from tests.topologies import running_sentinel
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no NVIDIA GPU: torch.cuda.is_available() is False"
+)
+
+# Layers, key and value, tokens, heads, head size.
+KV_SHAPE = (4, 2, 16, 2, 8)
+METADATA = LMCacheEngineMetadata("org/model", 1, 0, "vllm", torch.bfloat16)
+POOL = LMCacheMemPoolMetadata(KV_SHAPE, torch.bfloat16, 1)
+KINDS = ("local", "disk", "remote", "pipelined", "hybrid")
+
+MakeFacade = Callable[..., Any]
+
+
+@dataclass
+class KeyOfAnEngine:
+    """LMCache's own key has these fields."""
+
+    fmt: str
+    model_name: str
+    world_size: int
+    worker_id: int
+    chunk_hash: str
+
+    def __hash__(self) -> int:
+        return hash(self.chunk_hash)
+
+
+def engine_key(number: int, fmt: str = "vllm") -> KeyOfAnEngine:
+    return KeyOfAnEngine(fmt, "org/model", 1, 0, f"{number:064x}")
+
+
+def chunk_of(number: int) -> torch.Tensor:
+    return tensor_of(number, KV_SHAPE, "bfloat16")
+
+
+def config_of(**changes: Any) -> LMCacheEngineConfig:
+    settings: dict[str, Any] = {"local_device": "cpu", "max_local_cache_size": 0.25}
+    return LMCacheEngineConfig.from_defaults(**settings | changes)
+
+
+def made(kind: str, url: str, directory: Path, dst_device: str = "cpu") -> Any:
+    config = config_of(remote_url=url, pipelined_backend=kind == "hybrid")
+    if kind == "local":
+        return LMCLocalBackend(config, POOL, dst_device)
+    if kind == "disk":
+        config.local_device = f"file://{directory}/"
+        return LMCLocalDiskBackend(config, POOL, dst_device)
+    if kind == "remote":
+        return LMCRemoteBackend(config, METADATA, dst_device)
+    if kind == "pipelined":
+        return LMCPipelinedRemoteBackend(config, METADATA, dst_device)
+    return LMCHybridBackend(config, METADATA, POOL, dst_device)
+
+
+@pytest.fixture
+def make(server: RedisServer, tmp_path: Path) -> MakeFacade:
+    """Backends of a kind over an empty server and a directory; they close by themselves."""
+    return lambda kind, **options: made(kind, server.url, tmp_path / "chunks", **options)
+
+
+@pytest.fixture(params=KINDS)
+def backend(request: pytest.FixtureRequest, make: MakeFacade) -> Iterator[Any]:
+    facade = make(request.param)
+    yield facade
+    facade.close()
+
+
+# ------------------------------------------------------------------ the contract of all backends
+
+
+class Answering(backends.LMCBackendInterface):
+    """A facade with what the contract wants beyond it: results of puts, and calls for bytes."""
+
+    def __init__(self, facade: Any) -> None:
+        super().__init__(facade.dst_device)
+        self.facade = facade
+
+    def named(self, key: ObjectKey) -> Any:
+        """The key to pass for one of the contract."""
+        return key
+
+    def contracts(self, key: Any) -> ObjectKey:
+        """The inverse of `named`."""
+        assert isinstance(key, ObjectKey)
+        return key
+
+    def put(self, key: ObjectKey, kv_chunk: torch.Tensor, blocking: bool = True) -> bool:
+        assert self.facade.put(self.named(key), kv_chunk, blocking) is None
+        return True
+
+    def get(self, key: ObjectKey) -> torch.Tensor | None:
+        return self.facade.get(self.named(key))
+
+    def contains(self, key: ObjectKey) -> bool:
+        return bool(self.facade.contains(self.named(key)))
+
+    def remove(self, key: ObjectKey) -> bool:
+        was_there = self.contains(key)
+        assert self.facade.remove(self.named(key)) is None
+        return was_there
+
+    def list(self) -> list[ObjectKey]:
+        return [self.contracts(key) for key in self.facade.list()]
+
+    def batched_put(
+        self, keys_and_chunks: Iterable[tuple[ObjectKey, torch.Tensor]], blocking: bool = True
+    ) -> int:
+        pairs = ((self.named(key), chunk) for key, chunk in keys_and_chunks)
+        return int(self.facade.batched_put(pairs, blocking))
+
+    def batched_get(self, keys: Iterable[ObjectKey]) -> Iterator[torch.Tensor | None]:
+        return iter(self.facade.batched_get(map(self.named, keys)))
+
+    def put_bytes(
+        self,
+        key: ObjectKey,
+        metadata: RemoteMetadata,
+        payload: Sequence[memoryview],
+        blocking: bool = True,
+    ) -> bool:
+        named = object_key_of(self.named(key))
+        return bool(self.facade._tier.put_bytes(named, metadata, payload, blocking))
+
+    def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
+        return self.facade._tier.get_bytes(object_key_of(self.named(key)), allocate)
+
+    def flush(self, timeout_s: float) -> bool:
+        return bool(self.facade._tier.flush(timeout_s))
+
+    def close(self) -> None:
+        self.facade.close()
+
+
+class WithEngineKeys(Answering):
+    """The contract's keys as keys of LMCache."""
+
+    def named(self, key: ObjectKey) -> KeyOfAnEngine:
+        rank = key.kv_rank
+        return KeyOfAnEngine(
+            "vllm", key.model_name, rank >> 24, rank >> 16 & 0xFF, key.chunk_hash.hex()
+        )
+
+    def contracts(self, key: Any) -> ObjectKey:
+        assert type(key) is KeyOfAnEngine
+        rank = (key.world_size, key.worker_id)
+        chunk_hash = bytes.fromhex(key.chunk_hash)
+        return ObjectKey(chunk_hash, key.model_name, ObjectKey.ComputeKVRank(*rank, *rank))
+
+
+class FacadeContract(TierContract):
+    kind = ""
+    answering: type[Answering] = Answering
+    examples = 5
+    thread_seconds = 0.5
+
+    @pytest.fixture
+    def make_backend(self, make: MakeFacade) -> Iterator[MakeBackend]:
+        opened: list[Answering] = []
+
+        def make_answering() -> Answering:
+            opened.append(self.answering(make(self.kind)))
+            return opened[-1]
+
+        yield make_answering
+        for each in opened:
+            each.close()
+
+    def test_the_format_of_tensors_is_the_tiers(self, make_backend: MakeBackend) -> None:
+        """LMCache's constructors have no memory format."""
+        backend = make_backend()
+        assert backend.put(key_of(1), tensor_of(1, (8,)))
+        metadata = backend.get_bytes(key_of(1), lambda each: [memoryview(bytearray(each.length))])
+        assert metadata is not None
+        assert metadata.fmt is MemoryFormat.UNDEFINED
+
+
+class EngineKeyContract(FacadeContract):
+    answering = WithEngineKeys
+
+    def test_keys_that_look_alike(self, backend: backends.LMCBackendInterface) -> None:
+        """Those of LMCache, in each field."""
+        assert isinstance(backend, Answering)
+        facade = backend.facade
+        names = ("m", "M", "m@", "@m", "..", "/", "a\0b", "", "m" * 900)
+        hashes = ("ab", "AB", "0ab", "{x}", "*", "?[a]\\", "171", "~")
+        alike = [KeyOfAnEngine("vllm", name, 1, 0, "ab") for name in names]
+        alike += [KeyOfAnEngine("vllm", "m", 1, 0, each) for each in hashes[1:]]
+        alike += [KeyOfAnEngine("vllm", "m", 2, rank, "ab") for rank in (0, 1)]
+        alike += [KeyOfAnEngine(fmt, "m", 1, 0, "ab") for fmt in ("huggingface", "VLLM")]
+        for number, key in enumerate(alike):
+            assert not facade.contains(key)
+            facade.put(key, tensor_of(number, (number + 1,)))
+        assert len(facade.list()) == len(alike)
+        assert set(facade.list()) == set(alike)
+        for number, key in enumerate(alike):
+            assert same(facade.get(key), tensor_of(number, (number + 1,)))
+        for key in alike[::2]:
+            facade.remove(key)
+        assert set(facade.list()) == set(alike[1::2])
+
+
+class TestLocal(EngineKeyContract):
+    kind = "local"
+
+
+class TestDisk(FacadeContract):
+    kind = "disk"
+
+
+class TestRemote(EngineKeyContract):
+    kind = "remote"
+
+
+class TestPipelined(FacadeContract):
+    kind = "pipelined"
+
+
+class TestHybrid(EngineKeyContract):
+    kind = "hybrid"
+
+
+# ------------------------------------------------------------------ as documented
+
+CALLS = {
+    "batched_get": ["keys"],
+    "batched_put": ["keys_and_chunks", "blocking"],
+    "close": [],
+    "contains": ["key"],
+    "get": ["key"],
+    "put": ["key", "kv_chunk", "blocking"],
+}
+LOCAL = CALLS | {
+    "put_blocking": ["key", "kv_chunk"],
+    "put_nonblocking": ["key", "kv_chunk"],
+    "remove": ["key"],
+}
+REMOTE = CALLS | {"list": [], "put_blocking": ["key", "kv_chunk"]}
+DOCUMENTED: dict[str, tuple[list[str], dict[str, list[str]]]] = {
+    "LMCBackendInterface": (["dst_device"], CALLS),
+    "LMCHybridBackend": (
+        ["config", "metadata", "mpool_metadata", "dst_device"],
+        CALLS | {"put": ["key", "value", "blocking"]},
+    ),
+    "LMCLocalBackend": (["config", "metadata", "dst_device"], LOCAL),
+    "LMCLocalDiskBackend": (["config", "metadata", "dst_device"], LOCAL),
+    "LMCPipelinedRemoteBackend": (["config", "metadata", "dst_device"], REMOTE),
+    "LMCRemoteBackend": (["config", "metadata", "dst_device"], REMOTE),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_names_and_parameters(name: str) -> None:
+    kind = getattr(compat, name)
+    constructor, calls = DOCUMENTED[name]
+    parameters = inspect.signature(kind).parameters
+    assert list(parameters) == constructor
+    assert parameters["dst_device"].default == "cuda"
+    assert issubclass(kind, LMCBackendInterface)
+    for call, expected in calls.items():
+        found = dict(inspect.signature(getattr(kind, call)).parameters)
+        del found["self"]
+        assert list(found) == expected
+        assert "blocking" not in found or found["blocking"].default is True
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "local", "disk", "pipelined", "remote"])
+def test_every_documented_call(make: MakeFacade, kind: str) -> None:
+    """In the order of LMCache's page: the calls of the interface, then those of each class."""
+    backend = make(kind)
+    keys = [engine_key(number) for number in range(4)]
+    chunks = [chunk_of(number) for number in range(4)]
+    assert list(backend.batched_get(keys=iter(keys))) == [None] * 4
+    assert backend.batched_put(keys_and_chunks=zip(keys, chunks, strict=True)) == 4
+    found = list(backend.batched_get(keys=keys))
+    assert all(map(same, found, chunks))
+    assert backend.contains(key=keys[0]) is True
+    assert backend.contains(key=engine_key(9)) is False
+    assert same(backend.get(key=keys[0]), chunks[0])
+    assert backend.get(key=engine_key(9)) is None
+    name = "value" if kind == "hybrid" else "kv_chunk"
+    assert backend.put(**{"key": engine_key(4), name: chunk_of(4), "blocking": True}) is None
+    assert same(backend.get(engine_key(4)), chunk_of(4))
+    assert backend.put(engine_key(5), chunk_of(5), False) is None
+    assert backend.batched_put([(engine_key(6), chunk_of(6))], blocking=False) == 1
+    if kind != "hybrid":
+        assert backend.put_blocking(key=engine_key(7), kv_chunk=chunk_of(7)) is None
+        assert same(backend.get(engine_key(7)), chunk_of(7))
+    if kind in ("local", "disk"):
+        assert backend.put_nonblocking(key=engine_key(8), kv_chunk=chunk_of(8)) is None
+        assert backend.remove(key=keys[0]) is None
+        assert not backend.contains(keys[0])
+        assert backend.remove(keys[0]) is None
+    if kind in ("pipelined", "remote"):
+        assert set(keys) <= set(backend.list())
+    assert backend._tier.flush(FLUSH_S)
+    assert same(backend.get(engine_key(5)), chunk_of(5))
+    assert same(backend.get(engine_key(6)), chunk_of(6))
+    backend.close()
+    backend.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        backend.get(keys[0])
+
+
+def test_a_backend_of_ones_own() -> None:
+    """LMCBackendInterface is a base class: four calls make a backend."""
+
+    class InADictionary(LMCBackendInterface):
+        def __init__(self) -> None:
+            super().__init__(dst_device="cpu")
+            self.chunks: dict[Any, torch.Tensor] = {}
+
+        def put(self, key: Any, kv_chunk: torch.Tensor, blocking: bool = True) -> None:
+            self.chunks[key] = kv_chunk
+
+        def get(self, key: Any) -> torch.Tensor | None:
+            return self.chunks.get(key)
+
+        def contains(self, key: Any) -> bool:
+            return key in self.chunks
+
+        def close(self) -> None:
+            self.chunks.clear()
+
+    backend = InADictionary()
+    assert backend.batched_put([(engine_key(1), chunk_of(1)), (engine_key(2), chunk_of(2))]) == 2
+    found = list(backend.batched_get([engine_key(2), engine_key(3)]))
+    assert same(found[0], chunk_of(2))
+    assert found[1] is None
+    with pytest.raises(TypeError, match="abstract"):
+        LMCBackendInterface()  # type: ignore[abstract]
+
+
+def test_formats_do_not_meet(backend: Any) -> None:
+    backend.put(engine_key(1, "vllm"), chunk_of(1))
+    assert not backend.contains(engine_key(1, "huggingface"))
+    backend.put(engine_key(1, "huggingface"), chunk_of(2))
+    assert same(backend.get(engine_key(1, "vllm")), chunk_of(1))
+    assert same(backend.get(engine_key(1, "huggingface")), chunk_of(2))
+    assert set(backend.list()) == {engine_key(1, "vllm"), engine_key(1, "huggingface")}
+
+
+@pytest.mark.parametrize("kind", ["remote", "pipelined", "hybrid"])
+def test_another_process_lists_and_reads_the_keys(make: MakeFacade, kind: str) -> None:
+    make("remote").put(engine_key(1), chunk_of(1))
+    other = make(kind)
+    (found,) = other.list()
+    assert found == CacheEngineKey("vllm", "org/model", 1, 0, engine_key(1).chunk_hash)
+    assert same(other.get(found), chunk_of(1))
+
+
+def test_a_hybrid_writes_through_and_reads_through(make: MakeFacade, server: RedisServer) -> None:
+    remote, hybrid = make("remote"), make("hybrid")
+    hybrid.put(engine_key(1), chunk_of(1))
+    assert same(remote.get(engine_key(1)), chunk_of(1))
+    remote.put(engine_key(2), chunk_of(2))
+    assert same(hybrid.get(engine_key(2)), chunk_of(2))
+    server.command("FLUSHALL")
+    assert not remote.contains(engine_key(2))
+    assert same(hybrid.get(engine_key(1)), chunk_of(1))
+    assert same(hybrid.get(engine_key(2)), chunk_of(2))
+
+
+def test_the_smaller_limit_holds() -> None:
+    chunk_bytes = chunk_of(0).numel() * 2
+    room = 3.5 * chunk_bytes / (1 << 30)
+    for config_gib, pool_gib in ((1, room), (room, 1)):
+        pool = LMCacheMemPoolMetadata(KV_SHAPE, torch.bfloat16, pool_gib)
+        backend = LMCLocalBackend(config_of(max_local_cache_size=config_gib), pool, "cpu")
+        backend.batched_put((engine_key(number), chunk_of(number)) for number in range(10))
+        assert len(backend.list()) == 3
+        backend.close()
+
+
+def test_a_directory_is_found_again(tmp_path: Path) -> None:
+    for device in (str(tmp_path / "chunks"), f"file://{tmp_path}/chunks/"):
+        backend = LMCLocalDiskBackend(config_of(local_device=device), POOL, "cpu")
+        found = backend.get(engine_key(1))
+        assert found is None or same(found, chunk_of(1))
+        backend.put(engine_key(1), chunk_of(1))
+        backend.close()
+    assert found is not None
+
+
+# ------------------------------------------------------------------ the end of a backend
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_iterator_keeps_its_backend_open(make: MakeFacade, kind: str) -> None:
+    make(kind).put(engine_key(1), chunk_of(1))
+    gc.collect()
+    # Chunks in memory are gone with their backend.
+    expected = None if kind == "local" else chunk_of(1)
+    for found in make(kind).batched_get(engine_key(1) for _ in range(40)):
+        assert same(found, expected)
+
+
+@pytest.mark.servers
+def test_a_put_is_stored_when_the_process_ends(server: RedisServer) -> None:
+    program = f"""
+import torch
+from lmcache_redis.compat.storage_backend import *
+config = LMCacheEngineConfig.from_defaults(remote_url={server.url!r})
+metadata = LMCacheEngineMetadata("org/model", 1, 0, "vllm", torch.float16)
+backend = LMCRemoteBackend(config, metadata, "cpu")
+for number in range(20):
+    key = CacheEngineKey("vllm", "org/model", 1, 0, f"{{number:064x}}")
+    backend.put(key, torch.full((1 << 18,), number, dtype=torch.int32), blocking=False)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    backend = LMCRemoteBackend(config_of(remote_url=server.url), METADATA, "cpu")
+    for number in range(20):
+        found = backend.get(engine_key(number))
+        assert found is not None
+        assert bool((found == number).all())
+
+
+# ------------------------------------------------------------------ settings
+
+
+def test_settings_are_any_object_with_the_attributes(server: RedisServer) -> None:
+    config = SimpleNamespace(
+        local_device="cuda",
+        max_local_cache_size=1,
+        remote_url=server.url,
+        remote_serde="fast",
+        pipelined_backend=False,
+    )
+    pool = SimpleNamespace(max_local_cache_size=1)
+    backend = LMCHybridBackend(config, None, pool, "cpu")  # type: ignore[arg-type]
+    backend.put(engine_key(1), chunk_of(1))
+    assert same(backend.get(engine_key(1)), chunk_of(1))
+    backend.close()
+
+
+def test_defaults_of_the_configuration() -> None:
+    assert LMCacheEngineConfig.from_defaults() == LMCacheEngineConfig(
+        256, "cuda", 5, "redis://localhost:6379", "torch", False, False
+    )
+    assert LMCacheEngineConfig.from_defaults(128, "cpu", remote_url=None).remote_url is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "what"),
+    [
+        ("local", {"local_device": "file:///tmp/kv/"}, "a directory is for LMCLocalDiskBackend"),
+        ("local", {"local_device": None}, 'local_device is None: set it to "cpu"'),
+        ("local", {"max_local_cache_size": 0}, "max_local_cache_size is 0"),
+        ("local", {"max_local_cache_size": "5"}, "max_local_cache_size is '5'"),
+        ("local", {"max_local_cache_size": float("nan")}, "max_local_cache_size is nan"),
+        ("disk", {"local_device": "cpu"}, "local_device is 'cpu': set it to a directory"),
+        ("disk", {"local_device": None}, "local_device is None: set it to a directory"),
+        ("disk", {"local_device": "file://"}, "local_device is 'file://': set it to a directory"),
+        ("remote", {"remote_url": None}, "remote_url is None: set it to redis://HOST:PORT"),
+        ("remote", {"remote_url": "lm://localhost:65432"}, "lm://.*redis:// URL"),
+        ("remote", {"remote_url": "mooncakestore://h:1"}, "must begin with redis://"),
+        ("remote", {"remote_url": "redis-sentinel://"}, "redis-sentinel://HOST:PORT"),
+        ("remote", {"remote_url": "redis-sentinel://h:1/m"}, "redis\\+sentinel://HOST:PORT"),
+        ("remote", {"remote_serde": "cachegen"}, "'cachegen'.*neither compressed nor quantized"),
+        ("pipelined", {"remote_serde": "kivi"}, "remote_serde is 'kivi'"),
+        ("hybrid", {"local_device": "/tmp/kv"}, "a directory is for LMCLocalDiskBackend"),
+        ("hybrid", {"remote_url": "lm://localhost:65432"}, "lm://"),
+    ],
+)
+def test_settings_that_cannot_be_honoured(kind: str, changes: dict[str, Any], what: str) -> None:
+    config = config_of(**changes)
+    with pytest.raises(ConfigError, match=what):
+        {
+            "local": lambda: LMCLocalBackend(config, POOL, "cpu"),
+            "disk": lambda: LMCLocalDiskBackend(config, POOL, "cpu"),
+            "remote": lambda: LMCRemoteBackend(config, METADATA, "cpu"),
+            "pipelined": lambda: LMCPipelinedRemoteBackend(config, METADATA, "cpu"),
+            "hybrid": lambda: LMCHybridBackend(config, METADATA, POOL, "cpu"),
+        }[kind]()
+
+
+def test_settings_that_are_missing() -> None:
+    empty: Any = SimpleNamespace()
+    with pytest.raises(ConfigError, match="SimpleNamespace has no local_device"):
+        LMCLocalBackend(empty, POOL, "cpu")
+    with pytest.raises(ConfigError, match="SimpleNamespace has no remote_serde"):
+        LMCRemoteBackend(empty, METADATA, "cpu")
+    with pytest.raises(ConfigError, match="NoneType has no max_local_cache_size"):
+        LMCLocalBackend(config_of(), None, "cpu")  # type: ignore[arg-type]
+
+
+def test_what_is_no_chunk(make: MakeFacade) -> None:
+    backend = make("local")
+    layers: Any = ((torch.zeros(1), torch.zeros(1)),)
+    with pytest.raises(FormatError, match="one tensor, not a tuple"):
+        backend.put(engine_key(1), layers)
+    with pytest.raises(FormatError, match="one tensor, not a tuple"):
+        backend.batched_put([(engine_key(1), layers)])
+    with pytest.raises(FormatError, match="has no model_name"):
+        backend.put("vllm@org/model@1@0@ab", chunk_of(1))
+    assert backend.list() == []
+
+
+def test_a_unix_socket(server: RedisServer) -> None:
+    backend = LMCRemoteBackend(config_of(remote_url=server.unix_url), METADATA, "cpu")
+    backend.put(engine_key(1), chunk_of(1))
+    assert same(backend.get(engine_key(1)), chunk_of(1))
+    backend.close()
+
+
+@pytest.mark.servers
+def test_lmcaches_url_of_sentinels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_sentinel(tmp_path) as watched:
+        config = config_of(remote_url=f"redis-sentinel://127.0.0.1:{watched.port}")
+        backend = LMCRemoteBackend(config, METADATA, "cpu")
+        assert backend.batched_put([(engine_key(1), chunk_of(1))]) == 1
+        assert same(backend.get(engine_key(1)), chunk_of(1))
+        backend.close()
+        monkeypatch.setenv("REDIS_SERVICE_NAME", "another")
+        other = LMCRemoteBackend(config, METADATA, "cpu")
+        assert other.batched_put([(engine_key(1), chunk_of(1))]) == 0
+        other.close()
+    monkeypatch.setenv("REDIS_TIMEOUT", "soon")
+    with pytest.raises(ConfigError, match="REDIS_TIMEOUT is 'soon'"):
+        LMCRemoteBackend(config, METADATA, "cpu")
+
+
+# ------------------------------------------------------------------ devices
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("dst_device", ["cuda", "cuda:1"])
+def test_no_gpu_is_an_error_that_says_what_to_pass(dst_device: str) -> None:
+    with pytest.raises(ConfigError, match='has no CUDA device: pass dst_device="cpu"'):
+        LMCLocalBackend(config_of(), POOL, dst_device)
+
+
+@pytest.mark.parametrize("dst_device", ["meta", "mps", "gpu", "cuda:x", 3.5, None])
+def test_devices_that_no_chunk_can_be_on(dst_device: Any) -> None:
+    with pytest.raises(ConfigError, match="dst_device is"):
+        LMCLocalBackend(config_of(), POOL, dst_device)
+
+
+def test_devices_of_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check alone: nothing is copied to a GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert LMCLocalBackend(config_of(), POOL).dst_device == "cuda"
+    assert LMCLocalBackend(config_of(), POOL, "cuda:0").dst_device == "cuda:0"
+    with pytest.raises(ConfigError, match="'cuda:1', and this machine has 1 CUDA devices"):
+        LMCLocalBackend(config_of(), POOL, "cuda:1")
+
+
+@pytest.mark.cuda
+@needs_gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dst_device", ["cuda", "cuda:0", "cpu"])
+def test_chunks_of_a_gpu(make: MakeFacade, kind: str, dst_device: str) -> None:
+    backend = make(kind, dst_device=dst_device)
+    chunks = [chunk_of(number).cuda() for number in range(6)]
+    keys = [engine_key(number) for number in range(6)]
+    for number in (0, 1):
+        backend.put(keys[number], chunks[number], blocking=number == 0)
+    assert backend.batched_put(zip(keys[2:], chunks[2:], strict=True)) == 4
+    expected = [chunk.cpu() for chunk in chunks]
+    for chunk in chunks:
+        chunk.zero_()
+    assert backend._tier.flush(FLUSH_S)
+    for found in ([backend.get(key) for key in keys], list(backend.batched_get(keys))):
+        assert {tensor.device.type for tensor in found} == {dst_device[:4].rstrip(":")}
+        assert all(same(tensor.cpu(), each) for tensor, each in zip(found, expected, strict=True))
+    backend.close()
