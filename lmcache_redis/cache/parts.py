@@ -145,10 +145,9 @@ class LookupParts:
     def defer(self, units: int) -> None:
         """Loads the last of the missing parts later, so that the others take fewer units now."""
         for part in sorted(self.missing - self.later, reverse=True):
-            if units <= 0:
-                break
-            self.later.add(part)
-            units -= self._units[part[1]]
+            if units > 0 and not self.is_remote(part):
+                self.later.add(part)
+                units -= self._units[part[1]]
 
     def is_ready(self, part: Part) -> bool:
         """Whether the part is READY in the pool; of a remote one, whether it was found."""
