@@ -308,7 +308,7 @@ class Line:
         return len(self._waiting)
 
     def is_turn_of(self, who: Hashable, urgent: bool = False) -> bool:
-        """Whether nobody comes before ``who``, who may be in the line."""
+        """Whether ``who``, in the line or not yet, would be the next one."""
         for each, place in self._waiting.items():
             return each == who or (urgent and not place.urgent)
         return True

@@ -61,7 +61,7 @@ _Buffer = bytes | bytearray | memoryview
 class RemoteMetadata:
     """Length in bytes, memory format, and the shape and dtype of each group of a chunk.
 
-    At most 8 groups of at most 4 dimensions. The length is the size of the groups, unless the
+    At most 8 groups of at most 8 dimensions, and 336 bytes. The length is the size of the groups, unless the
     format is BINARY or BINARY_BUFFER.
     """
 
