@@ -61,8 +61,8 @@ _Buffer = bytes | bytearray | memoryview
 class RemoteMetadata:
     """Length in bytes, memory format, and the shape and dtype of each group of a chunk.
 
-    At most 8 groups of at most 8 dimensions, and 336 bytes. The length is the size of the groups, unless the
-    format is BINARY or BINARY_BUFFER.
+    At most 8 groups of at most 8 dimensions, and 336 bytes. The length is the size of the groups,
+    unless the format is BINARY or BINARY_BUFFER.
     """
 
     length: int
