@@ -122,9 +122,10 @@ class PrefixLookup:
             self._look_again_in(free_in_s + self.bound * self._chunk_s)
         wanted = self._parts.hold_first()
         now_s, slow = time.monotonic(), [rate for rate in self._cache.rates if rate.is_slow]
-        if slow and not any(rate.is_probe_due(now_s) for rate in slow):
-            self._decide()  # no tier is asked about what would not be loaded
-        self._find([each for each in wanted if each[0][0] < self.bound], 0)
+        if slow and not any(rate.is_probe_due(now_s) for rate in slow) and self._decide():
+            # No tier is asked about what would not be loaded.
+            wanted = [each for each in wanted if each[0][0] < self.bound]
+        self._find(wanted, 0)
         self._check()
 
     def cancel(self) -> None:

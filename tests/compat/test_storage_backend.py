@@ -490,7 +490,7 @@ def test_defaults_of_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "what"),
     [
-        ("local", {"local_device": "file:///tmp/kv/"}, "a directory is for LMCLocalDiskBackend"),
+        ("local", {"local_device": "file:///data/kv/"}, "a directory is for LMCLocalDiskBackend"),
         ("local", {"local_device": None}, 'local_device is None: set it to "cpu"'),
         ("local", {"max_local_cache_size": 0}, "max_local_cache_size is 0"),
         ("local", {"max_local_cache_size": "5"}, "max_local_cache_size is '5'"),
@@ -505,7 +505,7 @@ def test_defaults_of_the_configuration() -> None:
         ("remote", {"remote_url": "redis-sentinel://h:1/m"}, "redis\\+sentinel://HOST:PORT"),
         ("remote", {"remote_serde": "cachegen"}, "'cachegen'.*neither compressed nor quantized"),
         ("pipelined", {"remote_serde": "kivi"}, "remote_serde is 'kivi'"),
-        ("hybrid", {"local_device": "/tmp/kv"}, "a directory is for LMCLocalDiskBackend"),
+        ("hybrid", {"local_device": "/data/kv"}, "a directory is for LMCLocalDiskBackend"),
         ("hybrid", {"remote_url": "lm://localhost:65432"}, "lm://"),
     ],
 )
