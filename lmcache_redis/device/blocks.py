@@ -145,11 +145,12 @@ def find_segments(
 
 
 def _elements(view: TensorView, cut: _Cut) -> Pages | None:
-    """What one page of a tensor holds; None if there is more in it."""
+    """What the pages of one tensor hold; None if there is more in them."""
     if cut.holes:
         return None
     dims = sorted(cut.in_page, key=lambda dim: dim.stride, reverse=True)
-    return Pages(1, view.dtype, tuple(dim.size for dim in dims))
+    outer = tuple(dim.size for dim in cut.outer)
+    return Pages((1, *outer), view.dtype, tuple(dim.size for dim in dims))
 
 
 def _pages(
@@ -159,18 +160,25 @@ def _pages(
     parts: list[dict[int, Pages | None]] = [{} for _ in segments]
     for (segment, offset), each in zip(merged, elements, strict=True):
         parts[segment].setdefault(offset, each)
-    runs: list[Pages] = []
+    runs: list[tuple[Pages, int]] = []  # with the number of segments
     for in_page in parts:
         each, *others = in_page.values()
         if each is None or any(other != each for other in others):
             return ()
         if others:
-            each = msgspec.structs.replace(each, shape=(len(in_page), *each.shape))
-        if runs and (runs[-1].dtype, runs[-1].shape) == (each.dtype, each.shape):
-            runs[-1] = msgspec.structs.replace(each, segments=runs[-1].segments + 1)
-        else:
-            runs.append(each)
-    return tuple(runs)
+            each = msgspec.structs.replace(each, segments=(1,), shape=(len(in_page), *each.shape))
+        count = 1
+        if runs and runs[-1][0] == each:
+            count += runs.pop()[1]
+        runs.append((each, count))
+    return tuple(_counted(each, count) for each, count in runs)
+
+
+def _counted(each: Pages, segments: int) -> Pages:
+    """The same in so many segments, those of one tensor or of several."""
+    tensors, rest = divmod(segments, math.prod(each.segments))
+    counted = (segments,) if rest else (tensors, *each.segments[1:])
+    return msgspec.structs.replace(each, segments=counted)
 
 
 def _scattered(

@@ -53,13 +53,15 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Pages(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The elements in the pages of ``segments`` consecutive segments, which are alike.
+    """The elements in the pages of consecutive segments, which are alike.
 
+    segments: how many tensors, then the dimensions that divide a tensor into several segments (K
+        and V, if they are not inside a block). Their product is the number of segments.
     shape: sizes in the order of memory: parts that follow each other in a page, if it has several;
-    then the tensor's dimensions within a block.
+        then the tensor's dimensions within a block.
     """
 
-    segments: int
+    segments: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMS)]
     dtype: str
     shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMS)]
 
@@ -122,7 +124,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         part_bytes = self.part_bytes(chunk_size_tokens)
         blocks = self.blocks_per_part(chunk_size_tokens)
         if self.pages:
-            shapes = [(each.segments, blocks, *each.shape) for each in self.pages]
+            shapes = [(*each.segments, blocks, *each.shape) for each in self.pages]
             dtypes = [each.dtype for each in self.pages]
             with contextlib.suppress(FormatError):  # too many kinds of pages, or dimensions
                 return RemoteMetadata(part_bytes, shapes, dtypes, MemoryFormat.PAGES)
@@ -182,7 +184,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             except FormatError as error:
                 raise DeviceError(f"a layout whose pages hold no elements: {error}") from error
             left = len(self.segments) - len(described)
-            described += [page_bytes] * min(max(0, each.segments), left + 1)
+            described += [page_bytes] * min(max(0, math.prod(each.segments)), left + 1)
         if self.pages and described != [segment.page_bytes for segment in self.segments]:
             raise DeviceError("a layout whose pages hold other elements than it says")
 

@@ -184,11 +184,11 @@ class TestPages:
     @pytest.mark.parametrize(
         ("tensor", "pages"),
         [
-            (cache([7, 2, 4, 16]), (Pages(1, "float16", (2, 4, 16)),)),
-            (cache([2, 7, 4, 2, 8]), (Pages(2, "float16", (4, 2, 8)),)),
+            (cache([7, 2, 4, 16]), (Pages((1,), "float16", (2, 4, 16)),)),
+            (cache([2, 7, 4, 2, 8]), (Pages((1, 2), "float16", (4, 2, 8)),)),
             # Heads before tokens in memory, after them in the tensor.
-            (cache([7, 4, 2, 8], order=[0, 2, 1, 3]), (Pages(1, "float16", (2, 4, 8)),)),
-            (cache([7, 1, 16]), (Pages(1, "float16", (16,)),)),
+            (cache([7, 4, 2, 8], order=[0, 2, 1, 3]), (Pages((1,), "float16", (2, 4, 8)),)),
+            (cache([7, 1, 16]), (Pages((1,), "float16", (16,)),)),
         ],
     )
     def test_of_one_tensor(self, tensor: TensorView, pages: tuple[Pages, ...]) -> None:
@@ -199,7 +199,7 @@ class TestPages:
             cache([7, 2, 64], name=f"layer.{n}", offset=n * 256, strides=(1024, 128, 2))
             for n in range(4)
         ]
-        assert find_segments(layers, 7).pages == (Pages(1, "float16", (4, 2, 64)),)
+        assert find_segments(layers, 7).pages == (Pages((1,), "float16", (4, 2, 64)),)
 
     def test_of_separate_storages(self) -> None:
         layers = [cache([7, 128], name=f"layer.{n}", storage=n) for n in range(3)]
@@ -209,13 +209,25 @@ class TestPages:
             for n in range(3, 5)
         ]  # fmt: skip
         assert find_segments([*layers, *states], 7).pages == (
-            Pages(3, "float16", (128,)),
-            Pages(2, "float32", (16,)),
+            Pages((3,), "float16", (128,)),
+            Pages((2,), "float32", (16,)),
         )
+
+    def test_of_tensors_with_k_and_v_outside(self) -> None:
+        layers = [cache([2, 7, 4, 2, 8], name=f"layer.{n}", storage=n) for n in range(3)]
+        assert find_segments(layers, 7).pages == (Pages((3, 2), "float16", (4, 2, 8)),)
+
+    def test_of_k_and_v_that_are_not_all_apart(self) -> None:
+        """The second tensor's K is the first one's V: three segments."""
+        layers = [
+            cache([2, 7, 64], name="layer.0"),
+            cache([2, 7, 64], name="layer.1", offset=7 * 128),
+        ]
+        assert find_segments(layers, 7).pages == (Pages((3,), "float16", (64,)),)
 
     def test_of_layers_that_share_one_cache(self) -> None:
         layers = [cache([7, 128]), cache([7, 128], name="layer.1")]
-        assert find_segments(layers, 7).pages == (Pages(1, "float16", (128,)),)
+        assert find_segments(layers, 7).pages == (Pages((1,), "float16", (128,)),)
 
     def test_of_several_kinds_in_one_block_are_not_told(self) -> None:
         first = cache([7, 64], strides=(256, 2))

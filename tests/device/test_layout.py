@@ -52,16 +52,20 @@ class TestMetadata:
     """Sixteen blocks a chunk; pages of 64 and 32 bytes."""
 
     def test_names_what_the_pages_hold(self) -> None:
-        pages = (Pages(1, "float16", (2, 4, 4)), Pages(1, "int8", (32,)))
+        pages = (Pages((1,), "float16", (2, 4, 4)), Pages((1,), "int8", (32,)))
         assert changed(pages=pages).metadata(256) == RemoteMetadata(
             1536, [(1, 16, 2, 4, 4), (1, 16, 32)], ["float16", "int8"], MemoryFormat.PAGES
         )
+
+    def test_names_the_dimensions_between_tensors_and_blocks(self) -> None:
+        both = changed(segments=(Segment(0, 0, 64, 64),) * 4, pages=(Pages((2, 2), "int8", (64,)),))
+        assert both.metadata(256).shapes == ((2, 2, 16, 64),)
 
     @pytest.mark.parametrize(
         "pages",
         [
             (),
-            (Pages(1, "float16", (1, 1, 1, 1, 1, 1, 32)), Pages(1, "int8", (32,))),
+            (Pages((1,), "float16", (1, 1, 1, 1, 1, 1, 32)), Pages((1,), "int8", (32,))),
         ],
     )
     def test_is_bytes_where_they_cannot_be_told(self, pages: tuple[Pages, ...]) -> None:
@@ -69,18 +73,20 @@ class TestMetadata:
         assert changed(pages=pages).metadata(256) == opaque
 
     def test_is_not_part_of_the_fingerprint(self) -> None:
-        pages = (Pages(1, "float16", (32,)), Pages(1, "float16", (16,)))
+        pages = (Pages((1,), "float16", (32,)), Pages((1,), "float16", (16,)))
         assert changed(pages=pages).fingerprint(256) == LAYOUT.fingerprint(256)
 
     @pytest.mark.parametrize(
         "pages",
         [
-            (Pages(2, "float16", (32,)),),
-            (Pages(1, "float16", (32,)),),
-            (Pages(1, "float16", (32,)), Pages(2, "float16", (16,))),
-            (Pages(1 << 60, "float16", (32,)),),
-            (Pages(-1, "float16", (32,)),),
-            (Pages(1, "float3", (32,)), Pages(1, "float16", (16,))),
+            (Pages((2,), "float16", (32,)),),
+            (Pages((1,), "float16", (32,)),),
+            (Pages((1,), "float16", (32,)), Pages((2,), "float16", (16,))),
+            (Pages((1 << 60,), "float16", (32,)),),
+            (Pages((-1,), "float16", (32,)),),
+            (Pages((1 << 60,) * 8, "float16", (32,)),),
+            (Pages((-1, -2), "float16", (32,)),),
+            (Pages((1,), "float3", (32,)), Pages((1,), "float16", (16,))),
         ],
     )
     def test_that_contradicts_the_segments_is_refused(self, pages: tuple[Pages, ...]) -> None:

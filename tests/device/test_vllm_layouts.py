@@ -70,7 +70,7 @@ def test_a_chunk_moves_between_blocks(name: str, padding: int, kernel_block: int
 
     # All of the engine's elements, unless padding is copied along.
     of_a_block = sum(tensor[:rows].numel() for tensor in caches.values())
-    elements = sum(each.segments * math.prod(each.shape) for each in pages.pages)
+    elements = sum(math.prod(each.segments + each.shape) for each in pages.pages)
     assert elements == (of_a_block if layout.block_bytes == 2 * of_a_block else 0)
     assert {each.dtype for each in pages.pages} <= {"float16"}
 
