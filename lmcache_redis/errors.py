@@ -6,6 +6,8 @@ catches only these.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class LMCacheRedisError(Exception):
     """Base class of every error that this package raises on purpose."""
@@ -79,3 +81,12 @@ def check_int(what: str, value: int, least: int, most: int) -> None:
         raise FormatError(f"{what} is an int, not {type(value).__name__}")
     if not least <= value <= most:
         raise FormatError(f"{what} is {value}, outside {least} to {most}")
+
+
+def checked_shape(shape: Sequence[int], most: int) -> tuple[int, ...]:
+    """The sizes of a shape. Raises FormatError unless it is a list of ints from 0 to ``most``."""
+    if not isinstance(shape, (tuple, list)):
+        raise FormatError(f"a shape is a list of sizes, not {shape!r:.80}")
+    for size in shape:
+        check_int("a size in a shape", size, 0, most)
+    return tuple(shape)

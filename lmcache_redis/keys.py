@@ -73,10 +73,10 @@ class ObjectKey(
 
     @staticmethod
     def Bytes2IntHash(chunk_hash: bytes) -> int:
-        """The inverse of `IntHash2Bytes`. Raises FormatError unless given eight bytes."""
-        if len(chunk_hash) != INT_HASH_BYTES:
+        """The inverse of `IntHash2Bytes`. Raises FormatError unless given one to eight bytes."""
+        if not isinstance(chunk_hash, bytes) or not 1 <= len(chunk_hash) <= INT_HASH_BYTES:
             raise FormatError(
-                f"an integer chunk hash has {INT_HASH_BYTES} bytes, not {len(chunk_hash)}"
+                f"an integer chunk hash has 1 to {INT_HASH_BYTES} bytes, not {chunk_hash!r:.80}"
             )
         return int.from_bytes(chunk_hash, "big")
 
@@ -170,10 +170,11 @@ class IPCCacheEngineKey(
         """The same key for all workers, as a lookup uses it."""
         return msgspec.structs.replace(self, worker_id=None)
 
-    def Serialize(self) -> bytes:
+    @staticmethod
+    def Serialize(obj: IPCCacheEngineKey) -> bytes:
         """A msgpack array of the fields in order. Raises FormatError if one has no encoding."""
         try:
-            return _ENCODER.encode(self)
+            return _ENCODER.encode(obj)
         except (TypeError, UnicodeEncodeError, OverflowError) as error:
             raise FormatError(f"a key that cannot be encoded: {error}") from None
 
@@ -218,19 +219,21 @@ def share_rank(shares: int, share: int) -> int:
     return (shares << 8 | share) * 0x0001_0001
 
 
-def ipc_keys_to_object_keys(keys: Iterable[IPCCacheEngineKey]) -> list[ObjectKey]:
-    """The chunks named by hash-mode keys, in the order of the keys.
+def ipc_keys_to_object_keys(ipc_keys: Iterable[IPCCacheEngineKey]) -> list[ObjectKey]:
+    """The chunks that keys with a chunk hash name, in the order of the keys.
 
-    A key with a worker id gives one ObjectKey; a key without gives `world_size` of them, in
-    worker order (`share_rank`). Raises FormatError for a key with token
-    ids, which have to be hashed first (`hash_chunks`).
+    A key with a worker id gives one ObjectKey; a key without gives one for each worker of its world
+    (`share_rank`). Raises FormatError for what is no key, and for a key with token ids, which names
+    no chunk until they are hashed (`hash_chunks`).
     """
     object_keys: list[ObjectKey] = []
-    for key in keys:
-        chunk_hash, ranks = key.chunk_hash, _kv_ranks(key.world_size, key.worker_id)
-        if chunk_hash is None:
+    for key in ipc_keys:
+        if not isinstance(key, IPCCacheEngineKey):
+            raise FormatError(f"an IPCCacheEngineKey is converted, not {key!r:.80}")
+        if key.chunk_hash is None:
             raise FormatError("a key with token_ids names no chunk until the tokens are hashed")
-        object_keys += [ObjectKey(chunk_hash, key.model_name, rank) for rank in ranks]
+        ranks = _kv_ranks(key.world_size, key.worker_id)
+        object_keys += [ObjectKey(key.chunk_hash, key.model_name, rank) for rank in ranks]
     return object_keys
 
 

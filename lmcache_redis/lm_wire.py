@@ -17,6 +17,7 @@ import enum
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lmcache_redis.dtypes import (
@@ -26,7 +27,7 @@ from lmcache_redis.dtypes import (
     dtype_name,
     torch_dtype,
 )
-from lmcache_redis.errors import FormatError, check_int
+from lmcache_redis.errors import FormatError, check_int, checked_shape
 
 if TYPE_CHECKING:
     import torch
@@ -131,21 +132,20 @@ class _Payload:
         location: str | None = None,
     ) -> None:
         check_int("a length", length, 0, MAX_WIRE_LENGTH)
-        for size in shape:
-            check_int("a size in a shape", size, 0, MAX_WIRE_LENGTH)
-        if len(shape) > WIRE_DIMS:
-            raise FormatError(f"a shape of {len(shape)} dimensions; a message has {WIRE_DIMS}")
+        sizes = checked_shape(shape, MAX_WIRE_LENGTH)
+        if len(sizes) > WIRE_DIMS:
+            raise FormatError(f"a shape of {len(sizes)} dimensions; a message has {WIRE_DIMS}")
         if not isinstance(fmt, MemoryFormat):
             raise FormatError(f"a memory format is a MemoryFormat, not {fmt!r:.80}")
         name = None if dtype is None else dtype_name(dtype)
         if name not in _CODE_OF_NAME:
             raise FormatError(f"dtype {name} has no code in LMCache's protocol")
-        if location not in LOCATION_TO_INT:
+        if not isinstance(location, (str, NoneType)) or location not in LOCATION_TO_INT:
             raise FormatError(f"unknown location {location!r:.80}")
         object.__setattr__(self, "length", length)
         object.__setattr__(self, "fmt", fmt)
         object.__setattr__(self, "dtype_name", name)
-        object.__setattr__(self, "shape", tuple(shape))
+        object.__setattr__(self, "shape", sizes)
         object.__setattr__(self, "location", location)
 
     @property

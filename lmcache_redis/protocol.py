@@ -27,7 +27,7 @@ from lmcache_redis.dtypes import (
     itemsize,
     torch_dtype,
 )
-from lmcache_redis.errors import FormatError, check_int
+from lmcache_redis.errors import FormatError, check_int, checked_shape
 from lmcache_redis.lm_wire import (
     DTYPE_TO_INT,
     INT_TO_DTYPE,
@@ -195,7 +195,7 @@ class RemoteMetadata:
 
         Raises FormatError for any other bytes.
         """
-        raw = bytes(data)
+        raw = bytes(memoryview(data))
         if not _FIXED.size <= len(raw) <= MAX_METADATA_BYTES:
             raise FormatError(
                 f"metadata has {_FIXED.size} to {MAX_METADATA_BYTES} bytes, not {len(raw)}"
@@ -255,9 +255,7 @@ def _group_bytes(shape: Sequence[int]) -> int:
 
 
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    sizes = tuple(shape)
+    sizes = checked_shape(shape, MAX_SIZE)
     if len(sizes) > MAX_DIMS:
         raise FormatError(f"a shape of {len(sizes)} dimensions, at most {MAX_DIMS} can be encoded")
-    for size in sizes:
-        check_int("a size in a shape", size, 0, MAX_SIZE)
     return sizes

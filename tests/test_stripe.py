@@ -424,4 +424,4 @@ class TestWorkedExample:
     def test_engine_key(self) -> None:
         tokens = {"token_ids": (5, 300), "end": 2, "salt": b"salt"}
         key = IPCCacheEngineKey("org/model", 2, None, request_id="r1", **tokens)  # type: ignore[arg-type]
-        assert key.Serialize() == documented("example engine key")
+        assert IPCCacheEngineKey.Serialize(key) == documented("example engine key")

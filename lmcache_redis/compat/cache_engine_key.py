@@ -72,6 +72,11 @@ class _Fields:
         is_known = isinstance(self.dtype, torch.dtype) and self.dtype in _DTYPE_TEXTS
         if self.dtype is not None and not is_known:
             raise FormatError(f"a key has no text for the dtype {self.dtype!r:.80}")
+        configs = self.request_configs
+        if configs is not None and not (
+            isinstance(configs, Mapping) and all(isinstance(name, str) for name in configs)
+        ):
+            raise FormatError(f"request_configs is a dict with names, not {configs!r:.80}")
         if type(self.chunk_hash) not in (int, bytes, str):
             raise FormatError(f"a chunk hash is an int, bytes or text, not {self.chunk_hash!r:.80}")
         if _groups(self._text) != self._texts:
@@ -128,6 +133,8 @@ class CacheEngineKey(_Fields):
         has_fmt = "fmt" in named or (values and "model_name" in named)
         if not has_fmt and not (len(values) > 1 and isinstance(values[1], str)):
             values = (None, *values)
+        if isinstance(self, LayerCacheEngineKey) and len(values) < len(fields(self)):
+            named.setdefault("layer_id", 0)
         super().__init__(*values, **named)
 
     def to_string(self) -> str:
@@ -172,9 +179,6 @@ class CacheEngineKey(_Fields):
 class LayerCacheEngineKey(CacheEngineKey):
     """The key of one layer of a worker's chunk; arguments as above, and layer_id (0)."""
 
-    def __init__(self, *values: Any, **named: Any) -> None:
-        super().__init__(*values, **{"layer_id": 0, **named})
-
     @staticmethod
     def from_string(s: str) -> LayerCacheEngineKey:
         """The inverse of `to_string`. Raises FormatError for the text of a chunk's key."""
@@ -186,7 +190,7 @@ class LayerCacheEngineKey(CacheEngineKey):
 
 def parse_cache_key(key_str: str) -> CacheEngineKey | LayerCacheEngineKey:
     """The key of a text, of a chunk or of a layer. Raises FormatError if it is malformed."""
-    texts = _groups(key_str)
+    texts = _groups(key_str) if isinstance(key_str, str) else None
     if texts is None:
         raise FormatError(f"not the text of a key: {key_str!r:.200}")
     chunk_hash, layer_id = str(texts["chunk_hash"]), texts["layer_id"]

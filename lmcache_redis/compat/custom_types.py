@@ -8,7 +8,7 @@ depth and whether or not the decoder is told a type:
 
     code  type               body
     1     torch.dtype        its name without "torch.", UTF-8
-    2     torch.Size         an array of integers
+    2     torch.Size         an array of integers, each below 2^63
     3     CudaIPCWrapper     CudaIPCWrapper.Serialize
     4     IPCCacheEngineKey  IPCCacheEngineKey.Serialize
     5     ObjectKey          ObjectKey.to_bytes
@@ -27,8 +27,9 @@ import torch
 from lmcache_redis.codec import EXT_CUDA_WRAPPER, EXT_DTYPE
 from lmcache_redis.device.cuda_ipc import CudaIPCWrapper
 from lmcache_redis.dtypes import dtype_name, torch_dtype
-from lmcache_redis.errors import FormatError
+from lmcache_redis.errors import FormatError, checked_shape
 from lmcache_redis.keys import IPCCacheEngineKey, ObjectKey
+from lmcache_redis.protocol import MAX_SIZE
 
 __all__ = [
     "CudaIPCWrapper",
@@ -50,6 +51,15 @@ class _Extension(NamedTuple):
 
 _size_decoder = msgspec.msgpack.Decoder(tuple[int, ...])
 
+
+def _encoded_size(size: torch.Size) -> bytes:
+    return msgspec.msgpack.encode(checked_shape(size, MAX_SIZE))
+
+
+def _decoded_size(body: bytes) -> torch.Size:
+    return torch.Size(checked_shape(_size_decoder.decode(body), MAX_SIZE))
+
+
 _EXTENSIONS = (
     _Extension(
         EXT_DTYPE,
@@ -57,9 +67,7 @@ _EXTENSIONS = (
         lambda dtype: dtype_name(dtype).encode(),
         lambda body: torch_dtype(str(body, "utf-8")),
     ),
-    _Extension(
-        2, torch.Size, msgspec.msgpack.encode, lambda body: torch.Size(_size_decoder.decode(body))
-    ),
+    _Extension(2, torch.Size, _encoded_size, _decoded_size),
     _Extension(
         EXT_CUDA_WRAPPER, CudaIPCWrapper, CudaIPCWrapper.Serialize, CudaIPCWrapper.Deserialize
     ),

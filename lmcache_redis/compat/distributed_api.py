@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lmcache_redis import keys
-from lmcache_redis.errors import FormatError, check_int
-from lmcache_redis.keys import IPCCacheEngineKey, ObjectKey
+from lmcache_redis.errors import FormatError, checked_shape
+from lmcache_redis.keys import IPCCacheEngineKey, ObjectKey, ipc_keys_to_object_keys
 from lmcache_redis.protocol import MAX_SIZE
 
 __all__ = ["IPCCacheEngineKey", "MemoryLayoutDesc", "ObjectKey", "ipc_keys_to_object_keys"]
@@ -31,24 +30,15 @@ class MemoryLayoutDesc:
     dtypes: list[torch.dtype]
 
     def __post_init__(self) -> None:
+        if not all(isinstance(each, (list, tuple)) for each in (self.shapes, self.dtypes)):
+            raise FormatError("shapes and dtypes are lists")
         if len(self.shapes) != len(self.dtypes):
             raise FormatError(
                 f"{len(self.shapes)} shapes but {len(self.dtypes)} dtypes: give one for each tensor"
             )
-        for shape in self.shapes:
-            for size in shape:
-                check_int("a size in a shape", size, 0, MAX_SIZE)
+        shapes = [torch.Size(checked_shape(shape, MAX_SIZE)) for shape in self.shapes]
         for dtype in self.dtypes:
             if not isinstance(dtype, torch.dtype):
                 raise FormatError(f"a dtype is a torch.dtype, not {dtype!r:.80}")
-        object.__setattr__(self, "shapes", [torch.Size(shape) for shape in self.shapes])
+        object.__setattr__(self, "shapes", shapes)
         object.__setattr__(self, "dtypes", [*self.dtypes])
-
-
-def ipc_keys_to_object_keys(ipc_keys: list[IPCCacheEngineKey]) -> list[ObjectKey]:
-    """The chunks that keys with a chunk hash name, in the order of the keys.
-
-    A key with a worker id gives one ObjectKey; a key without gives one for each worker of its
-    world. Raises FormatError for a key with token ids, which names no chunk until it is hashed.
-    """
-    return keys.ipc_keys_to_object_keys(ipc_keys)

@@ -79,6 +79,8 @@ class CudaIPCWrapper:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        if not hasattr(tensor, "untyped_storage"):
+            raise DeviceError(f"a tensor is shared, not a {type(tensor).__name__}")
         if tensor.device.type != "cuda":
             raise DeviceError(f"a tensor on {tensor.device} has no CUDA IPC handle")
         if not tensor.is_contiguous() or tensor.storage_offset() != 0:

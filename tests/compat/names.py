@@ -36,15 +36,11 @@ INTERFACES = (
                 "(model_name, world_size, worker_id, chunk_hash)",
                 different=(
                     "exactly one of a hash and token ids; `salt` stands for what else the KV of "
-                    "token ids depends on"
+                    "token ids depends on; a msgspec Struct, not a dataclass"
                 ),
             ),
             Name("IPCCacheEngineKey.no_worker_id_version", "()"),
-            Name(
-                "IPCCacheEngineKey.Serialize",
-                "(obj)",
-                different="a method: the key is given by position; msgpack, not pickle",
-            ),
+            Name("IPCCacheEngineKey.Serialize", "(obj)", different="msgpack, not pickle"),
             Name(
                 "IPCCacheEngineKey.Deserialize",
                 "(data)",
@@ -77,7 +73,7 @@ INTERFACES = (
             Name(
                 "ObjectKey",
                 "(chunk_hash, model_name, kv_rank)",
-                different="1 to 63 bytes of hash; checked",
+                different="1 to 63 bytes of hash; checked; a msgspec Struct, not a dataclass",
             ),
             Name(
                 "ObjectKey.IntHash2Bytes",
@@ -87,7 +83,7 @@ INTERFACES = (
                     "refused, not truncated"
                 ),
             ),
-            Name("ObjectKey.Bytes2IntHash", "(chunk_hash)", different="exactly eight bytes"),
+            Name("ObjectKey.Bytes2IntHash", "(chunk_hash)", different="one to eight bytes"),
             Name(
                 "ObjectKey.ComputeKVRank",
                 "(world_size, global_rank, local_world_size, local_rank)",

@@ -107,6 +107,8 @@ class TestArguments:
         key = LayerCacheEngineKey("m", 1, 0, 5, torch.half, layer_id=3)
         assert key.to_string() == "m@1@0@5@half@3"
         assert LayerCacheEngineKey("vllm", "m", 1, 0, "5").to_string() == "vllm@m@1@0@5@0"
+        assert LayerCacheEngineKey("m", 1, 0, 5, torch.half, None, 3) == key
+        assert LayerCacheEngineKey("vllm", "m", 1, 0, 5, None, None, 3).layer_id == 3
         assert isinstance(key, CacheEngineKey)
 
     @pytest.mark.parametrize(
@@ -130,6 +132,8 @@ class TestArguments:
             (("m", 1, 0, 5, ["half"]), "no text for the dtype"),
             ((None, None, 1, 0, 5, torch.half), "world_size is an int"),
             ((7, "m", 1, 0, 5, torch.half), "cannot be read back"),
+            (("m", 1, 0, 5, torch.half, "tag"), "request_configs is a dict"),
+            (("m", 1, 0, 5, torch.half, {1: "tag"}), "request_configs is a dict"),
         ],
     )
     def test_fields_without_a_text_are_refused(
@@ -141,6 +145,8 @@ class TestArguments:
     def test_the_layer_is_that_of_a_layers_key(self) -> None:
         with pytest.raises(FormatError, match="only the key of a layer"):
             CacheEngineKey("m", 1, 0, 5, torch.half, layer_id=1)
+        with pytest.raises(FormatError, match="only the key of a layer"):
+            CacheEngineKey("m", 1, 0, 5, torch.half, None, 1)
         for layer_id in (-1, None, "1"):
             with pytest.raises(FormatError, match="layer_id"):
                 LayerCacheEngineKey("m", 1, 0, 5, torch.half, layer_id=layer_id)
@@ -213,9 +219,9 @@ class TestLayers:
 @pytest.mark.parametrize(
     "text",
     ["", "m", "m@1@0@5", "m@1@0@5@float16", "m@1@x@5@half", "m@01@0@5@half", "m@1@0@5@half@tag",
-     "m@1@0@5@half@-1", "m@1@0@@half", "m@1@0@5@half@", " m@1@0@5@half\n@"],
+     "m@1@0@5@half@-1", "m@1@0@@half", "m@1@0@5@half@", " m@1@0@5@half\n@", None, b"m@1@0@5@half"],
 )  # fmt: skip
-def test_texts_that_are_no_keys(text: str) -> None:
+def test_texts_that_are_no_keys(text: Any) -> None:
     with pytest.raises(FormatError):
         CacheEngineKey.from_string(text)
 

@@ -76,7 +76,7 @@ def the_documented_calls(tensor: Any) -> Any:
     )
     lookup_key = key.no_worker_id_version()
     assert (lookup_key.worker_id, lookup_key.chunk_hash) == (None, key.chunk_hash)
-    assert IPCCacheEngineKey.Deserialize(IPCCacheEngineKey.Serialize(key)) == key
+    assert IPCCacheEngineKey.Deserialize(data=IPCCacheEngineKey.Serialize(obj=key)) == key
     return restored_tensor
 
 
@@ -136,6 +136,11 @@ class TestWrapper:
         data = CudaIPCWrapper.Serialize(CudaIPCWrapper.from_handle(handle))
         with pytest.raises(FormatError, match="not an encoded CUDA IPC wrapper"):
             CudaIPCWrapper.Deserialize(data)
+
+    @pytest.mark.parametrize("value", [None, [1], "tensor"])
+    def test_what_is_no_tensor_is_refused(self, value: Any) -> None:
+        with pytest.raises(DeviceError, match=f"a tensor is shared, not a {type(value).__name__}"):
+            CudaIPCWrapper(value)
 
     @given(st.binary(max_size=200))
     def test_random_bytes_are_refused(self, data: bytes) -> None:
@@ -239,7 +244,8 @@ class TestCodec:
         assert get_customized_decoder(list[IPCCacheEngineKey]).decode(data) == expected
 
     @pytest.mark.parametrize(
-        "value", [object(), {"a": [object()]}, torch.complex64, 1 << 70, "\ud800"]
+        "value",
+        [object(), {"a": [object()]}, torch.complex64, torch.Size([-1]), 1 << 70, "\ud800"],
     )
     def test_what_has_no_encoding_is_refused(self, value: Any) -> None:
         with pytest.raises(FormatError):
@@ -268,7 +274,8 @@ class TestCodec:
         [
             (0, b""), (6, b""), (99, b"x"),
             (1, b""), (1, b"complex64"), (1, b"\xff"), (1, b"load"),
-            (2, b""), (2, b"\x91\xa1x"), (2, b"\x01"),
+            (2, b""), (2, b"\x91\xa1x"), (2, b"\x01"), (2, b"\x91\xff"),
+            (2, b"\x91\xcf" + b"\xff" * 8),
             (3, b""), (3, b"\x80"), (4, b""), (4, OBJECT_KEY.to_bytes()), (5, b""), (5, b"x" * 9),
         ],
     )  # fmt: skip

@@ -70,6 +70,16 @@ def test_a_key_with_token_ids_is_refused() -> None:
         ipc_keys_to_object_keys(ipc_keys=[key])
 
 
+def test_what_is_no_key_is_refused() -> None:
+    for value in (ObjectKey(b"a", "m", 1), "key", None):
+        with pytest.raises(FormatError, match="an IPCCacheEngineKey is converted, not"):
+            ipc_keys_to_object_keys([value])  # type: ignore[list-item]
+
+
+def test_the_hash_of_the_documented_key_is_an_int() -> None:
+    assert ObjectKey.Bytes2IntHash(b"\x00\x01\x02\x03") == 0x010203
+
+
 def test_the_key_is_that_of_the_package() -> None:
     assert ObjectKey is keys.ObjectKey
 
@@ -102,6 +112,9 @@ class TestMemoryLayoutDesc:
             ([(-1,)], [torch.int8], "a size in a shape is -1"),
             ([(1.0,)], [torch.int8], "a size in a shape is an int"),
             ([(1,)], ["int8"], "a dtype is a torch.dtype"),
+            (None, None, "shapes and dtypes are lists"),
+            ([(1,)], torch.int8, "shapes and dtypes are lists"),
+            ([1], [torch.int8], "a shape is a list of sizes, not 1"),
         ],
     )
     def test_what_describes_no_memory_is_refused(

@@ -122,7 +122,8 @@ class TestClientMetaMessage:
         [
             {"key": "no key"}, {"key": None}, {"key": 5}, {"command": 6}, {"length": -1},
             {"fmt": 1}, {"dtype": torch.int64}, {"shape": torch.Size([1] * 5)},
-            {"location": "Elsewhere"},
+            {"location": "Elsewhere"}, {"location": ["LocalDiskBackend"]},
+            {"shape": None}, {"shape": 5},
             {"key": CacheEngineKey("m" * 150, 1, 0, 5, torch.half)},
         ],
     )  # fmt: skip
@@ -201,11 +202,20 @@ class TestRemoteMetadata:
         [
             {"length": 1}, {"shapes": []}, {"dtypes": [torch.int8]}, {"fmt": 1},
             {"dtypes": [torch.complex64, torch.uint8]}, {"shapes": [(1,) * 5, (1,)]},
+            {"shapes": [1, 1]},
         ],
     )  # fmt: skip
     def test_what_has_no_encoding_is_refused(self, changes: dict[str, Any]) -> None:
         with pytest.raises(FormatError):
             replace(self.metadata, **changes)
+
+
+@pytest.mark.parametrize("value", [None, 16, 1 << 60, "metadata", [0] * 16])
+def test_only_bytes_are_decoded(value: Any) -> None:
+    """bytes(n) would be n zeros: metadata of no groups, or all memory."""
+    for kind in (RemoteMetadata, ClientMetaMessage, ServerMetaMessage):
+        with pytest.raises(TypeError, match="bytes-like"):
+            kind.deserialize(value)  # type: ignore[attr-defined]
 
 
 def test_the_numbers_of_the_protocol() -> None:
