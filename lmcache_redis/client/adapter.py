@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
+from lmcache_redis import messages as m
 from lmcache_redis.client.calls import InterprocessEvent, Retrieve, Store
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.worker import WorkerClient
@@ -97,13 +98,18 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         ``finished_req_ids`` are requests that the engine has finished and whose blocks it holds
         for their stores. Only the stores of such requests are reported, and only once, although an
         engine with asynchronous scheduling may repeat an id in later calls. After a call without
-        the id, it belongs to a new request. Failed retrieves are reported too, see
-        ``get_block_ids_with_load_errors``.
+        the id, it belongs to a new request. Failed stores and retrieves are reported too, and
+        logged; for retrieves see ``get_block_ids_with_load_errors``.
         """
         requests = self._requests
         requests.reported &= finished_req_ids
         requests.held |= finished_req_ids - requests.reported
-        _pop_ended(requests.stores)
+        for request_id, stores in _pop_ended(requests.stores).items():
+            for store in stores:
+                if isinstance(store.call.answer, m.Failure):
+                    logger.error(
+                        "request %s was not stored: %s", request_id, store.call.answer.reason
+                    )
         stored = {r for r in requests.held if r not in requests.stores}
         requests.held -= stored
         requests.reported |= stored

@@ -145,7 +145,10 @@ class LMCacheMPSchedulerAdapter:
             return 0
         if lookup.hit_tokens is None and lookup.call is not None:
             if lookup.call.wait(wait_s):
-                lookup.hit_tokens = _hit_tokens(lookup, lookup.call.answer)
+                answer = lookup.call.answer
+                lookup.hit_tokens = _hit_tokens(lookup, answer)
+                if isinstance(answer, m.Failure):
+                    logger.warning("the lookup of request %s failed: %s", request_id, answer.reason)
             elif time.monotonic() >= lookup.deadline_s:
                 logger.warning("no answer to a lookup in time; computing request %s", request_id)
                 lookup.hit_tokens = 0

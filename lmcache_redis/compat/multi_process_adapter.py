@@ -267,6 +267,7 @@ class LMCacheMPWorkerAdapter(adapter.LMCacheMPWorkerAdapter):
 
         Raises TypeError and ValueError, and starts nothing.
         """
+        _check_ops(ops)
         event = self._awaited_by_agent(event)
         super().batched_submit_store_requests(request_ids, ops, event, cache_salts=cache_salts)
 
@@ -279,6 +280,7 @@ class LMCacheMPWorkerAdapter(adapter.LMCacheMPWorkerAdapter):
         cache_salts: Sequence[str | bytes] | None = None,
     ) -> None:
         """As `batched_submit_store_requests`, for retrieves."""
+        _check_ops(ops)
         event = self._awaited_by_agent(event)
         super().batched_submit_retrieve_requests(request_ids, ops, event, cache_salts=cache_salts)
 
@@ -324,6 +326,12 @@ def _check(
         raise ValueError(f"world_size is {world_size} and vllm_block_size {block_size}")
     if not 0 <= kv_rank < world_size:
         raise ValueError(f"kv_rank is {kv_rank}: the ranks of {world_size} count from 0")
+
+
+def _check_ops(ops: Sequence[LoadStoreOp]) -> None:
+    for op in ops:
+        if not isinstance(op, LoadStoreOp):
+            raise TypeError(f"an operation is a LoadStoreOp, not {type(op).__name__}")
 
 
 def _await_agent(link: AgentLink, timeout_s: float) -> None:

@@ -578,6 +578,35 @@ class TestFinished:
         assert pair.worker.get_block_ids_with_load_errors() == set(range(12, 16))
         assert "request b: 4 blocks were not loaded" in caplog.text
 
+    def test_a_store_that_the_agent_refuses_is_logged(
+        self, pair: Pair, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        requests: dict[Any, LoadStoreOp] = {
+            "blocks": LoadStoreOp([0, 1, 2, BLOCKS], None, HASHES[:4]),
+            "tokens": LoadStoreOp([0, 1], TOKENS, None, 0, CHUNK),
+            7: LoadStoreOp([0, 1, 2, 3], None, HASHES[:4]),
+        }
+        for request_id, op in requests.items():
+            pair.worker.submit_store_request(request_id, op, None)
+            wait_until(lambda name=request_id: name in pair.worker.get_finished({name})[0])
+            assert f"request {request_id} was not stored: " in caplog.text
+
+    def test_a_lookup_that_the_agent_refuses_is_logged(
+        self, pair: Pair, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert pair.lookup("a", block_hashes=[b"h" * 64] * 4) == 0
+        assert "the lookup of request a failed: " in caplog.text
+
+    def test_what_is_no_operation_starts_nothing(self, pair: Pair) -> None:
+        op = LoadStoreOp(list(range(4)), None, HASHES[:4])
+        wrong: Any
+        for wrong in ([0, 1, 2, 3], None):
+            with pytest.raises(TypeError, match="an operation is a LoadStoreOp, not"):
+                pair.worker.batched_submit_store_requests(["a", "b"], [op, wrong], None)
+            with pytest.raises(TypeError, match="an operation is a LoadStoreOp, not"):
+                pair.worker.submit_retrieve_request("a", wrong, None)
+        assert pair.worker._requests.stores == {}
+
 
 class TestBatches:
     def counted(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
