@@ -3,10 +3,10 @@
 A PUT has no reply. One that cannot be stored (a malformed key, an unknown dtype, no memory) is
 received, dropped and counted, and the stream stays in step. GET and EXIST answer FAIL to a
 malformed request; LIST and HEALTH read nothing but the command. HEALTH succeeds if the last tier is
-up. A location names one tier, memory or disk: GET and EXIST look only there. A PUT is written to
-every tier, whatever its location. The connection is closed when the end of a request is unknown or
-too far away: after an unknown command (answered with FAIL) and after a PUT whose length is negative
-or over the limit.
+up. A location names one tier, memory or disk; a request for one that is not there is malformed. GET
+and EXIST look only there, a PUT is written to every tier. The connection is closed when the end of
+a request is unknown or too far away: after an unknown command (answered with FAIL) and after a PUT
+whose length is negative or over the limit.
 
 A request ends before the next one is read, with one exception: a PUT that the memory tier keeps
 is written through in the background. The connection waits for it before it publishes its next PUT
@@ -133,6 +133,7 @@ class Connection:
         try:
             message = ClientMetaMessage.deserialize(self._header)
             key, metadata = object_key_of(message.key), metadata_of(message)
+            self._places(message.location)
         except FormatError as problem:
             self._complain("put", "a PUT is dropped: %s", problem)
             await self.stream.receive_payload(length, Receiving(shared, None))

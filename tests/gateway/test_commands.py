@@ -34,7 +34,7 @@ from tests.gateway.wire import (
 
 def test_a_chunk_comes_back_as_it_was_put(client: Client, backend: DictTier) -> None:
     payload = random.Random(1).randbytes(2 * 3 * 5 * 7 * 2)
-    client.send(header(PUT, KEY, len(payload), 1, BFLOAT16, (2, 3, 5, 7), 1) + payload)
+    client.send(header(PUT, KEY, len(payload), 1, BFLOAT16, (2, 3, 5, 7)) + payload)
     client.send(header(GET, KEY))
     assert client.reply() == (SUCCESS, len(payload), 1, BFLOAT16, (2, 3, 5, 7), 0)
     assert client.receive(len(payload)) == payload

@@ -179,13 +179,23 @@ def test_a_request_for_a_tier_that_there_is_not_fails(
         "disk_path": str(tmp_path / "disk") if on_disk else None,
     }
     with Serving(None, **settings) as serving, serving.client() as client:
-        client.send(header(PUT, KEY, 3, 4, 0, location=absent) + b"abc")
-        client.send(header(EXIST, KEY, location=there))
-        assert client.reply()[0] == SUCCESS, "a PUT is written to every tier"
+        for location, code in ((absent, FAIL), (there, SUCCESS)):
+            client.send(header(PUT, KEY, 3, 4, 0, location=location) + b"abc")
+            client.send(header(EXIST, KEY, location=there))
+            assert client.reply()[0] == code
         for command in (GET, EXIST):
             client.send(header(command, KEY, location=absent))
             assert client.reply()[0] == FAIL
-        serving.until(malformed=2, stored=1)
+        serving.until(malformed=3, stored=1)
+
+
+def test_a_put_is_written_to_every_tier_whatever_its_location(tmp_path: Path) -> None:
+    settings = {"memory_bytes": 6000, "disk_path": str(tmp_path / "disk"), "disk_size": 16 << 20}
+    with Serving(None, **settings) as serving, serving.client() as client:
+        client.send(header(PUT, KEY, 3, 4, 0, location=MEMORY) + b"abc")
+        for location in (MEMORY, DISK):
+            client.send(header(EXIST, KEY, location=location))
+            assert client.reply()[0] == SUCCESS
 
 
 def test_health_is_that_of_the_tiers(tmp_path: Path) -> None:
