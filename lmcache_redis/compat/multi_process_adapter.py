@@ -105,6 +105,10 @@ class LMCacheMPSchedulerAdapter(scheduler.LMCacheMPSchedulerAdapter):
     that cannot be one, TypeError and ValueError.
     """
 
+    model_name: str
+    world_size: int
+    worker_id: int
+
     def __init__(
         self,
         server_url: str,
@@ -185,6 +189,11 @@ class LMCacheMPWorkerAdapter(adapter.LMCacheMPWorkerAdapter):
     ``world_size``, and no other worker of the engine has the same.
     """
 
+    model_name: str
+    world_size: int
+    worker_id: int
+    kv_caches: Mapping[str, torch.Tensor]
+
     def __init__(
         self,
         server_url: str,
@@ -201,7 +210,7 @@ class LMCacheMPWorkerAdapter(adapter.LMCacheMPWorkerAdapter):
         self.model_name = model_name
         self.world_size = world_size
         self.worker_id = kv_rank
-        self.kv_caches: Mapping[str, torch.Tensor] = {}
+        self.kv_caches = {}
         self._timeout_s = timeout_s
         super().__init__(
             ClientConfig(endpoint=server_url).endpoint,

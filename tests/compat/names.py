@@ -5,6 +5,9 @@ from __future__ import annotations
 from tests.compat.originals import Interface, Name
 
 _THREADS = "an internal of LMCache's threads, which do not exist here"
+_LINK = "an internal: the link to the agent has the socket and the calls in flight"
+_KEYS = "an internal: a key is made where the message is"
+_FINISHED = "an internal of `get_finished`"
 
 INTERFACES = (
     Interface(
@@ -108,6 +111,11 @@ INTERFACES = (
                 different="frozen, and checked when it is made; more, by name, for the connector",
             ),
             Name("LoadStoreOp.__len__", "()"),
+            Name("utils", left_out="a module of LMCache's connectors"),
+            Name(
+                "vllm_v1_adapter",
+                left_out="the connector here is `lmcache_redis.integrations.vllm`",
+            ),
             Name(
                 "LMCacheMPSchedulerAdapter",
                 "(server_url, context, model_name, world_size, kv_rank, vllm_block_size)",
@@ -139,6 +147,23 @@ INTERFACES = (
             ),
             Name("LMCacheMPSchedulerAdapter.cleanup_lookup_result", "(request_id)"),
             Name("LMCacheMPSchedulerAdapter.end_session", "(request_id)"),
+            Name("LMCacheMPSchedulerAdapter.model_name"),
+            Name("LMCacheMPSchedulerAdapter.world_size"),
+            Name("LMCacheMPSchedulerAdapter.worker_id"),
+            Name("LMCacheMPSchedulerAdapter.chunk_size"),
+            Name("LMCacheMPSchedulerAdapter.blocks_in_chunk"),
+            Name("LMCacheMPSchedulerAdapter.mq_client", left_out=_LINK),
+            Name("LMCacheMPSchedulerAdapter.lookup_futures", left_out=_LINK),
+            Name(
+                "LMCacheMPSchedulerAdapter._create_key",
+                "(token_ids, start=0, end=0, request_id=None)",
+                left_out=_KEYS,
+            ),
+            Name(
+                "LMCacheMPSchedulerAdapter._create_hash_key",
+                "(chunk_hash, request_id=None)",
+                left_out=_KEYS,
+            ),
             Name(
                 "LMCacheMPWorkerAdapter",
                 "(server_url, context, model_name, world_size, kv_rank, vllm_block_size)",
@@ -187,6 +212,31 @@ INTERFACES = (
                 different="an id that consecutive calls repeat is reported once",
             ),
             Name("LMCacheMPWorkerAdapter.num_blocks_per_chunk", "()"),
+            Name("LMCacheMPWorkerAdapter.model_name"),
+            Name("LMCacheMPWorkerAdapter.world_size"),
+            Name("LMCacheMPWorkerAdapter.worker_id"),
+            Name("LMCacheMPWorkerAdapter.kv_caches"),
+            Name("LMCacheMPWorkerAdapter.blocks_in_chunk"),
+            Name("LMCacheMPWorkerAdapter.mq_client", left_out=_LINK),
+            Name(
+                "LMCacheMPWorkerAdapter.instance_id",
+                left_out="the link names the process to the agent",
+            ),
+            Name("LMCacheMPWorkerAdapter.store_futures", left_out=_LINK),
+            Name("LMCacheMPWorkerAdapter.retrieve_futures", left_out=_LINK),
+            Name("LMCacheMPWorkerAdapter.finished_stores", left_out=_FINISHED),
+            Name("LMCacheMPWorkerAdapter.previously_finished", left_out=_FINISHED),
+            Name("LMCacheMPWorkerAdapter._update_and_get_finished_store", "()", left_out=_FINISHED),
+            Name(
+                "LMCacheMPWorkerAdapter._create_key",
+                "(token_ids, start=0, end=0, request_id=None)",
+                left_out=_KEYS,
+            ),
+            Name(
+                "LMCacheMPWorkerAdapter._create_hash_key",
+                "(chunk_hash, request_id=None)",
+                left_out=_KEYS,
+            ),
             Name(
                 "LMCacheMPWorkerAdapter.shutdown",
                 "()",
@@ -254,6 +304,7 @@ INTERFACES = (
             Name("MemoryFormat", different="also `PAGES`, for an engine's pages"),
             Name(
                 "CacheEngineKey",
+                "(model_name, world_size, worker_id, chunk_hash, dtype, request_configs={})",
                 different="the fields of LMCache's earlier versions (`fmt` first) and of 0.5.6 "
                 "(`dtype`, no `fmt`), in their order or by name; immutable",
             ),
@@ -262,7 +313,12 @@ INTERFACES = (
             Name("CacheEngineKey.split_layers", "(num_layers)"),
             Name("CacheEngineKey.get_first_layer", "()"),
             Name("CacheEngineKey.with_new_worker_id", "(new_worker_id)"),
-            Name("LayerCacheEngineKey", different="as above, and `layer_id`"),
+            Name(
+                "LayerCacheEngineKey",
+                "(model_name, world_size, worker_id, chunk_hash, dtype, request_configs={}, "
+                "layer_id=0)",
+                different="as above",
+            ),
             Name("parse_cache_key", "(key_str)"),
         ),
     ),
@@ -271,7 +327,12 @@ INTERFACES = (
         "lmcache.storage_backend",
         "lmcache_redis.compat.storage_backend",
         (
-            Name("LMCBackendInterface", "(dst_device='cuda')"),
+            Name(
+                "LMCBackendInterface",
+                "(dst_device='cuda')",
+                "a device that the machine lacks raises ConfigError at once, not in the first get; "
+                "keys with tags are refused",
+            ),
             Name(
                 "LMCBackendInterface.batched_get",
                 "(keys)",
@@ -345,7 +406,11 @@ INTERFACES = (
             Name("LMCRemoteBackend.put", "(key, kv_chunk, blocking=True)"),
             Name("LMCRemoteBackend.put_blocking", "(key, kv_chunk)"),
             Name("LMCRemoteBackend.put_worker", "()", left_out=_THREADS),
-            Name("LMCPipelinedRemoteBackend", "(config, metadata, dst_device='cuda')"),
+            Name(
+                "LMCPipelinedRemoteBackend",
+                "(config, metadata, dst_device='cuda')",
+                "for libraries: agent and gateway pipeline on the data plane",
+            ),
             Name("LMCPipelinedRemoteBackend.batched_get", "(keys)"),
             Name("LMCPipelinedRemoteBackend.close", "()"),
             Name("LMCPipelinedRemoteBackend.deserialize_worker", "()", left_out=_THREADS),

@@ -42,10 +42,11 @@ class Interface:
     names: Sequence[Name]
 
     def find(self, name: str) -> Any:
-        """What has that name here; None if nothing has."""
+        """What has that name here; its type if it is an attribute of instances; None if nothing."""
         found: Any = importlib.import_module(self.here)
         for part in name.split("."):
-            found = getattr(found, part, None)
+            annotations = inspect.get_annotations(found) if isinstance(found, type) else {}
+            found = getattr(found, part, annotations.get(part))
         return found
 
     def verdict(self, each: Name) -> str:
@@ -58,6 +59,8 @@ class Interface:
         actual = parameters(found)
         if actual != each.parameters:
             assert each.different, f"{where} has the parameters {actual}"
+            # Calls of the original stay calls here: its parameters come first, in its order.
+            assert (actual or "").startswith(("(*", (each.parameters or "(")[:-1])), where
             return f"different: `{actual}`; {each.different}"
         return f"different: {each.different}" if each.different else "same"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import time
@@ -193,32 +192,6 @@ def test_every_documented_call_on_a_gpu(agent: AgentServer) -> None:
         return event
 
     every_documented_call(agent.endpoint, "cuda", recorded)
-
-
-@pytest.mark.parametrize("adapter", [LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter])
-def test_parameters_are_those_of_the_originals(adapter: type) -> None:
-    own = [
-        name
-        for name, each in inspect.signature(adapter).parameters.items()
-        if each.kind is not each.KEYWORD_ONLY
-    ]
-    assert own == [
-        "server_url", "context", "model_name", "world_size", "kv_rank", "vllm_block_size",
-    ]  # fmt: skip
-    for method, names in {
-        "maybe_submit_lookup_request": ["request_id", "block_hashes", "token_ids"],
-        "check_lookup_result": ["request_id"],
-        "register_kv_caches": ["kv_caches"],
-        "submit_store_request": ["request_id", "op", "event"],
-        "submit_retrieve_request": ["request_id", "op", "event"],
-        "batched_submit_store_requests": ["request_ids", "ops", "event"],
-        "batched_submit_retrieve_requests": ["request_ids", "ops", "event"],
-        "get_finished": ["finished_req_ids_from_engine"],
-    }.items():
-        if hasattr(adapter, method):
-            parameters = inspect.signature(getattr(adapter, method)).parameters.values()
-            positional = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
-            assert positional == ["self", *names], method
 
 
 class TestConstruction:
