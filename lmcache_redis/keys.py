@@ -173,6 +173,8 @@ class IPCCacheEngineKey(
     @staticmethod
     def Serialize(obj: IPCCacheEngineKey) -> bytes:
         """A msgpack array of the fields in order. Raises FormatError if one has no encoding."""
+        if not isinstance(obj, IPCCacheEngineKey):
+            raise FormatError(f"an IPCCacheEngineKey is serialized, not a {type(obj).__name__}")
         try:
             return _ENCODER.encode(obj)
         except (TypeError, UnicodeEncodeError, OverflowError) as error:

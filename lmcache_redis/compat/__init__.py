@@ -4,6 +4,7 @@
     lmcache.v1.multiprocess.custom_types         compat.custom_types
     lmcache.v1.distributed.api                   compat.distributed_api
     lmcache.v1.protocol                          compat.protocol
+    lmcache.v1.memory_management (MemoryFormat)  compat.protocol
     lmcache.utils (keys)                         compat.protocol, compat.cache_engine_key
     vllm's lmcache_integration                   compat.multi_process_adapter
     lmcache.storage_backend                      compat.storage_backend

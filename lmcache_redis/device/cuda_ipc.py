@@ -139,7 +139,9 @@ class CudaIPCWrapper:
 
     @staticmethod
     def Serialize(obj: CudaIPCWrapper) -> bytes:
-        """The fields of the handle as msgpack."""
+        """The fields of the handle as msgpack. Raises FormatError for what is no wrapper."""
+        if not isinstance(obj, CudaIPCWrapper):
+            raise FormatError(f"a CudaIPCWrapper is serialized, not a {type(obj).__name__}")
         return _encoder.encode(obj.handle)
 
     @staticmethod

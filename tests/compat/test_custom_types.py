@@ -142,6 +142,12 @@ class TestWrapper:
         with pytest.raises(DeviceError, match=f"a tensor is shared, not a {type(value).__name__}"):
             CudaIPCWrapper(value)
 
+    @pytest.mark.parametrize("value", [None, "abc", OBJECT_KEY])
+    def test_only_its_own_kind_is_serialized(self, value: Any) -> None:
+        for kind in (CudaIPCWrapper, IPCCacheEngineKey):
+            with pytest.raises(FormatError, match=f"not a {type(value).__name__}"):
+                kind.Serialize(value)  # type: ignore[attr-defined]
+
     @given(st.binary(max_size=200))
     def test_random_bytes_are_refused(self, data: bytes) -> None:
         with pytest.raises(FormatError):
