@@ -43,6 +43,8 @@ from lmcache_redis.client.link import AgentLink, LinkState
 from lmcache_redis.client.operations import LoadStoreOp as LoadStoreOp
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.dtypes import dtype_name
+from lmcache_redis.errors import check_int
+from lmcache_redis.keys import MAX_WORLD_SIZE
 from lmcache_redis.processes import process_start_time
 
 if TYPE_CHECKING:
@@ -322,19 +324,14 @@ class LMCacheMPWorkerAdapter(adapter.LMCacheMPWorkerAdapter):
 def _check(
     context: zmq.Context[Any], model_name: str, world_size: int, kv_rank: int, block_size: int
 ) -> None:
-    """Raises TypeError or ValueError for arguments of another order, type or range."""
+    """Raises TypeError or FormatError for arguments of another order, type or range."""
     if not isinstance(context, zmq.Context):
         raise TypeError(f"context is a zmq.Context, not {type(context).__name__}")
     if not isinstance(model_name, str):
         raise TypeError(f"model_name is text, not {type(model_name).__name__}")
-    numbers = {"world_size": world_size, "kv_rank": kv_rank, "vllm_block_size": block_size}
-    for name, number in numbers.items():
-        if type(number) is not int:
-            raise TypeError(f"{name} is an int, not {type(number).__name__}")
-    if world_size < 1 or block_size < 1:
-        raise ValueError(f"world_size is {world_size} and vllm_block_size {block_size}")
-    if not 0 <= kv_rank < world_size:
-        raise ValueError(f"kv_rank is {kv_rank}: the ranks of {world_size} count from 0")
+    check_int("world_size", world_size, 1, MAX_WORLD_SIZE)
+    check_int("kv_rank", kv_rank, 0, world_size - 1)
+    check_int("vllm_block_size", block_size, 1, (1 << 31) - 1)
 
 
 def _check_ops(ops: Sequence[LoadStoreOp]) -> None:

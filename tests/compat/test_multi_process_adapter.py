@@ -236,11 +236,12 @@ class TestConstruction:
             ({"server_url": "localhost:5555"}, ConfigError, "write ipc://PATH"),
             ({"context": None}, TypeError, "context is a zmq.Context, not NoneType"),
             ({"model_name": 7}, TypeError, "model_name is text, not int"),
-            ({"world_size": "1"}, TypeError, "world_size is an int, not str"),
+            ({"world_size": "1"}, ValueError, "world_size is an int, not str"),
             ({"world_size": 0}, ValueError, "world_size is 0"),
-            ({"kv_rank": 1}, ValueError, "kv_rank is 1: the ranks of 1 count from 0"),
+            ({"world_size": 256}, ValueError, "world_size is 256, outside 1 to 255"),
+            ({"kv_rank": 1}, ValueError, "kv_rank is 1, outside 0 to 0"),
             ({"kv_rank": -1}, ValueError, "kv_rank is -1"),
-            ({"vllm_block_size": 0}, ValueError, "vllm_block_size 0"),
+            ({"vllm_block_size": 0}, ValueError, "vllm_block_size is 0"),
         ],
     )
     def test_wrong_arguments(
