@@ -78,7 +78,6 @@ class LMCHybridBackend(LMCBackendInterface):
         self._read_ahead = read_ahead
         self._loads = InflightLoads()
         self._locks: KeyLocks[ObjectKey] = KeyLocks()
-        self._closed = False
 
     # ---------------------------------------------------------------- bytes
 
@@ -108,7 +107,6 @@ class LMCHybridBackend(LMCBackendInterface):
             self._end_change(key)
 
     def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
-        """See the interface."""
         self._check_open()
         once = AllocateOnce(allocate)
         metadata = self._tiers[0].get_bytes(key, once)
@@ -120,7 +118,6 @@ class LMCHybridBackend(LMCBackendInterface):
         return self._follow(load, key, once)
 
     def contains(self, key: ObjectKey) -> bool:
-        """See the interface."""
         self._check_open()
         return any(tier.contains(key) for tier in self._tiers)
 
@@ -202,10 +199,6 @@ class LMCHybridBackend(LMCBackendInterface):
                 yield ahead.popleft().result()
         finally:
             pool.shutdown(wait=not ahead, cancel_futures=True)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the backend is closed")
 
     def _lock(self, key: ObjectKey) -> bool:
         """Acquire the key lock for a put or a removal; False: not within `wait_s`."""

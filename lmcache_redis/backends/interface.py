@@ -39,6 +39,7 @@ class LMCBackendInterface(ABC):
     def __init__(self, dst_device: str = "cpu", fmt: MemoryFormat = MemoryFormat.UNDEFINED) -> None:
         self.dst_device = dst_device
         self.fmt = fmt
+        self._closed = False
 
     # ---------------------------------------------------------------- bytes
 
@@ -121,3 +122,9 @@ class LMCBackendInterface(ABC):
     def batched_get(self, keys: Iterable[ObjectKey]) -> Iterator[torch.Tensor | None]:
         """`get` for each, in order; each is yielded as soon as it is loaded."""
         return map(self.get, keys)
+
+    # --------------------------------------------------------------- inside
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"the backend is closed: {type(self).__name__}")

@@ -54,7 +54,6 @@ class LMCLocalBackend(LMCBackendInterface):
         self._memory = HeapMemory(spare_bytes=min(limit_bytes // 8, _MOST_SPARE_BYTES))
         self._pool = HostPool(self._memory, limit_bytes)
         self._lock = threading.Lock()
-        self._closed = False
 
     @property
     def used_bytes(self) -> int:
@@ -69,7 +68,6 @@ class LMCLocalBackend(LMCBackendInterface):
         payload: Sequence[memoryview],
         blocking: bool = True,
     ) -> bool:
-        """See the interface."""
         self._check_open()
         views = payload_views(metadata, payload)
         if metadata.length > self.limit_bytes:
@@ -88,7 +86,6 @@ class LMCLocalBackend(LMCBackendInterface):
             self._give_back(entry)
 
     def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
-        """See the interface."""
         with self._lock:
             self._check_open()
             entry = self._pool.get(key.to_bytes())
@@ -107,13 +104,11 @@ class LMCLocalBackend(LMCBackendInterface):
             self._give_back(entry)
 
     def contains(self, key: ObjectKey) -> bool:
-        """See the interface."""
         with self._lock:
             self._check_open()
             return key.to_bytes() in self._pool
 
     def remove(self, key: ObjectKey) -> bool:
-        """See the interface."""
         with self._lock:
             self._check_open()
             entry = self._pool.peek(key.to_bytes())
@@ -123,19 +118,16 @@ class LMCLocalBackend(LMCBackendInterface):
             return True
 
     def list(self) -> builtins.list[ObjectKey]:
-        """See the interface."""
         with self._lock:
             self._check_open()
             keys = [entry.key for entry in self._pool]
         return [ObjectKey.from_bytes(key) for key in keys]
 
     def flush(self, timeout_s: float) -> bool:
-        """See the interface."""
         self._check_open()
         return True
 
     def close(self) -> None:
-        """See the interface."""
         with self._lock:
             self._closed = True
             self._pool.clear()
@@ -147,7 +139,3 @@ class LMCLocalBackend(LMCBackendInterface):
             if entry.state is EntryState.FILLING:
                 self._pool.discard(entry)
             self._pool.unpin(entry)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the backend is closed: memory")

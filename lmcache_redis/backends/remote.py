@@ -112,7 +112,6 @@ class LMCRemoteBackend(TierBackend):
         self._plane.start()
 
     def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
-        """See the interface."""
         (load,) = self._begin_loads((key,), (allocate,), self._begin(self._deadline_s))
         return parse_metadata(load.frame.metadata) if self._is_loaded(load) else None
 

@@ -138,7 +138,6 @@ class TierBackend(LMCBackendInterface):
         self._queue = PutQueue(queue_bytes, self._write, self._cancel)
         self._deadline_s = deadline_s
         self._list_deadline_s = list_deadline_s
-        self._closed = False
 
     def put_bytes(
         self,
@@ -147,7 +146,6 @@ class TierBackend(LMCBackendInterface):
         payload: Sequence[memoryview],
         blocking: bool = True,
     ) -> bool:
-        """See the interface."""
         put = self._accept(key, metadata, payload)
         if put is None:
             return False
@@ -157,7 +155,6 @@ class TierBackend(LMCBackendInterface):
         return self._store(put)
 
     def contains(self, key: ObjectKey) -> bool:
-        """See the interface."""
         chunk_key = self._names.chunk_key(key)
         deadline = self._begin(self._deadline_s)
         is_known = self._tier.lookup(chunk_key)
@@ -180,13 +177,8 @@ class TierBackend(LMCBackendInterface):
         return [key for key in keys if key is not None]
 
     def flush(self, timeout_s: float) -> bool:
-        """See the interface."""
         self._check_open()
         return self._queue.flush(timeout_s)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError(f"the backend is closed: {self._tier.name}")
 
     # ------------------------------------------------- overridden by backends
 

@@ -63,7 +63,6 @@ class LoopOwner:
         self._thread = threading.get_ident()
 
     def post(self, action: Action) -> None:
-        """See `Owner`."""
         if threading.get_ident() == self._thread:
             self._loop.call_soon(action)  # without a system call that wakes the loop
             return
@@ -71,11 +70,9 @@ class LoopOwner:
             self._loop.call_soon_threadsafe(action)
 
     def at(self, due_s: float, action: Action) -> Timer:
-        """See `Owner`."""
         return self.after(due_s - time.monotonic(), action)
 
     def after(self, delay_s: float, action: Action) -> Timer:
-        """See `Owner`."""
         return self._loop.call_later(delay_s, action)
 
 

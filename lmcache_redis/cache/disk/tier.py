@@ -125,7 +125,6 @@ class DiskTier:
     # ----------------------------------------------------------- the contract
 
     def lookup(self, key: bytes) -> bool:
-        """See the contract."""
         return self._is_up and self.store.find(key) is not None
 
     def scan(self, keys: Keys, deadline: float, done: Callable[[ScanResult], None]) -> None:
@@ -148,14 +147,12 @@ class DiskTier:
         return self.store.keys(prefix)
 
     def read_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
-        """See the contract."""
         for io in jobs:
             load = partial(self.store.load, io.key, io.frame, io.slots)
             call = partial(self.run, READ, load, partial(stuck, io))
             self._submit(self._reads, io, call, partial(done, io), ReadOutcome)
 
     def write_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
-        """See the contract."""
 
         def end(io: ChunkIO, outcome: WriteOutcome) -> None:
             del self._cancelled[io]
@@ -175,7 +172,6 @@ class DiskTier:
         self._writes.cancel(job)
 
     def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
-        """See the contract."""
         answer = _first_of(done)
 
         def remove() -> None:

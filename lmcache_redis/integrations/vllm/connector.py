@@ -219,7 +219,6 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """See the base class."""
         block_ids: Sequence[list[int]] = blocks.get_block_ids() if num_external_tokens else ()
         if num_external_tokens:
             # Of one group: vLLM versions that report blocks have no other.
@@ -230,7 +229,6 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda self, _: self._with_lost_loads(StepMetadata()))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """See the base class."""
         metadata = StepMetadata()
         if self._scheduler is not None:
             metadata = self._scheduler.build_metadata(scheduler_output)
@@ -244,7 +242,6 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """See the base class."""
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):
             report = WorkerReport({})
@@ -468,7 +465,6 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:
-        """See the base class."""
         return ConnectorStats(data if data is not None else dict.fromkeys(STATS, 0))
 
     # Both roles
