@@ -33,12 +33,11 @@ from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.net.topology import Routes, Routing, find_servers
 from lmcache_redis.resp.net.wire import (
     ErrorReply,
+    KeyScan,
     Reply,
     error_of,
     get_command,
     pack_command,
-    parse_scan,
-    scan_command,
 )
 
 CLIENT_NAME = "lmcache-redis-admin"
@@ -91,14 +90,12 @@ class Node:
 
     def scan(self, pattern: bytes, step_keys: int) -> Iterator[tuple[list[bytes], bool]]:
         """The string keys of each SCAN step, and whether it was the last. Raises RedisError."""
-        cursor = b""
-        while cursor != b"0":
-            request = scan_command(cursor or b"0", pattern, step_keys, "TYPE", "string")
-            (reply,) = self._exchange(request, 1)
+        scan = KeyScan(pattern, step_keys, "TYPE", "string")
+        while not scan.is_over:
+            (reply,) = self._exchange(scan.command(), 1)
             if isinstance(reply, ErrorReply):
                 raise _error_of_reply(reply, self.where)
-            cursor, keys = parse_scan(reply)
-            yield keys, cursor == b"0"
+            yield scan.take(reply), scan.is_over
 
     def get(self, key: bytes, payload_bytes: int) -> tuple[bytes, memoryview] | None:
         """The header and the payload of a value; None if it does not exist or has another length.

@@ -20,13 +20,12 @@ from lmcache_redis.resp.net.connection import Pipeline
 from lmcache_redis.resp.net.wire import (
     ASKING_COMMAND,
     ErrorReply,
+    KeyScan,
     Reply,
     error_of,
     keys_command,
     keys_commands,
     pack_command,
-    parse_scan,
-    scan_command,
     without_errors,
 )
 from lmcache_redis.stripe import HEADER_BYTES, StripeHeader, describe_header
@@ -181,15 +180,14 @@ def walk_keys(
 ) -> Steps[None]:
     """SCAN a server for keys that match, and UNLINK those of them that `found` returns.
 
-    A key that exists all the time is found, perhaps twice. removed: called with how many keys were
-    deleted. group_keys: the most keys of an UNLINK. more: further words of the SCAN.
+    removed: called with how many keys were deleted. group_keys: the most keys of an UNLINK. more:
+    see `KeyScan`.
     """
-    cursor = b""
-    while cursor != b"0":
-        request = scan_command(cursor or b"0", pattern, STEP_KEYS, *more)
-        pipeline = yield iter((request,)), 1
-        cursor, keys = parse_scan(*pipeline.receive(1))
-        if unwanted := found(keys):
+    scan = KeyScan(pattern, STEP_KEYS, *more)
+    while not scan.is_over:
+        pipeline = yield iter((scan.command(),)), 1
+        (reply,) = pipeline.receive(1)
+        if unwanted := found(scan.take(reply)):
             request = keys_commands(b"UNLINK", unwanted, group_keys)
             pipeline = yield iter((request,)), -(-len(unwanted) // group_keys)
             for count in without_errors(pipeline.receive_all()):

@@ -21,6 +21,7 @@ from lmcache_redis.resp.net.wire import (
     MAX_ELEMENTS,
     MAX_LINE_BYTES,
     ErrorReply,
+    KeyScan,
     Reply,
     ReplyBuffer,
     error_of,
@@ -29,7 +30,6 @@ from lmcache_redis.resp.net.wire import (
     keys_command,
     keys_commands,
     parse_length,
-    scan_command,
     set_prefix,
 )
 
@@ -55,7 +55,20 @@ def test_commands() -> None:
     assert get_command(b"k\r\n") == b"*2\r\n$3\r\nGET\r\n$3\r\nk\r\n\r\n"
     assert set_prefix(b"k", 5) == b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$5\r\n"
     assert keys_command(b"UNLINK", [b"a"]) == b"*2\r\n$6\r\nUNLINK\r\n$1\r\na\r\n"
-    assert scan_command(b"0", b"p*", 10).startswith(b"*6\r\n$4\r\nSCAN\r\n$1\r\n0\r\n$5\r\nMATCH")
+    assert KeyScan(b"p*", 10).command().startswith(b"*6\r\n$4\r\nSCAN\r\n$1\r\n0\r\n$5\r\nMATCH")
+
+
+def test_a_scan_goes_on_from_the_cursor_that_the_server_gave() -> None:
+    scan = KeyScan(b"p*", 10, "TYPE", "string")
+    assert scan.take([b"17", [b"pa", 3]]) == [b"pa"]
+    assert not scan.is_over
+    assert b"\r\n17\r\n" in scan.command()
+    assert scan.command().endswith(b"$6\r\nstring\r\n")
+    assert scan.take([b"0", []]) == []
+    assert scan.is_over
+    for wrong in ([b"x", []], [b"0"], [0, []], b"0"):
+        with pytest.raises(RedisProtocolError):
+            KeyScan(b"p*", 10).take(wrong)
 
 
 @pytest.mark.usefixtures("both_ways")

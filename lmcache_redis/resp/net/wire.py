@@ -141,17 +141,28 @@ def pack_command(*words: bytes | str | int) -> bytes:
     )
 
 
-def scan_command(cursor: bytes, pattern: bytes, count: int, *more: str) -> bytes:
-    """A SCAN; more: further words."""
-    return pack_command("SCAN", cursor, "MATCH", pattern, "COUNT", count, *more)
+class KeyScan:
+    """A SCAN of all keys that match, step by step. A key that exists all the time is found.
 
+    count: keys that a step looks at. more: further words.
+    """
 
-def parse_scan(reply: Reply) -> tuple[bytes, list[bytes]]:
-    """The cursor and the keys in the reply to a SCAN."""
-    match reply:
-        case [bytes() as cursor, list() as found] if cursor.isdigit():
-            return cursor, [key for key in found if isinstance(key, bytes)]
-    raise RedisProtocolError("the reply to a SCAN is no cursor and keys")
+    def __init__(self, pattern: bytes, count: int, *more: str) -> None:
+        self.is_over = False
+        self._words: tuple[bytes | str | int, ...] = ("MATCH", pattern, "COUNT", count, *more)
+        self._cursor = b"0"
+
+    def command(self) -> bytes:
+        """The next step."""
+        return pack_command("SCAN", self._cursor, *self._words)
+
+    def take(self, reply: Reply) -> list[bytes]:
+        """The keys in the reply to a step. One may be in several replies."""
+        match reply:
+            case [bytes() as cursor, list() as found] if cursor.isdigit():
+                self._cursor, self.is_over = cursor, cursor == b"0"
+                return [key for key in found if isinstance(key, bytes)]
+        raise RedisProtocolError("the reply to a SCAN is no cursor and keys")
 
 
 def escape_pattern(literal: bytes) -> bytes:
