@@ -1,4 +1,6 @@
-"""msgpack, also for types that msgspec does not know: torch dtypes and sizes, CUDA IPC wrappers.
+"""Messages as frames; and msgpack, also for types that msgspec does not know.
+
+``encode``, ``split`` and ``decode_...`` are for the frames of `messages`.
 
 ``get_customized_encoder(T)`` and ``get_customized_decoder(T)`` encode and decode values of type
 ``T``: messages, keys, wrappers, and any nesting of these. Nothing is pickled. An extension is a
@@ -14,19 +16,34 @@ msgspec itself encodes torch.Size (a tuple) and the keys (Structs) as arrays.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import msgspec
 
 from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.dtypes import dtype_name, torch_dtype
 from lmcache_redis.errors import FormatError, WireError
+from lmcache_redis.messages import (
+    MAGIC,
+    MAX_BATCH,
+    MAX_MESSAGE_BYTES,
+    PREAMBLE,
+    PROTOCOL_VERSION,
+    Answer,
+    Message,
+    Question,
+)
 
 EXT_DTYPE = 1
 EXT_CUDA_WRAPPER = 3
 
 _handle_encoder = msgspec.msgpack.Encoder()
 _handle_decoder = msgspec.msgpack.Decoder(CudaIPCHandle)
+
+
+class VersionMismatch(WireError):
+    """The peer uses another version of the protocol."""
 
 
 class CustomizedDecoder:
@@ -83,3 +100,60 @@ def _decode_extension(code: int, data: memoryview) -> Any:
 
         return CudaIPCWrapper.from_handle(_handle_decoder.decode(data))
     raise msgspec.ValidationError(f"extension type {code} is unknown")
+
+
+# Messages
+
+
+class _Envelope(msgspec.Struct):
+    call_id: int = 0
+
+
+_encoder = get_customized_encoder()
+_question_decoder = get_customized_decoder(Question)
+_answer_decoder = get_customized_decoder(Answer)
+_envelope_decoder = get_customized_decoder(_Envelope)
+
+
+def encode(*messages: Message) -> list[bytes]:
+    """The frames of a message: the preamble, and a body for each of ``messages``."""
+    return [PREAMBLE, *map(_encoder.encode, messages)]
+
+
+def split(frames: Sequence[bytes]) -> Sequence[Sequence[bytes]]:
+    """The frames of each question of a batch; anything else as it is, for ``decode_question``."""
+    if not 2 < len(frames) <= 1 + MAX_BATCH or frames[0] != PREAMBLE:
+        return [frames]
+    return [(PREAMBLE, body) for body in frames[1:]]
+
+
+def decode_question(frames: Sequence[bytes]) -> Question:
+    """The question in ``frames`` (preamble, body). Raises ``WireError``, ``VersionMismatch``."""
+    return cast(Question, _decode(_question_decoder, frames))
+
+
+def decode_answer(frames: Sequence[bytes]) -> Answer:
+    """The answer in ``frames`` (preamble, body). Raises ``WireError``, ``VersionMismatch``."""
+    return cast(Answer, _decode(_answer_decoder, frames))
+
+
+def _decode(decoder: CustomizedDecoder, frames: Sequence[bytes]) -> object:
+    if len(frames) != 2 or not frames[0].startswith(MAGIC):
+        raise WireError("not a message of lmcache_redis: expected a preamble and a body")
+    if frames[0] != PREAMBLE:
+        theirs = int.from_bytes(frames[0][len(MAGIC) : len(PREAMBLE)], "big")
+        raise VersionMismatch(
+            f"the peer uses protocol version {theirs}, this side {PROTOCOL_VERSION}: "
+            "install the same lmcache-redis for vLLM and for the agent"
+        )
+    if len(frames[1]) > MAX_MESSAGE_BYTES:
+        raise WireError(f"a message of {len(frames[1])} bytes; at most {MAX_MESSAGE_BYTES}")
+    return decoder.decode(frames[1])
+
+
+def call_id_of(frames: Sequence[bytes]) -> int:
+    """The ``call_id`` of a message that cannot be decoded; 0 if it has none."""
+    try:
+        return cast(_Envelope, _envelope_decoder.decode(frames[1])).call_id
+    except (WireError, IndexError):
+        return 0

@@ -24,16 +24,15 @@ Order of events
 3. The scheduler sends ``LOOKUP``. A prefix counts as cached if every group has the parts that the
    engine needs after it (`Reach`); only these are loaded. The agent answers ``LOOKUP_RESULT`` when
    all of them are pinned in its host pool, when computing the rest is faster than loading it, or
-   at ``lookup_deadline_s``. The pins belong to
-   ``(engine_id, request_id)`` until each rank has retrieved its part, ``RELEASE_LOCKS`` names the
-   chunk, ``END_SESSION`` ends the request, or the session times out.
+   at ``lookup_deadline_s``. The pins belong to ``(engine_id, request_id)`` until each rank has
+   retrieved its part, ``RELEASE_LOCKS`` names the chunk, ``END_SESSION`` ends the request, or the
+   session times out.
 4. A worker sends ``RETRIEVE`` for each group: parts of pinned chunks are copied into the named
    blocks. Parts that are not in the host pool are loaded first, until ``lookup_deadline_s`` or the
    end of the lease. ``RETRIEVE_RESULT`` lists the chunks that were not copied (indices into
    ``chunks``).
 5. A worker sends ``STORE`` for each group: blocks are copied into slots. ``STORE_RESULT`` says
-   that the blocks are no longer read. The agent writes the parts to Redis afterwards, in the
-   background.
+   that the blocks are no longer read. The agent writes the parts to Redis in the background.
 
 Engines of several nodes
 ------------------------
@@ -73,15 +72,12 @@ Failures
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal, TypeVar, cast
+from typing import Annotated, Literal
 
 import msgspec
 
-from lmcache_redis.codec import CustomizedDecoder, get_customized_decoder, get_customized_encoder
 from lmcache_redis.device.handles import StorageHandle as StorageHandle  # a field type below
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.errors import WireError
 from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey
 from lmcache_redis.naming import Reach
 from lmcache_redis.protocol import MAX_METADATA_BYTES, RemoteMetadata
@@ -103,10 +99,6 @@ ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTE
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 # Text that the agent keeps for a peer is bounded.
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
-
-
-class VersionMismatch(WireError):
-    """The peer uses another version of the protocol."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -213,10 +205,8 @@ class Retrieve(Message, frozen=True, tag="RETRIEVE"):
     """Copies parts of chunks into blocks of ``group``.
 
     Parts that are not in the host pool are loaded first. The blocks of the first
-    ``skip_first_n_tokens`` are left as they are.
-
-    ``event`` is a CUDA interprocess event after which the blocks may be written: the engine may
-    still be zeroing them. None on the CPU.
+    ``skip_first_n_tokens`` are left as they are. ``event`` is a CUDA interprocess event after which
+    the blocks may be written, because the engine may still be zeroing them; None on the CPU.
     """
 
     request_id: Name
@@ -408,64 +398,3 @@ Answer = (
     | Pong
     | Failure
 )
-
-
-class _Envelope(msgspec.Struct):
-    call_id: int = 0
-
-
-_M = TypeVar("_M", bound=Message)
-
-_encoder = get_customized_encoder()
-_question_decoder = get_customized_decoder(Question)
-_answer_decoder = get_customized_decoder(Answer)
-_envelope_decoder = get_customized_decoder(_Envelope)
-
-
-def encode(*messages: Message) -> list[bytes]:
-    """The frames of a message: the preamble, and a body for each of ``messages``."""
-    return [PREAMBLE, *map(_encoder.encode, messages)]
-
-
-def split(frames: Sequence[bytes]) -> Sequence[Sequence[bytes]]:
-    """The frames of each question of a batch; anything else as it is, for ``decode_question``."""
-    if not 2 < len(frames) <= 1 + MAX_BATCH or frames[0] != PREAMBLE:
-        return [frames]
-    return [(PREAMBLE, body) for body in frames[1:]]
-
-
-def decode_question(frames: Sequence[bytes]) -> Question:
-    """The question in ``frames`` (preamble, body). Raises ``WireError``, ``VersionMismatch``."""
-    return cast(Question, _decode(_question_decoder, frames))
-
-
-def decode_answer(frames: Sequence[bytes]) -> Answer:
-    """The answer in ``frames`` (preamble, body). Raises ``WireError``, ``VersionMismatch``."""
-    return cast(Answer, _decode(_answer_decoder, frames))
-
-
-def _decode(decoder: CustomizedDecoder, frames: Sequence[bytes]) -> object:
-    if len(frames) != 2 or not frames[0].startswith(MAGIC):
-        raise WireError("not a message of lmcache_redis: expected a preamble and a body")
-    if frames[0] != PREAMBLE:
-        theirs = int.from_bytes(frames[0][len(MAGIC) : len(PREAMBLE)], "big")
-        raise VersionMismatch(
-            f"the peer uses protocol version {theirs}, this side {PROTOCOL_VERSION}: "
-            "install the same lmcache-redis for vLLM and for the agent"
-        )
-    if len(frames[1]) > MAX_MESSAGE_BYTES:
-        raise WireError(f"a message of {len(frames[1])} bytes; at most {MAX_MESSAGE_BYTES}")
-    return decoder.decode(frames[1])
-
-
-def call_id_of(frames: Sequence[bytes]) -> int:
-    """The ``call_id`` of a message that cannot be decoded; 0 if it has none."""
-    try:
-        return cast(_Envelope, _envelope_decoder.decode(frames[1])).call_id
-    except (WireError, IndexError):
-        return 0
-
-
-def addressed(message: _M, call_id: int) -> _M:
-    """The message with another ``call_id``."""
-    return msgspec.structs.replace(message, call_id=call_id)

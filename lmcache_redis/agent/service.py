@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from functools import partial
 
 import zmq
+from msgspec.structs import replace
 
-from lmcache_redis import __version__
+from lmcache_redis import __version__, codec
 from lmcache_redis import messages as m
 from lmcache_redis.agent.handlers import Handlers
 from lmcache_redis.agent.parts import Agent
@@ -95,17 +96,17 @@ class Service:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            for question in m.split(frames):
+            for question in codec.split(frames):
                 self._take(identity, question)
 
     def _take(self, identity: bytes, frames: Sequence[bytes]) -> None:
         try:
-            question = m.decode_question(frames)
-        except m.VersionMismatch as error:
+            question = codec.decode_question(frames)
+        except codec.VersionMismatch as error:
             self._refuse(identity, 0, m.VERSION_MISMATCH, str(error))
             return
         except WireError as error:
-            self._refuse(identity, m.call_id_of(frames), m.BAD_MESSAGE, str(error))
+            self._refuse(identity, codec.call_id_of(frames), m.BAD_MESSAGE, str(error))
             return
         reply = partial(self._reply, identity, question.call_id)
         if isinstance(question, m.Hello):
@@ -160,7 +161,7 @@ class Service:
         self._reply(identity, call_id, m.Failure(0, code, reason))
 
     def _reply(self, identity: bytes, call_id: int, answer: m.Answer) -> None:
-        frames = m.encode(m.addressed(answer, call_id))
+        frames = codec.encode(replace(answer, call_id=call_id))
         try:
             self._router.send_multipart([identity, *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:

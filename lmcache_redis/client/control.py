@@ -11,6 +11,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from lmcache_redis import codec
 from lmcache_redis import messages as m
 from lmcache_redis.errors import LMCacheRedisError, WireError
 from lmcache_redis.transport import connect_watched_dealer
@@ -70,14 +71,14 @@ class ControlClient:
                 deadline_s = time.monotonic() + self._timeout_s
                 if not dealer.poll(_left_ms(deadline_s), zmq.POLLOUT):
                     raise self._unreachable()
-                dealer.send_multipart(m.encode(question))
+                dealer.send_multipart(codec.encode(question))
                 deadline_s = max(deadline_s, time.monotonic() + answer_timeout_s)
                 frames = self._receive(dealer, monitor, deadline_s)
             finally:
                 dealer.disable_monitor()
                 monitor.close(linger=0)
                 dealer.close()
-        return self._expected(m.decode_answer(frames), expected)
+        return self._expected(codec.decode_answer(frames), expected)
 
     def _receive(
         self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], deadline_s: float

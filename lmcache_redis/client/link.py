@@ -21,9 +21,10 @@ from enum import Enum
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 from zmq.utils.monitor import recv_monitor_message
 
-from lmcache_redis import __version__
+from lmcache_redis import __version__, codec
 from lmcache_redis import messages as m
 from lmcache_redis.client.calls import Call
 from lmcache_redis.errors import WireError
@@ -131,10 +132,11 @@ class AgentLink:
         """
         calls = [Call(next(self._ids), self._changed, listener) for _ in questions]
         if self.online:
-            addressed = [m.addressed(q, c.call_id) for q, c in zip(questions, calls, strict=True)]
+            pairs = zip(questions, calls, strict=True)
+            addressed = [replace(each, call_id=call.call_id) for each, call in pairs]
             for first in range(0, len(calls), m.MAX_BATCH):
                 batch = slice(first, first + m.MAX_BATCH)
-                self._outbox.append((calls[batch], m.encode(*addressed[batch])))
+                self._outbox.append((calls[batch], codec.encode(*addressed[batch])))
             self._wakeup.set()
             if not self._stop or self._thread.is_alive():
                 return calls
@@ -228,12 +230,12 @@ class AgentLink:
             self._refused(reason)
             return
         self._hello_id = next(self._ids)
-        sent = self._send(m.addressed(self._hello, self._hello_id))
+        sent = self._send(replace(self._hello, call_id=self._hello_id))
         if sent and self.state is LinkState.OFFLINE:
             self._set_state(LinkState.GREETING)
 
     def _send(self, message: m.Message) -> bool:
-        return self._send_frames(m.encode(message))
+        return self._send_frames(codec.encode(message))
 
     def _send_frames(self, frames: list[bytes]) -> bool:
         self._sent_s = time.monotonic()
@@ -261,8 +263,8 @@ class AgentLink:
             except zmq.Again:
                 return
             try:
-                answer = m.decode_answer(frames)
-            except m.VersionMismatch as error:
+                answer = codec.decode_answer(frames)
+            except codec.VersionMismatch as error:
                 self._refused(str(error))
             except WireError as error:
                 self._log_once(f"ignored an answer from the agent at {self.endpoint}: {error}")

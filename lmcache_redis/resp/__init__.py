@@ -5,7 +5,7 @@ calls               calls about keys, routed to the servers that have them
 control, query      questions on a server's control connection; their commands and replies
 node                the servers, each with its threads, by the map
 reading, writing    a chunk in flight, and the end of each of its stripes
-worker              a thread with its connections and its queue: one class for reads and writes
+worker, lanes       a thread with a connection; one with several, for the stripes of its queue
 bulk                stripes between sockets and slots: one call for many, native or in Python
 health              whether a server is up
 jobs                work that is answered exactly once

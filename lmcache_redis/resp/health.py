@@ -27,6 +27,7 @@ from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.outcomes import PlaneState
+from lmcache_redis.resp.queues import joined
 
 logger = logging.getLogger(__name__)
 
@@ -174,10 +175,7 @@ class Health:
             self._changed.notify_all()
 
     def join(self, timeout_s: float) -> bool:
-        if self._thread.ident is None:
-            return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return joined(self._thread, timeout_s)
 
     # ---------------------------------------------------------- prober thread
 

@@ -97,6 +97,13 @@ def _pop(items: deque[TaskT]) -> TaskT | None:
         return None
 
 
+def joined(thread: threading.Thread, timeout_s: float) -> bool:
+    """Wait for the end of a thread, if it was started; False if it takes longer."""
+    if thread.ident is not None:
+        thread.join(timeout_s)
+    return not thread.is_alive()
+
+
 class Timekeeper:
     """A thread that ends late jobs, while other threads wait for the network.
 
@@ -135,10 +142,7 @@ class Timekeeper:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        if self._thread.ident is None:
-            return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return joined(self._thread, timeout_s)
 
     def _run(self) -> None:
         while True:

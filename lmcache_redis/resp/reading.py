@@ -29,9 +29,10 @@ from lmcache_redis.errors import (
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.bulk import Call, End, Failure, Moved, Packed, is_other_type
 from lmcache_redis.resp.jobs import Job, Jobs, Stop
+from lmcache_redis.resp.lanes import BulkWorker, Lane
 from lmcache_redis.resp.net.wire import get_command, value_head
 from lmcache_redis.resp.outcomes import ChunkIO, ReadOutcome
-from lmcache_redis.resp.worker import BulkWorker, Lane, Task
+from lmcache_redis.resp.worker import Task
 from lmcache_redis.stripe import HEADER_BYTES, MAGIC, ChunkFrame, Verdict, describe_header
 
 ReadDone = Callable[[ChunkIO, ReadOutcome], None]

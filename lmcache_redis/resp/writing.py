@@ -32,10 +32,11 @@ from lmcache_redis.errors import (
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.bulk import SENT, Call, End, Failure, Moved, Packed, seal_short
 from lmcache_redis.resp.jobs import Job, Jobs
+from lmcache_redis.resp.lanes import BulkWorker, Lane
 from lmcache_redis.resp.net.wire import end_of_command, set_prefix
 from lmcache_redis.resp.outcomes import ChunkIO, WriteOutcome
 from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.worker import BulkWorker, Lane, Server, Task
+from lmcache_redis.resp.worker import Server, Task
 from lmcache_redis.stripe import HEADER_BYTES
 
 WriteDone = Callable[[ChunkIO, WriteOutcome], None]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from lmcache_redis import codec
 from lmcache_redis import messages as m
 from lmcache_redis.client.control import AgentUnreachable, ControlClient
 from lmcache_redis.errors import LMCacheRedisError, WireError
@@ -28,9 +29,9 @@ def agent_that(
 
     def serve() -> None:
         identity, *frames = router.recv_multipart()
-        answered = answer(m.decode_question(frames))
+        answered = answer(codec.decode_question(frames))
         if answered is not None:
-            router.send_multipart([identity, *m.encode(answered)])
+            router.send_multipart([identity, *codec.encode(answered)])
             asked.wait()
         router.close(linger=0)
 

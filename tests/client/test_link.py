@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from lmcache_redis import codec
 from lmcache_redis import messages as m
 from lmcache_redis.client.calls import Call, CallState
 from lmcache_redis.client.link import AgentLink, Duty, LinkState, next_duty
@@ -56,12 +57,12 @@ class Agent:
         while True:
             assert self.router.poll(WAIT_S * 1000)
             self.peer, *frames = self.router.recv_multipart()
-            questions = [m.decode_question(each) for each in m.split(frames)]
+            questions = [codec.decode_question(each) for each in codec.split(frames)]
             if not isinstance(questions[0], m.Ping):
                 return questions
 
     def answer(self, answer: m.Answer) -> None:
-        self.router.send_multipart([self.peer, *m.encode(answer)])
+        self.router.send_multipart([self.peer, *codec.encode(answer)])
 
     def close(self) -> None:
         self.router.close()
