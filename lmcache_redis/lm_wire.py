@@ -190,13 +190,11 @@ class ClientMetaMessage(_Payload):
         object.__setattr__(self, "key", text)
 
     def serialize(self) -> bytes:
-        """The request, `packlength` bytes."""
         numbers = (*self._described(), LOCATION_TO_INT[self.location], *self._padded_shape())
         return _REQUEST.pack(self.command, *numbers, _key_bytes(self.key).ljust(MAX_KEY_LENGTH))
 
     @staticmethod
     def deserialize(data: bytes | bytearray | memoryview) -> ClientMetaMessage:
-        """The request that bytes encode."""
         command, length, fmt, dtype, location, *sizes, key = _unpack(_REQUEST, data)
         try:
             text = key.rstrip(b" ").decode("utf-8")
@@ -208,7 +206,6 @@ class ClientMetaMessage(_Payload):
 
     @staticmethod
     def packlength() -> int:
-        """Bytes of a request."""
         return _REQUEST.size
 
     @staticmethod
@@ -237,19 +234,16 @@ class ServerMetaMessage(_Payload):
         object.__setattr__(self, "code", _member(ServerReturnCode, code, "return code"))
 
     def serialize(self) -> bytes:
-        """The reply, `packlength` bytes."""
         numbers = (*self._described(), *self._padded_shape(), LOCATION_TO_INT[self.location])
         return _REPLY.pack(self.code, *numbers)
 
     @staticmethod
     def deserialize(data: bytes | bytearray | memoryview) -> ServerMetaMessage:
-        """The reply that bytes encode."""
         code, length, fmt, dtype, *sizes, location = _unpack(_REPLY, data)
         return ServerMetaMessage(code, *_payload_fields(length, fmt, dtype, sizes, location))
 
     @staticmethod
     def packlength() -> int:
-        """Bytes of a reply."""
         return _REPLY.size
 
 

@@ -203,7 +203,6 @@ class ChunkForm(PartNames):
         return -(-self.chunk_bytes // self.stripe_payload_bytes)
 
     def frame(self, chunk_hash: bytes) -> ChunkFrame:
-        """The frame of the chunk's stripes."""
         return ChunkFrame(
             fingerprint=self.names.fingerprint,
             chunk_hash=chunk_hash,

@@ -142,7 +142,6 @@ class Wakeup:
             return
 
     def close(self) -> None:
-        """Closes ``fd``."""
         with self._lock:
             if not self._closed:
                 self._closed = True

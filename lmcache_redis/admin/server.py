@@ -194,7 +194,6 @@ class Server:
         return routing.results
 
     def close(self) -> None:
-        """Close every connection."""
         for node in self._by_endpoint.values():
             node.close()
 

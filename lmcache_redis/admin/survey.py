@@ -41,7 +41,6 @@ class SeenChunk:
 
     @property
     def count(self) -> int:
-        """How many stripes were seen."""
         return self.stripes.bit_count()
 
     @property

@@ -123,7 +123,6 @@ class EmbeddedRedis:
 
     @property
     def running(self) -> bool:
-        """Whether the server's process is running."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> EmbeddedRedis:

@@ -70,7 +70,6 @@ class Peer:
 
     @property
     def engine_id(self) -> str:
-        """The id of its engine."""
         return self.hello.engine_id
 
     def is_same(self, hello: m.Hello) -> bool:
@@ -117,7 +116,6 @@ class Peers:
         return replaced
 
     def remove(self, peer: Peer) -> None:
-        """Forgets a peer."""
         if self._by_identity.get(peer.identity) is peer:
             del self._by_identity[peer.identity]
 
@@ -162,7 +160,6 @@ class Peers:
         )
 
     def registrations(self, engine_id: str) -> list[Registration]:
-        """The registered workers of the engine."""
         return [
             p.registration
             for p in self._by_identity.values()

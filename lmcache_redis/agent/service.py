@@ -60,7 +60,6 @@ class Service:
         self._wakeup.set()
 
     def run(self) -> None:
-        """Serves until ``stop`` is called."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wakeup.fd, zmq.POLLIN)

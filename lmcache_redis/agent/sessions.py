@@ -95,7 +95,6 @@ class Session:
 
     @property
     def pinned_chunks(self) -> int:
-        """The number of pins held."""
         return len(self._pins)
 
 
@@ -114,7 +113,6 @@ class Sessions:
         return iter(list(self._sessions.values()))
 
     def get(self, key: SessionKey) -> Session | None:
-        """The session, if there is one."""
         return self._sessions.get(key)
 
     def open(self, key: SessionKey, now_s: float, *, for_lookup: bool = True) -> Session:

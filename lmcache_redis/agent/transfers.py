@@ -92,10 +92,8 @@ class CopyJob(ABC):
         """Every chunk has ended."""
 
     def _begin(self, chunks: Sequence[int], later: Sequence[int] = ()) -> None:
-        """Queues device calls for the chunks; the job ends with the last of them and of ``later``.
-
-        Its session is busy already.
-        """
+        """Queues calls for the chunks; the job ends with the last of them and of ``later``."""
+        self._session.busy += 1
         if not chunks and not later:
             self._finish()
             return
@@ -113,8 +111,7 @@ class CopyJob(ABC):
         entries: dict[int, Entry] = {}
         try:
             for chunk in chunks:
-                entry = self._take(chunk)
-                if entry is not None:
+                if (entry := self._take(chunk)) is not None:
                     entries[chunk] = entry
             if entries:
                 self._submit(entries)
@@ -144,12 +141,12 @@ class CopyJob(ABC):
     ) -> CopyOutcome:
         # On a copy thread. After the lease expires the blocks may belong to another request.
         try:
-            in_time = self._move(chunks, block_ids, slots)
+            if self._move(chunks, block_ids, slots):
+                return CopyOutcome.DONE
         except DeviceError:
             if time.monotonic_ns() <= self._question.lease_ns:
                 raise
-            in_time = False
-        return CopyOutcome.DONE if in_time else CopyOutcome.CANCELLED
+        return CopyOutcome.CANCELLED
 
     def _copied(self, entries: Mapping[int, Entry], outcome: CopyOutcome) -> None:
         for chunk, entry in entries.items():
@@ -179,7 +176,6 @@ class StoreJob(CopyJob):
     4. A chunk becomes READY when its bytes are in its slots, and is enqueued for the tiers.
     """
 
-    _unread: set[int]  # chunks whose blocks are still needed
     _stored = 0
     _already = 0
 
@@ -194,10 +190,9 @@ class StoreJob(CopyJob):
             self._already += 1
             if entry.state is EntryState.READY:
                 self._write_behind(chunk, entry)
-        self._unread = set(wanted)
+        self._unread = set(wanted)  # chunks whose blocks are still needed
         if not wanted:
             self._answer()
-        self._session.busy += 1
         self._begin(wanted)
 
     def _take(self, chunk: int) -> Entry | None:
@@ -240,20 +235,17 @@ class StoreJob(CopyJob):
 
     def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
         try:
-            if outcome is CopyOutcome.DONE:
-                self._keep(chunk, entry)
-            else:
+            if outcome is not CopyOutcome.DONE:
                 self._dropped(*_DROPS[outcome])
+                return
+            self._metrics.count("gathered_chunks")
+            self._metrics.count("gathered_bytes", self._form.chunk_bytes)
+            if self._cache.publish(entry):
+                self._stored += 1
+                self._write_behind(chunk, entry)
         finally:
             # Even after a bug of ours above: lookups may be waiting for this entry.
             self._cache.abandon(entry)
-
-    def _keep(self, chunk: int, entry: Entry) -> None:
-        self._metrics.count("gathered_chunks")
-        self._metrics.count("gathered_bytes", self._form.chunk_bytes)
-        if self._cache.publish(entry):
-            self._stored += 1
-            self._write_behind(chunk, entry)
 
     def _write_behind(self, chunk: int, entry: Entry) -> None:
         delay_s = _FIRST_TOKEN_FIRST_S if self._registration.device.on_host_cores else 0.0
@@ -298,21 +290,15 @@ class RetrieveJob(CopyJob):
     chunk that does not arrive in time ends the loads: it and those after it are failed chunks.
     """
 
-    _skip_blocks = 0
-    _started_s = 0.0
-    _failed: list[int]
-    _entries: dict[int, Entry]  # pinned, until their copies take over the pins
-    _missing: list[int]  # chunks that are not in memory, and are not being loaded
-
     def start(self, skip_first_n_tokens: int) -> None:
         """Queues the copies of the chunks in memory, and begins to load the others."""
         layout = self._registration.device.layouts[self._question.group]
         self._skip_blocks = skip_first_n_tokens // layout.block_size_tokens
         self._started_s = time.monotonic()
-        self._failed = []
-        self._entries = {}
+        self._failed: list[int] = []
+        self._entries: dict[int, Entry] = {}  # pinned, until their copies take over the pins
         self._queue = self._copies.scatter
-        self._session.busy += 1
+        # Chunks that are not in memory, and are not being loaded.
         self._missing = [chunk for chunk in range(len(self._hashes)) if not self._hold(chunk)]
         self._begin([*self._entries], self._missing)
         self._load_piece()
@@ -320,8 +306,7 @@ class RetrieveJob(CopyJob):
     def _hold(self, chunk: int) -> bool:
         """Whether the chunk is in memory: it then has the session's pin, or a new one."""
         chunk_hash, pool = self._hashes[chunk], self._cache.pool
-        pin = (self._registration.worker_id, self._question.group, chunk_hash)
-        entry = self._session.take(pin)
+        entry = self._session.take((self._registration.worker_id, self._question.group, chunk_hash))
         if entry is None:
             entry = pool.get(self._form.key(chunk_hash))
             if entry is None or entry.state is not EntryState.READY:

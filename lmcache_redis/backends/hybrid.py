@@ -133,19 +133,16 @@ class LMCHybridBackend(LMCBackendInterface):
             self._end_change(key)
 
     def list(self) -> builtins.list[ObjectKey]:
-        """See the interface. The keys of all tiers, without duplicates."""
         self._check_open()
         return [*dict.fromkeys(key for tier in self._tiers for key in tier.list())]
 
     def flush(self, timeout_s: float) -> bool:
-        """See the interface. All tiers."""
         self._check_open()
         deadline = time.monotonic() + timeout_s
         ended = [tier.flush(max(0.0, deadline - time.monotonic())) for tier in self._tiers]
         return all(ended)
 
     def close(self) -> None:
-        """See the interface. Closes the tiers in order."""
         self._closed = True
         with ExitStack() as stack:
             for tier in reversed(self._tiers):

@@ -94,7 +94,6 @@ class KeyLocks(Generic[KeyT]):
         return True
 
     def release(self, key: KeyT) -> None:
-        """Release a lock that was granted."""
         with self._mutex:
             self._locks[key].release()
         self._grant(key)

@@ -39,12 +39,12 @@ from lmcache_redis.backends.tiered import (
     parse_metadata,
 )
 from lmcache_redis.cache.redis import RedisTier
-from lmcache_redis.cache.tier import FramesResult, WriteDone
+from lmcache_redis.cache.tier import FramesResult
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
-from lmcache_redis.resp.outcomes import RemoveResult
+from lmcache_redis.resp.outcomes import RemoveResult, WriteDone
 from lmcache_redis.stripe import ChunkFrame
 
 # A stripe with its header stays under 1 MiB: docs/data-plane.md says why.

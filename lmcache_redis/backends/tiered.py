@@ -19,12 +19,12 @@ from typing import NamedTuple, TypeVar
 from lmcache_redis.backends.checks import payload_views
 from lmcache_redis.backends.copying import StripeSlots, gathered
 from lmcache_redis.backends.interface import LMCBackendInterface
-from lmcache_redis.cache.tier import Tier, WriteDone
+from lmcache_redis.cache.tier import Tier
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.naming import ChunkNames
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ExistsResult, WriteOutcome
+from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ExistsResult, WriteDone, WriteOutcome
 from lmcache_redis.stripe import FINGERPRINT_BYTES, ChunkFrame, stripe_payload_bytes
 
 ResultT = TypeVar("ResultT")

@@ -88,7 +88,6 @@ class PlaneClient:
         self._move(self._plane.write_all, WriteOutcome.STORED)
 
     def load(self) -> None:
-        """Loads the prepared chunks into their memory."""
         self._move(self._plane.read_all, ReadOutcome.LOADED)
 
     def scan(self, stripe_keys: Sequence[bytes]) -> int:

@@ -102,19 +102,16 @@ class Arena:
         return -(-chunk_bytes // stripe_bytes)
 
     def take(self, units: int, *, fresh: bool = False) -> tuple[int, ...]:
-        """See `pool.Memory`."""
         block = tuple(self._free[: -units - 1 : -1])
         del self._free[-units:]
         return block
 
     def give_back(self, block: tuple[int, ...]) -> None:
-        """See `pool.Memory`."""
         self._free.extend(block)
 
     def views(
         self, block: tuple[int, ...], chunk_bytes: int, stripe_bytes: int
     ) -> list[memoryview]:
-        """See `pool.Memory`."""
         if stripe_bytes > self.slot_bytes:
             raise IndexError(f"stripes of {stripe_bytes} bytes in slots of {self.slot_bytes}")
         memory, stride = self._view, self.slot_stride_bytes
@@ -152,7 +149,6 @@ class HeapMemory:
         self._spare: OrderedDict[int, list[npt.NDArray[np.uint8]]] = OrderedDict()
 
     def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
-        """See `pool.Memory`."""
         return chunk_bytes
 
     def take(self, units: int, *, fresh: bool = False) -> memoryview:
@@ -168,7 +164,6 @@ class HeapMemory:
         return spare.pop().data[:units]
 
     def give_back(self, block: memoryview) -> None:
-        """See `pool.Memory`."""
         array = block.obj
         assert isinstance(array, np.ndarray)
         size = array.nbytes

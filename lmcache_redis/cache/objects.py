@@ -41,6 +41,9 @@ from lmcache_redis.resp.outcomes import (
 )
 from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
 
+# The timeout of a write, and of the removal that follows a failed one.
+_WRITE_S = 5.0
+
 _parsed = lru_cache(maxsize=1024)(RemoteMetadata.deserialize)
 
 
@@ -67,27 +70,18 @@ class Found:
     metadata: RemoteMetadata
     level: int
 
-    @property
-    def length(self) -> int:
-        """The payload's bytes."""
-        return self.metadata.length
-
 
 class ObjectCache:
     """See the module.
 
     cache: over a `HeapMemory`, used by nothing else. stripe_bytes: the largest payload of a stripe
-    that is written; stripes of any size are read. write_s: the timeout of a write, and of the
-    removal that follows a failed one.
+    that is written; stripes of any size are read.
     """
 
-    def __init__(
-        self, cache: Cache, names: ChunkNames, stripe_bytes: int, write_s: float = 5.0
-    ) -> None:
+    def __init__(self, cache: Cache, names: ChunkNames, stripe_bytes: int) -> None:
         self.cache = cache
         self._names = names
         self._stripe_bytes = stripe_bytes
-        self._write_s = write_s
         self._pool = cache.pool
         self._post = cache.owner.post
         self._finds: dict[bytes, list[Callable[[Found | None], None]]] = {}
@@ -254,9 +248,9 @@ class ObjectCache:
         views = self._pool.memory.views(entry.block, metadata.length, stripe_bytes)
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)
-        job = ChunkIO(chunk_key, frame, views, time.monotonic() + self._write_s, entry)
+        job = ChunkIO(chunk_key, frame, views, time.monotonic() + _WRITE_S, entry)
         try:
-            _WriteThrough(entry, job, self._write_s, written).begin(self.cache)
+            _WriteThrough(entry, job, written).begin(self.cache)
         finally:
             self._pool.unpin(entry)
 
@@ -357,23 +351,16 @@ class ObjectCache:
             queue.flush(flushed)
 
     def close(self, deadline_s: float) -> bool:
-        """See `Cache.close`."""
         self._lists.stop()
         return self.cache.close(deadline_s)
 
 
 class _WriteThrough:
-    """The writes of a published chunk to every tier.
+    """The writes of a published chunk to every tier. written: see `ObjectCache.publish`."""
 
-    written: see `ObjectCache.publish`. remove_s: the timeout of the removal after a failed write.
-    """
-
-    def __init__(
-        self, entry: Entry, job: ChunkIO, remove_s: float, written: Callable[[bool], None]
-    ) -> None:
+    def __init__(self, entry: Entry, job: ChunkIO, written: Callable[[bool], None]) -> None:
         self._entry = entry
         self._job = job
-        self._remove_s = remove_s
         self._written = written
         self._left = 0
         self._is_stored = False
@@ -392,7 +379,7 @@ class _WriteThrough:
             self._is_stored = True
             self._end()
         else:
-            deadline = time.monotonic() + self._remove_s
+            deadline = time.monotonic() + _WRITE_S
             queue.remove(self._job.key, deadline, lambda removed: self._end())
 
     def _end(self) -> None:

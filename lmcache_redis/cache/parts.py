@@ -185,7 +185,6 @@ class LookupParts:
                 yield level, part, self._forms[part[1]].chunk_bytes
 
     def probe(self, part: Part, level: int) -> None:
-        """See `Cache.probe`."""
         chunk, row = part
         self._cache.probe(self._forms[row], self.key(part), self._hashes[chunk], level)
 

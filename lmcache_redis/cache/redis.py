@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
 
-from lmcache_redis.cache.tier import FramesResult, ReadDone, Stuck, WriteDone
+from lmcache_redis.cache.tier import FramesResult, Stuck
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ChunkIO,
     DescribeResult,
+    Done,
     ExistsResult,
     KeysResult,
     PlaneState,
+    ReadDone,
     RemoveResult,
     ScanResult,
+    WriteDone,
 )
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.stripe import ChunkFrame, StripeHeader
@@ -50,19 +53,13 @@ class RedisTier:
     def lookup(self, key: bytes) -> bool | None:
         return None
 
-    def scan(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[ScanResult], None]
-    ) -> None:
+    def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
         self._plane.scan([key + _FIRST_STRIPE for key in keys], deadline, done)
 
-    def exists(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[ExistsResult], None]
-    ) -> None:
+    def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
         self._plane.exists([key + _FIRST_STRIPE for key in keys], deadline, done)
 
-    def describe(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[FramesResult], None]
-    ) -> None:
+    def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         def answer(result: DescribeResult) -> None:
             done(FramesResult(result.outcome, [_frame(header) for header in result.headers]))
 
@@ -90,7 +87,7 @@ class RedisTier:
     def write_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
         self._plane.write_all(jobs, done)
 
-    def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
+    def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         def described(result: DescribeResult) -> None:
             if result.outcome is CallOutcome.DONE:
                 (header,) = result.headers

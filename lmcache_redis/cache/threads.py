@@ -116,7 +116,6 @@ class KeyLock:
         self._held: dict[bytes, deque[Action] | None] = {}  # waiters of each; None: no waiters yet
 
     def try_acquire(self, key: bytes) -> bool:
-        """Takes the lock if it is free."""
         if key in self._held:
             return False
         self._held[key] = None
@@ -128,6 +127,13 @@ class KeyLock:
         if waiting is None:
             waiting = self._held[key] = deque()
         waiting.append(acquired)
+
+    def acquire(self, key: bytes, acquired: Action) -> None:
+        """Calls ``acquired`` when the caller has the lock: at once if it is free, else posted."""
+        if self.try_acquire(key):
+            acquired()
+        else:
+            self.wait(key, acquired)
 
     def release(self, key: bytes) -> None:
         """Passes the lock to the longest waiter, or frees it."""

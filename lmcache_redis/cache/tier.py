@@ -33,17 +33,18 @@ from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ChunkIO,
     ClearResult,
+    Done,
     ExistsResult,
     PlaneState,
+    ReadDone,
     ReadOutcome,
     RemoveResult,
     ScanResult,
+    WriteDone,
     WriteOutcome,
 )
 from lmcache_redis.stripe import ChunkFrame
 
-ReadDone = Callable[[ChunkIO, ReadOutcome], None]
-WriteDone = Callable[[ChunkIO, WriteOutcome], None]
 Stuck = Callable[[ChunkIO], None]
 
 
@@ -72,19 +73,13 @@ class Tier(Protocol):
         calls `scan` and `exists`.
         """
 
-    def scan(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[ScanResult], None]
-    ) -> None:
+    def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
         """How many leading chunks exist, up to the first that does not."""
 
-    def exists(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[ExistsResult], None]
-    ) -> None:
+    def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
         """Which of the chunks exist."""
 
-    def describe(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[FramesResult], None]
-    ) -> None:
+    def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks.
 
         The chunk under a key may be of any layout; the caller checks the frame.
@@ -116,12 +111,10 @@ class Tier(Protocol):
         Does nothing to a job that has ended or can no longer be abandoned.
         """
 
-    def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
+    def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """Remove a chunk, or whatever is stored under its key."""
 
-    def clear(
-        self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
-    ) -> None:
+    def clear(self, key_prefix: bytes, deadline: float, done: Done[ClearResult]) -> None:
         """Remove every chunk whose key begins with `key_prefix`, in the background.
 
         A tier that is down answers UNAVAILABLE. If its chunks survive the outage (a disk), it

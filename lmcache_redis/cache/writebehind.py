@@ -37,6 +37,7 @@ from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ChunkIO,
+    Done,
     ExistsResult,
     RemoveResult,
     WriteOutcome,
@@ -129,7 +130,7 @@ class WriteBehind:
         self._done_calls[entry] = done
         self._write([job])
 
-    def remove(self, key: bytes, deadline_s: float, done: Callable[[RemoveResult], None]) -> None:
+    def remove(self, key: bytes, deadline_s: float, done: Done[RemoveResult]) -> None:
         """Removes a chunk from the tier after earlier writes of it; cancels one in flight."""
         writing = self._writing.get(key)
         if writing is not None:
@@ -156,7 +157,7 @@ class WriteBehind:
             done(result)
             self._ended(removal)
 
-        self._locked(key, begin)
+        self._locks.acquire(key, begin)
 
     def is_removing(self, key: bytes) -> bool:
         """Whether a removal is in flight: the tier may still find the chunk."""
@@ -164,14 +165,7 @@ class WriteBehind:
 
     def wait_for(self, key: bytes, when_ended: Callable[[Action], None]) -> None:
         """Holds the key's lock until ``when_ended`` calls the action that it is given."""
-        self._locked(key, partial(when_ended, partial(self._locks.release, key)))
-
-    def _locked(self, key: bytes, begin: Action) -> None:
-        """Calls ``begin`` when the key's lock is acquired."""
-        if self._locks.try_acquire(key):
-            begin()
-        else:
-            self._locks.wait(key, begin)
+        self._locks.acquire(key, partial(when_ended, partial(self._locks.release, key)))
 
     def flush(self, done: Action) -> None:
         """Calls ``done`` when all writes and removals enqueued before have ended."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -133,18 +133,12 @@ def purge(
         if not yes and not typer.confirm("Remove them?", err=as_json):
             raise typer.Exit(1)
         removal = Removal()
-        shown = sys.stderr.isatty()
-
-        def progress(keys: int) -> None:
-            if shown:
-                print(f"\r{keys:,} of {plan.stripes:,} keys", end="", file=sys.stderr, flush=True)
-
         try:
-            remove(server, plan, pace, removal, progress)
+            with progress_line() as show:
+                of = f"of {plan.stripes:,} keys"
+                remove(server, plan, pace, removal, lambda keys: show(f"{keys:,} {of}"))
         finally:
             # The report is also printed after an interrupt, or if the server is lost.
-            if shown:
-                print(file=sys.stderr)
             print_report(as_json, removal, removal_lines(removal))
 
 
@@ -195,6 +189,18 @@ def _server(
     options = redis_options(redis_url=url, redis_username=username, key_prefix=key_prefix)
     with open_server(options) as server:
         yield server, options.key_prefix
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """A function that shows a text in place of the one before, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    try:
+        yield lambda text: print(f"\r{text}", end="", file=sys.stderr, flush=True)
+    finally:
+        print(file=sys.stderr)
 
 
 def print_report(as_json: bool, found: Any, lines: Iterable[str]) -> None:

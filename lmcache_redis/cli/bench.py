@@ -9,9 +9,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lmcache_redis.cli.options import AsJson, KeyPrefix, RedisUrl, RedisUsername, redis_options
-from lmcache_redis.config import format_size, parse_size
-from lmcache_redis.errors import ConfigError
+from lmcache_redis.cli.options import (
+    AsJson,
+    KeyPrefix,
+    RedisUrl,
+    RedisUsername,
+    redis_options,
+    size_of,
+)
+from lmcache_redis.config import format_size
 
 ConnectionsOption = Annotated[
     int | None, typer.Option(help="As for the agent.", show_default="the agent's default")
@@ -65,11 +71,7 @@ def bench(
         get_connections=get_connections,
         set_connections=set_connections,
     )
-    try:
-        nbytes = parse_size(chunk_bytes)
-    except ConfigError as error:
-        raise ConfigError(f"--chunk-bytes: {error}") from error
-    found = measure(options, Plan(nbytes, chunks, rounds))
+    found = measure(options, Plan(size_of("--chunk-bytes", chunk_bytes), chunks, rounds))
     if as_json:
         print(json.dumps(found, indent=2))
         return

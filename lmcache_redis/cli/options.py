@@ -86,13 +86,18 @@ def config_from(config: type[_Config], options: Mapping[str, Any]) -> _Config:
         if variable and (secret := _secret(variable)):
             given[setting.name] = secret
         if setting.name in given and setting.metadata["size"]:
-            try:
-                given[setting.name] = parse_size(given[setting.name])
-            except ConfigError as error:
-                raise ConfigError(f"{option_name(setting.name)}: {error}") from error
+            given[setting.name] = size_of(option_name(setting.name), given[setting.name])
     if "key_prefix" in given:
         given["key_prefix"] = str(given["key_prefix"]).encode()
     return config(**given)
+
+
+def size_of(option: str, text: str | int) -> int:
+    """The bytes that an option gives. Raises ``ConfigError``, which names the option."""
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
 
 
 def redis_options(**given: Any) -> RedisOptions:

@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmcache_redis.cli.admin import print_report
-from lmcache_redis.cli.options import AsJson, Endpoint, RedisUrl, RedisUsername, redis_options
-from lmcache_redis.config import default_endpoint, parse_size
-from lmcache_redis.errors import ConfigError, RedisUnavailable
+from lmcache_redis.cli.admin import print_report, progress_line
+from lmcache_redis.cli.options import (
+    AsJson,
+    Endpoint,
+    RedisUrl,
+    RedisUsername,
+    redis_options,
+    size_of,
+)
+from lmcache_redis.config import default_endpoint
+from lmcache_redis.errors import RedisUnavailable
 
 if TYPE_CHECKING:
     from lmcache_redis.admin.warm import Choice
@@ -82,8 +89,8 @@ def warm(
     from lmcache_redis.client.control import ControlClient
     from lmcache_redis.client.warming import Pace, WarmReport, warm_agent
 
-    limit = None if limit_bytes is None else _size("--limit-bytes", limit_bytes)
-    pace = Pace(_size("--bytes-per-second", bytes_per_second))
+    limit = None if limit_bytes is None else size_of("--limit-bytes", limit_bytes)
+    pace = Pace(size_of("--bytes-per-second", bytes_per_second))
     namespaces = frozenset().union(*map(read_layout, layout)) if layout else None
     agent = ControlClient(endpoint or default_endpoint())
     status = agent.status()
@@ -97,27 +104,14 @@ def warm(
         print_report(as_json, fitting, choice_lines(fitting, choice, where))
         return
     report = WarmReport()
-    shown = sys.stderr.isatty()
-
-    def progress() -> None:
-        if shown:
-            print(f"\r{_progress(report, fitting)}", end="", file=sys.stderr, flush=True)
-
     try:
-        warm_agent(agent, _chunks(choice), limit, pace, report, progress)
+        with progress_line() as show:
+            chunks = _chunks(choice)
+            warm_agent(agent, chunks, limit, pace, report, lambda: show(_progress(report, fitting)))
     finally:
         # The report is also printed after an interrupt, or if the agent is lost.
-        if shown:
-            print(file=sys.stderr)
         found = {**to_json(report), "unfit": choice.unfit}
         print_report(as_json, found, _lines(report, choice, where))
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise ConfigError(f"{option}: {error}") from error
 
 
 def _redis_of(status: Mapping[str, Any], url: str | None, username: str | None) -> RedisOptions:

@@ -66,7 +66,6 @@ class Call:
 
     @property
     def done(self) -> bool:
-        """Whether the call is answered or lost."""
         return self.state is not CallState.PENDING
 
     def wait(self, timeout_s: float) -> bool:
@@ -130,12 +129,10 @@ class Transfer:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks."""
         return len(self.op) // self.blocks_per_part
 
     @property
     def answered(self) -> bool:
-        """Whether the agent has answered."""
         return self.call.state is CallState.ANSWERED
 
     @property

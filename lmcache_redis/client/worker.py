@@ -162,7 +162,6 @@ class WorkerClient:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the registered memory is a GPU's."""
         return any(layout.device == "cuda" for layout in self._layouts)
 
     def num_blocks_per_chunk(self) -> int:

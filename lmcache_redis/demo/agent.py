@@ -45,7 +45,6 @@ class AgentServer:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The process that was started last."""
         assert self._process is not None
         return self._process
 
@@ -82,7 +81,6 @@ class AgentServer:
             end_process(self._process, _END_TIMEOUT_S)
 
     def kill(self) -> None:
-        """SIGKILL, as in a crash."""
         self.process.kill()
         self.process.wait()
 
@@ -92,7 +90,6 @@ class AgentServer:
         return self.start()
 
     def status(self) -> dict[str, Any]:
-        """The agent's STATUS document."""
         return ControlClient(self.endpoint, timeout_s=10.0).status()
 
     def counters(self) -> dict[str, int]:

@@ -34,7 +34,6 @@ class PromptResult:
 
     @property
     def identical(self) -> bool:
-        """Whether both engines gave the same tokens."""
         return self.cold_output == self.warm_output
 
     @property

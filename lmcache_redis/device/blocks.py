@@ -41,7 +41,6 @@ class TensorView:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, name: str, dtype: str, storage: int) -> TensorView:
-        """The view of ``tensor``."""
         itemsize = tensor.element_size()
         return cls(
             name=name,

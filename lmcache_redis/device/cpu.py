@@ -151,7 +151,6 @@ class CpuDevice:
                     storages[storage][offset : offset + nbytes] = sources[slot][at : at + nbytes]
 
     def close(self) -> None:
-        """Wait for calls in progress, then unmap. Idempotent."""
         if self._uses.close():
             while self._maps:
                 self._maps.pop().close()

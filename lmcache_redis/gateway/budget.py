@@ -82,7 +82,6 @@ class Budget:
 
     @property
     def is_short(self) -> bool:
-        """Whether a payload waits."""
         return bool(self._waiting)
 
     def empty(self) -> Share:

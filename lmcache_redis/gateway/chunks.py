@@ -49,13 +49,11 @@ class Receiving:
         self._reused: Share | None = None
 
     def try_next(self, rest: int) -> Sequence[memoryview]:
-        """See `stream.Room`."""
         if self._metadata is None:
             return [_DROPPED[:rest]]
         return self._views(self._metadata, self._share.try_extend(rest), rest)
 
     async def next(self, rest: int) -> Sequence[memoryview]:
-        """See `stream.Room`."""
         if self._metadata is None:
             return [_DROPPED[:rest]]
         return self._views(self._metadata, await self._share.extend(rest), rest)
@@ -147,7 +145,7 @@ async def load(shared: Shared, key: ObjectKey, places: Places) -> tuple[Held, Sh
         found = await _ask(partial(cache.find, key, _deadline(), first=first, end=places.end))
         if found is None or reply_to(found.metadata, shared.max_payload_bytes) is None:
             return None
-        share = await shared.budget.take(found.length)
+        share = await shared.budget.take(found.metadata.length)
         held: Held | None = None
         try:
             held = await _ask(partial(cache.load, key, found, _deadline()), partial(_drop, cache))

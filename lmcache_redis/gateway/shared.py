@@ -39,7 +39,6 @@ class Counters:
     errors: int = 0  # connections closed: a bug of ours
 
     def snapshot(self) -> dict[str, int]:
-        """All counters by name."""
         return dataclasses.asdict(self)
 
 

@@ -198,7 +198,6 @@ class Stream:
             del error  # a reference cycle with this frame would keep the buffers
 
     async def _ready(self, events: int) -> None:
-        """Waits until the socket is ready."""
         ready: asyncio.Future[None] = self._loop.create_future()
         if events == select.EPOLLOUT:
             self._loop.add_writer(self._channel.fd, _tell, ready)

@@ -18,6 +18,7 @@ from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ClearResult,
     DescribeResult,
+    Done,
     ExistsResult,
     KeysResult,
     RemoveResult,
@@ -54,9 +55,7 @@ class KeyCalls:
         self._nodes = nodes
         self._jobs = jobs
 
-    def scan(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[ScanResult], None]
-    ) -> None:
+    def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
         """How many of the leading keys (of stripes 0) exist, up to the first gap."""
 
         def answer(outcome: CallOutcome, length: int | None) -> None:
@@ -71,9 +70,7 @@ class KeyCalls:
             question = Question(steps, deadline, answer, is_urgent=True)
             self._submit(question, self._nodes.routes.node_of(b""))
 
-    def exists(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[ExistsResult], None]
-    ) -> None:
+    def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
         """Which of the keys (of stripes 0) exist."""
 
         def answer(outcome: CallOutcome, counts: Sequence[int]) -> None:
@@ -83,9 +80,7 @@ class KeyCalls:
 
         self._exists(keys, deadline, answer)
 
-    def describe(
-        self, keys: Sequence[bytes], deadline: float, done: Callable[[DescribeResult], None]
-    ) -> None:
+    def describe(self, keys: Sequence[bytes], deadline: float, done: Done[DescribeResult]) -> None:
         """The headers under the keys (of stripes 0)."""
 
         def answer(outcome: CallOutcome, headers: Sequence[Any]) -> None:
@@ -95,7 +90,7 @@ class KeyCalls:
         steps = partial(ask_each, header_command, parse_header)
         self._ask(steps, keys, deadline, None, answer)
 
-    def keys(self, pattern: bytes, deadline: float, done: Callable[[KeysResult], None]) -> None:
+    def keys(self, pattern: bytes, deadline: float, done: Done[KeysResult]) -> None:
         """The names of strings that match, in small steps, after scans. A name may come twice."""
         names: list[bytes] = []
 
@@ -114,7 +109,7 @@ class KeyCalls:
         chunk_key: bytes,
         stripe_count: int,
         deadline: float | None = None,
-        done: Callable[[RemoveResult], None] | None = None,
+        done: Done[RemoveResult] | None = None,
     ) -> None:
         """UNLINK the stripes of a chunk, stripe 0 first.
 
@@ -144,9 +139,7 @@ class KeyCalls:
         if jobs.removals.begin(chunk_key, unless_stored=done is None):
             self._ask(steps, stripes, deadline, 0, answer, Removal)
 
-    def clear(
-        self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
-    ) -> None:
+    def clear(self, key_prefix: bytes, deadline: float, done: Done[ClearResult]) -> None:
         """UNLINK every key that begins with `key_prefix`, in small steps, after scans.
 
         Raises ValueError unless the prefix is that of our keys (user prefix + b"lmcr1:" ...).

@@ -74,7 +74,6 @@ class Node:
             queue.put(some, urgent)
 
     def redirect(self, task: Task, redirect: RedisRedirect) -> bool:
-        """See `worker.Server`."""
         job, index, hop = task
         hop = next_hop(hop, redirect)
         target = self._nodes.follow(self, redirect) if hop is not None else None
@@ -87,7 +86,6 @@ class Node:
         return True
 
     def is_replica(self) -> None:
-        """See `worker.Server`."""
         self._nodes.map_is_old()
 
     @property
@@ -226,7 +224,6 @@ class Nodes:
 
     @property
     def open_streams(self) -> int:
-        """How many connections are open."""
         return sum(node.connector.open_streams for node in self._all())
 
     @property

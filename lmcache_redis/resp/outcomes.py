@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from lmcache_redis.stripe import ChunkFrame, StripeHeader
+
+ResultT = TypeVar("ResultT")
+# Told the result of a call, once.
+Done = Callable[[ResultT], None]
 
 
 class _Outcome(enum.Enum):
@@ -134,6 +138,11 @@ class ChunkIO:
                 raise ValueError(f"slot {index} is not {wanted} contiguous bytes in one dimension")
             if writable and slot.readonly:
                 raise ValueError(f"slot {index} is read-only")
+
+
+# Told once for each chunk how its read or write has ended.
+ReadDone = Callable[[ChunkIO, ReadOutcome], None]
+WriteDone = Callable[[ChunkIO, WriteOutcome], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import logging
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,8 @@ from lmcache_redis.resp.outcomes import (
     ChunkIO,
     PlaneState,
     PlaneStats,
-    ReadOutcome,
-    WriteOutcome,
+    ReadDone,
+    WriteDone,
 )
 from lmcache_redis.resp.reading import Read
 from lmcache_redis.resp.worker import Task
@@ -112,7 +112,6 @@ class RedisPlane(KeyCalls):
 
     @property
     def open_streams(self) -> int:
-        """How many connections are open."""
         return self._nodes.open_streams
 
     def stats(self) -> PlaneStats:
@@ -138,13 +137,11 @@ class RedisPlane(KeyCalls):
 
     # ---------------------------------------------------------------- chunks
 
-    def read(self, chunk: ChunkIO, done: Callable[[ChunkIO, ReadOutcome], None]) -> None:
+    def read(self, chunk: ChunkIO, done: ReadDone) -> None:
         """Load a chunk into its slots, which belong to the plane until `done`."""
         self.read_all((chunk,), done)
 
-    def read_all(
-        self, chunks: Sequence[ChunkIO], done: Callable[[ChunkIO, ReadOutcome], None]
-    ) -> None:
+    def read_all(self, chunks: Sequence[ChunkIO], done: ReadDone) -> None:
         """Load chunks, in this order; `done` is called for each. Cheaper than one by one."""
         self._check(chunks, writable=True)
         ttl_s = self.options.ttl_s if self.options.ttl_refresh else 0
@@ -157,13 +154,11 @@ class RedisPlane(KeyCalls):
             # A server may have gone down, or the plane been closed, in the meantime.
             self._jobs.refuse(accepted)
 
-    def write(self, chunk: ChunkIO, done: Callable[[ChunkIO, WriteOutcome], None]) -> None:
+    def write(self, chunk: ChunkIO, done: WriteDone) -> None:
         """Store a chunk from its slots, which must not change until `done`."""
         self.write_all((chunk,), done)
 
-    def write_all(
-        self, chunks: Sequence[ChunkIO], done: Callable[[ChunkIO, WriteOutcome], None]
-    ) -> None:
+    def write_all(self, chunks: Sequence[ChunkIO], done: WriteDone) -> None:
         """Store chunks, in this order; `done` is called for each. Cheaper than one by one."""
         self._check(chunks, writable=False)
         remove = self.remove

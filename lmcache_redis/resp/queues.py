@@ -79,7 +79,6 @@ class TaskQueue(Generic[TaskT]):
             waiter.release()
 
     def __len__(self) -> int:
-        """How many tasks wait."""
         return len(self._urgent) + len(self._ordinary)
 
     def close(self) -> None:

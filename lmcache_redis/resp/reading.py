@@ -31,11 +31,10 @@ from lmcache_redis.resp.bulk import Call, End, Failure, Moved, Packed, is_other_
 from lmcache_redis.resp.jobs import Job, Jobs, Stop
 from lmcache_redis.resp.lanes import BulkWorker, Lane
 from lmcache_redis.resp.net.wire import get_command, value_head
-from lmcache_redis.resp.outcomes import ChunkIO, ReadOutcome
+from lmcache_redis.resp.outcomes import ChunkIO, ReadDone, ReadOutcome
 from lmcache_redis.resp.worker import Task
 from lmcache_redis.stripe import HEADER_BYTES, MAGIC, ChunkFrame, Verdict, describe_header
 
-ReadDone = Callable[[ChunkIO, ReadOutcome], None]
 # Called with a chunk key and a stripe count.
 Remove = Callable[[bytes, int], None]
 # A header that names this chunk, but not this stripe of it.

@@ -34,12 +34,11 @@ from lmcache_redis.resp.bulk import SENT, Call, End, Failure, Moved, Packed, sea
 from lmcache_redis.resp.jobs import Job, Jobs
 from lmcache_redis.resp.lanes import BulkWorker, Lane
 from lmcache_redis.resp.net.wire import end_of_command, set_prefix
-from lmcache_redis.resp.outcomes import ChunkIO, WriteOutcome
+from lmcache_redis.resp.outcomes import ChunkIO, WriteDone, WriteOutcome
 from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.worker import Server, Task
 from lmcache_redis.stripe import HEADER_BYTES
 
-WriteDone = Callable[[ChunkIO, WriteOutcome], None]
 # Called with a chunk key and a stripe count.
 Remove = Callable[[bytes, int], None]
 # Chunks that have been stored are dropped from the set of acknowledged ones at this size.
@@ -122,7 +121,6 @@ class Write(Job[WriteOutcome]):
         return is_due
 
     def remove(self) -> None:
-        """Remove what is in Redis."""
         self._remove(self.chunk_key, self._stripe_count)
 
     def leave(self, jobs: Jobs) -> None:

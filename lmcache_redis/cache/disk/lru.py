@@ -75,7 +75,6 @@ class LruIndex:
         self._reserved_bytes += nbytes
 
     def release(self, nbytes: int) -> None:
-        """Release a reservation."""
         self.used_bytes -= nbytes
         self._reserved_bytes -= nbytes
 

@@ -70,7 +70,6 @@ class DiskStore:
             self._unlink(evicted)
 
     def keys(self, prefix: bytes = b"") -> list[bytes]:
-        """The chunk keys that begin with the prefix."""
         with self._lock:
             keys = self.index.keys()
         return [key for key in keys if key.startswith(prefix)]

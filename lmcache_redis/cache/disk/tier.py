@@ -28,17 +28,20 @@ from lmcache_redis.cache.disk.files import SYNC_POLICIES, ChunkFiles, Sync, lock
 from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.cache.disk.store import DiskStore
 from lmcache_redis.cache.threads import Action, HangDetector, WorkerThreads, nothing
-from lmcache_redis.cache.tier import FramesResult, ReadDone, Stuck, WriteDone
+from lmcache_redis.cache.tier import FramesResult, Stuck
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ChunkIO,
     ClearResult,
+    Done,
     ExistsResult,
     PlaneState,
+    ReadDone,
     ReadOutcome,
     RemoveResult,
     ScanResult,
+    WriteDone,
     WriteOutcome,
 )
 
@@ -127,16 +130,16 @@ class DiskTier:
     def lookup(self, key: bytes) -> bool:
         return self._is_up and self.store.find(key) is not None
 
-    def scan(self, keys: Keys, deadline: float, done: Callable[[ScanResult], None]) -> None:
+    def scan(self, keys: Keys, deadline: float, done: Done[ScanResult]) -> None:
         """See the contract. Answers at once."""
         done(ScanResult(self._answer, sum(1 for _ in takewhile(self.lookup, keys))))
 
-    def exists(self, keys: Keys, deadline: float, done: Callable[[ExistsResult], None]) -> None:
+    def exists(self, keys: Keys, deadline: float, done: Done[ExistsResult]) -> None:
         """See the contract. Answers at once."""
         present = [self.lookup(key) for key in keys]
         done(ExistsResult(self._answer, present if self._is_up else ()))
 
-    def describe(self, keys: Keys, deadline: float, done: Callable[[FramesResult], None]) -> None:
+    def describe(self, keys: Keys, deadline: float, done: Done[FramesResult]) -> None:
         """See the contract. Answers at once."""
         found = ((key, self.store.find(key)) for key in keys)
         frames = [file.cut.frame(key) if file else None for key, file in found]
@@ -171,7 +174,7 @@ class DiskTier:
         self._reads.cancel(job)
         self._writes.cancel(job)
 
-    def remove(self, key: bytes, deadline: float, done: Callable[[RemoveResult], None]) -> None:
+    def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         answer = _first_of(done)
 
         def remove() -> None:
@@ -187,9 +190,7 @@ class DiskTier:
 
         self._put(self._reads, object(), remove, dropped)
 
-    def clear(
-        self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
-    ) -> None:
+    def clear(self, key_prefix: bytes, deadline: float, done: Done[ClearResult]) -> None:
         """See the contract. Has no limit as a whole: each file's removal has its own patience."""
         me = object()
         answer = _first_of(done)

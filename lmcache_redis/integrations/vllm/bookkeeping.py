@@ -54,7 +54,6 @@ class BlockReferences:
         return any(held.since_s > earliest_s for held in self._held.values())
 
     def free_blocks(self) -> int:
-        """Blocks that vLLM can allocate."""
         return int(self._pool.get_num_free_blocks())
 
     def is_null(self, block_id: int) -> bool:
@@ -136,7 +135,6 @@ class RecentChunks:
         return self._expiry_s.get(name, 0.0) > time.monotonic()
 
     def add(self, names: Iterable[bytes]) -> None:
-        """Remembers chunks for a minute."""
         expiry_s = time.monotonic() + _REMEMBERED_S
         for name in names:
             self._expiry_s[name] = expiry_s
@@ -145,10 +143,8 @@ class RecentChunks:
             self._expiry_s.popitem(last=False)
 
     def discard(self, names: Iterable[bytes]) -> None:
-        """Forgets chunks."""
         for name in names:
             self._expiry_s.pop(name, None)
 
     def clear(self) -> None:
-        """Forgets all chunks."""
         self._expiry_s.clear()

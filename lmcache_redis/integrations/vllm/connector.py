@@ -471,7 +471,6 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def shutdown(self) -> None:
-        """Closes the connection to the agent."""
         adapter = self._adapter or self._closing
         if adapter is not None:
             adapter.shutdown()

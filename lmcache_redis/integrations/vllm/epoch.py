@@ -45,7 +45,6 @@ def named_epoch(weights_id: str | None) -> bytes:
 
 
 def new_epoch() -> bytes:
-    """A random epoch."""
     return os.urandom(EPOCH_BYTES)
 
 

@@ -74,7 +74,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
     step: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Combines the reports of two ranks."""
         assert isinstance(other, WorkerReport)
         return WorkerReport(
             {**self.ended, **other.ended},
@@ -89,11 +88,9 @@ class ConnectorStats(KVConnectorStats):
     """Counts of ``STATS`` since the last report, for vLLM's own log."""
 
     def reset(self) -> None:
-        """Sets all counts to zero."""
         self.data = dict.fromkeys(STATS, 0)
 
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
-        """The sum of both."""
         return ConnectorStats({n: self._count(n) + other.data.get(n, 0) for n in STATS})
 
     def reduce(self) -> dict[str, int | float]:
@@ -101,7 +98,6 @@ class ConnectorStats(KVConnectorStats):
         return {f"lmcache_redis {n.replace('_', ' ')}": self._count(n) for n in STATS}
 
     def is_empty(self) -> bool:
-        """Whether all counts are zero."""
         return not any(self.data.values())
 
     def _count(self, name: str) -> int:
@@ -138,7 +134,6 @@ class ConnectorWorker:
         self._stats = dict.fromkeys(STATS, 0)
 
     def begin_loads(self, metadata: StepMetadata) -> None:
-        """Starts the loads of this step."""
         # vLLM may still be zeroing the new blocks, on the same stream.
         event = _recorded_event(self._client) if metadata.loads else None
         for transfer_id, request_id, ops in metadata.loads:

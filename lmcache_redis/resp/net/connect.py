@@ -104,7 +104,6 @@ class Connector:
         return stream
 
     def discard(self, stream: Stream) -> None:
-        """Close a stream."""
         with self._lock:
             self._opening.discard(stream)
             self._streams.discard(stream)

@@ -107,7 +107,6 @@ class Deployment:
 
     @property
     def where(self) -> str:
-        """Its name in messages."""
         places = ",".join(seed.where for seed in self.seeds)
         if self.topology is Topology.STANDALONE:
             return places

@@ -92,7 +92,6 @@ class Stream(ABC):
             sent += self.send_some(parts, sent)
 
     def receive_exactly(self, view: memoryview) -> None:
-        """Fill the view."""
         while view.nbytes:
             view = view[self.receive_most((view,)) :]
 

@@ -76,13 +76,11 @@ class Routes(Generic[NodeT]):
         return self._by_slot is not None
 
     def node_of(self, key: bytes) -> NodeT | None:
-        """The node that has the key."""
         if self._by_slot is None:
             return self._single
         return self._by_slot[slot_of(key)]
 
     def nodes_of(self, chunk_key: bytes, stripe_count: int) -> tuple[NodeT | None, ...]:
-        """The node of each stripe of a chunk."""
         if self._by_slot is None:
             return (self._single,) * stripe_count
         keys = [stripe_key(chunk_key, index) for index in range(stripe_count)]
@@ -226,7 +224,6 @@ def _is_master(server: Endpoint, deadline: float) -> bool:
 
 
 def _shards(deployment: Deployment, endpoint: Endpoint, deadline: float) -> ServerMap:
-    """The map of one node."""
     try:
         rows = _ask(endpoint, deadline, "CLUSTER", "SLOTS")
     except RedisError as error:

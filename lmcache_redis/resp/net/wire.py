@@ -134,7 +134,6 @@ def keys_commands(name: bytes, keys: Sequence[bytes], group_keys: int) -> bytes:
 
 
 def pack_command(*words: bytes | str | int) -> bytes:
-    """A command in RESP."""
     encoded = [word if isinstance(word, bytes) else str(word).encode() for word in words]
     return b"*%d\r\n" % len(words) + b"".join(
         [b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded]
