@@ -41,14 +41,10 @@ class Arena:
     On a machine with several NUMA nodes the arena is spread over all of them (`numa_nodes`), unless
     numactl or a cpuset says otherwise.
 
-    Args:
-        size_bytes: memory to allocate; a remainder smaller than a slot is not used.
-        slot_bytes: usable bytes of a slot. Slots are ``slot_stride_bytes`` apart, which is
-            ``slot_bytes`` rounded up to a page.
-
-    Raises:
-        ValueError: not even one slot fits, or a size is not positive.
-        OSError: the address space cannot be allocated.
+    size_bytes: memory to allocate; a remainder smaller than a slot is not used. slot_bytes: usable
+    bytes of a slot. Slots are ``slot_stride_bytes`` apart, which is ``slot_bytes`` rounded up to a
+    page. Raises ValueError if not even one slot fits, or a size is not positive, and OSError if the
+    address space cannot be allocated.
     """
 
     def __init__(self, size_bytes: int, slot_bytes: int) -> None:
@@ -85,9 +81,7 @@ class Arena:
         thread without a core keeps the GIL or the kernel's lock of the address space from threads
         that have one.) Returns whether the whole arena is present: False if ``stop`` was set, or on
         a kernel before 5.14, which cannot do this safely (the arena is then faulted in by use).
-
-        Raises:
-            MemoryError: the machine does not have enough memory.
+        Raises MemoryError if the machine does not have enough memory.
         """
         for offset in range(0, self.size_bytes, _PREFAULT_STEP_BYTES):
             started_s = time.monotonic()

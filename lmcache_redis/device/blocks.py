@@ -102,16 +102,12 @@ def find_segments(
     Holes inside a block are copied too if they lie within the block's stride and belong to no other
     tensor. Otherwise the block is cut into its dense runs.
 
-    Args:
-        views: tensors in chunk order. Two names for one tensor are copied once.
-        num_blocks: blocks as the engine numbers them.
-        block_strides: bytes from block to block, by tensor name, if the engine reports them. They
-            decide which dimension counts blocks if several have that size. With them, a dimension
-            of a multiple of that size may count equal, consecutive parts of blocks.
-
-    Raises:
-        DeviceError: no dimension or more than one can count blocks, a tensor overlaps itself, or
-            more than 65,536 segments are needed. The message names the tensor and its shape.
+    views: tensors in chunk order. Two names for one tensor are copied once. num_blocks: blocks as
+    the engine numbers them. block_strides: bytes from block to block, by tensor name, if the engine
+    reports them. They decide which dimension counts blocks if several have that size. With them, a
+    dimension of a multiple of that size may count equal, consecutive parts of blocks. Raises
+    DeviceError if no dimension or more than one can count blocks, a tensor overlaps itself, or more
+    than 65,536 segments are needed. The message names the tensor and its shape.
     """
     if num_blocks <= 0:
         raise DeviceError(f"a KV cache of {num_blocks} blocks")
@@ -311,9 +307,8 @@ def view_tensors(
 ) -> tuple[list[TensorView], list[torch.UntypedStorage]]:
     """Each tensor as a `TensorView`, and the distinct storages in order of appearance.
 
-    Raises:
-        DeviceError: no tensors; a value that is not a dense tensor on ``device_type``; an unknown
-            dtype; or two storages over the same memory, which cannot be shared as one.
+    Raises DeviceError if there are no tensors, if a value is not a dense tensor on ``device_type``
+    or has an unknown dtype, or if two storages cover the same memory: they cannot be shared.
     """
     if not kv_caches:
         raise DeviceError("the engine registered no KV cache tensors")

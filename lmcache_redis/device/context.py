@@ -117,13 +117,10 @@ def export_kv_caches(
 ) -> ExportedCaches:
     """Make an engine's tensors readable and writable by the agent.
 
-    Args:
-        groups: for each group the tensors by name, in the order of its parts. Groups may overlay
-            each other: a block belongs to one of them at a time.
-        num_blocks, block_strides: as in `lmcache_redis.device.blocks.find_segments`.
-
-    Raises:
-        DeviceError: the tensors are not on one device, or cannot be exported.
+    groups: for each group the tensors by name, in the order of its parts. Groups may overlay each
+    other: a block belongs to one of them at a time. num_blocks, block_strides: as in
+    `lmcache_redis.device.blocks.find_segments`. Raises DeviceError if the tensors are not on one
+    device, or cannot be exported.
     """
     tensors = {name: tensor for group in groups for name, tensor in group.items()}
     devices = {tensor.device.type for tensor in tensors.values() if hasattr(tensor, "device")}

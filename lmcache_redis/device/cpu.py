@@ -38,11 +38,8 @@ def share_storages(storages: Sequence[torch.UntypedStorage]) -> tuple[SharedMemo
     Every view of the storages stays valid with the same contents; earlier raw addresses do not.
     Storages that are already shared do not move, so a second call (after a restart of the agent)
     changes nothing. The memory lives as long as its storage, so the caller keeps the tensors. A
-    storage takes twice its size while it moves.
-
-    Raises:
-        DeviceError: there is too little shared memory. Storages before the one that failed have
-            moved.
+    storage takes twice its size while it moves. Raises DeviceError if there is too little shared
+    memory. Storages before the one that failed have moved.
     """
     to_move = sum(storage.nbytes() for storage in storages if not storage.is_shared())
     _check_room(to_move)
@@ -82,13 +79,9 @@ def _share(storage: torch.UntypedStorage) -> SharedMemoryHandle:
 class CpuDevice:
     """The agent's mapping of one worker's KV cache in CPU memory; a `DeviceContext`.
 
-    Args:
-        layouts: of the groups, as received; checked here against the sizes of the handles.
-        handles: one for each storage that the layouts' segments name.
-
-    Raises:
-        DeviceError: the memory of a handle cannot be mapped, or a layout exceeds its storages.
-            Then nothing stays mapped.
+    layouts: of the groups, as received; checked here against the sizes of the handles. handles: one
+    for each storage that the layouts' segments name. Raises DeviceError if the memory of a handle
+    cannot be mapped, or a layout exceeds its storages. Then nothing stays mapped.
     """
 
     call_bytes = 0

@@ -66,12 +66,9 @@ _Streams = queue.LifoQueue["_CopyStream"]
 class CudaDevice:
     """The agent's mapping of one worker's KV cache on one GPU; a `DeviceContext`.
 
-    Args:
-        layouts: of the groups, as received; checked here against the sizes of the handles.
-        handles: flat uint8 storages, one for each that the layouts' segments name.
-
-    Raises:
-        DeviceError: a handle cannot be opened, or a layout exceeds its storages.
+    layouts: of the groups, as received; checked here against the sizes of the handles. handles:
+    flat uint8 storages, one for each that the layouts' segments name. Raises DeviceError if a
+    handle cannot be opened, or a layout exceeds its storages.
     """
 
     call_bytes = _CALL_BYTES
@@ -251,9 +248,8 @@ class _CopyStream:
     def after(self, event: bytes | None, until_ns: int | None) -> None:
         """Wait for the engine's event, and order what is enqueued from here on after it.
 
-        Raises:
-            DeviceError: the event did not happen within the deadline, or the engine may reuse its
-                blocks. Nothing on the stream waits for the event.
+        Raises DeviceError if the event did not happen within the deadline, or the engine may reuse
+        its blocks. Nothing on the stream waits for the event.
         """
         if event is not None:
             opened = torch.cuda.Event.from_ipc_handle(self._device, event)
@@ -273,11 +269,8 @@ class PinnedMemory:
 
     Pinning takes seconds, so the whole arena is pinned once.
 
-    Args:
-        device: a GPU that is already in use, because pinning makes a context on the current GPU.
-
-    Raises:
-        DeviceError: the memory cannot be locked.
+    device: a GPU that is already in use, because pinning makes a context on the current GPU. Raises
+    DeviceError if the memory cannot be locked.
     """
 
     def __init__(self, address: int, size_bytes: int, device: torch.device) -> None:
@@ -296,9 +289,8 @@ class PinnedMemory:
     def close(self) -> None:
         """Unpin. Idempotent. The memory must still be mapped, with no copy in progress on it.
 
-        Raises:
-            DeviceError: CUDA refused, or did not answer in time because a GPU hangs. The memory is
-                then unpinned when the process ends.
+        Raises DeviceError if CUDA refused, or did not answer in time because a GPU hangs. The
+        memory is then unpinned when the process ends.
         """
         address, self._address = self._address, None
         if address is None:

@@ -58,12 +58,8 @@ class PageCopies(Protocol):
 def page_copies(layout: KVLayout, storages: Sequence[torch.Tensor]) -> PageCopies:
     """Triton's kernels if they run here, else torch's. Logs the choice once.
 
-    Args:
-        layout: checked here against the storages.
-        storages: flat uint8, on one device, one for each that the segments name.
-
-    Raises:
-        DeviceError: the layout exceeds its storages.
+    layout: checked here against the storages. storages: flat uint8, on one device, one for each
+    that the segments name. Raises DeviceError if the layout exceeds its storages.
     """
     table = SegmentTable(layout, [Storage(each.data_ptr(), each.numel()) for each in storages])
     try:
@@ -97,9 +93,7 @@ def _log_once(level: int, message: str) -> None:
 class IndexedCopies:
     """A layout's gathers and scatters; a `PageCopies`.
 
-    Args:
-        layout: has passed `KVLayout.check`.
-        storages: flat uint8, one for each that the segments name.
+    layout: has passed `KVLayout.check`. storages: flat uint8, one for each that the segments name.
     """
 
     name = "torch"
@@ -177,9 +171,8 @@ class Batch(NamedTuple):
 def plan_batches(layout: KVLayout, addresses: Sequence[int]) -> list[Batch]:
     """The layout's segments as batches, in chunk order.
 
-    Args:
-        layout: has passed `KVLayout.check`.
-        addresses: start of each storage; its alignment bounds the size of elements.
+    layout: has passed `KVLayout.check`. addresses: start of each storage; its alignment bounds the
+    size of elements.
     """
     batches: list[Batch] = []
     bytes_before = 0

@@ -55,11 +55,9 @@ def export_storages(storages: Sequence[torch.UntypedStorage]) -> tuple[CudaIPCHa
     """Export the storages of an engine's KV cache on one GPU, each as a flat uint8 tensor.
 
     Waits for the GPU first, so that work in flight (the zeroing of the new cache) cannot overwrite
-    chunks that are loaded later. The handles are valid for as long as the tensors live.
-
-    Raises:
-        DeviceError: the storages are on several GPUs, or CUDA cannot export their memory; the error
-            names the setting to change.
+    chunks that are loaded later. The handles are valid for as long as the tensors live. Raises
+    DeviceError if the storages are on several GPUs, or CUDA cannot export their memory; the error
+    names the setting to change.
     """
     devices = {storage.device for storage in storages}
     if len(devices) > 1:
@@ -71,11 +69,8 @@ def export_storages(storages: Sequence[torch.UntypedStorage]) -> tuple[CudaIPCHa
 class CudaIPCWrapper:
     """A tensor in GPU memory that another process can open; see `CudaIPCHandle`.
 
-    Wrappers with equal handles are equal.
-
-    Raises:
-        DeviceError: the tensor is not on a GPU, not contiguous, not at offset 0 of its
-            storage, or in memory that CUDA cannot export.
+    Wrappers with equal handles are equal. Raises DeviceError if the tensor is not on a GPU, not
+    contiguous, not at offset 0 of its storage, or in memory that CUDA cannot export.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -158,10 +153,8 @@ class CudaIPCWrapper:
         """Map the memory and return the tensor. The memory is unmapped when its storage is freed.
 
         In the process that made the handle, this is the exported tensor itself, while it lives.
-
-        Raises:
-            DeviceError: the handle is malformed, its process has ended or shares no memory with
-                this one, its GPU is not visible here, or CUDA does not open it.
+        Raises DeviceError if the handle is malformed, its process has ended or shares no memory
+        with this one, its GPU is not visible here, or CUDA does not open it.
         """
         handle = self.handle
         check_handle(handle)
@@ -198,8 +191,7 @@ class CudaIPCWrapper:
 def bare_memory_handle(torch_handle: bytes) -> bytes:
     """CUDA's 64 bytes of torch's handle: version, kind ('c' or 'e'), then the 64 bytes.
 
-    Raises:
-        DeviceError: the handle is of expandable segments or of an unknown format.
+    Raises DeviceError if the handle is of expandable segments or of an unknown format.
     """
     if len(torch_handle) == MEMORY_HANDLE_BYTES:
         return torch_handle
@@ -278,8 +270,7 @@ def device_uuid(index: int) -> str:
 def device_index(uuid: str) -> int:
     """The index of a GPU in this process. Makes no context on another GPU.
 
-    Raises:
-        DeviceError: the GPU is not visible here.
+    Raises DeviceError if the GPU is not visible here.
     """
     if not torch.cuda.is_available():
         raise DeviceError(

@@ -155,8 +155,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def check(self, storage_sizes: Sequence[int]) -> None:
         """Raise DeviceError unless every page of every block lies inside its storage.
 
-        Args:
-            storage_sizes: bytes of each storage, as the side that addresses them found.
+        storage_sizes: bytes of each storage, as the side that addresses them found.
         """
         if self.device not in ("cpu", "cuda"):
             raise DeviceError(f"unknown device {self.device!r} in a layout")

@@ -82,13 +82,9 @@ class Planner:
         A run of adjacent blocks is one copy if their pages are adjacent. No copy crosses the end of
         a stripe.
 
-        Args:
-            block_ids: the chunk's blocks in token order; repetitions are allowed.
-            stripe_payload_bytes: chunk bytes in each slot except the last.
-            skip_blocks: leading blocks whose copies are left out.
-
-        Raises:
-            DeviceError: an id, a size or a count is out of bounds.
+        block_ids: the chunk's blocks in token order; repetitions are allowed. stripe_payload_bytes:
+        chunk bytes in each slot except the last. skip_blocks: leading blocks whose copies are left
+        out. Raises DeviceError if an id, a size or a count is out of bounds.
         """
         ids = checked_ids(block_ids, self._num_blocks)
         chunk_bytes = len(ids) * self.block_bytes
@@ -174,8 +170,8 @@ def chunks_of_call(
 ) -> list[Chunk]:
     """Divide a call's blocks and slots among its chunks, which are equally long.
 
-    Raises:
-        DeviceError: they do not divide evenly, or ``skip_blocks`` exceeds the number of blocks.
+    Raises DeviceError if they do not divide evenly, or ``skip_blocks`` exceeds the number of
+    blocks.
     """
     if chunks <= 0 or len(block_ids) % chunks or len(slots) % chunks:
         raise DeviceError(f"{len(block_ids)} blocks and {len(slots)} slots for {chunks} chunks")

@@ -86,12 +86,8 @@ class Tiles:
 class SegmentTable:
     """The tiles of one layout in mapped memory.
 
-    Args:
-        storages: one for each storage that the segments name.
-        units_per_tile: maximum units that a program of the kernel moves.
-
-    Raises:
-        DeviceError: the layout exceeds its storages.
+    storages: one for each storage that the segments name. units_per_tile: maximum units that a
+    program of the kernel moves. Raises DeviceError if the layout exceeds its storages.
     """
 
     def __init__(
@@ -165,14 +161,10 @@ def pack_ids(
 ) -> _Int64s:
     """The block ids of equally long chunks as ``[chunks, n_blocks]``, ready for a kernel.
 
-    Args:
-        chunks: block ids in token order.
-        num_blocks: blocks of the layout.
-        skip_blocks: number of each chunk's first blocks to skip.
-
-    Raises:
-        DeviceError: an id is not a block, the chunks differ in length, or a count is out of
-            bounds. A kernel checks nothing: it accesses every id that passes here.
+    chunks: block ids in token order. num_blocks: blocks of the layout. skip_blocks: number of each
+    chunk's first blocks to skip. Raises DeviceError if an id is not a block, the chunks differ in
+    length, or a count is out of bounds. A kernel checks nothing: it accesses every id that passes
+    here.
     """
     if not 0 < len(chunks) <= _MAX_CHUNKS:
         raise DeviceError(f"{len(chunks)} chunks for one launch")
