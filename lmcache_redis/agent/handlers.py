@@ -58,10 +58,8 @@ class Handlers:
         """Answers a peer, at once or when the job that the question starts has ended."""
         if isinstance(question, m.Lookup):
             self._lookup(peer, question, reply)
-        elif isinstance(question, m.Retrieve):
-            self._retrieve(peer, question, reply)
-        elif isinstance(question, m.Store):
-            self._store(peer, question, reply)
+        elif isinstance(question, (m.Retrieve, m.Store)):
+            self._copy(peer, question, reply)
         elif isinstance(question, m.RegisterKVCache):
             self._registering.register(peer, question, reply)
         elif isinstance(question, m.UnregisterKVCache):
@@ -205,22 +203,15 @@ class Handlers:
         session.cancel_lookup = lookup.cancel
         lookup.start()
 
-    def _retrieve(self, peer: Peer, question: m.Retrieve, reply: Reply) -> None:
-        registration = self._registration(peer)
-        hashes = self._hashes(peer, question.chunks)
-        _check_blocks(registration, hashes, question)
-        if question.skip_first_n_tokens < 0:
-            raise WireError("skip_first_n_tokens is negative")
-        session = self._session(peer, question.request_id, for_lookup=False)
-        job = RetrieveJob(self._agent, session, registration, hashes, question, reply)
-        job.start(question.skip_first_n_tokens)
-
-    def _store(self, peer: Peer, question: m.Store, reply: Reply) -> None:
-        registration = self._registration(peer)
+    def _copy(self, peer: Peer, question: m.Retrieve | m.Store, reply: Reply) -> None:
+        registration = peer.registration
+        if registration is None:
+            raise DeviceError("no KV cache is registered on this connection")
         hashes = self._hashes(peer, question.chunks)
         _check_blocks(registration, hashes, question)
         session = self._session(peer, question.request_id, for_lookup=False)
-        StoreJob(self._agent, session, registration, hashes, question, reply).start()
+        kind = StoreJob if isinstance(question, m.Store) else RetrieveJob
+        kind(self._agent, session, registration, hashes, question, reply).start()
 
     def _release(self, peer: Peer, question: m.ReleaseLocks, reply: Reply) -> None:
         hashes = self._hashes(peer, question.chunks)
@@ -267,12 +258,6 @@ class Handlers:
             self._metrics.count("sessions_opened")
         return self._sessions.open(key, time.monotonic(), for_lookup=for_lookup)
 
-    @staticmethod
-    def _registration(peer: Peer) -> Registration:
-        if peer.registration is None:
-            raise DeviceError("no KV cache is registered on this connection")
-        return peer.registration
-
     def _chunk_tokens(self, engine_id: str) -> int:
         """Tokens of the engine's chunks; of most engines' if none of its workers is registered."""
         registered = self._peers.registrations(engine_id)
@@ -309,6 +294,8 @@ def _check_blocks(
     num_blocks = registration.device.layouts[group].num_blocks
     if block_ids and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
         raise WireError(f"a block id outside the {num_blocks} blocks of the KV cache")
+    if isinstance(question, m.Retrieve) and question.skip_first_n_tokens < 0:
+        raise WireError("skip_first_n_tokens is negative")
 
 
 def _check_owner(hello: m.Hello, key: IPCCacheEngineKey) -> None:

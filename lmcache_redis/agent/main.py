@@ -8,7 +8,6 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
 
 import zmq
 
@@ -41,7 +40,9 @@ def run_agent(config: AgentConfig) -> int:
         stack.callback(context.term)
         router = bind_router(context, config.endpoint)
         stack.callback(router.close, 0)
-        url = config.redis_url or stack.enter_context(_embedded(config))
+        url = config.redis_url
+        if url is None:
+            url = stack.enter_context(EmbeddedRedis(config.embedded_memory_bytes)).url
         arena = _arena(config)
         stack.callback(arena.close)
         plane = RedisPlane(_redis_options(config, url))
@@ -58,12 +59,6 @@ def run_agent(config: AgentConfig) -> int:
         finally:
             _stop(service, agent)
     return 0
-
-
-@contextlib.contextmanager
-def _embedded(config: AgentConfig) -> Iterator[str]:
-    with EmbeddedRedis(config.embedded_memory_bytes) as redis:
-        yield redis.url
 
 
 def _redis_options(config: AgentConfig, url: str) -> RedisOptions:
@@ -129,8 +124,7 @@ def _stop_on_signals(service: Service) -> None:
 
 def _log_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None:
     where = plane.where if config.redis_url else "an embedded Redis"
-    plane.wait_probed(_FIRST_PROBE_S)
-    state = plane.state
+    state = plane.wait_probed(_FIRST_PROBE_S)
     logger.info(
         "lmcache-redis %s serves %s: %s, host pool %.1f GiB, chunks of %d tokens (%.2f s)",
         __version__, config.endpoint, where, config.pool_bytes / 2**30,

@@ -84,7 +84,7 @@ class Registering:
         opened: list[DeviceContext | DeviceError] = []
         self._copies.scatter(
             REGISTERING,
-            partial(self._open, question, opened, self._config.device),
+            partial(self._open, question, opened),
             lambda outcome: self._cache.owner.post(
                 partial(self._mapped, peer, chunk_tokens, groups, question, opened, reply)
             ),
@@ -121,12 +121,12 @@ class Registering:
         return tuple(groups)
 
     def _open(
-        self, question: m.RegisterKVCache, opened: list[DeviceContext | DeviceError], allowed: str
+        self, question: m.RegisterKVCache, opened: list[DeviceContext | DeviceError]
     ) -> CopyOutcome:
         # On a copy thread: mapping a KV cache and pinning the host pool take seconds.
         try:
             layouts = [group.layout for group in question.groups]
-            device = open_device(layouts, question.storages, allowed)
+            device = open_device(layouts, question.storages, self._config.device)
         except DeviceError as error:
             opened.append(error)
             return CopyOutcome.FAILED
@@ -155,12 +155,7 @@ class Registering:
         worker_id = peer.hello.worker_id
         assert worker_id is not None
         registration = Registration(
-            peer.engine_id,
-            worker_id,
-            chunk_tokens,
-            groups,
-            device,
-            question.storages,
+            peer.engine_id, worker_id, chunk_tokens, groups, device, question.storages
         )
         if self._peers.get(peer.identity) is not peer:  # it left while its memory was mapped
             self._close(registration)

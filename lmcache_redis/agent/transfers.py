@@ -290,10 +290,11 @@ class RetrieveJob(CopyJob):
     chunk that does not arrive in time ends the loads: it and those after it are failed chunks.
     """
 
-    def start(self, skip_first_n_tokens: int) -> None:
+    def start(self) -> None:
         """Queues the copies of the chunks in memory, and begins to load the others."""
+        assert isinstance(self._question, m.Retrieve)
         layout = self._registration.device.layouts[self._question.group]
-        self._skip_blocks = skip_first_n_tokens // layout.block_size_tokens
+        self._skip_blocks = self._question.skip_first_n_tokens // layout.block_size_tokens
         self._started_s = time.monotonic()
         self._failed: list[int] = []
         self._entries: dict[int, Entry] = {}  # pinned, until their copies take over the pins

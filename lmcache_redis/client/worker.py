@@ -370,10 +370,7 @@ class WorkerClient:
                 f"{len(request_ids)} request ids, {len(ops)} operations and {len(salts)} salts: "
                 "give one of each for each request"
             )
-        return [
-            self._names(request_id, op, salt)
-            for request_id, op, salt in zip(request_ids, ops, salts, strict=True)
-        ]
+        return list(map(self._names, request_ids, ops, salts))
 
     def _names(self, request_id: str, op: LoadStoreOp, cache_salt: str | bytes) -> m.ChunkNames:
         if op.chunk_hashes is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CopyThreads
 from lmcache_redis.agent.peers import Group, Registration
 from lmcache_redis.agent.sessions import Sessions
@@ -130,27 +131,21 @@ class Played:
             self.session,
             self.registration,
             hashes,
-            self._question(len(hashes), lease_s),
+            m.Store(0, "r", m.ChunkNames(), *_blocks_and_lease(hashes, lease_s)),
             self.answers.append,
         )
 
-    def retrieve(self, hashes: Sequence[bytes] = HASHES, lease_s: float = 30.0) -> RetrieveJob:
+    def retrieve(
+        self, hashes: Sequence[bytes] = HASHES, lease_s: float = 30.0, skip_tokens: int = 0
+    ) -> RetrieveJob:
+        blocks, lease_ns = _blocks_and_lease(hashes, lease_s)
         return RetrieveJob(
             self.agent,
             self.session,
             self.registration,
             hashes,
-            self._question(len(hashes), lease_s),
+            m.Retrieve(0, "r", m.ChunkNames(), blocks, skip_tokens, lease_ns),
             self.answers.append,
-        )
-
-    def _question(self, chunks: int, lease_s: float) -> Any:
-        return SimpleNamespace(
-            request_id="r",
-            lease_ns=time.monotonic_ns() + int(lease_s * 1e9),
-            block_ids=tuple(range(chunks * BLOCKS_A_CHUNK)),
-            event=None,
-            group=0,
         )
 
     def hold(self, *names: bytes) -> list[Entry]:
@@ -173,3 +168,8 @@ class Played:
         assert self.session.busy == 0
         assert self.pool.pinned == 0
         audit(self.pool)
+
+
+def _blocks_and_lease(hashes: Sequence[bytes], lease_s: float) -> tuple[tuple[int, ...], int]:
+    blocks = tuple(range(len(hashes) * BLOCKS_A_CHUNK))
+    return blocks, time.monotonic_ns() + int(lease_s * 1e9)

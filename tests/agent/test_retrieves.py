@@ -18,7 +18,7 @@ def test_small_chunks_go_several_a_call_and_the_first_tokens_are_skipped() -> No
     device = Device(chunks_a_call=2)
     played = Played(device)
     played.hold(*HASHES)
-    played.retrieve().start(5 * 16)
+    played.retrieve(skip_tokens=5 * 16).start()
     played.run(lambda: played.answers)
     assert device.calls == [
         (2, [0, 1, 2, 3], ["slot of a", "slot of b"], 4),
@@ -33,7 +33,7 @@ def test_what_is_missing_fails_alone() -> None:
     device = Device(chunks_a_call=8)
     played = Played(device)
     played.hold(b"a", b"c", b"d")
-    played.retrieve().start(3 * 16)
+    played.retrieve(skip_tokens=3 * 16).start()
     played.run(lambda: played.answers)
     # One block of the missing chunk was to be skipped; that does not shift to another chunk.
     assert device.calls == [(3, [0, 1, 4, 5, 6, 7], ["slot of a", "slot of c", "slot of d"], 2)]
@@ -51,7 +51,7 @@ def test_a_call_that_fails_fails_its_chunks_and_no_others() -> None:
 
     device.during = fail_first
     played.hold(*HASHES)
-    played.retrieve().start(0)
+    played.retrieve().start()
     played.run(lambda: played.answers)
     assert played.answers == [m.RetrieveResult(0, (0, 1))]
     played.close()
@@ -78,7 +78,7 @@ def test_a_call_that_breaks_as_it_begins_fails_alone_and_is_answered_with_the_ot
         return views(form, entry)
 
     monkeypatch.setattr(played.cache, "views", bug)
-    played.retrieve().start(0)
+    played.retrieve().start()
     assert played.answers == []
     assert played.session.busy == 1
     go_on.set()
@@ -91,7 +91,7 @@ def test_a_call_that_breaks_as_it_begins_fails_alone_and_is_answered_with_the_ot
 
 def test_no_chunks_are_answered_at_once() -> None:
     played = Played(Device())
-    played.retrieve([]).start(0)
+    played.retrieve([]).start()
     assert played.answers == [m.RetrieveResult(0, ())]
     played.close()
 
@@ -100,7 +100,7 @@ def test_a_device_that_hangs_keeps_the_chunk_it_has_begun() -> None:
     released = threading.Event()
     played = Played(Device(during=lambda: released.wait(30)))  # type: ignore[arg-type]
     played.hold(*HASHES)
-    played.retrieve(lease_s=0.3).start(0)
+    played.retrieve(lease_s=0.3).start()
     played.run(lambda: played.pool.pinned == STRIPES_A_CHUNK)
     # No answer yet: the device may still write to the blocks of the first chunk.
     assert played.answers == []

@@ -23,7 +23,7 @@ from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBl
 from lmcache_redis.integrations.vllm.epoch import named_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
-from lmcache_redis.integrations.vllm.worker import StepMetadata
+from lmcache_redis.integrations.vllm.worker import StepMetadata, WorkerReport
 from lmcache_redis.naming import FULL_REACH, Reach
 
 BLOCK, CHUNK = 16, 64
@@ -191,10 +191,10 @@ def test_the_first_lookup_waits_until_all_workers_have_reported(
     adapter.tokens = 3 * CHUNK
     request = FakeRequest()
     assert scheduler.matched_tokens(request, 0) is None
-    scheduler.ranks_reported({0: None})
+    scheduler.reported(WorkerReport({}, places={0: None}))
     assert scheduler.matched_tokens(request, 0) is None
     assert adapter.lookups == []
-    scheduler.ranks_reported({1: None})
+    scheduler.reported(WorkerReport({}, places={1: None}))
     assert scheduler.matched_tokens(request, 0) == 3 * CHUNK
     assert adapter.lookups == [("r", 0)]
 
@@ -493,7 +493,7 @@ def test_a_chunk_that_the_agent_dropped_is_stored_again(
         stores = scheduler.build_metadata(step(new=(request_id, blocks, 4 * CHUNK, 1))).stores
         assert [row[1] for row in stores] == ([] if request_id == "s" else [request_id])
         if dropped:
-            scheduler.chunks_dropped()
+            scheduler.reported(WorkerReport({}, dropped=True))
 
 
 def test_a_chunk_that_was_stored_recently_is_not_stored_again(
@@ -629,7 +629,7 @@ def test_lookups_say_what_the_engine_takes_to_compute_a_token(
     metadata = scheduler.build_metadata(step(new=("first", list(range(1, 18)), 0, 4 * CHUNK)))
     assert metadata.number
     time.sleep(0.02)
-    scheduler.step_ended(metadata.number)
+    scheduler.reported(WorkerReport({}, step=metadata.number))
     scheduler.matched_tokens(FakeRequest("second"), 0)
     assert adapter.token_s > 0.02 / (4 * CHUNK)
 

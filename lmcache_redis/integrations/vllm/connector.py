@@ -257,13 +257,10 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             return
         for request_id in getattr(connector_output, "failed_recving", ()):
             scheduler.load_failed(request_id)
-        scheduler.step_ended(report.step)
-        scheduler.ranks_reported(report.places)
+        scheduler.reported(report)
         scheduler.blocks_failed(connector_output.invalid_block_ids or set())
         for request_id in connector_output.finished_recving or ():
             scheduler.load_ended(request_id)
-        if report.dropped:
-            scheduler.chunks_dropped()
 
     @guarded(lambda self, *_: (False, None))
     def request_finished(

@@ -21,19 +21,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.client.operations import LoadStoreOp
-from lmcache_redis.client.ranks import RankPlace
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks, StaleBlocks
 from lmcache_redis.integrations.vllm.epoch import named_epoch, new_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.prefill import PrefillRate, Wishes
-from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata
+from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 from lmcache_redis.naming import FULL_REACH
 
 if TYPE_CHECKING:
@@ -234,9 +233,12 @@ class ConnectorScheduler:
         self._wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
         return metadata
 
-    def step_ended(self, number: int) -> None:
-        """A step has ended, of which `build_metadata` gave the number, or none."""
-        self._prefill.ended(number, time.monotonic())
+    def reported(self, report: WorkerReport) -> None:
+        """A step has ended. The connector itself releases the blocks of ended transfers."""
+        self._prefill.ended(report.step, time.monotonic())
+        self._adapter.ranks.reported(report.places)
+        if report.dropped:
+            self._recent.clear()  # later requests store these chunks again
 
     def load_failed(self, request_id: str) -> None:
         """The request's load failed on some rank: its other tokens are computed."""
@@ -261,14 +263,6 @@ class ConnectorScheduler:
             del self._tracked[request_id]
         else:
             self._resuming.add(request_id)
-
-    def ranks_reported(self, places: Mapping[int, RankPlace | None]) -> None:
-        """These workers have registered with an agent, or lost theirs."""
-        self._adapter.ranks.reported(places)
-
-    def chunks_dropped(self) -> None:
-        """The agent did not accept all chunks: later requests store them again."""
-        self._recent.clear()
 
     def finished(self, request: Request) -> None:
         """The request has ended. Stores in flight have their own references on its blocks."""
