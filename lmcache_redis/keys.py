@@ -43,12 +43,7 @@ _STRIPE_INDEX = struct.Struct(">H")
 
 
 class ObjectKey(
-    msgspec.Struct,
-    frozen=True,
-    order=True,
-    gc=False,
-    array_like=True,
-    forbid_unknown_fields=True,
+    msgspec.Struct, frozen=True, order=True, gc=False, array_like=True, forbid_unknown_fields=True
 ):
     """The name of one worker's chunk: hashable, ordered, immutable.
 
@@ -126,11 +121,7 @@ def _comparison(compare: Callable[[Any, Any], bool]) -> Callable[[Any, object], 
 
 
 class IPCCacheEngineKey(
-    msgspec.Struct,
-    frozen=True,
-    gc=False,
-    array_like=True,
-    forbid_unknown_fields=True,
+    msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True
 ):
     """The name that an engine sends: a chunk hash, or tokens `start` to `end` of `token_ids`.
 

@@ -42,10 +42,7 @@ class LMCLocalBackend(LMCBackendInterface):
     """
 
     def __init__(
-        self,
-        limit_bytes: int,
-        dst_device: str = "cpu",
-        fmt: MemoryFormat = MemoryFormat.UNDEFINED,
+        self, limit_bytes: int, dst_device: str = "cpu", fmt: MemoryFormat = MemoryFormat.UNDEFINED
     ) -> None:
         super().__init__(dst_device, fmt)
         if limit_bytes <= 0:

@@ -47,12 +47,7 @@ from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.prefix import Part, PrefixNeeds
 from lmcache_redis.cache.threads import Timer
 from lmcache_redis.naming import ChunkForm, PartNames
-from lmcache_redis.resp.outcomes import (
-    CallOutcome,
-    ExistsResult,
-    ReadOutcome,
-    ScanResult,
-)
+from lmcache_redis.resp.outcomes import CallOutcome, ExistsResult, ReadOutcome, ScanResult
 
 _PROBE_POLL_S = 0.01
 # A load is not given up before, whatever was expected of it.

@@ -158,17 +158,11 @@ class ObjectCache:
             answer(None)
         else:
             self.cache.tiers[level].describe(
-                (chunk_key,),
-                deadline,
-                lambda result: self._post(partial(described, level, result)),
+                (chunk_key,), deadline, lambda result: self._post(partial(described, level, result))
             )
 
     def load(
-        self,
-        key: ObjectKey,
-        found: Found,
-        deadline: float,
-        done: Callable[[Held | None], None],
+        self, key: ObjectKey, found: Found, deadline: float, done: Callable[[Held | None], None]
     ) -> None:
         """Reads a chunk into memory, once for all callers. Each caller releases its `Held`.
 

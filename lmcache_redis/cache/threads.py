@@ -176,11 +176,7 @@ class WorkerThreads:
         return len(self._queue)
 
     def put(
-        self,
-        run: Action,
-        dropped: Action,
-        until_s: float = math.inf,
-        name: Hashable | None = None,
+        self, run: Action, dropped: Action, until_s: float = math.inf, name: Hashable | None = None
     ) -> None:
         """Enqueue a task. An exception of ``run`` is logged.
 
@@ -281,11 +277,7 @@ class HangDetector:
         self._thread.start()
 
     def run(
-        self,
-        call: Callable[[], T],
-        what: str,
-        limit_s: float,
-        stuck: Action = nothing,
+        self, call: Callable[[], T], what: str, limit_s: float, stuck: Action = nothing
     ) -> T | None:
         """Make a call on this thread. None: not made, because another hangs or after `close`.
 

@@ -78,8 +78,7 @@ def purge(
         typer.Option("--idle-longer-than", help="Chunks not used for this long: 12h, 7d, 2w."),
     ] = None,
     stored_longer_than: Annotated[
-        str | None,
-        typer.Option("--stored-longer-than", help="Chunks stored longer ago than this."),
+        str | None, typer.Option("--stored-longer-than", help="Chunks stored longer ago than this.")
     ] = None,
     everything: Annotated[
         bool, typer.Option("--everything", help="All chunks under the key prefix.")

@@ -74,9 +74,7 @@ def gateway(**options: object) -> None:
 
 @app.command()
 def status(
-    endpoint: Endpoint = None,
-    timeout_s: TimeoutOption = 2.0,
-    as_json: AsJson = False,
+    endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0, as_json: AsJson = False
 ) -> None:
     """Show what the agent holds, the state of Redis, and all counters."""
     from lmcache_redis.cli.tables import status_tables
@@ -155,7 +153,5 @@ def _log_to_stderr(level: str) -> None:
     import logging
 
     logging.basicConfig(
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(message)s",
-        stream=sys.stderr,
+        level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )

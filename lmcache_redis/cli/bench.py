@@ -34,13 +34,7 @@ def bench(
         ),
     ] = "8MiB",
     chunks: Annotated[
-        int,
-        typer.Option(
-            "--chunks",
-            min=1,
-            max=10_000,
-            help="Chunks to write and read together.",
-        ),
+        int, typer.Option("--chunks", min=1, max=10_000, help="Chunks to write and read together.")
     ] = 16,
     rounds: Annotated[int, typer.Option("--rounds", min=1, max=1000, help="Number of rounds.")] = 5,
     get_connections: ConnectionsOption = None,

@@ -52,10 +52,7 @@ class Call:
     __slots__ = ("_changed", "_listener", "answer", "call_id", "sent", "state")
 
     def __init__(
-        self,
-        call_id: int,
-        changed: threading.Condition,
-        listener: Callable[[Call], None] | None,
+        self, call_id: int, changed: threading.Condition, listener: Callable[[Call], None] | None
     ) -> None:
         self.call_id = call_id
         self.state = CallState.PENDING

@@ -202,12 +202,7 @@ def _ask(engine: EngineProcess, plan: _Plan, prompt: list[int]) -> tuple[float, 
 
 @contextlib.contextmanager
 def _engine(
-    console: Console,
-    name: str,
-    plan: _Plan,
-    agent: AgentServer,
-    model_dir: Path,
-    log_name: str,
+    console: Console, name: str, plan: _Plan, agent: AgentServer, model_dir: Path, log_name: str
 ) -> Iterator[EngineProcess]:
     log_path = model_dir.parent / log_name
     log_path.unlink(missing_ok=True)

@@ -93,9 +93,7 @@ class _Cut(NamedTuple):
 
 
 def find_segments(
-    views: Sequence[TensorView],
-    num_blocks: int,
-    block_strides: Mapping[str, int] | None = None,
+    views: Sequence[TensorView], num_blocks: int, block_strides: Mapping[str, int] | None = None
 ) -> PagedSegments:
     """Coalesced segments that cover every byte of every tensor.
 

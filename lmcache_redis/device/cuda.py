@@ -154,11 +154,7 @@ class CudaDevice:
             torch.cuda.empty_cache()
 
     def _checked(
-        self,
-        layout: KVLayout,
-        cut: Sequence[Chunk],
-        stripe_payload_bytes: int,
-        event: bytes | None,
+        self, layout: KVLayout, cut: Sequence[Chunk], stripe_payload_bytes: int, event: bytes | None
     ) -> _Int64s:
         """The ids as a kernel takes them. Raises DeviceError for an invalid argument."""
         ids = pack_ids(

@@ -39,12 +39,7 @@ _COLUMN_COUNT = tl.constexpr(len(COLUMNS))
 
 @triton.jit
 def _move_tile(
-    row,
-    block_ids,
-    staging,
-    UNITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SCATTER: tl.constexpr,
+    row, block_ids, staging, UNITS: tl.constexpr, WIDTH: tl.constexpr, SCATTER: tl.constexpr
 ):
     # As few elements per unit as possible: a unit of 16 bytes has four elements of four bytes.
     if WIDTH >= 4:

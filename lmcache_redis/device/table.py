@@ -91,10 +91,7 @@ class SegmentTable:
     """
 
     def __init__(
-        self,
-        layout: KVLayout,
-        storages: Sequence[Storage],
-        units_per_tile: int = UNITS_PER_TILE,
+        self, layout: KVLayout, storages: Sequence[Storage], units_per_tile: int = UNITS_PER_TILE
     ) -> None:
         layout.check([storage.size_bytes for storage in storages])
         self.block_bytes = layout.block_bytes

@@ -16,11 +16,7 @@ _BACKLOG = 1024
 # processor's cache. For others the kernel tunes it to the round-trip time.
 _NEAR_SEND_BYTES = 512 << 10
 # Detects a lost client after two minutes.
-_KEEPALIVE = (
-    (socket.TCP_KEEPIDLE, 60),
-    (socket.TCP_KEEPINTVL, 15),
-    (socket.TCP_KEEPCNT, 4),
-)
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -107,8 +107,7 @@ class GatewayConfig:
         shown="all",
     )
     allow_anyone: bool = setting(
-        "listen beyond loopback although any client can read and replace chunks",
-        False,
+        "listen beyond loopback although any client can read and replace chunks", False
     )
     log_level: str = setting("level of the log: debug, info, warning or error", "info")
 

@@ -34,13 +34,7 @@ from lmcache_redis.gateway.chunks import (
 )
 from lmcache_redis.gateway.shared import Shared
 from lmcache_redis.gateway.stream import Gone, Stream
-from lmcache_redis.gateway.wire import (
-    FAILED,
-    SUCCEEDED,
-    list_reply_of,
-    metadata_of,
-    object_key_of,
-)
+from lmcache_redis.gateway.wire import FAILED, SUCCEEDED, list_reply_of, metadata_of, object_key_of
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.lm_wire import ClientCommand, ClientMetaMessage
 

@@ -19,12 +19,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis import native
-from lmcache_redis.errors import (
-    RedisError,
-    RedisProtocolError,
-    RedisTimeout,
-    RedisUnavailable,
-)
+from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.stream import Stream
 from lmcache_redis.resp.net.wire import CRLF, error_of, parse_error, parse_length, value_head

@@ -33,14 +33,7 @@ class Question(Job[CallOutcome]):
     None unless DONE. next_request: the request of the next step; None before the first.
     """
 
-    __slots__ = (
-        "_done",
-        "_make_steps",
-        "_result",
-        "_steps",
-        "is_urgent",
-        "next_request",
-    )
+    __slots__ = ("_done", "_make_steps", "_result", "_steps", "is_urgent", "next_request")
     good = CallOutcome.DONE
 
     def __init__(

@@ -100,10 +100,7 @@ class Health:
     """
 
     def __init__(
-        self,
-        connector: Connector,
-        options: RedisOptions,
-        on_down: Callable[[], None],
+        self, connector: Connector, options: RedisOptions, on_down: Callable[[], None]
     ) -> None:
         self.is_up = False
         self.errors = 0

@@ -226,11 +226,7 @@ class BulkWorker(Worker):
         return [lane]
 
     def _account(
-        self,
-        lanes: Sequence[Lane],
-        begun: Sequence[tuple[Task, Packed]],
-        moved: Moved,
-        now: float,
+        self, lanes: Sequence[Lane], begun: Sequence[tuple[Task, Packed]], moved: Moved, now: float
     ) -> None:
         """Process what was sent, what ended, and what was not sent."""
         in_flight: list[tuple[Lane, Task | None]] = [(lane, lane.task) for lane in self._busy]

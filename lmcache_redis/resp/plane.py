@@ -27,13 +27,7 @@ from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop
 from lmcache_redis.resp.net.endpoint import parse_deployment
 from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.node import Nodes
-from lmcache_redis.resp.outcomes import (
-    ChunkIO,
-    PlaneState,
-    PlaneStats,
-    ReadDone,
-    WriteDone,
-)
+from lmcache_redis.resp.outcomes import ChunkIO, PlaneState, PlaneStats, ReadDone, WriteDone
 from lmcache_redis.resp.reading import Read
 from lmcache_redis.resp.worker import Task
 from lmcache_redis.resp.writing import Write

@@ -77,10 +77,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads and stores KV through the agent of this node."""
 
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        role: KVConnectorRole,
-        kv_cache_config: KVCacheConfig,
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: ConnectorScheduler | None = None

@@ -155,11 +155,7 @@ def _probe(layer: Any, scratch: _Scratch, dtype: torch.dtype) -> str:
 
 
 def _known(
-    layer: Any,
-    shapes: list[tuple[int, ...]],
-    digit: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    layer: Any, shapes: list[tuple[int, ...]], digit: int, dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
     """K and V of one round: of each element's index, the digit with the value ``digit``."""
     values = torch.tensor(_VALUES, dtype=torch.float32, device=device)

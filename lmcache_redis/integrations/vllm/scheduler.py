@@ -394,11 +394,7 @@ class ConnectorScheduler:
         self._loads.append(Planned(transfer_id, tracked.request.request_id, tuple(ops)))
 
     def _load_of_group(
-        self,
-        group: LayerGroup,
-        tracked: _Tracked,
-        block_ids: Sequence[int],
-        names: Sequence[bytes],
+        self, group: LayerGroup, tracked: _Tracked, block_ids: Sequence[int], names: Sequence[bytes]
     ) -> tuple[LoadStoreOp, list[int]] | None:
         """The operation, and the blocks that it writes; None if the group needs none."""
         chunk_tokens, block_tokens = tracked.chunk_tokens, group.block_size_tokens

@@ -16,12 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
-from lmcache_redis.errors import (
-    RedisError,
-    RedisProtocolError,
-    RedisTimeout,
-    RedisUnavailable,
-)
+from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.stream import Stream
 from lmcache_redis.resp.net.wire import (
