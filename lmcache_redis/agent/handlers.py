@@ -18,7 +18,6 @@ from lmcache_redis.agent.sessions import MAX_CHUNKS, Session
 from lmcache_redis.agent.status import status_report
 from lmcache_redis.agent.transfers import Reply, RetrieveJob, StoreJob
 from lmcache_redis.agent.warming import Warming
-from lmcache_redis.cache.bet import Computing
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.errors import DeviceError, FormatError, WireError
 from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey, hash_chunks
@@ -130,40 +129,7 @@ class Handlers:
             for names, each in zip(remote, question.remote, strict=True)
             if each.worker_id not in here
         }
-        self._begin_lookup(
-            session,
-            ranks,
-            [*stems.values()],
-            hashes,
-            question.first_chunk,
-            peer.computing,
-            deadline_s,
-            reply,
-        )
-
-    def _begin_lookup(
-        self,
-        session: Session,
-        ranks: Sequence[Registration],
-        remote: Sequence[PartNames],
-        hashes: Sequence[bytes],
-        first_chunk: int,
-        computing: Computing,
-        deadline_s: float,
-        reply: Reply,
-    ) -> None:
-        """Begins a lookup. The session takes over its pins, and cancels it if the session ends."""
-        started_s = time.monotonic()
-        # Ranks that hold equal bytes share their parts: each is looked up and loaded once.
-        users: dict[bytes, list[tuple[int, int]]] = {}
-        forms: list[ChunkForm] = []
-        for registration in ranks:
-            for number, group in enumerate(registration.groups):
-                sharing = users.setdefault(group.form.stem(len(hashes[0])), [])
-                if not sharing:
-                    forms.append(group.form)
-                sharing.append((registration.worker_id, number))
-        rows = list(users.values())
+        forms, rows = _shared_rows(ranks, len(hashes[0]))
 
         def answer(found: PrefixLookup) -> None:
             reply(m.LookupResult(0, found.bound))  # first, because the engine is waiting
@@ -178,7 +144,7 @@ class Handlers:
             tally.hit += found.bound
             tally.from_redis += from_redis
             tally.from_disk += from_disk
-            tally.lookup_ms += (time.monotonic() - started_s) * 1e3
+            tally.lookup_ms += (time.monotonic() - now_s) * 1e3
             tally.reasons |= found.reasons
             for (chunk, row), entry in found.take().items():
                 for worker_id, number in rows[row][1:]:
@@ -194,12 +160,13 @@ class Handlers:
             hashes,
             deadline_s,
             answer,
-            first_chunk=first_chunk,
-            chunk_tokens=self._chunk_tokens(session.key[0]),
-            remote=remote,
-            computing=computing,
+            first_chunk=question.first_chunk,
+            chunk_tokens=self._chunk_tokens(peer.engine_id),
+            remote=[*stems.values()],
+            computing=peer.computing,
         )
-        session.positions = {each: first_chunk + n for n, each in enumerate(hashes)}
+        session.positions = {each: question.first_chunk + n for n, each in enumerate(hashes)}
+        # The session takes over the pins, and cancels the lookup if it ends before.
         session.cancel_lookup = lookup.cancel
         lookup.start()
 
@@ -280,6 +247,23 @@ class Handlers:
         _check_owner(peer.hello, key)
         hashes = hash_chunks(key.token_ids[: key.end], chunk, salt=key.salt)
         return hashes[key.start // chunk : key.end // chunk]
+
+
+def _shared_rows(
+    ranks: Sequence[Registration], hash_bytes: int
+) -> tuple[list[ChunkForm], list[list[tuple[int, int]]]]:
+    """The rows of a lookup: the form of each, and the workers and groups whose parts it names.
+
+    Ranks that hold equal bytes share their parts: each is looked up and loaded once.
+    """
+    forms: dict[bytes, ChunkForm] = {}
+    users: dict[bytes, list[tuple[int, int]]] = {}
+    for registration in ranks:
+        for number, group in enumerate(registration.groups):
+            stem = group.form.stem(hash_bytes)
+            forms.setdefault(stem, group.form)
+            users.setdefault(stem, []).append((registration.worker_id, number))
+    return [*forms.values()], [*users.values()]
 
 
 def _check_blocks(
