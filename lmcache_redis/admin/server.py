@@ -250,7 +250,6 @@ def _error_of_loss(error: RedisError, where: str) -> RedisError:
 
 
 def _error_of_reply(reply: ErrorReply, where: str) -> RedisError:
-    """An error reply as an exception."""
     at = f"Redis at {where}"
     text = " ".join(reply.text.split())[:160]
     error = error_of(reply)

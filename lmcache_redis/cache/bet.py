@@ -41,7 +41,6 @@ class TransferRate:
         self._probed_s = -math.inf
 
     def begun(self, nbytes: int, now_s: float) -> None:
-        """A load of so many bytes has begun."""
         if not self.in_flight_bytes:
             kept = 0.5 ** ((now_s - self._since_s) / _IDLE_HALF_LIFE_S)
             weight_s = max(kept * _HALF_LIFE_S, _LEAST_WEIGHT_S)

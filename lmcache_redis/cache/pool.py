@@ -107,9 +107,10 @@ class HostPool:
     ``on_room`` is called when the last pin of an entry is released.
 
     `get` makes an entry the most recently used. The release of its last pin does so too, except for
-    one that `is_ahead`. Misuse (unpin without a pin, publish twice,
-    reserve a key that is in the pool) raises RuntimeError and changes nothing: it is a bug of the
-    caller.
+    one that `is_ahead`. Misuse (unpin without a pin, publish twice, reserve a key that is in the
+    pool) raises RuntimeError and changes nothing: it is a bug of the caller.
+
+    Attributes, in units: free; idle: of READY entries without pins.
     """
 
     def __init__(self, memory: Memory, idle_limit: int | None = None) -> None:
@@ -118,28 +119,19 @@ class HostPool:
         self.idle_limit = self.capacity if idle_limit is None else idle_limit
         self.evictions = 0
         self.on_room: Callable[[], None] = lambda: None
-        self._free = self.capacity
+        self.free = self.capacity
         self._index: dict[bytes, Entry] = {}
         self._idle: OrderedDict[bytes, Entry] = OrderedDict()  # READY, unpinned; oldest first
-        self._idle_units = 0
+        self.idle = 0
         self._outside: set[Entry] = set()  # pinned: DISCARDED, or FILLING without a key
 
     @property
-    def free(self) -> int:
-        return self._free
-
-    @property
     def used(self) -> int:
-        return self.capacity - self._free
-
-    @property
-    def idle(self) -> int:
-        """Units of READY entries without pins."""
-        return self._idle_units
+        return self.capacity - self.free
 
     @property
     def pinned(self) -> int:
-        return self.used - self._idle_units
+        return self.used - self.idle
 
     def __len__(self) -> int:
         """Entries in the index, including FILLING ones."""
@@ -176,15 +168,15 @@ class HostPool:
             raise RuntimeError(f"an entry of {units} units")
         if key in self._index:
             raise RuntimeError(f"reserved twice: {self._index[key]!r}")
-        if units > self._free + self._idle_units:
+        if units > self.free + self.idle:
             return None
-        while self._free < units:
+        while self.free < units:
             self._evict()
         try:
             block = self.memory.take(units, fresh=fresh)
         except MemoryError:
             return None
-        self._free -= units
+        self.free -= units
         if key is None:
             entry = Entry(b"", block, units)
             self._outside.add(entry)
@@ -226,7 +218,7 @@ class HostPool:
             self._outside.add(entry)
             return
         del self._idle[entry.key]
-        self._idle_units -= entry.units
+        self.idle -= entry.units
         self._give_back(entry)
 
     def pin(self, entry: Entry) -> None:
@@ -235,7 +227,7 @@ class HostPool:
             if entry.state is not EntryState.READY:
                 raise RuntimeError(f"pinned after it left the pool: {entry!r}")
             del self._idle[entry.key]
-            self._idle_units -= entry.units
+            self.idle -= entry.units
         entry.pins += 1
 
     def unpin(self, entry: Entry) -> None:
@@ -252,10 +244,10 @@ class HostPool:
             self._idle[entry.key] = entry
             if entry.is_ahead:
                 self._idle.move_to_end(entry.key, last=False)
-            self._idle_units += entry.units
+            self.idle += entry.units
             if entry.units > self.idle_limit:
                 self.discard(entry)
-            while self._idle_units > self.idle_limit:
+            while self.idle > self.idle_limit:
                 self._evict()
         else:
             self._outside.remove(entry)
@@ -274,14 +266,14 @@ class HostPool:
     def _evict(self) -> None:
         """Evict the least recently used unpinned READY entry."""
         _, oldest = self._idle.popitem(last=False)
-        self._idle_units -= oldest.units
+        self.idle -= oldest.units
         del self._index[oldest.key]
         oldest.state = EntryState.DISCARDED
         self._give_back(oldest)
         self.evictions += 1
 
     def _give_back(self, entry: Entry) -> None:
-        self._free += entry.units
+        self.free += entry.units
         self.memory.give_back(entry.block)
 
 

@@ -25,7 +25,6 @@ DEFAULT_LISTEN = "lm://127.0.0.1:65432"
 _LISTEN = re.compile(r"lm://(?:\[([0-9a-fA-F:.]+)\]|([0-9.]+|localhost)):(0|[1-9][0-9]{0,4})")
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

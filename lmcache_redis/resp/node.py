@@ -99,7 +99,6 @@ class Node:
         return self.connector.connects, lost, self.health.errors
 
     def start(self) -> None:
-        """Start the threads; returns at once."""
         self.health.start()
         for worker in self._workers:
             worker.start()
@@ -152,7 +151,6 @@ class Nodes:
     # ------------------------------------------------------------- life cycle
 
     def start(self) -> None:
-        """Returns at once."""
         if self._is_watched:
             self._thread.start()
         else:

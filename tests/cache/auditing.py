@@ -40,7 +40,7 @@ def audit(pool: HostPool) -> None:
             raise RuntimeError(f"should not be outside of the index: {entry!r}")
     if not pool._idle.keys() <= pool._index.keys():
         raise RuntimeError("the eviction order names keys that are not in the index")
-    if pool._idle_units != sum(entry.units for entry in pool._idle.values()):
+    if pool.idle != sum(entry.units for entry in pool._idle.values()):
         raise RuntimeError("the count of evictable units is wrong")
-    if pool._idle_units > pool.idle_limit:
+    if pool.idle > pool.idle_limit:
         raise RuntimeError("more is kept than may stay")

@@ -240,7 +240,7 @@ class TestHostPool:
             lambda pool, entry: setattr(entry, "state", EntryState.FILLING),
             lambda pool, entry: setattr(entry, "key", b"other"),
             lambda pool, entry: pool._idle.clear(),
-            lambda pool, entry: setattr(pool, "_idle_units", 0),
+            lambda pool, entry: setattr(pool, "idle", 0),
         ],
     )
     def test_the_audit_finds_broken_books(self, break_it) -> None:

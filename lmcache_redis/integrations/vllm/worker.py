@@ -176,7 +176,6 @@ class ConnectorWorker:
         return ended
 
     def report(self, step: int) -> WorkerReport | None:
-        """The report to the scheduler, if there is anything to report."""
         for transfer_id in [t for t, store in self._stores.items() if _over(store)]:
             for result in [each.result for each in self._stores.pop(transfer_id)]:
                 self._stats["stored_chunks"] += result.stored

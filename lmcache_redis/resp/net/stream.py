@@ -86,7 +86,6 @@ class Stream(ABC):
             raise self._late()
 
     def send(self, parts: Sequence[Buffer], nbytes: int) -> None:
-        """Send all parts, `nbytes` together."""
         sent = 0
         while sent < nbytes:
             sent += self.send_some(parts, sent)
