@@ -55,19 +55,6 @@ def connect_watched_dealer(
 
     The monitor has EVENT_CONNECTED and EVENT_DISCONNECTED.
     """
-    dealer = _dealer(context)
-    # Before it connects, so that no event is missed.
-    monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
-    try:
-        dealer.connect(endpoint)
-    except zmq.ZMQError as error:
-        dealer.close()
-        monitor.close(linger=0)
-        raise ConfigError(f"{endpoint!r} is not an agent's endpoint: use ipc://PATH") from error
-    return dealer, monitor
-
-
-def _dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.SNDHWM, _OUTBOX)
@@ -78,7 +65,15 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     # No messages are queued for an absent agent: they would be stale when it starts.
     dealer.setsockopt(zmq.IMMEDIATE, 1)
-    return dealer
+    # Before it connects, so that no event is missed.
+    monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+    try:
+        dealer.connect(endpoint)
+    except zmq.ZMQError as error:
+        dealer.close()
+        monitor.close(linger=0)
+        raise ConfigError(f"{endpoint!r} is not an agent's endpoint: use ipc://PATH") from error
+    return dealer, monitor
 
 
 def why_untrusted(endpoint: str) -> str | None:

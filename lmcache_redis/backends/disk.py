@@ -64,7 +64,6 @@ class LMCLocalDiskBackend(TierBackend):
 
     @property
     def used_bytes(self) -> int:
-        """What the files take, including those being written or removed."""
         return self._disk.used_bytes
 
     def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
@@ -92,8 +91,6 @@ class LMCLocalDiskBackend(TierBackend):
         """See the interface. timeout_s: for queued puts, and again for the calls in flight."""
         self._closed = True
         self._disk.close(2 * timeout_s)
-
-    # --------------------------------------------------------------- inside
 
     def _fits(self, chunk_bytes: int) -> bool:
         return disk_bytes(chunk_bytes) <= self.limit_bytes

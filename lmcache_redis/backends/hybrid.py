@@ -181,8 +181,6 @@ class LMCHybridBackend(LMCBackendInterface):
         self._check_open()
         return self._get_ahead(iter(keys))
 
-    # --------------------------------------------------------------- inside
-
     def _get_ahead(self, keys: Iterator[ObjectKey]) -> Iterator[torch.Tensor | None]:
         ahead: deque[Future[torch.Tensor | None]] = deque()
         pool = ThreadPoolExecutor(self._read_ahead, "lmcr-hybrid")

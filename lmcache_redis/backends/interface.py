@@ -123,8 +123,6 @@ class LMCBackendInterface(ABC):
         """`get` for each, in order; each is yielded as soon as it is loaded."""
         return map(self.get, keys)
 
-    # --------------------------------------------------------------- inside
-
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError(f"the backend is closed: {type(self).__name__}")

@@ -114,8 +114,6 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
             stored += sum([self._is_stored(store) for store in stores])
         return stored
 
-    # --------------------------------------------------------------- inside
-
     def _get_ahead(self, keys: Iterator[ObjectKey]) -> Iterator[torch.Tensor | None]:
         ahead: deque[tuple[Transfer | None, TensorAllocation]] = deque()
         waiting: list[ObjectKey] = []  # taken from `keys`, not begun

@@ -121,8 +121,6 @@ class LMCRemoteBackend(TierBackend):
         self._queue.flush(self._deadline_s)
         self._tier.close(_CLOSE_WRITES_S)
 
-    # --------------------------------------------------------------- inside
-
     def _begin(self, limit_s: float) -> float:
         """The first call waits until the first probe of the server has ended."""
         deadline = super()._begin(limit_s)

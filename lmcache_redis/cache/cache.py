@@ -175,7 +175,7 @@ class Cache:
         if entry is None:
             return None
         job = self._job(form, chunk_hash, entry, deadline_s, Load(entry, form, level))
-        self.inflight.on_abandoned(entry, partial(self._cancel_load, job))
+        self.inflight.on_abandoned(entry, lambda: self.tiers[load_of(job).level].cancel(job))
         return job
 
     def begin_loads(self, jobs: Sequence[ChunkIO]) -> None:
@@ -265,9 +265,6 @@ class Cache:
             "chunk %s was not loaded from %s: %s",
             job.frame.chunk_hash.hex()[:16], self.tiers[level].name, outcome.value,
         )  # fmt: skip
-
-    def _cancel_load(self, job: ChunkIO) -> None:
-        self.tiers[load_of(job).level].cancel(job)
 
     def supersede_load(self, entry: Entry) -> None:
         """Cancels the load of a chunk that is about to be replaced or removed.

@@ -95,11 +95,11 @@ def warm(
     agent = ControlClient(endpoint or default_endpoint())
     status = agent.status()
     options = _redis_of(status, redis_url, redis_username)
-    slot_bytes, free_slots = _pool_of(status)
+    pool = status["pool"]
     with open_server(options) as server:
         where = server.where
-        choice = choose(server, options.key_prefix, slot_bytes, model or (), namespaces)
-    fitting = choice.first(free_slots, limit)
+        choice = choose(server, options.key_prefix, pool["slot_bytes"], model or (), namespaces)
+    fitting = choice.first(pool["slots"] - pool["used_slots"], limit)
     if dry_run:
         print_report(as_json, fitting, choice_lines(fitting, choice, where))
         return
@@ -136,12 +136,6 @@ def _redis_of(status: Mapping[str, Any], url: str | None, username: str | None) 
             file=sys.stderr,
         )
     return options
-
-
-def _pool_of(status: Mapping[str, Any]) -> tuple[int, int]:
-    """The size of the slots of the agent's host pool, and how many of them are free."""
-    pool = status["pool"]
-    return pool["slot_bytes"], pool["slots"] - pool["used_slots"]
 
 
 def _chunks(choice: Choice) -> Iterator[WarmChunk]:

@@ -187,8 +187,6 @@ class Connection:
         await self.stream.send([header, payload])
         self._shared.counters.payload_bytes_out += len(payload)
 
-    # ------------------------------------------------------------ inside
-
     async def _written_through(self) -> None:
         """Waits until every tier has answered for the previous PUT."""
         written, self._written = self._written, None

@@ -177,8 +177,6 @@ class Gateway:
             self.counters.errors += 1
             logger.error("a connection is closed because of a fault", exc_info=error)
 
-    # ------------------------------------------------------------ inside
-
     async def _close_stalled_and_idle(self) -> None:
         loop = asyncio.get_running_loop()
         stall_s, idle_s = self.config.stall_timeout_s, self.config.idle_timeout_s or math.inf

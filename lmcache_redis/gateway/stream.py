@@ -150,8 +150,6 @@ class Stream:
             socket.socket.recv(self._sock, _UNREAD_BYTES)
         self._sock.close()
 
-    # ------------------------------------------------------------ inside
-
     async def _handshake(self, sock: ssl.SSLSocket) -> None:
         while True:
             try:

@@ -50,12 +50,10 @@ _DTYPE = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
 _NO_DTYPE = "uint8"
 _NOT_GIVEN: tuple[int, ...] = ()
 
-FAILED = ServerMetaMessage(
-    ServerReturnCode.FAIL, 0, MemoryFormat.KV_2LTD, "float16", (0,) * 4
-).serialize()
-SUCCEEDED = ServerMetaMessage(
-    ServerReturnCode.SUCCESS, 0, MemoryFormat.KV_2LTD, "float16", (0,) * 4
-).serialize()
+FAILED, SUCCEEDED = (
+    ServerMetaMessage(code, 0, MemoryFormat.KV_2LTD, "float16", (0,) * 4).serialize()
+    for code in (ServerReturnCode.FAIL, ServerReturnCode.SUCCESS)
+)
 
 
 def object_key_of(text: str) -> ObjectKey:

@@ -167,8 +167,6 @@ class KeyCalls:
         steps = partial(walk_keys, pattern, found, removed=removed, group_keys=group_keys)
         self._walk(steps, deadline, answer)
 
-    # ---------------------------------------------------------------- inside
-
     def _exists(
         self,
         keys: Sequence[bytes],

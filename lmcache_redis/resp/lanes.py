@@ -128,8 +128,6 @@ class BulkWorker(Worker):
     def _all_closed(self) -> None:
         """All connections were closed, and no stripe is in flight."""
 
-    # ------------------------------------------------------------------ inside
-
     def serve(self, connection: Connection) -> bool:
         self._mover = mover_for(connection.stream)
         self._add_lane(connection)

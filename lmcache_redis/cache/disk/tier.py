@@ -51,7 +51,6 @@ Keys = Sequence[bytes]
 
 T = TypeVar("T")
 OutcomeT = TypeVar("OutcomeT", ReadOutcome, WriteOutcome)
-ResultT = TypeVar("ResultT")
 
 # Calls that may hang.
 READ, WRITE, REMOVAL = "a read", "a write", "a removal"
@@ -63,8 +62,8 @@ _JOIN_S = 0.25
 class DiskTier:
     """Chunks in files of a directory, created if needed, that no other tier uses.
 
-    Thread-safe. Slots may have any sizes. Opening reads one page of every file. Callers that may
-    block use `store` through `run`.
+    Thread-safe. Slots may have any sizes. Opening reads one page of every file. `scan`, `exists`
+    and `describe` answer at once. Callers that may block use `store` through `run`.
 
     limit_bytes: see `store`. sync: see `files`. read_patience_s: how long a read may be in flight;
     write_patience_s: the same for a write or a removal. read_threads, write_threads: how many.
@@ -131,16 +130,13 @@ class DiskTier:
         return self._is_up and self.store.find(key) is not None
 
     def scan(self, keys: Keys, deadline: float, done: Done[ScanResult]) -> None:
-        """See the contract. Answers at once."""
         done(ScanResult(self._answer, sum(1 for _ in takewhile(self.lookup, keys))))
 
     def exists(self, keys: Keys, deadline: float, done: Done[ExistsResult]) -> None:
-        """See the contract. Answers at once."""
         present = [self.lookup(key) for key in keys]
         done(ExistsResult(self._answer, present if self._is_up else ()))
 
     def describe(self, keys: Keys, deadline: float, done: Done[FramesResult]) -> None:
-        """See the contract. Answers at once."""
         found = ((key, self.store.find(key)) for key in keys)
         frames = [file.cut.frame(key) if file else None for key, file in found]
         done(FramesResult(self._answer, frames if self._is_up else ()))
@@ -240,8 +236,6 @@ class DiskTier:
         """
         return self._detector.run(call, what, self._patience_s[what], stuck)
 
-    # --------------------------------------------------------------- inside
-
     @property
     def _is_up(self) -> bool:
         return not self._detector.reason
@@ -294,11 +288,11 @@ class DiskTier:
         self._uncleared.pop(me, None)
 
 
-def _first_of(done: Callable[[ResultT], None]) -> Callable[[ResultT], None]:
+def _first_of(done: Done[T]) -> Done[T]:
     """Calls ``done`` with the first answer only: a call that hangs may give two."""
     unanswered = [done]
 
-    def answer(result: ResultT) -> None:
+    def answer(result: T) -> None:
         try:
             first = unanswered.pop()
         except IndexError:

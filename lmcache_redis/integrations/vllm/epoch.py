@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 EPOCH_BYTES = 8
-SHARED_EPOCH = b""
 WEIGHTS_ID_RPC = "lmcache_redis_weights_id"
 
 # Methods that leave the weights unchanged. Any other counts as an update: one epoch too many costs
@@ -38,7 +37,7 @@ _HARMLESS = frozenset(
 def named_epoch(weights_id: str | None) -> bytes:
     """The epoch of a ``weights_id``; the shared one for None."""
     if weights_id is None:
-        return SHARED_EPOCH
+        return b""
     return hashlib.blake2b(
         weights_id.encode(), digest_size=EPOCH_BYTES, person=b"lmcr1.epoch"
     ).digest()

@@ -307,8 +307,6 @@ class ConnectorScheduler:
                 self._adapter.end_session(request_id)
                 del self._tracked[request_id]
 
-    # Details
-
     def _track(self, request: Request, chunk_tokens: int) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
