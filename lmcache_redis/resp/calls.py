@@ -64,7 +64,8 @@ class KeyCalls:
 
         self._jobs.check_usable()
         if self._nodes.routes.is_cluster:
-            self._exists(keys, deadline, lambda outcome, there: answer(outcome, _prefix(there)))
+            # The first gap, or the end.
+            self._exists(keys, deadline, lambda outcome, n: answer(outcome, [*n, 0].index(0)))
         else:
             steps = partial(count_prefix, keys)
             question = Question(steps, deadline, answer, is_urgent=True)
@@ -261,10 +262,6 @@ class KeyCalls:
                 jobs.calls[outcome] += 1
             jobs.keys_scanned += scanned
             jobs.keys_removed += removed
-
-
-def _prefix(counts: Sequence[int]) -> int:
-    return [*counts, 0].index(0)
 
 
 def _total(outcomes: set[CallOutcome]) -> CallOutcome:
