@@ -203,6 +203,9 @@ def working_set(
         int, typer.Option(min=4, max=256, help="At once; also the number of conversations.")
     ] = 16,
     document_tokens: Annotated[int, typer.Option(min=512, max=32_768)] = 2048,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=32, max=512, help="Of agents and LMCache's servers.")
+    ] = 256,
     cases: Annotated[
         str | None, typer.Option(help="A list of cases, from those below. Default: all.")
     ] = None,
@@ -224,6 +227,8 @@ def working_set(
 
       none            no connector
 
+      own             no connector; vLLM's own blocks hold the whole set: no cache can be faster
+
       large           our agent; its host pool holds the whole set
 
       small           our agent; its host pool holds a quarter of the set, the rest is in Redis
@@ -243,6 +248,7 @@ def working_set(
         rounds=rounds,
         documents=documents,
         document_tokens=document_tokens,
+        chunk_tokens=chunk_tokens,
         repeat=repeat,
         cases=_names(cases or ",".join(CASES), CASES),
         scenarios=_names(scenarios, SCENARIOS),
@@ -273,6 +279,24 @@ def slow_link(
     rows = benchmark.run(output_dir, rounds, prompt_tokens, rates)
     _report(f"slow link, prompts of {prompt_tokens} tokens", rows, json)
     plots.report(lambda: benchmark.plot(rows, output_dir / "slow-link.png"))
+
+
+@app.command(name="chunk-size")
+def chunk_size(
+    rounds: RoundsOption = 5,
+    prompt_tokens: Annotated[int, typer.Option(min=512, max=32_768)] = 4096,
+    sizes: Annotated[str, typer.Option(help="A list of chunk sizes, in tokens.")] = "256,128,64",
+    token_kib: Annotated[int, typer.Option(help="KiB of KV a token: 1, 8 or 64.")] = 64,
+    output_dir: Annotated[Path, typer.Option(help="Logs and the model.")] = Path("bench-output"),
+    json: JsonOption = None,
+) -> None:
+    """Time to first token by the chunk size: whole documents, and parts of them. Takes minutes."""
+    from benchmarks import chunk_size as benchmark
+
+    if token_kib not in benchmark.SHAPES:
+        raise typer.BadParameter(f"--token-kib is {token_kib}: it is 1, 8 or 64")
+    rows = benchmark.run(output_dir, rounds, prompt_tokens, _counts(sizes), token_kib)
+    _report(f"chunk size, documents of {prompt_tokens} tokens", rows, json)
 
 
 def _report(title: str, rows: Sequence[Mapping[str, Any]], json: Path | None) -> None:

@@ -84,7 +84,7 @@ class LMCacheServer:
 
 @contextlib.contextmanager
 def running_lmcache(
-    redis_port: int, pool_bytes: int, log: Path, *, buffer: bool = False
+    redis_port: int, pool_bytes: int, log: Path, *, chunk_tokens: int = 256, buffer: bool = False
 ) -> Iterator[LMCacheServer]:
     """`lmcache server` during the block. Raises ServerFailed if there is none, or it fails.
 
@@ -96,6 +96,7 @@ def running_lmcache(
     port, http_port = free_port(), free_port()
     adapter = {"type": "resp", "host": "127.0.0.1", "port": redis_port}
     words = ["lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--chunk-size", str(chunk_tokens)]
     words += ["--http-port", str(http_port), "--disable-observability"]
     words += ["--l1-size-gb", str(pool_bytes / (1 << 30)), "--no-l1-use-lazy"]
     words += ["--supported-transfer-mode", "engine_driven", "--shm-name", f"bench-{port}"]

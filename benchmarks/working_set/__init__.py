@@ -12,6 +12,7 @@ the other rounds: so that they measure loading.
 Cases, each with a new engine and an empty Redis:
 
     none            no connector
+    own             no connector; vLLM's own blocks hold the whole set twice
     large           our agent; its host pool holds the whole set twice
     small           our agent; its host pool holds a quarter of the set, the rest comes from Redis
     disk            the same pool, and a disk tier that holds the whole set

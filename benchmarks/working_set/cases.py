@@ -20,19 +20,24 @@ _COUNTED = ("lookup", "hit_", "miss_", "drop_")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """pool: how many times the host pool holds the set; 0 for no connector."""
+    """pool: how many times the host pool holds the set; 0 for no connector.
+
+    blocks: how many times vLLM's own blocks hold it.
+    """
 
     name: str
     label: str
     pool: float
     disk: bool = False
     lmcache: bool = False
+    blocks: float = 0.5
 
 
 CASES = {
     case.name: case
     for case in (
         Case("none", "no connector", 0),
+        Case("own", "vLLM's cache holds all", 0, blocks=2),
         Case("large", "large pool", 2),
         Case("small", "small pool", 0.25),
         Case("disk", "small pool, disk", 0.25, disk=True),
@@ -118,7 +123,7 @@ class Stack:
 
 
 @contextlib.contextmanager
-def running(case: Case, set_bytes: int, log: Path) -> Iterator[Stack]:
+def running(case: Case, set_bytes: int, chunk_tokens: int, log: Path) -> Iterator[Stack]:
     """What a case needs beside an engine, during the block. Raises LMCacheRedisError."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -126,10 +131,14 @@ def running(case: Case, set_bytes: int, log: Path) -> Iterator[Stack]:
         cache: Cache | None = None
         pool_bytes = int(case.pool * set_bytes)
         if case.lmcache:
-            lmcache = running_lmcache(server.port, pool_bytes, log, buffer=case.pool < 1)
+            sizes = (server.port, pool_bytes, log)
+            lmcache = running_lmcache(*sizes, chunk_tokens=chunk_tokens, buffer=case.pool < 1)
             cache = stack.enter_context(lmcache)
         elif pool_bytes:
-            settings: dict[str, Any] = {"pool_bytes": pool_bytes}
+            settings: dict[str, Any] = {
+                "pool_bytes": pool_bytes,
+                "chunk_size_tokens": chunk_tokens,
+            }
             if case.disk:
                 settings |= {"disk_path": directory / "disk", "disk_size": 2 * set_bytes}
             agent = AgentServer(f"ipc://{directory}/agent.sock", server.url, log, **settings)

@@ -10,7 +10,9 @@ from typing import Any
 from benchmarks import plots
 from benchmarks.working_set.cases import CASES
 
-_COLOURS = (plots.COLOURS[3], plots.COLOURS[0], "#e08a86", plots.COLOURS[4], *plots.COLOURS[1:3])
+_GREY, _RED, _BLUE, _GREEN, _VIOLET = (plots.COLOURS[n] for n in (3, 0, 1, 2, 4))
+# In the order of the cases.
+_COLOURS = (_GREY, "#7d838a", _RED, "#e08a86", _VIOLET, _BLUE, _GREEN)
 _PANELS = {
     "first_token_mean_s": ("mean time to first token", "s (log)", "%.2f"),
     "first_token_worst_s": ("worst time to first token", "s (log)", "%.2f"),

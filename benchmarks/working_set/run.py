@@ -21,8 +21,6 @@ from lmcache_redis.demo.model import CPU_SHAPE, make_model
 from lmcache_redis.errors import LMCacheRedisError
 
 _BLOCK_TOKENS = 32
-# Of agents and LMCache's servers, by default.
-_CHUNK_TOKENS = 256
 # A small pool also drops chunks of a request that comes alone.
 _MOST_FILLS = 3
 # A round that takes longer hangs.
@@ -36,6 +34,7 @@ class Options:
     rounds: int = 5
     documents: int = 16
     document_tokens: int = 2048
+    chunk_tokens: int = 256
     repeat: int = 1
     cases: Sequence[str] = tuple(CASES)
     scenarios: Sequence[str] = SCENARIOS
@@ -49,7 +48,8 @@ def run(
     rows: list[dict[str, Any]] = []
     for name in options.scenarios:
         sizes = (options.documents, options.document_tokens, options.rounds)
-        rows += _Runner(output_dir, scenario_of(name, *sizes), say).run(options)
+        scenario = scenario_of(name, *sizes)
+        rows += _Runner(output_dir, scenario, options.chunk_tokens, say).run(options)
     return rows
 
 
@@ -68,6 +68,7 @@ class _Runner:
 
     output_dir: Path
     scenario: Scenario
+    chunk_tokens: int
     say: Callable[[str], None]
     expected: dict[int, list[list[int]]] = field(default_factory=dict)
 
@@ -100,7 +101,8 @@ class _Runner:
 
     def _measure(self, case: Case, samples: Samples) -> None:
         log = self.output_dir / f"working-set-{case.name}.log"
-        with running(case, self._set_bytes, log) as stack, self._engine(case, stack) as engine:
+        started = running(case, self._set_bytes, self.chunk_tokens, log)
+        with started as stack, self._engine(case, stack) as engine:
             _Measurement(self, case, samples, stack, engine).run()
 
     @contextmanager
@@ -117,8 +119,7 @@ class _Runner:
                 "max_model_len": self.scenario.most_tokens,
                 "disable_log_stats": False,
                 "block_size": _BLOCK_TOKENS,
-                # Half of the set.
-                "num_gpu_blocks_override": kept // (2 * _BLOCK_TOKENS) + 16,
+                "num_gpu_blocks_override": int(case.blocks * kept) // _BLOCK_TOKENS + 16,
             },
         ) as engine:
             if cache is not None:
@@ -194,5 +195,6 @@ class _Measurement:
 
     def _stored(self) -> float:
         """The share of the whole chunks of all prompts so far that is in Redis, at most 1."""
-        whole = sum(length // _CHUNK_TOKENS * _CHUNK_TOKENS for length in self.lengths)
+        chunk_tokens = self.runner.chunk_tokens
+        whole = sum(length // chunk_tokens * chunk_tokens for length in self.lengths)
         return min(1.0, self.stack.stored_bytes() / (whole * CPU_SHAPE.kv_bytes_per_token))

@@ -51,6 +51,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
                 "model": peer.hello.model_name,
                 "worker_id": peer.hello.worker_id,
                 "world_size": peer.hello.world_size,
+                "chunk_tokens": peer.registration.chunk_tokens,
                 "chunk_bytes": sum(g.form.chunk_bytes for g in peer.registration.groups),
                 "layout": peer.registration.groups[0].form.fingerprint.hex(),
                 "groups": [_group(group.form) for group in peer.registration.groups],

@@ -33,7 +33,7 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
             engine["model"],
             f"{engine['worker_id']} of {engine['world_size']}",
             engine["device"],
-            f"{engine['chunk_bytes'] / 2**20:.1f} MiB",
+            f"{engine['chunk_tokens']} tokens, {engine['chunk_bytes'] / 2**20:.1f} MiB",
             engine["layout"][:16],
             "ready" if engine["ready"] else "waits for its scheduler or other ranks",
         )

@@ -17,7 +17,6 @@ import numpy as np
 
 VOCABULARY = 4096
 _HIDDEN = 1024
-_HEADS = 8
 _HEAD_SIZE = 128
 _INTERMEDIATE = 2048
 _SPREAD = 0.08
@@ -26,16 +25,17 @@ _SEED = 20
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The number of layers, and the element type that vLLM computes in."""
+    """The number of layers and heads, and the element type that vLLM computes in."""
 
     layers: int
     dtype: str
     itemsize: int
+    heads: int = 8
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token, all layers."""
-        return self.layers * 2 * _HEADS * _HEAD_SIZE * self.itemsize
+        return self.layers * 2 * self.heads * _HEAD_SIZE * self.itemsize
 
 
 # 64 KiB of KV a token each, as a model of two billion parameters or more.
@@ -80,9 +80,9 @@ def _config(shape: ModelShape, max_tokens: int) -> dict[str, Any]:
         "hidden_size": _HIDDEN,
         "intermediate_size": _INTERMEDIATE,
         "max_position_embeddings": max(8192, max_tokens),
-        "num_attention_heads": _HEADS,
+        "num_attention_heads": shape.heads,
         "num_hidden_layers": shape.layers,
-        "num_key_value_heads": _HEADS,
+        "num_key_value_heads": shape.heads,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
@@ -99,7 +99,7 @@ def _weights(shape: ModelShape) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
         return weight
 
     ones = np.ones(_HIDDEN, dtype=np.float32)
-    width = _HEADS * _HEAD_SIZE
+    width = shape.heads * _HEAD_SIZE
     yield "model.embed_tokens.weight", random(VOCABULARY, _HIDDEN)
     for number in range(shape.layers):
         layer = f"model.layers.{number}"

@@ -158,9 +158,9 @@ def _answer_warm(
     agent: AgentServer,
     model_dir: Path,
 ) -> list[PromptResult]:
-    chunk_size_tokens = int(agent.status()["chunk_size_tokens"])
     results = []
     with _engine(console, "engine two", plan, agent, model_dir, "engine-warm.log") as engine:
+        chunk_tokens = int(agent.status()["engines"][0]["chunk_tokens"])
         for number, (prompt, (cold_s, expected)) in enumerate(
             zip(questions, cold, strict=True), start=1
         ):
@@ -171,11 +171,11 @@ def _answer_warm(
             result = PromptResult(
                 prompt_tokens=len(prompt),
                 # The last token of a prompt is always computed: its logits are the answer.
-                whole_chunk_tokens=(len(prompt) - 1) // chunk_size_tokens * chunk_size_tokens,
+                whole_chunk_tokens=(len(prompt) - 1) // chunk_tokens * chunk_tokens,
                 cold_s=cold_s,
                 warm_s=warm_s,
                 redis_bytes=grown["loaded_bytes"],
-                loaded_tokens=grown["retrieved_chunks"] * chunk_size_tokens,
+                loaded_tokens=grown["retrieved_chunks"] * chunk_tokens,
                 loaded_bytes=grown["retrieved_bytes"],
                 cold_output=tuple(expected),
                 warm_output=tuple(output),

@@ -259,6 +259,7 @@ def test_a_chunk_size_that_is_no_multiple_of_the_block_size_is_rounded_up(
         Engine(agent.endpoint) as engine,
     ):
         assert engine.scheduler.chunk_size_tokens() == 48
+        assert agent.status()["engines"][0]["chunk_tokens"] == 48
         engine.store("r1", HASHES[:6], range(6))
         assert engine.lookup("r2", HASHES) == 96  # of 128 tokens: two chunks
 

@@ -52,3 +52,11 @@ def test_words_that_mean_nothing_are_refused(
 ) -> None:
     assert main(["data-plane", *words]) == 2
     assert "Invalid value" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--sizes", "big"], ["--sizes", "0"], ["--token-kib", "3"]])
+def test_chunk_sizes_that_mean_nothing_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chunk-size", *words]) == 2
+    assert "Invalid value" in capsys.readouterr().err

@@ -106,7 +106,7 @@ def test_cpu_time_grows_with_work() -> None:
 @pytest.mark.servers
 @pytest.mark.parametrize("name", ["none", "small", "disk"])
 def test_what_a_case_starts(tmp_path: Path, name: str) -> None:
-    with running(CASES[name], SET_BYTES, tmp_path / "log") as stack:
+    with running(CASES[name], SET_BYTES, 256, tmp_path / "log") as stack:
         stack.wait_idle()
         assert stack.stored_bytes() == 0
         assert (stack.cache is None) == (name == "none")
@@ -118,7 +118,7 @@ def test_what_a_case_starts(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.servers
 def test_bytes_in_redis_are_counted(tmp_path: Path) -> None:
-    with running(CASES["none"], SET_BYTES, tmp_path / "log") as stack:
+    with running(CASES["none"], SET_BYTES, 256, tmp_path / "log") as stack:
         with redis.Redis(port=stack.server.port) as client:
             client.mset({f"key {number}": b"12345" for number in range(2000)})
         assert stack.stored_bytes() == 10_000
@@ -173,7 +173,7 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[FakeStack]]:
     made: dict[str, list[FakeStack]] = {}
 
     @contextlib.contextmanager
-    def started(case: Case, set_bytes: int, log: Path) -> Iterator[FakeStack]:
+    def started(case: Case, set_bytes: int, chunk_tokens: int, log: Path) -> Iterator[FakeStack]:
         if case.lmcache:
             raise ServerFailed("it is not there")
         made.setdefault(case.name, []).append(FakeStack(case))
@@ -195,7 +195,7 @@ def test_a_run(stacks: dict[str, list[FakeStack]], tmp_path: Path) -> None:
         rounds=2, documents=4, document_tokens=512, repeat=2, scenarios=(DOCUMENTS,)
     )
     rows = {row["case"]: row for row in run.run(tmp_path, options, said.append)}
-    assert [*rows] == ["none", "large", "small", "disk"]
+    assert [*rows] == ["none", "own", "large", "small", "disk"]
     assert [line for line in said if "left out" in line] == [
         f"{name}: left out: it is not there" for name in ("lmcache-large", "lmcache-small")
     ]
