@@ -7,6 +7,7 @@ table in the README are made from its fields.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import os
 import re
 import stat
@@ -216,6 +217,9 @@ class AgentConfig:
     )
     device: str = setting("memory that engines may register: auto, cpu or cuda", "auto")
     log_level: str = setting("level of the log: debug, info, warning or error", "info")
+    metrics: str | None = setting(
+        "ADDRESS:PORT where Prometheus finds /metrics, and probes /healthz", None
+    )
 
     def __post_init__(self) -> None:
         _check_endpoint(self.endpoint)
@@ -237,6 +241,8 @@ class AgentConfig:
             check_between(name, getattr(self, name), 1, 64)
         check_one_of("device", self.device, ("auto", "cpu", "cuda"))
         check_one_of("log_level", self.log_level, LOG_LEVELS)
+        if self.metrics is not None:
+            parse_address(self.metrics)
 
     @property
     def write_queue_limit_bytes(self) -> int:
@@ -325,6 +331,21 @@ def _check_endpoint(endpoint: str) -> None:
         raise ConfigError(
             f"--endpoint {endpoint}: an ipc:// endpoint is an absolute path of at most 100 bytes"
         )
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Address and port of ``--metrics``; port 0 means any free one. Raises ``ConfigError``."""
+    host, _, port = text.rpartition(":")
+    problem = f"--metrics is {text!r}: write ADDRESS:PORT, as 127.0.0.1:9464 or [::]:9464"
+    if not (port.isascii() and port.isdigit()) or int(port) > 65_535:
+        raise ConfigError(problem)
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        raise ConfigError(problem) from None
+    if (address.version == 6) != host.startswith("["):
+        raise ConfigError(problem)
+    return str(address), int(port)
 
 
 def check_between(name: str, value: Any, least: float, most: float) -> None:

@@ -140,11 +140,15 @@ class Handlers:
             metrics.count("hit_chunks_redis", from_redis)
             metrics.count("hit_chunks_disk", from_disk)
             metrics.count("hit_chunks_pool", found.bound - from_redis - from_disk)
+            took_s = time.monotonic() - now_s
+            metrics.observe("lookup_seconds", took_s)
+            if found.bound:
+                metrics.observe("hit_chunks", found.bound)
             tally.asked += len(hashes)
             tally.hit += found.bound
             tally.from_redis += from_redis
             tally.from_disk += from_disk
-            tally.lookup_ms += (time.monotonic() - now_s) * 1e3
+            tally.lookup_ms += took_s * 1e3
             tally.reasons |= found.reasons
             for (chunk, row), entry in found.take().items():
                 for worker_id, number in rows[row][1:]:

@@ -66,6 +66,7 @@ class CopyJob(ABC):
         self._reply = reply
         self._queue = agent.copies.gather
         self._pending: set[int] = set()  # chunks that have not ended
+        self._started_s = time.monotonic()
 
     # How a store and a retrieve differ. All but `_move` run on the loop thread.
 
@@ -270,6 +271,7 @@ class StoreJob(CopyJob):
         stored = self._stored + len(self._pending)
         dropped = len(self._hashes) - stored - self._already
         self._reply(m.StoreResult(0, stored, self._already, dropped))
+        self._metrics.observe("store_seconds", time.monotonic() - self._started_s)
 
     def _finish(self) -> None:
         tally = self._session.tally
@@ -295,7 +297,6 @@ class RetrieveJob(CopyJob):
         assert isinstance(self._question, m.Retrieve)
         layout = self._registration.device.layouts[self._question.group]
         self._skip_blocks = self._question.skip_first_n_tokens // layout.block_size_tokens
-        self._started_s = time.monotonic()
         self._failed: list[int] = []
         self._entries: dict[int, Entry] = {}  # pinned, until their copies take over the pins
         self._queue = self._copies.scatter
@@ -381,7 +382,9 @@ class RetrieveJob(CopyJob):
 
     def _finish(self) -> None:
         copied = len(self._hashes) - len(self._failed)
+        took_s = time.monotonic() - self._started_s
         self._metrics.count("retrieves")
+        self._metrics.observe("retrieve_seconds", took_s)
         self._metrics.count("retrieves_failed", bool(self._failed))
         self._metrics.count("retrieved_chunks", copied)
         self._metrics.count("retrieved_bytes", copied * self._form.chunk_bytes)
@@ -390,7 +393,7 @@ class RetrieveJob(CopyJob):
             self._question.request_id,
             copied,
             len(self._hashes),
-            (time.monotonic() - self._started_s) * 1e3,
+            took_s * 1e3,
         )
         if self._failed:
             self._session.tally.reasons.add(f"{len(self._failed)} chunks could not be copied")

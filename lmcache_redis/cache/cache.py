@@ -32,10 +32,11 @@ _PROBE_DEADLINE_S = 30.0
 class Load:
     """A chunk that is being read into an entry.
 
-    level: the number of the tier it is read from. outcome: of the last read that has ended.
+    level: the number of the tier it is read from. begun_s: when that read began
+    (`time.monotonic()`). outcome: of the last read that has ended.
     """
 
-    __slots__ = ("entry", "form", "is_stuck", "level", "outcome")
+    __slots__ = ("begun_s", "entry", "form", "is_stuck", "level", "outcome")
 
     def __init__(self, entry: Entry, form: ChunkForm, level: int) -> None:
         self.entry = entry
@@ -43,6 +44,7 @@ class Load:
         self.level = level
         self.outcome: ReadOutcome | None = None
         self.is_stuck = False
+        self.begun_s = 0.0
 
 
 class Cache:
@@ -184,6 +186,7 @@ class Cache:
             return
         level, now_s = load_of(jobs[0]).level, time.monotonic()
         for job in jobs:
+            load_of(job).begun_s = now_s
             self.rates[level].begun(job.frame.chunk_bytes, now_s)
         try:
             self.tiers[level].read_all(jobs, self._done, self._on_stuck)
@@ -251,8 +254,11 @@ class Cache:
         self.inflight.end(load.entry, filled)
 
     def _measure(self, job: ChunkIO, *, arrived: bool) -> None:
-        level = load_of(job).level
-        self.rates[level].ended(job.frame.chunk_bytes, time.monotonic(), arrived=arrived)
+        load, now_s = load_of(job), time.monotonic()
+        level = load.level
+        self.rates[level].ended(job.frame.chunk_bytes, now_s, arrived=arrived)
+        if arrived:
+            self.metrics.observe(self.counters[level].load_seconds, now_s - load.begun_s)
         if not self.rates[level].in_flight_bytes:
             self.queues[level].begin_ready()  # writes give way to loads
 

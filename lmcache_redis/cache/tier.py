@@ -129,7 +129,7 @@ class Tier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TierCounters:
-    """Names of counters.
+    """Names of counters, and of the histogram of a chunk's load.
 
     misses, drops: by the outcome of a read or write. queue_full: for a chunk that does not fit the
     write-behind queue. is_remote: chunks that the tier already had and cleared keys are counted
@@ -138,6 +138,7 @@ class TierCounters:
 
     loaded_chunks: str
     loaded_bytes: str
+    load_seconds: str
     stored_chunks: str
     stored_bytes: str
     misses: Mapping[ReadOutcome, str]
@@ -149,6 +150,7 @@ class TierCounters:
 REDIS_COUNTERS = TierCounters(
     loaded_chunks="loaded_chunks",
     loaded_bytes="loaded_bytes",
+    load_seconds="redis_load_seconds",
     stored_chunks="stored_chunks",
     stored_bytes="stored_bytes",
     misses={
@@ -175,6 +177,7 @@ REDIS_COUNTERS = TierCounters(
 DISK_COUNTERS = TierCounters(
     loaded_chunks="disk_loaded_chunks",
     loaded_bytes="disk_loaded_bytes",
+    load_seconds="disk_load_seconds",
     stored_chunks="disk_stored_chunks",
     stored_bytes="disk_stored_bytes",
     misses={each: "miss_disk" for each in ReadOutcome if each is not ReadOutcome.CANCELLED},

@@ -1,12 +1,15 @@
-"""The agent's counters: a closed set of names, each with a description.
+"""The agent's counters and histograms: closed sets of names, each with a description.
 
-A counter only grows, from the start of the process. The set and its order are fixed, so that a
-misspelled name raises. STATUS and the log lines report `Metrics.snapshot()`.
+A counter only grows, from the start of the process. The sets and their order are fixed, so that a
+misspelled name raises. STATUS and the log lines report `Metrics.snapshot()`; `/metrics` reports
+histograms too.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
@@ -83,14 +86,56 @@ COUNTERS: Final = MappingProxyType(
 )
 
 
-class Metrics:
-    """Counters of one process. Every method may be called from any thread."""
+_SECONDS: Final = tuple(n * 10.0**power for power in range(-4, 2) for n in (1, 2.5, 5))
+_CHUNKS: Final = tuple(float(1 << power) for power in range(13))
 
-    __slots__ = ("_lock", "_values")
+# The upper bounds of the buckets of each histogram; the last bucket has none.
+HISTOGRAMS: Final = MappingProxyType(
+    {
+        "lookup_seconds": _SECONDS,
+        "hit_chunks": _CHUNKS,
+        "redis_load_seconds": _SECONDS,
+        "disk_load_seconds": _SECONDS,
+        "store_seconds": _SECONDS,
+        "retrieve_seconds": _SECONDS,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """What a histogram has seen. counts: of each bucket alone, the one without a bound last."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+class Metrics:
+    """Counters and histograms of one process. Every method may be called from any thread."""
+
+    __slots__ = ("_buckets", "_lock", "_totals", "_values")
 
     def __init__(self) -> None:
         self._values = dict.fromkeys(COUNTERS, 0)
+        self._buckets = {name: [0] * (len(each) + 1) for name, each in HISTOGRAMS.items()}
+        self._totals = dict.fromkeys(HISTOGRAMS, 0.0)
         self._lock = threading.Lock()
+
+    def observe(self, name: str, value: float) -> None:
+        """Adds a value to the histogram `name`, which must be one of HISTOGRAMS."""
+        bucket = bisect_left(HISTOGRAMS[name], value)
+        with self._lock:
+            self._buckets[name][bucket] += 1
+            self._totals[name] += value
+
+    def distributions(self) -> dict[str, Distribution]:
+        """Every histogram at one moment, in the order of HISTOGRAMS."""
+        with self._lock:
+            return {
+                name: Distribution(bounds, tuple(self._buckets[name]), self._totals[name])
+                for name, bounds in HISTOGRAMS.items()
+            }
 
     def count(self, name: str, n: int = 1) -> None:
         """Adds `n` (zero or more) to the counter `name`, which must be one of COUNTERS."""

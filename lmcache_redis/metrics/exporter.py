@@ -1,0 +1,172 @@
+"""`/metrics` for Prometheus and `/healthz` for probes: a small HTTP server on threads of its own.
+
+It knows families (`Family`) and where their values come from (`Source`), not what they mean:
+`agent.exported` has the agent's. A page in the docs is made from the same families.
+
+/healthz answers 200 while the source answers, and 503 with the reason when it does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import make_wsgi_app
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.metrics import Distribution
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "lmcache_redis_"
+_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric. name: without `PREFIX` and, of counters, without ``_total``.
+
+    kind: counter, gauge or histogram. high: what to do when it is high; empty if nothing is.
+    """
+
+    name: str
+    kind: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+    high: str = ""
+
+    @property
+    def exposed_name(self) -> str:
+        """As Prometheus sees it."""
+        return f"{PREFIX}{self.name}" + ("_total" if self.kind == "counter" else "")
+
+
+class NoReading(Exception):
+    """Why there are no values now."""
+
+
+# Of each family, by the values of its labels.
+Values: TypeAlias = Mapping[str, Mapping[tuple[str, ...], float | Distribution]]
+# Called on any thread. Raises NoReading.
+Source: TypeAlias = Callable[[], Values]
+
+
+@dataclass(frozen=True)
+class _Readings(Collector):
+    families: Sequence[Family]
+    source: Source
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        values = self.source()
+        for family in self.families:
+            yield _metric(family, values.get(family.name, {}))
+
+
+def _metric(family: Family, values: Mapping[tuple[str, ...], float | Distribution]) -> Metric:
+    name, labels = PREFIX + family.name, family.labels
+    if family.kind == "histogram":
+        histogram = HistogramMetricFamily(name, family.meaning, labels=labels)
+        for each, value in values.items():
+            assert isinstance(value, Distribution)
+            buckets, seen = [], 0
+            for bound, count in zip((*value.bounds, float("inf")), value.counts, strict=True):
+                seen += count
+                buckets.append((f"{bound:g}" if bound != float("inf") else "+Inf", seen))
+            histogram.add_metric(each, buckets, value.total)
+        return histogram
+    kind: Any = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric: Metric = kind(name, family.meaning, labels=labels)
+    for each, value in values.items():
+        metric.add_metric(each, value)  # type: ignore[attr-defined]
+    return metric
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)
+
+
+@dataclass
+class Exporter:
+    """Serves from entry to exit. Raises ConfigError on entry if the address cannot be used."""
+
+    address: tuple[str, int]
+    families: Sequence[Family]
+    source: Source
+    _server: _Server = field(init=False, repr=False)
+
+    @property
+    def port(self) -> int:
+        """Where it listens; for port 0, the port that was chosen."""
+        return int(self._server.server_address[1])
+
+    def __enter__(self) -> Exporter:
+        registry = CollectorRegistry()
+        registry.register(_Readings(self.families, self.source))
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
+        GCCollector(registry=registry)
+        metrics = make_wsgi_app(registry)
+
+        def app(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+            path = environ["PATH_INFO"]
+            try:
+                if path == "/metrics":
+                    answer: Iterable[bytes] = metrics(environ, start)
+                    return answer
+                if path == "/healthz":
+                    self.source()
+                    return _answer(start, "200 OK", "ok")
+            except NoReading as reason:
+                return _answer(start, "503 Service Unavailable", str(reason))
+            return _answer(start, "404 Not Found", "there are /metrics and /healthz")
+
+        host, _ = self.address
+        server: type[_Server] = _Server
+        if ":" in host:
+            server = type("_Server6", (_Server,), {"address_family": socket.AF_INET6})
+        try:
+            self._server = server(self.address, _Handler)
+        except OSError as error:
+            raise ConfigError(f"--metrics: {host} port {self.address[1]}: {error}") from error
+        self._server.set_app(app)
+        thread = threading.Thread(
+            target=self._server.serve_forever, name="lmcache-redis-metrics", daemon=True
+        )
+        thread.start()
+        logger.info(
+            "metrics at http://%s:%d/metrics", f"[{host}]" if ":" in host else host, self.port
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _answer(start: Any, status: str, text: str) -> list[bytes]:
+    start(status, [("Content-Type", "text/plain; charset=utf-8")])
+    return [f"{text}\n".encode()]

@@ -1,0 +1,170 @@
+"""What Prometheus and a probe get from a real agent."""
+
+from __future__ import annotations
+
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from lmcache_redis.agent.exported import FAMILIES, metrics_table
+from lmcache_redis.config import AgentConfig, parse_address
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.metrics import COUNTERS
+from lmcache_redis.metrics.exporter import Exporter, Family, NoReading, Values
+from tests.harness import AgentServer, Engine, wait_until
+from tests.servers import RedisServer
+
+ROOT = Path(__file__).parent.parent.parent
+HASHES = [bytes([n]) * 32 for n in range(8)]
+Samples = dict[tuple[str, tuple[str, ...]], float]
+
+
+def get(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def samples_in(text: str) -> Samples:
+    """Values by name and labels' values in the order of their names; without buckets."""
+    return {
+        (sample.name, tuple(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith("_bucket")
+    }
+
+
+def port_of(agent: AgentServer) -> int:
+    found = re.search(r"metrics at http://127\.0\.0\.1:(\d+)/metrics", agent.log)
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.servers
+def test_a_scrape_says_what_status_says(tmp_path: Path, redis_server: RedisServer) -> None:
+    with (
+        AgentServer(tmp_path / "agent", redis_server.unix_url, metrics="127.0.0.1:0") as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        port = port_of(agent)
+        assert get(port, "/healthz") == (200, "ok\n")
+        assert get(port, "/")[0] == 404
+        engine.store("r1", HASHES, range(8))
+        assert engine.lookup("r2", HASHES) == 128
+        engine.retrieve("r2", HASHES, range(8))
+        wait_until(lambda: agent.counter("stored_chunks") == 2, what="the chunks in Redis")
+        status, (code, text) = agent.status(), get(port, "/metrics")
+        assert code == 200
+        found = samples_in(text)
+        counters, pool = status["counters"], status["pool"]
+        layout = status["engines"][0]["layout"]
+        model = status["engines"][0]["model"]
+        assert status["engines"][0]["ready"]
+        expected = {
+            ("lmcache_redis_hit_chunks_total", ("host",)): 2,
+            ("lmcache_redis_stored_bytes_total", ("redis",)): counters["stored_bytes"],
+            ("lmcache_redis_lookups_total", ()): 1,
+            ("lmcache_redis_lookup_seconds_count", ()): 1,
+            ("lmcache_redis_lookup_hit_chunks_sum", ()): 2,
+            ("lmcache_redis_store_seconds_count", ()): 1,
+            ("lmcache_redis_retrieve_seconds_count", ()): 1,
+            ("lmcache_redis_load_seconds_count", ("redis",)): 0,
+            ("lmcache_redis_redis_up", ()): 1,
+            ("lmcache_redis_pool_used_bytes", ()): pool["used_slots"] * pool["slot_bytes"],
+            ("lmcache_redis_engines", (layout, model, "yes")): 1,
+        }
+        assert {name: found[name] for name in expected} == expected
+        # Every counter, once.
+        exposed = sum(
+            value
+            for (name, _), value in found.items()
+            if name.startswith("lmcache_redis_") and name.endswith("_total")
+        )
+        assert exposed == sum(counters.values())
+        assert 0 < found["lmcache_redis_lookup_seconds_sum", ()] < 60
+        names = {family.name for family in text_string_to_metric_families(text)}
+        assert {family.exposed_name.removesuffix("_total") for family in FAMILIES} <= names
+
+
+@pytest.mark.servers
+def test_loads_from_redis_are_measured(tmp_path: Path, redis_server: RedisServer) -> None:
+    with AgentServer(tmp_path / "agent", redis_server.unix_url, metrics="127.0.0.1:0") as agent:
+        with Engine(agent.endpoint) as engine:
+            engine.store("r1", HASHES, range(8))
+            wait_until(lambda: agent.counter("stored_chunks") == 2, what="the chunks in Redis")
+        agent.log_path.write_text("")
+        agent.restart()
+        with Engine(agent.endpoint) as engine:
+            assert engine.lookup("r2", HASHES) == 128
+            found = samples_in(get(port_of(agent), "/metrics")[1])
+            assert found["lmcache_redis_load_seconds_count", ("redis",)] == 2
+            assert found["lmcache_redis_hit_chunks_total", ("redis",)] == 2
+            assert found["lmcache_redis_load_bytes_per_second", ("redis",)] > 0
+        # A Redis that is down is no reason to restart the agent.
+        redis_server.kill()
+        wait_until(lambda: not agent.status()["redis"]["up"], what="Redis down")
+        assert get(port_of(agent), "/healthz") == (200, "ok\n")
+        assert samples_in(get(port_of(agent), "/metrics")[1])["lmcache_redis_redis_up", ()] == 0
+
+
+def test_an_agent_whose_loop_does_not_turn_is_not_healthy() -> None:
+    def source() -> Values:
+        raise NoReading("the agent's loop has not turned for 2 s")
+
+    with Exporter(("127.0.0.1", 0), FAMILIES, source) as exporter:
+        for path in ("/healthz", "/metrics"):
+            code, text = get(exporter.port, path)
+            assert (code, text) == (503, "the agent's loop has not turned for 2 s\n")
+
+
+def test_ipv6_and_an_address_in_use() -> None:
+    def source() -> Values:
+        return {"a": {(): 1.0}}
+
+    with Exporter(("::1", 0), (Family("a", "gauge", "A."),), source) as exporter:
+        assert "lmcache_redis_a 1.0" in get(exporter.port, "/metrics", "[::1]")[1]
+        with (
+            pytest.raises(ConfigError, match=f"--metrics: ::1 port {exporter.port}: .*in use"),
+            Exporter(("::1", exporter.port), (), source),
+        ):
+            pass
+
+
+def test_every_counter_is_in_one_family() -> None:
+    names = [family.name for family in FAMILIES]
+    assert len(set(names)) == len(names)
+    page = metrics_table()
+    assert all(family.exposed_name in page for family in FAMILIES)
+    assert len(COUNTERS) > 0
+
+
+def test_the_page_has_the_table() -> None:
+    assert metrics_table() in (ROOT / "docs" / "metrics.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("127.0.0.1:9464", ("127.0.0.1", 9464)),
+        ("0.0.0.0:0", ("0.0.0.0", 0)),
+        ("[::1]:80", ("::1", 80)),
+    ],
+)
+def test_addresses(text: str, expected: tuple[str, int]) -> None:
+    assert parse_address(text) == expected
+    assert AgentConfig(metrics=text).metrics == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "9464", ":9464", "localhost:9464", "127.0.0.1", "::1:80", "127.0.0.1:65536", "a:b"]
+)
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--metrics is '.*': write ADDRESS:PORT"):
+        AgentConfig(metrics=text)
