@@ -101,6 +101,17 @@ def _metric(family: Family, values: Mapping[tuple[str, ...], float | Distributio
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
+    def server_bind(self) -> None:
+        # That of HTTPServer asks DNS for the name of the address, which may take seconds.
+        socketserver.TCPServer.server_bind(self)
+        host, port = self.server_address[:2]
+        self.server_name, self.server_port = str(host), int(port)
+        self.setup_environ()
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
 
 class _Handler(WSGIRequestHandler):
     timeout = _TIMEOUT_S
@@ -145,11 +156,9 @@ class Exporter:
             return _answer(start, "404 Not Found", "there are /metrics and /healthz")
 
         host, _ = self.address
-        server: type[_Server] = _Server
-        if ":" in host:
-            server = type("_Server6", (_Server,), {"address_family": socket.AF_INET6})
+        is_ipv6 = ":" in host
         try:
-            self._server = server(self.address, _Handler)
+            self._server = (_Server6 if is_ipv6 else _Server)(self.address, _Handler)
         except OSError as error:
             raise ConfigError(f"--metrics: {host} port {self.address[1]}: {error}") from error
         self._server.set_app(app)
@@ -157,9 +166,7 @@ class Exporter:
             target=self._server.serve_forever, name="lmcache-redis-metrics", daemon=True
         )
         thread.start()
-        logger.info(
-            "metrics at http://%s:%d/metrics", f"[{host}]" if ":" in host else host, self.port
-        )
+        logger.info("metrics at http://%s:%d/metrics", f"[{host}]" if is_ipv6 else host, self.port)
         return self
 
     def __exit__(self, *_: object) -> None:
