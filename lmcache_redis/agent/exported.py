@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,9 +10,8 @@ from typing import Any, Final
 from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.status import status_report
 from lmcache_redis.metrics import COUNTERS, Distribution
-from lmcache_redis.metrics.exporter import Family, NoReading, Values
-
-_ANSWER_S = 2.0
+from lmcache_redis.metrics.exporter import Family, OwnerSource, Source, Values
+from lmcache_redis.metrics.families import TIER_FAMILIES, labelled
 
 _MISSES = {
     "absent": "miss_absent",
@@ -65,22 +63,7 @@ _BY_LABEL: Final = MappingProxyType(
             "give it an eviction policy. `pool_full`: a larger `--pool-bytes`. `lease`, "
             "`device_error`: see the agent's log.",
         ): _DROPS,
-        Family("loaded_chunks", "counter", "chunks read into the host pool", ("tier",)): {
-            "disk": "disk_loaded_chunks",
-            "redis": "loaded_chunks",
-        },
-        Family("loaded_bytes", "counter", "payload bytes read into the host pool", ("tier",)): {
-            "disk": "disk_loaded_bytes",
-            "redis": "loaded_bytes",
-        },
-        Family("stored_chunks", "counter", "chunks written completely", ("tier",)): {
-            "disk": "disk_stored_chunks",
-            "redis": "stored_chunks",
-        },
-        Family("stored_bytes", "counter", "payload bytes of chunks written", ("tier",)): {
-            "disk": "disk_stored_bytes",
-            "redis": "stored_bytes",
-        },
+        **TIER_FAMILIES,
         Family(
             "cut_lookups",
             "counter",
@@ -179,39 +162,19 @@ _GAUGES: Final = (
 FAMILIES: Final = (*_BY_LABEL, *_ALONE.values(), *_HISTOGRAMS, *_GAUGES)
 
 
-class AgentSource:
-    """The agent's values, read on its loop. From any thread."""
+def source_of(agent: Agent) -> Source:
+    """The agent's values, read on its loop."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def read() -> Values:
+        return values_of(status_report(agent), agent.cache.metrics.distributions())
 
-    def __call__(self) -> Values:
-        """Raises NoReading if the loop does not turn."""
-        found: list[Values] = []
-        turned = threading.Event()
-
-        def read() -> None:
-            try:
-                agent = self._agent
-                found.append(values_of(status_report(agent), agent.cache.metrics.distributions()))
-            finally:
-                turned.set()
-
-        self._agent.loop.post(read)
-        if not turned.wait(_ANSWER_S):
-            raise NoReading(f"the agent's loop has not turned for {_ANSWER_S:g} s")
-        if not found:
-            raise NoReading("the agent failed to report; see its log")
-        return found[0]
+    return OwnerSource(agent.loop.post, read)
 
 
 def values_of(status: Mapping[str, Any], distributions: Mapping[str, Distribution]) -> Values:
     """The values of FAMILIES from a STATUS document and histograms."""
     counters: Mapping[str, int] = status["counters"]
-    values: dict[str, Mapping[tuple[str, ...], float | Distribution]] = {
-        family.name: {(label,): counters[name] for label, name in labels.items()}
-        for family, labels in _BY_LABEL.items()
-    }
+    values = labelled(_BY_LABEL, counters)
     values |= {name: {(): counters[name]} for name in _ALONE}
     values |= {
         family.name: {label: distributions[name] for label, name in labels.items()}
@@ -243,17 +206,3 @@ def _gauges(status: Mapping[str, Any]) -> Values:
         "tier_slow": {(name,): tier["is_slow"] for name, tier in tiers.items()},
         "engines": {labels: float(count) for labels, count in engines.items()},
     }
-
-
-def metrics_table() -> str:
-    """FAMILIES as a Markdown table. A test compares the docs' copy with it."""
-    rows = [
-        "| metric | type | labels | meaning | when it is high |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    rows += [
-        f"| `{family.exposed_name}` | {family.kind} | {', '.join(family.labels)} | "
-        f"{family.meaning} | {family.high} |"
-        for family in FAMILIES
-    ]
-    return "\n".join(rows)

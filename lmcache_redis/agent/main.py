@@ -65,10 +65,10 @@ def run_agent(config: AgentConfig) -> int:
 
 def _exporter(address: str, agent: Agent) -> contextlib.AbstractContextManager[object]:
     # Costs a tenth of a second of the start.
-    from lmcache_redis.agent.exported import FAMILIES, AgentSource
+    from lmcache_redis.agent.exported import FAMILIES, source_of
     from lmcache_redis.metrics.exporter import Exporter
 
-    return Exporter(parse_address(address), FAMILIES, AgentSource(agent))
+    return Exporter(parse_address(address), FAMILIES, source_of(agent))
 
 
 def _redis_options(config: AgentConfig, url: str) -> RedisOptions:

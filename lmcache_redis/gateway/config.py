@@ -16,6 +16,7 @@ from lmcache_redis.config import (
     check_between,
     check_one_of,
     machine_share,
+    parse_address,
     setting,
 )
 from lmcache_redis.errors import ConfigError
@@ -109,6 +110,9 @@ class GatewayConfig:
         "listen beyond loopback although any client can read and replace chunks", False
     )
     log_level: str = setting("level of the log: debug, info, warning or error", "info")
+    metrics: str | None = setting(
+        "ADDRESS:PORT where Prometheus finds /metrics, and probes /healthz", None
+    )
 
     def __post_init__(self) -> None:
         check_between("buffer_bytes", self.buffer_bytes, MIN_SLOT_BYTES, 1 << 50)
@@ -143,6 +147,8 @@ class GatewayConfig:
                 "intended"
             )
         check_one_of("log_level", self.log_level, LOG_LEVELS)
+        if self.metrics is not None:
+            parse_address(self.metrics)
 
     @property
     def usable_buffer_bytes(self) -> int:

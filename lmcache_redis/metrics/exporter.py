@@ -66,6 +66,33 @@ Source: TypeAlias = Callable[[], Values]
 
 
 @dataclass(frozen=True)
+class OwnerSource:
+    """A `Source` that reads on a loop. post: runs an action there soon, from any thread."""
+
+    post: Callable[[Callable[[], None]], None]
+    read: Callable[[], Values]
+    answer_s: float = 2.0
+
+    def __call__(self) -> Values:
+        """Raises NoReading if the loop does not turn."""
+        found: list[Values] = []
+        turned = threading.Event()
+
+        def read() -> None:
+            try:
+                found.append(self.read())
+            finally:
+                turned.set()
+
+        self.post(read)
+        if not turned.wait(self.answer_s):
+            raise NoReading(f"the loop has not turned for {self.answer_s:g} s")
+        if not found:
+            raise NoReading("the values could not be read; see the log")
+        return found[0]
+
+
+@dataclass(frozen=True)
 class _Readings(Collector):
     families: Sequence[Family]
     source: Source

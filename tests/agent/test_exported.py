@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-import re
-import urllib.error
-import urllib.request
+import contextlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache_redis.agent.exported import FAMILIES, metrics_table
+from lmcache_redis.agent.exported import FAMILIES
 from lmcache_redis.config import AgentConfig, parse_address
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.metrics import COUNTERS
-from lmcache_redis.metrics.exporter import Exporter, Family, NoReading, Values
+from lmcache_redis.gateway import exported
+from lmcache_redis.metrics.exporter import Exporter, Family, NoReading, OwnerSource, Values
+from lmcache_redis.metrics.families import metrics_table
 from tests.harness import AgentServer, Engine, wait_until
+from tests.scraping import get, port_in, samples_in
 from tests.servers import RedisServer
 
 ROOT = Path(__file__).parent.parent.parent
 HASHES = [bytes([n]) * 32 for n in range(8)]
-Samples = dict[tuple[str, tuple[str, ...]], float]
-
-
-def get(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=30) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-def samples_in(text: str) -> Samples:
-    """Values by name and labels' values in the order of their names; without buckets."""
-    return {
-        (sample.name, tuple(value for _, value in sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if not sample.name.endswith("_bucket")
-    }
-
-
-def port_of(agent: AgentServer) -> int:
-    found = re.search(r"metrics at http://127\.0\.0\.1:(\d+)/metrics", agent.log)
-    assert found is not None
-    return int(found[1])
 
 
 @pytest.mark.servers
@@ -53,7 +29,7 @@ def test_a_scrape_says_what_status_says(tmp_path: Path, redis_server: RedisServe
         AgentServer(tmp_path / "agent", redis_server.unix_url, metrics="127.0.0.1:0") as agent,
         Engine(agent.endpoint) as engine,
     ):
-        port = port_of(agent)
+        port = port_in(agent.log)
         assert get(port, "/healthz") == (200, "ok\n")
         assert get(port, "/")[0] == 404
         engine.store("r1", HASHES, range(8))
@@ -103,15 +79,15 @@ def test_loads_from_redis_are_measured(tmp_path: Path, redis_server: RedisServer
         agent.restart()
         with Engine(agent.endpoint) as engine:
             assert engine.lookup("r2", HASHES) == 128
-            found = samples_in(get(port_of(agent), "/metrics")[1])
+            found = samples_in(get(port_in(agent.log), "/metrics")[1])
             assert found["lmcache_redis_load_seconds_count", ("redis",)] == 2
             assert found["lmcache_redis_hit_chunks_total", ("redis",)] == 2
             assert found["lmcache_redis_load_bytes_per_second", ("redis",)] > 0
         # A Redis that is down is no reason to restart the agent.
         redis_server.kill()
         wait_until(lambda: not agent.status()["redis"]["up"], what="Redis down")
-        assert get(port_of(agent), "/healthz") == (200, "ok\n")
-        assert samples_in(get(port_of(agent), "/metrics")[1])["lmcache_redis_redis_up", ()] == 0
+        assert get(port_in(agent.log), "/healthz") == (200, "ok\n")
+        assert samples_in(get(port_in(agent.log), "/metrics")[1])["lmcache_redis_redis_up", ()] == 0
 
 
 def test_an_agent_whose_loop_does_not_turn_is_not_healthy() -> None:
@@ -137,16 +113,25 @@ def test_ipv6_and_an_address_in_use() -> None:
             pass
 
 
-def test_every_counter_is_in_one_family() -> None:
-    names = [family.name for family in FAMILIES]
+def test_a_loop_that_hangs_is_found() -> None:
+    with pytest.raises(NoReading, match=r"has not turned for 0\.01 s"):
+        OwnerSource(lambda action: None, dict, answer_s=0.01)()
+
+
+def test_a_reading_that_fails_is_told() -> None:
+    def post(action: Callable[[], None]) -> None:
+        with contextlib.suppress(ZeroDivisionError):
+            action()
+
+    with pytest.raises(NoReading, match="could not be read"):
+        OwnerSource(post, lambda: {"a": {(): 1 / 0}})()
+
+
+@pytest.mark.parametrize("families", [FAMILIES, exported.FAMILIES], ids=["agent", "gateway"])
+def test_the_page_has_every_family_once(families: Sequence[Family]) -> None:
+    names = [family.name for family in families]
     assert len(set(names)) == len(names)
-    page = metrics_table()
-    assert all(family.exposed_name in page for family in FAMILIES)
-    assert len(COUNTERS) > 0
-
-
-def test_the_page_has_the_table() -> None:
-    assert metrics_table() in (ROOT / "docs" / "metrics.md").read_text()
+    assert metrics_table(families) in (ROOT / "docs" / "metrics.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
         "copy_threads": "4",
         "device": "cpu",
         "log_level": "warning",
+        "metrics": "[::1]:9464",
     }
     words = [word for name, value in values.items() for word in (option_name(name), value)]
     assert run(*words, "--ttl-refresh") == 0
@@ -100,6 +101,7 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
             copy_threads=4,
             device="cpu",
             log_level="warning",
+            metrics="[::1]:9464",
         )
     ]
     fields = {field.name for field in dataclasses.fields(AgentConfig)}

@@ -122,7 +122,7 @@ def test_every_setting_has_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
         "max_connections": "7", "threads": "3", "payload_threads": "4", "stall_timeout_s": "2.5",
         "shutdown_deadline_s": "1", "tls_cert": "a.pem", "tls_key": "b.pem",
         "tls_client_ca": "c.pem", "allowed_peers": "10.0.0.0/8", "log_level": "warning",
-        "idle_timeout_s": "60", "allow_anyone": None,
+        "idle_timeout_s": "60", "allow_anyone": None, "metrics": "127.0.0.1:9464",
     }  # fmt: skip
     started: list[GatewayConfig] = []
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests.backends.redis_tiers import wait_until
 from tests.gateway.wire import GET, KEY, Client, header
+from tests.scraping import get, port_in, samples_in
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.servers
@@ -42,6 +43,11 @@ class Process:
                 self.port = int(found.group(1))
                 return
         raise AssertionError("".join(self._said))
+
+    @property
+    def said(self) -> str:
+        """All that it said until it served."""
+        return "".join(self._said)
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         self._process.send_signal(number)
@@ -77,6 +83,45 @@ def test_it_serves_until_it_is_told_to_end(number: int) -> None:
         assert status == 0
         assert "stopped: connections 1, puts 1, gets 1, lists 1, stored 1, hits 1" in said
         assert "Traceback" not in said
+
+
+def test_a_scrape_says_what_was_served(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as redis:
+        words = ("--redis-url", redis.url, "--memory-bytes", "16MiB", "--metrics", "127.0.0.1:0")
+        with gateway(*words) as process, Client(process.port) as client:
+            client.put(KEY, b"x" * 300_000)
+            assert client.get(KEY) == b"x" * 300_000
+            assert client.get("m@2@1@abd@half") is None
+            port = port_in(process.said)
+
+            def found() -> dict[str, float]:
+                samples = samples_in(get(port, "/metrics")[1])
+                prefix = "lmcache_redis_"
+                return {
+                    " ".join([name.removeprefix(prefix), *labels]): value
+                    for (name, labels), value in samples.items()
+                    if name.startswith(prefix)
+                }
+
+            wait_until(lambda: found()["stored_chunks_total redis"] == 1)
+            expected = {
+                "gateway_requests_total put": 1,
+                "gateway_requests_total get": 2,
+                "gateway_gets_total hit": 1,
+                "gateway_gets_total miss": 1,
+                "gateway_payload_bytes_total in": 300_000,
+                "gateway_payload_bytes_total out": 300_000,
+                "gateway_open_connections": 1,
+                "gateway_buffer_size_bytes": 8 << 20,
+                "gateway_up": 1,
+                "stored_bytes_total redis": 300_000,
+            }
+            assert {name: found()[name] for name in expected} == expected
+            assert get(port, "/healthz") == (200, "ok\n")
+            redis.kill()
+            wait_until(lambda: found()["gateway_up"] == 0)
+            status, said = process.end()
+            assert (status, "Traceback" in said) == (0, False)
 
 
 def test_chunks_outlive_the_process_in_redis_and_on_disk(tmp_path: Path) -> None:
