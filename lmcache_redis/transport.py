@@ -53,7 +53,8 @@ def connect_watched_dealer(
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """A DEALER that connects to ``endpoint`` as soon as an agent listens there, and its monitor.
 
-    The monitor has EVENT_CONNECTED and EVENT_DISCONNECTED.
+    The monitor has EVENT_HANDSHAKE_SUCCEEDED, from which on the DEALER sends, and
+    EVENT_DISCONNECTED.
     """
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
@@ -66,7 +67,7 @@ def connect_watched_dealer(
     # No messages are queued for an absent agent: they would be stale when it starts.
     dealer.setsockopt(zmq.IMMEDIATE, 1)
     # Before it connects, so that no event is missed.
-    monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+    monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
     try:
         dealer.connect(endpoint)
     except zmq.ZMQError as error:

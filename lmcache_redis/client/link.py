@@ -218,7 +218,7 @@ class AgentLink:
 
     def _connection_changed(self) -> None:
         event = recv_monitor_message(self._monitor)["event"]
-        if event == zmq.EVENT_CONNECTED:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._greet()
         elif event == zmq.EVENT_DISCONNECTED:
             self._go_offline("it closed the connection")
