@@ -6,24 +6,44 @@ of its own, with its own log, environment and signals.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 
 from lmcache_redis.cli import starting
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["lmcache_redis.cli.app", "lmcache_redis.agent.main"])
+_context = get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        "lmcache_redis.cli.app",
+        "lmcache_redis.agent.main",
+        "lmcache_redis.admin.doctor",
+        "lmcache_redis.admin.purge",
+        "lmcache_redis.admin.report",
+        "lmcache_redis.admin.warm",
+    ]
+)
 
 
 class Forked:
-    """What tests use of a ``subprocess.Popen`` whose output goes to ``log``."""
+    """What tests use of a ``subprocess.Popen`` whose output goes to ``log``.
 
-    def __init__(self, words: Sequence[str], log: Path) -> None:
-        environment = dict(os.environ)
+    errors: where standard error goes; to ``log`` as well where None. environment: that of this
+    process where None.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        log: Path,
+        errors: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        environment = dict(os.environ if environment is None else environment)
         if starting.applies():
             # Else the process would replace itself by one that imports everything again. glibc
             # reads it when the server of the forks starts.
@@ -32,7 +52,7 @@ class Forked:
         os.environ.update(environment)
         try:
             self._process = _context.Process(
-                target=_run, args=([*words], environment, log), daemon=True
+                target=_run, args=([*words], environment, log, errors or log), daemon=True
             )
             self._process.start()
         finally:
@@ -68,13 +88,32 @@ class Forked:
             self._process.kill()
 
 
-def _run(words: list[str], environment: Mapping[str, str], log: Path) -> None:
+def start_server() -> None:
+    """Starts what the first fork would start, and its two descriptors."""
+    forkserver.ensure_running()
+
+
+def run(
+    words: Sequence[str], environment: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself, and what it says."""
+    with tempfile.TemporaryDirectory() as directory:
+        said, errors = Path(directory, "said"), Path(directory, "errors")
+        process = Forked(words, said, errors, environment)
+        try:
+            status = process.wait(timeout_s)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess([*words], status, said.read_text(), errors.read_text())
+
+
+def _run(words: list[str], environment: Mapping[str, str], log: Path, errors: Path) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    target = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(target)
+    for number, path in ((1, log), (2, errors)):
+        target = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(target, number)
+        os.close(target)
     sys.orig_argv = [sys.executable, "-m", "lmcache_redis.cli", *words]
     sys.argv = ["lmcache-redis", *words]
     from lmcache_redis.cli import main

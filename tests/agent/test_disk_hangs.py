@@ -90,7 +90,10 @@ def test_what_comes_from_redis_goes_into_slots_of_its_own(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
     """The hung read may write to its slots at any time: they are not reused until it returns."""
-    with stored(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
+    with (
+        stored(tmp_path, redis_server, lookup_deadline_s=4) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
         hang = Hang(files(tmp_path / "disk"))
         assert engine.lookup("r3", HASHES) == TOKENS
         pinned = agent.status()["pool"]["pinned_slots"]
@@ -105,7 +108,10 @@ def test_what_comes_from_redis_goes_into_slots_of_its_own(
 def test_bytes_after_a_hang_are_those_that_were_stored(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
-    with agent_with_disk(tmp_path, redis_server) as agent, Engine(agent.endpoint) as engine:
+    with (
+        agent_with_disk(tmp_path, redis_server, lookup_deadline_s=4) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
         engine.randomize(range(32))
         engine.store("r1", HASHES, range(32))
         agent.wait_idle()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis.admin.names import show_key
+from tests import forks
 from tests.admin.cache import Cached, age, everything
 from tests.harness import wait_until
 from tests.servers import RedisServer
@@ -31,14 +32,7 @@ def environment(**changed: str) -> dict[str, str]:
 
 
 def run(*words: str, **changed: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *words],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=TIMEOUT_S,
-        env=environment(**changed),
-    )
+    return forks.run(words, environment(**changed), TIMEOUT_S)
 
 
 def one_sentence(done: subprocess.CompletedProcess[str], status: int) -> str:

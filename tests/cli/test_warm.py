@@ -278,7 +278,7 @@ def test_a_terminal_shows_how_far_it_is(agent: AgentServer, redis_server: RedisS
 def started(agent: AgentServer, server: RedisServer) -> subprocess.Popen[str]:
     """A warming that takes seconds, after its first chunk."""
     process = subprocess.Popen(
-        [*COMMAND, *words(agent, server, "--bytes-per-second", "50KiB")],
+        [*COMMAND, *words(agent, server, "--bytes-per-second", "100KiB")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

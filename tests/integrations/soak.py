@@ -215,6 +215,7 @@ class Faults:
         """One fault, and for how many seconds it lasts until it is to be mended.
 
         Every kind has its turn before one comes again. One in each turn outlasts every lease.
+        What lasts no longer than its stroke has nothing to be mended.
         """
         if not self._next:
             self._next = self._rng.sample(FAULTS, len(FAULTS))
@@ -222,6 +223,8 @@ class Faults:
         name = self._next.pop()
         strike, self._mend = self._kinds[name]
         strike()
+        if name not in _LASTING:
+            return name, 0.0
         return name, 7.0 if name == self._long else self._rng.random() * 2.5
 
     def mend(self) -> None:

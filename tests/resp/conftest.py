@@ -9,6 +9,7 @@ import pytest
 
 from lmcache_redis import native
 from lmcache_redis.resp import RedisPlane
+from tests import forks
 from tests.resp.helpers import our_connections, plane_threads, running, wait_until
 from tests.resp.proxy import Proxy
 from tests.servers import RedisServer
@@ -42,6 +43,7 @@ def _nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     shared_server: RedisServer = request.getfixturevalue("shared_server")
+    forks.start_server()
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert plane_threads() == []

@@ -16,6 +16,7 @@ from tests.resp.helpers import (
     Chunk,
     chunk_key,
     first_key,
+    our_connections,
     read,
     running,
     scan,
@@ -44,6 +45,10 @@ def check_works(plane: RedisPlane, number: int = 99) -> None:
     assert loaded.content == chunk.content
 
 
+def connections_of(server: RedisServer, role: str) -> int:
+    return sum(name.startswith(f"lmcache-redis:{role}") for name in our_connections(server))
+
+
 # -------------------------------------------------------------------- killed
 
 
@@ -69,6 +74,9 @@ def test_killed_in_the_middle_of_loads(own_server: RedisServer) -> None:
     with Proxy(own_server.port) as proxy, running(proxy.url, get_connections=2) as plane:
         chunks = [Chunk(n, SIZE, SLOT, seed=n) for n in range(20)]
         assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        # Both are open: none is opened after a stall, which lasts until the kill.
+        wait_until(lambda: read(plane, *chunks) and connections_of(own_server, "get") == 2)
+        proxy.gets = 0
         proxy.for_gets.extend([None] * 13 + [Stall(1000)] * 2)
         answers = Answers()
         for chunk in chunks:
@@ -86,13 +94,16 @@ def test_killed_in_the_middle_of_loads(own_server: RedisServer) -> None:
 
 
 def test_killed_in_the_middle_of_stores(own_server: RedisServer) -> None:
-    with Proxy(own_server.port) as proxy, running(proxy.url) as plane:
-        check_works(plane)
+    chunks = [Chunk(number, SIZE, SLOT, seed=number) for number in range(10)]
+    with Proxy(own_server.port) as proxy, running(proxy.url, set_connections=3) as plane:
+        # All are open: the proxy holds the answers to a greeting back as well.
+        wait_until(lambda: write(plane, *chunks) and connections_of(own_server, "set") == 3)
+        own_server.command("FLUSHALL")
         proxy.acknowledge.clear()
         proxy.stripes_set.clear()
         answers = Answers()
-        for number in range(10):
-            plane.write(Chunk(number, SIZE, SLOT, seed=number).io(), answers)
+        for chunk in chunks:
+            plane.write(chunk.io(), answers)
         wait_until(lambda: len(proxy.stripes_set) >= 3)
         own_server.kill()
         proxy.acknowledge.set()
@@ -421,7 +432,7 @@ def test_removal_of_remains_spares_other_chunks(plane: RedisPlane, server: Redis
 
 def test_what_is_stored_again_after_an_outage_stays(own_server: RedisServer) -> None:
     """Stripes of a store that failed wait in the queue; they must not cost the next one."""
-    with running(own_server.url) as plane:
+    with running(own_server.url, probe_interval_s=0.01) as plane:
         for round_ in range(5):
             chunk = Chunk(round_, 200 * SLOT, SLOT, seed=round_)
             answers = Answers()

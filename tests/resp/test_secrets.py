@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.harness import AgentServer
 from tests.servers import RedisServer
 
@@ -59,8 +60,7 @@ def shown(agent: AgentServer) -> str:
     """All that an agent tells: its log, its status in every form, its processes."""
     told = [agent.log, json.dumps(agent.status())]
     for words in (["status"], ["status", "--json"]):
-        words = [sys.executable, "-m", "lmcache_redis.cli", *words, "--endpoint", agent.endpoint]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        done = forks.run([*words, "--endpoint", agent.endpoint], os.environ, 60.0)
         told += [done.stdout, done.stderr]
     for process in [str(agent.pid), *children(agent.pid)]:
         told.append(Path(f"/proc/{process}/cmdline").read_bytes().decode())
