@@ -12,6 +12,7 @@ process.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import subprocess
@@ -65,6 +66,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("unit" if SERVERS.isdisjoint(fixtures) else "servers")
     # They take the longest, so in parallel runs they start first.
     items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is no garbage: collections, of which tests ask many, pass over it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

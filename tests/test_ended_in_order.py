@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis import processes
+
 pytestmark = pytest.mark.servers
 
 # A child that ends at once and leaves an orphan behind, as an engine's root process may.
 SCRIPT = """
 import subprocess, sys, time
+from lmcache_redis import processes
 from lmcache_redis.processes import ended_in_order
 
+processes._GRACE_S = 0.2
 with ended_in_order():
     ended = subprocess.run(
         ["sh", "-c", "sleep 300 >/dev/null & echo $!"], stdout=subprocess.PIPE, text=True
@@ -61,12 +65,11 @@ def test_a_signal_ends_the_block_and_all_that_began_in_it(number: int, status: i
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_processes_that_were_there_before_stay() -> None:
-    from lmcache_redis.processes import ended_in_order
-
+def test_processes_that_were_there_before_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_GRACE_S", 0.2)
     before = subprocess.Popen(["sleep", "300"])
     try:
-        with ended_in_order():
+        with processes.ended_in_order():
             inside = subprocess.Popen(["sleep", "300"])
         assert not Path(f"/proc/{inside.pid}").exists()
         assert inside.wait(10) is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmcache_redis.client.control import AgentUnreachable, ControlClient
-from lmcache_redis.config import option_name
+from lmcache_redis.config import endpoint_path, option_name
 from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.processes import end_process
 
@@ -121,6 +121,9 @@ class AgentServer:
             time.sleep(_POLL_S)
 
     def _answers(self) -> bool:
+        # A client that finds nobody there waits before it connects again.
+        if not endpoint_path(self.endpoint).exists():
+            return False
         try:
             ControlClient(self.endpoint, timeout_s=0.5).ping()
         except AgentUnreachable:

@@ -119,13 +119,14 @@ def test_what_a_slow_link_cannot_store_is_the_end_of_prompts(
         Engine(agent.endpoint) as engine,
     ):
         prompts = [block_hashes(f"prompt {n}", 40) for n in range(3)]
-        link.limit(2)
+        link.limit(4)
         for number, hashes in enumerate(prompts):
             assert engine.lookup(f"r{number}", hashes) == 0
             engine.store(f"r{number}", hashes, range(40))
             if number == 0:
                 agent.wait_idle()  # the agent knows the rate of its writes now
         agent.wait_idle()
+        assert agent.counter("drop_queue_full") > 0
         link.limit(None)
         agent.restart()
         engine.wait_ready()

@@ -257,13 +257,17 @@ def test_quiet_where_nothing_comes(lanes: Lanes) -> None:
 
 
 @pytest.mark.parametrize("end", ["late", "lost"])
-def test_a_reply_that_stops_after_every_byte(mover: Mover, end: str) -> None:
-    """The next call goes on at that byte; or the connection is lost."""
+def test_a_reply_that_stops_anywhere(mover: Mover, end: str) -> None:
+    """The next call goes on at that byte; or the connection is lost.
+
+    After every byte around the borders of length, header, payload and end, and some between.
+    """
     frame = frame_of(256, 1)
     payload = payload_of(0, 256)
     reply = reply_with(value_of(0, payload, frame))
-    first = len(b"$768\r\n") + HEADER_BYTES
-    cuts = [*range(8), *range(8, first, 61), *range(first - 1, len(reply))]
+    first, last = len(b"$768\r\n") + HEADER_BYTES, len(reply) - 2
+    cuts = [*range(8), *range(8, first, 61), *range(first - 2, first + 3)]
+    cuts += [*range(first + 3, last - 2, 11), *range(last - 2, len(reply))]
     for cut in cuts:
         slot = bytearray(256)
         task = to_load(0, slot, frame)

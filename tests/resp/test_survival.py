@@ -167,7 +167,7 @@ def test_full_speed_again_after_its_return(
     record_property: Callable[[str, object], None],
 ) -> None:
     """Every connection is back, one of each, and as fast as before. The bounds find hangs."""
-    chunks = [Chunk(n, 16 << 20, (1 << 20) - 4096, seed=n) for n in range(2)]
+    chunks = [Chunk(n, 4 << 20, (256 << 10) - 4096, seed=n) for n in range(2)]
     wanted = [chunk.content for chunk in chunks]
 
     def move(plane: RedisPlane) -> float:
@@ -178,7 +178,7 @@ def test_full_speed_again_after_its_return(
         return time.monotonic() - started
 
     # A machine that is busy may be slow; a fault is noticed by other means than the time-out.
-    patient = {"op_timeout_s": PATIENCE_S, "connect_timeout_s": PATIENCE_S}
+    patient = {"op_timeout_s": PATIENCE_S, "connect_timeout_s": PATIENCE_S, "heartbeat_s": 0.2}
     with running(own_server.url, **patient) as plane:
         move(plane)
         before_s = move(plane)
