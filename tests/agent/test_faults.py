@@ -17,6 +17,7 @@ import zmq
 
 from lmcache_redis import codec
 from lmcache_redis import messages as m
+from lmcache_redis.client import worker as client_worker
 from lmcache_redis.client.link import LinkState
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.keys import IPCCacheEngineKey
@@ -228,13 +229,16 @@ def test_the_agent_is_stopped_with_a_store_in_flight(agent: AgentServer, stored:
     assert stored.lookup("r2", other) == 0
 
 
-def test_the_agent_is_stopped_with_a_retrieve_in_flight(agent: AgentServer, stored: Engine) -> None:
+def test_the_agent_is_stopped_with_a_retrieve_in_flight(
+    agent: AgentServer, stored: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks are not freed while a stopped agent could still write to them."""
     assert stored.lookup("r1", HASHES) == 128
     worker = stored.workers[0]
+    monkeypatch.setattr(client_worker, "RETRIEVE_LEASE_S", 1.0)
     agent.stop()
     worker.submit_retrieve_request("r1", LoadStoreOp(block_ids=range(20, 28), block_hashes=HASHES))
-    time.sleep(6.0)  # the lease and the time of one copy
+    time.sleep(2.0)  # the lease and the time of one copy
     assert worker.get_finished(set())[1] == set()
     agent.cont()
     wait_until(lambda: "r1" in worker.get_finished(set())[1], what="the end of the retrieve")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lmcache_redis.client import worker as client_worker
 from lmcache_redis.client.calls import RETRIEVE_LEASE_S
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.worker import WorkerClient
@@ -18,6 +19,8 @@ from tests.servers import RedisServer
 OPTIONS = {"pool_bytes": 320 << 20, "slot_bytes": (1 << 20) - 4096}
 WIDTH = 32 << 10
 CHUNKS = 2
+# Shorter than the usual one: tests wait for its end.
+LEASE_S = 1.5
 
 
 @pytest.fixture
@@ -47,14 +50,18 @@ def stop_inside_a_retrieve(agent: AgentServer, engine: Engine, hashes: list[byte
     raise AssertionError("no copy was caught in the middle")
 
 
-def test_blocks_of_a_frozen_agent_are_kept_until_its_copies_have_ended(agent: AgentServer) -> None:
+def test_blocks_of_a_frozen_agent_are_kept_until_its_copies_have_ended(
+    agent: AgentServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hashes = block_hashes("prompt", 8)
     with agent, Engine(agent.endpoint, layers=3, num_blocks=17, width=WIDTH) as engine:
         engine.randomize(range(8))
         engine.store("r", hashes, range(8))
-        stop_inside_a_retrieve(agent, engine, hashes)
+        with monkeypatch.context() as patch:
+            patch.setattr(client_worker, "RETRIEVE_LEASE_S", LEASE_S)
+            stop_inside_a_retrieve(agent, engine, hashes)
         worker = engine.workers[0]
-        time.sleep(RETRIEVE_LEASE_S + 1.0)
+        time.sleep(LEASE_S + 1.0)
         assert worker.get_finished(set())[1] == set()  # it is stopped: it may still write
 
         # The last element of each page, which shows a late write.
