@@ -121,7 +121,7 @@ class AgentServer:
             time.sleep(_POLL_S)
 
     def _answers(self) -> bool:
-        # A client that finds nobody there waits before it connects again.
+        # A client that finds no agent pauses before it connects again.
         if not endpoint_path(self.endpoint).exists():
             return False
         try:
