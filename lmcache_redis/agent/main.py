@@ -41,7 +41,7 @@ def run_agent(config: AgentConfig) -> int:
         router = bind_router(context, config.endpoint)
         stack.callback(router.close, 0)
         url = config.redis_url
-        if url is None:
+        if not url:
             url = stack.enter_context(EmbeddedRedis(config.embedded_memory_bytes)).url
         arena = _arena(config)
         stack.callback(arena.close)

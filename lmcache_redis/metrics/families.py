@@ -14,11 +14,11 @@ ByLabel: TypeAlias = Mapping[Family, Mapping[str, str]]
 
 TIER_FAMILIES: Final[ByLabel] = MappingProxyType(
     {
-        Family("loaded_chunks", "counter", "chunks read into the host pool", ("tier",)): {
+        Family("loaded_chunks", "counter", "chunks read into memory", ("tier",)): {
             "disk": "disk_loaded_chunks",
             "redis": "loaded_chunks",
         },
-        Family("loaded_bytes", "counter", "payload bytes read into the host pool", ("tier",)): {
+        Family("loaded_bytes", "counter", "payload bytes read into memory", ("tier",)): {
             "disk": "disk_loaded_bytes",
             "redis": "loaded_bytes",
         },

@@ -474,8 +474,11 @@ def test_an_unreachable_server_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.servers
-def test_without_a_url_the_agent_brings_its_own_redis_and_ends_it(tmp_path: Path) -> None:
-    agent = AgentServer(tmp_path / "agent", None, embedded_memory_bytes="64MiB")
+@pytest.mark.parametrize("url", [None, ""], ids=["no option", "an empty one"])
+def test_without_a_url_the_agent_brings_its_own_redis_and_ends_it(
+    tmp_path: Path, url: str | None
+) -> None:
+    agent = AgentServer(tmp_path / "agent", url, embedded_memory_bytes="64MiB")
     with agent, Engine(agent.endpoint) as engine:
         engine.randomize(range(8))
         engine.store("r1", HASHES, range(8))
