@@ -108,6 +108,12 @@ _HISTOGRAMS: Final[Mapping[Family, Mapping[tuple[str, ...], str]]] = MappingProx
             "Redis, the disk or the network is busy",
         ): {("disk",): "disk_load_seconds", ("redis",): "redis_load_seconds"},
         Family(
+            "load_rate_bytes_per_second",
+            "histogram",
+            "rate of the tier's loads, measured whenever a chunk arrives",
+            ("tier",),
+        ): {("disk",): "disk_load_rate", ("redis",): "redis_load_rate"},
+        Family(
             "store_seconds",
             "histogram",
             "for which a store held an engine's blocks",
@@ -159,7 +165,19 @@ _GAUGES: Final = (
     Family("engines", "gauge", "registered workers, ready or not", ("model", "layout", "ready")),
 )
 
-FAMILIES: Final = (*_BY_LABEL, *_ALONE.values(), *_HISTOGRAMS, *_GAUGES)
+# Of each model; the names are fields of `ModelUse`.
+_MODELS: Final = tuple(
+    Family(f"model_{name}", "counter", meaning, ("model",))
+    for name, meaning in (
+        ("lookups", "lookups answered"),
+        ("lookup_tokens", "prompt tokens asked for by lookups, in whole chunks"),
+        ("hit_tokens", "prompt tokens found by lookups"),
+        ("retrieved_bytes", "bytes scattered into blocks of its engines"),
+        ("gathered_bytes", "bytes gathered from blocks of its engines"),
+    )
+)
+
+FAMILIES: Final = (*_BY_LABEL, *_ALONE.values(), *_MODELS, *_HISTOGRAMS, *_GAUGES)
 
 
 def source_of(agent: Agent) -> Source:
@@ -179,6 +197,13 @@ def values_of(status: Mapping[str, Any], distributions: Mapping[str, Distributio
     values |= {
         family.name: {label: distributions[name] for label, name in labels.items()}
         for family, labels in _HISTOGRAMS.items()
+    }
+    values |= {
+        family.name: {
+            (model,): use[family.name.removeprefix("model_")]
+            for model, use in status["models"].items()
+        }
+        for family in _MODELS
     }
     return {**values, **_gauges(status)}
 

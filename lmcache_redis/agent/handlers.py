@@ -130,6 +130,7 @@ class Handlers:
             if each.worker_id not in here
         }
         forms, rows = _shared_rows(ranks, len(hashes[0]))
+        chunk_tokens = self._chunk_tokens(peer.engine_id)
 
         def answer(found: PrefixLookup) -> None:
             reply(m.LookupResult(0, found.bound))  # first, because the engine is waiting
@@ -144,6 +145,10 @@ class Handlers:
             metrics.observe("lookup_seconds", took_s)
             if found.bound:
                 metrics.observe("hit_chunks", found.bound)
+            use = self._peers.use_of(peer.hello.model_name)
+            use.lookups += 1
+            use.lookup_tokens += len(hashes) * chunk_tokens
+            use.hit_tokens += found.bound * chunk_tokens
             tally.asked += len(hashes)
             tally.hit += found.bound
             tally.from_redis += from_redis
@@ -165,7 +170,7 @@ class Handlers:
             deadline_s,
             answer,
             first_chunk=question.first_chunk,
-            chunk_tokens=self._chunk_tokens(peer.engine_id),
+            chunk_tokens=chunk_tokens,
             remote=[*stems.values()],
             computing=peer.computing,
         )

@@ -22,6 +22,9 @@ from lmcache_redis.processes import is_running
 # A worker registers right after its HELLO. The HELLOs of one engine arrive within this time of each
 # other, because links retry their HELLO every half second.
 _JOIN_S = 2.0
+# Each is a label in Prometheus.
+MAX_MODELS = 64
+OTHER_MODELS = "(others)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +88,23 @@ class Peer:
         return not all(is_running(*owner) for owner in owners)
 
 
+@dataclass
+class ModelUse:
+    """What the engines of one model have asked for and got since the agent's start."""
+
+    lookups: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    retrieved_bytes: int = 0
+    gathered_bytes: int = 0
+
+
 class Peers:
-    """All peers, by the identity of their connection."""
+    """All peers, by the identity of their connection; and what each model has used."""
 
     def __init__(self) -> None:
         self._by_identity: dict[bytes, Peer] = {}
+        self.models: dict[str, ModelUse] = {}
 
     def __len__(self) -> int:
         return len(self._by_identity)
@@ -114,6 +129,12 @@ class Peers:
             del self._by_identity[old.identity]
         self._by_identity[peer.identity] = peer
         return replaced
+
+    def use_of(self, model_name: str) -> ModelUse:
+        """The counts of a model; those of `OTHER_MODELS` for what comes after `MAX_MODELS`."""
+        if model_name not in self.models and len(self.models) >= MAX_MODELS:
+            model_name = OTHER_MODELS
+        return self.models.setdefault(model_name, ModelUse())
 
     def remove(self, peer: Peer) -> None:
         if self._by_identity.get(peer.identity) is peer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from lmcache_redis import __version__
@@ -62,6 +63,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
             for peer in peers
             if peer.registration is not None
         ],
+        "models": {name: asdict(use) for name, use in peers.models.items()},
         "counters": agent.cache.metrics.snapshot(),
     }
 

@@ -61,6 +61,7 @@ class CopyJob(ABC):
         self._registration = registration
         self._group = registration.groups[question.group]
         self._form = self._group.form
+        self._use = agent.peers.use_of(self._form.model_name)
         self._hashes = hashes
         self._question = question
         self._reply = reply
@@ -241,6 +242,7 @@ class StoreJob(CopyJob):
                 return
             self._metrics.count("gathered_chunks")
             self._metrics.count("gathered_bytes", self._form.chunk_bytes)
+            self._use.gathered_bytes += self._form.chunk_bytes
             if self._cache.publish(entry):
                 self._stored += 1
                 self._write_behind(chunk, entry)
@@ -388,6 +390,7 @@ class RetrieveJob(CopyJob):
         self._metrics.count("retrieves_failed", bool(self._failed))
         self._metrics.count("retrieved_chunks", copied)
         self._metrics.count("retrieved_bytes", copied * self._form.chunk_bytes)
+        self._use.retrieved_bytes += copied * self._form.chunk_bytes
         logger.debug(
             "request %s: %d of %d chunks copied into blocks in %.1f ms",
             self._question.request_id,

@@ -255,12 +255,13 @@ class Cache:
 
     def _measure(self, job: ChunkIO, *, arrived: bool) -> None:
         load, now_s = load_of(job), time.monotonic()
-        level = load.level
-        self.rates[level].ended(job.frame.chunk_bytes, now_s, arrived=arrived)
+        rate, counters = self.rates[load.level], self.counters[load.level]
+        rate.ended(job.frame.chunk_bytes, now_s, arrived=arrived)
         if arrived:
-            self.metrics.observe(self.counters[level].load_seconds, now_s - load.begun_s)
-        if not self.rates[level].in_flight_bytes:
-            self.queues[level].begin_ready()  # writes give way to loads
+            self.metrics.observe(counters.load_seconds, now_s - load.begun_s)
+            self.metrics.observe(counters.load_rate, rate.per_second())
+        if not rate.in_flight_bytes:
+            self.queues[load.level].begin_ready()  # writes give way to loads
 
     def _missed(self, job: ChunkIO, outcome: ReadOutcome) -> None:
         level = load_of(job).level

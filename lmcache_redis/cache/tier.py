@@ -129,7 +129,7 @@ class Tier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TierCounters:
-    """Names of counters, and of the histogram of a chunk's load.
+    """Names of counters, and of the histograms of loads: a chunk's time, and the tier's rate.
 
     misses, drops: by the outcome of a read or write. queue_full: for a chunk that does not fit the
     write-behind queue. is_remote: chunks that the tier already had and cleared keys are counted
@@ -139,6 +139,7 @@ class TierCounters:
     loaded_chunks: str
     loaded_bytes: str
     load_seconds: str
+    load_rate: str
     stored_chunks: str
     stored_bytes: str
     misses: Mapping[ReadOutcome, str]
@@ -151,6 +152,7 @@ REDIS_COUNTERS = TierCounters(
     loaded_chunks="loaded_chunks",
     loaded_bytes="loaded_bytes",
     load_seconds="redis_load_seconds",
+    load_rate="redis_load_rate",
     stored_chunks="stored_chunks",
     stored_bytes="stored_bytes",
     misses={
@@ -178,6 +180,7 @@ DISK_COUNTERS = TierCounters(
     loaded_chunks="disk_loaded_chunks",
     loaded_bytes="disk_loaded_bytes",
     load_seconds="disk_load_seconds",
+    load_rate="disk_load_rate",
     stored_chunks="disk_stored_chunks",
     stored_bytes="disk_stored_bytes",
     misses={each: "miss_disk" for each in ReadOutcome if each is not ReadOutcome.CANCELLED},

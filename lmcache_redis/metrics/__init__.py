@@ -87,6 +87,7 @@ COUNTERS: Final = MappingProxyType(
 
 
 _SECONDS: Final = tuple(n * 10.0**power for power in range(-4, 2) for n in (1, 2.5, 5))
+_BYTES_PER_SECOND: Final = tuple(n * 10.0**power for power in range(6, 11) for n in (1, 2.5, 5))
 _CHUNKS: Final = tuple(float(1 << power) for power in range(13))
 
 # The upper bounds of the buckets of each histogram; the last bucket has none.
@@ -96,6 +97,8 @@ HISTOGRAMS: Final = MappingProxyType(
         "hit_chunks": _CHUNKS,
         "redis_load_seconds": _SECONDS,
         "disk_load_seconds": _SECONDS,
+        "redis_load_rate": _BYTES_PER_SECOND,
+        "disk_load_rate": _BYTES_PER_SECOND,
         "store_seconds": _SECONDS,
         "retrieve_seconds": _SECONDS,
     }

@@ -52,6 +52,10 @@ def test_a_scrape_says_what_status_says(tmp_path: Path, redis_server: RedisServe
             ("lmcache_redis_store_seconds_count", ()): 1,
             ("lmcache_redis_retrieve_seconds_count", ()): 1,
             ("lmcache_redis_load_seconds_count", ("redis",)): 0,
+            ("lmcache_redis_model_lookup_tokens_total", (model,)): 128,
+            ("lmcache_redis_model_hit_tokens_total", (model,)): 128,
+            ("lmcache_redis_model_gathered_bytes_total", (model,)): counters["gathered_bytes"],
+            ("lmcache_redis_model_retrieved_bytes_total", (model,)): counters["retrieved_bytes"],
             ("lmcache_redis_redis_up", ()): 1,
             ("lmcache_redis_pool_used_bytes", ()): pool["used_slots"] * pool["slot_bytes"],
             ("lmcache_redis_engines", (layout, model, "yes")): 1,
@@ -61,7 +65,9 @@ def test_a_scrape_says_what_status_says(tmp_path: Path, redis_server: RedisServe
         exposed = sum(
             value
             for (name, _), value in found.items()
-            if name.startswith("lmcache_redis_") and name.endswith("_total")
+            if name.endswith("_total")
+            and not name.startswith("lmcache_redis_model_")
+            and name.startswith("lmcache_redis_")
         )
         assert exposed == sum(counters.values())
         assert 0 < found["lmcache_redis_lookup_seconds_sum", ()] < 60
@@ -81,6 +87,7 @@ def test_loads_from_redis_are_measured(tmp_path: Path, redis_server: RedisServer
             assert engine.lookup("r2", HASHES) == 128
             found = samples_in(get(port_in(agent.log), "/metrics")[1])
             assert found["lmcache_redis_load_seconds_count", ("redis",)] == 2
+            assert found["lmcache_redis_load_rate_bytes_per_second_count", ("redis",)] == 2
             assert found["lmcache_redis_hit_chunks_total", ("redis",)] == 2
             assert found["lmcache_redis_load_bytes_per_second", ("redis",)] > 0
         # A Redis that is down is no reason to restart the agent.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmcache_redis.agent import sessions as sessions_module
+from lmcache_redis.agent.peers import MAX_MODELS, OTHER_MODELS, Peers
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.cache.pool import HostPool
 from lmcache_redis.errors import WireError
@@ -64,3 +65,12 @@ def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sessions.open(("e", "1"), 0.0) is first
     sessions.end(first)
     sessions.open(("e", "3"), 0.0)
+
+
+def test_models_are_bounded() -> None:
+    peers = Peers()
+    for number in range(MAX_MODELS + 2):
+        peers.use_of(f"model {number}").lookups += 1
+    peers.use_of("model 0").lookups += 1
+    assert len(peers.models) == MAX_MODELS + 1
+    assert peers.models["model 0"].lookups == peers.models[OTHER_MODELS].lookups == 2
