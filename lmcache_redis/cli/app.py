@@ -121,11 +121,18 @@ def demo(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=1, max=256, help="Tokens compared per prompt.")
     ] = 16,
+    metrics: Annotated[
+        bool,
+        typer.Option(
+            "--metrics",
+            help="Also run Prometheus, and show what the Grafana dashboard's queries answer.",
+        ),
+    ] = False,
 ) -> None:
     """Answer prompts cold, restart everything, and answer them again from Redis."""
     from lmcache_redis.demo.run import run_demo
 
-    raise typer.Exit(run_demo(output_dir, prompts, prompt_tokens, max_tokens))
+    raise typer.Exit(run_demo(output_dir, prompts, prompt_tokens, max_tokens, metrics=metrics))
 
 
 @app.command()

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lmcache_redis.agent.embedded import EmbeddedRedis
+from lmcache_redis.demo import dashboard
 from lmcache_redis.demo.agent import AgentServer
 from lmcache_redis.demo.engine import EngineProcess
 from lmcache_redis.demo.model import CPU_SHAPE, CUDA_SHAPE, ModelShape, make_model, make_prompts
@@ -36,6 +37,9 @@ from lmcache_redis.processes import ended_in_order
 _GIB = 1 << 30
 # Shorter than a chunk: the warm-up leaves nothing in the cache.
 _WARM_UP_TOKENS = 64
+# Two scrapes, and a time that is longer than the demo takes.
+_SCRAPED_S = 2.5
+_WHOLE_DEMO = "30m"
 # Memory of two Python processes and vLLM, besides model, KV and host pool.
 _PROCESSES_BYTES = 2 * _GIB
 
@@ -84,20 +88,28 @@ class _Plan:
 
 
 def run_demo(
-    output_dir: Path, prompts: int = 4, prompt_tokens: int = 4097, max_tokens: int = 16
+    output_dir: Path,
+    prompts: int = 4,
+    prompt_tokens: int = 4097,
+    max_tokens: int = 16,
+    *,
+    metrics: bool = False,
 ) -> int:
     """Runs the demo and returns the exit status: 0 if all outputs match and were loaded.
 
-    Results, plot, model and logs go to ``output_dir``. Raises ``ConfigError`` if something must be
+    Results, plot, model and logs go to ``output_dir``. metrics: a Prometheus scrapes the agents,
+    and at the end answers the queries of the dashboard. Raises ``ConfigError`` if something must be
     installed or an option changed, and another LMCacheRedisError if a process fails.
     """
     console = Console(highlight=False, soft_wrap=True)
     plan = _Plan(_shape(), prompts, prompt_tokens, max_tokens)
     _check_machine(plan)
+    if metrics:
+        dashboard.check_installed()
     output_dir.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
     with ended_in_order():
-        results = _measure(console, plan, output_dir)
+        results = _measure(console, plan, output_dir, metrics)
     console.print(result_table(results))
     console.print(f"plot:    {write_plot(output_dir, results)}")
     console.print(f"results: {write_results(output_dir, results)}")
@@ -105,7 +117,7 @@ def run_demo(
     return _verdict(console, results)
 
 
-def _measure(console: Console, plan: _Plan, output_dir: Path) -> list[PromptResult]:
+def _measure(console: Console, plan: _Plan, output_dir: Path, metrics: bool) -> list[PromptResult]:
     model_dir = output_dir / "model"
     with _step(console, "model with random weights"):
         make_model(model_dir, plan.shape, plan.model_tokens)
@@ -114,21 +126,28 @@ def _measure(console: Console, plan: _Plan, output_dir: Path) -> list[PromptResu
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmcache-redis-")))
         with _step(console, "embedded Redis"):
             redis = stack.enter_context(EmbeddedRedis(plan.redis_bytes))
+        scraped = f"127.0.0.1:{dashboard.free_port()}" if metrics else None
+        prometheus = None
+        if scraped is not None:
+            with _step(console, "Prometheus"):
+                prometheus = dashboard.Prometheus(private / "prometheus", [scraped])
+                stack.enter_context(prometheus)
 
         def agent(log_name: str) -> AgentServer:
             endpoint = f"ipc://{private}/agent.sock"
             log_path = output_dir / log_name
             log_path.unlink(missing_ok=True)
             return AgentServer(
-                endpoint, redis.url, log_path, pool_bytes=plan.pool_bytes, **_DEADLINES
-            )
+                endpoint, redis.url, log_path,
+                pool_bytes=plan.pool_bytes, metrics=scraped, **_DEADLINES,
+            )  # fmt: skip
 
         with _started(console, "agent", agent("agent-cold.log")) as cold_agent:
             cold = _answer_cold(console, plan, questions, cold_agent, model_dir)
             stored = cold_agent.counters()["stored_bytes"]
         console.print(f"engine one and agent have ended; Redis holds {stored / 1e6:,.0f} MB of KV")
         with _started(console, "agent, its host pool empty", agent("agent-warm.log")) as warm_agent:
-            return _answer_warm(console, plan, questions, cold, warm_agent, model_dir)
+            return _answer_warm(console, plan, questions, cold, warm_agent, model_dir, prometheus)
 
 
 def _answer_cold(
@@ -157,6 +176,7 @@ def _answer_warm(
     cold: Sequence[tuple[float, list[int]]],
     agent: AgentServer,
     model_dir: Path,
+    prometheus: dashboard.Prometheus | None,
 ) -> list[PromptResult]:
     results = []
     with _engine(console, "engine two", plan, agent, model_dir, "engine-warm.log") as engine:
@@ -186,6 +206,9 @@ def _answer_warm(
                 f"{result.loaded_tokens:,} tokens loaded"
             )
             agent.wait_idle()
+        if prometheus is not None:
+            time.sleep(_SCRAPED_S)
+            console.print(dashboard.dashboard_table(prometheus, _WHOLE_DEMO))
     return results
 
 
