@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis.demo.dashboard import find, panels
+
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
     output_dir = tmp_path / "out"
     words = ["--output-dir", output_dir, "--prompts", "2", "--prompt-tokens", "700"]
+    if has_prometheus := find("prometheus") is not None:
+        words.append("--metrics")
     done = subprocess.run(
         [sys.executable, "-m", "lmcache_redis.cli", "demo", *words, "--max-tokens", "8"],
         capture_output=True,
@@ -24,6 +28,11 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
         env=os.environ | {"OMP_WAIT_POLICY": "passive"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    if has_prometheus:
+        shown = done.stdout.split("the dashboard's queries, answered")[1]
+        assert {panel.title for panel in panels()} <= {
+            line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")
+        }
     document = json.loads((output_dir / "results.json").read_text())
     assert document["identical"] is True
     assert document["loaded"] is True

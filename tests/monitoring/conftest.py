@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.demo.dashboard import find
+from tests.servers import RedisServer
+
+
+@pytest.fixture(autouse=True)
+def _prometheus_is_installed() -> None:
+    if find("prometheus") is None or find("promtool") is None:
+        pytest.skip("prometheus is not installed")
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path) as server:
+        yield server
