@@ -14,6 +14,7 @@ from lmcache_redis import __version__
 from lmcache_redis.cli import admin
 from lmcache_redis.cli.bench import bench
 from lmcache_redis.cli.options import AsJson, Endpoint, config_from, takes_options_of
+from lmcache_redis.cli.top import top
 from lmcache_redis.cli.warm import warm
 from lmcache_redis.config import AgentConfig, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
@@ -100,6 +101,7 @@ def ping(endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0) -> None:
     )
 
 
+app.command()(top)
 app.command()(warm)
 app.command()(admin.inspect)
 app.command()(admin.purge)

@@ -1,0 +1,196 @@
+"""One frame of `lmcache-redis top`: what two STATUS documents of an agent show. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+_GIB = 1 << 30
+# As many as fit a terminal of 24 lines.
+_MOST_MODELS = 3
+_MOST_REASONS = 4
+_BAR = 24
+_HIT_COUNTERS = {
+    "host": "hit_chunks_pool",
+    "disk": "hit_chunks_disk",
+    "redis": "hit_chunks_redis",
+}
+_MOVED = (
+    ("to engines", "retrieved_bytes"),
+    ("from engines", "gathered_bytes"),
+    ("from redis", "loaded_bytes"),
+    ("to redis", "stored_bytes"),
+    ("from disk", "disk_loaded_bytes"),
+    ("to disk", "disk_stored_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A STATUS document, and when it was read (`time.monotonic()`)."""
+
+    report: Mapping[str, Any]
+    at_s: float
+
+
+def frame(before: Sample | None, now: Sample) -> RenderableType:
+    """What happened between the samples, for a terminal of 80 columns or more.
+
+    before: None, or of another process of the agent: what happened since the agent's start.
+    """
+    if before is not None and before.report["pid"] != now.report["pid"]:
+        before = None
+    change = _Change(before, now)
+    report = now.report
+    return Group(
+        Text.assemble(
+            ("lmcache-redis ", "bold"),
+            f"{report['version']}, agent {report['pid']} at {report['endpoint']}",
+            no_wrap=True, overflow="ellipsis",
+        ),
+        Text(
+            f"in the last {change.seconds:.1f} s" if before else "since the start of the agent",
+            style="dim",
+        ),
+        Text(),
+        _overview(change),
+        Text(),
+        _models(change),
+        Text(),
+        _reasons(change),
+    )  # fmt: skip
+
+
+class _Change:
+    """What grew between two samples."""
+
+    def __init__(self, before: Sample | None, now: Sample) -> None:
+        self.report = now.report
+        self.seconds = now.at_s - before.at_s if before else 0.0
+        self._then: Mapping[str, Any] = before.report if before else {}
+
+    def counter(self, name: str) -> int:
+        grown: int = self.report["counters"][name] - self._then.get("counters", {}).get(name, 0)
+        return grown
+
+    def model(self, model: str, name: str) -> int:
+        grown: int = self.report["models"][model][name]
+        return grown - int(self._then.get("models", {}).get(model, {}).get(name, 0))
+
+    def moved(self, nbytes: int) -> str:
+        """Bytes as a rate, or without a time as an amount."""
+        if self.seconds:
+            return f"{nbytes / self.seconds / 1e6:,.0f} MB/s"
+        return f"{nbytes / 1e6:,.0f} MB"
+
+    def happened(self, count: int, what: str = "") -> str:
+        """Events as a rate, or without a time as a number."""
+        if self.seconds:
+            return f"{count / self.seconds:,.1f}{what}/s"
+        return f"{count:,}{what}"
+
+
+def _overview(change: _Change) -> RenderableType:
+    report, pool, loads = change.report, change.report["pool"], change.report["loads"]
+    asked = change.counter("lookup_chunks")
+    hits = {tier: change.counter(name) for tier, name in _HIT_COUNTERS.items()}
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", min_width=8)
+    grid.add_column(no_wrap=True, overflow="ellipsis")
+    of = ", ".join(f"{tier} {_share(count, asked)}" for tier, count in hits.items())
+    lookups = change.happened(change.counter("lookups"), " lookups")
+    grid.add_row("hit rate", f"{_share(sum(hits.values()), asked)}: {of}; {lookups}")
+    moved = [f"{change.moved(change.counter(name))} {where}" for where, name in _MOVED]
+    grid.add_row("bytes", ", ".join(moved[:2]))
+    grid.add_row("", ", ".join(moved[2:4]))
+    if report["disk"]:
+        grid.add_row("", ", ".join(moved[4:]))
+    used, pinned, whole = (
+        pool[name] * pool["slot_bytes"] for name in ("used_slots", "pinned_slots", "slots")
+    )
+    full = round(_BAR * used / whole)
+    grid.add_row(
+        "pool",
+        f"{'█' * full}{'░' * (_BAR - full)} {used / _GIB:.2f} of {whole / _GIB:.2f} GiB, "
+        f"{pinned / _GIB:.2f} pinned",
+    )
+    queues = report["queues"]
+    grid.add_row(
+        "queues",
+        f"{queues['writes']:,} chunks, {queues['write_bytes'] / 1e6:,.0f} MB for Redis; "
+        f"{loads['waiting']} lookups wait for room",
+    )
+    redis = report["redis"]
+    state = "up" if redis["up"] else f"DOWN: {redis['reason']}"
+    grid.add_row("redis", Text(f"{redis['server']}: {state}", "" if redis["up"] else "bold red"))
+    rates = [f"{name} {_load_rate(tier)}" for name, tier in loads["tiers"].items()]
+    grid.add_row("loads", ", ".join(rates))
+    ready = sum(engine["ready"] for engine in report["engines"])
+    grid.add_row(
+        "engines",
+        f"workers ready: {ready} of {len(report['engines'])}; requests: {report['sessions']}",
+    )
+    return grid
+
+
+def _models(change: _Change) -> RenderableType:
+    """The busiest models: those that asked for most tokens."""
+    table = Table("busiest models", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.columns[0].max_width = 32
+    for name in ("hit rate", "lookups", "to engines", "from engines"):
+        table.add_column(name, justify="right", no_wrap=True)
+    names = sorted(change.report["models"], key=lambda name: -change.model(name, "lookup_tokens"))
+    for name in names[:_MOST_MODELS]:
+        asked, hit = change.model(name, "lookup_tokens"), change.model(name, "hit_tokens")
+        table.add_row(
+            Text(name, no_wrap=True, overflow="ellipsis"),
+            _share(hit, asked),
+            change.happened(change.model(name, "lookups")),
+            change.moved(change.model(name, "retrieved_bytes")),
+            change.moved(change.model(name, "gathered_bytes")),
+        )
+    if not names:
+        table.add_row("none yet")
+    return table
+
+
+def _reasons(change: _Change) -> RenderableType:
+    """Why chunks were not loaded and not stored, most frequent first: now, and in total."""
+    grid = Table.grid(padding=(0, 2))
+    for _ in range(2):
+        grid.add_column(width=24, no_wrap=True)
+        grid.add_column(justify="right", width=11)
+    columns = [list(_column(change, kind)) for kind in ("miss_", "drop_")]
+    grid.add_row(Text("chunks not loaded", "bold"), "", Text("chunks not stored", "bold"), "")
+    for number in range(max(1, *map(len, columns))):
+        cells = [column[number] if number < len(column) else ("", "") for column in columns]
+        grid.add_row(*cells[0], *cells[1])
+    return grid
+
+
+def _column(change: _Change, kind: str) -> Iterator[tuple[str, str]]:
+    totals: dict[str, int] = {
+        name: n for name, n in change.report["counters"].items() if name.startswith(kind) and n
+    }
+    if not totals:
+        yield "none", ""
+    for name in sorted(totals, key=lambda name: (-change.counter(name), -totals[name]))[
+        :_MOST_REASONS
+    ]:
+        now = f" {change.happened(change.counter(name))}" if change.seconds else ""
+        yield f"{name.removeprefix(kind)}{now}", f"{totals[name]:,}"
+
+
+def _share(count: int, of: int) -> str:
+    return f"{100 * count / of:.0f} %" if of else "-"
+
+
+def _load_rate(tier: Mapping[str, Any]) -> str:
+    rate = tier["bytes_per_s"]
+    text = f"{rate / 1e6:,.0f} MB/s" if rate else "not measured"
+    return f"{text} (slower than computing)" if tier["is_slow"] else text

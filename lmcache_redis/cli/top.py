@@ -1,0 +1,104 @@
+"""`top`: an agent's status in a terminal, refreshed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lmcache_redis.cli.options import Endpoint
+from lmcache_redis.config import default_endpoint
+
+if TYPE_CHECKING:
+    from lmcache_redis.cli.frame import Sample
+    from lmcache_redis.client.control import ControlClient
+
+
+def top(
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one frame, of one interval, and end.")
+    ] = False,
+    interval_s: Annotated[
+        float,
+        typer.Option("--interval-s", min=0.1, max=60, help="Seconds between two frames."),
+    ] = 1.0,
+    endpoint: Endpoint = None,
+) -> None:
+    """Watch this node's agent: hit rate, bytes a second, pool, queue, Redis, models, drops.
+
+    q ends it. An agent that is restarted is found again.
+
+    Examples:
+
+      lmcache-redis top
+
+      lmcache-redis top --once
+    """
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from lmcache_redis.cli.frame import frame
+    from lmcache_redis.client.control import AgentUnreachable, ControlClient
+
+    agent, console = ControlClient(endpoint or default_endpoint()), Console(highlight=False)
+    before = _read(agent)  # where there is no agent, this says so
+    if once:
+        time.sleep(interval_s)
+        console.print(frame(before, _read(agent)))
+        return
+    with _keys() as pressed, Live(frame(None, before), console=console, screen=True) as live:
+        while not pressed(interval_s):
+            try:
+                now = _read(agent)
+            except AgentUnreachable as error:
+                live.update(Text(f"{error}\n\nq: quit"), refresh=True)
+                continue
+            live.update(frame(before, now), refresh=True)
+            before = now
+
+
+def _read(agent: ControlClient) -> Sample:
+    from lmcache_redis.cli.frame import Sample
+
+    return Sample(agent.status(), time.monotonic())
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """A function that waits so many seconds for q; whether it was pressed.
+
+    Ctrl-C counts as q. Without a terminal to read from, only Ctrl-C ends the wait.
+    """
+    import termios
+    import tty
+
+    def waited(seconds: float) -> bool:
+        until_s = time.monotonic() + seconds
+        with contextlib.suppress(KeyboardInterrupt):
+            while (left_s := until_s - time.monotonic()) > 0:
+                if not interactive:
+                    time.sleep(left_s)
+                elif select.select([sys.stdin], [], [], left_s)[0]:
+                    pressed = os.read(sys.stdin.fileno(), 1)
+                    if pressed in (b"q", b"Q", b"\x04", b""):
+                        return True
+            return False
+        return True
+
+    interactive = sys.stdin.isatty()
+    if not interactive:
+        yield waited
+        return
+    settings = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin.fileno())
+        yield waited
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, settings)

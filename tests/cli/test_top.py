@@ -1,0 +1,165 @@
+"""`top` as a user runs it: a real agent, and a real terminal of 80 columns."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lmcache_redis.cli.frame import Sample, frame
+from tests.cli.test_admin import COMMAND, TIMEOUT_S, environment, one_sentence, run
+from tests.harness import AgentServer, Engine, block_hashes
+from tests.servers import RedisServer
+
+MODEL = "meta-llama/Llama-3.3-70B-Instruct-of-a-long-name"
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentServer]:
+    directory = tmp_path_factory.mktemp("top")
+    with (
+        RedisServer(directory) as server,
+        AgentServer(
+            directory / "agent", server.unix_url, disk_path=directory / "disk", disk_size=64 << 20
+        ) as agent,
+    ):
+        yield agent
+
+
+@pytest.fixture(scope="module")
+def report(agent: AgentServer) -> dict[str, Any]:
+    """The status of an agent that has stored 4 chunks, and found 4 of 8."""
+    with Engine(agent.endpoint, model_name=MODEL) as engine:
+        hashes = block_hashes("prompt", 16)
+        engine.store("s", hashes, range(16))
+        assert engine.lookup("found", hashes) == 256
+        assert engine.lookup("absent", block_hashes("another", 16)) == 0
+        agent.wait_idle()
+        return agent.status()
+
+
+def text(before: Sample | None, now: Sample) -> str:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(frame(before, now))
+    shown = console.export_text()
+    assert len(shown.splitlines()) <= 24
+    assert max(map(len, shown.splitlines())) <= 80
+    return shown
+
+
+@pytest.mark.servers
+def test_totals_and_rates(report: dict[str, Any]) -> None:
+    whole = text(None, Sample(report, 10.0))
+    assert "since the start of the agent" in whole
+    assert "hit rate  50 %: host 50 %, disk 0 %, redis 0 %; 2 lookups" in whole
+    assert re.search(r"meta-llama/Llama-\S+… +50 % +2 ", whole)
+    assert re.search(r"absent +4 ", whole)
+    assert "workers ready: 1 of 1; requests: 2" in whole
+    later = deepcopy(report)
+    later["counters"]["retrieved_bytes"] += 250_000_000
+    later["counters"]["drop_queue_full"] += 10
+    later["models"][MODEL]["retrieved_bytes"] += 250_000_000
+    change = text(Sample(report, 10.0), Sample(later, 12.0))
+    assert "in the last 2.0 s" in change
+    assert "hit rate  -: " in change
+    assert "125 MB/s to engines" in change
+    assert re.search(r"absent 0.0/s +4 +queue_full 5.0/s +10", change)
+    # Counters of another process begin again.
+    later["pid"] += 1
+    assert "since the start of the agent" in text(Sample(report, 10.0), Sample(later, 12.0))
+
+
+@pytest.mark.servers
+def test_trouble_is_shown_and_much_fits(report: dict[str, Any]) -> None:
+    report = deepcopy(report)
+    report["redis"] |= {"up": False, "reason": "Connection refused, " * 9}
+    report["counters"] |= dict.fromkeys(report["counters"], 10**12)
+    use = report["models"][MODEL]
+    report["models"] = {f"{MODEL} {n}": use | {"lookup_tokens": n} for n in range(20)}
+    shown = text(None, Sample(report, 1.0))
+    assert "DOWN: Connection refused" in shown
+    assert shown.count("meta-llama") == 3
+
+
+@pytest.mark.servers
+def test_one_frame(agent: AgentServer, tmp_path: Path) -> None:
+    done = run("top", "--once", "--interval-s", "0.1", "--endpoint", agent.endpoint, COLUMNS="80")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "in the last 0.1 s" in done.stdout
+    nowhere = run("top", "--endpoint", f"ipc://{tmp_path}/none.sock")
+    assert "start one with `lmcache-redis agent`" in one_sentence(nowhere, 1)
+
+
+class Terminal:
+    """`top` in a terminal of 80 columns and 24 lines."""
+
+    def __init__(self, agent: AgentServer) -> None:
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self._settings = termios.tcgetattr(theirs)
+        self._theirs = theirs
+        self.process = subprocess.Popen(
+            [*COMMAND, "top", "--interval-s", "0.1", "--endpoint", agent.endpoint],
+            stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, text=True,
+            env=environment(COLUMNS="80", TERM="xterm"), start_new_session=True,
+        )  # fmt: skip
+        self.seen = ""
+
+    def wait_for(self, what: str) -> None:
+        """Waits until the text comes, from now on."""
+        deadline_s, seen = time.monotonic() + TIMEOUT_S, ""
+        while what not in seen:
+            assert time.monotonic() < deadline_s, seen
+            if select.select([self._ours], [], [], 1.0)[0]:
+                seen += os.read(self._ours, 1 << 16).decode(errors="replace")
+
+    def press(self, key: bytes) -> None:
+        os.write(self._ours, key)
+
+    def end(self) -> tuple[int, str]:
+        """The exit status and stderr; the terminal is as it was."""
+        self.wait_for("\x1b[?1049l")
+        _, said = self.process.communicate(timeout=TIMEOUT_S)
+        assert termios.tcgetattr(self._theirs) == self._settings
+        os.close(self._ours)
+        os.close(self._theirs)
+        return self.process.returncode, said
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("key", [b"q", b"\x04"])
+def test_a_key_ends_it(agent: AgentServer, key: bytes) -> None:
+    terminal = Terminal(agent)
+    terminal.wait_for("in the last 0.")
+    terminal.press(b"x")
+    terminal.wait_for("in the last 0.")
+    terminal.press(key)
+    assert terminal.end() == (0, "")
+
+
+@pytest.mark.servers
+def test_an_agent_that_restarts_is_found_again(tmp_path: Path) -> None:
+    with AgentServer(tmp_path / "agent", "redis://127.0.0.1:1") as agent:
+        terminal = Terminal(agent)
+        terminal.wait_for("in the last 0.")
+        agent.kill()
+        terminal.wait_for("no agent answers at")
+        agent.start()
+        terminal.wait_for("since the start of the agent")
+        terminal.wait_for("in the last 0.")
+        terminal.press(b"q")
+        assert terminal.end() == (0, "")
