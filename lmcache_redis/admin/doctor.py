@@ -12,10 +12,13 @@ import secrets
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lmcache_redis.admin.facts import Facts, Need, gather
+from lmcache_redis.admin.node import NodeFacts, look
+from lmcache_redis.admin.node_rules import judge_node
 from lmcache_redis.admin.rules import Finding, Severity, judge
 from lmcache_redis.admin.server import CLIENT_NAME, CONNECT_TIMEOUT_S, OP_TIMEOUT_S, Node, Server
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
@@ -34,6 +37,7 @@ from lmcache_redis.resp.net.wire import (
 )
 from lmcache_redis.stripe import HEADER_BYTES
 
+HERE = "this node"
 PINGS = 51
 STRIPES = 8
 VALUE_BYTES = HEADER_BYTES + DEFAULT_SLOT_BYTES
@@ -48,10 +52,14 @@ _ATTEMPTS = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Findings of all servers, the most important first."""
+    """Findings of all servers and of the node, the most important first.
+
+    node: None if no agent answered.
+    """
 
     facts: tuple[Facts, ...]
     findings: tuple[Finding, ...]
+    node: NodeFacts | None = None
 
     @property
     def exit_status(self) -> int:
@@ -59,19 +67,29 @@ class Diagnosis:
         return int(any(f.severity <= Severity.WARNING for f in self.findings))
 
 
-def diagnose(server: Server, prefix: bytes, need: Need, *, bandwidth: bool) -> Diagnosis:
-    """Examines, measures and judges every node. Changes no setting.
+def diagnose(
+    server: Server,
+    prefix: bytes,
+    need: Need,
+    *,
+    bandwidth: bool,
+    report: Mapping[str, Any] | None = None,
+) -> Diagnosis:
+    """Examines, measures and judges every server, and this node. Changes no setting.
 
-    bandwidth: also write a few MiB under temporary keys and read them back. Raises RedisError
-    if a server cannot be reached.
+    bandwidth: also write a few MiB under temporary keys and read them back. report: the STATUS of
+    this node's agent, if there is one. Raises RedisError if a server cannot be reached.
     """
     facts = tuple(_examined(server, node, prefix, need, bandwidth) for node in server.nodes)
-    return Diagnosis(facts, findings_of(facts))
+    node = None if report is None else look(report, server, prefix)
+    return Diagnosis(facts, findings_of(facts, node), node)
 
 
-def findings_of(facts: Iterable[Facts]) -> tuple[Finding, ...]:
-    """The findings of all servers, each with its address, the most important first. Pure."""
-    found = (replace(finding, where=each.where) for each in facts for finding in judge(each))
+def findings_of(facts: Iterable[Facts], node: NodeFacts | None = None) -> tuple[Finding, ...]:
+    """All findings, each with its server's address or `HERE`, the most important first. Pure."""
+    found = [replace(finding, where=each.where) for each in facts for finding in judge(each)]
+    if node is not None:
+        found += [replace(finding, where=HERE) for finding in judge_node(node)]
     return tuple(sorted(found, key=lambda finding: finding.severity))
 
 

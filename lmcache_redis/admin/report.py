@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from lmcache_redis.admin.doctor import Diagnosis
+from lmcache_redis.admin.doctor import HERE, Diagnosis
 from lmcache_redis.admin.inspect import ChunkReport, Group, OtherKey, Spread, Summary
 from lmcache_redis.admin.names import printable, show_key, shown_age, shown_bytes
+from lmcache_redis.admin.node import NodeFacts
 from lmcache_redis.admin.purge import Plan, Removal
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.stripes import State, Stripe, Use
@@ -40,7 +41,8 @@ _FIELDS: dict[type, str] = {
     "incomplete without_stripe_0=no_first damaged idle_s frequency stored_unix_s",
     Plan: "chunks=chunk_count stripes value_bytes groups",
     Choice: "chunks=chunk_count chunk_bytes groups unfit",
-    Diagnosis: "exit_status findings facts",
+    Diagnosis: "exit_status findings facts node",
+    NodeFacts: "version vllm_version has_gpu agent engines shm_bytes shm_free_bytes clock_ahead_s",
 }
 
 
@@ -204,7 +206,7 @@ def unfit_lines(choice: Choice) -> Iterator[str]:
 
 def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
     """`doctor`."""
-    several = len(diagnosis.facts) > 1
+    several = len(diagnosis.facts) > 1 or diagnosis.node is not None
     counts = dict.fromkeys(Severity, 0)
     for finding in diagnosis.findings:
         severity = finding.severity
@@ -217,7 +219,10 @@ def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
         for number, change in enumerate(finding.change):
             yield f"{'':<12}{'' if number else 'change':<8}{change}"
     said = ", ".join(f"{number} {severity.name.lower()}" for severity, number in counts.items())
-    yield f"{', '.join(each.where for each in diagnosis.facts)}: {said}"
+    places = [each.where for each in diagnosis.facts]
+    if diagnosis.node is not None:
+        places.append(HERE)
+    yield f"{', '.join(places)}: {said}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -49,6 +49,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
         "engines": [
             {
                 "engine_id": peer.engine_id,
+                "pid": peer.registration.storages[0].pid,
                 "model": peer.hello.model_name,
                 "worker_id": peer.hello.worker_id,
                 "world_size": peer.hello.world_size,

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmcache_redis.cli.options import AsJson, KeyPrefix, RedisUrl, RedisUsername, redis_options
+from lmcache_redis.cli.options import (
+    AsJson,
+    Endpoint,
+    KeyPrefix,
+    RedisUrl,
+    RedisUsername,
+    redis_options,
+)
+from lmcache_redis.config import default_endpoint
 from lmcache_redis.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -160,10 +168,13 @@ def doctor(
     redis_url: RedisUrl = None,
     redis_username: RedisUsername = None,
     key_prefix: KeyPrefix = None,
+    endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a server and say what to change, and why. The most important comes first.
+    """Check a server and this node, and say what to change, and why.
 
+    The most important comes first. Of the node: its agent, its engines, their processes and
+    limits. If no agent answers, only the server is checked; with --endpoint that is an error.
     Changes nothing. Exit status: 1 for a critical finding or a warning, 2 for a wrong option,
     else 0.
     """
@@ -172,10 +183,23 @@ def doctor(
     from lmcache_redis.admin.report import diagnosis_lines
 
     need = Need(kv_bytes_per_token, prefill_tokens_per_s)
+    report = _status(endpoint)
     with _server(redis_url, redis_username, key_prefix) as (server, prefix):
-        diagnosis = diagnose(server, prefix, need, bandwidth=bandwidth)
+        diagnosis = diagnose(server, prefix, need, bandwidth=bandwidth, report=report)
     print_report(as_json, diagnosis, diagnosis_lines(diagnosis))
     raise typer.Exit(diagnosis.exit_status)
+
+
+def _status(endpoint: str | None) -> dict[str, Any] | None:
+    """The agent's status; None if no endpoint is named and no agent answers at the default one."""
+    from lmcache_redis.client.control import AgentUnreachable, ControlClient
+
+    try:
+        return ControlClient(endpoint or default_endpoint(), timeout_s=1.0).status()
+    except AgentUnreachable:
+        if endpoint is not None:
+            raise
+        return None
 
 
 @contextmanager

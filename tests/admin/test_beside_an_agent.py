@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lmcache_redis import __version__
 from lmcache_redis.admin.inspect import Summary, summarise
 from lmcache_redis.admin.purge import Pace, Removal, Selection, choose, remove
 from lmcache_redis.admin.server import Server, open_server
 from lmcache_redis.resp import RedisOptions
+from tests.cli.test_admin import one_sentence, run
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.servers import RedisServer
 
@@ -62,3 +65,36 @@ def test_beside_an_agent(own_server: RedisServer, agent: AgentServer) -> None:
             assert engine.lookup("r4", hashes) == TOKENS
             (group,) = held(server).groups
             assert (group.chunks, group.incomplete, group.damaged) == (CHUNKS, 0, 0)
+
+
+def test_doctor_beside_an_agent(tmp_path: Path, own_server: RedisServer) -> None:
+    words = ["doctor", "--no-bandwidth", "--json", "--redis-url", own_server.unix_url]
+    with (
+        AgentServer(tmp_path / "agent", own_server.unix_url) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        engine.store("s", block_hashes("prompt", 8), range(8))
+        agent.wait_idle()
+        done = run(*words, "--endpoint", agent.endpoint)
+        found = json.loads(done.stdout)
+        assert found["node"]["agent"]["pid"] == agent.pid
+        here = {f["topic"]: f for f in found["findings"] if f["where"] == "this node"}
+        assert here["Redis"]["severity"] == here["engines"]["severity"] == "ok"
+        assert here["versions"]["seen"] == f"agent and package {__version__}"
+        assert here["namespaces"]["severity"] == "ok"
+        # Another agent of other sizes on the same Redis.
+        other = {"slot_bytes": 32 << 10, "chunk_size_tokens": 32}
+        with (
+            AgentServer(tmp_path / "other", own_server.unix_url, **other) as second,
+            Engine(second.endpoint) as its_engine,
+        ):
+            its_engine.store("s", block_hashes("prompt", 8), range(8))
+            second.wait_idle()
+            done = run(*words, "--endpoint", agent.endpoint)
+        assert done.returncode == 1
+        topics = {f["topic"] for f in json.loads(done.stdout)["findings"] if f["severity"] != "ok"}
+        assert {"slot size", "chunk sizes"} <= topics
+    # Without an agent only the server is checked, unless it was named.
+    text = run(*[word for word in words if word != "--json"]).stdout
+    assert "this node" not in text
+    assert "no agent answers at" in one_sentence(run(*words, "--endpoint", agent.endpoint), 1)

@@ -1,0 +1,173 @@
+"""What `doctor` finds on a node: rules, and the facts of real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_redis.admin.node import NodeFacts, Process, read_process
+from lmcache_redis.admin.node_rules import judge_node
+from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Severity
+from lmcache_redis.naming import opaque_pages
+from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, describe_header, stripe_payload_bytes
+from tests.harness import wait_until
+
+GIB = 1 << 30
+AGENT = Process(10, 1000, {"pid": "p", "ipc": "i", "time": "t"}, -1, 65536)
+ENGINE = replace(AGENT, pid=20)
+REPORT: Mapping[str, Any] = {
+    "version": "1.0",
+    "pid": 10,
+    "chunk_size_tokens": 256,
+    "redis": {"server": "cache:6379", "up": True, "reason": ""},
+    "pool": {"slots": 4096, "slot_bytes": 1 << 20},
+    "engines": [
+        {
+            "model": "org/model",
+            "pid": 20,
+            "ready": True,
+            "chunk_tokens": 256,
+            "groups": [{"part_bytes": 16 << 20}],
+        }
+    ],
+}
+WELL = NodeFacts(
+    report=REPORT,
+    version="1.0",
+    vllm_version="0.32.0",
+    has_gpu=True,
+    agent=AGENT,
+    engines=(ENGINE,),
+    shm_bytes=16 * GIB,
+    shm_free_bytes=8 * GIB,
+    clock_ahead_s=0.1,
+    stored=(),
+)
+
+
+def reported(**changed: Any) -> NodeFacts:
+    return replace(WELL, report={**deepcopy(dict(REPORT)), **changed})
+
+
+def engine(**changed: Any) -> NodeFacts:
+    return reported(engines=[{**REPORT["engines"][0], **changed}])
+
+
+def stored(*chunk_bytes: int, slot_bytes: int = 1 << 20) -> NodeFacts:
+    """Redis has a chunk of each size, cut for such slots."""
+    headers = []
+    for size in chunk_bytes:
+        metadata = opaque_pages(size).serialize()
+        frame = ChunkFrame(
+            bytes(32), bytes(32), size, stripe_payload_bytes(size, slot_bytes), metadata
+        )
+        header = bytearray(HEADER_BYTES)
+        frame.pack_header_into(header, 0, bytes(16), 0, 0)
+        headers.append(("org/model", describe_header(header)))
+    return replace(WELL, stored=tuple(headers))
+
+
+def test_a_node_as_it_should_be() -> None:
+    found = judge_node(WELL)
+    assert {finding.severity for finding in found} == {OK}
+    assert {finding.topic for finding in found} == {
+        "Redis", "versions", "vLLM", "clocks", "engines", "/dev/shm", "locked memory",
+        "open files", "namespaces", "chunk size",
+    }  # fmt: skip
+
+
+OTHER_IPC = replace(ENGINE, namespaces={**ENGINE.namespaces, "ipc": "x"})
+OTHER_PID = replace(ENGINE, namespaces={**ENGINE.namespaces, "pid": "x"})
+OTHER_TIME = replace(ENGINE, namespaces={**ENGINE.namespaces, "time": "x"})
+HIDDEN = replace(ENGINE, namespaces=dict.fromkeys(("pid", "ipc", "time")))
+
+
+@pytest.mark.parametrize(
+    ("facts", "severity", "topic", "seen"),
+    [
+        (
+            reported(redis={"server": "cache:6379", "up": False, "reason": "refused"}),
+            CRITICAL, "Redis", "the agent cannot use cache:6379: refused",
+        ),
+        (replace(WELL, version="1.1"), WARNING, "versions", "agent is 1.0, the package here 1.1"),
+        (replace(WELL, vllm_version="0.26.1"), CRITICAL, "vLLM", "0.26.1"),
+        (replace(WELL, clock_ahead_s=-61.0), HINT, "clocks", "61.0 s behind"),
+        (engine(ready=False), WARNING, "engines", "1 of 1 registered workers are not ready"),
+        (reported(engines=[]), HINT, "engines", "none is registered"),
+        (replace(WELL, shm_bytes=64 << 20), WARNING, "/dev/shm", "64 MiB"),
+        (replace(WELL, shm_free_bytes=1 << 20), WARNING, "/dev/shm", "1 MiB of 16 GiB are free"),
+        (replace(WELL, agent=None), HINT, "processes", "cannot be seen"),
+        (
+            replace(WELL, agent=replace(AGENT, locked_bytes=8 << 20)),
+            WARNING, "locked memory", "8 MiB",
+        ),
+        (replace(WELL, agent=replace(AGENT, open_files=256)), WARNING, "open files", "256"),
+        (replace(WELL, engines=(OTHER_IPC,)), CRITICAL, "namespaces", "20 is in another ipc"),
+        (replace(WELL, engines=(OTHER_PID,)), CRITICAL, "namespaces", "another pid namespace"),
+        (replace(WELL, engines=(OTHER_TIME,)), CRITICAL, "namespaces", "another time namespace"),
+        (replace(WELL, engines=(replace(ENGINE, uid=1001),)), CRITICAL, "users", "as user 1001"),
+        (
+            engine(chunk_tokens=288), HINT, "chunk size",
+            "288 tokens for org/model, --chunk-size-tokens is 256",
+        ),
+        (engine(groups=[{"part_bytes": (1 << 20) + 4096}]), HINT, "slots", "to 50 %"),
+        (
+            stored(4 << 20, slot_bytes=512 << 10),
+            WARNING, "slot size", "chunks of org/model that were cut for another --slot-bytes",
+        ),
+        (
+            stored(4 << 20, 1 << 20),
+            HINT, "chunk sizes", "several sizes: 1 MiB, 4 MiB",
+        ),
+    ],
+)  # fmt: skip
+def test_findings(facts: NodeFacts, severity: Severity, topic: str, seen: str) -> None:
+    first, *others = judge_node(facts)
+    assert (first.severity, first.topic) == (severity, topic)
+    assert seen in first.seen
+    assert first.why
+    assert first.change
+    assert {finding.severity for finding in others} <= {OK}
+
+
+def test_what_is_fine() -> None:
+    for facts in (
+        replace(WELL, engines=(HIDDEN,)),
+        replace(WELL, agent=replace(AGENT, uid=0)),
+        replace(WELL, has_gpu=False, agent=replace(AGENT, locked_bytes=0)),
+        replace(WELL, clock_ahead_s=None, vllm_version=None),
+        stored(4 << 20),
+    ):
+        assert {finding.severity for finding in judge_node(facts)} == {OK}
+
+
+@pytest.mark.servers
+def test_processes_are_read() -> None:
+    ours = read_process(os.getpid())
+    assert ours is not None
+    assert ours.uid == os.getuid()
+    assert ours.namespaces["ipc"] == os.readlink("/proc/self/ns/ipc")
+    assert ours.open_files
+    with subprocess.Popen(["unshare", "--ipc", "sleep", "60"]) as apart:
+        try:
+            command = Path(f"/proc/{apart.pid}/cmdline")
+            wait_until(
+                lambda: apart.poll() is not None or command.read_bytes().startswith(b"sleep"),
+                what="a process in its own namespace",
+            )
+            if apart.poll() is not None:
+                pytest.skip("this user cannot make namespaces")
+            other = read_process(apart.pid)
+        finally:
+            apart.kill()
+    assert other is not None
+    assert other.namespaces["ipc"] != ours.namespaces["ipc"]
+    assert other.namespaces["pid"] == ours.namespaces["pid"]
+    assert read_process(apart.pid) is None
