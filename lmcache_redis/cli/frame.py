@@ -126,8 +126,11 @@ def _overview(change: _Change) -> RenderableType:
         f"{loads['waiting']} lookups wait for room",
     )
     redis = report["redis"]
-    state = "up" if redis["up"] else f"DOWN: {redis['reason']}"
-    grid.add_row("redis", Text(f"{redis['server']}: {state}", "" if redis["up"] else "bold red"))
+    if redis["up"]:
+        grid.add_row("redis", f"up: {redis['server']}")
+    else:
+        why = f"DOWN: {redis['reason']} ({redis['server']})"
+        grid.add_row("redis", Text(why, "bold red"))
     rates = [f"{name} {_load_rate(tier)}" for name, tier in loads["tiers"].items()]
     grid.add_row("loads", ", ".join(rates))
     ready = sum(engine["ready"] for engine in report["engines"])

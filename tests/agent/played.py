@@ -10,7 +10,7 @@ from typing import Any
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CopyThreads
-from lmcache_redis.agent.peers import Group, Registration
+from lmcache_redis.agent.peers import Group, Peers, Registration
 from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.agent.transfers import RetrieveJob, StoreJob
 from lmcache_redis.cache.cache import Cache
@@ -75,6 +75,7 @@ class Device:
 class Form:
     """A double of a ChunkForm whose chunks have their hashes as keys."""
 
+    model_name: str = "org/model"
     stripe_count: int = STRIPES_A_CHUNK
     stripe_payload_bytes: int = CHUNK_BYTES
     chunk_bytes: int = CHUNK_BYTES
@@ -112,7 +113,11 @@ class Played:
         self.sessions = Sessions(self.pool, timeout_s=60)
         self.session = self.sessions.open(("engine", "r"), time.monotonic())
         self.agent: Any = SimpleNamespace(
-            config=AgentConfig(), cache=self.cache, copies=self.copies, sessions=self.sessions
+            config=AgentConfig(),
+            cache=self.cache,
+            copies=self.copies,
+            sessions=self.sessions,
+            peers=Peers(),
         )
         self.answers: list[Any] = []
         form: Any = Form()

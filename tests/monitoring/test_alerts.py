@@ -88,8 +88,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Site]]:
             name: str, target: str, server: RedisServer | None = None, **options: int
         ) -> Site:
             if server is None:
-                (tmp_path / f"{name}-redis").mkdir()
-                server = stack.enter_context(RedisServer(tmp_path / f"{name}-redis"))
+                directory = tmp_path / f"{name}-r"
+                directory.mkdir()
+                server = stack.enter_context(RedisServer(directory, tcp=False))
             agent = AgentServer(tmp_path / name, server.unix_url, metrics=target, **options)
             stack.enter_context(agent)
             return Site(agent, stack.enter_context(Engine(agent.endpoint)), server)
@@ -107,7 +108,7 @@ def test_nothing_fires_while_all_is_well_and_every_alert_in_its_fault(
         for name, target, options in (
             ("writer", targets[0], {}),
             ("dead", targets[1], {}),
-            ("without-redis", targets[2], {}),
+            ("alone", targets[2], {}),
             ("full", targets[3], {}),
             ("pinned", targets[4], {"pool_bytes": 1 << 20}),
         )
