@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import shutil
@@ -12,13 +11,11 @@ import sys
 import zipfile
 from importlib.metadata import entry_points, version
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from lmcache_redis import __version__, backends, native
-from lmcache_redis.config import AgentConfig, ClientConfig, option_name, settings_table
+from lmcache_redis.config import settings_table
 
 PACKAGE = "lmcache_redis"
 ROOT = Path(__file__).parent.parent
@@ -129,60 +126,6 @@ def test_the_readme_has_the_settings() -> None:
         "the table of settings in README.md is not that of the code; print it with: "
         "python -c 'from lmcache_redis.config import settings_table; print(settings_table())'"
     )
-
-
-def compose() -> dict[str, Any]:
-    document = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    assert isinstance(document, dict)
-    return document
-
-
-def test_compose_joins_agent_and_engine() -> None:
-    services = compose()["services"]
-    assert set(services) == {"node", "redis", "agent", "vllm"}
-    assert services["node"]["ipc"] == "shareable"
-    for name in ("agent", "vllm"):
-        # CUDA IPC, shared memory and /proc/<pid> end at the borders of these namespaces.
-        assert services[name]["ipc"] == services[name]["pid"] == "service:node"
-        assert "endpoint:/run/lmcache-redis" in services[name]["volumes"]
-    for service in services.values():
-        assert set(service.get("depends_on", ())) <= set(services)
-
-
-def test_compose_runs_a_cache_that_evicts_and_saves_nothing() -> None:
-    command = compose()["services"]["redis"]["command"]
-    settings = dict(zip(command[1::2], command[2::2], strict=True))
-    assert command[0] == "redis-server"
-    assert settings["--maxmemory-policy"] == "allkeys-lru"
-    assert settings["--save"] == ""
-    assert "--maxmemory" in settings
-
-
-def test_compose_asks_for_settings_that_exist() -> None:
-    services = compose()["services"]
-    words = services["agent"]["command"]
-    assert words[0] == "agent"
-    known = {option_name(name) for name in AgentConfig.__dataclass_fields__}
-    assert set(words[1::2]) <= known
-    endpoint = words[words.index("--endpoint") + 1]
-
-    words = services["vllm"]["command"]
-    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
-    assert transfer["kv_connector"] == "LMCacheRedisConnector"
-    client = ClientConfig.from_extra_config(transfer["kv_connector_extra_config"])
-    assert client.endpoint == endpoint
-
-
-def test_the_dockerfile_ends_without_root() -> None:
-    text = (ROOT / "Dockerfile").read_text()
-    stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
-    built = {"agent", "vllm"}
-    for stage in stages:
-        name = stage.splitlines()[0].rpartition(" AS ")[2]
-        if name in built:
-            built.remove(name)
-            assert re.findall(r"^USER (\S+)", stage, flags=re.MULTILINE)[-1] == "lmcache"
-    assert not built, "docker-compose.yml builds these targets"
 
 
 def test_the_former_name_of_the_backends() -> None:
