@@ -267,6 +267,17 @@ def test_the_agent_takes_its_settings(
     assert pod["terminationGracePeriodSeconds"] > config.shutdown_deadline_s + 10
 
 
+def test_sidecars_need_no_privileged_namespace() -> None:
+    """The restricted standard: https://kubernetes.io/docs/concepts/security/pod-security-standards/"""
+    for pod in pods(chart.render(RELEASES["sidecars"])).values():
+        assert not {"hostPID", "hostIPC", "hostNetwork"} & set(pod)
+        for volume in pod["volumes"]:
+            assert set(volume) - {"name"} <= {"configMap", "emptyDir", "secret"}
+        for each in containers(pod).values():
+            assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert not any("hostPort" in port for port in each["ports"])
+
+
 def test_numbers_arrive_as_they_were_written(tmp_path: Path) -> None:
     settings = {"ttl-s": 10_000_000, "op-timeout-s": 0.5, "ttl-refresh": True, "slot-bytes": 8192}
     text = chart.render({"agent": {"settings": settings}})
