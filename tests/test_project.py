@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from importlib.metadata import entry_points, version
 from pathlib import Path
 
@@ -47,37 +46,6 @@ def test_no_script_names_a_registry() -> None:
     for path in [*SCRIPTS, ROOT / "Dockerfile"]:
         text = path.read_text()
         assert not re.search(r"https?://|--(extra-)?index-url|--find-links", text), path.name
-
-
-@pytest.mark.servers
-def test_the_wheel_has_the_product_alone(tmp_path: Path) -> None:
-    """No benchmark, test, peer, plot library or sink server comes with `pip install .`."""
-    source = tmp_path / "source"
-    ignored = shutil.ignore_patterns("__pycache__", "*.so")
-    shutil.copytree(ROOT / PACKAGE, source / PACKAGE, ignore=ignored)
-    shutil.copytree(ROOT / "benchmarks", source / "benchmarks", ignore=ignored)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    words = ["wheel", source, "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", tmp_path]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *words], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(path) as wheel:
-        names = wheel.namelist()
-        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        required = re.findall(r"^Requires-Dist: (.*)$", wheel.read(metadata).decode(), re.MULTILINE)
-    assert {name.split("/")[0].split("-")[0] for name in names} == {PACKAGE}
-    assert sorted(name for name in names if name.startswith(f"{PACKAGE}/bench/")) == [
-        f"{PACKAGE}/bench/{name}.py" for name in ("__init__", "client", "run", "values")
-    ]
-    always = {re.split(r"[<>=;, ]", each)[0] for each in required if "extra ==" not in each}
-    assert always == {
-        *("hiredis", "msgspec", "numpy", "prometheus-client", "pyzmq", "redis", "rich"),
-        *("typer", "xxhash"),
-    }
-    assert "glide" not in " ".join(required)
 
 
 def test_the_entry_points_lead_somewhere() -> None:
