@@ -1,8 +1,8 @@
 # syntax=docker/dockerfile:1.7
 #
 # Two images from one wheel:
-#   docker build --target agent -t lmcache-redis-agent:0.1.0 .
-#   docker build --target vllm  -t lmcache-redis-vllm:0.1.0 .
+#   docker build --target agent -t lmcache-redis-agent:VERSION .
+#   docker build --target vllm  -t lmcache-redis-vllm:VERSION  .
 # docker-compose.yml and the chart in deploy/helm run them.
 
 ARG PYTHON_TAG=3.12.12-slim-bookworm
