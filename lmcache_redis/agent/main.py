@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PROBE_S = 1.5
 _STOP_GRACE_S = 10.0
+# For answers not sent yet when the agent ends. A peer that does not read delays the end so long.
+_LAST_ANSWERS_MS = 100
 
 
 def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = None) -> int:
@@ -47,7 +49,7 @@ def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = Non
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.term)
         router = bind_router(context, config.endpoint)
-        stack.callback(router.close, 0)
+        stack.callback(router.close, _LAST_ANSWERS_MS)
         url = config.redis_url
         if not url:
             url = stack.enter_context(EmbeddedRedis(config.embedded_memory_bytes)).url
