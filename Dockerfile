@@ -1,34 +1,44 @@
-# syntax=docker/dockerfile:1
+# syntax=docker/dockerfile:1.7
 #
 # Two images from one wheel:
-#   docker build --target agent -t lmcache-redis-agent .
-#   docker build --target vllm  -t lmcache-redis-vllm .
-# docker-compose.yml builds and joins them.
+#   docker build --target agent -t lmcache-redis-agent:VERSION .
+#   docker build --target vllm  -t lmcache-redis-vllm:VERSION  .
+# docker-compose.yml and the chart in deploy/helm run them.
 
-ARG PYTHON_TAG=3.12-slim
-ARG VLLM_TAG=latest
+ARG PYTHON_TAG=3.12.12-slim-bookworm
+ARG VLLM_TAG=v0.32.0
 
 FROM python:${PYTHON_TAG} AS wheel
 # For the native extension; one wheel serves every Python from 3.11 on.
+# Debian's security updates replace versions: they are not pinned.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY pyproject.toml setup.py LICENSE *.md ./
 COPY lmcache_redis lmcache_redis
-RUN pip wheel --no-deps --no-cache-dir --wheel-dir /dist .
+RUN pip wheel --no-deps --no-cache-dir --wheel-dir /dist . \
+    # It is optional for those who have no compiler. Here it is not.
+    && python -c "import glob, zipfile; names = zipfile.ZipFile(*glob.glob('/dist/*.whl')).namelist(); \
+assert {'lmcache_redis/native/_moves.abi3.so', 'lmcache_redis/native/_guard.abi3.so'} <= {*names}, names"
 
 
 FROM python:${PYTHON_TAG} AS agent
 # torch opens and copies the KV of GPU engines. An agent for CPU engines does not import it, and the
-# image is far smaller without it: --build-arg EXTRAS=
+# image is far smaller without it, and has no compiler: --build-arg EXTRAS=
 ARG EXTRAS=[torch]
-# Triton builds the copy kernels of GPU engines with a C compiler when the first engine registers.
+# Triton compiles its binding to the driver of the GPU (one C file) when the first engine registers.
+# It looks it up by its own version, its options and the directory of libcuda, which only the running
+# container has, so it cannot be compiled here. Without a compiler torch copies the pages, slower.
+# hadolint ignore=DL3008
 RUN if [ -n "${EXTRAS}" ]; then \
         apt-get update \
         && apt-get install --yes --no-install-recommends gcc libc6-dev \
         && rm -rf /var/lib/apt/lists/*; \
     fi
+# The wheel was built from this checkout; its requirements have bounds.
+# hadolint ignore=DL3013
 RUN --mount=from=wheel,source=/dist,target=/dist \
     for wheel in /dist/*.whl; do pip install --no-cache-dir "${wheel}${EXTRAS}"; done
 # One uid in both images: only its owner can enter the endpoint's directory, and only the same user
@@ -36,8 +46,11 @@ RUN --mount=from=wheel,source=/dist,target=/dist \
 # mounted on it takes over its owner and mode.
 RUN useradd --uid 10001 --create-home lmcache \
     && install -d -o lmcache -g lmcache -m 0700 /run/lmcache-redis
-USER lmcache
+# By number: Kubernetes' runAsNonRoot does not look up names.
+USER 10001:10001
 VOLUME /run/lmcache-redis
+# With --metrics 0.0.0.0:9464.
+EXPOSE 9464
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10s \
     CMD ["lmcache-redis", "ping", "--endpoint", "ipc:///run/lmcache-redis/agent.sock"]
 ENTRYPOINT ["lmcache-redis"]
@@ -51,6 +64,10 @@ RUN --mount=from=wheel,source=/dist,target=/dist \
 RUN useradd --uid 10001 --create-home lmcache \
     && install -d -o lmcache -g lmcache -m 0700 /run/lmcache-redis \
     && install -d -o lmcache -g lmcache /home/lmcache/.cache/huggingface
-USER lmcache
+USER 10001:10001
 ENV HOME=/home/lmcache
+EXPOSE 8000
+# It loads the model first.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30m \
+    CMD ["python3", "-c", "import http.client as h; c = h.HTTPConnection('127.0.0.1', 8000, timeout=4); c.request('GET', '/health'); exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["vllm", "serve"]

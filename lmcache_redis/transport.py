@@ -27,7 +27,7 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.S
     """A ROUTER bound to ``endpoint``. Raises ``ConfigError`` if it cannot be bound."""
     _clear_stale_socket(endpoint_path(endpoint), endpoint)
     router = context.socket(zmq.ROUTER)
-    # A closing agent does not wait for peers to read.
+    # Unless it is closed with a time, it does not wait for peers to read.
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.SNDHWM, _OUTBOX)
     router.setsockopt(zmq.RCVHWM, _INBOX)

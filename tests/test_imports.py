@@ -25,7 +25,7 @@ LAYERS = (
     {"naming"},
     {"stripe"},
     {"keys", "protocol", "lm_wire"},
-    {"dtypes", "config", "errors", "metrics", "processes", "native"},
+    {"dtypes", "config", "errors", "metrics", "processes", "native", "systemd"},
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any, get_args
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -153,3 +156,25 @@ def test_changed_messages_raise_only_wire_errors(message: m.Message, data: st.Da
         codec.decode_question([m.PREAMBLE, bytes(body)])
     except WireError:
         return
+
+
+# Of the names, types and bounds of every message. Both sides refuse what they do not know, so any
+# change of them is another version of the protocol.
+SCHEMAS = {3: "e779419e053da8f4"}
+
+
+def test_a_change_of_a_message_changes_the_version() -> None:
+    def without_words(schema: Any) -> Any:
+        if isinstance(schema, (list, tuple)):
+            return [without_words(each) for each in schema]
+        if not isinstance(schema, dict):
+            return schema
+        return {name: without_words(s) for name, s in schema.items() if name != "description"}
+
+    kinds = [*get_args(m.Question), *get_args(m.Answer)]
+    schemas = without_words(msgspec.json.schema_components(kinds))
+    digest = hashlib.sha256(msgspec.json.encode(schemas, order="sorted")).hexdigest()[:16]
+    assert SCHEMAS.get(m.PROTOCOL_VERSION) == digest, (
+        "messages have changed: raise PROTOCOL_VERSION, and add its digest here; "
+        "docs/operations.md says what an upgrade then means"
+    )

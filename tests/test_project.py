@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from importlib.metadata import entry_points, version
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from lmcache_redis import __version__, backends, native
-from lmcache_redis.config import AgentConfig, ClientConfig, option_name, settings_table
+from lmcache_redis.config import settings_table
 
 PACKAGE = "lmcache_redis"
 ROOT = Path(__file__).parent.parent
@@ -50,37 +46,6 @@ def test_no_script_names_a_registry() -> None:
     for path in [*SCRIPTS, ROOT / "Dockerfile"]:
         text = path.read_text()
         assert not re.search(r"https?://|--(extra-)?index-url|--find-links", text), path.name
-
-
-@pytest.mark.servers
-def test_the_wheel_has_the_product_alone(tmp_path: Path) -> None:
-    """No benchmark, test, peer, plot library or sink server comes with `pip install .`."""
-    source = tmp_path / "source"
-    ignored = shutil.ignore_patterns("__pycache__", "*.so")
-    shutil.copytree(ROOT / PACKAGE, source / PACKAGE, ignore=ignored)
-    shutil.copytree(ROOT / "benchmarks", source / "benchmarks", ignore=ignored)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    words = ["wheel", source, "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", tmp_path]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *words], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(path) as wheel:
-        names = wheel.namelist()
-        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        required = re.findall(r"^Requires-Dist: (.*)$", wheel.read(metadata).decode(), re.MULTILINE)
-    assert {name.split("/")[0].split("-")[0] for name in names} == {PACKAGE}
-    assert sorted(name for name in names if name.startswith(f"{PACKAGE}/bench/")) == [
-        f"{PACKAGE}/bench/{name}.py" for name in ("__init__", "client", "run", "values")
-    ]
-    always = {re.split(r"[<>=;, ]", each)[0] for each in required if "extra ==" not in each}
-    assert always == {
-        *("hiredis", "msgspec", "numpy", "prometheus-client", "pyzmq", "redis", "rich"),
-        *("typer", "xxhash"),
-    }
-    assert "glide" not in " ".join(required)
 
 
 def test_the_entry_points_lead_somewhere() -> None:
@@ -129,60 +94,6 @@ def test_the_readme_has_the_settings() -> None:
         "the table of settings in README.md is not that of the code; print it with: "
         "python -c 'from lmcache_redis.config import settings_table; print(settings_table())'"
     )
-
-
-def compose() -> dict[str, Any]:
-    document = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    assert isinstance(document, dict)
-    return document
-
-
-def test_compose_joins_agent_and_engine() -> None:
-    services = compose()["services"]
-    assert set(services) == {"node", "redis", "agent", "vllm"}
-    assert services["node"]["ipc"] == "shareable"
-    for name in ("agent", "vllm"):
-        # CUDA IPC, shared memory and /proc/<pid> end at the borders of these namespaces.
-        assert services[name]["ipc"] == services[name]["pid"] == "service:node"
-        assert "endpoint:/run/lmcache-redis" in services[name]["volumes"]
-    for service in services.values():
-        assert set(service.get("depends_on", ())) <= set(services)
-
-
-def test_compose_runs_a_cache_that_evicts_and_saves_nothing() -> None:
-    command = compose()["services"]["redis"]["command"]
-    settings = dict(zip(command[1::2], command[2::2], strict=True))
-    assert command[0] == "redis-server"
-    assert settings["--maxmemory-policy"] == "allkeys-lru"
-    assert settings["--save"] == ""
-    assert "--maxmemory" in settings
-
-
-def test_compose_asks_for_settings_that_exist() -> None:
-    services = compose()["services"]
-    words = services["agent"]["command"]
-    assert words[0] == "agent"
-    known = {option_name(name) for name in AgentConfig.__dataclass_fields__}
-    assert set(words[1::2]) <= known
-    endpoint = words[words.index("--endpoint") + 1]
-
-    words = services["vllm"]["command"]
-    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
-    assert transfer["kv_connector"] == "LMCacheRedisConnector"
-    client = ClientConfig.from_extra_config(transfer["kv_connector_extra_config"])
-    assert client.endpoint == endpoint
-
-
-def test_the_dockerfile_ends_without_root() -> None:
-    text = (ROOT / "Dockerfile").read_text()
-    stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
-    built = {"agent", "vllm"}
-    for stage in stages:
-        name = stage.splitlines()[0].rpartition(" AS ")[2]
-        if name in built:
-            built.remove(name)
-            assert re.findall(r"^USER (\S+)", stage, flags=re.MULTILINE)[-1] == "lmcache"
-    assert not built, "docker-compose.yml builds these targets"
 
 
 def test_the_former_name_of_the_backends() -> None:

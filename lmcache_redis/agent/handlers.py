@@ -27,9 +27,13 @@ _JOIN_POLL_S = 0.01
 
 
 class Handlers:
-    """Validates questions and answers them, or starts jobs that do. Owned by the loop thread."""
+    """Validates questions and answers them, or starts jobs that do. Owned by the loop thread.
+
+    is_stopping: lookups are misses and stores are dropped.
+    """
 
     def __init__(self, agent: Agent) -> None:
+        self.is_stopping = False
         self._agent = agent
         self._cache = agent.cache
         self._sessions = agent.sessions
@@ -95,7 +99,7 @@ class Handlers:
         remote = self._names(peer, question.remote)
         peer.elsewhere = frozenset(each.worker_id for each in question.remote)
         peer.computing.token_s = question.token_s
-        if not hashes:
+        if not hashes or self.is_stopping:
             reply(m.LookupResult(0, 0))
             return
         deadline_s = time.monotonic() + self._agent.config.lookup_deadline_s
@@ -185,6 +189,10 @@ class Handlers:
             raise DeviceError("no KV cache is registered on this connection")
         hashes = self._hashes(peer, question.chunks)
         _check_blocks(registration, hashes, question)
+        if self.is_stopping and isinstance(question, m.Store):
+            self._metrics.count("drop_shutdown", len(hashes))
+            reply(m.StoreResult(0, 0, 0, len(hashes)))
+            return
         session = self._session(peer, question.request_id, for_lookup=False)
         kind = StoreJob if isinstance(question, m.Store) else RetrieveJob
         kind(self._agent, session, registration, hashes, question, reply).start()

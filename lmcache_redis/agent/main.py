@@ -8,38 +8,48 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import zmq
 
 from lmcache_redis import __version__
 from lmcache_redis.agent.embedded import EmbeddedRedis
 from lmcache_redis.agent.parts import Agent
+from lmcache_redis.agent.reloading import Reloading
 from lmcache_redis.agent.service import Service
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.config import AgentConfig, endpoint_path, ensure_private, parse_address
 from lmcache_redis.errors import ConfigError, DeviceError
 from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
+from lmcache_redis.systemd import ServiceManager
 from lmcache_redis.transport import bind_router
 
 logger = logging.getLogger(__name__)
 
 _FIRST_PROBE_S = 1.5
+_STOP_GRACE_S = 10.0
+# For answers not sent yet when the agent ends. A peer that does not read delays the end so long.
+_LAST_ANSWERS_MS = 100
 
 
-def run_agent(config: AgentConfig) -> int:
+def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = None) -> int:
     """Runs an agent until SIGTERM or SIGINT; returns the exit status.
+
+    again: the settings as they are at SIGHUP; raises ``ConfigError``. Without it, SIGHUP ends the
+    process as usual: the terminal is closed.
 
     Raises ``ConfigError`` if a setting has to change: the endpoint is in use, the URL is invalid,
     or the embedded Redis cannot be started.
     """
     started_s = time.monotonic()
+    manager = ServiceManager()
     with contextlib.ExitStack() as stack:
         ensure_private(endpoint_path(config.endpoint).parent)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.term)
         router = bind_router(context, config.endpoint)
-        stack.callback(router.close, 0)
+        stack.callback(router.close, _LAST_ANSWERS_MS)
         url = config.redis_url
         if not url:
             url = stack.enter_context(EmbeddedRedis(config.embedded_memory_bytes)).url
@@ -51,14 +61,20 @@ def run_agent(config: AgentConfig) -> int:
         stack.callback(agent.cache.close, 0.0)
         service = Service(agent, router)
         _stop_on_signals(service)
+        status = f"serving {config.endpoint}"
+        if again is not None:
+            _reload_on_signal(agent, Reloading(agent, service, again), manager, status)
         gc.freeze()  # what exists now lives as long as the agent: the collector skips it
         if config.metrics is not None:
             stack.enter_context(_exporter(config.metrics, agent))
         _log_ready(config, plane, started_s)
         _prefault(stack, arena)
+        agent.loop.post(lambda: manager.ready(status))
+        _feed_watchdog(agent, manager)
         try:
-            service.run()
+            service.serve()
         finally:
+            manager.stopping(service.shutdown_deadline_s + _STOP_GRACE_S)
             _stop(service, agent)
     return 0
 
@@ -132,6 +148,33 @@ def _stop_on_signals(service: Service) -> None:
         signal.signal(signal.SIGINT, stop)
 
 
+def _reload_on_signal(
+    agent: Agent, reloading: Reloading, manager: ServiceManager, status: str
+) -> None:
+    def reload() -> None:
+        manager.reloading()
+        try:
+            reloading.reload()
+        finally:
+            manager.ready(status)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, lambda signum, frame: agent.loop.post(reload))
+
+
+def _feed_watchdog(agent: Agent, manager: ServiceManager) -> None:
+    """On the loop: a loop that does not turn is what the watchdog is for."""
+    if manager.watchdog_s is None:
+        return
+    pause_s = manager.watchdog_s / 3
+
+    def feed() -> None:
+        manager.alive()
+        agent.loop.after(pause_s, feed)
+
+    agent.loop.post(feed)
+
+
 def _log_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None:
     where = plane.where if config.redis_url else "an embedded Redis"
     state = plane.wait_probed(_FIRST_PROBE_S)
@@ -145,10 +188,9 @@ def _log_ready(config: AgentConfig, plane: RedisPlane, started_s: float) -> None
 
 
 def _stop(service: Service, agent: Agent) -> None:
-    shutdown_s = agent.config.shutdown_deadline_s
-    deadline_s = time.monotonic() + shutdown_s
-    logger.info("stopping: writes have %.1f s to finish", shutdown_s)
-    service.drain(deadline_s)
+    shutdown_s = service.shutdown_deadline_s
+    logger.info("stopping: loads and writes have %.1f s to finish", shutdown_s)
+    deadline_s = service.drain(time.monotonic() + shutdown_s)
     copied = agent.copies.close(max(0.1, deadline_s - time.monotonic()))
     agent.cache.close(max(0.1, deadline_s - time.monotonic()))
     agent.loop.run_posted()

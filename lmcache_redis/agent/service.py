@@ -2,6 +2,12 @@
 
 It polls the ROUTER and a wake-up that other threads set when a copy or a tier's job has ended, runs
 timers and sends answers. ``handlers`` decides what to do with each question.
+
+    serving ──stop──▶ draining ──nothing is under way, or the deadline, or a second stop──▶ ended
+
+While it drains, lookups are misses, stores are dropped and nobody is welcomed. Lookups, retrieves
+and stores that were under way end, hits that engines were just told of are loaded into their
+blocks, and queued chunks are written.
 """
 
 from __future__ import annotations
@@ -32,12 +38,17 @@ logger = logging.getLogger(__name__)
 _HOUSEKEEPING_S = 0.5
 _MESSAGES_PER_ROUND = 64
 _SUMMARY_S = 60.0
+# While it drains: how long an engine has to ask for the chunks of a hit, and the longest wait.
+_HIT_GRACE_S = 1.0
+_DRAIN_POLL_S = 0.01
 
 
 class Service:
-    """Serves one bound ROUTER until ``stop``."""
+    """Serves one bound ROUTER until ``stop``. The two settings may change at any time."""
 
     def __init__(self, agent: Agent, router: zmq.Socket[bytes]) -> None:
+        self.heartbeat_timeout_s = agent.config.heartbeat_timeout_s
+        self.shutdown_deadline_s = agent.config.shutdown_deadline_s
         self._config = agent.config
         self._wakeup = agent.wakeup
         self._loop = agent.loop
@@ -46,48 +57,71 @@ class Service:
         self._metrics = agent.cache.metrics
         self._peers = agent.peers
         self._router = router
+        self._poller = zmq.Poller()
+        self._poller.register(router, zmq.POLLIN)
+        self._poller.register(self._wakeup.fd, zmq.POLLIN)
         self._handlers = Handlers(agent)
         self._agent_id = uuid.uuid4().hex
         self._start_time = process_start_time(os.getpid()) or 0
         self._stopping = False
+        self._hurried = False
         self._summarised = agent.cache.metrics.snapshot()
         self._loop.after(_HOUSEKEEPING_S, self._housekeeping)
         self._loop.after(_SUMMARY_S, self._summarise)
 
     def stop(self) -> None:
-        """Ends ``run``, from any thread or a signal handler."""
+        """Ends `serve`, and if called again `drain`. From any thread or a signal handler."""
+        self._hurried = self._stopping
         self._stopping = True
         self._wakeup.set()
 
-    def run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._wakeup.fd, zmq.POLLIN)
+    def serve(self) -> None:
+        """Serves until `stop`."""
         while not self._stopping:
-            timeout_s = self._loop.run_due()
-            ready = dict(poller.poll(math.ceil(timeout_s * 1000)))
-            if self._wakeup.fd in ready:
-                self._wakeup.clear()  # before run_posted: later posts wake the next poll
-            self._loop.run_posted()
-            if self._router in ready:
-                self._receive()
+            self._turn(math.inf)
 
-    def drain(self, deadline_s: float) -> None:
-        """Forgets all peers, then waits for writes until ``deadline_s`` (`time.monotonic()`)."""
+    def drain(self, deadline_s: float) -> float:
+        """Ends what is under way, until ``deadline_s`` (`time.monotonic()`); forgets all peers.
+
+        Returns the deadline of what else the agent waits for: now, after a second `stop`.
+        """
+        self._handlers.is_stopping = True
+        hits_until_s = (now_s := time.monotonic()) + _HIT_GRACE_S
+        while now_s < deadline_s and not self._hurried:
+            self._cache.begin_writes()  # including chunks gathered meanwhile
+            if any(session.cancel_lookup for session in self._sessions):
+                hits_until_s = now_s + _HIT_GRACE_S
+            if not self._is_busy(now_s < hits_until_s):
+                break
+            self._turn(_DRAIN_POLL_S)
+            now_s = time.monotonic()
         for peer in self._peers:
             self._handlers.forget(peer, "the agent stops")
         for session in self._sessions:
             self._sessions.end(session)
-        while time.monotonic() < deadline_s and self._cache.backlog:
-            self._loop.run_posted()
-            self._loop.run_due()
-            self._cache.begin_writes()  # including chunks gathered meanwhile
-            time.sleep(0.005)
         if self._cache.backlog:
             logger.warning(
                 "%d chunks were not written before the agent stopped", self._cache.backlog
             )
         self._log_summary()
+        return time.monotonic() if self._hurried else deadline_s
+
+    def _turn(self, most_s: float) -> None:
+        """Waits for what comes next, for at most ``most_s``, and handles it."""
+        timeout_s = min(self._loop.run_due(), most_s)
+        ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
+        if self._wakeup.fd in ready:
+            self._wakeup.clear()  # before run_posted: later posts wake the next poll
+        self._loop.run_posted()
+        if self._router in ready:
+            self._receive()
+
+    def _is_busy(self, with_hits: bool) -> bool:
+        """Whether anything is under way that an engine waits for, or that Redis shall have."""
+        return self._cache.backlog > 0 or any(
+            session.busy or session.cancel_lookup or (with_hits and session.pinned_chunks)
+            for session in self._sessions
+        )
 
     def _receive(self) -> None:
         for _ in range(_MESSAGES_PER_ROUND):
@@ -109,6 +143,8 @@ class Service:
             return
         reply = partial(self._reply, identity, question.call_id)
         if isinstance(question, m.Hello):
+            if self._handlers.is_stopping:
+                return  # it is repeated, and the next agent answers it
             self._welcome(identity, question, reply)
             return
         peer = self._peers.get(identity)
@@ -183,7 +219,7 @@ class Service:
             if peer.process_gone():
                 self._handlers.forget(peer, "its process has ended")
                 self._metrics.count("heartbeat_losses")
-            elif now - peer.last_heard_s > self._config.heartbeat_timeout_s:
+            elif now - peer.last_heard_s > self.heartbeat_timeout_s:
                 silent_s = now - peer.last_heard_s
                 self._handlers.forget(peer, f"it has been silent for {silent_s:.0f} s")
                 self._metrics.count("heartbeat_losses")

@@ -103,7 +103,7 @@ class Sessions:
 
     def __init__(self, pool: HostPool, timeout_s: float) -> None:
         self._pool = pool
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._sessions: dict[SessionKey, Session] = {}
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class Sessions:
             session = self._sessions[key] = Session(key, self._pool)
             session.ended = not for_lookup
         session.ended = session.ended and not for_lookup
-        session.expires_s = now_s + self._timeout_s
+        session.expires_s = now_s + self.timeout_s
         return session
 
     def end(self, session: Session) -> None:

@@ -78,12 +78,14 @@ class Warming:
         """Whether a load of so many bytes must not begin now."""
         cache = self.agent.cache
         loading = sum(rate.in_flight_bytes for rate in cache.rates)
-        most_queued = self.agent.config.write_queue_limit_bytes * _DISK_QUEUE_SHARE
-        for_disk = [queue.queued_bytes + self.in_flight_bytes for queue in cache.queues[:-1]]
+        disk_is_behind = any(
+            queue.queued_bytes + self.in_flight_bytes > queue.limit_bytes * _DISK_QUEUE_SHARE
+            for queue in cache.queues[:-1]
+        )
         return (
             loading > self.in_flight_bytes  # lookups load
             or len(cache.line) > 0
-            or any(queued > most_queued for queued in for_disk)
+            or disk_is_behind
             or (self.in_flight_bytes > 0 and self.in_flight_bytes + nbytes > _WINDOW_BYTES)
         )
 

@@ -62,7 +62,8 @@ class Backing:
 class WriteBehind:
     """The queue from the host pool to tier number ``index``. Owned by the owner's thread.
 
-    loads: those from the tier, which its writes give way to.
+    loads: those from the tier, which its writes give way to. limit_bytes: may change; what is
+    queued beyond a smaller one is still written.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class WriteBehind:
         loads: TransferRate,
     ) -> None:
         self.queued_bytes = 0
+        self.limit_bytes = backing.write_limit_bytes
         self._backing = backing
         self._tier = backing.tier
         self._counters = backing.counters
@@ -340,7 +342,7 @@ class WriteBehind:
         if not self._tier.state.up:
             self._metrics.count(self._counters.drops[WriteOutcome.UNAVAILABLE])
             return False
-        lacking = self.queued_bytes + nbytes - self._backing.write_limit_bytes
+        lacking = self.queued_bytes + nbytes - self.limit_bytes
         if lacking <= 0:
             return True
         later: list[Entry] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -47,12 +48,15 @@ def agent(**options: object) -> None:
       lmcache-redis agent
 
       lmcache-redis agent --redis-url redis://cache.example:6379 --pool-bytes 16GiB
+
+      lmcache-redis agent --config /etc/lmcache-redis/agent.conf
     """
     config = config_from(AgentConfig, options)
     _log_to_stderr(config.log_level)
     from lmcache_redis.agent.main import run_agent
 
-    raise typer.Exit(run_agent(config))
+    again = partial(config_from, AgentConfig, options) if options["config"] is not None else None
+    raise typer.Exit(run_agent(config, again))
 
 
 @app.command()

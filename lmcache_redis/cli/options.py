@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from lmcache_redis.cli.settings_file import read_settings
 from lmcache_redis.cli.starting import URL_VARIABLE
 from lmcache_redis.config import AgentConfig, option_name, parse_size, shown_default
 from lmcache_redis.errors import ConfigError
@@ -22,6 +23,8 @@ _ENVIRONMENT = {"redis_url": URL_VARIABLE}
 _TYPES = {"int": int, "float": float, "bool": bool}
 _Config = TypeVar("_Config")
 _Command = Callable[..., None]
+
+_CONFIG_FILE = "config"  # the option that is no setting
 
 # Options of the commands that use a server or an agent.
 RedisUrl = Annotated[
@@ -54,6 +57,22 @@ def takes_options_of(config: type[Any]) -> Callable[[_Command], _Command]:
             for setting in dataclasses.fields(config)
             if not setting.metadata["environment_only"]
         ]
+        parameters.append(
+            inspect.Parameter(
+                _CONFIG_FILE,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[
+                    str | None,
+                    typer.Option(
+                        option_name(_CONFIG_FILE),
+                        metavar="FILE",
+                        help="File with settings, one NAME = VALUE a line, named as these options. "
+                        "Options and the environment take precedence.",
+                    ),
+                ],
+            )
+        )
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command
@@ -78,9 +97,15 @@ def _parameter(setting: dataclasses.Field[Any]) -> inspect.Parameter:
 
 
 def config_from(config: type[_Config], options: Mapping[str, Any]) -> _Config:
-    """The config made from the options and the environment. Raises ``ConfigError``."""
+    """The config made from the options, the environment and the file that `--config` names.
+
+    Reads the file each time. Raises ``ConfigError``.
+    """
     given = {name: value for name, value in options.items() if value is not None}
     settings: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(config)  # type: ignore[arg-type]
+    if (path := given.pop(_CONFIG_FILE, None)) is not None:
+        named = {s.name: s for s in settings if not s.metadata["environment_only"]}
+        given = read_settings(path, named) | given
     for setting in settings:
         variable = setting.metadata["environment_only"]
         if variable and (secret := _secret(variable)):

@@ -73,7 +73,7 @@ COUNTERS: Final = MappingProxyType(
         "drop_redis_full": "chunks not written because Redis was at its memory limit",
         "drop_lease": "chunks not stored because their blocks were read too late",
         "drop_device_error": "chunks not stored because an engine's blocks could not be read",
-        "drop_shutdown": "chunks not written because the agent was shut down",
+        "drop_shutdown": "chunks not stored because the agent was shut down",
         # host pool and connections
         "evictions": "chunks evicted from the host pool to make room",
         "clears": "CLEAR requests carried out in the host pool",

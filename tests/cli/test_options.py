@@ -28,7 +28,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[AgentConfig]:
     """Configs of agents that were started, in name only."""
     configs: list[AgentConfig] = []
 
-    def run_agent(config: AgentConfig) -> int:
+    def run_agent(config: AgentConfig, again: object) -> int:
         configs.append(config)
         return 0
 

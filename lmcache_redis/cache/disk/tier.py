@@ -113,6 +113,11 @@ class DiskTier:
     def limit_bytes(self) -> int:
         return self.store.index.limit_bytes
 
+    @limit_bytes.setter
+    def limit_bytes(self, limit_bytes: int) -> None:
+        """The next write evicts what is beyond a smaller one."""
+        self.store.index.limit_bytes = limit_bytes
+
     @property
     def used_bytes(self) -> int:
         """What the files take, including those being written or removed."""

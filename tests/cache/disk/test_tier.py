@@ -196,6 +196,20 @@ def test_a_chunk_over_the_limit_is_answered(directory: Path) -> None:
     assert tier.close(10)
 
 
+def test_a_limit_that_is_lowered_holds_from_the_next_write_on(
+    tier: DiskTier, directory: Path
+) -> None:
+    stored(tier, 1, 2, 3, 4)
+    each_bytes = tier.used_bytes // 4
+    tier.limit_bytes = 2 * each_bytes
+    stored(tier, 5)
+    assert tier.used_bytes == tier.limit_bytes == 2 * each_bytes
+    assert [tier.lookup(key_of(n)) for n in (1, 2, 3, 4, 5)] == [False, False, False, True, True]
+    tier.limit_bytes = 3 * each_bytes
+    stored(tier, 6)
+    assert len(files(directory)) == 3
+
+
 def test_a_clear_takes_what_begins_so_and_nothing_else(tier: DiskTier, directory: Path) -> None:
     others = key_stem(b"n" * 16, "model 2", 0, 8)
     stored(tier, 1, 2, 300)

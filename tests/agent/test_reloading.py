@@ -1,0 +1,117 @@
+"""SIGHUP: which settings a running agent takes from its file, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.agent.reloading import RELOADABLE
+from lmcache_redis.config import AgentConfig
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.servers import RedisServer
+
+HASHES = block_hashes("prompt", 8)
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    path = tmp_path / "agent.conf"
+    path.write_text("# as it was\nlog-level = info\n")
+    return path
+
+
+@pytest.fixture
+def agent(tmp_path: Path, redis_server: RedisServer, settings: Path) -> Iterator[AgentServer]:
+    url = redis_server.unix_url
+    with AgentServer(tmp_path / "agent", url, config=settings) as server:
+        yield server
+
+
+def reload(agent: AgentServer, settings: Path, text: str, says: str) -> str:
+    """What the agent logs about it."""
+    settings.write_text(text)
+    before = len(agent.log)
+    os.kill(agent.pid, signal.SIGHUP)
+    wait_until(lambda: says in agent.log[before:], what=says)
+    return agent.log[before:]
+
+
+def test_limits_and_the_level_of_the_log_change(agent: AgentServer, settings: Path) -> None:
+    text = (
+        "log-level = debug\nwrite-queue-bytes = 0\nsession-timeout-s = 1\n"
+        "heartbeat-timeout-s = 3.5\nshutdown-deadline-s = 0.5\ndisk-size = 1GiB\n"
+    )
+    log = reload(agent, settings, text, "reloaded --log-level")
+    for line in (
+        "reloaded --log-level: debug, was info",
+        "reloaded --write-queue-bytes: 0, was None",
+        "reloaded --session-timeout-s: 1.0, was 60.0",
+        "reloaded --heartbeat-timeout-s: 3.5, was 10.0",
+        "reloaded --shutdown-deadline-s: 0.5, was 5.0",
+        "reloaded --disk-size: 1073741824, was 68719476736",
+    ):
+        assert line in log
+    with Engine(agent.endpoint) as engine:
+        engine.store("r1", HASHES, range(8))
+        wait_until(lambda: agent.counter("drop_queue_full") == 2, what="a queue without room")
+        assert engine.lookup("r2", HASHES) == 128
+        wait_until(lambda: agent.counter("sessions_timed_out") == 1, what="a session's end")
+        assert " DEBUG " in agent.log
+        reload(agent, settings, "log-level = info\n", "reloaded --write-queue-bytes: None, was 0")
+        engine.store("r3", block_hashes("another prompt", 8), range(8))
+        wait_until(lambda: agent.counter("stored_chunks") == 2, what="a queue with room")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("session-timeout-s = 5\nlog-level = loud\n", "choose one of debug, info, warning, error"),
+        ("session-timeout-s = 5\nno-such-thing = 1\n", "line 2 of .* no setting 'no-such-thing'"),
+        ("session-timeout-s = never\n", "line 1 of .*: 'never' is not a number"),
+    ],
+)
+def test_what_is_wrong_changes_nothing(
+    agent: AgentServer, settings: Path, text: str, reason: str
+) -> None:
+    import re
+
+    log = reload(agent, settings, text, "not reloaded")
+    assert re.search(f"ERROR not reloaded, every setting stays as it is: .*{reason}", log)
+    # Nor was a part of it taken.
+    log = reload(agent, settings, "log-level = info\n", "reloaded")
+    assert "reloaded: no setting has changed" in log
+    settings.unlink()
+    before = len(agent.log)
+    os.kill(agent.pid, signal.SIGHUP)
+    wait_until(lambda: "cannot be read" in agent.log[before:], what="a refusal")
+    assert agent.status()["pid"] == agent.pid
+
+
+def test_what_needs_a_start_is_said_and_options_have_precedence(
+    agent: AgentServer, settings: Path
+) -> None:
+    """The test's agent has --pool-bytes as an option."""
+    text = "redis-url = redis://:secret@elsewhere\npool-bytes = 1GiB\nop-timeout-s = 3\n"
+    log = reload(agent, settings, text, "from the next start on")
+    assert "changed, but only from the next start on: op_timeout_s\n" in log
+    assert "secret" not in agent.log
+
+
+def test_without_a_file_a_hangup_ends_the_agent(tmp_path: Path, redis_server: RedisServer) -> None:
+    with AgentServer(tmp_path / "agent", redis_server.unix_url) as agent:
+        os.kill(agent.pid, signal.SIGHUP)
+        assert agent.process.wait(30) == -signal.SIGHUP
+
+
+def test_the_page_names_what_is_reloaded() -> None:
+    assert set(RELOADABLE) <= set(AgentConfig.__dataclass_fields__)
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith("| reloaded |")]
+    assert line.count("`") == 2 * len(RELOADABLE)
+    for name in RELOADABLE:
+        assert f"`{name.replace('_', '-')}`" in line

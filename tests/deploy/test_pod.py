@@ -1,0 +1,128 @@
+"""An agent and an engine as the chart runs them: its user, rights, directories and settings.
+
+Not in a cluster: in namespaces of their own for mounts, processes and IPC, as the containers of a
+pod share them, with another /dev/shm and another /run. Needs root, to make these.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.deploy import chart
+from tests.deploy.images import ROOT, USER, WHERE
+from tests.servers import RedisServer
+
+pytest.importorskip("helm_python", reason="needs helm-python-sdk, which has a wheel for x86-64")
+pytestmark = pytest.mark.servers
+
+NAMESPACES = ("unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc")
+PASSWORD = "a password"
+WAIT_S = 120
+
+ENGINE = """
+import json, os, sys, torch
+from tests.harness import Engine, block_hashes
+hashes = block_hashes("prompt", 8)
+with Engine(sys.argv[1]) as engine:
+    engine.randomize(range(8))
+    engine.store("r1", hashes, range(8))
+    found = {
+        "tokens": engine.lookup("r2", hashes),
+        "failed": sorted(engine.retrieve("r2", hashes, range(16, 24))),
+        "equal": all(torch.equal(t[16:24], t[:8]) for t in engine.caches[0].values()),
+        "user": os.getuid(),
+        "rights": [l.split()[1] for l in open("/proc/self/status") if l.startswith("CapEff")],
+    }
+print(json.dumps(found))
+"""
+
+
+@functools.cache
+def why_not() -> str | None:
+    if os.geteuid() or not shutil.which("unshare") or not shutil.which("setpriv"):
+        return "needs root, unshare and setpriv"
+    if subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode:
+        return "this machine allows no namespaces"
+    return None
+
+
+def as_user(user: int, *capabilities: str) -> str:
+    bounds = ",".join(["-all", *(f"+{each.lower()}" for each in capabilities)])
+    return (
+        f"setpriv --reuid {user} --regid {user} --clear-groups --no-new-privs "
+        f"--inh-caps=-all --bounding-set={bounds}"
+    )
+
+
+@pytest.mark.parametrize("mode", ["sidecar", "daemonset"])
+def test_agent_and_engine_meet(mode: str, tmp_path: Path) -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    text = chart.render({"mode": mode, "vllm": {"enabled": True}})
+    pod = chart.pods(text)["vllm" if mode == "sidecar" else "agent"]
+    containers = chart.containers(pod)
+    settings: str = chart.find(text, "ConfigMap", "-agent")["data"]["agent.conf"]
+    endpoint = settings.split("\n")[0].removeprefix("endpoint = ")
+    assert containers["agent"]["args"] == ["agent", "--config", "/etc/lmcache-redis/agent.conf"]
+    user = pod["securityContext"]["runAsUser"]
+    rights = containers["agent"]["securityContext"]["capabilities"].get("add", [])
+
+    spec = importlib.util.find_spec("msgspec")
+    assert spec is not None
+    assert spec.origin is not None
+    program = Path(sys.executable).resolve().relative_to(sys.base_prefix)
+    mounts = {sys.base_prefix: "python", str(ROOT): "repository"}
+    mounts[str(Path(spec.origin).parent.parent)] = "packages"
+    (tmp_path / "engine.py").write_text(ENGINE)
+    (tmp_path / "password").write_text(PASSWORD)
+    with RedisServer(tmp_path, password=PASSWORD) as server:
+        settings = settings.replace("lmcache-redis-valkey:6379", f"127.0.0.1:{server.port}")
+        settings = settings.replace("0.0.0.0:9464", "127.0.0.1:0")
+        settings = settings.replace("8GiB", "64MiB") + "chunk-size-tokens = 64\n"
+        (tmp_path / "agent.conf").write_text(settings)
+        lines = [
+            "set -e",
+            "mount -t tmpfs -o mode=1777 tmpfs /dev/shm",
+            "mount -t tmpfs -o mode=0755 tmpfs /run",
+            f"mkdir -p /run/secrets/redis {WHERE} /run/pod",
+            *(
+                f"mkdir /run/{name} && mount --bind {path} /run/{name}"
+                for path, name in mounts.items()
+            ),
+            f"cd {tmp_path} && cp agent.conf engine.py /run/pod && cp password /run/secrets/redis",
+            "chmod -R a+rX /run/pod /run/secrets && cd /",
+        ]
+        if mode == "sidecar":
+            lines.append(f"mount -t tmpfs -o mode=0777 tmpfs {WHERE}")  # an emptyDir
+        else:
+            first = containers["endpoint"]
+            added = first["securityContext"]["capabilities"]["add"]
+            lines.append(f"{as_user(0, *added)} {shlex.join(first['command'])}")
+        python = f"{as_user(user, *rights)} /run/python/{program}"
+        lines += [
+            "export PYTHONPATH=/run/repository:/run/packages LD_LIBRARY_PATH=/run/python/lib",
+            "export HOME=/tmp PYTHONDONTWRITEBYTECODE=1",
+            "export LMCACHE_REDIS_PASSWORD_FILE=/run/secrets/redis/password",
+            f"{python} -m lmcache_redis.cli agent --config /run/pod/agent.conf &",
+            f"{python} /run/pod/engine.py {endpoint}",
+            "kill $! && wait $!",
+        ]
+        done = subprocess.run(
+            [*NAMESPACES, "bash", "-c", "\n".join(lines)],
+            capture_output=True, text=True, timeout=WAIT_S,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert server.command("DBSIZE") > 0, "the agent had the password and wrote before it ended"
+    assert json.loads(done.stdout) == {
+        "tokens": 128, "failed": [], "equal": True, "user": USER, "rights": ["0" * 16],
+    }  # fmt: skip
