@@ -85,8 +85,8 @@ def check_service_monitor(found: Document) -> None:
         assert set(endpoint) == {"port", "interval", "relabelings"}
         assert re.fullmatch(r"\d+s", endpoint["interval"])
         for each in endpoint["relabelings"]:
-            assert set(each) == {"sourceLabels", "targetLabel"}
-            assert isinstance(each["sourceLabels"], list)
+            assert set(each) - {"sourceLabels"} in ({"targetLabel"}, {"targetLabel", "replacement"})
+            assert isinstance(each.get("sourceLabels", []), list)
 
 
 @pytest.mark.parametrize(
