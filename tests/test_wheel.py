@@ -24,10 +24,13 @@ STABLE_ABI = sys.version_info >= (3, 11)
 pytestmark = pytest.mark.servers
 
 
-def run(*words: object, **more: object) -> str:
+def run(*words: object, env: dict[str, str] | None = None, **more: object) -> str:
+    if env is None:
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [str(word) for word in words], capture_output=True, text=True, timeout=WAIT_S, **more
-    )  # type: ignore[call-overload]
+        [str(word) for word in words], capture_output=True, text=True, timeout=WAIT_S, env=env,
+        **more,
+    )  # type: ignore[call-overload]  # fmt: skip
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
 
