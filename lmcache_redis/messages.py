@@ -27,6 +27,7 @@ Order of events
    at ``lookup_deadline_s``. The pins belong to ``(engine_id, request_id)`` until each rank has
    retrieved its part, ``RELEASE_LOCKS`` names the chunk, ``END_SESSION`` ends the request, or the
    session times out.
+   If the scheduler has sent ``WANT_TIERS``, the answer also says from where each chunk comes.
 4. A worker sends ``RETRIEVE`` for each group: parts of pinned chunks are copied into the named
    blocks. Parts that are not in the host pool are loaded first, until ``lookup_deadline_s`` or the
    end of the lease. ``RETRIEVE_RESULT`` lists the chunks that were not copied (indices into
@@ -68,10 +69,18 @@ Failures
   agent answers, and registers again.
 - An engine dies or is silent for longer than ``heartbeat_timeout_s``: the agent unpins the chunks
   of its sessions, unmaps its memory and forgets it.
+
+Additions
+---------
+Unknown types and fields are refused, so a side sends what was added to this version only to a side
+that knows it. A question that was added is answered by ``FAILURE(BAD_MESSAGE)`` where it is not
+known, and its sender goes on without. A field that was added to an answer has a default, which is
+not encoded, and is set only for a peer that has asked for it by such a question.
 """
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
@@ -185,6 +194,10 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     first_chunk: int = 0
     remote: AllRemoteParts = ()
     token_s: TokenSeconds = 0.0
+
+
+class WantTiers(Message, frozen=True, tag="WANT_TIERS"):
+    """From now on, ``LOOKUP_RESULT`` names the ``tiers`` of its chunks. ``DONE`` answers."""
 
 
 class Store(Message, frozen=True, tag="STORE"):
@@ -305,13 +318,19 @@ class Done(Message, frozen=True, tag="DONE"):
     count: int = 0
 
 
-class LookupResult(Message, frozen=True, tag="LOOKUP_RESULT"):
+# Where a chunk was when it was looked up.
+TIER_NAMES = MappingProxyType({"h": "host", "d": "disk", "r": "redis"})
+
+
+class LookupResult(Message, frozen=True, omit_defaults=True, tag="LOOKUP_RESULT"):
     """Answers ``LOOKUP``: ``hit_chunks`` leading chunks are cached for every rank.
 
-    The parts of the workers that are registered with this agent are pinned.
+    The parts of the workers that are registered with this agent are pinned. ``tiers``: of each of
+    these chunks, a key of ``TIER_NAMES``; empty unless the scheduler has sent ``WANT_TIERS``.
     """
 
     hit_chunks: int
+    tiers: str = ""
 
 
 class StoreResult(Message, frozen=True, tag="STORE_RESULT"):
@@ -376,6 +395,7 @@ Question = (
     | RegisterKVCache
     | UnregisterKVCache
     | Lookup
+    | WantTiers
     | Store
     | Retrieve
     | ReleaseLocks

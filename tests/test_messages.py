@@ -38,6 +38,7 @@ QUESTIONS: list[m.Message] = [
     m.Lookup(5, "r", HASHES),
     m.Lookup(5, "r", TOKENS),
     m.Lookup(5, "r", HASHES, 3, (m.RemoteParts(1, 7, b"f" * 32, Reach("window", 128)),)),
+    m.WantTiers(5),
     m.Store(6, "r", HASHES, (1, 2, 3, 4), 10**15, b"event"),
     m.Retrieve(7, "r", HASHES, (1, 2, 3, 4), 32, 10**15),
     m.ReleaseLocks(8, "r", HASHES),
@@ -54,6 +55,7 @@ ANSWERS: list[m.Message] = [
     m.ChunkSize(2, 256),
     m.Done(3, 4),
     m.LookupResult(4, 16),
+    m.LookupResult(4, 3, "hdr"),
     m.StoreResult(5, 1, 2, 3),
     m.RetrieveResult(6, (0, 5)),
     m.Warmed(6, ("loaded", "held", "full", "busy", "missing", "damaged", "failed")),
@@ -82,6 +84,11 @@ def test_a_message_in_bytes() -> None:
         b"LMCR-MP\x00\x03",
         bytes.fromhex("82 a4 74797065 a4 50494e47 a7 63616c6c5f6964 07"),
     ]
+
+
+def test_an_added_field_is_not_sent_to_those_who_have_not_asked_for_it() -> None:
+    (_, body) = codec.encode(m.LookupResult(4, 16))
+    assert msgspec.msgpack.decode(body) == {"type": "LOOKUP_RESULT", "call_id": 4, "hit_chunks": 16}
 
 
 def test_another_version_is_told_from_garbage() -> None:

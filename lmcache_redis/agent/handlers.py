@@ -72,6 +72,9 @@ class Handlers:
                 self._metrics.count("sessions_ended")
                 self._sessions.end(session)
             reply(m.Done(0))
+        elif isinstance(question, m.WantTiers):
+            peer.wants_tiers = True
+            reply(m.Done(0))
         elif isinstance(question, m.Goodbye):
             self.forget(peer, "it said goodbye")
         elif isinstance(question, m.Clear):
@@ -132,7 +135,8 @@ class Handlers:
         forms, rows = _shared_rows(ranks, len(hashes[0]))
 
         def answer(found: PrefixLookup) -> None:
-            reply(m.LookupResult(0, found.bound))  # first, because the engine is waiting
+            # First, because the engine is waiting.
+            reply(m.LookupResult(0, found.bound, self._tiers(found) if peer.wants_tiers else ""))
             loaded, metrics, tally = found.loaded(), self._metrics, session.tally
             from_redis, from_disk = loaded.get("Redis", 0), loaded.get("disk", 0)
             metrics.count("lookups")
@@ -173,6 +177,14 @@ class Handlers:
         # The session takes over the pins, and cancels the lookup if it ends before.
         session.cancel_lookup = lookup.cancel
         lookup.start()
+
+    def _tiers(self, found: PrefixLookup) -> str:
+        """See `messages.LookupResult`."""
+        counters, levels = self._cache.counters, found.levels()
+        letters = {level: "r" if each.is_remote else "d" for level, each in enumerate(counters)}
+        return "".join(
+            letters[levels[chunk]] if chunk in levels else "h" for chunk in range(found.bound)
+        )
 
     def _copy(self, peer: Peer, question: m.Retrieve | m.Store, reply: Reply) -> None:
         registration = peer.registration

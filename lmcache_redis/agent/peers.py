@@ -65,6 +65,7 @@ class Peer:
     welcomed: bool = False  # it has sent a message since its HELLO, so it has received WELCOME
     registration: Registration | None = None
     mapping: bool = False  # its registration is in progress
+    wants_tiers: bool = False  # in the answers to its lookups
     elsewhere: frozenset[int] = frozenset()  # a scheduler's workers that have other agents
     computing: Computing = field(default_factory=Computing)  # what a scheduler's engine computes
 

@@ -133,8 +133,8 @@ class PrefixLookup:
         held, self._parts.held = self._parts.held, {}
         return held
 
-    def loaded(self) -> dict[str, int]:
-        """How many chunks of the prefix come from each tier, by the tier's name.
+    def levels(self) -> dict[int, int]:
+        """Of each chunk of the prefix that was not in the host pool, the number of its tier.
 
         A chunk whose parts came from several tiers counts for the last of them.
         """
@@ -144,7 +144,11 @@ class PrefixLookup:
         for (chunk, _), level in parts:
             if chunk < self.bound:
                 levels[chunk] = max(level, levels.get(chunk, 0))
-        found = [*levels.values()]
+        return levels
+
+    def loaded(self) -> dict[str, int]:
+        """How many chunks of the prefix come from each tier, by the tier's name."""
+        found = [*self.levels().values()]
         return {tier.name: found.count(level) for level, tier in enumerate(self._cache.tiers)}
 
     # ----------------------------------------------------------------- find

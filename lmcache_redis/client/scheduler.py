@@ -28,6 +28,7 @@ class _Lookup:
     call: Call | None = None  # None: nothing to look up
     deadline_s: float = 0.0
     hit_tokens: int | None = None  # None: not known yet
+    tiers: Sequence[str] = ()
 
 
 class LMCacheMPSchedulerAdapter:
@@ -37,6 +38,7 @@ class LMCacheMPSchedulerAdapter:
     model_name, world_size: as in every key of this engine.
     block_size_tokens: tokens of one paged block, or the least common multiple if groups differ.
     engine_id: shared by the scheduler and the workers of one engine, unique to that engine.
+    wants_tiers: the agent is asked to tell from where the chunks of a hit come.
 
     Without an agent every lookup is a miss. An engine whose workers have agents of their own, on
     other nodes, tells ``ranks`` where its workers are registered (`WorkerClient.place`).
@@ -51,7 +53,9 @@ class LMCacheMPSchedulerAdapter:
         *,
         engine_id: str,
         agent_dead_after_s: float = 1.5,
+        wants_tiers: bool = False,
     ) -> None:
+        self._wants_tiers = wants_tiers
         self._model_name = model_name
         self._world_size = world_size
         self._block_size_tokens = block_size_tokens
@@ -64,8 +68,13 @@ class LMCacheMPSchedulerAdapter:
             world_size=world_size,
             worker_id=None,
             dead_after_s=agent_dead_after_s,
-            on_welcome=lambda welcome: self.ranks.own_agent(welcome.agent_id),
+            on_welcome=self._welcomed,
         )
+
+    def _welcomed(self, welcome: m.Welcome) -> None:
+        self.ranks.own_agent(welcome.agent_id)
+        if self._wants_tiers:
+            self.link.submit(m.WantTiers)  # an agent that does not know it refuses, and serves on
 
     def chunk_size_tokens(self) -> int:
         """Tokens of one chunk, a multiple of the block size; 0 if it is not known yet."""
@@ -147,6 +156,8 @@ class LMCacheMPSchedulerAdapter:
             if lookup.call.wait(wait_s):
                 answer = lookup.call.answer
                 lookup.hit_tokens = _hit_tokens(lookup, answer)
+                if isinstance(answer, m.LookupResult):
+                    lookup.tiers = [m.TIER_NAMES.get(each, "unknown") for each in answer.tiers]
                 if isinstance(answer, m.Failure):
                     logger.warning("the lookup of request %s failed: %s", request_id, answer.reason)
             elif time.monotonic() >= lookup.deadline_s:
@@ -154,6 +165,14 @@ class LMCacheMPSchedulerAdapter:
                 lookup.hit_tokens = 0
                 self.link.submit(m.EndSession, request_id=request_id)
         return lookup.hit_tokens
+
+    def hit_tiers(self, request_id: str) -> Sequence[str]:
+        """Where each chunk of the result was, from the lookup's first one on: host, disk or redis.
+
+        Empty before the result, and if the agent does not tell.
+        """
+        lookup = self._lookups.get(request_id)
+        return () if lookup is None else lookup.tiers
 
     def cleanup_lookup_result(self, request_id: str) -> None:
         """Forgets the result of a lookup; its chunks stay pinned."""

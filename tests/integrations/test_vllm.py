@@ -14,6 +14,7 @@ from lmcache_redis.keys import parse_stripe_key
 from tests.engines import ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts
+from tests.scraping import samples_in
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.engine
@@ -66,6 +67,30 @@ def wait_for_a_hit(engine: ForkedEngine, question: list[int]) -> None:
     empty(engine)
 
 
+def check_metrics(engine: ForkedEngine, agent: AgentServer) -> None:
+    """What vLLM's own page says of the loads."""
+    samples = samples_in(engine.metrics())
+    model = next(labels[1] for name, labels in samples if name == "vllm:prompt_tokens_total")
+
+    def of(name: str, *labels: str) -> float:
+        return samples[f"lmcache_redis_vllm_{name}", ("0", model, *labels)]
+
+    hits = {tier: of("hit_tokens_total", tier) for tier in ("host", "disk", "redis", "unknown")}
+    # Each chunk is loaded into one engine, mostly once.
+    assert hits["redis"] >= CHUNK * agent.counter("hit_chunks_redis") - CHUNK
+    assert hits["host"] >= 4 * CHUNK
+    assert (hits["disk"], hits["unknown"]) == (0, 0)
+    assert sum(hits.values()) <= CHUNK * of("loaded_chunks_total", "0")
+    assert of("failed_chunks_total", "0") == 0
+    assert of("registered", "0") == 1
+    assert of("load_seconds_count", "0") >= 5
+    assert of("lookup_seconds_count") >= of("load_seconds_count", "0")
+    by_source = "vllm:prompt_tokens_cached_by_source_total"
+    if (by_source, ("0", model, "host")) in samples:  # vLLM 0.32 or newer
+        assert samples[by_source, ("0", model, "host")] == hits["host"]
+        assert samples[by_source, ("0", model, "external_unspecified")] == hits["redis"]
+
+
 def test_a_new_engine_answers_from_redis_what_another_computed(
     plain: ForkedEngine, model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
 ) -> None:
@@ -92,7 +117,7 @@ def test_a_new_engine_answers_from_redis_what_another_computed(
 
     assert agent.terminate() == 0
     agent.start()  # an empty host pool: everything comes from Redis
-    with start(model_dir, agent, tmp_path / "warm.log") as engine:
+    with start(model_dir, agent, tmp_path / "warm.log", disable_log_stats=False) as engine:
         hits = []
         for question, answer in zip(questions, expected, strict=True):
             warm = engine.generate(question, 12)
@@ -111,6 +136,8 @@ def test_a_new_engine_answers_from_redis_what_another_computed(
         loaded = agent.counter("loaded_chunks")
         assert engine.generate([one], 12).outputs == expected[0]
         assert agent.counter("loaded_chunks") == loaded
+
+        check_metrics(engine, agent)
 
         # And emptied with it, there are no hits.
         assert engine.reset_prefix_cache(connector=True)

@@ -38,15 +38,19 @@ from lmcache_redis.integrations.vllm.groups import (
     shard_of_rank,
     tensors_of,
 )
-from lmcache_redis.integrations.vllm.guard import guarded, nothing, recompute_failed_loads
+from lmcache_redis.integrations.vllm.guard import (
+    guarded,
+    nothing,
+    recompute_failed_loads,
+    reporting,
+)
 from lmcache_redis.integrations.vllm.identity import attention_backend, engine_identity, model_name
 from lmcache_redis.integrations.vllm.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.probe import kv_identity
+from lmcache_redis.integrations.vllm.reports.stats import ConnectorStats, Recorder
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import unsupported
 from lmcache_redis.integrations.vllm.worker import (
-    STATS,
-    ConnectorStats,
     ConnectorWorker,
     EndedLoads,
     StepMetadata,
@@ -89,6 +93,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         self._awaited: dict[str, list[int]] = {}
         self._failed_blocks: set[int] = set()
         self._closing: WorkerClient | None = None  # of a worker that was turned off
+        self._recorder = Recorder()
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._asleep = False
         self._groups: Sequence[LayerGroup] = ()
@@ -127,11 +132,13 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             "agent_dead_after_s": self._config.agent_dead_after_s,
         }
         if self.role is KVConnectorRole.SCHEDULER:
-            self._adapter = LMCacheMPSchedulerAdapter(**engine)
+            self._adapter = LMCacheMPSchedulerAdapter(**engine, wants_tiers=True)
         else:
             self._adapter = client = WorkerClient(**engine, worker_id=parallel.rank)
             reallocates = _TransferResults is not None
-            self._worker = ConnectorWorker(client, parallel.rank, reallocates=reallocates)
+            self._worker = ConnectorWorker(
+                client, parallel.rank, self._recorder, reallocates=reallocates
+            )
 
     def turn_off(self) -> None:
         """Turns the cache of this engine off. Loads that vLLM waits for are reported as failed."""
@@ -185,6 +192,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             adapter,
             self._references,
             StaleBlocks(gpu_block_pool),
+            self._recorder,
             groups=self._groups,
             block_size_tokens=block_size,
             hash_stride=max(1, block_size // hash_block),
@@ -223,6 +231,23 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             self._awaited[request.request_id] = block_ids[0][-external_blocks:]
         if self._scheduler is not None:
             self._scheduler.allocated(request, block_ids, num_external_tokens)
+
+    @reporting(lambda self, *args: KVConnectorBase_V1.get_external_cache_hit_sources(self, *args))
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """The tokens of a planned load by the tier that has them (vLLM 0.32 or newer)."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        found: dict[Any, int] = {}
+        if self._scheduler is not None:
+            tokens = self._scheduler.hit_tokens(request.request_id, num_external_tokens)
+            sources = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+            for tier, count in tokens.items():
+                # vLLM's word for a remote store.
+                source = sources.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+                found[source] = found.get(source, 0) + count
+        return found
 
     @guarded(lambda self, _: self._with_lost_loads(StepMetadata()))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -451,17 +476,37 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             return WorkerReport({}, broken={rank: self._closing.unregister()})
         return None if self._worker is None else self._worker.report(self._step().number)
 
-    @guarded(nothing)
+    # Both roles
+
+    @reporting(nothing)
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """Counts of loaded and stored chunks since the last call."""
-        stats = {} if self._worker is None else self._worker.take_stats()
-        return ConnectorStats(stats) if any(stats.values()) else None
+        """What this process has counted since the last call."""
+        if self.role is KVConnectorRole.WORKER:
+            rank, client = self._vllm_config.parallel_config.rank, self._adapter
+            is_registered = isinstance(client, WorkerClient) and client.ready
+            self._recorder.set("registered", float(is_registered), str(rank))
+        return self._recorder.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:
-        return ConnectorStats(data if data is not None else dict.fromkeys(STATS, 0))
+        return ConnectorStats(data or {})
 
-    # Both roles
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[type, type],
+        labelnames: Sequence[str],
+        per_engine_labelvalues: Mapping[int, Sequence[object]],
+    ) -> Any:
+        """The connector's metrics on vLLM's /metrics; None if they cannot be registered."""
+        try:
+            from lmcache_redis.integrations.vllm.reports.prometheus import ConnectorMetrics
+
+            return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        except Exception:
+            logger.exception("the connector has no metrics; please report this")
+            return None
 
     @guarded(nothing)
     def shutdown(self) -> None:

@@ -43,6 +43,33 @@ def guarded(otherwise: Callable[..., Any]) -> Callable[[_F], _F]:
     return guard
 
 
+def reporting(otherwise: Callable[..., Any]) -> Callable[[_F], _F]:
+    """`guarded` for a method that only reports: if it raises, it is not called again.
+
+    The cache stays on.
+    """
+
+    def guard(method: _F) -> _F:
+        silent = f"_{method.__name__}_failed"
+
+        @functools.wraps(method)
+        def guarded_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not getattr(self, silent, False):
+                try:
+                    return method(self, *args, **kwargs)
+                except Exception:
+                    setattr(self, silent, True)
+                    logger.exception(
+                        "%s failed: the connector no longer reports it, and caches as before; "
+                        "please report this with the vLLM version", method.__name__,
+                    )  # fmt: skip
+            return otherwise(self, *args, **kwargs)
+
+        return guarded_method  # type: ignore[return-value]
+
+    return guard
+
+
 def nothing(self: object, *args: object, **kwargs: object) -> None:
     """Returns None: the `otherwise` of methods that return nothing."""
 

@@ -32,6 +32,8 @@ from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentC
 from lmcache_redis.integrations.vllm.epoch import named_epoch, new_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.prefill import PrefillRate, Wishes
+from lmcache_redis.integrations.vllm.reports.stats import Recorder
+from lmcache_redis.integrations.vllm.reports.tiers import tokens_by_tier
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 from lmcache_redis.naming import FULL_REACH
 
@@ -56,7 +58,9 @@ class _Tracked:
     chunk_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)  # where vLLM does not report them
     first_chunk: int | None = None  # where its lookup began
+    asked_s: float | None = None  # when its lookup began, until that is answered
     local_tokens: int = 0  # computed locally when the lookup was answered
+    tiers: Sequence[str] = ()  # of the chunks found, from the first one that was looked up
     considered_chunks: int = 0  # leading chunks for which a store was planned or ruled out
     matched: bool = False  # vLLM knows the number of tokens and has not allocated blocks since
     started: bool = False  # vLLM has allocated blocks for it, perhaps before a preemption
@@ -83,6 +87,7 @@ class ConnectorScheduler:
         adapter: LMCacheMPSchedulerAdapter,
         references: BlockReferences,
         stale: StaleBlocks,
+        recorder: Recorder,
         *,
         groups: Sequence[LayerGroup],
         block_size_tokens: int,
@@ -98,6 +103,7 @@ class ConnectorScheduler:
         self._adapter = adapter
         self._references = references
         self._stale = stale
+        self._recorder = recorder
         self._groups = groups
         self._needs_all = all(group.reach == FULL_REACH for group in groups)
         self._block_size_tokens = block_size_tokens
@@ -169,6 +175,7 @@ class ConnectorScheduler:
             if not self._adapter.ranks.known():
                 return None  # only for the first requests: vLLM steps, and the workers report
             tracked.first_chunk = local_tokens // chunk_tokens
+            tracked.asked_s = time.monotonic()
             self._adapter.maybe_submit_lookup_request(
                 request.request_id,
                 block_hashes=self._names(tracked)[: limit_tokens // self._block_size_tokens],
@@ -179,6 +186,9 @@ class ConnectorScheduler:
         if tokens is None:
             return None
         tracked.local_tokens = local_tokens
+        if tracked.asked_s is not None:
+            self._recorder.observe("lookup_seconds", time.monotonic() - tracked.asked_s)
+            tracked.asked_s = None
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(tracked.first_chunk, tokens // chunk_tokens)
         missed = self._chunk_names(tracked)[first_miss:]
@@ -195,10 +205,25 @@ class ConnectorScheduler:
         tracked.matched = False
         self._not_loaded(request.request_id)
         if external_tokens and tracked.first_chunk is not None:
+            tracked.tiers = self._adapter.hit_tiers(request.request_id)
             self._plan_load(tracked, block_ids, external_tokens)
+            for tier, tokens in self.hit_tokens(request.request_id, external_tokens).items():
+                self._recorder.count("hit_tokens", tokens, tier)
         elif tracked.loading is None:
             self._adapter.release_lookup_locks(request.request_id)
         self._adapter.cleanup_lookup_result(request.request_id)
+
+    def hit_tokens(self, request_id: str, external_tokens: int) -> dict[str, int]:
+        """How many tokens of the load that was planned last for a request come from each tier."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or tracked.first_chunk is None:
+            return {}
+        return tokens_by_tier(
+            range(tracked.local_tokens, tracked.local_tokens + external_tokens),
+            tracked.tiers,
+            first_chunk=tracked.first_chunk,
+            chunk_tokens=tracked.chunk_tokens,
+        )
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """The loads and stores that the workers start in this step."""

@@ -1,0 +1,9 @@
+"""What the connector reports through vLLM: statistics on vLLM's own /metrics.
+
+    families    what there is; a table in docs/metrics.md is made from it
+    stats       counts in the scheduler and in workers; vLLM adds them up for its front end
+    prometheus  there, the counts become metrics
+    tiers       from which tier the tokens of a hit came
+
+An error here turns off the report in question, never the cache (`guard.reporting`).
+"""
