@@ -168,7 +168,7 @@ class ChunkNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RemoteParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one group of a worker that is registered with another agent names its parts."""
+    """How one group of a worker names its parts."""
 
     worker_id: int
     kv_rank: int
@@ -198,6 +198,17 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
 
 class WantTiers(Message, frozen=True, tag="WANT_TIERS"):
     """From now on, ``LOOKUP_RESULT`` names the ``tiers`` of its chunks. ``DONE`` answers."""
+
+
+class Watch(Message, frozen=True, tag="WATCH"):
+    """Asks what becomes of the chunks of ``parts`` in the tiers, for events to routers.
+
+    ``CHANGES`` answers as soon as there are any; until then the question stays open. The next
+    ``WATCH`` with the same parts continues, and one with others begins anew. What changes between
+    two questions is kept for the next one.
+    """
+
+    parts: AllRemoteParts
 
 
 class Store(Message, frozen=True, tag="STORE"):
@@ -333,6 +344,29 @@ class LookupResult(Message, frozen=True, omit_defaults=True, tag="LOOKUP_RESULT"
     tiers: str = ""
 
 
+class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parts of chunks that are in a tier now, or no longer (``there``).
+
+    part: the index into ``parts`` of ``WATCH``. tier: a key of ``TIER_NAMES``.
+    """
+
+    part: int
+    tier: str
+    there: bool
+    hashes: tuple[ChunkHash, ...]
+
+
+class Changes(Message, frozen=True, tag="CHANGES"):
+    """Answers ``WATCH``: the last change of each part of a chunk in each tier, oldest first.
+
+    It names what the agent wrote, loaded, evicted, or found while it looked up, and may name again
+    what has not changed. ``lost``: earlier changes were dropped, because too many came.
+    """
+
+    changes: tuple[Change, ...]
+    lost: bool = False
+
+
 class StoreResult(Message, frozen=True, tag="STORE_RESULT"):
     """Answers ``STORE``: the blocks are no longer read. The three counts add up to the chunks.
 
@@ -396,6 +430,7 @@ Question = (
     | UnregisterKVCache
     | Lookup
     | WantTiers
+    | Watch
     | Store
     | Retrieve
     | ReleaseLocks
@@ -411,6 +446,7 @@ Answer = (
     | ChunkSize
     | Done
     | LookupResult
+    | Changes
     | StoreResult
     | RetrieveResult
     | Warmed

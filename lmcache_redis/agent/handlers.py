@@ -18,6 +18,7 @@ from lmcache_redis.agent.sessions import MAX_CHUNKS, Session
 from lmcache_redis.agent.status import status_report
 from lmcache_redis.agent.transfers import Reply, RetrieveJob, StoreJob
 from lmcache_redis.agent.warming import Warming
+from lmcache_redis.agent.watching.watches import Watches
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.errors import DeviceError, FormatError, WireError
 from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey, hash_chunks
@@ -37,6 +38,7 @@ class Handlers:
         self._peers = agent.peers
         self._registering = Registering(agent)
         self._warming = Warming(agent)
+        self._watches = Watches(agent)
 
     def answer_anyone(self, question: m.Question, reply: Reply) -> bool:
         """Answers a question that needs no HELLO, or begins to; returns False for any other."""
@@ -75,6 +77,8 @@ class Handlers:
         elif isinstance(question, m.WantTiers):
             peer.wants_tiers = True
             reply(m.Done(0))
+        elif isinstance(question, m.Watch):
+            self._watches.watch(peer, question.parts, self._names(peer, question.parts), reply)
         elif isinstance(question, m.Goodbye):
             self.forget(peer, "it said goodbye")
         elif isinstance(question, m.Clear):
@@ -83,6 +87,7 @@ class Handlers:
     def forget(self, peer: Peer, why: str) -> None:
         """Drops a peer and its registration; for a scheduler, also the sessions of its engine."""
         self._peers.remove(peer)
+        self._watches.forget(peer)
         self._registering.unregister(peer, why)
         if peer.hello.worker_id is None:
             for session in self._sessions:
@@ -159,6 +164,7 @@ class Handlers:
                     self._cache.pool.pin(entry)
                     session.hold((worker_id, number, hashes[chunk]), entry)
                 session.hold((*rows[row][0], hashes[chunk]), entry)
+                self._cache.pool.seen_again(entry)
             if session.cancel_lookup == found.cancel:
                 session.cancel_lookup = None
 
@@ -218,7 +224,7 @@ class Handlers:
         reply(m.Done(0, self._cache.clear(sorted(prefixes))))
 
     def _names(self, peer: Peer, remote: Sequence[m.RemoteParts]) -> list[PartNames]:
-        """The names of parts of workers that are registered with other agents.
+        """The names of parts as a scheduler knows them.
 
         Raises ``WireError`` if there are no such names.
         """

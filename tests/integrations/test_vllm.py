@@ -14,6 +14,7 @@ from lmcache_redis.keys import parse_stripe_key
 from tests.engines import ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts
+from tests.integrations.router import Router
 from tests.scraping import samples_in
 from tests.servers import RedisServer
 
@@ -91,6 +92,21 @@ def check_metrics(engine: ForkedEngine, agent: AgentServer) -> None:
         assert samples[by_source, ("0", model, "external_unspecified")] == hits["redis"]
 
 
+def check_events(engine: ForkedEngine, router: Router, prompt: list[int]) -> None:
+    """What a router is told of a prompt's blocks, which were loaded from Redis."""
+    told = router.told(lambda: engine.generate([[1] * 20], 1))
+    blocks = told.of_prompt(prompt, 4 * CHUNK)
+    assert len(blocks) == len({*blocks}) > 0
+    for place in (("GPU", None), ("CPU", "LOCAL"), ("STORAGE", "REMOTE")):
+        assert {*blocks} <= {*told.there[place]}, place
+    for place, there in told.there.items():
+        if place != ("GPU", None):
+            # What the connector says of a block is what vLLM itself says of it.
+            for block_hash, block in there.items():
+                assert block == told.stored_by_vllm[block_hash]
+    assert [*told.sequence] == [*range(len(told.sequence))]
+
+
 def test_a_new_engine_answers_from_redis_what_another_computed(
     plain: ForkedEngine, model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
 ) -> None:
@@ -117,7 +133,8 @@ def test_a_new_engine_answers_from_redis_what_another_computed(
 
     assert agent.terminate() == 0
     agent.start()  # an empty host pool: everything comes from Redis
-    with start(model_dir, agent, tmp_path / "warm.log", disable_log_stats=False) as engine:
+    router = Router(tmp_path)
+    with router, start(model_dir, agent, tmp_path / "warm.log", **router.options) as engine:
         hits = []
         for question, answer in zip(questions, expected, strict=True):
             warm = engine.generate(question, 12)
@@ -138,12 +155,29 @@ def test_a_new_engine_answers_from_redis_what_another_computed(
         assert agent.counter("loaded_chunks") == loaded
 
         check_metrics(engine, agent)
+        check_events(engine, router, one)
 
         # And emptied with it, there are no hits.
         assert engine.reset_prefix_cache(connector=True)
         again = engine.generate([one], 12)
         assert again.outputs == expected[0]
         assert again.details["cached_tokens"] == [0]
+        # So a router must not expect the old chunks; `again` is stored anew.
+        told = router.told(lambda: engine.generate([prompts.tokens(20)], 1))
+        assert {*told.there["CPU", "LOCAL"]} == {*told.of_prompt(one, 4 * CHUNK)}
+        lost_before = len(told.there["CPU", "LOCAL"])
+        assert lost_before > 0
+        # Without its agent an engine can load nothing.
+        agent.kill()
+        wait_until(
+            lambda: (
+                not router.told(lambda: engine.generate([prompts.tokens(20)], 1)).there[
+                    "CPU", "LOCAL"
+                ]
+            ),
+            what="removed blocks",
+        )
+        assert not router.there["STORAGE", "REMOTE"]
 
 
 def test_whatever_fails_the_answers_stay_right(

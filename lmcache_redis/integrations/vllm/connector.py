@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmcache_redis.client.operations import CacheGroup
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
+from lmcache_redis.client.watching import Watch
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.dtypes import dtype_name
@@ -47,6 +48,7 @@ from lmcache_redis.integrations.vllm.guard import (
 from lmcache_redis.integrations.vllm.identity import attention_backend, engine_identity, model_name
 from lmcache_redis.integrations.vllm.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.probe import kv_identity
+from lmcache_redis.integrations.vllm.reports.events import EVENTS, Announcer, spec_fields
 from lmcache_redis.integrations.vllm.reports.stats import ConnectorStats, Recorder
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import unsupported
@@ -61,6 +63,7 @@ from lmcache_redis.naming import FULL_REACH
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -94,6 +97,8 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         self._failed_blocks: set[int] = set()
         self._closing: WorkerClient | None = None  # of a worker that was turned off
         self._recorder = Recorder()
+        self._announcer: Announcer | None = None
+        self._failed_reports: set[str] = set()
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._asleep = False
         self._groups: Sequence[LayerGroup] = ()
@@ -143,6 +148,8 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
     def turn_off(self) -> None:
         """Turns the cache of this engine off. Loads that vLLM waits for are reported as failed."""
         self._scheduler = None
+        if self._announcer is not None:
+            self._announcer.forget()
         adapter, self._adapter = self._adapter, None
         self._worker = None
         if isinstance(adapter, WorkerClient):
@@ -186,6 +193,8 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             or int(cache.block_size)
         )
         digests = AdapterDigests()
+        hash_stride = max(1, block_size // hash_block)
+        self._announcer = self._new_announcer(adapter, block_size // hash_stride)
         world_size = self._vllm_config.parallel_config.world_size
         self._references = BlockReferences(gpu_block_pool, world_size)
         self._scheduler = ConnectorScheduler(
@@ -193,9 +202,10 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             self._references,
             StaleBlocks(gpu_block_pool),
             self._recorder,
+            self._announcer,
             groups=self._groups,
             block_size_tokens=block_size,
-            hash_stride=max(1, block_size // hash_block),
+            hash_stride=hash_stride,
             loads=self._kv_transfer_config.is_kv_consumer,
             stores=self._kv_transfer_config.is_kv_producer,
             weights_id=self._config.weights_id,
@@ -209,6 +219,17 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
                 "this vLLM version does not report weight updates: call "
                 "reset_prefix_cache(reset_connector=True) after each update"
             )
+
+    @reporting(nothing, EVENTS)
+    def _new_announcer(
+        self, adapter: LMCacheMPSchedulerAdapter, hash_tokens: int
+    ) -> Announcer | None:
+        """None unless vLLM publishes KV events (``--kv-events-config``)."""
+        config = getattr(self._vllm_config, "kv_events_config", None)
+        if config is None or not config.enable_kv_cache_events:
+            return None
+        watch = Watch(adapter.link, adapter.ranks)
+        return Announcer(watch, self._groups, hash_tokens, spec_fields(self._kv_cache_config))
 
     @guarded(lambda self, *_: (0, False))
     def get_num_new_matched_tokens(
@@ -232,7 +253,10 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.allocated(request, block_ids, num_external_tokens)
 
-    @reporting(lambda self, *args: KVConnectorBase_V1.get_external_cache_hit_sources(self, *args))
+    @reporting(
+        lambda self, *args: KVConnectorBase_V1.get_external_cache_hit_sources(self, *args),
+        "the sources of hits",
+    )
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
@@ -300,8 +324,17 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must keep stepping so that workers can report ended transfers."""
+        """Whether vLLM must keep stepping so that workers can report ended transfers.
+
+        And to publish events that have come.
+        """
+        if self._announcer is not None and self._announcer.has_events:
+            return True
         return self._references is not None and self._references.expects_reports()
+
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """Which chunks can be loaded now, or no longer, see `reports.events`."""
+        return () if self._announcer is None else self._announcer.take()
 
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:
@@ -478,7 +511,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Both roles
 
-    @reporting(nothing)
+    @reporting(nothing, "statistics")
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """What this process has counted since the last call."""
         if self.role is KVConnectorRole.WORKER:

@@ -43,25 +43,24 @@ def guarded(otherwise: Callable[..., Any]) -> Callable[[_F], _F]:
     return guard
 
 
-def reporting(otherwise: Callable[..., Any]) -> Callable[[_F], _F]:
-    """`guarded` for a method that only reports: if it raises, it is not called again.
+def reporting(otherwise: Callable[..., Any], what: str) -> Callable[[_F], _F]:
+    """As `guarded`, for a method that only reports: the cache stays on.
 
-    The cache stays on.
+    After an error, ``self._failed_reports`` has ``what`` (a plural), and no method that reports it
+    is called again.
     """
 
     def guard(method: _F) -> _F:
-        silent = f"_{method.__name__}_failed"
-
         @functools.wraps(method)
         def guarded_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not getattr(self, silent, False):
+            if what not in self._failed_reports:
                 try:
                     return method(self, *args, **kwargs)
                 except Exception:
-                    setattr(self, silent, True)
+                    self._failed_reports.add(what)
                     logger.exception(
-                        "%s failed: the connector no longer reports it, and caches as before; "
-                        "please report this with the vLLM version", method.__name__,
+                        "%s failed: the connector no longer reports %s, and caches as before; "
+                        "please report this with the vLLM version", method.__name__, what,
                     )  # fmt: skip
             return otherwise(self, *args, **kwargs)
 

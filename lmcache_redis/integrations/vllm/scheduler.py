@@ -32,6 +32,7 @@ from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentC
 from lmcache_redis.integrations.vllm.epoch import named_epoch, new_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.prefill import PrefillRate, Wishes
+from lmcache_redis.integrations.vllm.reports.events import Announcer
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.reports.tiers import tokens_by_tier
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
@@ -75,6 +76,7 @@ class ConnectorScheduler:
     hash_stride: block hashes per block of that size.
     weights_id: names the first epoch; None for the shared one.
     load_always: also what is computed faster.
+    announcer: reports chunks to routers; None if no router listens.
     step_tokens: vLLM computes at most so many tokens of a request before it releases blocks.
     block_ids: returns a request's current blocks by group, null ones included; None if vLLM does
         not provide them: then there is one group, and requests keep their blocks until they end.
@@ -88,6 +90,7 @@ class ConnectorScheduler:
         references: BlockReferences,
         stale: StaleBlocks,
         recorder: Recorder,
+        announcer: Announcer | None = None,
         *,
         groups: Sequence[LayerGroup],
         block_size_tokens: int,
@@ -104,6 +107,7 @@ class ConnectorScheduler:
         self._references = references
         self._stale = stale
         self._recorder = recorder
+        self._announcer = announcer
         self._groups = groups
         self._needs_all = all(group.reach == FULL_REACH for group in groups)
         self._block_size_tokens = block_size_tokens
@@ -176,6 +180,7 @@ class ConnectorScheduler:
                 return None  # only for the first requests: vLLM steps, and the workers report
             tracked.first_chunk = local_tokens // chunk_tokens
             tracked.asked_s = time.monotonic()
+            self._announce(tracked, range(tracked.first_chunk, limit_tokens // chunk_tokens))
             self._adapter.maybe_submit_lookup_request(
                 request.request_id,
                 block_hashes=self._names(tracked)[: limit_tokens // self._block_size_tokens],
@@ -325,6 +330,8 @@ class ConnectorScheduler:
         self.epoch, self._epoch_is_own, self._epoch_is_used = epoch, own, False
         self._stale.begin_epoch()
         self._recent.clear()
+        if self._announcer is not None:
+            self._announcer.forget()
         for request_id, tracked in list(self._tracked.items()):
             if tracked.started:
                 tracked.prefix = None
@@ -477,6 +484,7 @@ class ConnectorScheduler:
             return []
         chunks = range(tracked.considered_chunks, complete_chunks)
         tracked.considered_chunks = complete_chunks
+        self._announce(tracked, chunks)
         found = [
             self._store_of_group(group, tracked, blocks[group.number], chunks)
             for group in self._groups
@@ -509,6 +517,12 @@ class ConnectorScheduler:
             of_parts += part
             hashes_of_parts.append(names[chunk])
         return LoadStoreOp(of_parts, chunk_hashes=hashes_of_parts, group=group.number)
+
+    def _announce(self, tracked: _Tracked, chunks: range) -> None:
+        """Describes chunks of which events may follow."""
+        if self._announcer is not None:
+            names = self._chunk_names(tracked)
+            self._announcer.named(tracked.request, names, chunks, tracked.chunk_tokens)
 
     def _hashed_tokens(self, request: Request) -> int:
         return len(request.block_hashes) // self._hash_stride * self._block_size_tokens
