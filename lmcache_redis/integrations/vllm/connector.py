@@ -24,7 +24,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmcache_redis.client.operations import CacheGroup
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
-from lmcache_redis.client.watching import Watch
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.dtypes import dtype_name
@@ -39,17 +38,11 @@ from lmcache_redis.integrations.vllm.groups import (
     shard_of_rank,
     tensors_of,
 )
-from lmcache_redis.integrations.vllm.guard import (
-    guarded,
-    nothing,
-    recompute_failed_loads,
-    reporting,
-)
+from lmcache_redis.integrations.vllm.guard import guarded, nothing, recompute_failed_loads
 from lmcache_redis.integrations.vllm.identity import attention_backend, engine_identity, model_name
 from lmcache_redis.integrations.vllm.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.probe import kv_identity
-from lmcache_redis.integrations.vllm.reports.events import EVENTS, Announcer, spec_fields
-from lmcache_redis.integrations.vllm.reports.stats import ConnectorStats, Recorder
+from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import unsupported
 from lmcache_redis.integrations.vllm.worker import (
@@ -63,7 +56,6 @@ from lmcache_redis.naming import FULL_REACH
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kv_transfer import KVTransferConfig
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -80,13 +72,14 @@ _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 _UNMAP_WITHIN_S = 5.0
 
 
-class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
+class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
     """Loads and stores KV through the agent of this node."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self._begin_reports()
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         self._adapter: LMCacheMPSchedulerAdapter | WorkerClient | None = None
@@ -96,9 +89,6 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         self._awaited: dict[str, list[int]] = {}
         self._failed_blocks: set[int] = set()
         self._closing: WorkerClient | None = None  # of a worker that was turned off
-        self._recorder = Recorder()
-        self._announcer: Announcer | None = None
-        self._failed_reports: set[str] = set()
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._asleep = False
         self._groups: Sequence[LayerGroup] = ()
@@ -194,7 +184,7 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         )
         digests = AdapterDigests()
         hash_stride = max(1, block_size // hash_block)
-        self._announcer = self._new_announcer(adapter, block_size // hash_stride)
+        self._begin_events(adapter, self._groups, block_size // hash_stride)
         world_size = self._vllm_config.parallel_config.world_size
         self._references = BlockReferences(gpu_block_pool, world_size)
         self._scheduler = ConnectorScheduler(
@@ -220,17 +210,6 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
                 "reset_prefix_cache(reset_connector=True) after each update"
             )
 
-    @reporting(nothing, EVENTS)
-    def _new_announcer(
-        self, adapter: LMCacheMPSchedulerAdapter, hash_tokens: int
-    ) -> Announcer | None:
-        """None unless vLLM publishes KV events (``--kv-events-config``)."""
-        config = getattr(self._vllm_config, "kv_events_config", None)
-        if config is None or not config.enable_kv_cache_events:
-            return None
-        watch = Watch(adapter.link, adapter.ranks)
-        return Announcer(watch, self._groups, hash_tokens, spec_fields(self._kv_cache_config))
-
     @guarded(lambda self, *_: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -252,26 +231,6 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             self._awaited[request.request_id] = block_ids[0][-external_blocks:]
         if self._scheduler is not None:
             self._scheduler.allocated(request, block_ids, num_external_tokens)
-
-    @reporting(
-        lambda self, *args: KVConnectorBase_V1.get_external_cache_hit_sources(self, *args),
-        "the sources of hits",
-    )
-    def get_external_cache_hit_sources(
-        self, request: Request, num_external_tokens: int
-    ) -> dict[Any, int]:
-        """The tokens of a planned load by the tier that has them (vLLM 0.32 or newer)."""
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-        found: dict[Any, int] = {}
-        if self._scheduler is not None:
-            tokens = self._scheduler.hit_tokens(request.request_id, num_external_tokens)
-            sources = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
-            for tier, count in tokens.items():
-                # vLLM's word for a remote store.
-                source = sources.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
-                found[source] = found.get(source, 0) + count
-        return found
 
     @guarded(lambda self, _: self._with_lost_loads(StepMetadata()))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -328,13 +287,9 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
 
         And to publish events that have come.
         """
-        if self._announcer is not None and self._announcer.has_events:
+        if self._references is not None and self._references.expects_reports():
             return True
-        return self._references is not None and self._references.expects_reports()
-
-    def take_events(self) -> Sequence[KVCacheEvent]:
-        """Which chunks can be loaded now, or no longer, see `reports.events`."""
-        return () if self._announcer is None else self._announcer.take()
+        return self._announcer is not None and self._announcer.has_events
 
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:
@@ -510,36 +465,6 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._worker is None else self._worker.report(self._step().number)
 
     # Both roles
-
-    @reporting(nothing, "statistics")
-    def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """What this process has counted since the last call."""
-        if self.role is KVConnectorRole.WORKER:
-            rank, client = self._vllm_config.parallel_config.rank, self._adapter
-            is_registered = isinstance(client, WorkerClient) and client.ready
-            self._recorder.set("registered", float(is_registered), str(rank))
-        return self._recorder.take()
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:
-        return ConnectorStats(data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: Mapping[type, type],
-        labelnames: Sequence[str],
-        per_engine_labelvalues: Mapping[int, Sequence[object]],
-    ) -> Any:
-        """The connector's metrics on vLLM's /metrics; None if they cannot be registered."""
-        try:
-            from lmcache_redis.integrations.vllm.reports.prometheus import ConnectorMetrics
-
-            return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        except Exception:
-            logger.exception("the connector has no metrics; please report this")
-            return None
 
     @guarded(nothing)
     def shutdown(self) -> None:

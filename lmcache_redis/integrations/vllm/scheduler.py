@@ -22,19 +22,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks, StaleBlocks
+from lmcache_redis.integrations.vllm.bookkeeping import (
+    BlockReferences,
+    RecentChunks,
+    StaleBlocks,
+    Tracked,
+)
 from lmcache_redis.integrations.vllm.epoch import named_epoch, new_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.prefill import PrefillRate, Wishes
 from lmcache_redis.integrations.vllm.reports.events import Announcer
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.reports.tiers import tokens_by_tier
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 from lmcache_redis.naming import FULL_REACH
 
@@ -47,26 +50,6 @@ logger = logging.getLogger("vllm.lmcache_redis")
 # Time that one step may wait for lookups: it helps an idle engine and stalls a busy one.
 _IDLE_WAIT_S = 0.005
 _BUSY_WAIT_S = 0.0005
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """One request. Chunk numbers are in units of ``chunk_tokens``."""
-
-    request: Request
-    prefix: bytes | None  # of the names of its chunks; None if it is not cached
-    wishes: Wishes
-    chunk_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)  # where vLLM does not report them
-    first_chunk: int | None = None  # where its lookup began
-    asked_s: float | None = None  # when its lookup began, until that is answered
-    local_tokens: int = 0  # computed locally when the lookup was answered
-    tiers: Sequence[str] = ()  # of the chunks found, from the first one that was looked up
-    considered_chunks: int = 0  # leading chunks for which a store was planned or ruled out
-    matched: bool = False  # vLLM knows the number of tokens and has not allocated blocks since
-    started: bool = False  # vLLM has allocated blocks for it, perhaps before a preemption
-    loading: frozenset[int] | None = None  # blocks that its load writes
-    load_failed: bool = False  # the rest is computed, without another lookup
 
 
 class ConnectorScheduler:
@@ -121,7 +104,7 @@ class ConnectorScheduler:
         self.epoch = named_epoch(weights_id)
         self._epoch_is_own = False  # random, and so not shared with other engines
         self._epoch_is_used = False
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._resuming: set[str] = set()  # load has ended, not scheduled since
         # Blocks that a request needs beyond those of its load, until it is scheduled.
         self._missing_blocks: dict[str, int] = {}
@@ -152,7 +135,7 @@ class ConnectorScheduler:
         tracked.matched = True
         return tokens
 
-    def _found_tokens(self, tracked: _Tracked, local_tokens: int, chunk_tokens: int) -> int | None:
+    def _found_tokens(self, tracked: Tracked, local_tokens: int, chunk_tokens: int) -> int | None:
         request = tracked.request
         if (
             not chunk_tokens
@@ -167,7 +150,7 @@ class ConnectorScheduler:
             # Local blocks were evicted since the lookup began.
             self._forget_lookup(tracked)
         if tracked.first_chunk is None:
-            limit_tokens = self._hashed_tokens(request)
+            limit_tokens = tracked.hashed_tokens()
             if tracked.wishes.max_load_tokens is not None:
                 limit_tokens = min(limit_tokens, tracked.wishes.max_load_tokens)
             if not self._needs_all:
@@ -183,7 +166,7 @@ class ConnectorScheduler:
             self._announce(tracked, range(tracked.first_chunk, limit_tokens // chunk_tokens))
             self._adapter.maybe_submit_lookup_request(
                 request.request_id,
-                block_hashes=self._names(tracked)[: limit_tokens // self._block_size_tokens],
+                block_hashes=tracked.names()[: limit_tokens // self._block_size_tokens],
                 first_chunk=tracked.first_chunk,
                 token_s=0.0 if self._load_always else self._prefill.token_s,
             )
@@ -196,7 +179,7 @@ class ConnectorScheduler:
             tracked.asked_s = None
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(tracked.first_chunk, tokens // chunk_tokens)
-        missed = self._chunk_names(tracked)[first_miss:]
+        missed = tracked.chunk_names()[first_miss:]
         for group in self._groups:
             self._recent.discard(_parts(group, missed))
         return max(0, tokens - local_tokens)
@@ -221,14 +204,7 @@ class ConnectorScheduler:
     def hit_tokens(self, request_id: str, external_tokens: int) -> dict[str, int]:
         """How many tokens of the load that was planned last for a request come from each tier."""
         tracked = self._tracked.get(request_id)
-        if tracked is None or tracked.first_chunk is None:
-            return {}
-        return tokens_by_tier(
-            range(tracked.local_tokens, tracked.local_tokens + external_tokens),
-            tracked.tiers,
-            first_chunk=tracked.first_chunk,
-            chunk_tokens=tracked.chunk_tokens,
-        )
+        return {} if tracked is None else tracked.hit_tokens(external_tokens)
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """The loads and stores that the workers start in this step."""
@@ -339,12 +315,14 @@ class ConnectorScheduler:
                 self._adapter.end_session(request_id)
                 del self._tracked[request_id]
 
-    def _track(self, request: Request, chunk_tokens: int) -> _Tracked:
+    def _track(self, request: Request, chunk_tokens: int) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             self._epoch_is_used = True
             wishes = Wishes.of(request.kv_transfer_params, request.request_id)
-            tracked = _Tracked(request, self._prefix(request), wishes)
+            tracked = Tracked(
+                request, self._prefix(request), wishes, self._hash_stride, self._block_size_tokens
+            )
             self._tracked[request.request_id] = tracked
         if chunk_tokens and tracked.chunk_tokens != chunk_tokens:
             if tracked.chunk_tokens:  # the agent was restarted with another chunk size
@@ -360,7 +338,7 @@ class ConnectorScheduler:
         digest = self._adapter_digest(request)
         return None if digest is None else self.epoch + digest
 
-    def _forget_lookup(self, tracked: _Tracked) -> None:
+    def _forget_lookup(self, tracked: Tracked) -> None:
         tracked.first_chunk = None
         self._adapter.end_session(tracked.request.request_id)
 
@@ -375,7 +353,7 @@ class ConnectorScheduler:
         self._resuming.discard(request_id)
         self._missing_blocks.pop(request_id, None)
 
-    def _has_room(self, tracked: _Tracked, end: int) -> bool:
+    def _has_room(self, tracked: Tracked, end: int) -> bool:
         """Whether the blocks suffice for the request and for those that are loaded or being loaded.
 
         end: the tokens up to the end of its load. vLLM cannot preempt a request between its load
@@ -394,7 +372,7 @@ class ConnectorScheduler:
         # Requests behind one that waits do not take the blocks from it.
         return not self._is_full
 
-    def _missing(self, tracked: _Tracked, end: int) -> int:
+    def _missing(self, tracked: Tracked, end: int) -> int:
         """Blocks that its other tokens need at most, at one time."""
         tokens = tracked.request.num_tokens - end
         missing = 0
@@ -405,10 +383,10 @@ class ConnectorScheduler:
         return missing
 
     def _plan_load(
-        self, tracked: _Tracked, block_ids: Sequence[Sequence[int]], external_tokens: int
+        self, tracked: Tracked, block_ids: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
         end_chunk = (tracked.local_tokens + external_tokens) // tracked.chunk_tokens
-        names = self._chunk_names(tracked)[:end_chunk]
+        names = tracked.chunk_names()[:end_chunk]
         ops: list[LoadStoreOp] = []
         written: list[int] = []
         for group in self._groups:
@@ -424,7 +402,7 @@ class ConnectorScheduler:
         self._loads.append(Planned(transfer_id, tracked.request.request_id, tuple(ops)))
 
     def _load_of_group(
-        self, group: LayerGroup, tracked: _Tracked, block_ids: Sequence[int], names: Sequence[bytes]
+        self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], names: Sequence[bytes]
     ) -> tuple[LoadStoreOp, list[int]] | None:
         """The operation, and the blocks that it writes; None if the group needs none."""
         chunk_tokens, block_tokens = tracked.chunk_tokens, group.block_size_tokens
@@ -452,7 +430,7 @@ class ConnectorScheduler:
         self._recent.add(_parts(group, names[first_chunk:]))
         return op, list(block_ids[first:end])
 
-    def _plan_store(self, tracked: _Tracked, computed_tokens: int) -> list[Planned]:
+    def _plan_store(self, tracked: Tracked, computed_tokens: int) -> list[Planned]:
         """The store of the chunks that this step completes, if any.
 
         computed_tokens: tokens whose KV is in blocks after the step.
@@ -469,7 +447,7 @@ class ConnectorScheduler:
         self._track(request, chunk_tokens)
         # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
         # tokens not yet sampled are stored in a later step.
-        tokens = min(computed_tokens, self._hashed_tokens(request))
+        tokens = min(computed_tokens, tracked.hashed_tokens())
         if tokens // chunk_tokens <= tracked.considered_chunks:
             return []  # most steps end here
         blocks: Sequence[Sequence[int]] = (tracked.block_ids,)
@@ -496,10 +474,10 @@ class ConnectorScheduler:
         return [Planned(self._references.take(block_ids), request.request_id, ops)]
 
     def _store_of_group(
-        self, group: LayerGroup, tracked: _Tracked, block_ids: Sequence[int], chunks: Iterable[int]
+        self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
     ) -> LoadStoreOp:
         """The parts of ``chunks`` that are in blocks and not stored yet."""
-        names, hashes = self._chunk_names(tracked), self._chunk_hashes(tracked)
+        names, hashes = tracked.chunk_names(), tracked.chunk_hashes()
         of_parts: list[int] = []
         hashes_of_parts: list[bytes] = []
         for chunk in chunks:
@@ -518,31 +496,11 @@ class ConnectorScheduler:
             hashes_of_parts.append(names[chunk])
         return LoadStoreOp(of_parts, chunk_hashes=hashes_of_parts, group=group.number)
 
-    def _announce(self, tracked: _Tracked, chunks: range) -> None:
+    def _announce(self, tracked: Tracked, chunks: range) -> None:
         """Describes chunks of which events may follow."""
         if self._announcer is not None:
-            names = self._chunk_names(tracked)
+            names = tracked.chunk_names()
             self._announcer.named(tracked.request, names, chunks, tracked.chunk_tokens)
-
-    def _hashed_tokens(self, request: Request) -> int:
-        return len(request.block_hashes) // self._hash_stride * self._block_size_tokens
-
-    def _names(self, tracked: _Tracked) -> Sequence[bytes]:
-        """One name per block; no copy if vLLM's hashes are the names."""
-        hashes: Sequence[bytes] = tracked.request.block_hashes
-        if self._hash_stride > 1:
-            hashes = hashes[self._hash_stride - 1 :: self._hash_stride]
-        return [tracked.prefix + each for each in hashes] if tracked.prefix else hashes
-
-    def _chunk_names(self, tracked: _Tracked) -> Sequence[bytes]:
-        blocks_per_chunk = tracked.chunk_tokens // self._block_size_tokens
-        return self._names(tracked)[blocks_per_chunk - 1 :: blocks_per_chunk]
-
-    def _chunk_hashes(self, tracked: _Tracked) -> Sequence[bytes]:
-        """vLLM's hash at the end of each chunk."""
-        stride = self._hash_stride * (tracked.chunk_tokens // self._block_size_tokens)
-        hashes: Sequence[bytes] = tracked.request.block_hashes
-        return hashes[stride - 1 :: stride]
 
 
 def _parts(group: LayerGroup, names: Iterable[bytes]) -> list[bytes]:

@@ -193,7 +193,7 @@ class Announcer:
                 lora_id=chunk.lora_id,
                 medium=medium,
                 lora_name=chunk.lora_name,
-                extra_keys=_published_keys(chunk.extra_keys[number]),
+                extra_keys=_published_keys(chunk.extra_keys[number], len(part.hashes)),
                 group_idx=number,
                 locality=locality,
                 **self._specs[number],
@@ -217,10 +217,9 @@ def spec_fields(kv_cache_config: KVCacheConfig) -> list[Mapping[str, Any]]:
     ]
 
 
-def _published_keys(keys: Sequence[Any]) -> list[Any] | None:
+def _published_keys(keys: Sequence[Any], blocks: int) -> list[Any]:
     """As vLLM publishes them: newer versions tag the keys that they hash."""
-    untagged = getattr(kv_cache_utils, "to_event_extra_keys", None)
-    if not keys:
-        return None
-    found: list[Any] = list(keys) if untagged is None else untagged(keys)
+    keys = keys or [None] * blocks
+    untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)
+    found: list[Any] = untagged(keys)
     return found
