@@ -104,22 +104,24 @@ LORA = LoRARequest("adapter", 3, "/nowhere")
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_salt": "salt"}, {"lora_request": LORA}], ids=str)
-@pytest.mark.parametrize("group", [FULL, WIDE], ids=["blocks", "wide blocks"])
+@pytest.mark.parametrize(
+    "group", [FULL, WIDE, WINDOW, STATE], ids=["full", "wide", "window", "state"]
+)
 def test_a_stored_chunk_is_described_as_vllm_describes_its_blocks(
     group: LayerGroup, options: dict[str, Any]
 ) -> None:
     request = request_of(3 * CHUNK + 5, **options)
     names = names_of(request)
     watch = ScriptedWatch(groups=(group.number,))
-    made = announcer(watch, FULL, WIDE)
+    made = announcer(watch, FULL, *([group] if group.number else []))
     assert made.take() == []
     made.named(request, names, range(3), CHUNK)
     watch.tell("host", True, *reversed(names))
     events = made.take()
     assert len(events) == 3
-    per_chunk = CHUNK // group.block_size_tokens
     for number, event in enumerate(events):  # in the order of the prompt
-        own = vllms_own(request, group, number * per_chunk, (number + 1) * per_chunk)
+        part = group.part(number, CHUNK)
+        own = vllms_own(request, group, part.start, part.stop)
         assert (event.medium, event.locality) == ("CPU", "LOCAL")
         own.medium, own.locality = event.medium, event.locality
         if hasattr(own, "session_id"):

@@ -92,10 +92,10 @@ def check_metrics(engine: ForkedEngine, agent: AgentServer) -> None:
         assert samples[by_source, ("0", model, "external_unspecified")] == hits["redis"]
 
 
-def check_events(engine: ForkedEngine, router: Router, prompt: list[int]) -> None:
-    """What a router is told of a prompt's blocks, which were loaded from Redis."""
+def check_events(engine: ForkedEngine, router: Router, prompt: list[int], tokens: int) -> None:
+    """What a router is told of the blocks of a prompt that is in all places."""
     told = router.told(lambda: engine.generate([[1] * 20], 1))
-    blocks = told.of_prompt(prompt, 4 * CHUNK)
+    blocks = told.of_prompt(prompt, tokens)
     assert len(blocks) == len({*blocks}) > 0
     for place in (("GPU", None), ("CPU", "LOCAL"), ("STORAGE", "REMOTE")):
         assert {*blocks} <= {*told.there[place]}, place
@@ -155,28 +155,24 @@ def test_a_new_engine_answers_from_redis_what_another_computed(
         assert agent.counter("loaded_chunks") == loaded
 
         check_metrics(engine, agent)
-        check_events(engine, router, one)
+        check_events(engine, router, one, 4 * CHUNK)
 
         # And emptied with it, there are no hits.
         assert engine.reset_prefix_cache(connector=True)
         again = engine.generate([one], 12)
         assert again.outputs == expected[0]
         assert again.details["cached_tokens"] == [0]
-        # So a router must not expect the old chunks; `again` is stored anew.
+        # So a router must not expect the old chunks. What was computed again is stored anew.
         told = router.told(lambda: engine.generate([prompts.tokens(20)], 1))
         assert {*told.there["CPU", "LOCAL"]} == {*told.of_prompt(one, 4 * CHUNK)}
-        lost_before = len(told.there["CPU", "LOCAL"])
-        assert lost_before > 0
         # Without its agent an engine can load nothing.
         agent.kill()
-        wait_until(
-            lambda: (
-                not router.told(lambda: engine.generate([prompts.tokens(20)], 1)).there[
-                    "CPU", "LOCAL"
-                ]
-            ),
-            what="removed blocks",
-        )
+
+        def removed() -> bool:
+            told = router.told(lambda: engine.generate([prompts.tokens(20)], 1))
+            return not told.there["CPU", "LOCAL"]
+
+        wait_until(removed, what="removed blocks")
         assert not router.there["STORAGE", "REMOTE"]
 
 
@@ -319,9 +315,11 @@ def test_tensor_parallel_workers_each_load_their_shard(
 ) -> None:
     questions = [prompts.tokens(3 * CHUNK + 10) for _ in range(3)]
     both = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
-    with start(model_dir, agent, tmp_path / "engine.log", **both) as engine:
+    router = Router(tmp_path)
+    with router, start(model_dir, agent, tmp_path / "e.log", **both, **router.options) as engine:
         cold = engine.generate(questions, 8)
         agent.wait_idle()
+        check_events(engine, router, questions[0], 3 * CHUNK)
         assert len(agent.status()["engines"]) == 2
         agent.restart()
         wait_for_a_hit(engine, prompts.tokens(CHUNK + 1))
@@ -330,3 +328,7 @@ def test_tensor_parallel_workers_each_load_their_shard(
         assert warm.outputs == cold.outputs
         assert warm.details["cached_tokens"] == [3 * CHUNK] * 3
         assert agent.counter("retrieved_chunks") - retrieved == 2 * 3 * 3
+        samples = samples_in(engine.metrics())
+        loaded = "lmcache_redis_vllm_loaded_chunks_total"
+        by_worker = [value for (name, _), value in samples.items() if name == loaded]
+        assert by_worker[0] == by_worker[1] >= 3 * 3

@@ -1,4 +1,4 @@
-"""The scheduler's bookkeeping: requests, references to vLLM's blocks, stale blocks, recent chunks."""
+"""The scheduler's bookkeeping: requests, references to blocks, stale blocks, recent chunks."""
 
 from __future__ import annotations
 

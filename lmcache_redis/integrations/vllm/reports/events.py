@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 EVENTS = "KV events"
 
-# A chunk of 256 tokens takes 2 KB here, with 16 hashes.
-MAX_CHUNKS = 1 << 16
+# A chunk of 256 tokens takes 2.5 KB here, with 16 hashes.
+MAX_CHUNKS = 1 << 15
 
 # vLLM's medium, and its locality relative to the engine.
 _PLACES = {
@@ -150,7 +150,7 @@ class Announcer:
             number,
             tuple(hashes[first:last]),
             hashes[first - 1] if first else None,
-            array("q", request.all_token_ids[begin:end]),
+            array("i", request.all_token_ids[begin:end]),
             lora.adapter_id if lora else None,
             lora.name if lora else None,
             [self._extra_keys(request, group, begin, end) for group in self._groups],
