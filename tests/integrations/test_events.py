@@ -25,6 +25,7 @@ from lmcache_redis.client.watching import News, TierChange
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import LayerGroup
+from lmcache_redis.integrations.vllm.reports import events
 from lmcache_redis.integrations.vllm.reports.events import Announcer, Chunk, blocks_of
 from lmcache_redis.naming import FULL_REACH, Reach
 from tests.integrations.test_guard import Broken, config
@@ -194,6 +195,20 @@ def test_a_loss_removes_everything_and_more_follows_later() -> None:
         (BlockRemoved, "CPU"), (BlockRemoved, "STORAGE"), (BlockRemoved, "CPU"),
     ]  # fmt: skip
     assert again == stored[1]
+
+
+def test_many_events_take_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "CHUNKS_PER_STEP", 2)
+    request = request_of(5 * CHUNK)
+    watch = ScriptedWatch()
+    made = announcer(watch, FULL)
+    made.take()
+    made.named(request, names_of(request), range(5), CHUNK)
+    watch.tell("host", True, *names_of(request))
+    steps = []
+    while made.has_events:
+        steps.append(len(made.take()))
+    assert steps == [2, 2, 1]
 
 
 def test_a_new_epoch_removes_everything() -> None:

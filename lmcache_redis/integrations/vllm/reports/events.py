@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 EVENTS = "KV events"
 
-# A chunk of 256 tokens takes 2.5 KB here, with 16 hashes.
+# A chunk of 256 tokens takes 2 KB here, with 16 hashes.
 MAX_CHUNKS = 1 << 15
+# They take about 1 ms, and the step of the scheduler waits.
+CHUNKS_PER_STEP = 128
 
 # vLLM's medium, and its locality relative to the engine.
 _PLACES = {
@@ -45,13 +47,13 @@ _PLACES = {
 class Chunk(NamedTuple):
     """What an event says of a chunk.
 
-    number: in the prompt. hashes: vLLM's, one for each of its units of hashing. parent: the hash
-    before. extra_keys: of each block, by group, where the request has any.
+    number: in the prompt. hashes: as vLLM publishes them, one for each of its units of hashing.
+    parent: the hash before. extra_keys: of each block, by group, where the request has any.
     """
 
     number: int
-    hashes: Sequence[bytes]
-    parent: bytes | None
+    hashes: Sequence[Any]
+    parent: Any
     token_ids: Sequence[int]
     lora_id: int | None
     lora_name: str | None
@@ -61,8 +63,8 @@ class Chunk(NamedTuple):
 class Blocks(NamedTuple):
     """The blocks of a chunk's part in one group. tokens: their place in the chunk."""
 
-    hashes: Sequence[bytes]
-    parent: bytes | None
+    hashes: list[Any]
+    parent: Any
     tokens: slice
 
 
@@ -132,24 +134,29 @@ class Announcer:
 
     @reporting(lambda self: [], EVENTS)
     def take(self) -> list[KVCacheEvent]:
-        """The events since the last call."""
+        """The events since the last call; of many, the first ones."""
         if (news := self._watch.take()) is not None:
             if news.lost:
                 self._events += self._holdings.begin(self._watch.groups)
             for part, tier, there, hashes in news.changes:
                 changed = (self._holdings.changed(part, tier, there, each) for each in hashes)
                 self._events += [event for event in changed if event is not None]
-        events, self._events = self._events, []
+        events = self._events[:CHUNKS_PER_STEP]
+        del self._events[:CHUNKS_PER_STEP]
         return [each for run in in_order(events) for each in self._published(run)]
 
     def _described(self, request: Request, number: int, chunk_tokens: int) -> Chunk:
         begin, end = number * chunk_tokens, (number + 1) * chunk_tokens
         first, last = begin // self._hash_tokens, end // self._hash_tokens
-        lora, hashes = request.lora_request, request.block_hashes
+        lora = request.lora_request
+        hashes = [
+            kv_cache_utils.maybe_convert_block_hash(each)
+            for each in request.block_hashes[max(0, first - 1) : last]
+        ]
         return Chunk(
             number,
-            tuple(hashes[first:last]),
-            hashes[first - 1] if first else None,
+            hashes[1:] if first else hashes,
+            hashes[0] if first else None,
             array("i", request.all_token_ids[begin:end]),
             lora.adapter_id if lora else None,
             lora.name if lora else None,
@@ -175,10 +182,9 @@ class Announcer:
         stored, tier, number, _ = run[0]
         medium, locality = _PLACES[tier]
         group = self._groups[number]
-        convert = kv_cache_utils.maybe_convert_block_hash
         blocks = [blocks_of(each.chunk, group) for each in run]
         if not stored:
-            gone = [convert(each) for part in blocks for each in part.hashes]
+            gone = [each for part in blocks for each in part.hashes]
             return [
                 kv_events.BlockRemoved(
                     block_hashes=gone, medium=medium, group_idx=number, locality=locality
@@ -186,8 +192,8 @@ class Announcer:
             ]
         return [
             kv_events.BlockStored(
-                block_hashes=[convert(each) for each in part.hashes],
-                parent_block_hash=None if part.parent is None else convert(part.parent),
+                block_hashes=part.hashes,
+                parent_block_hash=part.parent,
                 token_ids=list(chunk.token_ids[part.tokens]),
                 block_size=group.block_size_tokens,
                 lora_id=chunk.lora_id,
