@@ -350,7 +350,7 @@ class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     part: the index into ``parts`` of ``WATCH``. tier: a key of ``TIER_NAMES``.
     """
 
-    part: int
+    part: Annotated[int, msgspec.Meta(ge=0)]
     tier: str
     there: bool
     hashes: tuple[ChunkHash, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -316,3 +317,18 @@ def test_events_are_made_only_if_vllm_publishes_them(connector: LMCacheRedisConn
     assert not connector.has_pending_push_work()
     connector.turn_off()
     assert not connector.take_events()
+
+
+def test_a_vllm_without_what_events_need_still_caches(
+    tmp_path: Path, groups: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, events.__name__, None)
+    settings = config(tmp_path)
+    settings.kv_events_config = SimpleNamespace(enable_kv_cache_events=True)
+    made = LMCacheRedisConnector(settings, KVConnectorRole.SCHEDULER, groups)
+    with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
+        made.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK))
+    assert made._scheduler is not None
+    assert made.take_events() == ()
+    assert len(caplog.records) == 1
+    made.shutdown()

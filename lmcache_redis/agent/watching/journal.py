@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby, islice
 from typing import NamedTuple
 
-from lmcache_redis.keys import MAX_HASH_BYTES
-from lmcache_redis.messages import Change
+from lmcache_redis.messages import HASH_BYTES_OF_AN_EPOCH, Change
 from lmcache_redis.naming import PartNames
 
 MAX_CHANGES = 1 << 16
+# Of the names of chunks: without an epoch, and with one.
+_HASH_BYTES = (*HASH_BYTES_OF_AN_EPOCH, *(8 + nbytes for nbytes in HASH_BYTES_OF_AN_EPOCH))
 
 
 class _Place(NamedTuple):
@@ -62,12 +63,3 @@ class Journal:
             Change(*run, tuple(place.chunk_hash for place, _ in places)) for run, places in runs
         )
         return changes, lost
-
-
-# vLLM's hash, after the epoch and the adapter's digest where there are any.
-_HASH_BYTES = tuple(
-    epoch + digest + 32
-    for epoch in (0, 8)
-    for digest in (0, 16)
-    if epoch + digest + 32 <= MAX_HASH_BYTES
-)

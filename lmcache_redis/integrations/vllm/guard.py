@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # vLLM prints the log lines of loggers below its own name.
 logger = logging.getLogger("vllm.lmcache_redis")
 
+EVENTS = "KV events"
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

@@ -36,7 +36,6 @@ from lmcache_redis.integrations.vllm.bookkeeping import (
 from lmcache_redis.integrations.vllm.epoch import named_epoch, new_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.prefill import PrefillRate, Wishes
-from lmcache_redis.integrations.vllm.reports.events import Announcer
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 from lmcache_redis.naming import FULL_REACH
@@ -44,6 +43,8 @@ from lmcache_redis.naming import FULL_REACH
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from lmcache_redis.integrations.vllm.reports.events import Announcer
 
 logger = logging.getLogger("vllm.lmcache_redis")
 

@@ -21,15 +21,13 @@ from vllm.v1.core import kv_cache_utils
 
 from lmcache_redis.client.watching import Watch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
-from lmcache_redis.integrations.vllm.guard import nothing, reporting
+from lmcache_redis.integrations.vllm.guard import EVENTS, nothing, reporting
 from lmcache_redis.integrations.vllm.reports.holdings import Event, Holdings
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-EVENTS = "KV events"
 
 # A chunk of 256 tokens takes 2 KB here, with 16 hashes.
 MAX_CHUNKS = 1 << 15

@@ -16,8 +16,7 @@ from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
 from lmcache_redis.client.watching import Watch
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.integrations.vllm.groups import LayerGroup
-from lmcache_redis.integrations.vllm.guard import nothing, reporting
-from lmcache_redis.integrations.vllm.reports.events import EVENTS, Announcer, spec_fields
+from lmcache_redis.integrations.vllm.guard import EVENTS, nothing, reporting
 from lmcache_redis.integrations.vllm.reports.stats import ConnectorStats, Recorder
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from lmcache_redis.integrations.vllm.reports.events import Announcer
     from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 
 logger = logging.getLogger("vllm.lmcache_redis")
@@ -52,6 +52,9 @@ class ReportingHooks:
         """Has the scheduler's connector make KV events, if vLLM publishes them."""
         config = getattr(self._vllm_config, "kv_events_config", None)
         if config is not None and config.enable_kv_cache_events:
+            # Here, because a vLLM that has changed what they need must still run the cache.
+            from lmcache_redis.integrations.vllm.reports.events import Announcer, spec_fields
+
             watch = Watch(adapter.link, adapter.ranks)
             specs = spec_fields(self._kv_cache_config)
             self._announcer = Announcer(watch, groups, hash_tokens, specs)
