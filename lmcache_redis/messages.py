@@ -27,6 +27,7 @@ Order of events
    at ``lookup_deadline_s``. The pins belong to ``(engine_id, request_id)`` until each rank has
    retrieved its part, ``RELEASE_LOCKS`` names the chunk, ``END_SESSION`` ends the request, or the
    session times out.
+   The answer also says from where each chunk comes.
 4. A worker sends ``RETRIEVE`` for each group: parts of pinned chunks are copied into the named
    blocks. Parts that are not in the host pool are loaded first, until ``lookup_deadline_s`` or the
    end of the lease. ``RETRIEVE_RESULT`` lists the chunks that were not copied (indices into
@@ -74,6 +75,7 @@ Failures
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
@@ -161,7 +163,7 @@ class ChunkNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RemoteParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one group of a worker that is registered with another agent names its parts."""
+    """How one group of a worker names its parts."""
 
     worker_id: int
     kv_rank: int
@@ -187,6 +189,17 @@ class Lookup(Message, frozen=True, tag="LOOKUP"):
     first_chunk: int = 0
     remote: AllRemoteParts = ()
     token_s: TokenSeconds = 0.0
+
+
+class Watch(Message, frozen=True, tag="WATCH"):
+    """Asks what becomes of the chunks of ``parts`` in the tiers, for events to routers.
+
+    ``CHANGES`` answers as soon as there are any; until then the question stays open. The next
+    ``WATCH`` with the same parts continues, and one with others begins anew. What changes between
+    two questions is kept for the next one.
+    """
+
+    parts: AllRemoteParts
 
 
 class Store(Message, frozen=True, tag="STORE"):
@@ -307,13 +320,44 @@ class Done(Message, frozen=True, tag="DONE"):
     count: int = 0
 
 
+# Where a chunk was when it was looked up.
+TIER_NAMES = MappingProxyType({"h": "host", "d": "disk", "r": "redis"})
+Tiers = Annotated[str, msgspec.Meta(pattern="^[hdr]*$")]
+Tier = Annotated[str, msgspec.Meta(pattern="^[hdr]$")]
+
+
 class LookupResult(Message, frozen=True, tag="LOOKUP_RESULT"):
     """Answers ``LOOKUP``: ``hit_chunks`` leading chunks are cached for every rank.
 
-    The parts of the workers that are registered with this agent are pinned.
+    The parts of the workers that are registered with this agent are pinned. ``tiers``: of each of
+    these chunks, a key of ``TIER_NAMES``.
     """
 
     hit_chunks: int
+    tiers: Tiers = ""
+
+
+class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parts of chunks that are in a tier now, or no longer (``there``).
+
+    part: the index into ``parts`` of ``WATCH``. tier: a key of ``TIER_NAMES``.
+    """
+
+    part: Annotated[int, msgspec.Meta(ge=0)]
+    tier: Tier
+    there: bool
+    hashes: tuple[ChunkHash, ...]
+
+
+class Changes(Message, frozen=True, tag="CHANGES"):
+    """Answers ``WATCH``: the last change of each part of a chunk in each tier, oldest first.
+
+    It names what the agent wrote, loaded, evicted, or found while it looked up, and may name again
+    what has not changed. ``lost``: earlier changes were dropped, because too many came.
+    """
+
+    changes: tuple[Change, ...]
+    lost: bool = False
 
 
 class StoreResult(Message, frozen=True, tag="STORE_RESULT"):
@@ -378,6 +422,7 @@ Question = (
     | RegisterKVCache
     | UnregisterKVCache
     | Lookup
+    | Watch
     | Store
     | Retrieve
     | ReleaseLocks
@@ -393,6 +438,7 @@ Answer = (
     | ChunkSize
     | Done
     | LookupResult
+    | Changes
     | StoreResult
     | RetrieveResult
     | Warmed

@@ -98,6 +98,7 @@ class Engine:
 
     Blocks of 16 tokens, 4 to a chunk with the harness's agent, filled at random. endpoint: the
     agent's, or one for each rank, as on several nodes; the scheduler has that of the first.
+    scheduler: further options of its adapter.
     """
 
     block_size_tokens = 16
@@ -114,12 +115,18 @@ class Engine:
         world_size: int = 1,
         identity: dict[str, str] | None = None,
         wait: bool = True,
+        **scheduler: Any,
     ) -> None:
         engine_id = uuid.uuid4().hex
         self.num_blocks = num_blocks
         endpoints = [endpoint] * world_size if isinstance(endpoint, str) else endpoint
         self.scheduler = LMCacheMPSchedulerAdapter(
-            endpoints[0], model_name, world_size, self.block_size_tokens, engine_id=engine_id
+            endpoints[0],
+            model_name,
+            world_size,
+            self.block_size_tokens,
+            engine_id=engine_id,
+            **scheduler,
         )
         self.workers: list[LMCacheMPWorkerAdapter] = []
         self.caches: list[dict[str, torch.Tensor]] = []

@@ -24,7 +24,8 @@ ALL_PAGES = [*PAGES, ROOT / "CHANGELOG.md"]
 # Options of other programs: vLLM, Docker, pytest, and scripts with parsers of their own.
 FOREIGN_OPTIONS = {
     *("--additional-config", "--calculate-kv-scales"),
-    *("--disable-sliding-window", "--hf-overrides", "--kv-transfer-config", "--load-format"),
+    *("--disable-sliding-window", "--hf-overrides", "--load-format"),
+    *("--kv-events-config", "--kv-transfer-config"),
     *("--mamba-cache-mode", "--max-model-len", "--model-impl"),
     *("--ipc", "--pid", "--shm-size"),
     "--help",

@@ -18,6 +18,7 @@ from lmcache_redis.agent.sessions import MAX_CHUNKS, Session
 from lmcache_redis.agent.status import status_report
 from lmcache_redis.agent.transfers import Reply, RetrieveJob, StoreJob
 from lmcache_redis.agent.warming import Warming
+from lmcache_redis.agent.watching.watches import Watches
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.errors import DeviceError, FormatError, WireError
 from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey, hash_chunks
@@ -41,6 +42,7 @@ class Handlers:
         self._peers = agent.peers
         self._registering = Registering(agent)
         self._warming = Warming(agent)
+        self._watches = Watches(agent)
 
     def answer_anyone(self, question: m.Question, reply: Reply) -> bool:
         """Answers a question that needs no HELLO, or begins to; returns False for any other."""
@@ -76,6 +78,8 @@ class Handlers:
                 self._metrics.count("sessions_ended")
                 self._sessions.end(session)
             reply(m.Done(0))
+        elif isinstance(question, m.Watch):
+            self._watches.watch(peer, question.parts, self._names(peer, question.parts), reply)
         elif isinstance(question, m.Goodbye):
             self.forget(peer, "it said goodbye")
         elif isinstance(question, m.Clear):
@@ -84,6 +88,7 @@ class Handlers:
     def forget(self, peer: Peer, why: str) -> None:
         """Drops a peer and its registration; for a scheduler, also the sessions of its engine."""
         self._peers.remove(peer)
+        self._watches.forget(peer)
         self._registering.unregister(peer, why)
         if peer.hello.worker_id is None:
             for session in self._sessions:
@@ -137,7 +142,8 @@ class Handlers:
         chunk_tokens = self._chunk_tokens(peer.engine_id)
 
         def answer(found: PrefixLookup) -> None:
-            reply(m.LookupResult(0, found.bound))  # first, because the engine is waiting
+            # First, because the engine is waiting.
+            reply(m.LookupResult(0, found.bound, self._tiers(found)))
             loaded, metrics, tally = found.loaded(), self._metrics, session.tally
             from_redis, from_disk = loaded.get("Redis", 0), loaded.get("disk", 0)
             metrics.count("lookups")
@@ -164,6 +170,7 @@ class Handlers:
                     self._cache.pool.pin(entry)
                     session.hold((worker_id, number, hashes[chunk]), entry)
                 session.hold((*rows[row][0], hashes[chunk]), entry)
+                self._cache.pool.seen_again(entry)
             if session.cancel_lookup == found.cancel:
                 session.cancel_lookup = None
 
@@ -182,6 +189,14 @@ class Handlers:
         # The session takes over the pins, and cancels the lookup if it ends before.
         session.cancel_lookup = lookup.cancel
         lookup.start()
+
+    def _tiers(self, found: PrefixLookup) -> str:
+        """See `messages.LookupResult`."""
+        counters, levels = self._cache.counters, found.levels()
+        letters = {level: "r" if each.is_remote else "d" for level, each in enumerate(counters)}
+        return "".join(
+            letters[levels[chunk]] if chunk in levels else "h" for chunk in range(found.bound)
+        )
 
     def _copy(self, peer: Peer, question: m.Retrieve | m.Store, reply: Reply) -> None:
         registration = peer.registration
@@ -219,7 +234,7 @@ class Handlers:
         reply(m.Done(0, self._cache.clear(sorted(prefixes))))
 
     def _names(self, peer: Peer, remote: Sequence[m.RemoteParts]) -> list[PartNames]:
-        """The names of parts of workers that are registered with other agents.
+        """The names of parts as a scheduler knows them.
 
         Raises ``WireError`` if there are no such names.
         """

@@ -27,6 +27,14 @@ _WRITE_DEADLINE_S = 30.0
 # Large servers hold millions of keys, and a clear has the lowest priority.
 _CLEAR_DEADLINE_S = 60.0
 _PROBE_DEADLINE_S = 30.0
+# Reads that show that a tier does not have the chunk, or not any more.
+_GONE = (
+    ReadOutcome.MISSING,
+    ReadOutcome.INCOMPLETE,
+    ReadOutcome.TORN,
+    ReadOutcome.CORRUPT,
+    ReadOutcome.FOREIGN,
+)
 
 
 class Load:
@@ -226,7 +234,7 @@ class Cache:
             return
         self._measure(job, arrived=outcome is ReadOutcome.LOADED)
         if outcome is ReadOutcome.LOADED:
-            entry.stored_in |= 1 << load.level
+            self.pool.known_in(entry, load.level)
             self.metrics.count(counters.loaded_chunks)
             self.metrics.count(counters.loaded_bytes, job.frame.chunk_bytes)
             if self.publish(entry) and load.level:
@@ -268,6 +276,8 @@ class Cache:
         counter = self.counters[level].misses.get(outcome)
         if counter is not None:
             self.metrics.count(counter)
+        if outcome in _GONE:
+            self.pool.seen(load_of(job).level, (job.key,), there=False)
         logger.debug(
             "chunk %s was not loaded from %s: %s",
             job.frame.chunk_hash.hex()[:16], self.tiers[level].name, outcome.value,

@@ -133,8 +133,8 @@ class PrefixLookup:
         held, self._parts.held = self._parts.held, {}
         return held
 
-    def loaded(self) -> dict[str, int]:
-        """How many chunks of the prefix come from each tier, by the tier's name.
+    def levels(self) -> dict[int, int]:
+        """Of each chunk of the prefix that was not in the host pool, the number of its tier.
 
         A chunk whose parts came from several tiers counts for the last of them.
         """
@@ -144,7 +144,11 @@ class PrefixLookup:
         for (chunk, _), level in parts:
             if chunk < self.bound:
                 levels[chunk] = max(level, levels.get(chunk, 0))
-        found = [*levels.values()]
+        return levels
+
+    def loaded(self) -> dict[str, int]:
+        """How many chunks of the prefix come from each tier, by the tier's name."""
+        found = [*self.levels().values()]
         return {tier.name: found.count(level) for level, tier in enumerate(self._cache.tiers)}
 
     # ----------------------------------------------------------------- find
@@ -168,6 +172,7 @@ class PrefixLookup:
             is_here = lookup(each[1]) and (is_last or not self._parts.is_remote(each[0]))
             (here if is_here else rest).append(each)
         self._parts.levels.update((part, level) for part, _ in here)
+        self._cache.pool.seen(level, (key for _, key in here))
         self._find(rest, level + 1)
 
     def _scan(self, wanted: list[Wanted], level: int) -> None:
@@ -190,6 +195,9 @@ class PrefixLookup:
         self._asking = False
         found, rest = wanted[: result.prefix_length], wanted[result.prefix_length :]
         is_last = level + 1 == len(self._cache.tiers)
+        self._cache.pool.seen(level, (key for _, key in found))
+        if rest and result.outcome is CallOutcome.DONE:
+            self._cache.pool.seen(level, (rest[0][1],), there=False)
         if rest and is_last:
             self._ends_at(rest[0][0][0], self._miss(level, result.outcome))
         self._parts.levels.update((part, level) for part, _ in found)

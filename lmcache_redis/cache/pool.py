@@ -17,7 +17,7 @@ free when its last pin is released, never before. The pool never holds more than
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -100,11 +100,16 @@ class Entry:
         return f"Entry({self.key.hex()}, {self.state.value}, units={self.units}, pins={self.pins})"
 
 
+Change = Callable[[bytes, "int | None", bool], None]
+
+
 class HostPool:
     """Which chunk holds which memory: pins, least-recently-used eviction, hard limits.
 
     idle_limit: the units that unpinned READY entries may hold together; None: all of the memory.
-    ``on_room`` is called when the last pin of an entry is released.
+    ``on_room`` is called when the last pin of an entry is released. ``on_change``, if it is set, is
+    called with a key, a place (None: the pool; n: tier n) and whether the chunk is there: when that
+    changes in the pool, and when it turns out of a tier (`known_in`, `seen`).
 
     `get` makes an entry the most recently used. The release of its last pin does so too, except for
     one that `is_ahead`. Misuse (unpin without a pin, publish twice, reserve a key that is in the
@@ -119,6 +124,7 @@ class HostPool:
         self.idle_limit = self.capacity if idle_limit is None else idle_limit
         self.evictions = 0
         self.on_room: Callable[[], None] = lambda: None
+        self.on_change: Change | None = None
         self.free = self.capacity
         self._index: dict[bytes, Entry] = {}
         self._idle: OrderedDict[bytes, Entry] = OrderedDict()  # READY, unpinned; oldest first
@@ -201,6 +207,8 @@ class HostPool:
             entry.key = key
             self._index[key] = entry
         entry.state = EntryState.READY
+        if self.on_change is not None:
+            self.on_change(entry.key, None, True)
         return True
 
     def discard(self, entry: Entry) -> None:
@@ -210,16 +218,38 @@ class HostPool:
         """
         if entry.state is EntryState.DISCARDED:
             return
+        was_ready = entry.state is EntryState.READY
         entry.state = EntryState.DISCARDED
         if entry in self._outside:
             return
         del self._index[entry.key]
+        if was_ready and self.on_change is not None:
+            self.on_change(entry.key, None, False)
         if entry.pins > 0:
             self._outside.add(entry)
             return
         del self._idle[entry.key]
         self.idle -= entry.units
         self._give_back(entry)
+
+    def known_in(self, entry: Entry, tier: int) -> None:
+        """A tier has the chunk."""
+        entry.stored_in |= 1 << tier
+        self.seen(tier, (entry.key,))
+
+    def seen(self, tier: int, keys: Iterable[bytes], *, there: bool = True) -> None:
+        """A tier has these chunks, or has none of them."""
+        if self.on_change is not None:
+            for key in keys:
+                self.on_change(key, tier, there)
+
+    def seen_again(self, entry: Entry) -> None:
+        """Names a READY entry and the tiers known to have it, for who has not heard of it yet."""
+        if self.on_change is not None:
+            self.on_change(entry.key, None, True)
+            for tier in range(entry.stored_in.bit_length()):
+                if entry.stored_in >> tier & 1:
+                    self.on_change(entry.key, tier, True)
 
     def pin(self, entry: Entry) -> None:
         """Add a pin. A DISCARDED entry can be pinned only while it has a pin."""
@@ -271,6 +301,8 @@ class HostPool:
         oldest.state = EntryState.DISCARDED
         self._give_back(oldest)
         self.evictions += 1
+        if self.on_change is not None:
+            self.on_change(oldest.key, None, False)
 
     def _give_back(self, entry: Entry) -> None:
         self.free += entry.units

@@ -80,6 +80,7 @@ class WriteBehind:
         self._backing = backing
         self._tier = backing.tier
         self._counters = backing.counters
+        self._index = index
         self._bit = 1 << index
         self._owner = owner
         self._pool = pool
@@ -301,7 +302,7 @@ class WriteBehind:
 
     def _skip(self, job: ChunkIO) -> None:
         """The tier has the chunk."""
-        _entry_of(job).stored_in |= self._bit
+        self._pool.known_in(_entry_of(job), self._index)
         self._release(job)
         if self._counters.is_remote:
             self._metrics.count("skipped_chunks")
@@ -309,7 +310,7 @@ class WriteBehind:
     def _written(self, job: ChunkIO, outcome: WriteOutcome) -> None:
         entry = _entry_of(job)
         if outcome is WriteOutcome.STORED:
-            entry.stored_in |= self._bit
+            self._pool.known_in(entry, self._index)
             self._metrics.count(self._counters.stored_chunks)
             self._metrics.count(self._counters.stored_bytes, job.frame.chunk_bytes)
             self._warned_of = None

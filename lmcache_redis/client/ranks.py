@@ -48,6 +48,21 @@ class Ranks:
             self._asked_s = time.monotonic()
         return time.monotonic() - self._asked_s > _REPORTED_WITHIN_S
 
+    def local_parts(self) -> dict[RemoteParts, int]:
+        """The different parts of a chunk, with the groups that they belong to.
+
+        Empty unless every worker is registered with the scheduler's own agent.
+        """
+        places = [self._places.get(rank) for rank in range(self._world_size)]
+        parts: dict[tuple[bytes, int], tuple[RemoteParts, int]] = {}
+        for place in places:
+            if place is None or place.agent_id not in self._own_agents:
+                return {}
+            for group, part in enumerate(place.parts):
+                # Ranks that hold equal bytes share a part.
+                parts.setdefault((part.fingerprint, part.kv_rank), (part, group))
+        return dict(parts.values())
+
     def remote(self) -> tuple[RemoteParts, ...]:
         """The parts of the workers that are registered with other agents."""
         return tuple(

@@ -28,6 +28,7 @@ class _Lookup:
     call: Call | None = None  # None: nothing to look up
     deadline_s: float = 0.0
     hit_tokens: int | None = None  # None: not known yet
+    tiers: Sequence[str] = ()
 
 
 class LMCacheMPSchedulerAdapter:
@@ -147,6 +148,8 @@ class LMCacheMPSchedulerAdapter:
             if lookup.call.wait(wait_s):
                 answer = lookup.call.answer
                 lookup.hit_tokens = _hit_tokens(lookup, answer)
+                if isinstance(answer, m.LookupResult):
+                    lookup.tiers = [m.TIER_NAMES[each] for each in answer.tiers]
                 if isinstance(answer, m.Failure):
                     logger.warning("the lookup of request %s failed: %s", request_id, answer.reason)
             elif time.monotonic() >= lookup.deadline_s:
@@ -154,6 +157,14 @@ class LMCacheMPSchedulerAdapter:
                 lookup.hit_tokens = 0
                 self.link.submit(m.EndSession, request_id=request_id)
         return lookup.hit_tokens
+
+    def hit_tiers(self, request_id: str) -> Sequence[str]:
+        """Where each chunk of the result was, from the lookup's first one on: host, disk or redis.
+
+        Empty before the result.
+        """
+        lookup = self._lookups.get(request_id)
+        return () if lookup is None else lookup.tiers
 
     def cleanup_lookup_result(self, request_id: str) -> None:
         """Forgets the result of a lookup; its chunks stay pinned."""

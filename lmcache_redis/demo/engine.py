@@ -134,6 +134,11 @@ class EngineProcess(Child):
         self._send({"do": "rpc", "method": method, "args": args})
         self._answer()
 
+    def metrics(self) -> str:
+        """vLLM's page for Prometheus; it has values with ``disable_log_stats=False``."""
+        self._send({"do": "metrics"})
+        return str(self._answer()["text"])
+
     def _answer(self) -> dict[str, Any]:
         answer: dict[str, Any] = self._receive()
         if "error" in answer:
@@ -259,7 +264,19 @@ def _rpc(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-_STEPS = {"generate": _generate, "abort_after": _abort_after, "reset": _reset, "rpc": _rpc}
+def _metrics(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+    import prometheus_client
+
+    return {"text": prometheus_client.generate_latest().decode()}
+
+
+_STEPS = {
+    "generate": _generate,
+    "abort_after": _abort_after,
+    "reset": _reset,
+    "rpc": _rpc,
+    "metrics": _metrics,
+}
 
 
 if __name__ == "__main__":

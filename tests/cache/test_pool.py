@@ -256,6 +256,28 @@ SLOTS = 7
 KEYS = [bytes([n]) for n in range(5)]
 
 
+def test_a_listener_hears_of_the_tiers_too() -> None:
+    pool = HostPool(slots(1))
+    told: list[tuple[bytes, int | None, bool]] = []
+    pool.on_change = lambda *change: told.append(change)
+    entry = pool.reserve(b"key", 1)
+    assert entry is not None
+    pool.publish(entry)
+    pool.known_in(entry, 2)
+    assert entry.stored_in == 0b100
+    pool.seen(1, [b"a", b"b"], there=False)
+    assert told == [(b"key", None, True), (b"key", 2, True), (b"a", 1, False), (b"b", 1, False)]
+    told.clear()
+    pool.known_in(entry, 0)
+    told.clear()
+    pool.seen_again(entry)
+    assert told == [(b"key", None, True), (b"key", 0, True), (b"key", 2, True)]
+    pool.on_change = None
+    pool.seen_again(entry)
+    pool.discard(entry)
+    assert len(told) == 3
+
+
 class PoolMachine(RuleBasedStateMachine):
     """The model: ``idle`` is the eviction order, ``held`` has the pinned entries."""
 
@@ -267,6 +289,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.pins: dict[Entry, int] = {}
         self.state: dict[Entry, EntryState] = {}
         self.evictions = 0
+        self.told: set[bytes] = set()
+        self.pool.on_change = self.tell
+
+    def tell(self, key: bytes, tier: int | None, there: bool) -> None:
+        assert tier is None
+        assert (key in self.told) is not there, "only what has changed"
+        (self.told.add if there else self.told.remove)(key)
 
     def used(self) -> int:
         return sum(entry.units for entry in {*self.idle, *self.pins})
@@ -373,6 +402,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.pinned == sum(entry.units for entry in self.pins)
         assert self.pool.evictions == self.evictions
         assert {entry.key: entry for entry in self.pool} == self.index
+        assert self.told == {e.key for e in self.pool if e.state is EntryState.READY}
         for entry, state in self.state.items():
             assert entry.state is state
             assert entry.pins == self.pins.get(entry, 0)

@@ -75,6 +75,9 @@ class Agent:
     def check_lookup_result(self, request_id: str, wait_s: float) -> int | None:
         return self._answers.get(request_id, 0)
 
+    def hit_tiers(self, request_id: str) -> Sequence[str]:
+        return ()
+
     def cleanup_lookup_result(self, request_id: str) -> None:
         self._answers.pop(request_id, None)
 

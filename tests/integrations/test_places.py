@@ -11,6 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from lmcache_redis.client.ranks import RankPlace
 from lmcache_redis.integrations.vllm.connector import _engine_id
+from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.worker import ConnectorWorker, WorkerReport
 
 HERE, THERE = RankPlace("here", ()), RankPlace("there", ())
@@ -18,7 +19,7 @@ HERE, THERE = RankPlace("here", ()), RankPlace("there", ())
 
 def test_a_worker_reports_its_agent_when_that_changes() -> None:
     client: Any = SimpleNamespace(place=None)
-    worker = ConnectorWorker(client, 3, reallocates=True)
+    worker = ConnectorWorker(client, 3, Recorder(), reallocates=True)
 
     def places() -> list[RankPlace | None] | None:
         report = worker.report(0)

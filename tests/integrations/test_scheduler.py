@@ -22,6 +22,7 @@ from lmcache_redis.client.ranks import Ranks
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
 from lmcache_redis.integrations.vllm.epoch import named_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
+from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.worker import StepMetadata, WorkerReport
 from lmcache_redis.naming import FULL_REACH, Reach
@@ -34,6 +35,7 @@ class ScriptedAdapter:
 
     def __init__(self) -> None:
         self.tokens: int | None = 0
+        self.tiers: list[str] = []
         self.chunk = CHUNK
         self.ranks = Ranks(1)
         self.lookups: list[tuple[str, int]] = []
@@ -55,6 +57,9 @@ class ScriptedAdapter:
 
     def check_lookup_result(self, request_id: str, wait_s: float) -> int | None:
         return self.tokens
+
+    def hit_tiers(self, request_id: str) -> list[str]:
+        return self.tiers
 
     def cleanup_lookup_result(self, request_id: str) -> None:
         self.jobs.discard(request_id)
@@ -139,12 +144,18 @@ def references(pool: BlockPool) -> BlockReferences:
 
 
 def make_scheduler(
-    adapter: ScriptedAdapter, pool: BlockPool, references: BlockReferences, **options: Any
+    adapter: ScriptedAdapter,
+    pool: BlockPool,
+    references: BlockReferences,
+    recorder: Recorder | None = None,
+    **options: Any,
 ) -> ConnectorScheduler:
+    recorder = recorder or Recorder()
     return ConnectorScheduler(
         adapter,  # type: ignore[arg-type]
         references,
         StaleBlocks(pool),
+        recorder,
         **{
             "groups": [LayerGroup(0, (), BLOCK, FULL_REACH, "FullAttentionSpec")],
             "block_size_tokens": BLOCK,

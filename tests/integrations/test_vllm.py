@@ -14,6 +14,8 @@ from lmcache_redis.keys import parse_stripe_key
 from tests.engines import ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts
+from tests.integrations.router import Router
+from tests.scraping import samples_in
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.engine
@@ -66,6 +68,45 @@ def wait_for_a_hit(engine: ForkedEngine, question: list[int]) -> None:
     empty(engine)
 
 
+def check_metrics(engine: ForkedEngine, agent: AgentServer) -> None:
+    """What vLLM's own page says of the loads."""
+    samples = samples_in(engine.metrics())
+    model = next(labels[1] for name, labels in samples if name == "vllm:prompt_tokens_total")
+
+    def of(name: str, *labels: str) -> float:
+        return samples[f"lmcache_redis_vllm_{name}", ("0", model, *labels)]
+
+    hits = {tier: of("hit_tokens_total", tier) for tier in ("host", "disk", "redis", "unknown")}
+    # Each chunk is loaded into one engine, mostly once.
+    assert hits["redis"] >= CHUNK * agent.counter("hit_chunks_redis") - CHUNK
+    assert hits["host"] >= 4 * CHUNK
+    assert (hits["disk"], hits["unknown"]) == (0, 0)
+    assert sum(hits.values()) <= CHUNK * of("loaded_chunks_total", "0")
+    assert of("failed_chunks_total", "0") == 0
+    assert of("registered", "0") == 1
+    assert of("load_seconds_count", "0") >= 5
+    assert of("lookup_seconds_count") >= of("load_seconds_count", "0")
+    by_source = "vllm:prompt_tokens_cached_by_source_total"
+    if (by_source, ("0", model, "host")) in samples:  # vLLM 0.32 or newer
+        assert samples[by_source, ("0", model, "host")] == hits["host"]
+        assert samples[by_source, ("0", model, "external_unspecified")] == hits["redis"]
+
+
+def check_events(engine: ForkedEngine, router: Router, prompt: list[int], tokens: int) -> None:
+    """What a router is told of the blocks of a prompt that is in all places."""
+    told = router.told(lambda: engine.generate([[1] * 20], 1))
+    blocks = told.of_prompt(prompt, tokens)
+    assert len(blocks) == len({*blocks}) > 0
+    for place in (("GPU", None), ("CPU", "LOCAL"), ("STORAGE", "REMOTE")):
+        assert {*blocks} <= {*told.there[place]}, place
+    for place, there in told.there.items():
+        if place != ("GPU", None):
+            # What the connector says of a block is what vLLM itself says of it.
+            for block_hash, block in there.items():
+                assert block == told.stored_by_vllm[block_hash]
+    assert [*told.sequence] == [*range(len(told.sequence))]
+
+
 def test_a_new_engine_answers_from_redis_what_another_computed(
     plain: ForkedEngine, model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
 ) -> None:
@@ -92,7 +133,8 @@ def test_a_new_engine_answers_from_redis_what_another_computed(
 
     assert agent.terminate() == 0
     agent.start()  # an empty host pool: everything comes from Redis
-    with start(model_dir, agent, tmp_path / "warm.log") as engine:
+    router = Router(tmp_path)
+    with router, start(model_dir, agent, tmp_path / "warm.log", **router.options) as engine:
         hits = []
         for question, answer in zip(questions, expected, strict=True):
             warm = engine.generate(question, 12)
@@ -112,11 +154,26 @@ def test_a_new_engine_answers_from_redis_what_another_computed(
         assert engine.generate([one], 12).outputs == expected[0]
         assert agent.counter("loaded_chunks") == loaded
 
+        check_metrics(engine, agent)
+        check_events(engine, router, one, 4 * CHUNK)
+
         # And emptied with it, there are no hits.
         assert engine.reset_prefix_cache(connector=True)
         again = engine.generate([one], 12)
         assert again.outputs == expected[0]
         assert again.details["cached_tokens"] == [0]
+        # So a router must not expect the old chunks. What was computed again is stored anew.
+        told = router.told(lambda: engine.generate([prompts.tokens(20)], 1))
+        assert {*told.there["CPU", "LOCAL"]} == {*told.of_prompt(one, 4 * CHUNK)}
+        # Without its agent an engine can load nothing.
+        agent.kill()
+
+        def removed() -> bool:
+            told = router.told(lambda: engine.generate([prompts.tokens(20)], 1))
+            return not told.there["CPU", "LOCAL"]
+
+        wait_until(removed, what="removed blocks")
+        assert not router.there["STORAGE", "REMOTE"]
 
 
 def test_whatever_fails_the_answers_stay_right(
@@ -258,9 +315,11 @@ def test_tensor_parallel_workers_each_load_their_shard(
 ) -> None:
     questions = [prompts.tokens(3 * CHUNK + 10) for _ in range(3)]
     both = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
-    with start(model_dir, agent, tmp_path / "engine.log", **both) as engine:
+    router = Router(tmp_path)
+    with router, start(model_dir, agent, tmp_path / "e.log", **both, **router.options) as engine:
         cold = engine.generate(questions, 8)
         agent.wait_idle()
+        check_events(engine, router, questions[0], 3 * CHUNK)
         assert len(agent.status()["engines"]) == 2
         agent.restart()
         wait_for_a_hit(engine, prompts.tokens(CHUNK + 1))
@@ -269,3 +328,7 @@ def test_tensor_parallel_workers_each_load_their_shard(
         assert warm.outputs == cold.outputs
         assert warm.details["cached_tokens"] == [3 * CHUNK] * 3
         assert agent.counter("retrieved_chunks") - retrieved == 2 * 3 * 3
+        samples = samples_in(engine.metrics())
+        loaded = "lmcache_redis_vllm_loaded_chunks_total"
+        by_worker = [value for (name, _), value in samples.items() if name == loaded]
+        assert by_worker[0] == by_worker[1] >= 3 * 3

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.worker import ConnectorWorker, Planned, StepMetadata
 
 OPS = tuple(
@@ -56,13 +57,22 @@ class Client:
     begin_retrieve = begin_store = _begin
 
 
-def begun(*, reallocates: bool = True) -> tuple[ConnectorWorker, list[Transfer]]:
-    client = Client()
-    worker = ConnectorWorker(client, 0, reallocates=reallocates)  # type: ignore[arg-type]
+def begun(
+    recorder: Recorder | None = None, *, reallocates: bool = True
+) -> tuple[ConnectorWorker, list[Transfer]]:
+    client, recorder = Client(), recorder or Recorder()
+    worker = ConnectorWorker(client, 0, recorder, reallocates=reallocates)  # type: ignore[arg-type]
     worker.report(0)
     worker.begin_loads(StepMetadata(loads=[Planned(7, "r", OPS)]))
     assert [each.op.group for each in client.begun] == [0, 1, 2]
     return worker, client.begun
+
+
+def taken(recorder: Recorder) -> dict[str, Any]:
+    stats = recorder.take()
+    assert stats is not None
+    assert recorder.take() is None
+    return stats.data
 
 
 def ended_transfers(worker: ConnectorWorker) -> list[int]:
@@ -72,7 +82,8 @@ def ended_transfers(worker: ConnectorWorker) -> list[int]:
 
 @pytest.mark.parametrize("last", range(3))
 def test_a_load_ends_when_all_its_retrieves_are_over(last: int) -> None:
-    worker, retrieves = begun()
+    recorder = Recorder()
+    worker, retrieves = begun(recorder)
     for number, retrieve in enumerate(retrieves):
         retrieve.over = number != last
     assert worker.ended_loads(StepMetadata()).requests == set()
@@ -81,7 +92,10 @@ def test_a_load_ends_when_all_its_retrieves_are_over(last: int) -> None:
     ended = worker.ended_loads(StepMetadata())
     assert (ended.requests, ended.failed) == ({"r"}, {})
     assert ended_transfers(worker) == [7]
-    assert worker.take_stats()["loaded_chunks"] == 3
+    stats = taken(recorder)
+    assert stats["loaded_chunks"] == {"0": 3}
+    assert [len(each) for each in stats["load_seconds"].values()] == [1]
+    assert "failed_chunks" not in stats
 
 
 @pytest.mark.parametrize("failed", range(3))
@@ -123,8 +137,8 @@ def test_where_vllm_computes_into_the_same_blocks_a_lost_load_is_awaited() -> No
 
 
 def test_a_store_ends_when_all_its_parts_are_over_and_one_drop_is_reported() -> None:
-    client = Client()
-    worker = ConnectorWorker(client, 0, reallocates=True)  # type: ignore[arg-type]
+    client, recorder = Client(), Recorder()
+    worker = ConnectorWorker(client, 0, recorder, reallocates=True)  # type: ignore[arg-type]
     worker.report(0)
     worker.begin_stores(StepMetadata(stores=[Planned(9, "r", OPS)]))
     client.begun[1].result = SimpleNamespace(stored=0, dropped=1)
@@ -135,5 +149,6 @@ def test_a_store_ends_when_all_its_parts_are_over_and_one_drop_is_reported() -> 
     assert report is not None
     assert list(report.ended[0]) == [9]
     assert report.dropped
-    stats = worker.take_stats()
-    assert (stats["stored_chunks"], stats["dropped_chunks"]) == (2, 1)
+    stats = taken(recorder)
+    assert (stats["stored_chunks"], stats["dropped_chunks"]) == ({"0": 2}, {"0": 1})
+    assert [len(each) for each in stats["store_seconds"].values()] == [1]

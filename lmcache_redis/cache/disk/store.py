@@ -47,6 +47,9 @@ class DiskStore:
     """Chunks by chunk key. Thread-safe after `take_over`.
 
     No method raises for a disk error. Raises ConfigError unless limit_bytes is positive.
+
+    Attributes:
+        on_evicted: if it is set, called with the keys of evicted chunks, on any thread.
     """
 
     def __init__(self, files: ChunkFiles, limit_bytes: int) -> None:
@@ -55,6 +58,7 @@ class DiskStore:
         self._lock = threading.Lock()
         self._next_sequence = 0
         self._warned_at: dict[str, float] = {}
+        self.on_evicted: Callable[[list[bytes]], None] | None = None
 
     def take_over(self, scan: Scan) -> None:
         """Index the files found. If the limit was lowered, the least recently used are evicted."""
@@ -97,6 +101,8 @@ class DiskStore:
             # Until they are unlinked, the evicted files hold the space that the new one needs.
             surplus_bytes = max(0, sum(each.nbytes for _, each in evicted) - nbytes)
             self.index.hold(surplus_bytes)
+        if evicted and self.on_evicted is not None:
+            self.on_evicted([each for each, _ in evicted])
         self._unlink(evicted, surplus_bytes)
         outcome = WriteOutcome.UNAVAILABLE
         try:

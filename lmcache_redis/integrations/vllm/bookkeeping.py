@@ -1,4 +1,4 @@
-"""The scheduler's bookkeeping: references to vLLM's blocks, stale blocks, recent chunks."""
+"""The scheduler's bookkeeping: requests, references to blocks, stale blocks, recent chunks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,77 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from lmcache_redis.integrations.vllm.prefill import Wishes
+from lmcache_redis.integrations.vllm.reports.tiers import tokens_by_tier
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
 
 _REPORT_S = 10.0  # longer than the lease of most transfers
 _MAX_RECENT_CHUNKS = 200_000
 _REMEMBERED_S = 60.0
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request. Chunk numbers are in units of ``chunk_tokens``.
+
+    hash_stride: vLLM's hashes per block of ``block_size_tokens``.
+    """
+
+    request: Request
+    prefix: bytes | None  # of the names of its chunks; None if it is not cached
+    wishes: Wishes
+    hash_stride: int
+    block_size_tokens: int
+    chunk_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)  # where vLLM does not report them
+    first_chunk: int | None = None  # where its lookup began
+    asked_s: float | None = None  # when its lookup began, until that is answered
+    local_tokens: int = 0  # computed locally when the lookup was answered
+    tiers: Sequence[str] = ()  # of the chunks found, from the first one that was looked up
+    considered_chunks: int = 0  # leading chunks for which a store was planned or ruled out
+    matched: bool = False  # vLLM knows the number of tokens and has not allocated blocks since
+    started: bool = False  # vLLM has allocated blocks for it, perhaps before a preemption
+    loading: frozenset[int] | None = None  # blocks that its load writes
+    load_failed: bool = False  # the rest is computed, without another lookup
+
+    def hashed_tokens(self) -> int:
+        """Its tokens in whole blocks that have a hash."""
+        return len(self.request.block_hashes) // self.hash_stride * self.block_size_tokens
+
+    def names(self) -> Sequence[bytes]:
+        """One name per block; no copy if vLLM's hashes are the names."""
+        hashes: Sequence[bytes] = self.request.block_hashes
+        if self.hash_stride > 1:
+            hashes = hashes[self.hash_stride - 1 :: self.hash_stride]
+        return [self.prefix + each for each in hashes] if self.prefix else hashes
+
+    def chunk_names(self) -> Sequence[bytes]:
+        blocks_per_chunk = self.chunk_tokens // self.block_size_tokens
+        return self.names()[blocks_per_chunk - 1 :: blocks_per_chunk]
+
+    def chunk_hashes(self) -> Sequence[bytes]:
+        """vLLM's hash at the end of each chunk."""
+        stride = self.hash_stride * (self.chunk_tokens // self.block_size_tokens)
+        hashes: Sequence[bytes] = self.request.block_hashes
+        return hashes[stride - 1 :: stride]
+
+    def hit_tokens(self, external_tokens: int) -> dict[str, int]:
+        """How many of the tokens of a load come from each tier."""
+        if self.first_chunk is None:
+            return {}
+        return tokens_by_tier(
+            range(self.local_tokens, self.local_tokens + external_tokens),
+            self.tiers,
+            first_chunk=self.first_chunk,
+            chunk_tokens=self.chunk_tokens,
+        )
 
 
 @dataclass(slots=True)

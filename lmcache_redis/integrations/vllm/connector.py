@@ -42,11 +42,10 @@ from lmcache_redis.integrations.vllm.guard import guarded, nothing, recompute_fa
 from lmcache_redis.integrations.vllm.identity import attention_backend, engine_identity, model_name
 from lmcache_redis.integrations.vllm.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.probe import kv_identity
+from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import unsupported
 from lmcache_redis.integrations.vllm.worker import (
-    STATS,
-    ConnectorStats,
     ConnectorWorker,
     EndedLoads,
     StepMetadata,
@@ -73,13 +72,14 @@ _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 _UNMAP_WITHIN_S = 5.0
 
 
-class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
+class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
     """Loads and stores KV through the agent of this node."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self._begin_reports()
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         self._adapter: LMCacheMPSchedulerAdapter | WorkerClient | None = None
@@ -131,11 +131,15 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._adapter = client = WorkerClient(**engine, worker_id=parallel.rank)
             reallocates = _TransferResults is not None
-            self._worker = ConnectorWorker(client, parallel.rank, reallocates=reallocates)
+            self._worker = ConnectorWorker(
+                client, parallel.rank, self._recorder, reallocates=reallocates
+            )
 
     def turn_off(self) -> None:
         """Turns the cache of this engine off. Loads that vLLM waits for are reported as failed."""
         self._scheduler = None
+        if self._announcer is not None:
+            self._announcer.forget()
         adapter, self._adapter = self._adapter, None
         self._worker = None
         if isinstance(adapter, WorkerClient):
@@ -179,15 +183,19 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             or int(cache.block_size)
         )
         digests = AdapterDigests()
+        hash_stride = max(1, block_size // hash_block)
+        self._begin_events(adapter, self._groups, block_size // hash_stride)
         world_size = self._vllm_config.parallel_config.world_size
         self._references = BlockReferences(gpu_block_pool, world_size)
         self._scheduler = ConnectorScheduler(
             adapter,
             self._references,
             StaleBlocks(gpu_block_pool),
+            self._recorder,
+            self._announcer,
             groups=self._groups,
             block_size_tokens=block_size,
-            hash_stride=max(1, block_size // hash_block),
+            hash_stride=hash_stride,
             loads=self._kv_transfer_config.is_kv_consumer,
             stores=self._kv_transfer_config.is_kv_producer,
             weights_id=self._config.weights_id,
@@ -275,8 +283,13 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must keep stepping so that workers can report ended transfers."""
-        return self._references is not None and self._references.expects_reports()
+        """Whether vLLM must keep stepping so that workers can report ended transfers.
+
+        And to publish events that have come.
+        """
+        if self._references is not None and self._references.expects_reports():
+            return True
+        return self._announcer is not None and self._announcer.has_events
 
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:
@@ -450,16 +463,6 @@ class LMCacheRedisConnector(KVConnectorBase_V1, SupportsHMA):
             rank = self._vllm_config.parallel_config.rank
             return WorkerReport({}, broken={rank: self._closing.unregister()})
         return None if self._worker is None else self._worker.report(self._step().number)
-
-    @guarded(nothing)
-    def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """Counts of loaded and stored chunks since the last call."""
-        stats = {} if self._worker is None else self._worker.take_stats()
-        return ConnectorStats(stats) if any(stats.values()) else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:
-        return ConnectorStats(data if data is not None else dict.fromkeys(STATS, 0))
 
     # Both roles
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # vLLM prints the log lines of loggers below its own name.
 logger = logging.getLogger("vllm.lmcache_redis")
 
+EVENTS = "KV events"
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -37,6 +39,32 @@ def guarded(otherwise: Callable[..., Any]) -> Callable[[_F], _F]:
                 )  # fmt: skip
                 self.turn_off()
                 return otherwise(self, *args, **kwargs)
+
+        return guarded_method  # type: ignore[return-value]
+
+    return guard
+
+
+def reporting(otherwise: Callable[..., Any], what: str) -> Callable[[_F], _F]:
+    """As `guarded`, for a method that only reports: the cache stays on.
+
+    After an error, ``self._failed_reports`` has ``what`` (a plural), and no method that reports it
+    is called again.
+    """
+
+    def guard(method: _F) -> _F:
+        @functools.wraps(method)
+        def guarded_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if what not in self._failed_reports:
+                try:
+                    return method(self, *args, **kwargs)
+                except Exception:
+                    self._failed_reports.add(what)
+                    logger.exception(
+                        "%s failed: the connector no longer reports %s, and caches as before; "
+                        "please report this with the vLLM version", method.__name__, what,
+                    )  # fmt: skip
+            return otherwise(self, *args, **kwargs)
 
         return guarded_method  # type: ignore[return-value]
 

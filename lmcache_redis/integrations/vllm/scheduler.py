@@ -22,16 +22,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks, StaleBlocks
+from lmcache_redis.integrations.vllm.bookkeeping import (
+    BlockReferences,
+    RecentChunks,
+    StaleBlocks,
+    Tracked,
+)
 from lmcache_redis.integrations.vllm.epoch import named_epoch, new_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.prefill import PrefillRate, Wishes
+from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 from lmcache_redis.naming import FULL_REACH
 
@@ -39,29 +44,13 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from lmcache_redis.integrations.vllm.reports.events import Announcer
+
 logger = logging.getLogger("vllm.lmcache_redis")
 
 # Time that one step may wait for lookups: it helps an idle engine and stalls a busy one.
 _IDLE_WAIT_S = 0.005
 _BUSY_WAIT_S = 0.0005
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """One request. Chunk numbers are in units of ``chunk_tokens``."""
-
-    request: Request
-    prefix: bytes | None  # of the names of its chunks; None if it is not cached
-    wishes: Wishes
-    chunk_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)  # where vLLM does not report them
-    first_chunk: int | None = None  # where its lookup began
-    local_tokens: int = 0  # computed locally when the lookup was answered
-    considered_chunks: int = 0  # leading chunks for which a store was planned or ruled out
-    matched: bool = False  # vLLM knows the number of tokens and has not allocated blocks since
-    started: bool = False  # vLLM has allocated blocks for it, perhaps before a preemption
-    loading: frozenset[int] | None = None  # blocks that its load writes
-    load_failed: bool = False  # the rest is computed, without another lookup
 
 
 class ConnectorScheduler:
@@ -71,6 +60,7 @@ class ConnectorScheduler:
     hash_stride: block hashes per block of that size.
     weights_id: names the first epoch; None for the shared one.
     load_always: also what is computed faster.
+    announcer: reports chunks to routers; None if no router listens.
     step_tokens: vLLM computes at most so many tokens of a request before it releases blocks.
     block_ids: returns a request's current blocks by group, null ones included; None if vLLM does
         not provide them: then there is one group, and requests keep their blocks until they end.
@@ -83,6 +73,8 @@ class ConnectorScheduler:
         adapter: LMCacheMPSchedulerAdapter,
         references: BlockReferences,
         stale: StaleBlocks,
+        recorder: Recorder,
+        announcer: Announcer | None = None,
         *,
         groups: Sequence[LayerGroup],
         block_size_tokens: int,
@@ -98,6 +90,8 @@ class ConnectorScheduler:
         self._adapter = adapter
         self._references = references
         self._stale = stale
+        self._recorder = recorder
+        self._announcer = announcer
         self._groups = groups
         self._needs_all = all(group.reach == FULL_REACH for group in groups)
         self._block_size_tokens = block_size_tokens
@@ -111,7 +105,7 @@ class ConnectorScheduler:
         self.epoch = named_epoch(weights_id)
         self._epoch_is_own = False  # random, and so not shared with other engines
         self._epoch_is_used = False
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._resuming: set[str] = set()  # load has ended, not scheduled since
         # Blocks that a request needs beyond those of its load, until it is scheduled.
         self._missing_blocks: dict[str, int] = {}
@@ -142,7 +136,7 @@ class ConnectorScheduler:
         tracked.matched = True
         return tokens
 
-    def _found_tokens(self, tracked: _Tracked, local_tokens: int, chunk_tokens: int) -> int | None:
+    def _found_tokens(self, tracked: Tracked, local_tokens: int, chunk_tokens: int) -> int | None:
         request = tracked.request
         if (
             not chunk_tokens
@@ -157,7 +151,7 @@ class ConnectorScheduler:
             # Local blocks were evicted since the lookup began.
             self._forget_lookup(tracked)
         if tracked.first_chunk is None:
-            limit_tokens = self._hashed_tokens(request)
+            limit_tokens = tracked.hashed_tokens()
             if tracked.wishes.max_load_tokens is not None:
                 limit_tokens = min(limit_tokens, tracked.wishes.max_load_tokens)
             if not self._needs_all:
@@ -169,9 +163,11 @@ class ConnectorScheduler:
             if not self._adapter.ranks.known():
                 return None  # only for the first requests: vLLM steps, and the workers report
             tracked.first_chunk = local_tokens // chunk_tokens
+            tracked.asked_s = time.monotonic()
+            self._announce(tracked, range(tracked.first_chunk, limit_tokens // chunk_tokens))
             self._adapter.maybe_submit_lookup_request(
                 request.request_id,
-                block_hashes=self._names(tracked)[: limit_tokens // self._block_size_tokens],
+                block_hashes=tracked.names()[: limit_tokens // self._block_size_tokens],
                 first_chunk=tracked.first_chunk,
                 token_s=0.0 if self._load_always else self._prefill.token_s,
             )
@@ -179,9 +175,12 @@ class ConnectorScheduler:
         if tokens is None:
             return None
         tracked.local_tokens = local_tokens
+        if tracked.asked_s is not None:
+            self._recorder.observe("lookup_seconds", time.monotonic() - tracked.asked_s)
+            tracked.asked_s = None
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(tracked.first_chunk, tokens // chunk_tokens)
-        missed = self._chunk_names(tracked)[first_miss:]
+        missed = tracked.chunk_names()[first_miss:]
         for group in self._groups:
             self._recent.discard(_parts(group, missed))
         return max(0, tokens - local_tokens)
@@ -195,10 +194,18 @@ class ConnectorScheduler:
         tracked.matched = False
         self._not_loaded(request.request_id)
         if external_tokens and tracked.first_chunk is not None:
+            tracked.tiers = self._adapter.hit_tiers(request.request_id)
             self._plan_load(tracked, block_ids, external_tokens)
+            for tier, tokens in self.hit_tokens(request.request_id, external_tokens).items():
+                self._recorder.count("hit_tokens", tokens, tier)
         elif tracked.loading is None:
             self._adapter.release_lookup_locks(request.request_id)
         self._adapter.cleanup_lookup_result(request.request_id)
+
+    def hit_tokens(self, request_id: str, external_tokens: int) -> dict[str, int]:
+        """How many tokens of the load that was planned last for a request come from each tier."""
+        tracked = self._tracked.get(request_id)
+        return {} if tracked is None else tracked.hit_tokens(external_tokens)
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """The loads and stores that the workers start in this step."""
@@ -300,6 +307,8 @@ class ConnectorScheduler:
         self.epoch, self._epoch_is_own, self._epoch_is_used = epoch, own, False
         self._stale.begin_epoch()
         self._recent.clear()
+        if self._announcer is not None:
+            self._announcer.forget()
         for request_id, tracked in list(self._tracked.items()):
             if tracked.started:
                 tracked.prefix = None
@@ -307,12 +316,14 @@ class ConnectorScheduler:
                 self._adapter.end_session(request_id)
                 del self._tracked[request_id]
 
-    def _track(self, request: Request, chunk_tokens: int) -> _Tracked:
+    def _track(self, request: Request, chunk_tokens: int) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             self._epoch_is_used = True
             wishes = Wishes.of(request.kv_transfer_params, request.request_id)
-            tracked = _Tracked(request, self._prefix(request), wishes)
+            tracked = Tracked(
+                request, self._prefix(request), wishes, self._hash_stride, self._block_size_tokens
+            )
             self._tracked[request.request_id] = tracked
         if chunk_tokens and tracked.chunk_tokens != chunk_tokens:
             if tracked.chunk_tokens:  # the agent was restarted with another chunk size
@@ -328,7 +339,7 @@ class ConnectorScheduler:
         digest = self._adapter_digest(request)
         return None if digest is None else self.epoch + digest
 
-    def _forget_lookup(self, tracked: _Tracked) -> None:
+    def _forget_lookup(self, tracked: Tracked) -> None:
         tracked.first_chunk = None
         self._adapter.end_session(tracked.request.request_id)
 
@@ -343,7 +354,7 @@ class ConnectorScheduler:
         self._resuming.discard(request_id)
         self._missing_blocks.pop(request_id, None)
 
-    def _has_room(self, tracked: _Tracked, end: int) -> bool:
+    def _has_room(self, tracked: Tracked, end: int) -> bool:
         """Whether the blocks suffice for the request and for those that are loaded or being loaded.
 
         end: the tokens up to the end of its load. vLLM cannot preempt a request between its load
@@ -362,7 +373,7 @@ class ConnectorScheduler:
         # Requests behind one that waits do not take the blocks from it.
         return not self._is_full
 
-    def _missing(self, tracked: _Tracked, end: int) -> int:
+    def _missing(self, tracked: Tracked, end: int) -> int:
         """Blocks that its other tokens need at most, at one time."""
         tokens = tracked.request.num_tokens - end
         missing = 0
@@ -373,10 +384,10 @@ class ConnectorScheduler:
         return missing
 
     def _plan_load(
-        self, tracked: _Tracked, block_ids: Sequence[Sequence[int]], external_tokens: int
+        self, tracked: Tracked, block_ids: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
         end_chunk = (tracked.local_tokens + external_tokens) // tracked.chunk_tokens
-        names = self._chunk_names(tracked)[:end_chunk]
+        names = tracked.chunk_names()[:end_chunk]
         ops: list[LoadStoreOp] = []
         written: list[int] = []
         for group in self._groups:
@@ -392,7 +403,7 @@ class ConnectorScheduler:
         self._loads.append(Planned(transfer_id, tracked.request.request_id, tuple(ops)))
 
     def _load_of_group(
-        self, group: LayerGroup, tracked: _Tracked, block_ids: Sequence[int], names: Sequence[bytes]
+        self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], names: Sequence[bytes]
     ) -> tuple[LoadStoreOp, list[int]] | None:
         """The operation, and the blocks that it writes; None if the group needs none."""
         chunk_tokens, block_tokens = tracked.chunk_tokens, group.block_size_tokens
@@ -420,7 +431,7 @@ class ConnectorScheduler:
         self._recent.add(_parts(group, names[first_chunk:]))
         return op, list(block_ids[first:end])
 
-    def _plan_store(self, tracked: _Tracked, computed_tokens: int) -> list[Planned]:
+    def _plan_store(self, tracked: Tracked, computed_tokens: int) -> list[Planned]:
         """The store of the chunks that this step completes, if any.
 
         computed_tokens: tokens whose KV is in blocks after the step.
@@ -437,7 +448,7 @@ class ConnectorScheduler:
         self._track(request, chunk_tokens)
         # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
         # tokens not yet sampled are stored in a later step.
-        tokens = min(computed_tokens, self._hashed_tokens(request))
+        tokens = min(computed_tokens, tracked.hashed_tokens())
         if tokens // chunk_tokens <= tracked.considered_chunks:
             return []  # most steps end here
         blocks: Sequence[Sequence[int]] = (tracked.block_ids,)
@@ -452,6 +463,7 @@ class ConnectorScheduler:
             return []
         chunks = range(tracked.considered_chunks, complete_chunks)
         tracked.considered_chunks = complete_chunks
+        self._announce(tracked, chunks)
         found = [
             self._store_of_group(group, tracked, blocks[group.number], chunks)
             for group in self._groups
@@ -463,10 +475,10 @@ class ConnectorScheduler:
         return [Planned(self._references.take(block_ids), request.request_id, ops)]
 
     def _store_of_group(
-        self, group: LayerGroup, tracked: _Tracked, block_ids: Sequence[int], chunks: Iterable[int]
+        self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
     ) -> LoadStoreOp:
         """The parts of ``chunks`` that are in blocks and not stored yet."""
-        names, hashes = self._chunk_names(tracked), self._chunk_hashes(tracked)
+        names, hashes = tracked.chunk_names(), tracked.chunk_hashes()
         of_parts: list[int] = []
         hashes_of_parts: list[bytes] = []
         for chunk in chunks:
@@ -485,25 +497,11 @@ class ConnectorScheduler:
             hashes_of_parts.append(names[chunk])
         return LoadStoreOp(of_parts, chunk_hashes=hashes_of_parts, group=group.number)
 
-    def _hashed_tokens(self, request: Request) -> int:
-        return len(request.block_hashes) // self._hash_stride * self._block_size_tokens
-
-    def _names(self, tracked: _Tracked) -> Sequence[bytes]:
-        """One name per block; no copy if vLLM's hashes are the names."""
-        hashes: Sequence[bytes] = tracked.request.block_hashes
-        if self._hash_stride > 1:
-            hashes = hashes[self._hash_stride - 1 :: self._hash_stride]
-        return [tracked.prefix + each for each in hashes] if tracked.prefix else hashes
-
-    def _chunk_names(self, tracked: _Tracked) -> Sequence[bytes]:
-        blocks_per_chunk = tracked.chunk_tokens // self._block_size_tokens
-        return self._names(tracked)[blocks_per_chunk - 1 :: blocks_per_chunk]
-
-    def _chunk_hashes(self, tracked: _Tracked) -> Sequence[bytes]:
-        """vLLM's hash at the end of each chunk."""
-        stride = self._hash_stride * (tracked.chunk_tokens // self._block_size_tokens)
-        hashes: Sequence[bytes] = tracked.request.block_hashes
-        return hashes[stride - 1 :: stride]
+    def _announce(self, tracked: Tracked, chunks: range) -> None:
+        """Describes chunks of which events may follow."""
+        if self._announcer is not None:
+            names = tracked.chunk_names()
+            self._announcer.named(tracked.request, names, chunks, tracked.chunk_tokens)
 
 
 def _parts(group: LayerGroup, names: Iterable[bytes]) -> list[bytes]:

@@ -5,26 +5,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from lmcache_redis.client.calls import Retrieve, Store
 from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.ranks import RankPlace
 from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.integrations.vllm.reports.stats import Recorder
 
 # A step that runs no model waits this long for a load: polling faster would slow the agent.
 _IDLE_WAIT_S = 0.005
-
-STATS = ("loaded_chunks", "failed_chunks", "stored_chunks", "dropped_chunks")
 
 
 class Planned(NamedTuple):
@@ -84,27 +83,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
         )
 
 
-class ConnectorStats(KVConnectorStats):
-    """Counts of ``STATS`` since the last report, for vLLM's own log."""
-
-    def reset(self) -> None:
-        self.data = dict.fromkeys(STATS, 0)
-
-    def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
-        return ConnectorStats({n: self._count(n) + other.data.get(n, 0) for n in STATS})
-
-    def reduce(self) -> dict[str, int | float]:
-        """The counts under the names that vLLM prints."""
-        return {f"lmcache_redis {n.replace('_', ' ')}": self._count(n) for n in STATS}
-
-    def is_empty(self) -> bool:
-        return not any(self.data.values())
-
-    def _count(self, name: str) -> int:
-        data: dict[str, Any] = self.data
-        return int(data.get(name, 0))
-
-
 class EndedLoads(NamedTuple):
     """Requests whose loads have ended for vLLM, and the blocks of each that were not filled."""
 
@@ -113,7 +91,7 @@ class EndedLoads(NamedTuple):
 
 
 class ConnectorWorker:
-    """The loads and stores of one rank.
+    """The loads and stores of one rank. recorder: counts them.
 
     reallocates: whether vLLM allocates other blocks for a request whose load failed. Then a load
         that is lost or late is reported as failed at once, and the connector's own references
@@ -121,7 +99,12 @@ class ConnectorWorker:
         load must end first.
     """
 
-    def __init__(self, client: WorkerClient, rank: int, *, reallocates: bool) -> None:
+    def __init__(
+        self, client: WorkerClient, rank: int, recorder: Recorder, *, reallocates: bool
+    ) -> None:
+        self._recorder = recorder
+        self._label = str(rank)
+        self._begun_s: dict[int, float] = {}  # by transfer
         self._client = client
         self._rank = rank
         self._reallocates = reallocates
@@ -131,13 +114,13 @@ class ConnectorWorker:
         self._ended: list[int] = []
         self._dropped = False
         self._places: dict[int, RankPlace | None] = {}  # as reported last
-        self._stats = dict.fromkeys(STATS, 0)
 
     def begin_loads(self, metadata: StepMetadata) -> None:
         # vLLM may still be zeroing the new blocks, on the same stream.
         event = _recorded_event(self._client) if metadata.loads else None
         for transfer_id, request_id, ops in metadata.loads:
             self._awaited[request_id] = transfer_id
+            self._begun_s[transfer_id] = time.monotonic()
             self._loads[transfer_id] = [
                 self._client.begin_retrieve(request_id, op, event) for op in ops
             ]
@@ -146,6 +129,7 @@ class ConnectorWorker:
         """Starts the stores of this step; on CUDA they follow the work queued so far."""
         event = _recorded_event(self._client) if metadata.stores else None
         for transfer_id, request_id, ops in metadata.stores:
+            self._begun_s[transfer_id] = time.monotonic()
             self._stores[transfer_id] = [
                 self._client.begin_store(request_id, op, event) for op in ops
             ]
@@ -165,8 +149,10 @@ class ConnectorWorker:
             del self._awaited[request_id]
             ended.requests.add(request_id)
             failed_chunks = sum(len(each.failed_chunks) for each in load)
-            self._stats["failed_chunks"] += failed_chunks
-            self._stats["loaded_chunks"] += sum(each.chunks for each in load) - failed_chunks
+            loaded_chunks = sum(each.chunks for each in load) - failed_chunks
+            self._recorder.count("failed_chunks", failed_chunks, self._label)
+            self._recorder.count("loaded_chunks", loaded_chunks, self._label)
+            self._took("load_seconds", transfer_id)
             if failed_blocks := set().union(*(each.failed_blocks for each in load)):
                 ended.failed[request_id] = failed_blocks
         for transfer_id in [t for t, load in self._loads.items() if _over(load)]:
@@ -178,9 +164,10 @@ class ConnectorWorker:
     def report(self, step: int) -> WorkerReport | None:
         for transfer_id in [t for t, store in self._stores.items() if _over(store)]:
             for result in [each.result for each in self._stores.pop(transfer_id)]:
-                self._stats["stored_chunks"] += result.stored
-                self._stats["dropped_chunks"] += result.dropped
+                self._recorder.count("stored_chunks", result.stored, self._label)
+                self._recorder.count("dropped_chunks", result.dropped, self._label)
                 self._dropped |= result.dropped > 0
+            self._took("store_seconds", transfer_id)
             self._ended.append(transfer_id)
         places = {self._rank: self._client.place}
         if not self._ended and places == self._places and not step:
@@ -195,10 +182,8 @@ class ConnectorWorker:
         self._ended, self._dropped = [], False
         return report
 
-    def take_stats(self) -> dict[str, int]:
-        """The counts of ``STATS`` since the last call."""
-        stats, self._stats = self._stats, dict.fromkeys(STATS, 0)
-        return stats
+    def _took(self, name: str, transfer_id: int) -> None:
+        self._recorder.observe(name, time.monotonic() - self._begun_s.pop(transfer_id), self._label)
 
 
 def _over(transfers: Sequence[Store] | Sequence[Retrieve]) -> bool:

@@ -1,0 +1,96 @@
+"""Open WATCH questions: each is answered soon after the first change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from lmcache_redis import messages as m
+from lmcache_redis.agent.parts import Agent
+from lmcache_redis.agent.peers import Peer
+from lmcache_redis.agent.transfers import Reply
+from lmcache_redis.agent.watching.journal import Journal
+from lmcache_redis.naming import PartNames
+
+logger = logging.getLogger(__name__)
+
+# Changes of so much time go in one answer, and so many at most.
+_COLLECT_S = 0.02
+_CHANGES_PER_ANSWER = 1 << 14
+
+
+@dataclass(eq=False)
+class _Watch:
+    parts: Sequence[m.RemoteParts]
+    journal: Journal
+    reply: Reply | None = None  # of the question that is open
+    is_due: bool = False  # its answer is on a timer
+
+
+class Watches:
+    """By peer. Owned by the loop thread."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._loop = agent.loop
+        self._pool = agent.cache.pool
+        self._disk = agent.disk
+        self._watches: dict[Peer, _Watch] = {}
+        counters = agent.cache.counters
+        self._letters = tuple("r" if each.is_remote else "d" for each in counters)
+
+    def watch(
+        self,
+        peer: Peer,
+        parts: Sequence[m.RemoteParts],
+        names: Sequence[PartNames],
+        reply: Reply,
+    ) -> None:
+        """Answers when there are changes. names: of ``parts``."""
+        watch = self._watches.get(peer)
+        if watch is not None and watch.reply is not None:
+            watch.reply(m.Changes(0, ()))  # a question is open until the next one
+            watch.reply = None
+        if watch is None or watch.parts != parts:
+            watch = self._watches[peer] = _Watch(parts, Journal(names))
+            self._listen()
+        watch.reply = reply
+        self._answer_soon(watch)
+
+    def forget(self, peer: Peer) -> None:
+        if self._watches.pop(peer, None) is not None:
+            self._listen()
+
+    def _listen(self) -> None:
+        """Has the pool and the disk tell of changes while there are watches."""
+        is_on = bool(self._watches)
+        self._pool.on_change = self._changed if is_on else None
+        if self._disk is not None:
+            self._disk.store.on_evicted = self._evicted_from_disk if is_on else None
+
+    def _evicted_from_disk(self, keys: Sequence[bytes]) -> None:
+        # On a thread of the disk tier.
+        self._loop.post(partial(self._pool.seen, self._letters.index("d"), keys, there=False))
+
+    def _changed(self, key: bytes, tier: int | None, there: bool) -> None:
+        letter = "h" if tier is None else self._letters[tier]
+        try:
+            for watch in self._watches.values():
+                watch.journal.note(key, letter, there)
+                self._answer_soon(watch)
+        except Exception:
+            # Our own bug. The pool is in the middle of a change, which must not fail.
+            logger.exception("changes of chunks are no longer reported")
+            self._pool.on_change = None
+
+    def _answer_soon(self, watch: _Watch) -> None:
+        if len(watch.journal) and watch.reply is not None and not watch.is_due:
+            watch.is_due = True
+            self._loop.after(_COLLECT_S, partial(self._answer, watch))
+
+    def _answer(self, watch: _Watch) -> None:
+        watch.is_due = False
+        if watch.reply is not None:
+            reply, watch.reply = watch.reply, None
+            reply(m.Changes(0, *watch.journal.take(_CHANGES_PER_ANSWER)))

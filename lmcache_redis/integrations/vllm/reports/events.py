@@ -1,0 +1,229 @@
+"""KV events: vLLM publishes to routers which chunks can be loaded, with its own block hashes.
+
+Source: ``vllm/distributed/kv_events.py`` and ``KVConnectorBase_V1.take_events``. vLLM takes the
+events of the connector in its scheduler, once a step, and publishes them with its own. So they come
+from here and not from the workers (``get_kv_connector_kv_cache_events``): only the agent knows what
+it has, it tells the scheduler (`client.watching`), and the scheduler knows the requests' tokens.
+
+A chunk is described when a request names it, because an event has the tokens of its blocks. Of
+chunks that no request of this engine has named, there are no events.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.distributed import kv_events
+from vllm.v1.core import kv_cache_utils
+
+from lmcache_redis.client.watching import Watch
+from lmcache_redis.integrations.vllm.groups import LayerGroup
+from lmcache_redis.integrations.vllm.guard import EVENTS, nothing, reporting
+from lmcache_redis.integrations.vllm.reports.holdings import Event, Holdings
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+# A chunk of 256 tokens takes 2 KB here, with 16 hashes.
+MAX_CHUNKS = 1 << 15
+# They take about 1 ms, and the step of the scheduler waits.
+CHUNKS_PER_STEP = 128
+
+# vLLM's medium, and its locality relative to the engine.
+_PLACES = {
+    "host": (kv_events.MEDIUM_CPU, "LOCAL"),
+    "disk": (kv_events.MEDIUM_STORAGE, "LOCAL"),
+    "redis": (kv_events.MEDIUM_STORAGE, "REMOTE"),
+}
+
+
+class Chunk(NamedTuple):
+    """What an event says of a chunk.
+
+    number: in the prompt. hashes: as vLLM publishes them, one for each of its units of hashing.
+    parent: the hash before. extra_keys: of each block, by group, where the request has any.
+    """
+
+    number: int
+    hashes: Sequence[Any]
+    parent: Any
+    token_ids: Sequence[int]
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: Sequence[Sequence[Any]]
+
+
+class Blocks(NamedTuple):
+    """The blocks of a chunk's part in one group. tokens: their place in the chunk."""
+
+    hashes: list[Any]
+    parent: Any
+    tokens: slice
+
+
+def blocks_of(chunk: Chunk, group: LayerGroup) -> Blocks:
+    """The blocks that the group's part of the chunk holds."""
+    chunk_tokens, block_tokens = len(chunk.token_ids), group.block_size_tokens
+    part = group.part(0, chunk_tokens)
+    per_block = block_tokens * len(chunk.hashes) // chunk_tokens
+    ends = range(part.start + 1, part.stop + 1)
+    first = part.start * per_block
+    return Blocks(
+        [chunk.hashes[end * per_block - 1] for end in ends],
+        chunk.hashes[first - 1] if first else chunk.parent,
+        slice(part.start * block_tokens, part.stop * block_tokens),
+    )
+
+
+def in_order(events: Iterable[Event[Chunk]]) -> list[list[Event[Chunk]]]:
+    """Runs of one kind, tier and group. In a run, a chunk comes before those that follow it."""
+    runs = groupby(events, key=lambda each: (each.stored, each.tier, each.group))
+    return [sorted(run, key=lambda each: each.chunk.number) for _, run in runs]
+
+
+class Announcer:
+    """Turns the agent's news into events. A failure ends the events, never the cache.
+
+    hash_tokens: tokens that one hash of vLLM covers. specs: of each group, its fields in events of
+    stored blocks, see `spec_fields`.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        groups: Sequence[LayerGroup],
+        hash_tokens: int,
+        specs: Sequence[Mapping[str, Any]],
+        max_chunks: int = MAX_CHUNKS,
+    ) -> None:
+        self._watch = watch
+        self._groups = groups
+        self._hash_tokens = hash_tokens
+        self._specs = specs
+        self._holdings: Holdings[Chunk] = Holdings(max_chunks)
+        self._events: list[Event[Chunk]] = []
+        self._failed_reports: set[str] = set()
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `take` may return events now."""
+        return not self._failed_reports and (bool(self._events) or self._watch.has_news)
+
+    @reporting(nothing, EVENTS)
+    def named(
+        self, request: Request, names: Sequence[bytes], chunks: range, chunk_tokens: int
+    ) -> None:
+        """A request asks for chunks, or stores them. names: of all its chunks."""
+        for number in chunks:
+            name = names[number]
+            if name not in self._holdings:
+                chunk = self._described(request, number, chunk_tokens)
+                self._events += self._holdings.remember(name, chunk)
+
+    @reporting(nothing, EVENTS)
+    def forget(self) -> None:
+        """The chunks so far can no longer be loaded."""
+        self._events += self._holdings.forget()
+
+    @reporting(lambda self: [], EVENTS)
+    def take(self) -> list[KVCacheEvent]:
+        """The events since the last call; of many, the first ones."""
+        if (news := self._watch.take()) is not None:
+            if news.lost:
+                self._events += self._holdings.begin(self._watch.groups)
+            for part, tier, there, hashes in news.changes:
+                changed = (self._holdings.changed(part, tier, there, each) for each in hashes)
+                self._events += [event for event in changed if event is not None]
+        events = self._events[:CHUNKS_PER_STEP]
+        del self._events[:CHUNKS_PER_STEP]
+        return [each for run in in_order(events) for each in self._published(run)]
+
+    def _described(self, request: Request, number: int, chunk_tokens: int) -> Chunk:
+        begin, end = number * chunk_tokens, (number + 1) * chunk_tokens
+        first, last = begin // self._hash_tokens, end // self._hash_tokens
+        lora = request.lora_request
+        hashes = [
+            kv_cache_utils.maybe_convert_block_hash(each)
+            for each in request.block_hashes[max(0, first - 1) : last]
+        ]
+        return Chunk(
+            number,
+            hashes[1:] if first else hashes,
+            hashes[0] if first else None,
+            array("i", request.all_token_ids[begin:end]),
+            lora.adapter_id if lora else None,
+            lora.name if lora else None,
+            [self._extra_keys(request, group, begin, end) for group in self._groups],
+        )
+
+    def _extra_keys(
+        self, request: Request, group: LayerGroup, begin: int, end: int
+    ) -> Sequence[Any]:
+        """Of each block of the chunk's part in the group; empty if none has any."""
+        chunk_tokens, size = end - begin, group.block_size_tokens
+        part = group.part(0, chunk_tokens)
+        keys, feature = [], 0
+        for block in range(begin + part.start * size, begin + part.stop * size, size):
+            each, feature = kv_cache_utils.generate_block_hash_extra_keys(
+                request, block, block + size, feature
+            )
+            keys.append(each)
+        return keys if any(keys) else ()
+
+    def _published(self, run: Sequence[Event[Chunk]]) -> list[KVCacheEvent]:
+        """vLLM's events for a run: of stored chunks one each, of removed ones one for all."""
+        stored, tier, number, _ = run[0]
+        medium, locality = _PLACES[tier]
+        group = self._groups[number]
+        blocks = [blocks_of(each.chunk, group) for each in run]
+        if not stored:
+            gone = [each for part in blocks for each in part.hashes]
+            return [
+                kv_events.BlockRemoved(
+                    block_hashes=gone, medium=medium, group_idx=number, locality=locality
+                )
+            ]
+        return [
+            kv_events.BlockStored(
+                block_hashes=part.hashes,
+                parent_block_hash=part.parent,
+                token_ids=list(chunk.token_ids[part.tokens]),
+                block_size=group.block_size_tokens,
+                lora_id=chunk.lora_id,
+                medium=medium,
+                lora_name=chunk.lora_name,
+                extra_keys=_published_keys(chunk.extra_keys[number], len(part.hashes)),
+                group_idx=number,
+                locality=locality,
+                **self._specs[number],
+            )
+            for (*_, chunk), part in zip(run, blocks, strict=True)
+        ]
+
+
+def spec_fields(kv_cache_config: KVCacheConfig) -> list[Mapping[str, Any]]:
+    """What vLLM's own events say of the layers of each group."""
+    from vllm.v1 import kv_cache_interface
+
+    return [
+        {
+            "kv_cache_spec_kind": kv_cache_interface.get_kv_cache_spec_kind(spec).value,
+            "kv_cache_spec_sliding_window": (
+                kv_cache_interface.get_kv_cache_spec_sliding_window(spec)
+            ),
+        }
+        for spec in (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    ]
+
+
+def _published_keys(keys: Sequence[Any], blocks: int) -> list[Any]:
+    """As vLLM publishes them: newer versions tag the keys that they hash."""
+    keys = keys or [None] * blocks
+    untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)
+    found: list[Any] = untagged(keys)
+    return found

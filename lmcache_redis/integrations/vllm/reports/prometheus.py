@@ -1,0 +1,100 @@
+"""The connector's metrics on vLLM's /metrics, in the process that serves it.
+
+Source: ``vllm/distributed/kv_transfer/kv_connector/v1/metrics.py``. vLLM adds its own labels, the
+model and the number of the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import prometheus_client
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+
+from lmcache_redis.integrations.vllm.reports.families import FAMILIES, KINDS, PREFIX, TIERS
+from lmcache_redis.metrics import HISTOGRAMS, exporter
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.lmcache_redis")
+
+_KINDS = {
+    "counter": prometheus_client.Counter,
+    "gauge": prometheus_client.Gauge,
+    "histogram": prometheus_client.Histogram,
+}
+_BUCKETS = HISTOGRAMS["retrieve_seconds"]
+
+
+class ConnectorMetrics(KVConnectorPromMetrics):
+    """One metric for each family, with a child for each engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[type, type],
+        labelnames: Sequence[str],
+        per_engine_labelvalues: Mapping[int, Sequence[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._failed = False
+        self._metrics: dict[str, Any] = {}
+        _forget_former()
+        workers = [str(rank) for rank in range(vllm_config.parallel_config.world_size)]
+        values = {"worker": workers, "tier": TIERS}
+        for family in FAMILIES:
+            more: dict[str, Any] = {}
+            if family.kind == "histogram":
+                more["buckets"] = _BUCKETS
+            elif family.kind == "gauge":
+                more["multiprocess_mode"] = "mostrecent"
+            metric = self._metrics[family.name.removeprefix(PREFIX)] = metric_types[
+                _KINDS[family.kind]
+            ](
+                name=family.exposed_name,
+                documentation=family.meaning,
+                labelnames=[*labelnames, *family.labels],
+                **more,
+            )
+            # So that each is there from the start, as 0.
+            for engine in per_engine_labelvalues.values():
+                for label in values[family.labels[0]] if family.labels else ("",):
+                    _child(metric, engine, label)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds what `stats.ConnectorStats` has counted. Never raises."""
+        if self._failed:
+            return
+        try:
+            self._observe(transfer_stats_data, self.per_engine_labelvalues[engine_idx])
+        except Exception:
+            self._failed = True
+            logger.exception("the connector's metrics are now off; please report this")
+
+    def _observe(self, data: Mapping[str, Mapping[str, Any]], engine: Sequence[object]) -> None:
+        for name, values in data.items():
+            metric, kind = self._metrics[name], KINDS[name]
+            for label, value in values.items():
+                child = _child(metric, engine, label)
+                if kind == "counter":
+                    child.inc(value)
+                elif kind == "gauge":
+                    child.set(value)
+                else:
+                    for each in value:
+                        child.observe(each)
+
+
+def _child(metric: Any, engine: Sequence[object], label: str) -> Any:
+    return metric.labels(*engine, *([label] if label else []))
+
+
+def _forget_former() -> None:
+    """Unregisters the metrics of an earlier engine of this process, as vLLM does with its own."""
+    prefix = exporter.PREFIX + PREFIX
+    for collector in list(prometheus_client.REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith(prefix):
+            prometheus_client.REGISTRY.unregister(collector)

@@ -1,0 +1,135 @@
+"""A scheduler's watch, at a socket that stands in for an agent's."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis import messages as m
+from lmcache_redis.client.link import AgentLink
+from lmcache_redis.client.ranks import RankPlace, Ranks
+from lmcache_redis.client.watching import News, TierChange, Watch
+from lmcache_redis.naming import Reach
+from tests.client.test_link import WAIT_S, Agent
+
+A, B = b"a" * 32, b"b" * 32
+
+
+def part(worker: int, group: int, *, kv_rank: int | None = None) -> m.RemoteParts:
+    rank = worker if kv_rank is None else kv_rank
+    return m.RemoteParts(worker, rank, bytes([group]) * 32, Reach())
+
+
+PARTS = tuple(part(worker, group) for worker in range(2) for group in range(2))
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path)
+    yield agent
+    agent.close()
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    ranks = Ranks(2)
+    ranks.reported({0: RankPlace("agent", PARTS[:2]), 1: RankPlace("agent", PARTS[2:])})
+    ranks.own_agent("agent")
+    return ranks
+
+
+@pytest.fixture
+def watch(agent: Agent, ranks: Ranks) -> Iterator[Watch]:
+    link = AgentLink(
+        agent.endpoint,
+        engine_id="e",
+        model_name="m",
+        world_size=2,
+        worker_id=None,
+        dead_after_s=WAIT_S,
+    )
+    watch = Watch(link, ranks)
+    assert watch.take() is None, "no agent yet"
+    (hello,) = agent.receive()
+    agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
+    assert link.wait_for(lambda: link.online, WAIT_S)
+    yield watch
+    link.close()
+
+
+def news(watch: Watch) -> News:
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        if watch.has_news:
+            taken = watch.take()
+            assert taken is not None
+            return taken
+        time.sleep(0.002)
+    raise AssertionError("no news")
+
+
+def test_one_question_is_open_at_a_time(watch: Watch, agent: Agent) -> None:
+    assert watch.take() == News(lost=True)
+    assert watch.groups == (0, 1, 0, 1)
+    assert watch.take() is None
+    assert not watch.has_news
+    for number, lost in enumerate((False, True)):
+        (question,) = agent.receive()
+        assert question == m.Watch(question.call_id, PARTS)
+        changes = (m.Change(number, "h", True, (A, B)), m.Change(3, "r", False, (A,)))
+        agent.answer(m.Changes(question.call_id, changes, lost))
+        expected = [TierChange(number, "host", True, (A, B)), TierChange(3, "redis", False, (A,))]
+        assert news(watch) == News(lost, expected)
+        assert watch.take() is None
+
+
+def test_parts_that_were_not_named_are_left_out(watch: Watch, agent: Agent) -> None:
+    watch.take()
+    (question,) = agent.receive()
+    agent.answer(m.Changes(question.call_id, (m.Change(4, "h", True, (A,)),)))
+    assert news(watch) == News(False, [])
+
+
+def test_an_agent_that_refuses_is_asked_once(
+    watch: Watch, agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch.take()
+    (question,) = agent.receive()
+    agent.answer(m.Failure(question.call_id, m.FAILED, "our own bug"))
+    with caplog.at_level(logging.WARNING):
+        assert news(watch) == News(lost=True)
+        assert watch.take() == News(lost=True)
+        assert [watch.take() for _ in range(3)] == [None] * 3
+    assert len(caplog.records) == 1
+    assert not watch.has_news
+
+
+def test_a_worker_that_registers_elsewhere_ends_the_watch(
+    watch: Watch, agent: Agent, ranks: Ranks
+) -> None:
+    watch.take()
+    agent.receive()
+    ranks.reported({1: RankPlace("another agent", PARTS[2:])})
+    assert watch.take() == News(lost=True)
+    assert watch.groups == ()
+    assert watch.take() is None
+    ranks.reported({1: RankPlace("agent", PARTS[2:])})
+    assert watch.take() == News(lost=True)
+    (question,) = agent.receive()
+    assert isinstance(question, m.Watch)
+
+
+def test_ranks_that_hold_equal_bytes_share_a_part() -> None:
+    ranks = Ranks(2)
+    ranks.own_agent("agent")
+    assert ranks.local_parts() == {}
+    ranks.reported({0: RankPlace("agent", (part(0, 0, kv_rank=9), part(0, 1)))})
+    assert ranks.local_parts() == {}
+    ranks.reported({1: RankPlace("agent", (part(1, 0, kv_rank=9), part(1, 1)))})
+    assert ranks.local_parts() == {part(0, 0, kv_rank=9): 0, part(0, 1): 1, part(1, 1): 1}
+    ranks.reported({0: None})
+    assert ranks.local_parts() == {}

@@ -1,0 +1,335 @@
+"""KV events: what vLLM itself would say of the same blocks."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from lmcache_redis.client.watching import News, TierChange
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
+from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
+from lmcache_redis.integrations.vllm.groups import LayerGroup
+from lmcache_redis.integrations.vllm.reports import events
+from lmcache_redis.integrations.vllm.reports.events import Announcer, Chunk, blocks_of
+from lmcache_redis.naming import FULL_REACH, Reach
+from tests.integrations.test_guard import Broken, config
+from tests.integrations.test_scheduler import (
+    BLOCK,
+    CHUNK,
+    FakeRequest,
+    ScriptedAdapter,
+    make_scheduler,
+    step,
+)
+
+HASH = 16
+FULL = LayerGroup(0, (), HASH, FULL_REACH, "FullAttentionSpec")
+WIDE = LayerGroup(1, (), 2 * HASH, FULL_REACH, "FullAttentionSpec")
+WINDOW = LayerGroup(1, (), HASH, Reach("window", 20), "SlidingWindowSpec")
+STATE = LayerGroup(1, (), 2 * HASH, Reach("state"), "MambaSpec")
+
+
+class ScriptedWatch:
+    """Gives scripted news."""
+
+    def __init__(self, *news: News, groups: Sequence[int] = (0,)) -> None:
+        self.news = [News(True), *news]
+        self.groups = tuple(groups)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.news)
+
+    def take(self) -> News | None:
+        return self.news.pop(0) if self.news else None
+
+    def tell(self, tier: str, there: bool, *names: bytes, part: int = 0) -> None:
+        self.news.append(News(False, [TierChange(part, tier, there, names)]))
+
+
+def announcer(watch: ScriptedWatch, *groups: LayerGroup, limit: int = 100) -> Announcer:
+    specs: list[dict[str, Any]] = [{} for _ in groups]
+    return Announcer(watch, groups, HASH, specs, limit)  # type: ignore[arg-type]
+
+
+def request_of(tokens: int, **options: Any) -> Any:
+    init_none_hash(sha256)
+    return Request(
+        request_id="r",
+        prompt_token_ids=[n * 7 % 1000 for n in range(tokens)],
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(HASH, sha256),
+        **options,
+    )
+
+
+def names_of(request: Any, chunk_tokens: int = CHUNK) -> list[bytes]:
+    hashes = request.block_hashes
+    return list(hashes[chunk_tokens // HASH - 1 :: chunk_tokens // HASH])
+
+
+def vllms_own(request: Any, group: LayerGroup, first: int, last: int) -> BlockStored:
+    """What vLLM publishes when it caches blocks ``first`` to ``last`` of the request."""
+    pool = BlockPool(64, enable_caching=True, hash_block_size=HASH, enable_kv_cache_events=True)
+    blocks = pool.get_new_blocks(last)
+    pool.cache_full_blocks(
+        request=request,
+        blocks=blocks,
+        num_cached_blocks=first,
+        num_full_blocks=last,
+        block_size=group.block_size_tokens,
+        kv_cache_group_id=group.number,
+    )
+    (event,) = pool.take_events()
+    return event
+
+
+LORA = LoRARequest("adapter", 3, "/nowhere")
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_salt": "salt"}, {"lora_request": LORA}], ids=str)
+@pytest.mark.parametrize(
+    "group", [FULL, WIDE, WINDOW, STATE], ids=["full", "wide", "window", "state"]
+)
+def test_a_stored_chunk_is_described_as_vllm_describes_its_blocks(
+    group: LayerGroup, options: dict[str, Any]
+) -> None:
+    request = request_of(3 * CHUNK + 5, **options)
+    names = names_of(request)
+    watch = ScriptedWatch(groups=(group.number,))
+    made = announcer(watch, FULL, *([group] if group.number else []))
+    assert made.take() == []
+    made.named(request, names, range(3), CHUNK)
+    watch.tell("host", True, *reversed(names))
+    events = made.take()
+    assert len(events) == 3
+    for number, event in enumerate(events):  # in the order of the prompt
+        part = group.part(number, CHUNK)
+        own = vllms_own(request, group, part.start, part.stop)
+        assert (event.medium, event.locality) == ("CPU", "LOCAL")
+        own.medium, own.locality = event.medium, event.locality
+        if hasattr(own, "session_id"):
+            own.session_id = None
+        assert event == own
+
+
+@pytest.mark.parametrize(
+    ("tier", "place"),
+    [
+        ("host", ("CPU", "LOCAL")),
+        ("disk", ("STORAGE", "LOCAL")),
+        ("redis", ("STORAGE", "REMOTE")),
+    ],
+)
+def test_stored_and_removed(tier: str, place: tuple[str, str]) -> None:
+    request = request_of(2 * CHUNK)
+    names = names_of(request)
+    watch = ScriptedWatch()
+    made = announcer(watch, FULL)
+    made.named(request, names, range(2), CHUNK)
+    made.take()
+    watch.tell(tier, True, *names)
+    stored = made.take()
+    watch.tell(tier, False, *names)
+    (removed,) = made.take()
+    assert isinstance(removed, BlockRemoved)
+    assert (removed.medium, removed.locality, removed.group_idx) == (*place, 0)
+    assert {(each.medium, each.locality) for each in stored} == {place}
+    assert removed.block_hashes == [each for event in stored for each in event.block_hashes]
+
+
+def numbered(tokens: int) -> Chunk:
+    """A chunk whose n-th hash is n."""
+    hashes = [bytes([n]) for n in range(tokens // HASH)]
+    return Chunk(5, hashes, b"parent", range(tokens), None, None, ())
+
+
+@pytest.mark.parametrize(
+    ("group", "hashes", "parent", "tokens"),
+    [
+        (FULL, [0, 1, 2, 3], b"parent", slice(0, 64)),
+        (WIDE, [1, 3], b"parent", slice(0, 64)),
+        (WINDOW, [2, 3], b"\1", slice(32, 64)),
+        (STATE, [3], b"\1", slice(32, 64)),
+    ],
+    ids=lambda value: value.kind if isinstance(value, LayerGroup) else "",
+)
+def test_the_blocks_of_a_part(
+    group: LayerGroup, hashes: list[int], parent: bytes, tokens: slice
+) -> None:
+    found = blocks_of(numbered(64), group)
+    assert found == ([bytes([n]) for n in hashes], parent, tokens)
+
+
+def test_a_loss_removes_everything_and_more_follows_later() -> None:
+    request = request_of(2 * CHUNK)
+    names = names_of(request)
+    watch = ScriptedWatch()
+    made = announcer(watch, FULL)
+    made.take()
+    made.named(request, names, range(2), CHUNK)
+    watch.tell("host", True, *names)
+    watch.tell("redis", True, names[0])
+    stored = [each for _ in range(2) for each in made.take()]
+    assert len(stored) == 3
+    watch.news.append(News(True, [TierChange(0, "host", True, (names[1],))]))
+    *removed, again = made.take()
+    assert [(type(each), each.medium) for each in removed] == [
+        (BlockRemoved, "CPU"), (BlockRemoved, "STORAGE"), (BlockRemoved, "CPU"),
+    ]  # fmt: skip
+    assert again == stored[1]
+
+
+def test_many_events_take_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "CHUNKS_PER_STEP", 2)
+    request = request_of(5 * CHUNK)
+    watch = ScriptedWatch()
+    made = announcer(watch, FULL)
+    made.take()
+    made.named(request, names_of(request), range(5), CHUNK)
+    watch.tell("host", True, *names_of(request))
+    steps = []
+    while made.has_events:
+        steps.append(len(made.take()))
+    assert steps == [2, 2, 1]
+
+
+def test_a_new_epoch_removes_everything() -> None:
+    request = request_of(CHUNK)
+    watch = ScriptedWatch()
+    made = announcer(watch, FULL)
+    made.take()
+    made.named(request, names_of(request), range(1), CHUNK)
+    watch.tell("host", True, *names_of(request))
+    (stored,) = made.take()
+    assert not made.has_events
+    made.forget()
+    assert made.has_events
+    (removed,) = made.take()
+    assert removed.block_hashes == stored.block_hashes
+    assert not made.has_events
+
+
+def test_a_failure_ends_the_events_only(caplog: pytest.LogCaptureFixture) -> None:
+    watch = ScriptedWatch()
+    made = announcer(watch, FULL)
+    watch.news.append(News(False, [None]))  # type: ignore[list-item]
+    made.take()
+    with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
+        assert made.has_events
+        assert made.take() == []
+        watch.tell("host", True, b"a")
+        assert not made.has_events, "vLLM would step for ever"
+        made.named(Broken(), [b"a"], range(1), CHUNK)  # type: ignore[arg-type]
+        assert made.take() == []
+    assert len(caplog.records) == 1
+
+
+def test_images_are_told_as_vllm_tells_them() -> None:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    images = [
+        MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=offset, length=40))
+        for name, offset in (("first", 10), ("second", 90))
+    ]
+    request = request_of(2 * CHUNK, mm_features=images)
+    names = names_of(request)
+    watch = ScriptedWatch()
+    made = announcer(watch, FULL)
+    made.take()
+    made.named(request, names, range(2), CHUNK)
+    watch.tell("host", True, *names)
+    told = [each for event in made.take() for each in event.extra_keys]
+    assert told == vllms_own(request, FULL, 0, 2 * CHUNK // HASH).extra_keys
+    assert sum(each is not None for each in told) == 7
+
+
+def test_requests_name_their_chunks_when_they_are_looked_up_and_stored() -> None:
+    named: list[tuple[list[int], int]] = []
+    listener = SimpleNamespace(
+        named=lambda request, names, chunks, chunk_tokens: named.append(([*chunks], chunk_tokens)),
+        forget=lambda: named.append(([], 0)),
+    )
+    adapter = ScriptedAdapter()
+    pool = BlockPool(num_gpu_blocks=128, enable_caching=True, hash_block_size=BLOCK)
+    references = BlockReferences(pool, world_size=1)
+    scheduler = make_scheduler(adapter, pool, references, announcer=listener)
+    request: Any = FakeRequest(tokens=3 * CHUNK + 1)
+    assert scheduler.matched_tokens(request, CHUNK) == 0
+    assert named == [([1, 2], CHUNK)]
+    scheduler.allocated(request, (), 0)
+    blocks = list(range(1, 14))
+    scheduler.build_metadata(step(new=("r", blocks, CHUNK, 2 * CHUNK + 1)))
+    assert named[1:] == [([0, 1, 2], CHUNK)]
+    # Chunks that are generated are named when they are stored.
+    request.grow(4 * CHUNK + 1)
+    scheduler.build_metadata(step(cached=("r", [14, 15, 16, 17], 3 * CHUNK + 1, CHUNK)))
+    assert named[2:] == [([3], CHUNK)]
+    scheduler.weights_changed("a test")
+    assert named[3:] == [([], 0)]
+
+
+@pytest.fixture
+def groups() -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    group = SimpleNamespace(kv_cache_spec=spec)
+    return SimpleNamespace(kv_cache_groups=[group], num_blocks=64, kv_cache_tensors=[])
+
+
+@pytest.fixture(params=[None, False, True])
+def connector(
+    request: pytest.FixtureRequest, tmp_path: Path, groups: Any
+) -> Iterator[LMCacheRedisConnector]:
+    settings = config(tmp_path)
+    if request.param is not None:
+        settings.kv_events_config = SimpleNamespace(enable_kv_cache_events=request.param)
+    made = LMCacheRedisConnector(settings, KVConnectorRole.SCHEDULER, groups)
+    made.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK))
+    made.on = request.param is True  # type: ignore[attr-defined]
+    yield made
+    made.shutdown()
+
+
+def test_events_are_made_only_if_vllm_publishes_them(connector: LMCacheRedisConnector) -> None:
+    assert (connector._announcer is not None) is connector.on  # type: ignore[attr-defined]
+    assert not connector.take_events()
+    assert not connector.has_pending_push_work()
+    connector.turn_off()
+    assert not connector.take_events()
+
+
+def test_a_vllm_without_what_events_need_still_caches(
+    tmp_path: Path, groups: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, events.__name__, None)
+    settings = config(tmp_path)
+    settings.kv_events_config = SimpleNamespace(enable_kv_cache_events=True)
+    made = LMCacheRedisConnector(settings, KVConnectorRole.SCHEDULER, groups)
+    with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
+        made.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK))
+    assert made._scheduler is not None
+    assert made.take_events() == ()
+    errors = [each for each in caplog.records if each.levelno == logging.ERROR]
+    assert ["KV events" in each.getMessage() for each in errors] == [True]
+    made.shutdown()
