@@ -159,6 +159,7 @@ REDIS_COUNTERS = TierCounters(
         ReadOutcome.TORN: "miss_mixed_stores",
         ReadOutcome.FOREIGN: "miss_foreign",
         ReadOutcome.CORRUPT: "miss_corrupt",
+        ReadOutcome.NOT_OPENED: "miss_sealed",
         ReadOutcome.TIMED_OUT: "miss_deadline",
         ReadOutcome.UNAVAILABLE: "miss_redis_error",
         ReadOutcome.CANCELLED: "miss_deadline",

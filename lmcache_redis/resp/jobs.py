@@ -192,6 +192,13 @@ class Jobs:
                     job.outcome = type(job.good)[reason.name]
         self.conclude(jobs)
 
+    def reject(self, jobs: Collection[Job[WriteOutcome]]) -> None:
+        """End stores that cannot be done."""
+        with self.lock:
+            for job in jobs:
+                job.advance(WriteOutcome.REJECTED)
+        self.conclude(jobs)
+
     def stop_all(
         self, reason: Stop, but: tuple[type[Job[Any]], ...] = (), node: object = None
     ) -> None:

@@ -76,6 +76,8 @@ class BulkWorker(Worker):
         self._queue = queue
         self._connections = connections
         self._op_timeout_s = server.options.op_timeout_s
+        # Stripes that wait are packed together, up to this many.
+        self._most_tasks = MOST_TASKS
         self._mover: Mover
         self._idle: list[Lane] = []
         # In the order of the requests.
@@ -186,7 +188,7 @@ class BulkWorker(Worker):
 
     def _begin_next(self, begun: list[tuple[Task, Packed]]) -> list[Lane]:
         """Append stripes that wait to `begun`; return the lanes that they may use."""
-        tasks = self._queue.take_some(MOST_TASKS)
+        tasks = self._queue.take_some(self._most_tasks)
         asking = next((n for n, (_, _, hop) in enumerate(tasks) if hop and hop.asking), None)
         if asking is not None:
             # That one alone, on a lane that has sent ASKING; or those before it.

@@ -29,6 +29,7 @@ class ReadOutcome(_Outcome):
     INCOMPLETE = "some of its stripes are missing"
     CORRUPT = "damaged bytes"
     FOREIGN = "a value that is not this chunk's: other type, layout, chunk or version"
+    NOT_OPENED = "sealed with an unknown key, or not sealed although it must be"
     TIMED_OUT = "not loaded before its deadline"
     UNAVAILABLE = "Redis cannot be used"
     CANCELLED = "cancelled"

@@ -208,7 +208,7 @@ def _is_unread(connection: Connection) -> bool:
 
 def _load(mover: Mover, connection: Connection, slot: memoryview) -> tuple[str, Verified | None]:
     head = b"$%d\r\n" % (HEADER_BYTES + len(_PAYLOAD))
-    task = (_GET, head + _FRAME.unsealed_header(1), slot, b"")
+    task = (_GET, head + _FRAME.bare_header(1), slot, b"")
     lanes = [mover.handle(connection.stream)]
     deadline = time.monotonic() + _FAR_S
     done: Sequence[Result] = ()

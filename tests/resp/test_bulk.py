@@ -39,9 +39,9 @@ from lmcache_redis.resp.bulk import (
     Packed,
     PythonMover,
     Result,
+    add_short_checksums,
     error_in,
     receive_value,
-    seal_short,
 )
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.stream import PlainStream, Stream
@@ -84,14 +84,14 @@ GOOD = reply_with(value_of(0, payload_of(0)))
 
 
 def to_load(index: int, slot: bytearray, frame: ChunkFrame = FRAME) -> Packed:
-    expected = b"$%d\r\n" % (HEADER_BYTES + len(slot)) + frame.unsealed_header(index)
+    expected = b"$%d\r\n" % (HEADER_BYTES + len(slot)) + frame.bare_header(index)
     return COMMAND, expected, memoryview(slot), b""
 
 
 def to_store(index: int, payload: bytes, frame: ChunkFrame = FRAME) -> Packed:
-    header = bytearray(frame.unsealed_header(index, STORE_ID, 99))
+    header = bytearray(frame.bare_header(index, STORE_ID, 99))
     view = memoryview(payload)
-    return b"prefix %d " % index, seal_short(header, view), view, b"\r\n"
+    return b"prefix %d " % index, add_short_checksums(header, view), view, b"\r\n"
 
 
 @pytest.fixture(params=["native", "python"])
