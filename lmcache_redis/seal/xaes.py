@@ -27,11 +27,13 @@ class Xaes256Gcm:
 
     def __init__(self, key: bytes) -> None:
         self._aes = AES(key)
-        zeros = int.from_bytes(self._blocks(bytes(_BLOCK_BYTES)), "big")
+        zeros = _number(self._blocks(bytes(_BLOCK_BYTES)))
         # CMAC's first subkey: doubled in GF(2^128).
-        doubled = (zeros << 1) ^ (0x87 if zeros >> 127 else 0)
-        mask = (doubled % (1 << 128)).to_bytes(_BLOCK_BYTES, "big")
-        self._masks = [_xor(mask, b"\x00%cX\x00" % counter) for counter in (1, 2)]
+        doubled = ((zeros << 1) ^ (0x87 if zeros >> 127 else 0)) % (1 << 128)
+        # Of both blocks that make a message's key: the subkey, and what does not change.
+        fixed = b"\x00\x01X\x00".ljust(_BLOCK_BYTES, b"\0") + b"\x00\x02X\x00"
+        self._mask = _number(doubled.to_bytes(_BLOCK_BYTES, "big") * 2)
+        self._mask ^= _number(fixed.ljust(2 * _BLOCK_BYTES, b"\0"))
 
     def encrypt(self, nonce: bytes, data: memoryview, associated: bytes, into: memoryview) -> bytes:
         """Write the ciphertext of `data`, which is as long, to `into`; return the tag."""
@@ -54,15 +56,13 @@ class Xaes256Gcm:
         return True
 
     def _message_key(self, nonce: bytes) -> AES:
-        half = bytes(4) + nonce[:_HALF_BYTES]
-        return AES(self._blocks(b"".join([_xor(mask, half) for mask in self._masks])))
+        half = _number((bytes(_BLOCK_BYTES - _HALF_BYTES) + nonce[:_HALF_BYTES]) * 2)
+        return AES(self._blocks((half ^ self._mask).to_bytes(2 * _BLOCK_BYTES, "big")))
 
     def _blocks(self, blocks: bytes) -> bytes:
         """AES of each block."""
         return Cipher(self._aes, ECB()).encryptor().update(blocks)
 
 
-def _xor(block: bytes, other: bytes) -> bytes:
-    """`other` is padded with zeros."""
-    number = int.from_bytes(block, "big") ^ int.from_bytes(other.ljust(_BLOCK_BYTES, b"\0"), "big")
-    return number.to_bytes(_BLOCK_BYTES, "big")
+def _number(blocks: bytes) -> int:
+    return int.from_bytes(blocks, "big")
