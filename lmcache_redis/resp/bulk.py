@@ -337,14 +337,15 @@ def receive_value(connection: Connection, payload: memoryview, deadline: float) 
 
     None if there is no value of that length. Raises RedisError.
     """
-    expected = value_head(HEADER_BYTES + payload.nbytes) + bytes(HEADER_BYTES)
+    # No header is this one: it is not zero where a mover compares with zeros. So any value of the
+    # right length is a MISMATCH.
+    expected = value_head(HEADER_BYTES + payload.nbytes) + b"\xff" * HEADER_BYTES
     stream, progress = connection.stream, _Progress()
     result: Result | None = None
     while result is None:
         if deadline <= time.monotonic():
             connection.fail(RedisTimeout("Redis did not answer in time"))
         result = _receive(stream, progress, (b"", expected, payload, b""), True, False, deadline)
-    # A header of zeros has a wrong checksum: any value of the right length is a MISMATCH.
     assert not isinstance(result, bytes)
     end, _, data = result
     if end is End.MISMATCH:

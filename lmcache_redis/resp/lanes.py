@@ -76,8 +76,6 @@ class BulkWorker(Worker):
         self._queue = queue
         self._connections = connections
         self._op_timeout_s = server.options.op_timeout_s
-        # Stripes that wait are packed together, up to this many.
-        self._most_tasks = MOST_TASKS
         self._mover: Mover
         self._idle: list[Lane] = []
         # In the order of the requests.
@@ -126,6 +124,11 @@ class BulkWorker(Worker):
     @property
     def _may_widen(self) -> bool:
         return True
+
+    @property
+    def _most_tasks(self) -> int:
+        """How many stripes that wait are packed for one call; those not sent are packed again."""
+        return MOST_TASKS
 
     def _all_closed(self) -> None:
         """All connections were closed, and no stripe is in flight."""

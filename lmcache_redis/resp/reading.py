@@ -31,7 +31,7 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.keys import stripe_key
-from lmcache_redis.resp.bulk import Call, End, Failure, Moved, Packed, is_other_type
+from lmcache_redis.resp.bulk import MOST_TASKS, Call, End, Failure, Moved, Packed, is_other_type
 from lmcache_redis.resp.jobs import Job, Jobs, Stop
 from lmcache_redis.resp.lanes import BulkWorker, Lane
 from lmcache_redis.resp.net.wire import get_command, value_head
@@ -223,8 +223,10 @@ class Reader(BulkWorker):
         self._seal_keys = server.options.seal_keys
         # A sealed payload is verified by its tag.
         self._checksums = server.options.verify_checksums and self._seal_keys is None
-        if self._seal_keys is not None:
-            self._most_tasks = _OPENED_TOGETHER
+
+    @property
+    def _most_tasks(self) -> int:
+        return MOST_TASKS if self._seal_keys is None else _OPENED_TOGETHER
 
     def _pack(self, task: Task) -> Packed:
         job, index, _ = task

@@ -34,7 +34,16 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.keys import stripe_key
-from lmcache_redis.resp.bulk import SENT, Call, End, Failure, Moved, Packed, add_short_checksums
+from lmcache_redis.resp.bulk import (
+    MOST_TASKS,
+    SENT,
+    Call,
+    End,
+    Failure,
+    Moved,
+    Packed,
+    add_short_checksums,
+)
 from lmcache_redis.resp.jobs import Job, Jobs
 from lmcache_redis.resp.lanes import BulkWorker, Lane
 from lmcache_redis.resp.net.wire import end_of_command, set_prefix
@@ -53,15 +62,22 @@ _SEALED_TOGETHER = 4
 
 
 class _Sealer:
-    """Seals stripes into buffers of its own, each unchanged while the next `buffers - 1` are."""
+    """Seals stripes into buffers of its own.
+
+    A buffer stays as it is while the next `buffers - 2` are sealed, and as long as it is kept.
+    """
 
     def __init__(self, keys: SealKeys, buffers: int) -> None:
         self._keys = keys
         self._buffers = deque([bytearray()] * buffers)
 
+        self.kept: memoryview | None = None
+
     def seal(self, key: bytes, header: bytearray, payload: memoryview) -> memoryview:
         """Complete a bare header for the payload; return the ciphertext, which replaces it."""
         self._buffers.rotate(-1)
+        if self.kept is not None and self._buffers[0] is self.kept.obj:
+            self._buffers.rotate(-1)
         if len(self._buffers[0]) < payload.nbytes:
             self._buffers[0] = bytearray(payload.nbytes)
         return self._keys.seal(key, header, payload, memoryview(self._buffers[0]))
@@ -182,12 +198,13 @@ class Writer(BulkWorker):
         self._losing: WriteOutcome | None = None
         self._sealer: _Sealer | None = None
         if (keys := server.options.seal_keys) is not None:
-            self._most_tasks = _SEALED_TOGETHER
-            # One more: a stripe may have been sent in part.
+            # One more for a stripe that was sent in part.
             self._sealer = _Sealer(keys, _SEALED_TOGETHER + 1)
 
     def _pack(self, task: Task) -> Packed:
         job, index, _ = task
+        if self._sealer is not None:
+            self._sealer.kept = self._busy[-1].packed[2] if self._is_sending else None
         packed: Packed = job.pack(index, self._server.options.ttl_s, self._sealer)
         return packed
 
@@ -265,6 +282,13 @@ class Writer(BulkWorker):
     @property
     def _may_send(self) -> bool:
         return self._losing is None
+
+    @property
+    def _most_tasks(self) -> int:
+        if self._sealer is None:
+            return MOST_TASKS
+        # Behind a stripe that was sent in part, few are sent: the others would be sealed again.
+        return 1 if self._is_sending else _SEALED_TOGETHER
 
     @property
     def _may_widen(self) -> bool:

@@ -655,6 +655,20 @@ def test_a_closed_connection_is_of_no_use(one: tuple[Connection, socket.socket])
         connection.ping(time.monotonic() + 5)
 
 
+@pytest.mark.parametrize("byte", [0, 0xFF])
+def test_a_header_that_anyone_could_make_is_returned(
+    one: tuple[Connection, socket.socket], byte: int
+) -> None:
+    """Of one byte throughout, with its own checksum."""
+    connection, peer = one
+    header = bytearray([byte]) * HEADER_BYTES
+    header[168:176] = bytes(8)
+    header[168:176] = xxh3_64_intdigest(header).to_bytes(8, "little")
+    peer.sendall(reply_with(bytes(header) + payload_of(0)))
+    payload = memoryview(bytearray(PAYLOAD))
+    assert receive_value(connection, payload, time.monotonic() + 5) == header
+
+
 def test_a_much_longer_value_costs_the_connection_only(
     one: tuple[Connection, socket.socket],
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import redis
@@ -414,6 +415,35 @@ def test_killed_in_the_middle_of_stores(own_server: RedisServer) -> None:
         loaded = [Chunk(number, SIZE, SLOT) for number in range(10)]
         assert set(read(plane, *loaded)) == {LOADED}
         assert [chunk.content for chunk in loaded] == [chunk.content for chunk in chunks]
+
+
+class CountingKeys(SealKeys):
+    """Counts what was sealed."""
+
+    count = 0
+
+    def seal(self, *arguments: Any) -> memoryview:
+        self.count += 1
+        return super().seal(*arguments)
+
+
+def test_a_server_that_stalls_while_stripes_are_sent(own_server: RedisServer) -> None:
+    """What was sent in part stays as it is while the next stripes are sealed, again and again."""
+    size = 8 << 20
+    keys = CountingKeys([OLD])
+    chunks = [Chunk(number, size, size, seed=number) for number in range(8)]
+    with running(own_server.url, seal_keys=keys, set_connections=1) as plane:
+        assert write(plane, chunks[0]) == [WriteOutcome.STORED]
+        own_server.stop()
+        answers = Answers()
+        for chunk in chunks:
+            plane.write(chunk.io(), answers)
+        wait_until(lambda: keys.count > 12)
+        own_server.cont()
+        assert set(answers.wait(len(chunks))) == {WriteOutcome.STORED}
+        loaded = [Chunk(number, size, size) for number in range(8)]
+        assert set(read(plane, *loaded)) == {LOADED}
+        assert all(a.content == b.content for a, b in zip(loaded, chunks, strict=True))
 
 
 def test_a_load_that_is_cancelled_leaves_its_slots_alone(plane: RedisPlane, stored: Chunk) -> None:
