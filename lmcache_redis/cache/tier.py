@@ -169,6 +169,7 @@ REDIS_COUNTERS = TierCounters(
         WriteOutcome.TIMED_OUT: "drop_redis_error",
         WriteOutcome.UNAVAILABLE: "drop_redis_error",
         WriteOutcome.REJECTED: "drop_redis_error",
+        WriteOutcome.NO_ROOM_FOR_SEAL: "drop_redis_error",
         WriteOutcome.CANCELLED: "drop_shutdown",
     },
     queue_full="drop_queue_full",

@@ -192,11 +192,11 @@ class Jobs:
                     job.outcome = type(job.good)[reason.name]
         self.conclude(jobs)
 
-    def reject(self, jobs: Collection[Job[WriteOutcome]]) -> None:
-        """End stores that cannot be done."""
+    def reject(self, jobs: Collection[Job[OutcomeT]], outcome: OutcomeT) -> None:
+        """End jobs of which no step was begun."""
         with self.lock:
             for job in jobs:
-                job.advance(WriteOutcome.REJECTED)
+                job.advance(outcome)
         self.conclude(jobs)
 
     def stop_all(

@@ -41,6 +41,7 @@ class WriteOutcome(_Outcome):
     STORED = "stored"
     FULL = "Redis is at its memory limit and evicts nothing"
     REJECTED = "Redis refuses the write"
+    NO_ROOM_FOR_SEAL = "its metadata leave no room for a seal"
     TIMED_OUT = "not stored before its deadline"
     UNAVAILABLE = "Redis cannot be used"
     CANCELLED = "cancelled"

@@ -27,7 +27,14 @@ from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop
 from lmcache_redis.resp.net.endpoint import parse_deployment
 from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.node import Nodes
-from lmcache_redis.resp.outcomes import ChunkIO, PlaneState, PlaneStats, ReadDone, WriteDone
+from lmcache_redis.resp.outcomes import (
+    ChunkIO,
+    PlaneState,
+    PlaneStats,
+    ReadDone,
+    WriteDone,
+    WriteOutcome,
+)
 from lmcache_redis.resp.reading import Read
 from lmcache_redis.resp.worker import Task
 from lmcache_redis.resp.writing import Write
@@ -176,7 +183,9 @@ class RedisPlane(KeyCalls):
             unfit = self._unsealable(jobs)
             ready = accepted = self._enter(some, jobs)
             if unfit:
-                self._jobs.timekeeper.post(partial(self._jobs.reject, unfit))
+                self._jobs.timekeeper.post(
+                    partial(self._jobs.reject, unfit, WriteOutcome.NO_ROOM_FOR_SEAL)
+                )
                 ready = accepted = [job for job in accepted if job not in unfit]
             removals = self._jobs.removals
             if not removals.is_empty():

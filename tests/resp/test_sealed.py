@@ -377,7 +377,7 @@ def test_metadata_that_leave_no_room_for_a_seal(
 ) -> None:
     chunk = chunk_of_groups(groups, sizes)
     good = Chunk(2, SIZE, SLOT, seed=2)
-    expected = WriteOutcome.STORED if fits else WriteOutcome.REJECTED
+    expected = WriteOutcome.STORED if fits else WriteOutcome.NO_ROOM_FOR_SEAL
     assert write(plane, chunk, good) == [expected, WriteOutcome.STORED]
     outcome = LOADED if fits else ReadOutcome.MISSING
     assert read(plane, chunk, Chunk(2, SIZE, SLOT)) == [outcome, LOADED]
