@@ -107,7 +107,7 @@ def verify(
     return Verified(ReadOutcome.FOREIGN)
 
 
-def verdict_of(opened: Opened, frame: ChunkFrame, header: bytes) -> Verified:
+def _judge_opened(opened: Opened, frame: ChunkFrame, header: bytes) -> Verified:
     """Judge a stripe whose header is the expected one, after an attempt to open its payload."""
     if opened is Opened.OK:
         return Verified(None, store_id_of(header))
@@ -253,7 +253,7 @@ class Reader(BulkWorker):
         for (job, index, _), header in done:
             chunk: ChunkIO = job.chunk
             key, payload = stripe_key(chunk.key, index), chunk.slots[index]
-            verified = verdict_of(keys.open(key, header, payload), chunk.frame, header)
+            verified = _judge_opened(keys.open(key, header, payload), chunk.frame, header)
             with self._jobs.lock:
                 job.ended(index, verified)
             self._jobs.conclude((job,))

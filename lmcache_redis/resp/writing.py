@@ -70,7 +70,6 @@ class _Sealer:
     def __init__(self, keys: SealKeys, buffers: int) -> None:
         self._keys = keys
         self._buffers = deque([bytearray()] * buffers)
-
         self.kept: memoryview | None = None
 
     def seal(self, key: bytes, header: bytearray, payload: memoryview) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.resp.helpers import (
 )
 from tests.resp.proxy import Proxy
 from tests.servers import RedisServer
+from tests.topologies import running_cluster
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -392,6 +394,16 @@ def test_metadata_without_room_are_read_as_a_miss(
         assert write(plain, chunk) == [WriteOutcome.STORED]
     assert read(plane, chunk) == [NOT_OPENED]
     wait_until(lambda: not client.exists(*chunk.stripe_keys()))
+
+
+@pytest.mark.servers
+def test_the_shards_of_a_cluster(tmp_path: Path) -> None:
+    chunks = [Chunk(number, SIZE, SLOT, seed=number) for number in range(20)]
+    with running_cluster(tmp_path) as cluster, running(cluster.url, seal_keys=KEYS) as plane:
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        loaded = [Chunk(number, SIZE, SLOT) for number in range(20)]
+        assert set(read(plane, *loaded)) == {LOADED}
+        assert [chunk.content for chunk in loaded] == [chunk.content for chunk in chunks]
 
 
 def test_killed_in_the_middle_of_stores(own_server: RedisServer) -> None:
