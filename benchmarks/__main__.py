@@ -74,6 +74,9 @@ def data_plane(
     sets: SetsOption = None,
     threads: ThreadsOption = None,
     slot_kib: SlotsOption = None,
+    sealed: Annotated[
+        bool, typer.Option("--sealed", help="Each setting of our client with sealed values, too.")
+    ] = False,
     no_peers: Annotated[bool, typer.Option("--no-peers", help="Without other clients.")] = False,
     no_scans: Annotated[bool, typer.Option("--no-scans", help="Without lookups.")] = False,
     plot: Annotated[Path, typer.Option(help="File of the plot.")] = Path(
@@ -85,7 +88,7 @@ def data_plane(
 
     Takes about six minutes. Our client runs at its defaults and with one to eight connections. If
     --gets, --sets, --threads or --slot-kib is given, it runs with every combination of them
-    instead, and the first one is compared with the peers.
+    instead, and the first one is compared with the peers. --sealed shows what sealed values cost.
     """
     from benchmarks.plane import run as benchmark
     from benchmarks.plane.cases import Plan
@@ -95,7 +98,7 @@ def data_plane(
     slots = [kib << 10 for kib in _counts(slot_kib)]
     settings = {
         OURS: benchmark.settings_of_ours(
-            connections, _counts(gets), _counts(sets), _counts(threads), slots
+            connections, _counts(gets), _counts(sets), _counts(threads), slots, sealed
         )
     }
     if not no_peers:

@@ -26,6 +26,7 @@ for _power, _letter in enumerate(_LETTERS, start=1):
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 _IPC = "ipc://"
+SEAL_KEY_FILE_VARIABLE = "LMCACHE_REDIS_SEAL_KEY_FILE"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 MIN_SLOT_BYTES = 4096
@@ -163,6 +164,11 @@ class AgentConfig:
         None,
         environment_only="LMCACHE_REDIS_PASSWORD",
         repr=False,
+    )
+    seal_key_file: str | None = setting(
+        "file of the keys that values are sealed with (AES-256-GCM), one a line: the first seals, "
+        "all of them open; values that are not sealed are misses",
+        None,
     )
     key_prefix: bytes = setting("prefix of every key, for a server that others use too", b"")
     chunk_size_tokens: int = setting("tokens per chunk; an engine rounds up to whole blocks", 256)

@@ -9,11 +9,12 @@ payload and of itself. Little-endian:
       8  16s store id                 56  u64 payload checksum       of the chunk,
      24  u16 stripe index             64  32s layout fingerprint     zero padded
      26  u16 stripe count             96  u8  hash length
-     28  u32 flags, 0                 97  63s chunk hash, zero padded
+     28  u32 flags                    97  63s chunk hash, zero padded
 
-Checksums are xxh3-64; the header's is computed with its own field zero. docs/value-format.md is the
-specification. A reader knows everything but store id, checksums and time in advance, so
-`ChunkFrame.check_header` compares bytes; `describe_header` needs no frame.
+Checksums are xxh3-64; the header's is computed with its own field zero. With the flag SEALED the
+payload is encrypted, and the last 48 bytes of the metadata are the seal (`lmcache_redis.seal`).
+docs/value-format.md is the specification. A reader knows everything but store id, checksums, time
+and seal in advance, so `ChunkFrame.check_header` compares bytes; `describe_header` needs no frame.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ STORE_ID_BYTES = 16
 FINGERPRINT_BYTES = 32
 MAX_STRIPES = 0xFFFF
 PAYLOAD_ALIGN_BYTES = 64
+SEALED = 1  # the flag
+SEAL_KEY_ID_BYTES = 8
+SEAL_BYTES = 48
+SEAL_AT = HEADER_BYTES - SEAL_BYTES
 
 _PREAMBLE = struct.Struct("<4sHH")
 _PLACE = struct.Struct("<HHIQQQ")
@@ -44,9 +49,11 @@ _PLACE = struct.Struct("<HHIQQQ")
 _PARTS = struct.Struct("<8s16s32sQ96sQQ336s")
 _OWN_CHECKSUM_AT, _OWN_CHECKSUM_END = 168, 176
 _PAYLOAD_CHECKSUM_AT = 56
+_STORE_ID = slice(8, 24)
 _CHECKSUM = struct.Struct("<Q")
 _NO_CHECKSUM = bytes(8)
 _NO_STORE_ID = bytes(STORE_ID_BYTES)
+_NO_SEAL = bytes(SEAL_BYTES)
 _EXPECTED_PREAMBLE = _PREAMBLE.pack(MAGIC, VERSION, HEADER_BYTES)
 
 
@@ -61,6 +68,8 @@ class Verdict(enum.Enum):
     FOREIGN_CHUNK = "of another chunk"
     WRONG_STRIPE = "another stripe of the chunk"
     WRONG_SIZE = "a chunk cut into stripes otherwise"
+    SEALED = "the expected one, but sealed"
+    NOT_SEALED = "the expected one, but not sealed"
 
 
 class HeaderCheck(NamedTuple):
@@ -114,6 +123,11 @@ class ChunkFrame:
         object.__setattr__(self, "_layout_and_chunk", layout_and_chunk)
         object.__setattr__(self, "_padded_metadata", self.metadata.ljust(MAX_METADATA_BYTES, b"\0"))
 
+    @property
+    def has_room_for_seal(self) -> bool:
+        """Whether the metadata end before the seal: those of six groups do."""
+        return not any(self._padded_metadata[-SEAL_BYTES:])
+
     def payload_bytes(self, index: int) -> int:
         """Payload bytes of stripe `index`. Raises FormatError if there is no such stripe."""
         left = self.chunk_bytes - self.payload_offset(index)
@@ -138,7 +152,7 @@ class ChunkFrame:
         store_id: 16 bytes, the same for all stripes of one store. checksum: xxh3-64 of the
         payload. Raises FormatError for values out of range and for a buffer too short.
         """
-        header = bytearray(self.unsealed_header(index, store_id, created_unix_ms))
+        header = bytearray(self.bare_header(index, store_id, created_unix_ms))
         try:
             _CHECKSUM.pack_into(header, _PAYLOAD_CHECKSUM_AT, checksum)
         except struct.error as error:
@@ -149,10 +163,17 @@ class ChunkFrame:
             raise FormatError(f"a header that cannot be written: {room.nbytes} bytes of room")
         room[:] = header
 
-    def unsealed_header(
-        self, index: int, store_id: bytes = _NO_STORE_ID, created_unix_ms: int = 0
+    def bare_header(
+        self,
+        index: int,
+        store_id: bytes = _NO_STORE_ID,
+        created_unix_ms: int = 0,
+        is_sealed: bool = False,
     ) -> bytes:
-        """The header of stripe `index` with both checksums zero, for `lmcache_redis.native`."""
+        """The header of stripe `index` with both checksums zero, and with room for the seal.
+
+        Without room (`has_room_for_seal`), no sealed stripe has this header.
+        """
         if len(store_id) != STORE_ID_BYTES:
             raise FormatError(f"a store id has {STORE_ID_BYTES} bytes, not {len(store_id)}")
         try:
@@ -163,7 +184,7 @@ class ChunkFrame:
             (
                 _EXPECTED_PREAMBLE,
                 store_id,
-                self._place(index),
+                self._place(index, SEALED if is_sealed else 0),
                 _NO_CHECKSUM,
                 self._layout_and_chunk,
                 created,
@@ -172,18 +193,23 @@ class ChunkFrame:
             )
         )
 
-    def check_header(self, buf: bytes | bytearray | memoryview, index: int) -> HeaderCheck:
+    def check_header(
+        self, buf: bytes | bytearray | memoryview, index: int, is_sealed: bool = False
+    ) -> HeaderCheck:
         """Whether the first 512 bytes of `buf` are the header of stripe `index` of this chunk.
 
-        Never raises, whatever the bytes are. The payload is not read.
+        is_sealed: whether it must be sealed; the seal itself is not checked. Never raises, whatever
+        the bytes are. The payload is not read.
         """
         raw = _header_of(buf)
         if len(raw) < HEADER_BYTES:
             return HeaderCheck(Verdict.CORRUPT_HEADER)
         preamble, store_id, place, checksum, layout_and_chunk, _, own, metadata = _PARTS.unpack(raw)
+        if is_sealed:
+            metadata = _without_seal(metadata)
         if (
             0 <= index < self.stripe_count
-            and place == self._place(index)
+            and place == self._place(index, SEALED if is_sealed else 0)
             and preamble == _EXPECTED_PREAMBLE
             and layout_and_chunk == self._layout_and_chunk
             and metadata == self._padded_metadata
@@ -192,10 +218,10 @@ class ChunkFrame:
             return HeaderCheck(Verdict.OK, store_id, checksum)
         return HeaderCheck(self._fault(raw, index))
 
-    def _place(self, index: int) -> bytes:
-        """The 32 bytes at 24: which stripe, of how many, and its place in the chunk."""
+    def _place(self, index: int, flags: int) -> bytes:
+        """The 32 bytes at 24: which stripe, of how many, flags, and its place in the chunk."""
         # Cached outside the frame: chunks of one layout have the same places.
-        return _place(index, self.stripe_count, self.stripe_payload_bytes, self.chunk_bytes)
+        return _place(index, self.stripe_count, flags, self.stripe_payload_bytes, self.chunk_bytes)
 
     def _fault(self, raw: bytes, index: int) -> Verdict:
         """Why a header is not the expected one: the first reason in the order of trust."""
@@ -203,7 +229,9 @@ class ChunkFrame:
         if fault is not None:
             return fault
         _, _, place, _, layout_and_chunk, _, _, metadata = _PARTS.unpack(raw)
-        found_index, _, _, _, _, chunk_bytes = _PLACE.unpack(place)
+        found_index, _, flags, _, _, chunk_bytes = _PLACE.unpack(place)
+        if flags & SEALED:
+            metadata = _without_seal(metadata)
         if layout_and_chunk[:FINGERPRINT_BYTES] != self.fingerprint:
             return Verdict.FOREIGN_LAYOUT
         if layout_and_chunk != self._layout_and_chunk:
@@ -212,12 +240,19 @@ class ChunkFrame:
             return Verdict.WRONG_SIZE
         if metadata != self._padded_metadata:
             return Verdict.FOREIGN_LAYOUT
-        return Verdict.WRONG_STRIPE if found_index != index else Verdict.WRONG_SIZE
+        if found_index != index:
+            return Verdict.WRONG_STRIPE
+        if index >= self.stripe_count or place != self._place(index, flags):
+            return Verdict.WRONG_SIZE
+        return Verdict.SEALED if flags & SEALED else Verdict.NOT_SEALED
 
 
 @dataclass(frozen=True, slots=True)
 class StripeHeader:
-    """The fields of a header; sizes and offsets in bytes, checksum of the payload."""
+    """The fields of a header; sizes and offsets in bytes, checksum of the payload.
+
+    sealed_with: the id of the key, None for a plain payload.
+    """
 
     store_id: bytes
     stripe_index: int
@@ -230,6 +265,7 @@ class StripeHeader:
     chunk_hash: bytes
     created_unix_ms: int
     metadata: RemoteMetadata
+    sealed_with: bytes | None = None
 
 
 def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
@@ -242,7 +278,11 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
     if fault is not None:
         raise FormatError(f"the header of a stripe was expected, found {fault.value}")
     _, store_id, place, checksum, layout_and_chunk, created, _, described = _PARTS.unpack(raw)
-    index, count, _, payload, offset, chunk_bytes = _PLACE.unpack(place)
+    index, count, flags, payload, offset, chunk_bytes = _PLACE.unpack(place)
+    sealed_with = None
+    if flags & SEALED:
+        sealed_with = raw[SEAL_AT : SEAL_AT + SEAL_KEY_ID_BYTES]
+        described = _without_seal(described)
     hash_len = layout_and_chunk[FINGERPRINT_BYTES]
     padded_hash = layout_and_chunk[FINGERPRINT_BYTES + 1 :]
     if not 1 <= hash_len <= MAX_HASH_BYTES or any(padded_hash[hash_len:]):
@@ -276,7 +316,13 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
         chunk_hash=padded_hash[:hash_len],
         created_unix_ms=created,
         metadata=metadata,
+        sealed_with=sealed_with,
     )
+
+
+def store_id_of(header: bytes) -> bytes:
+    """The store id in a header that was checked."""
+    return header[_STORE_ID]
 
 
 def stripe_payload_bytes(chunk_bytes: int, slot_bytes: int) -> int:
@@ -313,16 +359,22 @@ def _own_fault(raw: bytes) -> Verdict | None:
         return Verdict.CORRUPT_HEADER
     # An unknown flag may change the meaning of the payload.
     flags = _PLACE.unpack(place)[2]
-    return Verdict.BAD_VERSION if flags else None
+    return Verdict.BAD_VERSION if flags & ~SEALED else None
+
+
+def _without_seal(metadata: bytes) -> bytes:
+    return metadata[:-SEAL_BYTES] + _NO_SEAL
 
 
 @functools.lru_cache(maxsize=4096)
-def _place(index: int, count: int, stripe_payload_bytes: int, chunk_bytes: int) -> bytes:
+def _place(
+    index: int, count: int, flags: int, stripe_payload_bytes: int, chunk_bytes: int
+) -> bytes:
     if not 0 <= index < count:
         raise FormatError(f"stripe {index} of a chunk of {count}")
     offset = index * stripe_payload_bytes
     payload_bytes = min(stripe_payload_bytes, chunk_bytes - offset)
-    return _PLACE.pack(index, count, 0, payload_bytes, offset, chunk_bytes)
+    return _PLACE.pack(index, count, flags, payload_bytes, offset, chunk_bytes)
 
 
 @functools.lru_cache(maxsize=64)

@@ -22,7 +22,7 @@ LAYERS = (
     {"backends"},
     {"cache"},
     {"device", "resp"},
-    {"naming"},
+    {"naming", "seal"},
     {"stripe"},
     {"keys", "protocol", "lm_wire"},
     {"dtypes", "config", "errors", "metrics", "processes", "native", "systemd"},

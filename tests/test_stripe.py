@@ -13,6 +13,8 @@ from xxhash import xxh3_64_intdigest
 from lmcache_redis.errors import FormatError
 from lmcache_redis.keys import IPCCacheEngineKey, ObjectKey, hash_chunks, key_stem, stripe_key
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.resp.bulk import add_checksums
+from lmcache_redis.seal import SealKeys
 from lmcache_redis.stripe import (
     HEADER_BYTES,
     ChunkFrame,
@@ -294,7 +296,8 @@ class TestCheckHeader:
             (4, "<H", 2, Verdict.BAD_VERSION),
             (4, "<H", 0, Verdict.BAD_VERSION),
             (6, "<H", 576, Verdict.CORRUPT_HEADER),
-            (28, "<I", 1, Verdict.BAD_VERSION),
+            (28, "<I", 1, Verdict.SEALED),
+            (28, "<I", 2, Verdict.BAD_VERSION),
             (24, "<H", 0, Verdict.WRONG_STRIPE),
             (26, "<H", 4, Verdict.WRONG_SIZE),
             (32, "<Q", 65_535, Verdict.WRONG_SIZE),
@@ -414,6 +417,20 @@ class TestWorkedExample:
         said = describe_header(documented("example header"))
         assert said.checksum == xxh3_64_intdigest(payload)
         assert said.metadata == self.METADATA
+
+    def test_seal(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("os.urandom", lambda count: bytes(range(0x40, 0x40 + count)))
+        payload = bytes(i % 251 for i in range(65_536))
+        header = bytearray(self.frame().bare_header(1, STORE_ID, CREATED_UNIX_MS, is_sealed=True))
+        room, key = memoryview(bytearray(len(payload))), documented("example key")
+        sealed = SealKeys([bytes(range(32))]).seal(key, header, memoryview(payload), room)
+        add_checksums(header, sealed)
+        value = bytes(header) + bytes(sealed)
+        plain = header_of(self.frame(), 1, xxh3_64_intdigest(payload)) + payload
+        shown = ((28, 32), (56, 64), (168, 176), (464, 544))
+        assert b"".join(value[start:end] for start, end in shown) == documented("example seal")
+        differ = [at for at in range(HEADER_BYTES) if value[at] != plain[at]]
+        assert all(any(start <= at < end for start, end in shown) for at in differ)
 
     def test_metadata(self) -> None:
         assert self.METADATA.serialize() == documented("example metadata")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import select
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from lmcache_redis.bench.client import PlaneClient
 from lmcache_redis.bench.values import Values
 from lmcache_redis.errors import ConfigError, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
+from lmcache_redis.seal import SealKeys
 
 _TIMEOUT_S = 30.0
 _OP_TIMEOUT_S = 10.0
@@ -32,6 +34,7 @@ class OurClient(PlaneClient, ScanningClient):
             set_connections=setting.set_connections,
             network_threads=setting.threads,
             op_timeout_s=_OP_TIMEOUT_S,
+            seal_keys=SealKeys([os.urandom(32)]) if setting.sealed else None,
             verify_checksums=setting.checksums,
         )
         super().__init__(options, setting.slot_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,6 +160,37 @@ def connection_table(rows: Sequence[Row]) -> list[dict[str, Any]]:
             if group:
                 table.append(line | {str(count): figures.get(count) for count in counts})
     return table
+
+
+def sealed_table(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Each of our settings with plain and with sealed values."""
+    table = []
+    sealed = [row for row in rows if row.client == OURS and row.op in MOVES and row.sealed]
+    for row in sealed:
+        same = dataclasses.replace(row, sealed=False)
+        plain = next(each for each in rows if _case(each) == _case(same))
+        speeds = plain.gb_per_s or 0.0, row.gb_per_s or 0.0
+        cpu = plain.cpu_s_per_gb or 0.0, row.cpu_s_per_gb or 0.0
+        table.append(
+            {
+                "ours": row.op,
+                "value": size_text(row.value_bytes),
+                "connections": row.connections,
+                "threads": row.threads,
+                "plain, GB/s": speeds[0],
+                "sealed, GB/s": speeds[1],
+                "sealed / plain": round(speeds[1] / speeds[0], 2),
+                "plain, CPU s/GB": cpu[0],
+                "sealed, CPU s/GB": cpu[1],
+            }
+        )
+    return table
+
+
+def _case(row: Row) -> tuple[object, ...]:
+    """What two rows have in common that are compared."""
+    place = row.client, row.op, row.value_bytes, row.stripe_bytes
+    return *place, row.connections, row.threads, row.checksum, row.sealed
 
 
 def ratio_table(found: Sequence[Verdict]) -> list[dict[str, Any]]:

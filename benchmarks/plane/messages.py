@@ -21,7 +21,8 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way to run a client; without arguments, our client's defaults.
 
     get_connections, set_connections: for a peer, its connections or threads. slot_bytes,
-    threads, checksums: of our client only; without checksums it does not verify what it loads.
+    threads, checksums, sealed: of our client only; without checksums it does not verify what it
+    loads, and sealed values are encrypted with a key of this run.
     how: the variant of a peer that has several.
     """
 
@@ -30,6 +31,7 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: int = DEFAULT_NETWORK_THREADS
     slot_bytes: int = DEFAULT_SLOT_BYTES
     checksums: bool = True
+    sealed: bool = False
     how: str = ""
 
 

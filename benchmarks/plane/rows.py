@@ -39,7 +39,7 @@ class Row:
     gb_per_s: payload, 1e9 bytes. ms: of a scan. cpu_s_per_gb: user and system time of the
     client's process. how: the variant of a client that has several. default: our client with its
     default setting. stripe_bytes: payload of one Redis value. threads: of our client, which share
-    the connections.
+    the connections. sealed: whether our client encrypted the values.
     """
 
     client: str
@@ -57,6 +57,7 @@ class Row:
     default: bool
     stripe_bytes: int | None
     threads: int | None
+    sealed: bool = False
 
 
 class Samples:
@@ -98,6 +99,7 @@ def _row(case: Case, samples: list[Measured]) -> Row:
         default=ours and setting == Setting(),
         stripe_bytes=stripe_bytes if moved else None,
         threads=setting.threads if ours and moved else None,
+        sealed=setting.sealed,
     )
 
 

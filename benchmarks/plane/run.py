@@ -18,6 +18,7 @@ from benchmarks.plane.compare import (
     median_table,
     ratio_table,
     scan_table,
+    sealed_table,
     verdicts,
 )
 from benchmarks.plane.messages import Setting
@@ -36,13 +37,15 @@ def settings_of_ours(
     sets: Sequence[int] = (),
     threads: Sequence[int] = (),
     slot_bytes: Sequence[int] = (),
+    sealed: bool = False,
 ) -> list[Setting]:
     """Every combination of the values given; if none is, the defaults and each of ``connections``.
 
-    The latter with checksums, then without.
+    The latter with checksums, then without. sealed: instead of the latter, each combination, or the
+    defaults, followed by the same with sealed values.
     """
     default = Setting()
-    if not (gets or sets or threads or slot_bytes):
+    if not sealed and not (gets or sets or threads or slot_bytes):
         with_checksums = list(dict.fromkeys([default, *(Setting(n, n) for n in connections)]))
         return [*with_checksums, *(replaced(s, checksums=False) for s in with_checksums)]
     values = product(
@@ -51,7 +54,8 @@ def settings_of_ours(
         threads or (default.threads,),
         slot_bytes or (default.slot_bytes,),
     )
-    return [Setting(*each) for each in values]
+    settings = [Setting(*each) for each in values]
+    return [each for s in settings for each in ((s, replaced(s, sealed=True)) if sealed else (s,))]
 
 
 def measure(plan: Plan, url: str | None, say: Callable[[str], None]) -> tuple[list[Row], str]:
@@ -85,7 +89,9 @@ def report(plan: Plan, rows: Sequence[Row], server: str, plot: Path) -> None:
     if any(row.ms is not None for row in rows):
         show("prefix scans", scan_table(rows))
     ours = plan.settings[OURS]
-    if len(ours) > 1 and len({(s.threads, s.slot_bytes) for s in ours}) == 1:
+    if any(setting.sealed for setting in ours):
+        show("ours, sealed values beside plain ones", sealed_table(rows))
+    elif len(ours) > 1 and len({(s.threads, s.slot_bytes) for s in ours}) == 1:
         show("ours by connections", connection_table(rows))
     elif len(ours) > 1:
         show("ours", [asdict(row) for row in rows if row.client == OURS])

@@ -25,6 +25,7 @@ from lmcache_redis.admin.stripes import (
 )
 from lmcache_redis.admin.survey import Cut, SeenChunk, Survey, cuts_of, present_of, survey
 from lmcache_redis.errors import FormatError
+from lmcache_redis.seal import SealKeys
 from lmcache_redis.stripe import StripeHeader
 
 SAMPLE_CHUNKS = 2000
@@ -45,7 +46,10 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChunkReport:
-    """A chunk and its stripes. stripe_count: 0 if no header gives it."""
+    """A chunk and its stripes. stripe_count: 0 if no header gives it.
+
+    verified: payloads were compared with their checksums. opened: and opened, as sealed ones.
+    """
 
     name: ChunkName
     stripe_asked: int | None
@@ -53,6 +57,7 @@ class ChunkReport:
     verdict: Verdict
     stripe_count: int
     verified: bool
+    opened: bool
     read_at_unix_s: float
     ours: ClassVar[bool] = True
 
@@ -81,10 +86,12 @@ class OtherKey:
     ours: ClassVar[bool] = False
 
 
-def explain(server: Server, key: bytes, prefix: bytes, verify: bool) -> ChunkReport | OtherKey:
+def explain(
+    server: Server, key: bytes, prefix: bytes, verify: bool, keys: SealKeys | None = None
+) -> ChunkReport | OtherKey:
     """Explains the key of a stripe, or of a chunk (without the stripe index), with any prefix.
 
-    prefix: is tried first. Raises RedisError.
+    prefix: is tried first. keys: to verify sealed payloads with. Raises RedisError.
     """
     try:
         name, index = find_name(key, prefix)
@@ -95,9 +102,10 @@ def explain(server: Server, key: bytes, prefix: bytes, verify: bool) -> ChunkRep
         return OtherKey(show_key(key), str(error), kind, length)
     found = stripes_of(server, name, index)
     if verify:
-        found = [verify_payload(server, name, stripe) for stripe in found]
+        found = [verify_payload(server, name, stripe, keys) for stripe in found]
     verdict, count = verdict_of(found), count_of(found)
-    return ChunkReport(name, index, tuple(found), verdict, count, verify, time.time())
+    opened = verify and keys is not None
+    return ChunkReport(name, index, tuple(found), verdict, count, verify, opened, time.time())
 
 
 def verdict_of(stripes: Sequence[Stripe]) -> Verdict:
@@ -170,12 +178,20 @@ class Summary:
     read_at_unix_s: float
 
 
-def summarise(server: Server, prefix: bytes, *, everything: bool, verify: bool) -> Summary:
+def summarise(
+    server: Server,
+    prefix: bytes,
+    *,
+    everything: bool,
+    verify: bool,
+    keys: SealKeys | None = None,
+) -> Summary:
     """What the cache holds by model and layout, from a sample or from every key.
 
     One header of each chunk is read if that does not count as a use (`Node.untouched`). Otherwise
     store times are unknown, and sizes are memory usage. verify: also reads every payload, which
-    counts as a use if reading headers does. Raises RedisError.
+    counts as a use if reading headers does. keys: to verify sealed payloads with. Raises
+    RedisError.
     """
     most = (None, None) if everything else (SAMPLE_CHUNKS, SAMPLE_KEYS)
     found = survey(server, prefix, most_chunks=most[0], most_keys=most[1])
@@ -196,13 +212,14 @@ def summarise(server: Server, prefix: bytes, *, everything: bool, verify: bool) 
         group = groups.setdefault(names, Group(*names))
         group.add(chunk, mask, cut, use, unix_s)
         if verify:
-            group.damaged = (group.damaged or 0) + _is_damaged(server, SeenChunk(chunk.name, mask))
+            seen = SeenChunk(chunk.name, mask)
+            group.damaged = (group.damaged or 0) + _is_damaged(server, seen, keys)
     ordered = sorted(groups.values(), key=lambda g: (-g.value_bytes, g.model, g.layout))
     return Summary(tuple(ordered), found, server.untouched, verify, time.time())
 
 
-def _is_damaged(server: Server, chunk: SeenChunk) -> bool:
-    """Whether a stripe that is present does not match its key or its checksum."""
+def _is_damaged(server: Server, chunk: SeenChunk, keys: SealKeys | None) -> bool:
+    """Whether a stripe that is present does not match its key or its checksum, or is not opened."""
     stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])
-    states = [verify_payload(server, chunk.name, stripe).state for stripe in stripes]
+    states = [verify_payload(server, chunk.name, stripe, keys).state for stripe in stripes]
     return any(state not in (State.WHOLE, State.MISSING) for state in states)

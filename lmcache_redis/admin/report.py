@@ -28,8 +28,8 @@ _FIELDS: dict[type, str] = {
     "model=name.key.model_name layout=name.layout chunk_hash=name.key.chunk_hash "
     "world_size=name.ranks.world_size rank=name.ranks.rank "
     "local_world_size=name.ranks.local_world_size local_rank=name.ranks.local_rank "
-    "stripe_asked verdict verified stripe_count stripes_present=present "
-    "chunk_bytes=header.chunk_bytes fingerprint=header.fingerprint "
+    "stripe_asked verdict verified opened sealed_with=header.sealed_with stripe_count "
+    "stripes_present=present chunk_bytes=header.chunk_bytes fingerprint=header.fingerprint "
     "memory_format=header.metadata.fmt.name shapes=header.metadata.shapes "
     "dtypes=header.metadata.dtype_names stored_unix_s=headed.stored_unix_s stripes",
     OtherKey: "ours key reason type value_bytes",
@@ -109,6 +109,8 @@ def chunk_lines(report: ChunkReport | OtherKey) -> Iterator[str]:
         yield _line("holds", holds)
         yield _line("stored", f"{when}, {ago} ago, as {header.store_id.hex()}")
         yield _line("last used", _use(headed.use))
+        if header.sealed_with is not None:
+            yield _line("sealed", f"with the key {header.sealed_with.hex()}")
         if headed.expires_in_s is not None:
             yield _line("expires", f"in {shown_age(headed.expires_in_s)}")
     elif report.present:
@@ -117,6 +119,10 @@ def chunk_lines(report: ChunkReport | OtherKey) -> Iterator[str]:
     checked = "headers read, payloads not (--verify)"
     if report.verified:
         checked = "payloads compared with their checksums"
+        if report.opened:
+            checked += " and opened"
+        elif header is not None and header.sealed_with is not None:
+            checked += ", not opened (--seal-key-file)"
     yield _line("stripes", f"{report.present} {of}present, {checked}")
     yield _line("verdict", report.verdict.value)
     for stripe in report.stripes:

@@ -13,6 +13,7 @@ from xxhash import xxh3_64_intdigest
 from lmcache_redis.admin.names import ChunkName, namespaces_of
 from lmcache_redis.admin.server import Command, Server
 from lmcache_redis.errors import FormatError, RedisAuthError, RedisError
+from lmcache_redis.seal import Opened, SealKeys
 from lmcache_redis.stripe import HEADER_BYTES, StripeHeader, describe_header
 
 # Keys in one pipeline: their headers are 250 KiB.
@@ -29,6 +30,7 @@ class State(enum.Enum):
     FOREIGN = "the header of something else"
     WRONG_LENGTH = "cut short or too long"
     DAMAGED = "a payload without its checksum"
+    NOT_OPENED = "not sealed with a key that was given"
     UNREADABLE = "not shown by the server"
 
 
@@ -145,8 +147,13 @@ def count_of(stripes: Sequence[Stripe]) -> int:
     return max((s.header.stripe_count for s in stripes if s.is_ours and s.header), default=0)
 
 
-def verify_payload(server: Server, name: ChunkName, stripe: Stripe) -> Stripe:
-    """The stripe with its payload read and compared with its checksum. Raises RedisError."""
+def verify_payload(
+    server: Server, name: ChunkName, stripe: Stripe, keys: SealKeys | None = None
+) -> Stripe:
+    """The stripe with its payload read and compared with its checksum. Raises RedisError.
+
+    keys: payloads must be sealed, and are opened as well.
+    """
     if stripe.state is not State.WHOLE or stripe.header is None:
         return stripe
     key = name.stripe(stripe.index)
@@ -161,7 +168,26 @@ def verify_payload(server: Server, name: ChunkName, stripe: Stripe) -> Stripe:
         if checksum != again.header.checksum:
             detail = f"its payload's checksum is {checksum:016x}, not {again.header.checksum:016x}"
             again = replace(again, state=State.DAMAGED, detail=detail)
+        elif keys is not None:
+            state, detail = _opened(keys, key, header, payload)
+            again = replace(again, state=state, detail=detail)
     return replace(again, use=stripe.use, expires_in_s=stripe.expires_in_s)
+
+
+def _opened(keys: SealKeys, key: bytes, header: bytes, payload: memoryview) -> tuple[State, str]:
+    """The state of an undamaged stripe, and why it is not WHOLE."""
+    sealed_with = describe_header(header).sealed_with
+    if sealed_with is None:
+        return State.NOT_OPENED, "it is not sealed: agents with seal keys count a miss"
+    opened = keys.open(key, header, payload)
+    if opened is Opened.OK:
+        return State.WHOLE, ""
+    if opened is Opened.UNKNOWN_KEY:
+        return (
+            State.NOT_OPENED,
+            f"it is sealed with another key, {sealed_with.hex()}",
+        )
+    return State.DAMAGED, f"it is {opened.value}"
 
 
 def _use_of(key: bytes) -> list[Command]:

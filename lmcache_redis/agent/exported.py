@@ -19,6 +19,7 @@ _MISSES = {
     "mixed_stores": "miss_mixed_stores",
     "corrupt": "miss_corrupt",
     "foreign": "miss_foreign",
+    "sealed": "miss_sealed",
     "redis_error": "miss_redis_error",
     "disk": "miss_disk",
     "deadline": "miss_deadline",
@@ -51,7 +52,8 @@ _BY_LABEL: Final = MappingProxyType(
             "chunks not loaded, by reason (the counters `miss_*` of `status`)",
             ("reason",),
             "`absent` is a new prompt or an eviction. `redis_error`: Redis or its network fails. "
-            "`corrupt`, `foreign`: another program writes these keys. `pool_full`, `deadline`: the "
+            "`corrupt`, `foreign`: another program writes these keys. `sealed`: agents have other "
+            "seal keys. `pool_full`, `deadline`: the "
             "host pool is small for the requests at once. `slower`: Redis is far or busy.",
         ): _MISSES,
         Family(

@@ -22,6 +22,7 @@ from lmcache_redis.config import AgentConfig, endpoint_path, ensure_private, par
 from lmcache_redis.errors import ConfigError, DeviceError
 from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
+from lmcache_redis.seal import read_seal_keys
 from lmcache_redis.systemd import ServiceManager
 from lmcache_redis.transport import bind_router
 
@@ -99,6 +100,7 @@ def _redis_options(config: AgentConfig, url: str) -> RedisOptions:
         op_timeout_s=config.op_timeout_s,
         ttl_s=config.ttl_s,
         ttl_refresh=config.ttl_refresh,
+        seal_keys=read_seal_keys(config.seal_key_file),
     )
 
 

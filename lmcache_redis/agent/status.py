@@ -15,7 +15,7 @@ from lmcache_redis.naming import ChunkForm
 Line = tuple[int, str]
 
 # Normal operation, eviction included, never increments these.
-_SERIOUS = ("miss_corrupt", "miss_foreign", "wire_errors")
+_SERIOUS = ("miss_corrupt", "miss_foreign", "miss_sealed", "wire_errors")
 _REASONS = ("lookups_timed_out", "sessions_timed_out", "retrieves_failed", "wire_errors")
 
 

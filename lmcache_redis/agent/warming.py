@@ -45,6 +45,7 @@ _OUTCOMES: dict[ReadOutcome | None, m.WarmOutcome] = {
     ReadOutcome.TORN: "damaged",
     ReadOutcome.CORRUPT: "damaged",
     ReadOutcome.FOREIGN: "damaged",
+    ReadOutcome.NOT_OPENED: "damaged",
 }
 
 

@@ -16,6 +16,7 @@ from lmcache_redis.cli.options import (
     KeyPrefix,
     RedisUrl,
     RedisUsername,
+    SealKeyFile,
     redis_options,
 )
 from lmcache_redis.config import default_endpoint
@@ -41,10 +42,11 @@ def inspect(
         bool,
         typer.Option(
             "--verify",
-            help="Also read payloads and compare their checksums. Before Redis 7.2 this counts "
-            "as a use.",
+            help="Also read payloads and compare their checksums; with --seal-key-file open sealed "
+            "ones. Before Redis 7.2 this counts as a use.",
         ),
     ] = False,
+    seal_key_file: SealKeyFile = None,
     redis_url: RedisUrl = None,
     redis_username: RedisUsername = None,
     key_prefix: KeyPrefix = None,
@@ -63,13 +65,15 @@ def inspect(
     from lmcache_redis.admin.inspect import explain, summarise
     from lmcache_redis.admin.names import read_key
     from lmcache_redis.admin.report import chunk_lines, summary_lines
+    from lmcache_redis.seal import read_seal_keys
 
+    keys = read_seal_keys(seal_key_file)
     with _server(redis_url, redis_username, key_prefix) as (server, prefix):
         if key is not None:
-            chunk = explain(server, read_key(key), prefix, verify)
+            chunk = explain(server, read_key(key), prefix, verify, keys)
             print_report(as_json, chunk, chunk_lines(chunk))
         else:
-            summary = summarise(server, prefix, everything=everything, verify=verify)
+            summary = summarise(server, prefix, everything=everything, verify=verify, keys=keys)
             print_report(as_json, summary, summary_lines(summary))
 
 

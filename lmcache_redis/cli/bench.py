@@ -14,6 +14,7 @@ from lmcache_redis.cli.options import (
     KeyPrefix,
     RedisUrl,
     RedisUsername,
+    SealKeyFile,
     redis_options,
     size_of,
 )
@@ -41,6 +42,7 @@ def bench(
     set_connections: ConnectionsOption = None,
     redis_url: RedisUrl = None,
     redis_username: RedisUsername = None,
+    seal_key_file: SealKeyFile = None,
     key_prefix: KeyPrefix = None,
     as_json: AsJson = False,
 ) -> None:
@@ -61,6 +63,7 @@ def bench(
     options = redis_options(
         redis_url=redis_url,
         redis_username=redis_username,
+        seal_key_file=seal_key_file,
         key_prefix=key_prefix,
         get_connections=get_connections,
         set_connections=set_connections,

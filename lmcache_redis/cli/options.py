@@ -13,13 +13,19 @@ import typer
 
 from lmcache_redis.cli.settings_file import read_settings
 from lmcache_redis.cli.starting import URL_VARIABLE
-from lmcache_redis.config import AgentConfig, option_name, parse_size, shown_default
+from lmcache_redis.config import (
+    SEAL_KEY_FILE_VARIABLE,
+    AgentConfig,
+    option_name,
+    parse_size,
+    shown_default,
+)
 from lmcache_redis.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmcache_redis.resp import RedisOptions
 
-_ENVIRONMENT = {"redis_url": URL_VARIABLE}
+_ENVIRONMENT = {"redis_url": URL_VARIABLE, "seal_key_file": SEAL_KEY_FILE_VARIABLE}
 _TYPES = {"int": int, "float": float, "bool": bool}
 _Config = TypeVar("_Config")
 _Command = Callable[..., None]
@@ -39,6 +45,15 @@ RedisUrl = Annotated[
 ]
 RedisUsername = Annotated[
     str | None, typer.Option("--redis-username", help="ACL user, if not in the URL.")
+]
+SealKeyFile = Annotated[
+    str | None,
+    typer.Option(
+        "--seal-key-file",
+        envvar=SEAL_KEY_FILE_VARIABLE,
+        show_envvar=True,
+        help="The agents' file of seal keys.",
+    ),
 ]
 KeyPrefix = Annotated[str | None, typer.Option("--key-prefix", help="The agents' key prefix.")]
 Endpoint = Annotated[
@@ -131,6 +146,7 @@ def redis_options(**given: Any) -> RedisOptions:
     Raises ``ConfigError``, also if no server is named.
     """
     from lmcache_redis.resp import RedisOptions
+    from lmcache_redis.seal import read_seal_keys
 
     config = config_from(AgentConfig, given)
     if not config.redis_url:
@@ -146,6 +162,7 @@ def redis_options(**given: Any) -> RedisOptions:
         config.get_connections,
         config.set_connections,
         op_timeout_s=config.op_timeout_s,
+        seal_keys=read_seal_keys(config.seal_key_file),
     )
 
 

@@ -1,7 +1,8 @@
 """The backends that LMCache's configuration objects describe.
 
-A setting is an attribute of any object. Raises ConfigError, which names the setting and what it may
-be, for one that is missing, wrong or not supported.
+A setting is an attribute of any object. The file of seal keys, for which LMCache has no setting, is
+named by the environment, as for the commands. Raises ConfigError, which names the setting and what
+it may be, for one that is missing, wrong or not supported.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from lmcache_redis import backends
+from lmcache_redis.config import SEAL_KEY_FILE_VARIABLE
 from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.resp import RedisOptions
+from lmcache_redis.seal import read_seal_keys
 
 if TYPE_CHECKING:
     import torch
@@ -65,8 +68,9 @@ def _redis_options(url: object) -> RedisOptions:
             "remote_url begins with lm://, which is for LMCache's own clients: set it to the "
             "redis:// URL of the Redis itself, for instance of the one behind the lm:// gateway"
         )
+    seal_keys = read_seal_keys(os.environ.get(SEAL_KEY_FILE_VARIABLE))
     if not url.startswith(_SENTINELS):
-        return RedisOptions(url)
+        return RedisOptions(url, seal_keys=seal_keys)
     hosts = url.removeprefix(_SENTINELS)
     if not hosts or "/" in hosts or "?" in hosts:
         raise ConfigError(
@@ -80,7 +84,10 @@ def _redis_options(url: object) -> RedisOptions:
     except ValueError:
         raise ConfigError(f"REDIS_TIMEOUT is {timeout!r}: set it to seconds") from None
     return RedisOptions(
-        f"redis+sentinel://{hosts}/{name}", connect_timeout_s=timeout_s, op_timeout_s=timeout_s
+        f"redis+sentinel://{hosts}/{name}",
+        connect_timeout_s=timeout_s,
+        op_timeout_s=timeout_s,
+        seal_keys=seal_keys,
     )
 
 

@@ -51,6 +51,11 @@ class GatewayConfig:
         environment_only="LMCACHE_REDIS_PASSWORD",
         repr=False,
     )
+    seal_key_file: str | None = setting(
+        "file of the keys that values are sealed with (AES-256-GCM), one a line: the first seals, "
+        "all of them open; values that are not sealed are misses",
+        None,
+    )
     key_prefix: bytes = setting("prefix of every key, for a server that others use too", b"")
     memory_bytes: int = setting(
         "memory tier, in front of disk and Redis; 0: none",
@@ -136,6 +141,8 @@ class GatewayConfig:
             raise ConfigError(
                 "there is no tier for chunks: give --redis-url, --memory-bytes or --disk-path"
             )
+        if self.seal_key_file and not self.redis_url:
+            raise ConfigError("--seal-key-file needs --redis-url: only values in Redis are sealed")
         if self.tls_cert is None and (self.tls_key or self.tls_client_ca):
             raise ConfigError("--tls-key and --tls-client-ca need --tls-cert: give that as well")
         is_loopback = ipaddress.ip_address(parse_listen(self.listen)[0]).is_loopback

@@ -21,6 +21,7 @@ from lmcache_redis.gateway.server import Gateway
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkNames
 from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.seal import read_seal_keys
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ def _started_plane(config: GatewayConfig) -> RedisPlane | None:
             key_prefix=config.key_prefix,
             username=config.redis_username,
             password=config.redis_password,
+            seal_keys=read_seal_keys(config.seal_key_file),
         )
     )
     plane.start()

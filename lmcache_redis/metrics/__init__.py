@@ -37,6 +37,7 @@ COUNTERS: Final = MappingProxyType(
         "miss_mixed_stores": "chunks whose stripes came from two different stores",
         "miss_corrupt": "chunks with a wrong checksum, a damaged header or a wrong size",
         "miss_foreign": "chunks of another layout, another key or an unknown format version",
+        "miss_sealed": "chunks sealed with a key that is not in the key file, or not sealed",
         "miss_redis_error": "chunks not loaded because Redis failed or could not be reached",
         "miss_deadline": "chunks not loaded before the lookup deadline",
         "miss_pool_full": "chunks not loaded because every slot of the host pool was in use",

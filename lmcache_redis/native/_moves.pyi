@@ -6,7 +6,8 @@ Also packs commands with many keys (`lmcache_redis.resp.wire`).
 caller keeps from call to call and never reads. Without `drain` a call returns once all tasks have
 been sent, so that lanes are busy while the caller processes the results; with it, once all are
 finished. It returns early when nothing arrives for `quiet_ms`, when `until` has passed, and after
-the first stripe that fails.
+the first stripe that fails. If the header expected by a load has the flag of sealed values, the
+result is the header found: the payload is still sealed.
 """
 
 from typing_extensions import Buffer

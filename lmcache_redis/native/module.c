@@ -130,7 +130,7 @@ static bool take_tasks(Held *held, PyObject *tasks, int in_flight)
     return true;
 }
 
-/* The result of a stripe: its store id, or (end, error, data). */
+/* The result of a stripe: its store id, its header if it is sealed, or (end, error, data). */
 static PyObject *finished(const Call *call, int i)
 {
     const Result *bad = &call->bad;
@@ -139,8 +139,13 @@ static PyObject *finished(const Call *call, int i)
         return Py_BuildValue("iiy#", bad->end, bad->end == LOST ? bad->error : 0, data,
                              (Py_ssize_t)bad->nbytes);
     }
-    return PyBytes_FromStringAndSize((const char *)call->store_ids[i],
-                                     call->is_load ? STORE_ID_BYTES : 0);
+    if (!call->is_load) {
+        return PyBytes_FromStringAndSize(NULL, 0);
+    }
+    const char *header = (const char *)call->headers[i];
+    return header[FLAGS_AT] & SEALED
+               ? PyBytes_FromStringAndSize(header, HEADER_BYTES)
+               : PyBytes_FromStringAndSize(header + STORE_ID_AT, STORE_ID_BYTES);
 }
 
 static PyObject *result_of(const Call *call, int in_flight)

@@ -122,8 +122,8 @@ static uint64_t xxh3_of(const uint8_t *data, size_t nbytes)
 /* ---- SET ---- */
 
 /* Write the checksums of payload and header into the header. Short payloads need another algorithm,
- * which only the caller has: it seals their headers and verifies them after a load. */
-static void seal(uint8_t *header, const uint8_t *payload, size_t nbytes)
+ * which only the caller has: it adds theirs and verifies them after a load. */
+static void add_checksums(uint8_t *header, const uint8_t *payload, size_t nbytes)
 {
     const uint64_t of_payload = xxh3_of(payload, nbytes);
     memcpy(header + PAYLOAD_CHECKSUM_AT, &of_payload, CHECKSUM_BYTES);
@@ -135,7 +135,7 @@ static void seal(uint8_t *header, const uint8_t *payload, size_t nbytes)
 static int send_set(Call *call, const Task *task, Progress *progress)
 {
     if (!progress->sent && task->payload.nbytes > XXH3_SHORT_BYTES) {
-        seal(task->header.data, task->payload.data, task->payload.nbytes);
+        add_checksums(task->header.data, task->payload.data, task->payload.nbytes);
     }
     struct iovec parts[4] = {
         {task->command.data, task->command.nbytes},
@@ -266,6 +266,9 @@ static bool is_expected(const uint8_t *header, const uint8_t *expected)
     memset(masked + STORE_ID_AT, 0, STORE_ID_BYTES);
     memset(masked + PAYLOAD_CHECKSUM_AT, 0, CHECKSUM_BYTES);
     memset(masked + CREATED_AT, 0, CHECKSUM_BYTES);
+    if (expected[FLAGS_AT] & SEALED) {
+        memset(masked + SEAL_AT, 0, SEAL_BYTES);
+    }
     return memcmp(masked, expected, HEADER_BYTES) == 0;
 }
 
@@ -332,7 +335,7 @@ static int receive_value(Call *call, const Task *task, Progress *p)
                           checksum != xxh3_end(&p->hash, payload, nbytes)))) {
         return ends(call, MISMATCH, header, HEADER_BYTES);
     }
-    memcpy(call->store_ids[call->done], header + STORE_ID_AT, STORE_ID_BYTES);
+    memcpy(call->headers[call->done], header, HEADER_BYTES);
     return DONE;
 }
 

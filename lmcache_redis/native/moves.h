@@ -12,10 +12,14 @@
 #define HEADER_BYTES 512
 #define STORE_ID_AT 8
 #define STORE_ID_BYTES 16
+#define FLAGS_AT 28
+#define SEALED 1 /* in the first byte of the flags: the payload is encrypted */
 #define PAYLOAD_CHECKSUM_AT 56
 #define CREATED_AT 160
 #define OWN_CHECKSUM_AT 168
 #define CHECKSUM_BYTES 8
+#define SEAL_AT 464
+#define SEAL_BYTES 48
 
 #define MOST_LANES 64
 #define MOST_TASKS 256
@@ -54,7 +58,7 @@ typedef struct {
 typedef struct {
     int end;   /* WAIT where it is none */
     int error; /* LOST: errno; 0 if the connection was closed */
-    /* DONE: the store id of a load. LINE: the line. MISMATCH, OTHER_LENGTH: the header. */
+    /* LINE: the line. MISMATCH, OTHER_LENGTH: the header. */
     const uint8_t *data;
     size_t nbytes;
 } Result;
@@ -72,7 +76,7 @@ typedef struct {
 
     int sending; /* 0; EAGAIN if the last task in flight was sent in part; else its errno */
     Result bad;  /* of the task before `done`, if it failed */
-    uint8_t store_ids[MOST_TASKS][STORE_ID_BYTES];
+    uint8_t headers[MOST_TASKS][HEADER_BYTES]; /* of loads that are DONE */
 } Call;
 
 /* Send and receive as much as possible; return after the first stripe that fails. */

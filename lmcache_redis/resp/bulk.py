@@ -23,7 +23,7 @@ from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, R
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.stream import Stream
 from lmcache_redis.resp.net.wire import CRLF, error_of, parse_error, parse_length, value_head
-from lmcache_redis.stripe import HEADER_BYTES
+from lmcache_redis.stripe import HEADER_BYTES, SEAL_AT, SEAL_BYTES, SEALED
 
 # A call returns after this much silence: the caller has deadlines to keep, and idle lanes for new
 # stripes.
@@ -38,12 +38,15 @@ MOST_LINE_BYTES = 4096
 _SHORT_BYTES = 240
 _STORE_ID = slice(8, 24)
 _PAYLOAD_CHECKSUM = slice(56, 64)
+_FLAGS_AT = 28
 _CREATED = slice(160, 168)
 _OWN_CHECKSUM = slice(168, 176)
+_SEAL = slice(SEAL_AT, SEAL_AT + SEAL_BYTES)
 
 # What a mover needs of a stripe: (command, header, slot, end of the command). To load: the packed
 # GET; ``$length`` CRLF and the expected header with its unknown fields zero; the slot; nothing. To
-# store: the packed SET up to its value; the header (`seal_short`); the slot; the rest of the SET.
+# store: the packed SET up to its value; the header (`add_short_checksums`); the slot, or its sealed
+# copy; the rest of the SET.
 Packed = tuple[bytes, bytes | bytearray, memoryview, bytes]
 # Replaces a SET that was sent.
 SENT: Packed = (b"", bytearray(HEADER_BYTES), memoryview(b""), b"")
@@ -62,7 +65,8 @@ class End(enum.IntEnum):
 
 
 # A failure: how the stripe ended; errno if LOST (0: closed); the line, or the first bytes of the
-# value. Otherwise the result is the store id of a loaded stripe, and empty for a stored one.
+# value. Otherwise the result is the store id of a loaded stripe, or its header if it is sealed and
+# has yet to be opened; it is empty for a stored one.
 Failure = tuple[int, int, bytes]
 Result = bytes | Failure
 Handle = tuple[Any, Any]
@@ -192,7 +196,7 @@ def _send(stream: Stream, progress: _Progress, task: Packed, is_load: bool, unti
     """Send the rest of a request: 0, EAGAIN if that would block, or another errno."""
     command, header, payload, end = task
     if not is_load and not progress.sent and isinstance(header, bytearray):
-        seal(header, payload)
+        add_checksums(header, payload)
     parts: tuple[bytes | bytearray | memoryview, ...] = (command,)
     if not is_load:
         parts = (command, header, payload, end)
@@ -256,7 +260,7 @@ def _receive_value(
     if _is_expected(header, expected[head:]) and (
         not verify or checksum == xxh3_64_intdigest(payload)
     ):
-        return header[_STORE_ID]
+        return header if header[_FLAGS_AT] & SEALED else header[_STORE_ID]
     return End.MISMATCH, 0, header
 
 
@@ -268,6 +272,8 @@ def _is_expected(header: bytes, expected: bytes | bytearray) -> bool:
         return False
     masked[_STORE_ID] = bytes(16)
     masked[_PAYLOAD_CHECKSUM] = masked[_CREATED] = bytes(8)
+    if expected[_FLAGS_AT] & SEALED:
+        masked[_SEAL] = bytes(SEAL_BYTES)
     return masked == expected
 
 
@@ -304,17 +310,17 @@ def _receive_other(stream: Stream, progress: _Progress, until: float) -> Result:
     return (End.LINE, 0, line) if line[:1] == b"-" else (End.NOTHING, 0, b"")
 
 
-def seal(header: bytearray, payload: memoryview) -> None:
+def add_checksums(header: bytearray, payload: memoryview) -> None:
     """Write the checksums of the payload and of the header into the header."""
     header[_PAYLOAD_CHECKSUM] = xxh3_64_intdigest(payload).to_bytes(8, "little")
     header[_OWN_CHECKSUM] = bytes(8)
     header[_OWN_CHECKSUM] = xxh3_64_intdigest(header).to_bytes(8, "little")
 
 
-def seal_short(header: bytearray, payload: memoryview) -> bytearray:
-    """The header of a SET, sealed if the payload is too short for the native extension."""
+def add_short_checksums(header: bytearray, payload: memoryview) -> bytearray:
+    """The header of a SET, with checksums if the payload is too short for the native extension."""
     if payload.nbytes <= _SHORT_BYTES:
-        seal(header, payload)
+        add_checksums(header, payload)
     return header
 
 
@@ -331,14 +337,15 @@ def receive_value(connection: Connection, payload: memoryview, deadline: float) 
 
     None if there is no value of that length. Raises RedisError.
     """
-    expected = value_head(HEADER_BYTES + payload.nbytes) + bytes(HEADER_BYTES)
+    # No header is this one: it is not zero where a mover compares with zeros. So any value of the
+    # right length is a MISMATCH.
+    expected = value_head(HEADER_BYTES + payload.nbytes) + b"\xff" * HEADER_BYTES
     stream, progress = connection.stream, _Progress()
     result: Result | None = None
     while result is None:
         if deadline <= time.monotonic():
             connection.fail(RedisTimeout("Redis did not answer in time"))
         result = _receive(stream, progress, (b"", expected, payload, b""), True, False, deadline)
-    # A header of zeros has a wrong checksum: any value of the right length is a MISMATCH.
     assert not isinstance(result, bytes)
     end, _, data = result
     if end is End.MISMATCH:

@@ -192,6 +192,13 @@ class Jobs:
                     job.outcome = type(job.good)[reason.name]
         self.conclude(jobs)
 
+    def reject(self, jobs: Collection[Job[OutcomeT]], outcome: OutcomeT) -> None:
+        """End jobs of which no step was begun."""
+        with self.lock:
+            for job in jobs:
+                job.advance(outcome)
+        self.conclude(jobs)
+
     def stop_all(
         self, reason: Stop, but: tuple[type[Job[Any]], ...] = (), node: object = None
     ) -> None:

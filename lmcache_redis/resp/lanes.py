@@ -125,6 +125,11 @@ class BulkWorker(Worker):
     def _may_widen(self) -> bool:
         return True
 
+    @property
+    def _most_tasks(self) -> int:
+        """How many stripes that wait are packed for one call; those not sent are packed again."""
+        return MOST_TASKS
+
     def _all_closed(self) -> None:
         """All connections were closed, and no stripe is in flight."""
 
@@ -186,7 +191,7 @@ class BulkWorker(Worker):
 
     def _begin_next(self, begun: list[tuple[Task, Packed]]) -> list[Lane]:
         """Append stripes that wait to `begun`; return the lanes that they may use."""
-        tasks = self._queue.take_some(MOST_TASKS)
+        tasks = self._queue.take_some(self._most_tasks)
         asking = next((n for n, (_, _, hop) in enumerate(tasks) if hop and hop.asking), None)
         if asking is not None:
             # That one alone, on a lane that has sent ASKING; or those before it.

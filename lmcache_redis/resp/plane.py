@@ -27,7 +27,14 @@ from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop
 from lmcache_redis.resp.net.endpoint import parse_deployment
 from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.node import Nodes
-from lmcache_redis.resp.outcomes import ChunkIO, PlaneState, PlaneStats, ReadDone, WriteDone
+from lmcache_redis.resp.outcomes import (
+    ChunkIO,
+    PlaneState,
+    PlaneStats,
+    ReadDone,
+    WriteDone,
+    WriteOutcome,
+)
 from lmcache_redis.resp.reading import Read
 from lmcache_redis.resp.worker import Task
 from lmcache_redis.resp.writing import Write
@@ -57,6 +64,13 @@ class RedisPlane(KeyCalls):
         if self._jobs.started:
             raise RuntimeError("a Redis plane is started once")
         self._jobs.started = True
+        if (keys := self.options.seal_keys) is not None:
+            others = ", ".join(key_id.hex() for key_id in keys.ids[1:]) or "no other"
+            logger.info(
+                "values are sealed with the key %s, and opened with it and %s",
+                keys.ids[0].hex(),
+                others,
+            )
         if native.moves is None:
             logger.warning("Stripes are moved by Python, which is slower: %s", native.why_not)
         self._jobs.timekeeper.start()
@@ -166,7 +180,13 @@ class RedisPlane(KeyCalls):
                 if chunk.frame.stripe_count > 1:
                     store_id = self._new_store_id()
                 jobs.append(Write(chunk, done, remove, now, store_id, unix_ms))
+            unfit = self._unsealable(jobs)
             ready = accepted = self._enter(some, jobs)
+            if unfit:
+                self._jobs.timekeeper.post(
+                    partial(self._jobs.reject, unfit, WriteOutcome.NO_ROOM_FOR_SEAL)
+                )
+                ready = accepted = [job for job in accepted if job not in unfit]
             removals = self._jobs.removals
             if not removals.is_empty():
                 ready = [
@@ -201,6 +221,12 @@ class RedisPlane(KeyCalls):
             job.nodes = nodes_of(chunk.key, chunk.frame.stripe_count)
         self._jobs.transfers.update(zip(chunks, jobs, strict=True))
         return self._jobs.enter(jobs)
+
+    def _unsealable(self, jobs: Sequence[Write]) -> Sequence[Write]:
+        """Those that must be sealed, and whose headers have no room for it."""
+        if self.options.seal_keys is None:
+            return ()
+        return [job for job in jobs if not job.chunk.frame.has_room_for_seal]
 
     def _new_store_id(self) -> bytes:
         return self._random.getrandbits(8 * STORE_ID_BYTES).to_bytes(STORE_ID_BYTES, "little")

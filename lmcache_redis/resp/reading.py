@@ -10,6 +10,10 @@ the header names. A wrong value is ours beyond doubt if it has a whole header of
 (cut into stripes otherwise, or moved), or a damaged one with our magic and version. Then its chunk
 is removed. Any other may belong to other clients, and stays: another type, another magic or
 version, another layout or chunk, no header at all.
+
+A reader with keys expects sealed values, and removes plain ones and those of other keys: as long as
+they are there, nobody stores the chunk sealed. A reader without keys leaves sealed ones there. A
+payload is opened in its slot, by the thread that received it, while the kernel receives others.
 """
 
 from __future__ import annotations
@@ -27,18 +31,29 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.keys import stripe_key
-from lmcache_redis.resp.bulk import Call, End, Failure, Moved, Packed, is_other_type
+from lmcache_redis.resp.bulk import MOST_TASKS, Call, End, Failure, Moved, Packed, is_other_type
 from lmcache_redis.resp.jobs import Job, Jobs, Stop
 from lmcache_redis.resp.lanes import BulkWorker, Lane
 from lmcache_redis.resp.net.wire import get_command, value_head
 from lmcache_redis.resp.outcomes import ChunkIO, ReadDone, ReadOutcome
-from lmcache_redis.resp.worker import Task
-from lmcache_redis.stripe import HEADER_BYTES, MAGIC, ChunkFrame, Verdict, describe_header
+from lmcache_redis.resp.queues import TaskQueue
+from lmcache_redis.resp.worker import Server, Task
+from lmcache_redis.seal import Opened, SealKeys
+from lmcache_redis.stripe import (
+    HEADER_BYTES,
+    MAGIC,
+    ChunkFrame,
+    Verdict,
+    describe_header,
+    store_id_of,
+)
 
 # Called with a chunk key and a stripe count.
 Remove = Callable[[bytes, int], None]
 # A header that names this chunk, but not this stripe of it.
 _OF_THIS_CHUNK = frozenset({Verdict.WRONG_SIZE, Verdict.WRONG_STRIPE})
+# Stripes that are received, then opened together: meanwhile the kernel receives the next.
+_OPENED_TOGETHER = 4
 # The rest of an unused reply arrives within this time, or the connection is closed.
 _DROP_WITHIN_S = 0.1
 
@@ -56,11 +71,17 @@ class Verified(NamedTuple):
 
 
 def verify(
-    frame: ChunkFrame, index: int, failure: Failure, payload: memoryview, checksums: bool = True
+    frame: ChunkFrame,
+    index: int,
+    failure: Failure,
+    payload: memoryview,
+    checksums: bool = True,
+    is_sealed: bool = False,
 ) -> Verified | None:
     """Judge what was found for stripe `index` of a chunk; None if the failure is not the value's.
 
-    checksums: whether to compare the payload's checksum, too.
+    checksums: whether to compare the payload's checksum, too. is_sealed: whether the value must be
+    sealed; a mover that found the expected header has not failed.
     """
     end, _, data = failure
     if end == End.NOTHING:
@@ -69,17 +90,30 @@ def verify(
         return Verified(ReadOutcome.FOREIGN)
     if end not in (End.MISMATCH, End.OTHER_LENGTH):
         return None
-    check = frame.check_header(data, index)
-    if check.ok and end == End.MISMATCH:
+    check = frame.check_header(data, index, is_sealed)
+    if check.ok and end == End.MISMATCH and not is_sealed:
         if not checksums or xxh3_64_intdigest(payload) == check.checksum:
             return Verified(None, check.store_id)
         return Verified(ReadOutcome.CORRUPT, remove_stripes=frame.stripe_count)
     if check.verdict in _OF_THIS_CHUNK:
         return Verified(ReadOutcome.FOREIGN, remove_stripes=_stripes(frame, data))
+    if check.verdict is Verdict.NOT_SEALED:
+        return Verified(ReadOutcome.NOT_OPENED, remove_stripes=frame.stripe_count)
+    if check.verdict is Verdict.SEALED:
+        return Verified(ReadOutcome.NOT_OPENED)
     # A header cut short before the version is CORRUPT_HEADER, too: the magic decides.
     if check.ok or (check.verdict is Verdict.CORRUPT_HEADER and data[: len(MAGIC)] == MAGIC):
         return Verified(ReadOutcome.CORRUPT, remove_stripes=frame.stripe_count)
     return Verified(ReadOutcome.FOREIGN)
+
+
+def _judge_opened(opened: Opened, frame: ChunkFrame, header: bytes) -> Verified:
+    """Judge a stripe whose header is the expected one, after an attempt to open its payload."""
+    if opened is Opened.OK:
+        return Verified(None, store_id_of(header))
+    unknown = opened is Opened.UNKNOWN_KEY
+    outcome = ReadOutcome.NOT_OPENED if unknown else ReadOutcome.CORRUPT
+    return Verified(outcome, remove_stripes=frame.stripe_count)
 
 
 def _stripes(frame: ChunkFrame, header: bytes) -> int:
@@ -116,11 +150,12 @@ class Read(Job[ReadOutcome]):
         self._hole = 0  # stripes to remove if stripe 0 exists, but another one does not
         self._remove_stripes = 0
 
-    def pack(self, index: int) -> Packed:
+    def pack(self, index: int, is_sealed: bool) -> Packed:
         """What a mover needs to load stripe `index`."""
         chunk = self.chunk
         payload = chunk.slots[index]
-        expected = value_head(HEADER_BYTES + payload.nbytes) + chunk.frame.unsealed_header(index)
+        header = chunk.frame.bare_header(index, is_sealed=is_sealed)
+        expected = value_head(HEADER_BYTES + payload.nbytes) + header
         return get_command(stripe_key(chunk.key, index), self._ttl_s), expected, payload, b""
 
     def loaded(self, index: int, store_id: bytes) -> None:
@@ -183,27 +218,56 @@ class Reader(BulkWorker):
     # Receives what is left of unused replies.
     _scratch = memoryview(b"")
 
+    def __init__(self, name: str, server: Server, queue: TaskQueue[Task], connections: int) -> None:
+        super().__init__(name, server, queue, connections)
+        self._seal_keys = server.options.seal_keys
+        # A sealed payload is verified by its tag.
+        self._checksums = server.options.verify_checksums and self._seal_keys is None
+
+    @property
+    def _most_tasks(self) -> int:
+        return MOST_TASKS if self._seal_keys is None else _OPENED_TOGETHER
+
     def _pack(self, task: Task) -> Packed:
         job, index, _ = task
-        packed: Packed = job.pack(index)
+        packed: Packed = job.pack(index, self._seal_keys is not None)
         return packed
 
     def _transfer(self, call: Call) -> Moved:
-        return self._mover.load(call._replace(verify=self._server.options.verify_checksums))
+        return self._mover.load(call._replace(verify=self._checksums))
 
     def _sent(self, jobs: Collection[Any]) -> bool:
         return False
 
     def _succeeded(self, done: Sequence[tuple[Task, bytes]]) -> None:
+        if self._seal_keys is not None:
+            self._open_all(self._seal_keys, done)
+            return
         with self._jobs.lock:
             for (job, index, _), store_id in done:
                 job.loaded(index, store_id)
         self._jobs.conclude([job for (job, _, _), _ in done])
 
+    def _open_all(self, keys: SealKeys, done: Sequence[tuple[Task, bytes]]) -> None:
+        """The headers are the expected ones; the payloads are in their slots, still sealed."""
+        for (job, index, _), header in done:
+            chunk: ChunkIO = job.chunk
+            key, payload = stripe_key(chunk.key, index), chunk.slots[index]
+            verified = _judge_opened(keys.open(key, header, payload), chunk.frame, header)
+            with self._jobs.lock:
+                job.ended(index, verified)
+            self._jobs.conclude((job,))
+
     def _failed(self, lane: Lane, task: Task, failure: Failure, error: RedisError | None) -> None:
         job, index, _ = task
-        checksums = self._server.options.verify_checksums
-        verified = verify(job.chunk.frame, index, failure, job.chunk.slots[index], checksums)
+        verified = verify(
+            job.chunk.frame,
+            index,
+            failure,
+            job.chunk.slots[index],
+            self._checksums,
+            self._seal_keys is not None,
+        )
         if verified is not None:
             with self._jobs.lock:
                 job.ended(index, verified)

@@ -13,10 +13,14 @@ A chunk that fails after something was sent leaves a partial write: stripes that
 if it was to replace an older store, a mixture that readers refuse. It is removed once its last
 stripe is answered, so that no stripe arrives after the removal; never later, when the chunk may
 have been stored again.
+
+A stripe to be sealed is encrypted into memory of the thread right before it is sent. Meanwhile the
+kernel sends those before it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -30,19 +34,52 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.keys import stripe_key
-from lmcache_redis.resp.bulk import SENT, Call, End, Failure, Moved, Packed, seal_short
+from lmcache_redis.resp.bulk import (
+    MOST_TASKS,
+    SENT,
+    Call,
+    End,
+    Failure,
+    Moved,
+    Packed,
+    add_short_checksums,
+)
 from lmcache_redis.resp.jobs import Job, Jobs
 from lmcache_redis.resp.lanes import BulkWorker, Lane
 from lmcache_redis.resp.net.wire import end_of_command, set_prefix
 from lmcache_redis.resp.outcomes import ChunkIO, WriteDone, WriteOutcome
 from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.worker import Server, Task
+from lmcache_redis.seal import SealKeys
 from lmcache_redis.stripe import HEADER_BYTES
 
 # Called with a chunk key and a stripe count.
 Remove = Callable[[bytes, int], None]
 # Chunks that have been stored are dropped from the set of acknowledged ones at this size.
 _PRUNE_AT = 64
+# Stripes that are sealed, then sent together: while the next are sealed, the kernel sends these.
+_SEALED_TOGETHER = 4
+
+
+class _Sealer:
+    """Seals stripes into buffers of its own.
+
+    A buffer stays as it is while the next `buffers - 2` are sealed, and as long as it is kept.
+    """
+
+    def __init__(self, keys: SealKeys, buffers: int) -> None:
+        self._keys = keys
+        self._buffers = deque([bytearray()] * buffers)
+        self.kept: memoryview | None = None
+
+    def seal(self, key: bytes, header: bytearray, payload: memoryview) -> memoryview:
+        """Complete a bare header for the payload; return the ciphertext, which replaces it."""
+        self._buffers.rotate(-1)
+        if self.kept is not None and self._buffers[0] is self.kept.obj:
+            self._buffers.rotate(-1)
+        if len(self._buffers[0]) < payload.nbytes:
+            self._buffers[0] = bytearray(payload.nbytes)
+        return self._keys.seal(key, header, payload, memoryview(self._buffers[0]))
 
 
 class Write(Job[WriteOutcome]):
@@ -83,13 +120,18 @@ class Write(Job[WriteOutcome]):
         self._outstanding = 0
         self._is_partial = self._is_to_be_removed = False
 
-    def pack(self, index: int, ttl_s: int) -> Packed:
+    def pack(self, index: int, ttl_s: int, sealer: _Sealer | None) -> Packed:
         """What a mover needs to store stripe `index`."""
         chunk = self.chunk
-        payload = chunk.slots[index]
-        prefix = set_prefix(stripe_key(chunk.key, index), HEADER_BYTES + payload.nbytes, ttl_s)
-        header = chunk.frame.unsealed_header(index, self._store_id, self._created_unix_ms)
-        return prefix, seal_short(bytearray(header), payload), payload, end_of_command(ttl_s)
+        key, payload = stripe_key(chunk.key, index), chunk.slots[index]
+        is_sealed = sealer is not None
+        header = bytearray(
+            chunk.frame.bare_header(index, self._store_id, self._created_unix_ms, is_sealed)
+        )
+        if sealer is not None:
+            payload = sealer.seal(key, header, payload)
+        prefix = set_prefix(key, HEADER_BYTES + payload.nbytes, ttl_s)
+        return prefix, add_short_checksums(header, payload), payload, end_of_command(ttl_s)
 
     def sent(self) -> None:
         """Under the lock: some of a stripe was sent: its slot is free, and it may be in Redis."""
@@ -153,10 +195,16 @@ class Writer(BulkWorker):
         # Stripes that were sent on lost connections.
         self._unanswered: list[Task] = []
         self._losing: WriteOutcome | None = None
+        self._sealer: _Sealer | None = None
+        if (keys := server.options.seal_keys) is not None:
+            # One more for a stripe that was sent in part.
+            self._sealer = _Sealer(keys, _SEALED_TOGETHER + 1)
 
     def _pack(self, task: Task) -> Packed:
         job, index, _ = task
-        packed: Packed = job.pack(index, self._server.options.ttl_s)
+        if self._sealer is not None:
+            self._sealer.kept = self._busy[-1].packed[2] if self._is_sending else None
+        packed: Packed = job.pack(index, self._server.options.ttl_s, self._sealer)
         return packed
 
     def _transfer(self, call: Call) -> Moved:
@@ -233,6 +281,13 @@ class Writer(BulkWorker):
     @property
     def _may_send(self) -> bool:
         return self._losing is None
+
+    @property
+    def _most_tasks(self) -> int:
+        if self._sealer is None:
+            return MOST_TASKS
+        # Behind a stripe that was sent in part, few are sent: the others would be sealed again.
+        return 1 if self._is_sending else _SEALED_TOGETHER
 
     @property
     def _may_widen(self) -> bool:

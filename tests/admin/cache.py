@@ -12,6 +12,8 @@ from xxhash import xxh3_64_intdigest
 from lmcache_redis.admin.names import ChunkName
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.resp.bulk import add_checksums
+from lmcache_redis.seal import SealKeys
 from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame
 from tests.servers import RedisServer
 
@@ -31,6 +33,7 @@ class Cached:
     prefix: bytes = b""
     stripe_count: int = 3
     raw_namespace: bool = False
+    sealed_with: SealKeys | None = None
     store: int = 0
     stored_unix_ms: int = STORED_UNIX_MS
 
@@ -71,11 +74,22 @@ class Cached:
             metadata.serialize(),
         )
         payload = random.Random(self.number * 1000 + index).randbytes(frame.payload_bytes(index))
-        header = bytearray(HEADER_BYTES)
         store_id = self.store.to_bytes(16, "big")
+        if self.sealed_with is not None:
+            return self._sealed(self.sealed_with, frame, index, store_id, payload)
+        header = bytearray(HEADER_BYTES)
         checksum = xxh3_64_intdigest(payload)
         frame.pack_header_into(header, index, store_id, checksum, self.stored_unix_ms)
         return bytes(header) + payload
+
+    def _sealed(
+        self, keys: SealKeys, frame: ChunkFrame, index: int, store_id: bytes, payload: bytes
+    ) -> bytes:
+        header = bytearray(frame.bare_header(index, store_id, self.stored_unix_ms, is_sealed=True))
+        room = memoryview(bytearray(len(payload)))
+        sealed = keys.seal(self.keys[index], header, memoryview(payload), room)
+        add_checksums(header, sealed)
+        return bytes(header) + bytes(sealed)
 
     def put(self, client: Any, *only: int) -> None:
         """Write all stripes, or only these."""

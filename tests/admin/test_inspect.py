@@ -21,6 +21,7 @@ from lmcache_redis.agent.registering import form_of
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.resp import RedisOptions
+from lmcache_redis.seal import SealKeys
 from lmcache_redis.stripe import HEADER_BYTES
 from tests.admin.cache import STORED_UNIX_MS, Cached, age, everything
 from tests.servers import RedisServer
@@ -28,8 +29,10 @@ from tests.servers import RedisServer
 CHUNK = Cached(3, rank=1)
 
 
-def report_on(server: Server, key: bytes, verify: bool = False) -> ChunkReport:
-    report = explain(server, key, b"", verify)
+def report_on(
+    server: Server, key: bytes, verify: bool = False, keys: SealKeys | None = None
+) -> ChunkReport:
+    report = explain(server, key, b"", verify, keys)
     assert isinstance(report, ChunkReport)
     return report
 
@@ -122,6 +125,48 @@ def test_verify_finds_a_flipped_bit(server: Server, client: Any) -> None:
     report = report_on(server, CHUNK.keys[0], verify=True)
     assert report.verdict is Verdict.BROKEN
     assert "its payload's checksum is" in "\n".join(chunk_lines(report))
+
+
+def test_a_sealed_chunk(server: Server, client: Any) -> None:
+    keys, others = SealKeys([b"k" * 32]), SealKeys([b"o" * 32])
+    chunk = Cached(3, sealed_with=keys)
+    chunk.put(client)
+    key = chunk.keys[0]
+
+    def said(verify: bool, given: SealKeys | None) -> tuple[Verdict, str]:
+        report = report_on(server, key, verify, given)
+        assert report.opened == (verify and given is not None)
+        return report.verdict, "\n".join(chunk_lines(report))
+
+    verdict, text = said(False, None)
+    assert verdict is Verdict.COMPLETE
+    assert f"sealed     with the key {keys.ids[0].hex()}" in text
+    verdict, text = said(True, None)
+    assert verdict is Verdict.COMPLETE
+    assert "compared with their checksums, not opened (--seal-key-file)" in text
+    verdict, text = said(True, keys)
+    assert verdict is Verdict.COMPLETE
+    assert "compared with their checksums and opened" in text
+    verdict, text = said(True, others)
+    assert verdict is Verdict.BROKEN
+    assert f"sealed with another key, {keys.ids[0].hex()}" in text
+    # Another chunk's bytes, with right checksums, deceive whoever has no key.
+    forged = bytearray(Cached(3, sealed_with=keys, model="org/other").value(1))
+    client.set(chunk.keys[1], bytes(forged))
+    assert said(True, None)[0] is Verdict.COMPLETE
+    verdict, text = said(True, keys)
+    assert verdict is Verdict.BROKEN
+    assert "not what was sealed" in text
+    assert summarise(server, b"", everything=True, verify=True).groups[0].damaged == 0
+    (group,) = summarise(server, b"", everything=True, verify=True, keys=keys).groups
+    assert group.damaged == 1
+
+
+def test_a_plain_chunk_where_keys_are_given(server: Server, client: Any) -> None:
+    CHUNK.put(client)
+    report = report_on(server, CHUNK.keys[0], True, SealKeys([b"k" * 32]))
+    assert report.verdict is Verdict.BROKEN
+    assert "not sealed: agents with seal keys count a miss" in "\n".join(chunk_lines(report))
 
 
 def test_a_key_with_another_prefix_is_understood(server: Server, client: Any) -> None:

@@ -24,8 +24,8 @@ def test_the_fields_are_these(server: Server, client: Any) -> None:
     report = explain(server, chunk.keys[1], b"", False)
     assert names(report) == (
         "ours chunk_key_hex key_prefix model layout chunk_hash world_size rank local_world_size "
-        "local_rank stripe_asked verdict verified stripe_count stripes_present chunk_bytes "
-        "fingerprint memory_format shapes dtypes stored_unix_s stripes"
+        "local_rank stripe_asked verdict verified opened sealed_with stripe_count "
+        "stripes_present chunk_bytes fingerprint memory_format shapes dtypes stored_unix_s stripes"
     )
     stripe = as_json(report)["stripes"][0]
     assert names(stripe) == (

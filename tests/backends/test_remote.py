@@ -18,6 +18,7 @@ from lmcache_redis.backends.remote import LMCRemoteBackend
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey, parse_stripe_key
 from lmcache_redis.resp import RedisOptions
+from lmcache_redis.seal import SealKeys
 from tests.backends.contract import (
     Buffers,
     MakeBackend,
@@ -106,6 +107,22 @@ def test_tiers_with_different_prefixes_do_not_meet(server: RedisServer) -> None:
         with tier(LMCRemoteBackend, RedisOptions(server.url, key_prefix=prefix)) as backend:
             assert set(backend.list()) == {key_of(0), key_of(number)}
             assert same(backend.get(key_of(0)), tensor_of(number, (9,)))
+
+
+def test_sealed_chunks(server: RedisServer) -> None:
+    """Found and described without a key, and read with it alone."""
+    chunk = tensor_of(1, (BIG,))
+    sealed = RedisOptions(server.url, seal_keys=SealKeys([b"k" * 32]))
+    with tier(LMCRemoteBackend, sealed) as backend:
+        assert backend.put(key_of(1), chunk)
+        assert same(backend.get(key_of(1)), chunk)
+    with tier(LMCRemoteBackend, server.url) as plain:
+        assert plain.contains(key_of(1))
+        assert plain.get(key_of(1)) is None
+        assert plain.put(key_of(2), chunk)
+    with tier(LMCRemoteBackend, sealed) as backend:
+        assert backend.get(key_of(2)) is None
+        assert same(backend.get(key_of(1)), chunk)
 
 
 def test_a_list_is_complete_and_holds_nothing_else(server: RedisServer) -> None:

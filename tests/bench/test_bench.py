@@ -129,3 +129,15 @@ def test_the_help_teaches() -> None:
     assert done.returncode == 0
     for word in ("--redis-url", "--chunk-bytes", "--json", "medians", "removed", "Examples"):
         assert word in done.stdout
+
+
+def test_sealed_values_are_measured_alike(server: RedisServer, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("11" * 32)
+    keys.chmod(0o600)
+    url = server.url.replace("redis://", "redis://:a-secret@")
+    words = ("--redis-url", url, "--seal-key-file", str(keys))
+    done = run(*words, *SMALL, "--json")
+    assert done.returncode == 0, done.stderr
+    assert [row["op"] for row in json.loads(done.stdout)["rows"]] == OPS
+    assert "sealed with the key" not in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as replace_setting
 
 from benchmarks.plane.compare import (
     Verdict,
@@ -14,10 +15,11 @@ from benchmarks.plane.compare import (
     move_target,
     ratio_table,
     scan_table,
+    sealed_table,
     verdicts,
 )
-from benchmarks.plane.messages import MIB
-from benchmarks.plane.rows import MOVES
+from benchmarks.plane.messages import MIB, Measured, Setting
+from benchmarks.plane.rows import MOVES, Case, Samples
 from tests.benchmarks.rows import SIZES, made_up_rows
 
 ROWS = made_up_rows()
@@ -130,3 +132,21 @@ def test_the_table_of_ratios_says_what_was_met() -> None:
     scan = lines["scan of 1,000, all cached"]
     assert scan["figure"] == "0.50 ms (at most 0.6: met)"
     assert scan["times lmcache"] == "24.00 (at least 20: met)"
+
+
+def test_sealed_values_beside_the_same_plain_ones() -> None:
+    samples = Samples()
+    for op, seconds in (("load", 0.01), ("overwrite", 0.02)):
+        for setting in (Setting(), Setting(2, 2)):
+            slower = seconds * (3 if setting == Setting() else 4)
+            samples.add(Case("ours", setting, op, 32 * MIB, 8), Measured(seconds, 1.0))
+            sealed = replace_setting(setting, sealed=True)
+            samples.add(Case("ours", sealed, op, 32 * MIB, 8), Measured(slower, 2.0))
+    table = sealed_table(samples.rows())
+    assert [(line["ours"], line["connections"], line["sealed / plain"]) for line in table] == [
+        ("load", 4, 0.33),
+        ("load", 2, 0.25),
+        ("overwrite", 4, 0.33),
+        ("overwrite", 2, 0.25),
+    ]
+    assert sealed_table(ROWS) == []

@@ -27,6 +27,12 @@ def test_what_is_given_is_combined() -> None:
     assert settings_of_ours((1,), slot_bytes=[64 << 10]) == [Setting(slot_bytes=64 << 10)]
 
 
+def test_each_setting_is_measured_with_sealed_values_too() -> None:
+    assert settings_of_ours((1, 2), sealed=True) == [Setting(), Setting(sealed=True)]
+    found = settings_of_ours((1,), threads=[1, 2], sealed=True)
+    assert found == [Setting(threads=t, sealed=s) for t in (1, 2) for s in (False, True)]
+
+
 def test_peers_are_tried_at_several_settings() -> None:
     for peer in (LMCACHE, GLIDE):
         assert settings_of(peer, (1, 2, 4, 8)) == [Setting(n, n) for n in (1, 2, 4, 8)]

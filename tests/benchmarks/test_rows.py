@@ -13,7 +13,7 @@ from lmcache_redis.config import DEFAULT_SLOT_BYTES
 FIELDS = {
     *("client", "op", "value_bytes", "items", "connections", "checksum"),
     *("gb_per_s", "ms", "cpu_s_per_gb", "rounds"),
-    *("cached", "how", "default", "stripe_bytes", "threads"),
+    *("cached", "how", "default", "stripe_bytes", "threads", "sealed"),
 }
 
 

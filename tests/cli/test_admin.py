@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis.admin.names import show_key
+from lmcache_redis.seal import SealKeys
 from tests import forks
 from tests.admin.cache import Cached, age, everything
 from tests.harness import wait_until
@@ -120,6 +121,23 @@ def test_inspect_a_key(client: Any, known: dict[str, str], form: str) -> None:
     assert (report["model"], report["rank"], report["world_size"]) == ("org/model", 0, 2)
     assert report["stripe_asked"] == (None if form == "chunk" else 2)
     assert [stripe["state"] for stripe in report["stripes"]] == ["whole"] * 3
+
+
+def test_inspect_opens_what_is_sealed(client: Any, known: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("11" * 32)
+    path.chmod(0o600)
+    keys = SealKeys.read(str(path))
+    chunk = Cached(1, sealed_with=keys)
+    chunk.put(client)
+    words = ("inspect", chunk.keys[0].hex(), "--verify", "--json")
+    report = json.loads(run(*words, "--seal-key-file", str(path), **known).stdout)
+    assert (report["verdict"], report["opened"]) == ("complete", True)
+    assert report["sealed_with"] == keys.ids[0].hex()
+    by_environment = run(*words, **known, LMCACHE_REDIS_SEAL_KEY_FILE=str(path))
+    assert json.loads(by_environment.stdout)["opened"]
+    path.chmod(0o644)
+    assert "open to others" in one_sentence(run(*words, "--seal-key-file", str(path), **known), 2)
 
 
 def test_inspect_takes_what_redis_cli_prints(

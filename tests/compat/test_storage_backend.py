@@ -550,6 +550,28 @@ def test_a_unix_socket(server: RedisServer) -> None:
     backend.close()
 
 
+def test_the_environment_names_the_seal_keys(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("11" * 32)
+    path.chmod(0o600)
+    monkeypatch.setenv("LMCACHE_REDIS_SEAL_KEY_FILE", str(path))
+    config = config_of(remote_url=server.url)
+    backend = LMCRemoteBackend(config, METADATA, "cpu")
+    backend.put(engine_key(1), chunk_of(1))
+    assert same(backend.get(engine_key(1)), chunk_of(1))
+    backend.close()
+    monkeypatch.delenv("LMCACHE_REDIS_SEAL_KEY_FILE")
+    plain = LMCRemoteBackend(config, METADATA, "cpu")
+    assert plain.get(engine_key(1)) is None
+    plain.close()
+    path.chmod(0o644)
+    monkeypatch.setenv("LMCACHE_REDIS_SEAL_KEY_FILE", str(path))
+    with pytest.raises(ConfigError, match="open to others"):
+        LMCRemoteBackend(config, METADATA, "cpu")
+
+
 @pytest.mark.servers
 def test_lmcaches_url_of_sentinels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_sentinel(tmp_path) as watched:

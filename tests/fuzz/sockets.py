@@ -28,7 +28,7 @@ from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.stream import PlainStream
 from lmcache_redis.resp.net.wire import get_command
 from lmcache_redis.resp.reading import Verified, verify
-from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame
+from lmcache_redis.stripe import HEADER_BYTES, STORE_ID_BYTES, ChunkFrame
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.target import ACCEPTED
 
@@ -153,6 +153,7 @@ _FRAME = ChunkFrame(
     ).serialize(),
 )
 _CHECKED_FIELDS = ((0, 4), (4, 2), (8, 16), (24, 2), (32, 8), (48, 8), (56, 8), (64, 32), (160, 8))
+_SEALED_FIELDS = ((28, 1), (464, 8), (472, 24), (496, 16))
 
 
 def _stripe(index: int, change: tuple[int, bytes] | None = None) -> bytes:
@@ -167,19 +168,21 @@ def _stripe(index: int, change: tuple[int, bytes] | None = None) -> bytes:
     return b"$%d\r\n%b%b\r\n" % (HEADER_BYTES + len(_PAYLOAD), header, _PAYLOAD)
 
 
-STRIPES = (_stripe(1), *GETS[1:6])
+STRIPES = (_stripe(1), _stripe(1, (28, b"\1")), *GETS[1:6])
 
 
 def make_stripe(mutator: Mutator) -> bytes:
     """Some as they should be but for one field of the header."""
     if mutator.below(3):
         return mutator.next()
-    at, nbytes = _CHECKED_FIELDS[mutator.below(len(_CHECKED_FIELDS))]
+    fields = _CHECKED_FIELDS + _SEALED_FIELDS
+    at, nbytes = fields[mutator.below(len(fields))]
     return _stripe(mutator.below(2), (at, mutator.number(nbytes)))
 
 
 def run_compiled(data: bytes, mutator: Mutator) -> str:
-    """Whatever comes, it ends as it would in Python."""
+    """Whatever comes, it ends as it would in Python, where sealed values are expected or not."""
+    is_sealed = bool(mutator.below(2))
     ends: list[tuple[str, Verified | None]] = []
     is_unread = False
     movers: list[Mover] = [PythonMover()]
@@ -189,10 +192,10 @@ def run_compiled(data: bytes, mutator: Mutator) -> str:
         guarded = bytearray(_GUARD + bytes(len(_PAYLOAD)) + _GUARD)
         slot = memoryview(guarded)[len(_GUARD) : -len(_GUARD)]
         with _connected(data) as connection:
-            ends.append(_load(mover, connection, slot))
+            ends.append(_load(mover, connection, slot, is_sealed))
             is_unread |= _is_unread(connection)
         assert guarded[: len(_GUARD)] == guarded[-len(_GUARD) :] == _GUARD
-        assert ends[-1][0] != ACCEPTED or slot == _PAYLOAD
+        assert ends[-1][0] != ACCEPTED or slot == _PAYLOAD or is_sealed
     # Bytes behind a reply end the connection where they came together with its own.
     assert ends[0] == ends[-1] or (is_unread and "RedisProtocolError" in (ends[0][0], ends[-1][0]))
     return ends[0][0]
@@ -206,19 +209,23 @@ def _is_unread(connection: Connection) -> bool:
             return False
 
 
-def _load(mover: Mover, connection: Connection, slot: memoryview) -> tuple[str, Verified | None]:
+def _load(
+    mover: Mover, connection: Connection, slot: memoryview, is_sealed: bool
+) -> tuple[str, Verified | None]:
     head = b"$%d\r\n" % (HEADER_BYTES + len(_PAYLOAD))
-    task = (_GET, head + _FRAME.unsealed_header(1), slot, b"")
+    task = (_GET, head + _FRAME.bare_header(1, is_sealed=is_sealed), slot, b"")
     lanes = [mover.handle(connection.stream)]
     deadline = time.monotonic() + _FAR_S
     done: Sequence[Result] = ()
     while not done:
         # As if sent: the peer may be gone. A busy machine takes more than one call.
-        done = mover.load(Call(lanes, [task], 1, False, True, deadline)).done
+        done = mover.load(Call(lanes, [task], 1, False, True, deadline, not is_sealed)).done
     (result,) = done
     if isinstance(result, bytes):
+        # A sealed one has yet to be opened.
+        assert len(result) == (HEADER_BYTES if is_sealed else STORE_ID_BYTES)
         return ACCEPTED, Verified(None, result)
-    verified = verify(_FRAME, 1, result, slot)
+    verified = verify(_FRAME, 1, result, slot, not is_sealed, is_sealed)
     if verified is not None:
         return verified.outcome.name.lower() if verified.outcome else ACCEPTED, verified
     error = error_in(result)

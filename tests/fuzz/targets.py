@@ -8,16 +8,18 @@ a finding.
 from __future__ import annotations
 
 import contextlib
+from unittest import mock
 
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.errors import FormatError, RedisError, RedisProtocolError
 from lmcache_redis.keys import IPCCacheEngineKey, ObjectKey, key_stem, parse_stripe_key, stripe_key
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.resp.bulk import End
+from lmcache_redis.resp.bulk import End, add_checksums
 from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of
 from lmcache_redis.resp.reading import verify
-from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, describe_header
+from lmcache_redis.seal import Opened, SealKeys
+from lmcache_redis.stripe import HEADER_BYTES, SEAL_AT, SEALED, ChunkFrame, describe_header
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.sockets import (
     GETS,
@@ -113,13 +115,19 @@ def _make_header(mutator: Mutator) -> bytes:
 def _run_header(data: bytes, mutator: Mutator) -> str:
     frame = _FRAMES[mutator.below(len(_FRAMES))]
     index = mutator.below(min(frame.stripe_count, 4))
-    check = frame.check_header(data, index)
+    is_sealed = bool(mutator.below(2))
+    check = frame.check_header(data, index, is_sealed)
     if check.ok:
         own = bytearray(HEADER_BYTES)
         created = int.from_bytes(data[160:168], "little")
         frame.pack_header_into(own, index, check.store_id, check.checksum, created)
+        if is_sealed:
+            own[28] |= SEALED
+            own[168:176] = data[168:176]
+            own[SEAL_AT:] = data[SEAL_AT:HEADER_BYTES]
         assert own == data[:HEADER_BYTES]
-    verdict = verify(frame, index, (End.OTHER_LENGTH, 0, data), memoryview(b""))
+    failure = (End.OTHER_LENGTH, 0, data)
+    verdict = verify(frame, index, failure, memoryview(b""), is_sealed=is_sealed)
     assert verdict is not None
     assert verdict.outcome is not None
     try:
@@ -130,14 +138,70 @@ def _run_header(data: bytes, mutator: Mutator) -> str:
     last = header.stripe_index == header.stripe_count - 1
     offset, payload = header.payload_offset, header.payload_bytes
     stripe_bytes = offset // header.stripe_index if last and header.stripe_index else payload
+    is_sealed = header.sealed_with is not None
+    end = SEAL_AT if is_sealed else HEADER_BYTES
     described = ChunkFrame(
-        header.fingerprint, header.chunk_hash, header.chunk_bytes, stripe_bytes, data[176:512]
+        header.fingerprint, header.chunk_hash, header.chunk_bytes, stripe_bytes, data[176:end]
     )
-    assert described.check_header(data, header.stripe_index).ok
+    assert described.check_header(data, header.stripe_index, is_sealed).ok
     return ACCEPTED
 
 
 _HEADERS = _headers()
+
+# ------------------------------------------------------------- sealed values
+
+_SEAL_KEYS = SealKeys([bytes(range(32)), bytes(range(1, 33))])
+_SEALED_KEY = b"lmcr1:a stripe"
+_PLAINTEXT = bytes(range(256))
+_SEALED_FRAME = ChunkFrame(bytes(range(32, 64)), _CHUNK_HASH, 256, 256, _metadata(256))
+_SEAL_FIELDS = ((SEAL_AT, 8), (SEAL_AT + 8, 24), (SEAL_AT + 32, 16), (HEADER_BYTES, 16))
+# Both are filled in after the payload was sealed.
+_CHECKSUMS = (slice(56, 64), slice(168, 176))
+
+
+def _sealed_value() -> bytes:
+    header = bytearray(_SEALED_FRAME.bare_header(0, b"s" * 16, 1, is_sealed=True))
+    room = memoryview(bytearray(len(_PLAINTEXT)))
+    with mock.patch("os.urandom", bytes):  # a finding can be repeated
+        payload = _SEAL_KEYS.seal(_SEALED_KEY, header, memoryview(_PLAINTEXT), room)
+    add_checksums(header, payload)
+    return bytes(header) + bytes(payload)
+
+
+def _make_sealed(mutator: Mutator) -> bytes:
+    """Some as they were sealed, some with another field and right checksums."""
+    value = bytearray(_SEALED_VALUE)
+    choice = mutator.below(4)
+    if choice == 1:
+        return mutator.next()
+    if choice:
+        at, nbytes = (*_FIELDS, *_SEAL_FIELDS)[mutator.below(len(_FIELDS) + len(_SEAL_FIELDS))]
+        value[at : at + nbytes] = mutator.number(nbytes)
+    header = value[:HEADER_BYTES]
+    add_checksums(header, memoryview(value)[HEADER_BYTES:])
+    return bytes(header + value[HEADER_BYTES:])
+
+
+def _run_sealed(data: bytes, mutator: Mutator) -> str:
+    """Only what was sealed is opened, whoever made the checksums right."""
+    header = data[:HEADER_BYTES]
+    check = _SEALED_FRAME.check_header(header, 0, is_sealed=True)
+    if not check.ok:
+        return check.verdict.name.lower()
+    payload = bytearray(data[HEADER_BYTES:])
+    opened = _SEAL_KEYS.open(_SEALED_KEY, header, memoryview(payload))
+    changed, original = bytearray(data), bytearray(_SEALED_VALUE)
+    for field in _CHECKSUMS:
+        changed[field] = original[field] = bytes(8)
+    assert (opened is Opened.OK) == (changed == original)
+    if opened is not Opened.OK:
+        return opened.name.lower()
+    assert payload == _PLAINTEXT
+    return ACCEPTED
+
+
+_SEALED_VALUE = _sealed_value()
 
 # ----------------------------------------------------------- metadata, keys
 
@@ -222,6 +286,7 @@ TARGETS = (
     Target("compiled", STRIPES, REPLY_TOKENS, make_stripe, run_compiled),
     Target("call", _REPLIES, REPLY_TOKENS, Mutator.next, run_call),
     Target("header", _HEADERS, _BINARY_TOKENS, _make_header, _run_header),
+    Target("sealed", (_SEALED_VALUE,), _BINARY_TOKENS, _make_sealed, _run_sealed),
     Target("metadata", _METADATA, _BINARY_TOKENS, _make_metadata, _run_metadata),
     Target("key", _KEYS, _BINARY_TOKENS, Mutator.next, _run_key),
     Target("engine-key", _ENGINE_KEYS, _MSGPACK_TOKENS, Mutator.next, _run_engine_key),

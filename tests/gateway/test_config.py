@@ -74,6 +74,7 @@ def test_networks() -> None:
         ({"idle_timeout_s": -1}, "--idle-timeout-s"),
         ({"shutdown_deadline_s": -1}, "--shutdown-deadline-s"),
         ({"tls_key": "x"}, "--tls-cert"),
+        ({"seal_key_file": "x"}, "--redis-url"),
         ({"tls_client_ca": "x"}, "--tls-cert"),
         ({"log_level": "loud"}, "--log-level"),
     ],
@@ -117,6 +118,7 @@ def test_a_password_is_not_shown() -> None:
 def test_every_setting_has_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {
         "listen": "lm://[::1]:7", "redis_url": "redis://cache:6379/2", "redis_username": "someone",
+        "seal_key_file": "seal.keys",
         "key_prefix": "ours:", "memory_bytes": "2GiB", "disk_path": "/data", "disk_size": "1TB",
         "buffer_bytes": "64MiB", "slot_bytes": "1MiB", "max_payload_bytes": "32MiB",
         "max_connections": "7", "threads": "3", "payload_threads": "4", "stall_timeout_s": "2.5",

@@ -192,3 +192,24 @@ def test_a_wrong_setting_is_one_sentence(words: tuple[str, str]) -> None:
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("lmcache-redis: ")
+
+
+def test_chunks_are_sealed_in_redis(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("11" * 32)
+    keys.chmod(0o600)
+    payload = b"of a prompt." * 30_000
+    with RedisServer(tmp_path) as redis:
+        words = ("--redis-url", redis.url, "--memory-bytes", "0")
+        sealed = (*words, "--seal-key-file", str(keys))
+        with gateway(*sealed) as process, Client(process.port) as client:
+            client.put(KEY, payload)
+            assert client.exists(KEY)
+        with redis.client() as direct:
+            values = [direct.get(key) for key in direct.scan_iter()]
+        assert values
+        assert not any(b"of a prompt" in value for value in values)
+        with gateway(*words) as process, Client(process.port) as client:
+            assert client.get(KEY) is None
+        with gateway(*sealed) as process, Client(process.port) as client:
+            assert client.get(KEY) == payload

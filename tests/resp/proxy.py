@@ -111,10 +111,11 @@ class Proxy:
             link.client.close()
             link.server.close()
 
-    def cut_all(self) -> None:
-        """Close every connection that is open now."""
+    def cut_all(self, name: str = "") -> None:
+        """Close every connection that is open now; only those whose name begins with ``name``."""
         for link in list(self._links):
-            link.close()
+            if link.name.startswith(name):
+                link.close()
 
     def _spawn(self, target: object, *args: object) -> None:
         thread = threading.Thread(target=target, args=args, daemon=True)  # type: ignore[arg-type]

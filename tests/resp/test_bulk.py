@@ -39,9 +39,9 @@ from lmcache_redis.resp.bulk import (
     Packed,
     PythonMover,
     Result,
+    add_short_checksums,
     error_in,
     receive_value,
-    seal_short,
 )
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.stream import PlainStream, Stream
@@ -84,14 +84,14 @@ GOOD = reply_with(value_of(0, payload_of(0)))
 
 
 def to_load(index: int, slot: bytearray, frame: ChunkFrame = FRAME) -> Packed:
-    expected = b"$%d\r\n" % (HEADER_BYTES + len(slot)) + frame.unsealed_header(index)
+    expected = b"$%d\r\n" % (HEADER_BYTES + len(slot)) + frame.bare_header(index)
     return COMMAND, expected, memoryview(slot), b""
 
 
 def to_store(index: int, payload: bytes, frame: ChunkFrame = FRAME) -> Packed:
-    header = bytearray(frame.unsealed_header(index, STORE_ID, 99))
+    header = bytearray(frame.bare_header(index, STORE_ID, 99))
     view = memoryview(payload)
-    return b"prefix %d " % index, seal_short(header, view), view, b"\r\n"
+    return b"prefix %d " % index, add_short_checksums(header, view), view, b"\r\n"
 
 
 @pytest.fixture(params=["native", "python"])
@@ -653,6 +653,20 @@ def test_a_closed_connection_is_of_no_use(one: tuple[Connection, socket.socket])
     connection.close()
     with pytest.raises(RedisUnavailable):
         connection.ping(time.monotonic() + 5)
+
+
+@pytest.mark.parametrize("byte", [0, 0xFF])
+def test_a_header_that_anyone_could_make_is_returned(
+    one: tuple[Connection, socket.socket], byte: int
+) -> None:
+    """Of one byte throughout, with its own checksum."""
+    connection, peer = one
+    header = bytearray([byte]) * HEADER_BYTES
+    header[168:176] = bytes(8)
+    header[168:176] = xxh3_64_intdigest(header).to_bytes(8, "little")
+    peer.sendall(reply_with(bytes(header) + payload_of(0)))
+    payload = memoryview(bytearray(PAYLOAD))
+    assert receive_value(connection, payload, time.monotonic() + 5) == header
 
 
 def test_a_much_longer_value_costs_the_connection_only(

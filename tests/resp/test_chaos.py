@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisPlane, WriteOutcome
+from lmcache_redis.seal import SealKeys
 from tests.resp.helpers import PATIENCE_S, Chunk, first_key, read, running, wait_until, write
 from tests.resp.proxy import Action, Cut, Forge, Proxy, Stall
 from tests.servers import RedisServer
@@ -111,9 +112,11 @@ def wreak(server: RedisServer, proxy: Proxy, source: random.Random, until: float
         pause()
 
 
+@pytest.mark.parametrize("seal_keys", [None, SealKeys([bytes(32)])], ids=["plain", "sealed"])
 @pytest.mark.parametrize("seed", [1])
-def test_chaos(own_server: RedisServer, seed: int) -> None:
-    settings = {"op_timeout_s": 0.3, "connect_timeout_s": 0.3, "set_connections": 2}
+def test_chaos(own_server: RedisServer, seed: int, seal_keys: SealKeys | None) -> None:
+    times = {"op_timeout_s": 0.3, "connect_timeout_s": 0.3}
+    settings = {**times, "set_connections": 2, "seal_keys": seal_keys}
     with Proxy(own_server.port) as proxy, running(proxy.url, **settings) as plane:
         traffic = Traffic(plane, seed)
         until = time.monotonic() + SECONDS

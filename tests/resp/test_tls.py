@@ -13,6 +13,7 @@ from lmcache_redis.errors import ConfigError, RedisError
 from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
 from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.endpoint import parse_deployment
+from lmcache_redis.seal import SealKeys
 from tests.resp.certificates import Authority
 from tests.resp.helpers import Chunk, read, running, write
 from tests.servers import RedisServer, free_port, server_binaries, speaks_tls
@@ -81,6 +82,8 @@ def test_a_client_certificate(
     ca = f"?ssl_ca_certs={authority.ca}"
     with tls_server(tmp_path, authority.issue("a", "localhost"), authority.ca, kind) as url:
         check_works(f"{url}{ca}&ssl_certfile={ours[0]}&ssl_keyfile={ours[1]}")
+        sealed = SealKeys([bytes(32)])
+        check_works(f"{url}{ca}&ssl_certfile={ours[0]}&ssl_keyfile={ours[1]}", seal_keys=sealed)
         refused(f"{url}{ca}")
         refused(f"{url}{ca}&ssl_certfile={theirs[0]}&ssl_keyfile={theirs[1]}")
         # The key of another certificate.

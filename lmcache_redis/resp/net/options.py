@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from lmcache_redis.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmcache_redis.seal import SealKeys
 
 # Why these values: docs/data-plane.md.
 DEFAULT_GET_CONNECTIONS = 4
@@ -26,8 +30,9 @@ class RedisOptions:
     together. op_timeout_s: for a request and all of its reply; deadlines of operations shorten it.
     probe_interval_s: between two probes of a server that is down. heartbeat_s: between two PINGs to
     a server that is up. ttl_s: seconds until a stored chunk expires (0: never), with ttl_refresh
-    counted from its last load. verify_checksums: False loads damaged values as good; only to
-    measure the cost of checksums. Raises ConfigError for impossible values; `check_url` checks the
+    counted from its last load. seal_keys: values are sealed with the first, and only sealed values
+    are loaded. verify_checksums: False loads damaged values as good; only to measure the cost of
+    checksums. Raises ConfigError for impossible values; `check_url` checks the
     URL.
     """
 
@@ -44,6 +49,7 @@ class RedisOptions:
     heartbeat_s: float = 2.0
     ttl_s: int = 0
     ttl_refresh: bool = False
+    seal_keys: SealKeys | None = None
     verify_checksums: bool = True
 
     def __post_init__(self) -> None:
