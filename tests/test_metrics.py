@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 
+import lmcache_redis
 from lmcache_redis.metrics import COUNTERS, Metrics
 
 
@@ -55,6 +57,13 @@ def test_threads_do_not_lose_counts() -> None:
     for thread in threads:
         thread.join()
     assert metrics["retrieves"] == 8_000
+
+
+def test_every_counter_is_counted_somewhere() -> None:
+    package = Path(lmcache_redis.__file__).parent
+    names = {package / "metrics" / "__init__.py", package / "agent" / "exported.py"}
+    source = "".join(path.read_text() for path in package.rglob("*.py") if path not in names)
+    assert [name for name in COUNTERS if f'"{name}"' not in source] == []
 
 
 def test_every_counter_is_explained() -> None:

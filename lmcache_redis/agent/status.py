@@ -65,7 +65,17 @@ def status_report(agent: Agent) -> dict[str, Any]:
             if peer.registration is not None
         ],
         "models": {name: asdict(use) for name, use in peers.models.items()},
-        "counters": agent.cache.metrics.snapshot(),
+        "counters": _counters(agent),
+    }
+
+
+def _counters(agent: Agent) -> dict[str, int]:
+    """All counters, those that the data plane keeps included."""
+    stats = agent.plane.stats()
+    return agent.cache.metrics.snapshot() | {
+        "redis_connects": stats.connects,
+        "redis_reconnects": stats.connections_lost,
+        "redis_errors": stats.errors,
     }
 
 

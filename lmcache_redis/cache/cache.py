@@ -75,6 +75,7 @@ class Cache:
         self.owner = owner
         self.metrics = metrics
         self.pool = HostPool(memory, idle_limit)
+        self.pool.on_evicted = partial(metrics.count, "evictions")
         self.line = Line(owner, self.pool)
         self.inflight = InflightLoads(self.pool)
         self.tiers = tuple(backing.tier for backing in backings)

@@ -107,7 +107,8 @@ class HostPool:
     """Which chunk holds which memory: pins, least-recently-used eviction, hard limits.
 
     idle_limit: the units that unpinned READY entries may hold together; None: all of the memory.
-    ``on_room`` is called when the last pin of an entry is released. ``on_change``, if it is set, is
+    ``on_room`` is called when the last pin of an entry is released, ``on_evicted`` after each
+    eviction. ``on_change``, if it is set, is
     called with a key, a place (None: the pool; n: tier n) and whether the chunk is there: when that
     changes in the pool, and when it turns out of a tier (`known_in`, `seen`).
 
@@ -124,6 +125,7 @@ class HostPool:
         self.idle_limit = self.capacity if idle_limit is None else idle_limit
         self.evictions = 0
         self.on_room: Callable[[], None] = lambda: None
+        self.on_evicted: Callable[[], None] = lambda: None
         self.on_change: Change | None = None
         self.free = self.capacity
         self._index: dict[bytes, Entry] = {}
@@ -301,6 +303,7 @@ class HostPool:
         oldest.state = EntryState.DISCARDED
         self._give_back(oldest)
         self.evictions += 1
+        self.on_evicted()
         if self.on_change is not None:
             self.on_change(oldest.key, None, False)
 

@@ -81,7 +81,7 @@ COUNTERS: Final = MappingProxyType(
         "clears_failed": "CLEAR requests that failed in Redis",
         "cleared_keys": "keys removed from Redis by CLEAR requests",
         "redis_connects": "connections to Redis made",
-        "redis_reconnects": "connections to Redis made again after a loss",
+        "redis_reconnects": "connections to Redis lost; they are made again",
         "redis_errors": "failed Redis operations of any kind",
     }
 )

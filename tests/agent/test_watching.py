@@ -133,6 +133,7 @@ def test_what_the_host_pool_evicts(tmp_path: Path, redis_server: RedisServer) ->
             agent.wait_idle()
         evictions = agent.status()["pool"]["evictions"]
         assert evictions > 3
+        assert agent.counter("evictions") == evictions
         counts = {"host": 27 - evictions, "redis": agent.counter("stored_chunks")}
 
         def all_told() -> bool:
