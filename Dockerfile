@@ -27,7 +27,7 @@ assert {'lmcache_redis/native/_moves.abi3.so', 'lmcache_redis/native/_guard.abi3
 FROM python:${PYTHON_TAG} AS agent
 # torch opens and copies the KV of GPU engines. An agent for CPU engines does not import it, and the
 # image is far smaller without it, and has no compiler: --build-arg EXTRAS=
-ARG EXTRAS=[torch]
+ARG EXTRAS=[torch,seal]
 # Triton compiles its binding to the driver of the GPU (one C file) when the first engine registers.
 # It looks it up by its own version, its options and the directory of libcuda, which only the running
 # container has, so it cannot be compiled here. Without a compiler torch copies the pages, slower.

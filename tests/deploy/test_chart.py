@@ -32,6 +32,7 @@ RELEASES: dict[str, Document] = {
     "with vLLM": {"vllm": {"enabled": True}, "serviceMonitor": {"enabled": True}},
     "sidecars": {"mode": "sidecar", "vllm": {"enabled": True, "tokenSecretName": "hf"}},
     "an existing server": {"redis": {"url": "rediss://cache.example:6380", "password": "p"}},
+    "sealed": {"redis": {"sealSecretName": "lmcache-redis-seal"}, "vllm": {"enabled": True}},
     "sidecars, an existing server, no GPU": {
         "mode": "sidecar",
         "redis": {"url": "redis://cache.example"},
@@ -257,6 +258,13 @@ def test_the_agent_takes_its_settings(
     assert config.redis_url == values.get("redis", {}).get(
         "url", "redis://lmcache-redis-valkey:6379"
     )
+    if secret := values.get("redis", {}).get("sealSecretName"):
+        assert config.seal_key_file is not None
+        assert mounted[str(Path(config.seal_key_file).parent)] == "seal"
+        (volume,) = (each for each in pod["volumes"] if each["name"] == "seal")
+        # What `SealKeys.read` takes: the group may read, others may not.
+        assert volume["secret"] == {"secretName": secret, "defaultMode": 0o440}
+        assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
     assert config.metrics is not None
     port = int(config.metrics.rpartition(":")[2])
     assert {"name": "metrics", "containerPort": port} in agent["ports"]

@@ -36,6 +36,10 @@ ipc:///run/lmcache-redis/{{ if eq .Values.mode "sidecar" }}pod/{{ end }}agent.so
 runAsUser: 10001
 runAsGroup: 10001
 runAsNonRoot: true
+{{- if .Values.redis.sealSecretName }}
+# Owns the files of secrets, which nobody else may read.
+fsGroup: 10001
+{{- end }}
 seccompProfile:
   type: RuntimeDefault
 {{- end }}
@@ -91,6 +95,9 @@ volumeMounts:
   - {name: endpoint, mountPath: /run/lmcache-redis}
   - {name: settings, mountPath: /etc/lmcache-redis, readOnly: true}
   - {name: auth, mountPath: /run/secrets/redis, readOnly: true}
+  {{- if .Values.redis.sealSecretName }}
+  - {name: seal, mountPath: /run/secrets/seal, readOnly: true}
+  {{- end }}
   - {name: tmp, mountPath: /tmp}
 {{- end }}
 
@@ -101,6 +108,12 @@ volumeMounts:
 - name: auth
   secret:
     secretName: {{ .Values.redis.secretName }}
+{{- with .Values.redis.sealSecretName }}
+- name: seal
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+{{- end }}
 - name: tmp
   emptyDir: {}
 {{- end }}
