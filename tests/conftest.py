@@ -41,6 +41,17 @@ SERVERS = {
     "shared_server",
 }
 
+# Of the tests with engines, which two processes run.
+_FIRST_HALF = tuple(
+    f"tests/{name}"
+    for name in (
+        "demo/",
+        "integrations/test_soak",
+        "integrations/test_nodes",
+        "integrations/test_e",
+    )
+)
+
 _in_a_unit_test = False
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
@@ -93,7 +104,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     def scope_of(path: str) -> str:
         if "mark.engine" not in (config.rootpath / path).read_text():
             return path
-        return f"engine {path.startswith(('tests/demo/', 'tests/integrations/test_soak'))}"
+        return f"engine {path.startswith(_FIRST_HALF)}"
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:

@@ -109,6 +109,17 @@ class ForkServer:
 _server: ForkServer | None = None
 
 
+def fork_server(directory: str = "") -> ForkServer:
+    """The server that has imported vLLM from ``directory``, started if it is not there."""
+    global _server
+    if _server is not None and _server.directory != directory:
+        _server.close()
+        _server = None
+    if _server is None:
+        _server = ForkServer(directory)
+    return _server
+
+
 def transfer_config(endpoint: str, **extra: Any) -> dict[str, Any]:
     """The connector's configuration; extra: of ``kv_connector_extra_config``.
 
@@ -137,14 +148,7 @@ class ForkedEngine(engine.EngineProcess):
         super().__init__(model_dir, kv_transfer=kv_transfer, **named)
 
     def _start(self, words: list[str], fd: int, env: Mapping[str, str]) -> Any:
-        global _server
-        directory = env.get(VLLM_VARIABLE, "")
-        if _server is not None and _server.directory != directory:
-            _server.close()
-            _server = None
-        if _server is None:
-            _server = ForkServer(directory)
-        return _server.fork(fd, self._log, os.environ | env)
+        return fork_server(env.get(VLLM_VARIABLE, "")).fork(fd, self._log, os.environ | env)
 
 
 def empty(emptied: engine.EngineProcess) -> None:

@@ -66,7 +66,8 @@ class NodeFacts:
 def look(report: Mapping[str, Any], server: Server, prefix: bytes) -> NodeFacts:
     """The facts of the node whose agent has sent ``report``. Raises RedisError."""
     shm = shutil.disk_usage("/dev/shm")
-    known = {engine["pid"] for engine in report["engines"]}
+    # An agent of an older version, which is one of the findings, does not name them.
+    known = {engine["pid"] for engine in report["engines"] if "pid" in engine}
     engines = (read_process(pid) for pid in sorted(known | set(_engine_pids())))
     return NodeFacts(
         report=report,

@@ -70,7 +70,8 @@ class _Change:
     """What grew between two samples."""
 
     def __init__(self, before: Sample | None, now: Sample) -> None:
-        self.report = now.report
+        # An agent that was started before an update may not report its models.
+        self.report = {"models": {}, **now.report}
         self.seconds = now.at_s - before.at_s if before else 0.0
         self._then: Mapping[str, Any] = before.report if before else {}
 
@@ -127,7 +128,7 @@ def _overview(change: _Change) -> RenderableType:
     )
     redis = report["redis"]
     if redis["up"]:
-        grid.add_row("redis", f"up: {redis['server']}")
+        grid.add_row("redis", Text(f"up: {redis['server']}"))
     else:
         why = f"DOWN: {redis['reason']} ({redis['server']})"
         grid.add_row("redis", Text(why, "bold red"))

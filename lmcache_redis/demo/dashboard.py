@@ -200,7 +200,9 @@ class Prometheus:
 
 def dashboard_table(prometheus: Prometheus, rate_interval: str) -> Table:
     """What each panel of the dashboard shows now."""
-    table = Table("panel", "series", "value", title="the dashboard's queries, answered")
+    table = Table(title="the dashboard's queries, answered")
+    for name in ("panel", "series", "value"):
+        table.add_column(name, no_wrap=True)
     for panel in panels():
         for title, series, value in _rows(prometheus, panel, rate_interval):
             table.add_row(title, series, value)

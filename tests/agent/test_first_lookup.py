@@ -193,7 +193,7 @@ def test_a_lookup_waits_for_registrations_in_progress(joining: Callable[..., Joi
     assert here.answers == []
     here.map_memory.set()
     here.run(lambda: here.answers)
-    assert here.answers == [m.LookupResult(0, 1)]
+    assert here.answers == [m.LookupResult(0, 1, "h")]
 
 
 def test_a_lookup_waits_for_workers_that_come_after_their_scheduler(
@@ -209,7 +209,7 @@ def test_a_lookup_waits_for_workers_that_come_after_their_scheduler(
         assert here.answers == []
         here.register(here.join(worker_id))
     here.run(lambda: here.answers)
-    assert here.answers == [m.LookupResult(0, 1)]
+    assert here.answers == [m.LookupResult(0, 1, "h")]
 
 
 @pytest.mark.parametrize("why", ["no worker comes", "one was refused"])

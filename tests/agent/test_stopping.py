@@ -90,7 +90,7 @@ def test_a_lookup_and_its_load_that_were_under_way_end(
     agent.log_path.write_text("")
     begin_stop(agent)
     redis_server.cont()
-    assert answer(lookup) == m.LookupResult(lookup.call_id, 2)
+    assert answer(lookup) == m.LookupResult(lookup.call_id, 2, "rr")
     assert not engine.retrieve("r2", HASHES, range(16, 24))
     for tensor in engine.caches[0].values():
         assert torch.equal(tensor[16:24], tensor[:8])

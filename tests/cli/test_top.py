@@ -81,6 +81,8 @@ def test_totals_and_rates(report: dict[str, Any]) -> None:
     # Counters of another process begin again.
     later["pid"] += 1
     assert "since the start of the agent" in text(Sample(report, 10.0), Sample(later, 12.0))
+    del later["models"]  # an older agent
+    assert "none yet" in text(None, Sample(later, 12.0))
 
 
 @pytest.mark.servers

@@ -24,25 +24,27 @@ from tests.servers import RedisServer
 
 ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
-    "max_model_len": 4096,
+    "max_model_len": 2048,
     "block_size": 32,
     # Few: requests wait for blocks, are preempted, and get blocks that others have just released.
-    "num_gpu_blocks_override": 140,
-    "max_num_batched_tokens": 2048,
+    "num_gpu_blocks_override": 70,
+    "max_num_batched_tokens": 1024,
 }
 # Several groups share the blocks, and a window of a prefill holds as many as its step.
-_WINDOWS_OPTIONS = ENGINE_OPTIONS | {"num_gpu_blocks_override": 420, "max_num_batched_tokens": 1024}
+_WINDOWS_OPTIONS = ENGINE_OPTIONS | {"num_gpu_blocks_override": 250, "max_num_batched_tokens": 512}
 _STATE_OPTIONS = ENGINE_OPTIONS | {
     "dtype": "bfloat16",  # vLLM's kernel for the CPU has no other
     "block_size": 256,
     "mamba_cache_mode": "align",
+    "max_model_len": 4096,
     "num_gpu_blocks_override": 48,
     "max_num_batched_tokens": 1024,
 }
 _VOCABULARY = 4000
 _TOKENS = 4
 _TOGETHER = 6
-_TURN_TOKENS = 150  # more than half a chunk: turns complete chunks while they are decoded
+_CHUNK_TOKENS = 128
+_TURN_TOKENS = 75  # more than half a chunk: turns complete chunks while they are decoded
 _TURNS = 3
 _CONVERSATIONS = 3
 _TIE = 0.15  # a difference of log probabilities
@@ -108,14 +110,14 @@ def make_soak_model(family: str, directory: Path, seed: int = 0) -> Path:
 
 
 def make_prompts(rng: random.Random, count: int) -> list[list[int]]:
-    """Prompts of 700 to 2,900 tokens; most begin as another one does."""
+    """Prompts of 350 to 1,450 tokens; most begin as another one does."""
     prompts: list[list[int]] = []
     for _ in range(count):
         prefix: list[int] = []
         if prompts and rng.random() < 0.7:
             other = rng.choice(prompts)
-            prefix = other[: rng.randrange(100, len(other))]
-        length = rng.randrange(max(700, len(prefix) + 1), 2900)
+            prefix = other[: rng.randrange(50, len(other))]
+        length = rng.randrange(max(350, len(prefix) + 1), 1450)
         prompts.append(
             prefix + [rng.randrange(1, _VOCABULARY) for _ in range(length - len(prefix))]
         )
@@ -140,12 +142,12 @@ def make_questions(
     """The answers to ``prompts``, and conversations that grow by turns."""
     answers = plain.generate(prompts, _TOKENS).outputs
     questions = [Question(*each) for each in zip(prompts, answers, strict=True)]
-    talks = [prompt[:900] for prompt in prompts[:_CONVERSATIONS]]
+    talks = [prompt[:450] for prompt in prompts[:_CONVERSATIONS]]
     for _ in range(_TURNS):
         answers = plain.generate(talks, _TURN_TOKENS).outputs
         for number, talk in enumerate(talks):
             questions.append(Question(talk, answers[number], turn=True))
-            more = [rng.randrange(1, _VOCABULARY) for _ in range(rng.randrange(20, 300))]
+            more = [rng.randrange(1, _VOCABULARY) for _ in range(rng.randrange(10, 150))]
             talks[number] = talk + answers[number] + more
     return questions
 
@@ -328,7 +330,10 @@ def soak_family(
         with (
             RedisServer(directory) as redis,
             AgentServer(
-                directory / "agent", redis.unix_url, chunk_size_tokens=256, pool_bytes=32 << 20
+                directory / "agent",
+                redis.unix_url,
+                chunk_size_tokens=_CHUNK_TOKENS,
+                pool_bytes=16 << 20,
             ) as agent,
             ForkedEngine(
                 model,
@@ -337,7 +342,7 @@ def soak_family(
                 options=few,
                 env=env,
             ) as engine,
-        ):
+        ):  # fmt: skip
             wait_until(
                 lambda: (engines := agent.status()["engines"]) and all(e["ready"] for e in engines),
                 what="the engine at the agent",
