@@ -142,10 +142,9 @@ class Handlers:
         chunk_tokens = self._chunk_tokens(peer.engine_id)
 
         def answer(found: PrefixLookup) -> None:
-            # First, because the engine is waiting.
-            reply(m.LookupResult(0, found.bound, self._tiers(found)))
-            loaded, metrics, tally = found.loaded(), self._metrics, session.tally
-            from_redis, from_disk = loaded.get("Redis", 0), loaded.get("disk", 0)
+            tiers, metrics, tally = self._tiers(found), self._metrics, session.tally
+            reply(m.LookupResult(0, found.bound, tiers))  # first, because the engine is waiting
+            from_redis, from_disk = tiers.count("r"), tiers.count("d")
             metrics.count("lookups")
             metrics.count("lookup_chunks", len(hashes))
             metrics.count("hit_chunks_redis", from_redis)
@@ -170,7 +169,8 @@ class Handlers:
                     self._cache.pool.pin(entry)
                     session.hold((worker_id, number, hashes[chunk]), entry)
                 session.hold((*rows[row][0], hashes[chunk]), entry)
-                self._cache.pool.seen_again(entry)
+                if self._cache.pool.on_change is not None:
+                    self._cache.pool.seen_again(entry)
             if session.cancel_lookup == found.cancel:
                 session.cancel_lookup = None
 
@@ -193,6 +193,8 @@ class Handlers:
     def _tiers(self, found: PrefixLookup) -> str:
         """See `messages.LookupResult`."""
         counters, levels = self._cache.counters, found.levels()
+        if not levels:
+            return "h" * found.bound
         letters = {level: "r" if each.is_remote else "d" for level, each in enumerate(counters)}
         return "".join(
             letters[levels[chunk]] if chunk in levels else "h" for chunk in range(found.bound)

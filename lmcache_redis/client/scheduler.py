@@ -28,7 +28,7 @@ class _Lookup:
     call: Call | None = None  # None: nothing to look up
     deadline_s: float = 0.0
     hit_tokens: int | None = None  # None: not known yet
-    tiers: Sequence[str] = ()
+    tiers: str = ""  # as in LOOKUP_RESULT
 
 
 class LMCacheMPSchedulerAdapter:
@@ -149,7 +149,7 @@ class LMCacheMPSchedulerAdapter:
                 answer = lookup.call.answer
                 lookup.hit_tokens = _hit_tokens(lookup, answer)
                 if isinstance(answer, m.LookupResult):
-                    lookup.tiers = [m.TIER_NAMES[each] for each in answer.tiers]
+                    lookup.tiers = answer.tiers
                 if isinstance(answer, m.Failure):
                     logger.warning("the lookup of request %s failed: %s", request_id, answer.reason)
             elif time.monotonic() >= lookup.deadline_s:
@@ -164,7 +164,7 @@ class LMCacheMPSchedulerAdapter:
         Empty before the result.
         """
         lookup = self._lookups.get(request_id)
-        return () if lookup is None else lookup.tiers
+        return [] if lookup is None else [m.TIER_NAMES[each] for each in lookup.tiers]
 
     def cleanup_lookup_result(self, request_id: str) -> None:
         """Forgets the result of a lookup; its chunks stay pinned."""
