@@ -74,6 +74,7 @@ class Cache:
     ) -> None:
         self.owner = owner
         self.metrics = metrics
+        self._is_closed = False
         self.pool = HostPool(memory, idle_limit)
         self.pool.on_evicted = partial(metrics.count, "evictions")
         self.line = Line(owner, self.pool)
@@ -93,6 +94,7 @@ class Cache:
         The outcomes of their jobs are posted; the owner runs these actions before it stops. Returns
         False if a tier still uses slots: the memory must then stay mapped.
         """
+        self._is_closed = True
         end_s = time.monotonic() + deadline_s
         closed = [tier.close(max(0.1, end_s - time.monotonic())) for tier in self.tiers]
         return all(closed)
@@ -242,7 +244,8 @@ class Cache:
                 self.write_behind(load.form, job.frame.chunk_hash, entry, levels=load.level)
             return
         self._missed(job, outcome)
-        level = self.level_of(entry.key, load.level + 1)
+        # What a closed tier did not load is not asked of the next one, which is closed too.
+        level = None if self._is_closed else self.level_of(entry.key, load.level + 1)
         if level is None or outcome is ReadOutcome.CANCELLED:
             self.inflight.end(entry, Filled.FAILED)
         else:

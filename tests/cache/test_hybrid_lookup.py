@@ -485,6 +485,21 @@ def test_a_cancelled_lookup_leaves_no_pins(state: str) -> None:
     model.check_no_pins()
 
 
+def test_what_a_closed_tier_did_not_load_is_not_asked_of_the_next_one() -> None:
+    model = Model([ALL])
+    model.store(0, range(4))
+    model.disk.stored.update(model.redis.stored)
+    model.disk.broken = dict.fromkeys(model.disk.stored, ReadOutcome.UNAVAILABLE)
+    model.disk.waits = True
+    model.begin(chunks=4)
+    model.settle()
+    model.cache.close(0.0)
+    model.disk.end_reads()
+    model.settle()
+    assert model.redis.read == model.redis.loaded == []
+    assert model.answer() == 0
+
+
 # ------------------------------------------------------------------ anything else
 
 REACHES = st.one_of(
