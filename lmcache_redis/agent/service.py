@@ -5,7 +5,7 @@ timers and sends answers. ``handlers`` decides what to do with each question.
 
     serving ──stop──▶ draining ──nothing is under way, or the deadline, or a second stop──▶ ended
 
-While it drains, lookups are misses, stores are dropped and nobody is welcomed. Lookups, retrieves
+While it drains, lookups are misses, stores are dropped and no HELLO is answered. Lookups, retrieves
 and stores that were under way end, hits that engines were just told of are loaded into their
 blocks, and queued chunks are written.
 """

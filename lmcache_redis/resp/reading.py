@@ -12,7 +12,7 @@ is removed. Any other may belong to other clients, and stays: another type, anot
 version, another layout or chunk, no header at all.
 
 A reader with keys expects sealed values, and removes plain ones and those of other keys: as long as
-they are there, nobody stores the chunk sealed. A reader without keys leaves sealed ones there. A
+they are there, the chunk is not stored sealed. A reader without keys leaves sealed ones there. A
 payload is opened in its slot, by the thread that received it, while the kernel receives others.
 """
 

@@ -5,7 +5,7 @@ in a tier, for a group, while the tier has all parts of that group. The agent ma
 again, and tells of chunks of other engines, which are unknown here.
 
 An event follows when a chunk enters or leaves a tier. What is forgotten counts as removed, so that
-nobody relies on what is no longer followed.
+no router relies on what is no longer followed.
 """
 
 from __future__ import annotations
