@@ -26,17 +26,17 @@ assert {'lmcache_redis/native/_moves.abi3.so', 'lmcache_redis/native/_guard.abi3
 
 FROM python:${PYTHON_TAG} AS agent
 # torch opens and copies the KV of GPU engines. An agent for CPU engines does not import it, and the
-# image is far smaller without it, and has no compiler: --build-arg EXTRAS=
+# image is far smaller without it, and has no compiler: --build-arg EXTRAS=[seal]
 ARG EXTRAS=[torch,seal]
 # Triton compiles its binding to the driver of the GPU (one C file) when the first engine registers.
 # It looks it up by its own version, its options and the directory of libcuda, which only the running
 # container has, so it cannot be compiled here. Without a compiler torch copies the pages, slower.
 # hadolint ignore=DL3008
-RUN if [ -n "${EXTRAS}" ]; then \
+RUN case "${EXTRAS}" in *torch*) \
         apt-get update \
         && apt-get install --yes --no-install-recommends gcc libc6-dev \
-        && rm -rf /var/lib/apt/lists/*; \
-    fi
+        && rm -rf /var/lib/apt/lists/* ;; \
+    esac
 # The wheel was built from this checkout; its requirements have bounds.
 # hadolint ignore=DL3013
 RUN --mount=from=wheel,source=/dist,target=/dist \

@@ -146,11 +146,6 @@ class PrefixLookup:
                 levels[chunk] = max(level, levels.get(chunk, 0))
         return levels
 
-    def loaded(self) -> dict[str, int]:
-        """How many chunks of the prefix come from each tier, by the tier's name."""
-        found = [*self.levels().values()]
-        return {tier.name: found.count(level) for level, tier in enumerate(self._cache.tiers)}
-
     # ----------------------------------------------------------------- find
 
     def _find(self, wanted: list[Wanted], level: int) -> None:

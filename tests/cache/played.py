@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmcache_redis.cache.cache import Cache
+from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.threads import OwnerLoop
@@ -98,6 +99,12 @@ class PlayedTier:
 
     def close(self, deadline_s: float) -> bool:
         return True
+
+
+def loaded_from(lookup: PrefixLookup) -> dict[str, int]:
+    """How many chunks of the prefix come from each tier, by the tier's name."""
+    found = [*lookup.levels().values()]
+    return {tier.name: found.count(level) for level, tier in enumerate(lookup._cache.tiers)}
 
 
 def run_until(loop: OwnerLoop, until: Callable[[], object]) -> None:

@@ -20,7 +20,7 @@ from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkForm, ChunkNames
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import RedisOptions, RedisPlane
-from tests.cache.played import FORM, HASHES, World
+from tests.cache.played import FORM, HASHES, World, loaded_from
 from tests.harness import wait_until
 from tests.servers import RedisServer
 
@@ -76,7 +76,7 @@ class Both(World):
         found: list[dict[str, int]] = []
 
         def done(lookup: PrefixLookup) -> None:
-            found.append({"all": lookup.bound, **lookup.loaded()})
+            found.append({"all": lookup.bound, **loaded_from(lookup)})
             for (chunk, _), entry in lookup.take().items():
                 payload = b"".join(self.cache.views(FORM, entry))
                 assert payload == HASHES[chunk][:1] * FORM.chunk_bytes

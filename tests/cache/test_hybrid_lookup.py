@@ -31,7 +31,7 @@ from lmcache_redis.resp.outcomes import (
     WriteOutcome,
 )
 from tests.cache.auditing import audit
-from tests.cache.played import PlayedTier, World
+from tests.cache.played import PlayedTier, World, loaded_from
 from tests.harness import block_hashes, wait_until
 from tests.servers import RedisServer
 
@@ -138,7 +138,7 @@ class Model(World):
                 assert (entry.state, entry.pins > 0) == (EntryState.READY, True)
                 (view,) = self.cache.views(self.forms[row], entry)
                 assert bytes(view) == HASHES[chunk][:1] * 64
-            self.answers.append((found.bound, held, found.loaded()))
+            self.answers.append((found.bound, held, loaded_from(found)))
 
         deadline_s = time.monotonic() + 60.0
         lookup = PrefixLookup(
@@ -647,7 +647,7 @@ class Served(World):
                 payload = b"".join(self.cache.views(self.forms[row], entry))
                 assert payload == HASHES[chunk][:1] * PART_BYTES
                 self.cache.pool.unpin(entry)
-            found.append((lookup.bound, lookup.loaded()))
+            found.append((lookup.bound, loaded_from(lookup)))
 
         deadline_s = time.monotonic() + 15
         PrefixLookup(self.cache, self.forms, HASHES, deadline_s, done, chunk_tokens=CHUNK).start()

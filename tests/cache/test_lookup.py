@@ -22,7 +22,7 @@ from lmcache_redis.resp.outcomes import (
     ScanResult,
     WriteOutcome,
 )
-from tests.cache.played import FORM, HASHES, PlayedTier, World
+from tests.cache.played import FORM, HASHES, PlayedTier, World, loaded_from
 from tests.harness import block_hashes
 
 KEYS = [FORM.key(name) for name in HASHES]
@@ -47,7 +47,7 @@ class Tiers(World):
         urgent: bool = False,
     ) -> PrefixLookup:
         def done(lookup: PrefixLookup) -> None:
-            self.found.append((lookup.bound, lookup.loaded()))
+            self.found.append((lookup.bound, loaded_from(lookup)))
             self.held.append(lookup.take())
 
         deadline_s = time.monotonic() + within_s
