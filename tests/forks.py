@@ -7,6 +7,7 @@ of its own, with its own log, environment and signals.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ _context.set_forkserver_preload(
         "lmcache_redis.admin.purge",
         "lmcache_redis.admin.report",
         "lmcache_redis.admin.warm",
+        "tests.frozen",
     ]
 )
 
@@ -108,6 +110,8 @@ def run(
 
 
 def _run(words: list[str], environment: Mapping[str, str], log: Path, errors: Path) -> None:
+    # Under nohup the tests ignore it, and so would the agent.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
     for number, path in ((1, log), (2, errors)):

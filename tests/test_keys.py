@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmcache_redis.errors import FormatError
@@ -57,7 +57,6 @@ class TestObjectKey:
         assert key.to_bytes().hex() == "0201020100096f72672f6dc3b664650300ff10"
         assert ObjectKey.from_bytes(key.to_bytes()) == key
 
-    @settings(deadline=None)
     @given(OBJECT_KEYS)
     def test_bytes_round_trip(self, key: ObjectKey) -> None:
         again = ObjectKey.from_bytes(key.to_bytes())
@@ -72,7 +71,6 @@ class TestObjectKey:
             key = ObjectKey(chunk_hash, name, rank)
             assert ObjectKey.from_bytes(key.to_bytes()) == key
 
-    @settings(deadline=None)
     @given(OBJECT_KEYS, st.data())
     def test_other_bytes_are_refused_or_another_key(
         self, key: ObjectKey, data: st.DataObject
@@ -87,7 +85,6 @@ class TestObjectKey:
         assert other != key
         assert other.to_bytes() == encoded
 
-    @settings(deadline=None)
     @given(OBJECT_KEYS)
     def test_every_truncation_and_extension_is_refused(self, key: ObjectKey) -> None:
         encoded = key.to_bytes()
@@ -97,7 +94,6 @@ class TestObjectKey:
         with pytest.raises(FormatError):
             ObjectKey.from_bytes(encoded + b"\0")
 
-    @settings(deadline=None, max_examples=300)
     @given(st.binary(max_size=80))
     def test_random_bytes_are_refused_or_exact(self, data: bytes) -> None:
         try:
@@ -147,14 +143,12 @@ class TestIntHashes:
         assert ObjectKey.IntHash2Bytes(0x0102).hex() == "0000000000000102"
         assert ObjectKey.Bytes2IntHash(bytes.fromhex("ffffffffffffffff")) == 2**64 - 1
 
-    @settings(deadline=None)
     @given(st.integers(0, 2**64 - 1))
     def test_ints_round_trip(self, value: int) -> None:
         encoded = ObjectKey.IntHash2Bytes(value)
         assert len(encoded) == 8
         assert ObjectKey.Bytes2IntHash(encoded) == value
 
-    @settings(deadline=None)
     @given(st.binary(min_size=8, max_size=8))
     def test_bytes_round_trip(self, value: bytes) -> None:
         assert ObjectKey.IntHash2Bytes(ObjectKey.Bytes2IntHash(value)) == value
@@ -192,7 +186,6 @@ class TestKVRank:
         assert ObjectKey.ComputeKVRank(8, 5, 4, 1) == 0x08050401
         assert ObjectKey.ComputeKVRank(255, 254, 8, 7) == 0xFFFE0807
 
-    @settings(deadline=None)
     @given(placements())
     def test_eight_bits_each_from_the_top(self, ranks: tuple[int, int, int, int]) -> None:
         assert ObjectKey.ComputeKVRank(*ranks).to_bytes(4, "big") == bytes(ranks)
@@ -227,7 +220,6 @@ class TestShareRank:
             rank = ObjectKey.ComputeKVRank(shares, share, shares, share)
             assert share_rank(shares, share) == rank
 
-    @settings(deadline=None)
     @given(st.integers(0, 255), st.integers(0, 255))
     def test_repeats_its_half(self, shares: int, share: int) -> None:
         expected = bytes((shares, share, shares, share))
@@ -247,7 +239,6 @@ class TestRedisKeys:
         )
         assert stripe_key(stem + b"\xaa\xbb", 258).hex() == stem.hex() + "aabb0102"
 
-    @settings(deadline=None)
     @given(NAMESPACES, OBJECT_KEYS, st.integers(0, 0xFFFF), st.binary(max_size=20))
     def test_round_trip(self, namespace: bytes, key: ObjectKey, index: int, prefix: bytes) -> None:
         stem = key_stem(namespace, key.model_name, key.kv_rank, len(key.chunk_hash), prefix)
@@ -257,7 +248,6 @@ class TestRedisKeys:
         )
         assert parse_stripe_key(encoded, prefix) == (namespace, key, index)
 
-    @settings(deadline=None, max_examples=300)
     @given(st.binary(max_size=60), st.booleans())
     def test_random_bytes_are_refused_or_exact(self, data: bytes, marked: bool) -> None:
         data = b"lmcr1:" + data if marked else data
@@ -300,7 +290,6 @@ class TestIPCCacheEngineKey:
         by_tokens = IPCCacheEngineKey("m", 2, None, token_ids=(5, 300), start=1, end=2)
         assert IPCCacheEngineKey.Serialize(by_tokens).hex() == "99a16d02c0c09205cd012c0102c0c400"
 
-    @settings(deadline=None)
     @given(ipc_keys())
     def test_serialize_round_trip(self, key: IPCCacheEngineKey) -> None:
         again = IPCCacheEngineKey.Deserialize(IPCCacheEngineKey.Serialize(key))
@@ -340,7 +329,6 @@ class TestIPCCacheEngineKey:
             assert one != two
             assert (one < two) != (two < one)
 
-    @settings(deadline=None)
     @given(st.lists(ipc_keys(), max_size=6))
     def test_order_is_total_and_does_not_depend_on_the_input(
         self, keys: list[IPCCacheEngineKey]
@@ -370,7 +358,6 @@ class TestIPCCacheEngineKey:
         for compare in ("__lt__", "__le__", "__gt__", "__ge__"):
             assert getattr(key, compare)(1) is NotImplemented
 
-    @settings(deadline=None)
     @given(ipc_keys())
     def test_no_worker_id_version(self, key: IPCCacheEngineKey) -> None:
         everyone = key.no_worker_id_version()
@@ -431,7 +418,6 @@ class TestIPCCacheEngineKey:
         with pytest.raises(FormatError, match="cannot be encoded"):
             IPCCacheEngineKey.Serialize(key)
 
-    @settings(deadline=None, max_examples=400)
     @given(st.binary(max_size=60))
     @example(b"")
     @example(bytes.fromhex("95a16d0100c0ddffffffff"))
@@ -453,7 +439,6 @@ class TestIPCCacheEngineKey:
         with pytest.raises(FormatError, match="not an encoded key"):
             IPCCacheEngineKey.Deserialize(data)
 
-    @settings(deadline=None)
     @given(ipc_keys(), st.data())
     def test_a_changed_byte_is_refused_or_another_valid_key(
         self, key: IPCCacheEngineKey, data: st.DataObject
@@ -491,7 +476,6 @@ class TestIpcKeysToObjectKeys:
             ObjectKey(b"b", "m", 0x02010201),
         ]
 
-    @settings(deadline=None)
     @given(st.integers(1, 255), HASHES)
     def test_the_whole_world_is_its_workers_in_order(
         self, world_size: int, chunk_hash: bytes

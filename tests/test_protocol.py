@@ -4,7 +4,7 @@ import math
 import struct
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.dtypes import DTYPE_NAMES, itemsize
@@ -81,7 +81,6 @@ class TestRemoteMetadata:
         assert RemoteMetadata.deserialize(VECTOR) == VECTOR_METADATA
         assert VECTOR_METADATA.encoded_bytes == len(VECTOR) == 96
 
-    @settings(deadline=None, max_examples=200)
     @given(remote_metadata())
     def test_round_trip(self, metadata: RemoteMetadata) -> None:
         encoded = metadata.serialize()
@@ -96,7 +95,6 @@ class TestRemoteMetadata:
         padded = encoded.ljust(MAX_METADATA_BYTES, b"\0")
         assert RemoteMetadata.deserialize(memoryview(bytearray(padded))) == metadata
 
-    @settings(deadline=None)
     @given(remote_metadata())
     def test_serialize_into_leaves_the_neighbours_alone(self, metadata: RemoteMetadata) -> None:
         buffer = bytearray(b"\xee" * 400)
@@ -219,7 +217,6 @@ class TestRemoteMetadata:
                 assert (metadata == VECTOR_METADATA) == (changed == VECTOR)
                 assert RemoteMetadata.deserialize(metadata.serialize()) == metadata
 
-    @settings(deadline=None, max_examples=400)
     @given(st.binary(max_size=400))
     def test_random_bytes_are_refused_or_understood(self, data: bytes) -> None:
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
@@ -183,7 +183,6 @@ class TestStripePayloadBytes:
         assert stripe_payload_bytes(100, 99) == 64
         assert stripe_payload_bytes(65, 33) == 33
 
-    @settings(deadline=None, max_examples=300)
     @given(st.integers(1, 2**40), st.integers(1, 2**30))
     def test_as_few_and_as_equal_as_slots_allow(self, chunk_bytes: int, slot_bytes: int) -> None:
         payload = stripe_payload_bytes(chunk_bytes, slot_bytes)
@@ -200,7 +199,6 @@ class TestStripePayloadBytes:
 
 
 class TestCheckHeader:
-    @settings(deadline=None)
     @given(st.data())
     def test_round_trip(self, data: st.DataObject) -> None:
         chunk_bytes = data.draw(st.integers(1, 10_000))
@@ -263,14 +261,12 @@ class TestCheckHeader:
         with pytest.raises(FormatError, match="a damaged header"):
             describe_header(header)
 
-    @settings(deadline=None, max_examples=300)
     @given(st.binary(max_size=600), st.integers(-1, 3))
     def test_random_bytes_are_a_verdict(self, data: bytes, index: int) -> None:
         assert not frame_of().check_header(data, index).ok
         with pytest.raises(FormatError):
             describe_header(data)
 
-    @settings(deadline=None, max_examples=400)
     @given(st.integers(0, HEADER_BYTES - 1), st.binary(min_size=1, max_size=16))
     def test_a_well_sealed_forgery_passes_only_where_a_reader_knows_nothing(
         self, position: int, patch: bytes

@@ -234,7 +234,7 @@ class TierContract:
     # For the comparison with the model and for the threads; a slow backend may lower them.
     examples = 15
     steps = 25
-    thread_seconds = 2.0
+    thread_seconds = 0.7
 
     @pytest.fixture
     def backend(self, make_backend: MakeBackend) -> LMCBackendInterface:

@@ -151,7 +151,7 @@ def test_a_chunk_replaced_or_evicted_while_it_is_read_is_whole(open_tier: OpenTi
 def test_threads_that_evict_find_no_wrong_byte(open_tier: OpenTier, directory: Path) -> None:
     tier = open_tier(500_000)
     contract = TierContract()
-    contract.thread_seconds = 1.0
+    contract.thread_seconds = 0.4
     contract.test_threads_find_no_wrong_byte(tier)
     assert tier.used_bytes == disk_use(directory) <= 500_000
     assert len(files_in(directory)) == len(tier.list())

@@ -145,7 +145,7 @@ def test_a_put_that_fails_leaves_nothing(small: LMCLocalBackend) -> None:
 def test_threads_that_evict_find_no_wrong_byte() -> None:
     backend = LMCLocalBackend(400_000)
     contract = TierContract()
-    contract.thread_seconds = 1.0
+    contract.thread_seconds = 0.4
     contract.test_threads_find_no_wrong_byte(backend)
     assert backend.used_bytes <= 400_000
 

@@ -199,7 +199,7 @@ class FacadeContract(TierContract):
     kind = ""
     answering: type[Answering] = Answering
     examples = 5
-    thread_seconds = 0.5
+    thread_seconds = 0.3
 
     @pytest.fixture
     def make_backend(self, make: MakeFacade) -> Iterator[MakeBackend]:

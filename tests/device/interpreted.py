@@ -54,13 +54,13 @@ def interpreted(units_per_tile: int, n_blocks: int = 1) -> Make:
     return make
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(moves(unique=False, skip=True), TILES)
 def test_gather_equals_the_reference(move: Move, units_per_tile: int) -> None:
     check_gather(interpreted(units_per_tile, len(move.chunks[0])), move)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(moves(unique=True, skip=True), TILES)
 def test_scatter_equals_the_reference(move: Move, units_per_tile: int) -> None:
     check_scatter(interpreted(units_per_tile, len(move.chunks[0])), move)
@@ -73,7 +73,7 @@ def without_gpu() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("without_gpu")
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(calls(granule=8, device="cuda"))
 def test_a_device_in_both_directions(call: Call) -> None:
     """As the agent calls it, from block ids to slots: with the kernels that were chosen."""

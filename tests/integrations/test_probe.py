@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,19 +66,6 @@ def test_instruction_sets_that_pack_differently_are_told_apart() -> None:
     assert found["amx"] != found["vec"]
     # These two compute differently and pack alike: their hosts may share.
     assert found["vec16"] == found["vec"]
-
-
-@pytest.mark.servers
-def test_two_processes_find_the_same() -> None:
-    code = (
-        "from tests.integrations.test_probe import packing, cpu_layer;"
-        "print(*(packing(cpu_layer(isa)) for isa in ('vec', 'vec16')))"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split()[-2:] == [packing(cpu_layer(isa)) for isa in ("vec", "vec16")]
 
 
 def test_every_place_of_a_block_counts(monkeypatch: pytest.MonkeyPatch) -> None:

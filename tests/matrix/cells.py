@@ -145,7 +145,11 @@ class Question(NamedTuple):
         return len(self.prompt) + (IMAGE_TOKENS if self.image else 0)
 
 
-def questions(images: Sequence[str | None] = (None,)) -> list[Question]:
+_LENGTHS = (100, 128, 256, 257, 511, 513, 700, 1024, 1025, 1300, 2100)
+_FEW_LENGTHS = (128, 257, 700, 1024, 1300)
+
+
+def questions(images: Sequence[str | None] = (None,), few: bool = False) -> list[Question]:
     """Prompts shorter than, equal to and longer than the chunk and the models' windows.
 
     The last ones extend others, so that they hit the chunks of those.
@@ -155,16 +159,22 @@ def questions(images: Sequence[str | None] = (None,)) -> list[Question]:
     def prompt(count: int) -> list[int]:
         return [tokens.randrange(3, VOCABULARY) for _ in range(count)]
 
-    lengths = (100, 128, 256, 257, 511, 513, 700, 1024, 1025, 1300, 2100)
-    asked = [prompt(length) for length in lengths]
-    asked += [asked[6] + prompt(400), asked[9] + prompt(300)]
+    lengths = _FEW_LENGTHS if few else _LENGTHS
+    by_length = {length: prompt(length) for length in lengths}
+    asked = [*by_length.values(), by_length[700] + prompt(400), by_length[1300] + prompt(300)]
     return [Question(each, image) for image in images for each in asked]
 
 
 class Cell:
-    """A model in one vLLM. directory: where models are kept, and a folder for this cell's files."""
+    """A model in one vLLM.
 
-    def __init__(self, case: Case, vllm: Path | None, models: Path, directory: Path) -> None:
+    models, directory: where models are kept, and a folder for this cell's files. few: half of the
+    questions.
+    """
+
+    def __init__(
+        self, case: Case, vllm: Path | None, models: Path, directory: Path, few: bool = False
+    ) -> None:
         self._case = case
         self._directory = directory
         self._model = self._written(case.model, models)
@@ -182,7 +192,7 @@ class Cell:
         if case.draft:
             draft = {"model": str(self._written(case.draft, models))}
             self._options["speculative_config"] = case.options["speculative_config"] | draft
-        self._questions = questions(self._images)
+        self._questions = questions(self._images, few)
         self._expected: list[list[int]] = []
         self._leads: list[list[float]] = []  # of each token over the next one
 

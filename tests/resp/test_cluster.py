@@ -124,7 +124,7 @@ def test_keys_are_redirected_while_their_slots_move(own_cluster: Cluster) -> Non
 
 
 def test_resharding_while_loading_gives_right_bytes(own_cluster: Cluster) -> None:
-    stored = [Chunk(n, BIG, SLOT, seed=n) for n in range(8)]
+    stored = [Chunk(n, BIG, SLOT, seed=n) for n in range(4)]
     with running(own_cluster.url) as plane:
         assert set(write(plane, *stored)) == {WriteOutcome.STORED}
         source, target = own_cluster.nodes[0], own_cluster.add_node()
@@ -143,7 +143,7 @@ def test_resharding_while_loading_gives_right_bytes(own_cluster: Cluster) -> Non
         mover.start()
         outcomes = []
         while mover.is_alive():
-            loaded = [Chunk(n, BIG, SLOT) for n in range(8)]
+            loaded = [Chunk(n, BIG, SLOT) for n in range(4)]
             outcomes += read(plane, *loaded)
             assert [c.content for c in loaded] == [c.content for c in stored]
         mover.join()
