@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import ratios, rotated
-from lmcache_redis.agent.embedded import EmbeddedRedis
+from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.demo.agent import AgentServer
 from lmcache_redis.demo.engine import EngineProcess
 from lmcache_redis.demo.model import CPU_SHAPE, VOCABULARY, ModelShape, make_model, make_prompts
@@ -58,12 +58,12 @@ def run(
     times: dict[tuple[str, int], list[float]] = {}
     cached: dict[tuple[str, int], list[int]] = {}
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        server = stack.enter_context(EmbeddedRedis(8 << 30))
+        url = stack.enter_context(embedded_redis(8 << 30))
         agents, engines = {}, {}
         for size in sizes:
             agent = AgentServer(
                 f"ipc://{directory}/{size}.sock",
-                server.url,
+                url,
                 output_dir / f"agent, {size}.log",
                 pool_bytes=_POOL_BYTES,
                 chunk_size_tokens=size,

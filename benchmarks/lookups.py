@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.engine import CHUNK_TOKENS, Engine, Shape
 from benchmarks.report import percentile
 from benchmarks.servers import wait_for
-from lmcache_redis.agent.embedded import EmbeddedRedis
+from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.demo.agent import AgentServer
 
 CHUNKS = 128
@@ -31,10 +31,10 @@ def run(rounds: int = 200, pool_bytes: int = POOL_BYTES) -> list[dict[str, Any]]
     """Rows with the median and the 99th percentile of ``rounds`` lookups of each kind."""
     with (
         tempfile.TemporaryDirectory() as directory,
-        EmbeddedRedis(1 << 30) as redis,
+        embedded_redis(1 << 30) as url,
         AgentServer(
             f"ipc://{directory}/agent.sock",
-            redis.url,
+            url,
             Path(directory) / "agent.log",
             pool_bytes=pool_bytes,
         ) as agent,

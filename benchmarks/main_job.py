@@ -29,7 +29,7 @@ from typing import Any
 import redis
 
 from benchmarks.report import ratios, rotated
-from lmcache_redis.agent.embedded import EmbeddedRedis
+from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.bench.run import Plan, measure
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.demo.agent import AgentServer
@@ -58,11 +58,11 @@ def run(
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     make_model(output_dir / "model", CPU_SHAPE, prompt_tokens + 64)
-    with tempfile.TemporaryDirectory() as directory, EmbeddedRedis(REDIS_BYTES) as server:
+    with tempfile.TemporaryDirectory() as directory, embedded_redis(REDIS_BYTES) as url:
         endpoint, log = f"ipc://{directory}/agent.sock", output_dir / "agent.log"
-        with AgentServer(endpoint, server.url, log, pool_bytes=POOL_BYTES) as agent:
+        with AgentServer(endpoint, url, log, pool_bytes=POOL_BYTES) as agent:
             say(f"filling Redis to its limit of {REDIS_BYTES >> 30} GiB")
-            _fill(server.url)
+            _fill(url)
             job = _Job(output_dir, agent, prompt_tokens, rounds, say)
             job.beside_plain()
             agent.restart()
@@ -70,7 +70,7 @@ def run(
             say("loading the same bytes with the data plane alone")
             chunk_bytes = 256 * CPU_SHAPE.kv_bytes_per_token
             plan = Plan(chunk_bytes, prompt_tokens // 256, rounds)
-            found = measure(RedisOptions(server.url, op_timeout_s=10.0), plan)["rows"]
+            found = measure(RedisOptions(url, op_timeout_s=10.0), plan)["rows"]
     return _rows(job.times, next(row["ms"] / 1e3 for row in found if row["op"] == "read"))
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from lmcache_redis.errors import ConfigError
@@ -96,128 +97,82 @@ def _environment() -> dict[str, str]:
     return _HUGE_PAGES | ours
 
 
-class EmbeddedRedis:
-    """One server process. A context manager: the server is ready on entry and stopped on exit.
+@contextlib.contextmanager
+def embedded_redis(memory_bytes: int) -> Iterator[str]:
+    """Runs a server with this memory limit, and yields its URL when it answers.
 
-    memory_bytes: the server's memory limit. directory: a private directory; None: a temporary one.
-    Start it from a thread that lives as long as the server: the kernel kills the server when that
+    Enter it on a thread that lives as long as the server: the kernel kills the server when that
     thread ends. Raises ``ConfigError`` if no server is installed or it does not start.
     """
-
-    def __init__(self, memory_bytes: int, directory: Path | None = None) -> None:
-        self._memory_bytes = memory_bytes
-        self._given = directory
-        self._made: tempfile.TemporaryDirectory[str] | None = None
-        self._directory = directory or Path()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        """The server's address, valid after `start`."""
-        return f"unix://{self._socket_path}"
-
-    @property
-    def pid(self) -> int | None:
-        """The server's process id; None if it is not running."""
-        return self._process.pid if self.running and self._process else None
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def start(self) -> EmbeddedRedis:
-        """Starts the server and waits until it answers."""
-        if self._process is not None:
-            raise RuntimeError("the embedded Redis was started already")
-        binary = find_server_binary()
-        if self._given is None:
-            self._made = tempfile.TemporaryDirectory(prefix="lmcache-redis-")
-            self._directory = Path(self._made.name)
-        try:
-            self._spawn(binary)
-            self._wait_answering()
-        except BaseException:
-            self.stop()
-            raise
-        logger.info("embedded Redis (%s) with a limit of %d MiB", binary, self._memory_bytes >> 20)
-        return self
-
-    def stop(self) -> None:
-        """Ends the server: SIGTERM, then SIGKILL if that takes too long. Idempotent."""
-        process, self._process = self._process, None
-        if process is not None:
-            end_process(process, _STOP_DEADLINE_S)
-        made, self._made = self._made, None
-        if made is not None:
-            made.cleanup()
-
-    @property
-    def _socket_path(self) -> Path:
-        return self._directory / "redis.sock"
-
-    def _spawn(self, binary: str) -> None:
-        if len(os.fsencode(self._socket_path)) > _MAX_SOCKET_PATH_BYTES:
+    binary = find_server_binary()
+    with tempfile.TemporaryDirectory(prefix="lmcache-redis-") as made:
+        directory = Path(made)
+        socket_path = directory / "redis.sock"
+        if len(os.fsencode(socket_path)) > _MAX_SOCKET_PATH_BYTES:
             raise ConfigError(
-                f"{self._socket_path} is too long for a unix socket: set TMPDIR to a shorter path"
+                f"{socket_path} is too long for a unix socket: set TMPDIR to a shorter path"
             )
         launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())]
-        self._process = subprocess.Popen(
-            [*launcher, binary, *self._arguments()],
+        process = subprocess.Popen(
+            [*launcher, binary, *_arguments(directory, memory_bytes)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=_environment(),
             start_new_session=True,  # Ctrl-C is for the agent, which stops the server in order
         )
-
-    def _wait_answering(self) -> None:
-        deadline_s = time.monotonic() + _START_DEADLINE_S
-        while not self._answers():
-            if not self.running or time.monotonic() > deadline_s:
-                raise ConfigError(
-                    f"the embedded Redis did not start: {self._last_log_line()}; "
-                    "name a server with --redis-url"
-                )
-            # The server does not announce that it listens: poll.
-            time.sleep(0.005)
-
-    def _answers(self) -> bool:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(_REPLY_DEADLINE_S)
-            with contextlib.suppress(OSError):
-                probe.connect(str(self._socket_path))
-                probe.sendall(b"PING\r\n")
-                return probe.recv(64).startswith(b"+PONG")
-        return False
-
-    def _arguments(self) -> list[str]:
-        settings = {
-            "port": "0",
-            "unixsocket": str(self._socket_path),
-            "unixsocketperm": "700",
-            "dir": str(self._directory),
-            "logfile": str(self._directory / "redis.log"),
-            "daemonize": "no",
-            "databases": "1",
-            "save": "",
-            "appendonly": "no",
-            "maxmemory": str(self._memory_bytes),
-            "maxmemory-policy": "allkeys-lru",
-            # Goes with `_HUGE_PAGES`. Huge pages make copy-on-write after a fork expensive, but
-            # this server never forks.
-            "disable-thp": "no",
-        }
-        return [word for name, value in settings.items() for word in (f"--{name}", value)]
-
-    def _last_log_line(self) -> str:
         try:
-            lines = (self._directory / "redis.log").read_text(errors="replace").splitlines()
-        except OSError:
-            lines = []
-        return lines[-1] if lines else "its log is empty"
+            _wait_answering(process, directory)
+            logger.info("embedded Redis (%s) with a limit of %d MiB", binary, memory_bytes >> 20)
+            yield f"unix://{socket_path}"
+        finally:
+            end_process(process, _STOP_DEADLINE_S)
 
-    def __enter__(self) -> EmbeddedRedis:
-        return self.start()
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+def _wait_answering(process: subprocess.Popen[bytes], directory: Path) -> None:
+    deadline_s = time.monotonic() + _START_DEADLINE_S
+    while not _answers(directory / "redis.sock"):
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise ConfigError(
+                f"the embedded Redis did not start: {_last_line(directory / 'redis.log')}; "
+                "name a server with --redis-url"
+            )
+        # The server does not announce that it listens: poll.
+        time.sleep(0.005)
+
+
+def _answers(socket_path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_REPLY_DEADLINE_S)
+        with contextlib.suppress(OSError):
+            probe.connect(str(socket_path))
+            probe.sendall(b"PING\r\n")
+            return probe.recv(64).startswith(b"+PONG")
+    return False
+
+
+def _arguments(directory: Path, memory_bytes: int) -> list[str]:
+    settings = {
+        "port": "0",
+        "unixsocket": str(directory / "redis.sock"),
+        "unixsocketperm": "700",
+        "dir": str(directory),
+        "logfile": str(directory / "redis.log"),
+        "daemonize": "no",
+        "databases": "1",
+        "save": "",
+        "appendonly": "no",
+        "maxmemory": str(memory_bytes),
+        "maxmemory-policy": "allkeys-lru",
+        # Goes with `_HUGE_PAGES`. Huge pages make copy-on-write after a fork expensive, but this
+        # server never forks.
+        "disable-thp": "no",
+    }
+    return [word for name, value in settings.items() for word in (f"--{name}", value)]
+
+
+def _last_line(log: Path) -> str:
+    with contextlib.suppress(OSError):
+        if lines := log.read_text(errors="replace").splitlines():
+            return lines[-1]
+    return "its log is empty"

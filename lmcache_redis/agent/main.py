@@ -13,7 +13,7 @@ from collections.abc import Callable
 import zmq
 
 from lmcache_redis import __version__
-from lmcache_redis.agent.embedded import EmbeddedRedis
+from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.reloading import Reloading
 from lmcache_redis.agent.service import Service
@@ -53,7 +53,7 @@ def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = Non
         stack.callback(router.close, _LAST_ANSWERS_MS)
         url = config.redis_url
         if not url:
-            url = stack.enter_context(EmbeddedRedis(config.embedded_memory_bytes)).url
+            url = stack.enter_context(embedded_redis(config.embedded_memory_bytes))
         arena = _arena(config)
         stack.callback(arena.close)
         plane = RedisPlane(_redis_options(config, url))

@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from lmcache_redis.agent.embedded import EmbeddedRedis
+from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.demo import dashboard
 from lmcache_redis.demo.agent import AgentServer
 from lmcache_redis.demo.engine import EngineProcess
@@ -125,7 +125,7 @@ def _measure(console: Console, plan: _Plan, output_dir: Path, metrics: bool) -> 
     with contextlib.ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmcache-redis-")))
         with _step(console, "embedded Redis"):
-            redis = stack.enter_context(EmbeddedRedis(plan.redis_bytes))
+            redis_url = stack.enter_context(embedded_redis(plan.redis_bytes))
         scraped = f"127.0.0.1:{dashboard.free_port()}" if metrics else None
         prometheus = None
         if scraped is not None:
@@ -138,7 +138,7 @@ def _measure(console: Console, plan: _Plan, output_dir: Path, metrics: bool) -> 
             log_path = output_dir / log_name
             log_path.unlink(missing_ok=True)
             return AgentServer(
-                endpoint, redis.url, log_path,
+                endpoint, redis_url, log_path,
                 pool_bytes=plan.pool_bytes, metrics=scraped, **_DEADLINES,
             )  # fmt: skip
 

