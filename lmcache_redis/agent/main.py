@@ -1,8 +1,9 @@
-"""Starting and stopping an agent: `lmcache-redis agent`."""
+"""Starting, reloading (SIGHUP) and stopping an agent: `lmcache-redis agent`."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import signal
@@ -15,10 +16,15 @@ import zmq
 from lmcache_redis import __version__
 from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.agent.parts import Agent
-from lmcache_redis.agent.reloading import Reloading
 from lmcache_redis.agent.service import Service
 from lmcache_redis.cache.memory import Arena
-from lmcache_redis.config import AgentConfig, endpoint_path, ensure_private, parse_address
+from lmcache_redis.config import (
+    AgentConfig,
+    endpoint_path,
+    ensure_private,
+    option_name,
+    parse_address,
+)
 from lmcache_redis.errors import ConfigError, DeviceError
 from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
@@ -32,6 +38,17 @@ _FIRST_PROBE_S = 1.5
 _STOP_GRACE_S = 10.0
 # For answers not sent yet when the agent ends. A peer that does not read delays the end so long.
 _LAST_ANSWERS_MS = 100
+# What SIGHUP may change: numbers that are compared when they are needed, and the level of the log.
+# All else is decided once: memory and threads are sized, engines were told (`chunk_size_tokens`,
+# `lookup_deadline_s`), connections are open.
+RELOADABLE = (
+    "log_level",
+    "write_queue_bytes",
+    "disk_size",
+    "session_timeout_s",
+    "heartbeat_timeout_s",
+    "shutdown_deadline_s",
+)
 
 
 def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = None) -> int:
@@ -64,7 +81,7 @@ def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = Non
         _stop_on_signals(service)
         status = f"serving {config.endpoint}"
         if again is not None:
-            _reload_on_signal(agent, Reloading(agent, service, again), manager, status)
+            _reload_on_signal(agent, _Reloading(agent, service, again), manager, status)
         gc.freeze()  # what exists now lives as long as the agent: the collector skips it
         if config.metrics is not None:
             stack.enter_context(_exporter(config.metrics, agent))
@@ -151,7 +168,7 @@ def _stop_on_signals(service: Service) -> None:
 
 
 def _reload_on_signal(
-    agent: Agent, reloading: Reloading, manager: ServiceManager, status: str
+    agent: Agent, reloading: _Reloading, manager: ServiceManager, status: str
 ) -> None:
     def reload() -> None:
         manager.reloading()
@@ -162,6 +179,54 @@ def _reload_on_signal(
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, lambda signum, frame: agent.loop.post(reload))
+
+
+class _Reloading:
+    """Reads the settings again and applies those of `RELOADABLE`. Owned by the loop thread.
+
+    read: the settings as they are now; raises ConfigError.
+    """
+
+    def __init__(self, agent: Agent, service: Service, read: Callable[[], AgentConfig]) -> None:
+        self._agent = agent
+        self._service = service
+        self._read = read
+        self._running = agent.config
+
+    def reload(self) -> None:
+        """All settings stay as they are if one of the new ones is wrong."""
+        before = self._running
+        try:
+            wanted = self._read()
+            names = [field.name for field in dataclasses.fields(AgentConfig)]
+            changed = [name for name in names if getattr(wanted, name) != getattr(before, name)]
+            now = {name: getattr(wanted, name) for name in changed if name in RELOADABLE}
+            self._running = dataclasses.replace(before, **now)
+        except ConfigError as error:
+            logger.error("not reloaded, every setting stays as it is: %s", error)
+            return
+        self._apply(self._running)
+        for name, value in now.items():
+            was = getattr(before, name)
+            # A warning: shown at any level but error.
+            logger.warning("reloaded %s: %s, was %s", option_name(name), value, was)
+        later = [name for name in changed if name not in RELOADABLE]
+        if later:
+            logger.warning("changed, but only from the next start on: %s", ", ".join(later))
+        if not changed:
+            logger.info("reloaded: no setting has changed")
+
+    def _apply(self, config: AgentConfig) -> None:
+        """Applies every reloadable setting; those that have not changed stay as they are."""
+        agent, service = self._agent, self._service
+        logging.getLogger().setLevel(config.log_level.upper())
+        for queue in agent.cache.queues:
+            queue.limit_bytes = config.write_queue_limit_bytes
+        if agent.disk is not None:
+            agent.disk.limit_bytes = config.disk_size
+        agent.sessions.timeout_s = config.session_timeout_s
+        service.heartbeat_timeout_s = config.heartbeat_timeout_s
+        service.shutdown_deadline_s = config.shutdown_deadline_s
 
 
 def _feed_watchdog(agent: Agent, manager: ServiceManager) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.agent.reloading import RELOADABLE
+from lmcache_redis.agent.main import RELOADABLE
 from lmcache_redis.config import AgentConfig
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer

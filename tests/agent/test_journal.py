@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_redis.agent.watching.journal import Journal
+from lmcache_redis.agent.watching import Journal
 from lmcache_redis.messages import Change
 from lmcache_redis.naming import ChunkNames, PartNames
 

@@ -1,24 +1,84 @@
-"""Open WATCH questions: each is answered soon after the first change."""
+"""What schedulers are told of chunks that come and go, for events to routers.
+
+A WATCH stays open until soon after the first change. Nothing here runs, and the pool notes nothing,
+unless a scheduler watches.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, islice
+from typing import NamedTuple
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.transfers import Reply
-from lmcache_redis.agent.watching.journal import Journal
 from lmcache_redis.naming import PartNames
 
 logger = logging.getLogger(__name__)
 
+MAX_CHANGES = 1 << 16
+# Of the names of chunks: without an epoch, and with one.
+_HASH_BYTES = (*m.HASH_BYTES_OF_AN_EPOCH, *(8 + nbytes for nbytes in m.HASH_BYTES_OF_AN_EPOCH))
 # Changes of so much time go in one answer, and so many at most.
 _COLLECT_S = 0.02
 _CHANGES_PER_ANSWER = 1 << 14
+
+
+class _Place(NamedTuple):
+    part: int
+    tier: str
+    chunk_hash: bytes
+
+
+class Journal:
+    """What one scheduler has not been told yet: the last change of each part in each tier.
+
+    parts: whose changes; their indices name them.
+    limit: of the changes kept. Beyond, all are dropped, and the next `take` says so.
+    """
+
+    def __init__(self, parts: Sequence[PartNames], limit: int = MAX_CHANGES) -> None:
+        self._limit = limit
+        self._lost = False
+        self._changes: dict[_Place, bool] = {}  # in the order in which they came
+        # A key does not say where its hash begins, so every length is tried.
+        self._parts: Mapping[int, Mapping[bytes, int]] = {
+            nbytes: {part.stem(nbytes): number for number, part in enumerate(parts)}
+            for nbytes in _HASH_BYTES
+        }
+
+    def __len__(self) -> int:
+        return len(self._changes) + self._lost
+
+    def note(self, key: bytes, tier: str, there: bool) -> None:
+        """A chunk is in a tier, or not any more. Ignores chunks of others."""
+        for nbytes, parts in self._parts.items():
+            part = parts.get(key[:-nbytes])
+            if part is not None:
+                place = _Place(part, tier, key[-nbytes:])
+                self._changes.pop(place, None)
+                self._changes[place] = there
+                break
+        if len(self._changes) > self._limit:
+            self._changes.clear()
+            self._lost = True
+
+    def take(self, limit: int) -> tuple[tuple[m.Change, ...], bool]:
+        """The oldest changes, at most ``limit``, and whether earlier ones were dropped."""
+        taken = [*islice(self._changes.items(), limit)]
+        for place, _ in taken:
+            del self._changes[place]
+        lost, self._lost = self._lost, False
+        runs = groupby(taken, key=lambda each: (each[0].part, each[0].tier, each[1]))
+        changes = tuple(
+            m.Change(*run, tuple(place.chunk_hash for place, _ in places)) for run, places in runs
+        )
+        return changes, lost
 
 
 @dataclass(eq=False)
