@@ -5,7 +5,8 @@ names       keys, layouts, sizes and ages as text
 stripes     reads the values of stripe keys and judges them by their headers
 survey      which chunks a server holds, by SCAN, and how large they are
 inspect     explains one key, or summarises the cache by model and layout
-purge       selects chunks and removes them, at a bounded rate
+purge       selects chunks and removes them
+pace        keeps a rate: keys or bytes a second
 warm        chooses the chunks that a new agent should load, the most used ones first
 facts       reads the settings and the state of a server
 rules       judges facts: what to change, and why

@@ -11,12 +11,13 @@ stripes.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_redis.admin.names import show_key
+from lmcache_redis.admin.pace import Pace
 from lmcache_redis.admin.server import Server
 from lmcache_redis.admin.stripes import State, Stripe, ask_each, read_stripes, read_uses
 from lmcache_redis.admin.survey import SeenChunk, cuts_of, survey
@@ -104,43 +105,6 @@ class Removal:
             self.left_examples.append(show_key(key))
 
 
-class Pace:
-    """At most `per_second` keys a second, evenly. Raises ConfigError for an impossible rate."""
-
-    def __init__(
-        self,
-        per_second: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        if not 1 <= per_second <= 1_000_000:
-            raise ConfigError(
-                f"--keys-per-second is {per_second:g}: set it to between 1 and 1000000"
-            )
-        self._per_second = per_second
-        self._clock = clock
-        self._sleep = sleep
-
-    def steps(self, chunks: Sequence[SeenChunk]) -> Iterator[tuple[list[SeenChunk], int]]:
-        """The chunks to remove now, and the number of their keys; a chunk is never divided."""
-        # Ten steps a second, so that a slow purge proceeds evenly too.
-        most_keys = max(1, min(_STEP_KEYS, int(self._per_second / 10)))
-        due = self._clock()
-        left = deque(chunks)
-        while left:
-            step = [left.popleft()]
-            keys = step[0].count
-            while left and keys + left[0].count <= most_keys:
-                keys += left[0].count
-                step.append(left.popleft())
-            now = self._clock()
-            if due > now:
-                self._sleep(due - now)
-            yield step, keys
-            # Time lost to a delay is not made up for.
-            due = max(due, now) + keys / self._per_second
-
-
 def choose(server: Server, prefix: bytes, selection: Selection) -> Plan:
     """What a purge would remove. Removes nothing. Changes idle times only if headers are read (for
     ``stored_longer_than_s``) and the server counts that as a use.
@@ -181,18 +145,37 @@ def remove(
 ) -> None:
     """Removes the chunks of a plan and counts them in `result`. Raises RedisError.
 
-    If idle chunks were selected, those used since then stay. progress: called after each step with
-    the number of keys done.
+    If idle chunks were selected, those used since then stay. pace: in keys. progress: called after
+    each step with the number of keys done.
     """
     started = time.monotonic()
     done = 0
     try:
-        for chunks, keys in pace.steps(plan.chunks):
+        for chunks in steps_of(plan.chunks, pace.per_second):
+            pace.begin()
             _remove_step(server, plan.selection, chunks, result)
+            keys = sum(chunk.count for chunk in chunks)
+            pace.ended(keys)
             done += keys
             progress(done)
     finally:
         result.seconds += time.monotonic() - started
+
+
+def steps_of(chunks: Sequence[SeenChunk], keys_per_second: float) -> Iterator[list[SeenChunk]]:
+    """The chunks that are removed together; a chunk is never divided."""
+    # Ten steps a second, so that a slow purge proceeds evenly too.
+    most_keys = max(1, min(_STEP_KEYS, int(keys_per_second / 10)))
+    step: list[SeenChunk] = []
+    keys = 0
+    for chunk in chunks:
+        if step and keys + chunk.count > most_keys:
+            yield step
+            step, keys = [], 0
+        step.append(chunk)
+        keys += chunk.count
+    if step:
+        yield step
 
 
 def _remove_step(

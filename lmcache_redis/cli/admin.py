@@ -119,7 +119,8 @@ def purge(
       lmcache-redis purge --idle-longer-than 7d --yes
     """
     from lmcache_redis.admin.names import read_age, read_layout
-    from lmcache_redis.admin.purge import Pace, Removal, Selection, choose, remove
+    from lmcache_redis.admin.pace import Pace
+    from lmcache_redis.admin.purge import Removal, Selection, choose, remove
     from lmcache_redis.admin.report import plan_lines, removal_lines
 
     selection = Selection(
@@ -129,6 +130,10 @@ def purge(
         stored_longer_than_s=read_age("--stored-longer-than", stored_longer_than),
         everything=everything,
     )
+    if not 1 <= keys_per_second <= 1_000_000:
+        raise ConfigError(
+            f"--keys-per-second is {keys_per_second:g}: set it to between 1 and 1000000"
+        )
     pace = Pace(keys_per_second)
     if not (yes or dry_run or sys.stdin.isatty()):
         raise ConfigError(

@@ -18,11 +18,11 @@ from lmcache_redis.cli.options import (
     size_of,
 )
 from lmcache_redis.config import default_endpoint
-from lmcache_redis.errors import RedisUnavailable
+from lmcache_redis.errors import ConfigError, RedisUnavailable
 
 if TYPE_CHECKING:
     from lmcache_redis.admin.warm import Choice
-    from lmcache_redis.client.warming import WarmReport
+    from lmcache_redis.cli.warming import WarmReport
     from lmcache_redis.messages import WarmChunk
     from lmcache_redis.resp import RedisOptions
 
@@ -82,15 +82,19 @@ def warm(
       lmcache-redis warm --model org/model --limit-bytes 8GiB --bytes-per-second 100MiB
     """
     from lmcache_redis.admin.names import read_layout
+    from lmcache_redis.admin.pace import Pace
     from lmcache_redis.admin.report import as_json as to_json
     from lmcache_redis.admin.report import choice_lines
     from lmcache_redis.admin.server import open_server
     from lmcache_redis.admin.warm import choose
+    from lmcache_redis.cli.warming import WarmReport, warm_agent
     from lmcache_redis.client.control import ControlClient
-    from lmcache_redis.client.warming import Pace, WarmReport, warm_agent
 
     limit = None if limit_bytes is None else size_of("--limit-bytes", limit_bytes)
-    pace = Pace(size_of("--bytes-per-second", bytes_per_second))
+    rate = size_of("--bytes-per-second", bytes_per_second)
+    if rate < 1 << 10:
+        raise ConfigError(f"--bytes-per-second is {rate}: set it to 1KiB or more")
+    pace = Pace(rate)
     namespaces = frozenset().union(*map(read_layout, layout)) if layout else None
     agent = ControlClient(endpoint or default_endpoint())
     status = agent.status()

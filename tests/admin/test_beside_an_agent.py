@@ -10,7 +10,8 @@ import pytest
 
 from lmcache_redis import __version__
 from lmcache_redis.admin.inspect import Summary, summarise
-from lmcache_redis.admin.purge import Pace, Removal, Selection, choose, remove
+from lmcache_redis.admin.pace import Pace
+from lmcache_redis.admin.purge import Removal, Selection, choose, remove
 from lmcache_redis.admin.server import Server, open_server
 from lmcache_redis.resp import RedisOptions
 from tests.cli.test_admin import one_sentence, run

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lmcache_redis.admin.names import read_layout
-from lmcache_redis.admin.purge import Pace, Removal, Selection, choose, remove
+from lmcache_redis.admin.pace import Pace
+from lmcache_redis.admin.purge import Removal, Selection, choose, remove, steps_of
 from lmcache_redis.admin.server import Server, open_server
 from lmcache_redis.admin.survey import SeenChunk
 from lmcache_redis.errors import ConfigError, RedisAuthError
@@ -278,38 +279,22 @@ def test_something_must_be_chosen() -> None:
         Selection(models=frozenset({"m"}), everything=True)
 
 
-@pytest.mark.parametrize("rate", [0, -1, 0.5, 1e7, float("nan")])
-def test_impossible_rates(rate: float) -> None:
-    with pytest.raises(ConfigError, match="--keys-per-second is"):
-        Pace(rate)
+@pytest.mark.parametrize(("rate", "most"), [(1, 3), (100, 9), (1e6, 99)])
+def test_a_step_has_whole_chunks(rate: float, most: int) -> None:
+    chunks = [SeenChunk(Cached(n).name, 0b111) for n in range(70)]
+    steps = list(steps_of(chunks, rate))
+    assert [chunk for step in steps for chunk in step] == chunks
+    assert max(sum(chunk.count for chunk in step) for step in steps) == most
 
 
-def test_the_pace_is_kept() -> None:
-    now = [100.0]
-    slept: list[float] = []
+def test_a_purge_keeps_its_pace(server: Server, client: Any) -> None:
+    put(client, *map(Cached, range(4)))
+    now, slept = [100.0], []
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         now[0] += seconds
 
-    pace = Pace(1000, lambda: now[0], sleep)
-    steps = pace.steps([SeenChunk(Cached(1).name, (1 << 100) - 1)] * 12)
-    for _ in range(10):
-        next(steps)
-    # The first step at once, then one each 0.1 s.
-    assert now[0] == pytest.approx(100.9)
-    now[0] += 60.0
-    # Time that passed otherwise is not made up for.
-    next(steps)
-    next(steps)
-    assert now[0] == pytest.approx(161.0)
-    assert slept[-1] == pytest.approx(0.1)
-    assert list(steps) == []
-
-
-@pytest.mark.parametrize(("rate", "most"), [(1, 3), (100, 9), (1e6, 99)])
-def test_a_step_has_whole_chunks(rate: float, most: int) -> None:
-    chunks = [SeenChunk(Cached(n).name, 0b111) for n in range(70)]
-    steps = list(Pace(rate, sleep=lambda seconds: None).steps(chunks))
-    assert [chunk for step, _ in steps for chunk in step] == chunks
-    assert max(keys for _, keys in steps) == most
+    remove(server, choose(server, b"", ALL), Pace(10, lambda: now[0], sleep), Removal())
+    # The first chunk at once, each other when the keys of the one before it have had their time.
+    assert slept == [pytest.approx(0.3)] * 3

@@ -13,7 +13,8 @@ from lmcache_redis.admin.doctor import diagnose
 from lmcache_redis.admin.facts import Need
 from lmcache_redis.admin.inspect import ChunkReport, Verdict, explain, summarise
 from lmcache_redis.admin.names import read_layout
-from lmcache_redis.admin.purge import Pace, Removal, Selection, choose, remove
+from lmcache_redis.admin.pace import Pace
+from lmcache_redis.admin.purge import Removal, Selection, choose, remove
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import RedisUnavailable

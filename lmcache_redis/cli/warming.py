@@ -10,13 +10,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from lmcache_redis.admin.pace import Pace
 from lmcache_redis.client.control import ControlClient
-from lmcache_redis.errors import ConfigError, LMCacheRedisError
+from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.messages import MAX_WARM_CHUNKS, WarmChunk, WarmOutcome
 
 # Bytes of a batch, as seconds at the rate.
 _BATCH_S = 0.25
-_LEAST_RATE = 1 << 10
 # Chunks in a row. One may be cleared while it is loaded, or take too long.
 _MOST_FAILED = 4
 
@@ -51,39 +51,6 @@ class WarmReport:
         return again
 
 
-class Pace:
-    """At most so many bytes a second from the beginning of any batch on.
-
-    Raises ConfigError for an impossible rate.
-    """
-
-    def __init__(
-        self,
-        bytes_per_s: int,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        if bytes_per_s < _LEAST_RATE:
-            raise ConfigError(f"--bytes-per-second is {bytes_per_s}: set it to 1KiB or more")
-        self.batch_bytes = int(bytes_per_s * _BATCH_S)
-        self._bytes_per_s = bytes_per_s
-        self._clock = clock
-        self._sleep = sleep
-        self._began_s = self._due_s = clock()
-
-    def begin(self) -> None:
-        """Waits until the next batch may begin."""
-        now_s = self._clock()
-        if self._due_s > now_s:
-            self._sleep(self._due_s - now_s)
-        # Time lost to a delay is not made up for.
-        self._began_s = max(now_s, self._due_s)
-
-    def ended(self, loaded_bytes: int) -> None:
-        """The batch has ended, and so many bytes of it were loaded."""
-        self._due_s = self._began_s + loaded_bytes / self._bytes_per_s
-
-
 def take_batch(left: deque[WarmChunk], most_bytes: int, limit_bytes: int | None) -> list[WarmChunk]:
     """Takes the next chunks off ``left``: about ``most_bytes``, at least one chunk.
 
@@ -110,17 +77,19 @@ def warm_agent(
 ) -> None:
     """Has the agent load the chunks in this order, and reports in ``report``.
 
-    limit_bytes: to load in all; None: as much as the host pool has room for. progress: called after
-    each batch. Raises ``AgentUnreachable``, and LMCacheRedisError if the agent cannot load.
+    limit_bytes: to load in all; None: as much as the host pool has room for. pace: in bytes.
+    progress: called after each batch. Raises ``AgentUnreachable``, and LMCacheRedisError if the
+    agent cannot load.
     """
     started_s, failed = time.monotonic(), 0
+    batch_bytes = int(pace.per_second * _BATCH_S)
     left = deque(chunks)
     report.left = len(left)
     try:
         while left and not report.is_full:
             before_bytes = report.loaded_bytes
             rest = None if limit_bytes is None else limit_bytes - before_bytes
-            batch = take_batch(left, pace.batch_bytes, rest)
+            batch = take_batch(left, batch_bytes, rest)
             if not batch:
                 report.is_limited = True
                 return

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.admin.pace import Pace
+from lmcache_redis.cli.warming import WarmReport, take_batch, warm_agent
 from lmcache_redis.client.control import AgentUnreachable
-from lmcache_redis.client.warming import Pace, WarmReport, take_batch, warm_agent
-from lmcache_redis.errors import ConfigError, LMCacheRedisError
+from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.messages import MAX_WARM_CHUNKS, WarmChunk, WarmOutcome
 from lmcache_redis.naming import opaque_pages
 
@@ -171,9 +172,3 @@ def test_batches() -> None:
     assert len(take_batch(left, 10_000, None)) == 1
     assert take_batch(left, 10_000, None) == []
     assert len(take_batch(deque(chunks(2 * MAX_WARM_CHUNKS)), 10**9, None)) == MAX_WARM_CHUNKS
-
-
-@pytest.mark.parametrize("rate", [-1, 0, 1023])
-def test_impossible_rates(rate: int) -> None:
-    with pytest.raises(ConfigError, match="--bytes-per-second is"):
-        Pace(rate)
