@@ -114,7 +114,7 @@ class Engine:
         request_id = f"store-{self._numbers}"
         op = LoadStoreOp(block_ids=self.source_blocks, block_hashes=hashes)
         started_s = time.perf_counter()
-        store = self.worker.begin_store(request_id, op, self._event())
+        (store,) = self.worker.begin_stores([request_id], [op], self._event())
         return Transfer(request_id, hashes, store, started_s)
 
     def store_over(self, transfer: Transfer) -> bool:
@@ -151,7 +151,7 @@ class Engine:
         op = LoadStoreOp(block_ids=self.target_blocks, block_hashes=hashes)
         event = self._event()
         started_s = time.perf_counter()
-        retrieve = self.worker.begin_retrieve(request_id, op, event)
+        (retrieve,) = self.worker.begin_retrieves([request_id], [op], event)
         retrieve.call.wait(_TRANSFER_S)
         seconds = time.perf_counter() - started_s
         if not retrieve.over:

@@ -99,10 +99,8 @@ def ping(endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0) -> None:
     """Check that the agent answers, and show the round trip."""
     from lmcache_redis.client.control import ControlClient
 
-    info = ControlClient(endpoint or default_endpoint(), timeout_s).ping()
-    print(
-        f"lmcache-redis {info.version}, process {info.agent_pid}: {info.round_trip_s * 1e3:.2f} ms"
-    )
+    pong, took_s = ControlClient(endpoint or default_endpoint(), timeout_s).ping()
+    print(f"lmcache-redis {pong.package_version}, process {pong.agent_pid}: {took_s * 1e3:.2f} ms")
 
 
 app.command()(top)

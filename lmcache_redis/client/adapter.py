@@ -48,7 +48,7 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         *,
         cache_salt: str | bytes = "",
     ) -> None:
-        """Starts a store, see ``WorkerClient.begin_store``."""
+        """Starts a store, see ``WorkerClient.begin_stores``."""
         self.batched_submit_store_requests([request_id], [op], event, cache_salts=[cache_salt])
 
     def submit_retrieve_request(
@@ -59,7 +59,7 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         *,
         cache_salt: str | bytes = "",
     ) -> None:
-        """Starts a retrieve, see ``WorkerClient.begin_retrieve``."""
+        """Starts a retrieve, see ``WorkerClient.begin_retrieves``."""
         self.batched_submit_retrieve_requests([request_id], [op], event, cache_salts=[cache_salt])
 
     def batched_submit_store_requests(

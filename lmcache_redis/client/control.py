@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,15 +25,6 @@ class AgentUnreachable(LMCacheRedisError):
     """No agent answered at the endpoint in time."""
 
 
-@dataclass(frozen=True)
-class PingInfo:
-    """An answered ping."""
-
-    round_trip_s: float
-    agent_pid: int
-    version: str
-
-
 class ControlClient:
     """Sends requests to the agent at ``endpoint``; each waits at most ``timeout_s``."""
 
@@ -42,11 +32,11 @@ class ControlClient:
         self._endpoint = endpoint
         self._timeout_s = timeout_s
 
-    def ping(self) -> PingInfo:
-        """Measures a round trip. Raises ``AgentUnreachable``."""
+    def ping(self) -> tuple[m.Pong, float]:
+        """The answer to a ping, and the seconds of the round trip. Raises ``AgentUnreachable``."""
         started_s = time.perf_counter()
         pong = self._ask(m.Ping(1), m.Pong)
-        return PingInfo(time.perf_counter() - started_s, pong.agent_pid, pong.package_version)
+        return pong, time.perf_counter() - started_s
 
     def status(self) -> dict[str, Any]:
         """The agent's state and counters. Raises ``AgentUnreachable``."""

@@ -3,8 +3,8 @@
 The thread owns the socket. It sends HELLO until an agent answers, sends heartbeats, and matches
 answers to calls. Other threads submit messages and get a ``Call``; they wait only on request.
 
-    OFFLINE ──connected──▶ GREETING ──WELCOME──▶ ONLINE ──silence, disconnect──▶ OFFLINE
-                               └──VERSION_MISMATCH──▶ REFUSED (HELLO every 5 s)
+    OFFLINE (HELLO every 0.2 s) ──WELCOME──▶ ONLINE ──silence, disconnect──▶ OFFLINE
+         └──VERSION_MISMATCH, FAILURE──▶ REFUSED (HELLO every 5 s) ──WELCOME──▶ ONLINE
 
 When the agent is lost, every pending call ends at once, as ``CallState.LOST``.
 """
@@ -42,7 +42,6 @@ class LinkState(Enum):
     """State of a link; the module's docstring has the transitions."""
 
     OFFLINE = "offline"
-    GREETING = "greeting"
     ONLINE = "online"
     REFUSED = "refused"
     CLOSED = "closed"
@@ -230,9 +229,7 @@ class AgentLink:
             self._refused(reason)
             return
         self._hello_id = next(self._ids)
-        sent = self._send(replace(self._hello, call_id=self._hello_id))
-        if sent and self.state is LinkState.OFFLINE:
-            self._set_state(LinkState.GREETING)
+        self._send(replace(self._hello, call_id=self._hello_id))
 
     def _send(self, message: m.Message) -> bool:
         return self._send_frames(codec.encode(message))

@@ -227,21 +227,6 @@ class WorkerClient:
 
     # Transfers
 
-    def begin_store(
-        self,
-        request_id: str,
-        op: LoadStoreOp,
-        event: InterprocessEvent | None = None,
-        *,
-        cache_salt: str | bytes = "",
-    ) -> Store:
-        """Starts a store of ``op``'s chunks. The agent reads the blocks after ``event`` (CUDA).
-
-        ``cache_salt`` stands for everything else that the KV of ``op``'s token ids depends on
-        (salt, LoRA, images); block hashes cover it. Raises ``ValueError``, ``TypeError``.
-        """
-        return self.begin_stores([request_id], [op], event, cache_salts=[cache_salt])[0]
-
     def begin_stores(
         self,
         request_ids: Sequence[str],
@@ -250,9 +235,11 @@ class WorkerClient:
         *,
         cache_salts: Sequence[str | bytes] | None = None,
     ) -> list[Store]:
-        """`begin_store` for each request, all after one event and in one message.
+        """Starts a store of each op's chunks for its request, all in one message.
 
-        Starts all of them or, if it raises, none.
+        The agent reads the blocks after ``event`` (CUDA). A salt stands for everything else that
+        the KV of an op's token ids depends on (salt, LoRA, images); block hashes cover it. Starts
+        all of them or, if it raises ``ValueError`` or ``TypeError``, none.
         """
         if self._groups:
             ops = [op.share(*self._groups[op.group].replica) for op in ops]
@@ -270,20 +257,6 @@ class WorkerClient:
             for call, op in zip(calls, ops, strict=True)
         ]
 
-    def begin_retrieve(
-        self,
-        request_id: str,
-        op: LoadStoreOp,
-        event: InterprocessEvent | None = None,
-        *,
-        cache_salt: str | bytes = "",
-    ) -> Retrieve:
-        """Starts a retrieve of ``op``'s chunks, which a lookup has pinned, into its blocks.
-
-        The agent writes the blocks after ``event`` (CUDA). ``cache_salt``: as for `begin_store`.
-        """
-        return self.begin_retrieves([request_id], [op], event, cache_salts=[cache_salt])[0]
-
     def begin_retrieves(
         self,
         request_ids: Sequence[str],
@@ -292,7 +265,10 @@ class WorkerClient:
         *,
         cache_salts: Sequence[str | bytes] | None = None,
     ) -> list[Retrieve]:
-        """`begin_retrieve` for each request, as `begin_stores` does."""
+        """As `begin_stores`, for chunks that lookups have pinned: loads them into the ops' blocks.
+
+        The agent writes the blocks after ``event`` (CUDA).
+        """
         names = self._names_of_all(request_ids, ops, cache_salts)
         leases = [_lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE) for op in ops]
         handle = None if event is None else event.ipc_handle()

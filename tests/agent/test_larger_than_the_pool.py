@@ -47,7 +47,7 @@ def start_again(engine: Engine, agent: AgentServer) -> None:
 
 def retrieve(engine: Engine, request_id: str, hashes: Sequence[bytes], blocks: range) -> Retrieve:
     op = LoadStoreOp(block_ids=[*blocks], block_hashes=[*hashes])
-    return engine.workers[0].begin_retrieve(request_id, op)
+    return engine.workers[0].begin_retrieves([request_id], [op])[0]
 
 
 def check_unpinned(agent: AgentServer) -> None:

@@ -85,7 +85,7 @@ def remote_keys(redis_server: RedisServer, chunk: int) -> list[bytes]:
 def failed_chunks(engine: Engine, request_id: str, rank: int) -> set[int]:
     """Retrieves with one rank; the chunks of which it reports that they failed."""
     op = LoadStoreOp(block_ids=[*LOADED], block_hashes=HASHES)
-    retrieve = engine.workers[rank].begin_retrieve(request_id, op)
+    (retrieve,) = engine.workers[rank].begin_retrieves([request_id], [op])
     wait_until(lambda: retrieve.over or retrieve.given_up, "the end of a load")
     return {*retrieve.failed_chunks}
 
@@ -173,9 +173,8 @@ def test_an_agent_that_is_killed_while_it_loads(
         engine.wait_ready()
         assert engine.lookup("r", HASHES) == 3 * CHUNK
         redis_server.stop()  # its load is in flight
-        retrieve = engine.workers[1].begin_retrieve(
-            "r", LoadStoreOp(block_ids=[*LOADED], block_hashes=HASHES)
-        )
+        op = LoadStoreOp(block_ids=[*LOADED], block_hashes=HASHES)
+        (retrieve,) = engine.workers[1].begin_retrieves(["r"], [op])
         wait_until(lambda: other.status()["queues"]["jobs"] == 1, "a load in flight")
         other.kill()
         wait_until(lambda: retrieve.over, "the end of the load")
@@ -188,7 +187,7 @@ def test_an_agent_that_is_killed_while_it_loads(
         assert engine.lookup("gone", HASHES) == 0
         engine.scheduler.end_session("gone")
         op = LoadStoreOp(block_ids=[*STORED], block_hashes=block_hashes("new", BLOCKS))
-        stored = [worker.begin_store("gone", op) for worker in engine.workers]
+        stored = [worker.begin_stores(["gone"], [op])[0] for worker in engine.workers]
         wait_until(lambda: all(each.over for each in stored), "the stores")
         assert [each.result.dropped for each in stored] == [0, 3]
 
@@ -320,9 +319,11 @@ def test_windows_of_ranks_on_other_nodes(
     with engine:
         engine.wait_ready()
         stores = [
-            worker.client.begin_store("store", worker.op(group, range(3), 0))
+            store
             for worker in workers
-            for group in range(2)
+            for store in worker.client.begin_stores(
+                ["store"] * 2, [worker.op(group, range(3), 0) for group in range(2)]
+            )
         ]
         wait_until(lambda: all(each.over for each in stores), "stores")
         for agent in agents:
@@ -334,9 +335,11 @@ def test_windows_of_ranks_on_other_nodes(
         assert agents[0].counter("loaded_chunks") == 3 + 1
         before = [[cache.clone() for cache in worker.caches] for worker in workers]
         loads = [
-            worker.client.begin_retrieve("r", worker.op(group, chunks, 20))
+            load
             for worker in workers
-            for group, chunks in enumerate(([0, 1, 2], [2]))
+            for load in worker.client.begin_retrieves(
+                ["r"] * 2, [worker.op(0, [0, 1, 2], 20), worker.op(1, [2], 20)]
+            )
         ]
         wait_until(lambda: all(each.over for each in loads), "loads")
         assert not any(load.failed_blocks for load in loads)

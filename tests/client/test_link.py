@@ -23,7 +23,6 @@ WAIT_S = 60.0
     [
         (LinkState.OFFLINE, 99.0, 0.1, Duty.NOTHING),
         (LinkState.OFFLINE, 99.0, 0.3, Duty.HELLO),
-        (LinkState.GREETING, 99.0, 0.3, Duty.HELLO),
         (LinkState.REFUSED, 0.1, 4.9, Duty.NOTHING),
         (LinkState.REFUSED, 0.1, 5.1, Duty.HELLO),
         (LinkState.ONLINE, 0.1, 0.4, Duty.NOTHING),

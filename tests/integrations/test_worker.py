@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -50,11 +51,14 @@ class Client:
     def __init__(self) -> None:
         self.begun: list[Transfer] = []
 
-    def _begin(self, request_id: str, op: LoadStoreOp, event: Any) -> Transfer:
-        self.begun.append(Transfer(op))
-        return self.begun[-1]
+    def _begin(
+        self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp], event: Any
+    ) -> list[Transfer]:
+        assert len(request_ids) == len(ops)
+        self.begun += (begun := [Transfer(op) for op in ops])
+        return begun
 
-    begin_retrieve = begin_store = _begin
+    begin_retrieves = begin_stores = _begin
 
 
 def begun(

@@ -121,18 +121,18 @@ class ConnectorWorker:
         for transfer_id, request_id, ops in metadata.loads:
             self._awaited[request_id] = transfer_id
             self._begun_s[transfer_id] = time.monotonic()
-            self._loads[transfer_id] = [
-                self._client.begin_retrieve(request_id, op, event) for op in ops
-            ]
+            self._loads[transfer_id] = self._client.begin_retrieves(
+                [request_id] * len(ops), ops, event
+            )
 
     def begin_stores(self, metadata: StepMetadata) -> None:
         """Starts the stores of this step; on CUDA they follow the work queued so far."""
         event = _recorded_event(self._client) if metadata.stores else None
         for transfer_id, request_id, ops in metadata.stores:
             self._begun_s[transfer_id] = time.monotonic()
-            self._stores[transfer_id] = [
-                self._client.begin_store(request_id, op, event) for op in ops
-            ]
+            self._stores[transfer_id] = self._client.begin_stores(
+                [request_id] * len(ops), ops, event
+            )
 
     def ended_loads(self, metadata: StepMetadata) -> EndedLoads:
         """Loads that have succeeded or failed since the last call."""
