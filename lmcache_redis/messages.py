@@ -417,32 +417,10 @@ REFUSED = "REFUSED"
 FAILED = "FAILED"
 
 Question = (
-    Hello
-    | GetChunkSize
-    | RegisterKVCache
-    | UnregisterKVCache
-    | Lookup
-    | Watch
-    | Store
-    | Retrieve
-    | ReleaseLocks
-    | EndSession
-    | Goodbye
-    | Clear
-    | Warm
-    | Status
-    | Ping
-)
+    Hello | GetChunkSize | RegisterKVCache | UnregisterKVCache | Lookup | Watch | Store | Retrieve
+    | ReleaseLocks | EndSession | Goodbye | Clear | Warm | Status | Ping
+)  # fmt: skip
 Answer = (
-    Welcome
-    | ChunkSize
-    | Done
-    | LookupResult
-    | Changes
-    | StoreResult
-    | RetrieveResult
-    | Warmed
-    | StatusReport
-    | Pong
-    | Failure
-)
+    Welcome | ChunkSize | Done | LookupResult | Changes | StoreResult | RetrieveResult | Warmed
+    | StatusReport | Pong | Failure
+)  # fmt: skip

@@ -82,7 +82,7 @@ def status(
     endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0, as_json: AsJson = False
 ) -> None:
     """Show what the agent holds, the state of Redis, and all counters."""
-    from lmcache_redis.cli.tables import status_tables
+    from lmcache_redis.cli.shown import status_tables
     from lmcache_redis.client.control import ControlClient
 
     report = ControlClient(endpoint or default_endpoint(), timeout_s).status()

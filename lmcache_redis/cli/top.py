@@ -16,7 +16,7 @@ from lmcache_redis.cli.options import Endpoint
 from lmcache_redis.config import default_endpoint
 
 if TYPE_CHECKING:
-    from lmcache_redis.cli.frame import Sample
+    from lmcache_redis.cli.shown import Sample
     from lmcache_redis.client.control import ControlClient
 
 
@@ -44,7 +44,7 @@ def top(
     from rich.live import Live
     from rich.text import Text
 
-    from lmcache_redis.cli.frame import frame
+    from lmcache_redis.cli.shown import frame
     from lmcache_redis.client.control import AgentUnreachable, ControlClient
 
     agent, console = ControlClient(endpoint or default_endpoint()), Console(highlight=False)
@@ -65,7 +65,7 @@ def top(
 
 
 def _read(agent: ControlClient) -> Sample:
-    from lmcache_redis.cli.frame import Sample
+    from lmcache_redis.cli.shown import Sample
 
     return Sample(agent.status(), time.monotonic())
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lmcache_redis.cli.frame import Sample, frame
+from lmcache_redis.cli.shown import Sample, frame
 from tests.cli.test_admin import COMMAND, TIMEOUT_S, environment, one_sentence, run
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.servers import RedisServer

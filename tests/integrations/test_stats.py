@@ -13,7 +13,6 @@ import prometheus_client
 import pytest
 
 from lmcache_redis.integrations.vllm.reports.families import FAMILIES
-from lmcache_redis.integrations.vllm.reports.tiers import tokens_by_tier
 from lmcache_redis.metrics.families import metrics_table
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
@@ -21,8 +20,9 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.core.block_pool import BlockPool
 
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, Tracked
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
+from lmcache_redis.integrations.vllm.prefill import Wishes
 from lmcache_redis.integrations.vllm.reports.stats import ConnectorStats, Recorder
 from lmcache_redis.integrations.vllm.worker import StepMetadata
 from tests.integrations import test_guard, test_scheduler
@@ -50,13 +50,20 @@ ROOT = Path(__file__).parent.parent.parent
     ],
 )
 def test_tokens_by_tier(tokens: range, tiers: list[str], expected: dict[str, int]) -> None:
-    assert tokens_by_tier(tokens, tiers, first_chunk=0, chunk_tokens=4) == expected
+    assert tokens_by_tier(tokens, tiers, first_chunk=0) == expected
     later = range(tokens.start + 12, tokens.stop + 12)
-    assert tokens_by_tier(later, tiers, first_chunk=3, chunk_tokens=4) == expected
+    assert tokens_by_tier(later, tiers, first_chunk=3) == expected
 
 
 def test_tokens_before_the_lookup_do_not_count() -> None:
-    assert tokens_by_tier(range(4), ["host"], first_chunk=2, chunk_tokens=4) == {}
+    assert tokens_by_tier(range(4), ["host"], first_chunk=2) == {}
+
+
+def tokens_by_tier(tokens: range, tiers: list[str], *, first_chunk: int) -> dict[str, int]:
+    """Of a load of these tokens, with chunks of four."""
+    tracked = Tracked(Any, None, Wishes(), 1, 4, 4)  # type: ignore[arg-type]
+    tracked.first_chunk, tracked.tiers, tracked.local_tokens = first_chunk, tiers, tokens.start
+    return tracked.hit_tokens(len(tokens))
 
 
 def test_counts_of_workers_and_scheduler_are_added_up_and_gauges_replaced() -> None:

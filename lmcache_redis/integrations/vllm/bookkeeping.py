@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmcache_redis.integrations.vllm.prefill import Wishes
-from lmcache_redis.integrations.vllm.reports.tiers import tokens_by_tier
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -68,15 +67,14 @@ class Tracked:
         return hashes[stride - 1 :: stride]
 
     def hit_tokens(self, external_tokens: int) -> dict[str, int]:
-        """How many of the tokens of a load come from each tier."""
-        if self.first_chunk is None:
-            return {}
-        return tokens_by_tier(
-            range(self.local_tokens, self.local_tokens + external_tokens),
-            self.tiers,
-            first_chunk=self.first_chunk,
-            chunk_tokens=self.chunk_tokens,
-        )
+        """How many of the tokens of a load come from each tier, without those that have none."""
+        found: dict[str, int] = {}
+        begin, end = self.local_tokens, self.local_tokens + external_tokens
+        for chunk, tier in enumerate(self.tiers, start=self.first_chunk or 0):
+            first, stop = chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens
+            if (tokens := min(stop, end) - max(first, begin)) > 0:
+                found[tier] = found.get(tier, 0) + tokens
+        return found
 
 
 @dataclass(slots=True)

@@ -196,7 +196,7 @@ class ConnectorScheduler:
         if external_tokens and tracked.first_chunk is not None:
             tracked.tiers = self._adapter.hit_tiers(request.request_id)
             self._plan_load(tracked, block_ids, external_tokens)
-            for tier, tokens in self.hit_tokens(request.request_id, external_tokens).items():
+            for tier, tokens in tracked.hit_tokens(external_tokens).items():
                 self._recorder.count("hit_tokens", tokens, tier)
         elif tracked.loading is None:
             self._adapter.release_lookup_locks(request.request_id)

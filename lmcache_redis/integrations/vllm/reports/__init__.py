@@ -4,7 +4,6 @@
     families    what there is; a table in docs/metrics.md is made from it
     stats       counts in the scheduler and in workers; vLLM adds them up for its front end
     prometheus  there, the counts become metrics
-    tiers       from which tier the tokens of a hit came
     holdings    which chunks are in which tier, as far as the agent has told
     events      vLLM's KV events for what changes there
 
