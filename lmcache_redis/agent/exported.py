@@ -13,29 +13,11 @@ from lmcache_redis.metrics import COUNTERS, Distribution
 from lmcache_redis.metrics.exporter import Family, OwnerSource, Source, Values
 from lmcache_redis.metrics.families import TIER_FAMILIES, labelled
 
-_MISSES = {
-    "absent": "miss_absent",
-    "incomplete": "miss_incomplete",
-    "mixed_stores": "miss_mixed_stores",
-    "corrupt": "miss_corrupt",
-    "foreign": "miss_foreign",
-    "sealed": "miss_sealed",
-    "redis_error": "miss_redis_error",
-    "disk": "miss_disk",
-    "deadline": "miss_deadline",
-    "pool_full": "miss_pool_full",
-    "slower": "miss_slower",
-}
-_DROPS = {
-    "queue_full": "drop_queue_full",
-    "pool_full": "drop_pool_full",
-    "redis_error": "drop_redis_error",
-    "redis_full": "drop_redis_full",
-    "disk": "drop_disk",
-    "lease": "drop_lease",
-    "device_error": "drop_device_error",
-    "shutdown": "drop_shutdown",
-}
+
+def _reasons(prefix: str) -> Mapping[str, str]:
+    """The counters with this prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): name for name in COUNTERS if name.startswith(prefix)}
+
 
 # Of counters: the family, and the value of its label for each counter.
 _BY_LABEL: Final = MappingProxyType(
@@ -55,7 +37,7 @@ _BY_LABEL: Final = MappingProxyType(
             "`corrupt`, `foreign`: another program writes these keys. `sealed`: agents have other "
             "seal keys. `pool_full`, `deadline`: the "
             "host pool is small for the requests at once. `slower`: Redis is far or busy.",
-        ): _MISSES,
+        ): _reasons("miss_"),
         Family(
             "dropped_chunks",
             "counter",
@@ -64,7 +46,7 @@ _BY_LABEL: Final = MappingProxyType(
             "`queue_full`: Redis takes writes more slowly than prompts are computed. `redis_full`: "
             "give it an eviction policy. `pool_full`: a larger `--pool-bytes`. `lease`, "
             "`device_error`: see the agent's log.",
-        ): _DROPS,
+        ): _reasons("drop_"),
         **TIER_FAMILIES,
         Family(
             "cut_lookups",
