@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from lmcache_redis.client.ranks import RankPlace
-from lmcache_redis.integrations.vllm.connector import _engine_id
+from lmcache_redis.integrations.vllm.identity import engine_id as id_of
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.worker import ConnectorWorker, WorkerReport
 
@@ -47,7 +47,7 @@ def test_engines_with_one_configured_id_and_data_parallel_cores_have_ids_of_thei
             kv_transfer_config=SimpleNamespace(engine_id="shared"),
             instance_id=instance_id,
         )
-        return _engine_id(config)
+        return id_of(config)
 
     ids = [engine_id(*of) for of in (("a", 0), ("a", 1), ("b", 0), ("b", 1))]
     assert len(set(ids)) == 4

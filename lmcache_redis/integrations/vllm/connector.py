@@ -10,7 +10,7 @@ Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLLM 0.27 to
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,26 +22,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from lmcache_redis.client.operations import CacheGroup
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
-from lmcache_redis.dtypes import dtype_name
-from lmcache_redis.errors import DeviceError, LMCacheRedisError
+from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.integrations.vllm import epoch
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
-from lmcache_redis.integrations.vllm.groups import (
-    LayerGroup,
-    block_strides,
-    common_block_tokens,
-    layer_groups,
-    shard_of_rank,
-    tensors_of,
-)
+from lmcache_redis.integrations.vllm.groups import LayerGroup, common_block_tokens, layer_groups
 from lmcache_redis.integrations.vllm.guard import guarded, nothing, recompute_failed_loads
-from lmcache_redis.integrations.vllm.identity import attention_backend, engine_identity, model_name
+from lmcache_redis.integrations.vllm.identity import engine_id, model_name
 from lmcache_redis.integrations.vllm.lora import AdapterDigests
-from lmcache_redis.integrations.vllm.probe import kv_identity
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import unsupported
@@ -50,6 +40,7 @@ from lmcache_redis.integrations.vllm.worker import (
     EndedLoads,
     StepMetadata,
     WorkerReport,
+    register,
 )
 from lmcache_redis.naming import FULL_REACH
 
@@ -123,16 +114,15 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             "model_name": model_name(self._vllm_config),
             "world_size": parallel.world_size,
             "block_size_tokens": self._block_size_tokens,
-            "engine_id": _engine_id(self._vllm_config),
+            "engine_id": engine_id(self._vllm_config),
             "agent_dead_after_s": self._config.agent_dead_after_s,
         }
         if self.role is KVConnectorRole.SCHEDULER:
             self._adapter = LMCacheMPSchedulerAdapter(**engine)
         else:
             self._adapter = client = WorkerClient(**engine, worker_id=parallel.rank)
-            reallocates = _TransferResults is not None
             self._worker = ConnectorWorker(
-                client, parallel.rank, self._recorder, reallocates=reallocates
+                client, parallel.rank, self._recorder, reallocates=_TransferResults is not None
             )
 
     def turn_off(self) -> None:
@@ -316,20 +306,14 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         if not isinstance(self._adapter, WorkerClient):
             return
         self._kv_caches = kv_caches
-        config, num_blocks = self._vllm_config, self._kv_cache_config.num_blocks
-        strides = _by_tensor(kv_caches, block_strides(self._kv_cache_config))
         try:
-            identity = engine_identity(
-                config,
-                rank=config.parallel_config.rank,
-                backend=attention_backend(config),
-                weights_id=self._config.weights_id,
-            )
-            self._adapter.register_groups(
-                [self._cache_group(group, kv_caches, strides) for group in self._groups],
-                num_blocks=num_blocks,
-                identity=identity,
-                block_strides=strides,
+            register(
+                self._adapter,
+                self._vllm_config,
+                self._kv_cache_config,
+                self._groups,
+                kv_caches,
+                self._config.weights_id,
             )
         except LMCacheRedisError as error:
             logger.error("the cache stays off: %s", error)
@@ -356,42 +340,6 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         if self._asleep:
             self._asleep = False
             self.register_kv_caches(self._kv_caches)
-
-    def _cache_group(
-        self, group: LayerGroup, kv_caches: Mapping[str, Any], strides: Mapping[str, int] | None
-    ) -> CacheGroup:
-        """The group's tensors, and what decides their bytes."""
-        # With one group, layers that share the KV of another are listed as well.
-        layers = group.layers if len(self._groups) > 1 else tuple(kv_caches)
-        tensors = dict(
-            each for layer in layers if layer in kv_caches
-            for each in tensors_of(layer, kv_caches[layer])
-        )  # fmt: skip
-        if not tensors:
-            raise DeviceError(f"this rank has no layer of KV cache group {group.number}")
-        identity = {}
-        if not group.is_state:  # states are plain tensors
-            identity = kv_identity(
-                self._vllm_config,
-                tensors,
-                num_blocks=self._kv_cache_config.num_blocks,
-                block_size_tokens=group.block_size_tokens,
-                block_strides=strides,
-            )
-        dtypes = dict.fromkeys(dtype_name(each.dtype) for each in tensors.values())
-        spec = self._kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
-        shard, shards, replicas = shard_of_rank(self._vllm_config, spec)
-        if replicas > 1:
-            identity["rank"] = f"shard {shard} of {shards}"
-        return CacheGroup(
-            tensors,
-            "+".join(dtypes),
-            group.block_size_tokens,
-            group.reach,
-            identity,
-            shard=(shard, shards),
-            replica=(self._vllm_config.parallel_config.rank % replicas, replicas),
-        )
 
     @guarded(nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -478,32 +426,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         return metadata
 
 
-def _engine_id(vllm_config: VllmConfig) -> str:
-    """Shared by the processes of one engine core, and by no other.
-
-    The configured id may be that of several engines, or of the cores of data parallel ranks.
-    """
-    parallel = vllm_config.parallel_config
-    # The rank is 0 in every core of a model without experts.
-    core = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
-    return f"{vllm_config.kv_transfer_config.engine_id}/{vllm_config.instance_id}/{core}"
-
-
 def _step_tokens(vllm_config: VllmConfig) -> int:
     """Tokens that a request can have in steps in flight."""
     tokens = getattr(vllm_config, "max_in_flight_tokens", None)
     return int(tokens or vllm_config.scheduler_config.max_num_batched_tokens)
-
-
-def _by_tensor(
-    kv_caches: Mapping[str, Any], strides: Mapping[str, int] | None
-) -> Mapping[str, int] | None:
-    """The block strides of layers as those of their tensors."""
-    if strides is None:
-        return None
-    return {
-        name: strides[layer]
-        for layer, cache in kv_caches.items()
-        if layer in strides
-        for name, _ in tensors_of(layer, cache)
-    }

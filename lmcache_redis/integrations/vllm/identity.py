@@ -74,6 +74,17 @@ def model_name(vllm_config: VllmConfig) -> str:
     return Path(model).resolve().name if os.path.exists(model) else model
 
 
+def engine_id(vllm_config: VllmConfig) -> str:
+    """Shared by the processes of one engine core, and by no other.
+
+    The configured id may be that of several engines, or of the cores of data parallel ranks.
+    """
+    parallel = vllm_config.parallel_config
+    # The rank is 0 in every core of a model without experts.
+    core = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+    return f"{vllm_config.kv_transfer_config.engine_id}/{vllm_config.instance_id}/{core}"
+
+
 def attention_backend(vllm_config: VllmConfig) -> str:
     """Names of the attention backends in use. They decide the order of bytes in a block."""
     context = vllm_config.compilation_config.static_forward_context

@@ -1,4 +1,4 @@
-"""The connector in vLLM's workers: starts planned transfers and reports those that have ended.
+"""The connector in vLLM's workers: registers the KV cache, starts planned transfers, reports ends.
 
 `StepMetadata` and `WorkerReport` are what scheduler and workers exchange through vLLM, once a step.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -17,10 +17,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_redis.client.calls import Retrieve, Store
-from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.client.operations import CacheGroup, LoadStoreOp
 from lmcache_redis.client.ranks import RankPlace
 from lmcache_redis.client.worker import WorkerClient
+from lmcache_redis.dtypes import dtype_name
+from lmcache_redis.errors import DeviceError
+from lmcache_redis.integrations.vllm.groups import (
+    LayerGroup,
+    block_strides,
+    shard_of_rank,
+    tensors_of,
+)
+from lmcache_redis.integrations.vllm.identity import attention_backend, engine_identity
+from lmcache_redis.integrations.vllm.probe import kv_identity
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # A step that runs no model waits this long for a load: polling faster would slow the agent.
 _IDLE_WAIT_S = 0.005
@@ -197,3 +211,83 @@ def _recorded_event(client: WorkerClient) -> torch.cuda.Event | None:
     event = torch.cuda.Event(interprocess=True)
     event.record()
     return event
+
+
+def register(
+    client: WorkerClient,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    groups: Sequence[LayerGroup],
+    kv_caches: Mapping[str, Any],
+    weights_id: str | None,
+) -> None:
+    """Exports this rank's paged KV cache, and registers it with this and every later agent.
+
+    kv_caches: vLLM's tensors by layer; a recurrent layer has several. Raises DeviceError if the
+    memory cannot be exported, Unidentified if its bytes cannot be identified.
+    """
+    strides = block_strides(kv_cache_config)
+    if strides is not None:
+        strides = {
+            name: strides[layer]
+            for layer, cache in kv_caches.items()
+            if layer in strides
+            for name, _ in tensors_of(layer, cache)
+        }
+    # With one group, layers that share the KV of another are listed as well.
+    layers = [each.layers for each in groups] if len(groups) > 1 else [tuple(kv_caches)]
+    identity = engine_identity(
+        vllm_config,
+        rank=vllm_config.parallel_config.rank,
+        backend=attention_backend(vllm_config),
+        weights_id=weights_id,
+    )
+    client.register_groups(
+        [
+            _cache_group(vllm_config, kv_cache_config, group, kv_caches, of_group, strides)
+            for group, of_group in zip(groups, layers, strict=True)
+        ],
+        num_blocks=kv_cache_config.num_blocks,
+        identity=identity,
+        block_strides=strides,
+    )
+
+
+def _cache_group(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    group: LayerGroup,
+    kv_caches: Mapping[str, Any],
+    layers: Sequence[str],
+    strides: Mapping[str, int] | None,
+) -> CacheGroup:
+    """The group's tensors, and what decides their bytes."""
+    tensors = dict(
+        each for layer in layers if layer in kv_caches
+        for each in tensors_of(layer, kv_caches[layer])
+    )  # fmt: skip
+    if not tensors:
+        raise DeviceError(f"this rank has no layer of KV cache group {group.number}")
+    identity = {}
+    if not group.is_state:  # states are plain tensors
+        identity = kv_identity(
+            vllm_config,
+            tensors,
+            num_blocks=kv_cache_config.num_blocks,
+            block_size_tokens=group.block_size_tokens,
+            block_strides=strides,
+        )
+    dtypes = dict.fromkeys(dtype_name(each.dtype) for each in tensors.values())
+    spec = kv_cache_config.kv_cache_groups[group.number].kv_cache_spec
+    shard, shards, replicas = shard_of_rank(vllm_config, spec)
+    if replicas > 1:
+        identity["rank"] = f"shard {shard} of {shards}"
+    return CacheGroup(
+        tensors,
+        "+".join(dtypes),
+        group.block_size_tokens,
+        group.reach,
+        identity,
+        shard=(shard, shards),
+        replica=(vllm_config.parallel_config.rank % replicas, replicas),
+    )
