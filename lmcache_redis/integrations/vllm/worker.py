@@ -226,27 +226,26 @@ def register(
     kv_caches: vLLM's tensors by layer; a recurrent layer has several. Raises DeviceError if the
     memory cannot be exported, Unidentified if its bytes cannot be identified.
     """
+    tensors = {layer: dict(tensors_of(layer, cache)) for layer, cache in kv_caches.items()}
     strides = block_strides(kv_cache_config)
     if strides is not None:
         strides = {
-            name: strides[layer]
-            for layer, cache in kv_caches.items()
-            if layer in strides
-            for name, _ in tensors_of(layer, cache)
+            name: strides[layer] for layer in tensors if layer in strides for name in tensors[layer]
         }
-    # With one group, layers that share the KV of another are listed as well.
-    layers = [each.layers for each in groups] if len(groups) > 1 else [tuple(kv_caches)]
     identity = engine_identity(
         vllm_config,
         rank=vllm_config.parallel_config.rank,
         backend=attention_backend(vllm_config),
         weights_id=weights_id,
     )
+    cache_groups = []
+    for group in groups:
+        # With one group, layers that share the KV of another are listed as well.
+        layers = group.layers if len(groups) > 1 else tensors
+        some = {name: each for layer in layers for name, each in tensors.get(layer, {}).items()}
+        cache_groups.append(_cache_group(vllm_config, kv_cache_config, group, some, strides))
     client.register_groups(
-        [
-            _cache_group(vllm_config, kv_cache_config, group, kv_caches, of_group, strides)
-            for group, of_group in zip(groups, layers, strict=True)
-        ],
+        cache_groups,
         num_blocks=kv_cache_config.num_blocks,
         identity=identity,
         block_strides=strides,
@@ -257,15 +256,10 @@ def _cache_group(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     group: LayerGroup,
-    kv_caches: Mapping[str, Any],
-    layers: Sequence[str],
+    tensors: Mapping[str, Any],
     strides: Mapping[str, int] | None,
 ) -> CacheGroup:
     """The group's tensors, and what decides their bytes."""
-    tensors = dict(
-        each for layer in layers if layer in kv_caches
-        for each in tensors_of(layer, kv_caches[layer])
-    )  # fmt: skip
     if not tensors:
         raise DeviceError(f"this rank has no layer of KV cache group {group.number}")
     identity = {}
