@@ -225,15 +225,9 @@ class StoreJob(CopyJob):
                 self._cache.owner.post(partial(self._blocks_read, chunks))
 
         self._registration.device.gather(
-            block_ids,
-            slots,
-            self._form.stripe_payload_bytes,
-            self._question.event,
-            on_blocks_read,
-            lease_ns,
-            len(chunks),
-            self._question.group,
-        )
+            block_ids, slots, self._form.stripe_payload_bytes, self._question.event,
+            on_blocks_read, lease_ns, len(chunks), self._question.group,
+        )  # fmt: skip
         return read_in_time or time.monotonic_ns() <= lease_ns
 
     def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
@@ -365,15 +359,9 @@ class RetrieveJob(CopyJob):
         per_chunk = self._group.blocks_per_part
         skip = sum(min(max(0, self._skip_blocks - c * per_chunk), per_chunk) for c in chunks)
         self._registration.device.scatter(
-            block_ids,
-            slots,
-            self._form.stripe_payload_bytes,
-            skip,
-            self._question.event,
-            self._question.lease_ns,
-            len(chunks),
-            self._question.group,
-        )
+            block_ids, slots, self._form.stripe_payload_bytes, skip, self._question.event,
+            self._question.lease_ns, len(chunks), self._question.group,
+        )  # fmt: skip
         return True
 
     def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
@@ -394,11 +382,8 @@ class RetrieveJob(CopyJob):
         self._use.retrieved_bytes += copied * self._form.chunk_bytes
         logger.debug(
             "request %s: %d of %d chunks copied into blocks in %.1f ms",
-            self._question.request_id,
-            copied,
-            len(self._hashes),
-            took_s * 1e3,
-        )
+            self._question.request_id, copied, len(self._hashes), took_s * 1e3,
+        )  # fmt: skip
         if self._failed:
             self._session.tally.reasons.add(f"{len(self._failed)} chunks could not be copied")
         try:

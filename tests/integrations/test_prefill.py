@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
-from lmcache_redis.integrations.vllm.prefill import PrefillRate, Wishes
+from lmcache_redis.integrations.vllm.bookkeeping import PrefillRate, Wishes
 
 
 def test_a_rate_is_the_time_of_steps_by_their_prompt_tokens() -> None:

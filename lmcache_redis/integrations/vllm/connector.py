@@ -348,11 +348,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         self._awaited.update(metadata.lost_loads)
         for _, request_id, ops in metadata.loads:
             self._awaited[request_id] = [
-                block_id
-                for op in ops
-                for block_id in op.block_ids[
-                    op.skip_first_n_tokens // self._groups[op.group].block_size_tokens :
-                ]
+                block_id for op in ops for block_id in self._groups[op.group].written_by(op)
             ]
         if self._worker is not None:
             self._worker.begin_loads(metadata)

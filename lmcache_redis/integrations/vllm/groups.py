@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+    from lmcache_redis.client.operations import LoadStoreOp
+
 # Settings that give some layers another number of KV heads.
 _KV_HEADS = re.compile(r"k(ey_?)?v(alue)?_heads|multi_query_group|num_kv")
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")
@@ -46,6 +48,10 @@ class LayerGroup:
         blocks = chunk_tokens // self.block_size_tokens
         end = (chunk + 1) * blocks
         return slice(end - self.reach.blocks_per_part(blocks, self.block_size_tokens), end)
+
+    def written_by(self, load: LoadStoreOp) -> Sequence[int]:
+        """The blocks that a load writes."""
+        return load.block_ids[load.skip_first_n_tokens // self.block_size_tokens :]
 
 
 def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:

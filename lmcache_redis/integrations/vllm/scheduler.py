@@ -8,9 +8,6 @@ vLLM calls, for one request:
     load_ended          its load has ended on all ranks
     finished            the chunks that its lookup pinned are released
 
-A chunk has one part for each group of layers. A load moves the parts that a prefix needs, as vLLM
-has allocated blocks for them; a store takes each part that is complete and still there.
-
 The name of a chunk is ``epoch | adapter digest | hash of its last block``. The epoch (`epoch`) and
 the digest of a LoRA adapter (`lora`) are usually empty. vLLM's hashes are chained, so the last one
 covers every token before it. A request keeps the epoch in which it began, and uses the cache only
@@ -21,24 +18,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
 from lmcache_redis.integrations.vllm.bookkeeping import (
     BlockReferences,
-    RecentChunks,
+    PrefillRate,
     StaleBlocks,
     Tracked,
+    Wishes,
 )
 from lmcache_redis.integrations.vllm.epoch import named_epoch, new_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
-from lmcache_redis.integrations.vllm.prefill import PrefillRate, Wishes
+from lmcache_redis.integrations.vllm.planning import Planner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
-from lmcache_redis.naming import FULL_REACH
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -88,12 +83,11 @@ class ConnectorScheduler:
         adapter_digest: Callable[[Any], bytes | None],
     ) -> None:
         self._adapter = adapter
-        self._references = references
+        self._planner = Planner(references, groups, step_tokens)
         self._stale = stale
         self._recorder = recorder
         self._announcer = announcer
         self._groups = groups
-        self._needs_all = all(group.reach == FULL_REACH for group in groups)
         self._block_size_tokens = block_size_tokens
         self._hash_stride = hash_stride
         self._may_load = loads
@@ -101,17 +95,12 @@ class ConnectorScheduler:
         self._load_always = load_always
         self._block_ids = block_ids
         self._adapter_digest = adapter_digest
-        self._step_tokens = step_tokens
         self.epoch = named_epoch(weights_id)
         self._epoch_is_own = False  # random, and so not shared with other engines
         self._epoch_is_used = False
         self._tracked: dict[str, Tracked] = {}
         self._resuming: set[str] = set()  # load has ended, not scheduled since
-        # Blocks that a request needs beyond those of its load, until it is scheduled.
-        self._missing_blocks: dict[str, int] = {}
-        self._is_full = False  # a load waits for blocks in this step
         self._loads: list[Planned] = []
-        self._recent = RecentChunks()
         self._prefill = PrefillRate()
         self._wait_budget_s = _IDLE_WAIT_S
 
@@ -131,7 +120,7 @@ class ConnectorScheduler:
             # request, later one whose load has failed.
             tracked.matched = False
             return None
-        if tokens and not self._has_room(tracked, local_tokens + tokens):
+        if tokens and not self._planner.has_room(tracked, local_tokens + tokens):
             return None
         tracked.matched = True
         return tokens
@@ -154,7 +143,7 @@ class ConnectorScheduler:
             limit_tokens = tracked.hashed_tokens()
             if tracked.wishes.max_load_tokens is not None:
                 limit_tokens = min(limit_tokens, tracked.wishes.max_load_tokens)
-            if not self._needs_all:
+            if not self._planner.needs_all:
                 # vLLM computes the last token again. What is before a window, or a state before
                 # its last token, would then be missing.
                 limit_tokens = min(limit_tokens, request.num_tokens - 1)
@@ -180,9 +169,7 @@ class ConnectorScheduler:
             tracked.asked_s = None
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(tracked.first_chunk, tokens // chunk_tokens)
-        missed = tracked.chunk_names()[first_miss:]
-        for group in self._groups:
-            self._recent.discard(_parts(group, missed))
+        self._planner.missed(tracked.chunk_names()[first_miss:])
         return max(0, tokens - local_tokens)
 
     def allocated(
@@ -195,7 +182,7 @@ class ConnectorScheduler:
         self._not_loaded(request.request_id)
         if external_tokens and tracked.first_chunk is not None:
             tracked.tiers = self._adapter.hit_tiers(request.request_id)
-            self._plan_load(tracked, block_ids, external_tokens)
+            self._loads.append(self._planner.load(tracked, block_ids, external_tokens))
             for tier, tokens in tracked.hit_tokens(external_tokens).items():
                 self._recorder.count("hit_tokens", tokens, tier)
         elif tracked.loading is None:
@@ -211,7 +198,7 @@ class ConnectorScheduler:
         """The loads and stores that the workers start in this step."""
         metadata = StepMetadata(idle=output.total_num_scheduled_tokens == 0)
         metadata.loads, self._loads = self._loads, []
-        self._is_full = False
+        self._planner.begin_step()
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.block_ids = []
@@ -245,14 +232,14 @@ class ConnectorScheduler:
         self._prefill.ended(report.step, time.monotonic())
         self._adapter.ranks.reported(report.places)
         if report.dropped:
-            self._recent.clear()  # later requests store these chunks again
+            self._planner.store_again()
 
     def load_failed(self, request_id: str) -> None:
         """The request's load failed on some rank: its other tokens are computed."""
         tracked = self._tracked.get(request_id)
         if tracked is not None and tracked.loading is not None:
             tracked.load_failed = True
-            self._recent.clear()  # some of these chunks may not be cached
+            self._planner.store_again()  # some of these chunks may not be cached
 
     def blocks_failed(self, block_ids: set[int]) -> None:
         """As `load_failed`, for vLLM versions that report blocks."""
@@ -306,7 +293,7 @@ class ConnectorScheduler:
             logger.info("%s: KV that was cached before is no longer used", why)
         self.epoch, self._epoch_is_own, self._epoch_is_used = epoch, own, False
         self._stale.begin_epoch()
-        self._recent.clear()
+        self._planner.store_again()
         if self._announcer is not None:
             self._announcer.forget()
         for request_id, tracked in list(self._tracked.items()):
@@ -352,84 +339,7 @@ class ConnectorScheduler:
     def _not_loaded(self, request_id: str) -> None:
         """The request has no blocks of a load while it waits."""
         self._resuming.discard(request_id)
-        self._missing_blocks.pop(request_id, None)
-
-    def _has_room(self, tracked: Tracked, end: int) -> bool:
-        """Whether the blocks suffice for the request and for those that are loaded or being loaded.
-
-        end: the tokens up to the end of its load. vLLM cannot preempt a request between its load
-        and its next step. With sliding windows it reserves too few blocks for such requests, so
-        that all of them would wait for each other's.
-        """
-        if self._needs_all or not self._missing_blocks:
-            return True
-        if not self._is_full:
-            held = 0
-            for group in self._groups:
-                size = group.block_size_tokens
-                held += end // size - group.reach.first_token(end) // size
-            missing = self._missing(tracked, end) + sum(self._missing_blocks.values())
-            self._is_full = self._references.free_blocks() < held + missing
-        # Requests behind one that waits do not take the blocks from it.
-        return not self._is_full
-
-    def _missing(self, tracked: Tracked, end: int) -> int:
-        """Blocks that its other tokens need at most, at one time."""
-        tokens = tracked.request.num_tokens - end
-        missing = 0
-        for group in self._groups:
-            released = group.reach.kind in ("window", "local")
-            count = min(tokens, self._step_tokens) if released else tokens
-            missing += count // group.block_size_tokens + 2
-        return missing
-
-    def _plan_load(
-        self, tracked: Tracked, block_ids: Sequence[Sequence[int]], external_tokens: int
-    ) -> None:
-        end_chunk = (tracked.local_tokens + external_tokens) // tracked.chunk_tokens
-        names = tracked.chunk_names()[:end_chunk]
-        ops: list[LoadStoreOp] = []
-        written: list[int] = []
-        for group in self._groups:
-            load = self._load_of_group(group, tracked, block_ids[group.number], names)
-            if load is not None:
-                ops.append(load[0])
-                written += load[1]
-        tracked.loading = frozenset(written)
-        if not self._needs_all:
-            end = tracked.local_tokens + external_tokens
-            self._missing_blocks[tracked.request.request_id] = self._missing(tracked, end)
-        transfer_id = self._references.take(written)
-        self._loads.append(Planned(transfer_id, tracked.request.request_id, tuple(ops)))
-
-    def _load_of_group(
-        self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], names: Sequence[bytes]
-    ) -> tuple[LoadStoreOp, list[int]] | None:
-        """The operation, and the blocks that it writes; None if the group needs none."""
-        chunk_tokens, block_tokens = tracked.chunk_tokens, group.block_size_tokens
-        end = len(names) * chunk_tokens // block_tokens
-        # Other requests may be reading local blocks, and blocks before a sliding window are null:
-        # the load writes only the blocks after both.
-        first = tracked.local_tokens // block_tokens
-        null = [n for n in range(first, end) if self._references.is_null(block_ids[n])]
-        if null:
-            first = null[-1] + 1
-        if first == end:
-            return None
-        first_chunk = first * block_tokens // chunk_tokens
-        parts = [group.part(chunk, chunk_tokens) for chunk in range(first_chunk, len(names))]
-        are_adjacent = all(part.start == before.stop for before, part in pairwise(parts))
-        if first < parts[0].start or not are_adjacent:
-            raise RuntimeError(f"vLLM asks for more of {group} than its windows reach")
-        begin = parts[0].start
-        op = LoadStoreOp(
-            block_ids=list(block_ids[begin:end]),
-            chunk_hashes=names[first_chunk:],
-            skip_first_n_tokens=(first - begin) * block_tokens,
-            group=group.number,
-        )
-        self._recent.add(_parts(group, names[first_chunk:]))
-        return op, list(block_ids[first:end])
+        self._planner.forget_load(request_id)
 
     def _plan_store(self, tracked: Tracked, computed_tokens: int) -> list[Planned]:
         """The store of the chunks that this step completes, if any.
@@ -464,47 +374,10 @@ class ConnectorScheduler:
         chunks = range(tracked.considered_chunks, complete_chunks)
         tracked.considered_chunks = complete_chunks
         self._announce(tracked, chunks)
-        found = [
-            self._store_of_group(group, tracked, blocks[group.number], chunks)
-            for group in self._groups
-        ]
-        ops = tuple(op for op in found if op.block_ids)
-        if not ops:
-            return []
-        block_ids = [block_id for op in ops for block_id in op.block_ids]
-        return [Planned(self._references.take(block_ids), request.request_id, ops)]
-
-    def _store_of_group(
-        self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
-    ) -> LoadStoreOp:
-        """The parts of ``chunks`` that are in blocks and not stored yet."""
-        names, hashes = tracked.chunk_names(), tracked.chunk_hashes()
-        of_parts: list[int] = []
-        hashes_of_parts: list[bytes] = []
-        for chunk in chunks:
-            where = group.part(chunk, tracked.chunk_tokens)
-            part = block_ids[where]
-            (key,) = _parts(group, names[chunk : chunk + 1])
-            # A sliding window may have dropped some of the blocks.
-            if key in self._recent or any(map(self._references.is_null, part)):
-                continue
-            if group.is_state and not self._references.has_state(
-                part[0], hashes[chunk], group.number
-            ):
-                continue
-            self._recent.add([key])
-            of_parts += part
-            hashes_of_parts.append(names[chunk])
-        return LoadStoreOp(of_parts, chunk_hashes=hashes_of_parts, group=group.number)
+        return self._planner.store(tracked, blocks, chunks)
 
     def _announce(self, tracked: Tracked, chunks: range) -> None:
         """Describes chunks of which events may follow."""
         if self._announcer is not None:
             names = tracked.chunk_names()
             self._announcer.named(tracked.request, names, chunks, tracked.chunk_tokens)
-
-
-def _parts(group: LayerGroup, names: Iterable[bytes]) -> list[bytes]:
-    """What `RecentChunks` calls the group's parts of chunks."""
-    prefix = group.number.to_bytes(2, "big")
-    return [prefix + name for name in names]

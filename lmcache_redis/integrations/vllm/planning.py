@@ -1,0 +1,169 @@
+"""Plans loads and stores: which blocks hold which parts of chunks, and whether there is room.
+
+A chunk has one part for each group of layers. A load moves the parts that a prefix needs, as vLLM
+has allocated blocks for them; a store takes each part that is complete and still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks, Tracked
+from lmcache_redis.integrations.vllm.groups import LayerGroup
+from lmcache_redis.integrations.vllm.worker import Planned
+from lmcache_redis.naming import FULL_REACH
+
+
+class Planner:
+    """Plans for the requests of one engine, and takes the references to their blocks.
+
+    groups, step_tokens: as for `ConnectorScheduler`. needs_all: a prefix needs every part.
+    """
+
+    def __init__(
+        self, references: BlockReferences, groups: Sequence[LayerGroup], step_tokens: int
+    ) -> None:
+        self.needs_all = all(group.reach == FULL_REACH for group in groups)
+        self._references = references
+        self._groups = groups
+        self._step_tokens = step_tokens
+        self._recent = RecentChunks()
+        # Blocks that a request needs beyond those of its load, until it is scheduled.
+        self._missing_blocks: dict[str, int] = {}
+        self._is_full = False  # a load waits for blocks in this step
+
+    def begin_step(self) -> None:
+        self._is_full = False
+
+    def has_room(self, tracked: Tracked, end: int) -> bool:
+        """Whether the blocks suffice for the request and for those that are loaded or being loaded.
+
+        end: the tokens up to the end of its load. vLLM cannot preempt a request between its load
+        and its next step. With sliding windows it reserves too few blocks for such requests, so
+        that all of them would wait for each other's.
+        """
+        if self.needs_all or not self._missing_blocks:
+            return True
+        if not self._is_full:
+            held = 0
+            for group in self._groups:
+                size = group.block_size_tokens
+                held += end // size - group.reach.first_token(end) // size
+            missing = self._missing(tracked, end) + sum(self._missing_blocks.values())
+            self._is_full = self._references.free_blocks() < held + missing
+        # Requests behind one that waits do not take the blocks from it.
+        return not self._is_full
+
+    def load(
+        self, tracked: Tracked, block_ids: Sequence[Sequence[int]], external_tokens: int
+    ) -> Planned:
+        """The load of ``external_tokens`` into blocks that vLLM has allocated, by group."""
+        request_id, end = tracked.request.request_id, tracked.local_tokens + external_tokens
+        names = tracked.chunk_names()[: end // tracked.chunk_tokens]
+        ops: list[LoadStoreOp] = []
+        written: list[int] = []
+        for group in self._groups:
+            op = self._load_of_group(group, tracked, block_ids[group.number], names)
+            if op is not None:
+                ops.append(op)
+                written += group.written_by(op)
+        tracked.loading = frozenset(written)
+        if not self.needs_all:
+            self._missing_blocks[request_id] = self._missing(tracked, end)
+        return Planned(self._references.take(written), request_id, tuple(ops))
+
+    def forget_load(self, request_id: str) -> None:
+        """The request has been scheduled since its load, or holds no blocks of one."""
+        self._missing_blocks.pop(request_id, None)
+
+    def store(
+        self, tracked: Tracked, blocks: Sequence[Sequence[int]], chunks: range
+    ) -> list[Planned]:
+        """The store of ``chunks``, if any of their parts are to be stored."""
+        found = [
+            self._store_of_group(group, tracked, blocks[group.number], chunks)
+            for group in self._groups
+        ]
+        ops = tuple(op for op in found if op.block_ids)
+        if not ops:
+            return []
+        block_ids = [block_id for op in ops for block_id in op.block_ids]
+        return [Planned(self._references.take(block_ids), tracked.request.request_id, ops)]
+
+    def missed(self, names: Sequence[bytes]) -> None:
+        """These chunks are not cached: they are stored again, even if they are recent."""
+        for group in self._groups:
+            self._recent.discard(_parts(group, names))
+
+    def store_again(self) -> None:
+        """All chunks are stored again."""
+        self._recent.clear()
+
+    def _missing(self, tracked: Tracked, end: int) -> int:
+        """Blocks that its other tokens need at most, at one time."""
+        tokens = tracked.request.num_tokens - end
+        missing = 0
+        for group in self._groups:
+            released = group.reach.kind in ("window", "local")
+            count = min(tokens, self._step_tokens) if released else tokens
+            missing += count // group.block_size_tokens + 2
+        return missing
+
+    def _load_of_group(
+        self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], names: Sequence[bytes]
+    ) -> LoadStoreOp | None:
+        """None if the group needs no load."""
+        chunk_tokens, block_tokens = tracked.chunk_tokens, group.block_size_tokens
+        end = len(names) * chunk_tokens // block_tokens
+        # Other requests may be reading local blocks, and blocks before a sliding window are null:
+        # the load writes only the blocks after both.
+        first = tracked.local_tokens // block_tokens
+        null = [n for n in range(first, end) if self._references.is_null(block_ids[n])]
+        if null:
+            first = null[-1] + 1
+        if first == end:
+            return None
+        first_chunk = first * block_tokens // chunk_tokens
+        parts = [group.part(chunk, chunk_tokens) for chunk in range(first_chunk, len(names))]
+        are_adjacent = all(part.start == before.stop for before, part in pairwise(parts))
+        if first < parts[0].start or not are_adjacent:
+            raise RuntimeError(f"vLLM asks for more of {group} than its windows reach")
+        begin = parts[0].start
+        self._recent.add(_parts(group, names[first_chunk:]))
+        return LoadStoreOp(
+            block_ids=list(block_ids[begin:end]),
+            chunk_hashes=names[first_chunk:],
+            skip_first_n_tokens=(first - begin) * block_tokens,
+            group=group.number,
+        )
+
+    def _store_of_group(
+        self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
+    ) -> LoadStoreOp:
+        """The parts of ``chunks`` that are in blocks and not stored yet."""
+        names, hashes = tracked.chunk_names(), tracked.chunk_hashes()
+        of_parts: list[int] = []
+        hashes_of_parts: list[bytes] = []
+        for chunk in chunks:
+            where = group.part(chunk, tracked.chunk_tokens)
+            part = block_ids[where]
+            (key,) = _parts(group, names[chunk : chunk + 1])
+            # A sliding window may have dropped some of the blocks.
+            if key in self._recent or any(map(self._references.is_null, part)):
+                continue
+            if group.is_state and not self._references.has_state(
+                part[0], hashes[chunk], group.number
+            ):
+                continue
+            self._recent.add([key])
+            of_parts += part
+            hashes_of_parts.append(names[chunk])
+        return LoadStoreOp(of_parts, chunk_hashes=hashes_of_parts, group=group.number)
+
+
+def _parts(group: LayerGroup, names: Iterable[bytes]) -> list[bytes]:
+    """What `RecentChunks` calls the group's parts of chunks."""
+    prefix = group.number.to_bytes(2, "big")
+    return [prefix + name for name in names]
