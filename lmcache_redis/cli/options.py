@@ -1,4 +1,8 @@
-"""Command-line options: those made from the fields of a config, and those that commands share."""
+"""Command-line options: those made from the fields of a config, and those that commands share.
+
+A setting comes from its option, else from its environment variable, else from `--config FILE`,
+which the agent reads again at SIGHUP.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from lmcache_redis.cli.settings_file import read_settings
 from lmcache_redis.cli.starting import URL_VARIABLE
 from lmcache_redis.config import (
     SEAL_KEY_FILE_VARIABLE,
@@ -120,7 +123,7 @@ def config_from(config: type[_Config], options: Mapping[str, Any]) -> _Config:
     settings: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(config)  # type: ignore[arg-type]
     if (path := given.pop(_CONFIG_FILE, None)) is not None:
         named = {s.name: s for s in settings if not s.metadata["environment_only"]}
-        given = read_settings(path, named) | given
+        given = _read_settings(path, named) | given
     for setting in settings:
         variable = setting.metadata["environment_only"]
         if variable and (secret := _secret(variable)):
@@ -130,6 +133,50 @@ def config_from(config: type[_Config], options: Mapping[str, Any]) -> _Config:
     if "key_prefix" in given:
         given["key_prefix"] = str(given["key_prefix"]).encode()
     return config(**given)
+
+
+def _read_settings(path: str, settings: Mapping[str, dataclasses.Field[Any]]) -> dict[str, Any]:
+    """The values in a file, by the names of these settings. Raises ``ConfigError``.
+
+    A line is ``name = value``, named as the option without its dashes; ``#`` begins a comment::
+
+        # /etc/lmcache-redis/agent.conf
+        redis-url = redis://cache.example:6379
+        pool-bytes = 16GiB
+        ttl-refresh = true
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} cannot be read ({error}): name another file") from error
+    known = {option_name(name).removeprefix("--"): field for name, field in settings.items()}
+    found: dict[str, Any] = {}
+    for number, line in enumerate(lines, start=1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        where = f"line {number} of {path}"
+        option, equals, text = (part.strip() for part in line.partition("="))
+        if not equals:
+            raise ConfigError(f"{where}: write NAME = VALUE")
+        if option not in known:
+            raise ConfigError(f"{where}: there is no setting {option!r}")
+        field = known[option]
+        if field.name in found:
+            raise ConfigError(f"{where}: {option} is set twice")
+        found[field.name] = _value(text, field, where)
+    return found
+
+
+def _value(text: str, field: dataclasses.Field[Any], where: str) -> Any:
+    kind = str(field.type)
+    if field.metadata["size"] or kind not in _TYPES:
+        return text
+    try:
+        return {"true": True, "false": False}[text] if kind == "bool" else _TYPES[kind](text)
+    except (KeyError, ValueError):
+        what = {"int": "a whole number", "float": "a number", "bool": "true or false"}[kind]
+        raise ConfigError(f"{where}: {text!r} is not {what}") from None
 
 
 def size_of(option: str, text: str | int) -> int:
