@@ -40,6 +40,7 @@ class Handlers:
         self._sessions = agent.sessions
         self._metrics = agent.cache.metrics
         self._peers = agent.peers
+        self._letters = agent.tier_letters
         self._registering = Registering(agent)
         self._warming = Warming(agent)
         self._watches = Watches(agent)
@@ -192,10 +193,9 @@ class Handlers:
 
     def _tiers(self, found: PrefixLookup) -> str:
         """See `messages.LookupResult`."""
-        counters, levels = self._cache.counters, found.levels()
+        levels, letters = found.levels(), self._letters
         if not levels:
             return "h" * found.bound
-        letters = {level: "r" if each.is_remote else "d" for level, each in enumerate(counters)}
         return "".join(
             letters[levels[chunk]] if chunk in levels else "h" for chunk in range(found.bound)
         )

@@ -78,7 +78,7 @@ def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = Non
         agent = Agent.of(config, arena, plane)
         stack.callback(agent.cache.close, 0.0)
         service = Service(agent, router)
-        _stop_on_signals(service)
+        _on_signals(service.stop, signal.SIGTERM, signal.SIGINT)
         status = f"serving {config.endpoint}"
         if again is not None:
             _reload_on_signal(agent, _Reloading(agent, service, again), manager, status)
@@ -158,13 +158,10 @@ def _prefault(stack: contextlib.ExitStack, arena: Arena) -> None:
     stack.callback(stop.set)
 
 
-def _stop_on_signals(service: Service) -> None:
-    def stop(signum: int, frame: object) -> None:
-        service.stop()
-
+def _on_signals(action: Callable[[], None], *signals: signal.Signals) -> None:
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGINT, stop)
+        for each in signals:
+            signal.signal(each, lambda signum, frame: action())
 
 
 def _reload_on_signal(
@@ -177,8 +174,7 @@ def _reload_on_signal(
         finally:
             manager.ready(status)
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGHUP, lambda signum, frame: agent.loop.post(reload))
+    _on_signals(lambda: agent.loop.post(reload), signal.SIGHUP)
 
 
 class _Reloading:

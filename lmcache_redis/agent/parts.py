@@ -37,6 +37,11 @@ class Agent:
     peers: Peers
     pinned_pool: PinnedPool
 
+    @property
+    def tier_letters(self) -> tuple[str, ...]:
+        """What messages call the cache's tiers, see `messages.TIER_NAMES`."""
+        return tuple("r" if each.is_remote else "d" for each in self.cache.counters)
+
     @staticmethod
     def of(config: AgentConfig, arena: Arena, plane: RedisPlane) -> Agent:
         """Raises ``ConfigError`` if the disk tier's directory cannot be used."""

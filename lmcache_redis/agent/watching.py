@@ -97,8 +97,7 @@ class Watches:
         self._pool = agent.cache.pool
         self._disk = agent.disk
         self._watches: dict[Peer, _Watch] = {}
-        counters = agent.cache.counters
-        self._letters = tuple("r" if each.is_remote else "d" for each in counters)
+        self._letters = agent.tier_letters
 
     def watch(
         self,
