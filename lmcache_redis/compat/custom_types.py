@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from lmcache_redis.codec import EXT_CUDA_WRAPPER, EXT_DTYPE
 from lmcache_redis.device.cuda_ipc import CudaIPCWrapper
 from lmcache_redis.dtypes import dtype_name, torch_dtype
 from lmcache_redis.errors import FormatError, checked_shape
@@ -62,15 +61,13 @@ def _decoded_size(body: bytes) -> torch.Size:
 
 _EXTENSIONS = (
     _Extension(
-        EXT_DTYPE,
+        1,
         torch.dtype,
         lambda dtype: dtype_name(dtype).encode(),
         lambda body: torch_dtype(str(body, "utf-8")),
     ),
     _Extension(2, torch.Size, _encoded_size, _decoded_size),
-    _Extension(
-        EXT_CUDA_WRAPPER, CudaIPCWrapper, CudaIPCWrapper.Serialize, CudaIPCWrapper.Deserialize
-    ),
+    _Extension(3, CudaIPCWrapper, CudaIPCWrapper.Serialize, CudaIPCWrapper.Deserialize),
     _Extension(4, IPCCacheEngineKey, IPCCacheEngineKey.Serialize, IPCCacheEngineKey.Deserialize),
     _Extension(5, ObjectKey, ObjectKey.to_bytes, ObjectKey.from_bytes),
 )
