@@ -1,7 +1,7 @@
 """All settings: types, defaults, bounds and help texts.
 
-``AgentConfig`` is built once and never changes. The options of ``lmcache-redis agent`` and the
-table in the README are made from its fields.
+A config is built once and never changes. The options of commands and the table in the README are
+made from its fields.
 """
 
 from __future__ import annotations
@@ -142,20 +142,14 @@ def setting(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentConfig:
-    """All settings of an agent. Raises ``ConfigError`` for impossible values."""
+class TierSettings:
+    """The settings that agents and gateways share: Redis, the disk, and what is seen of both."""
 
-    endpoint: str = setting(
-        "socket of the agent: ipc://PATH, in a directory that only its user can enter",
-        default_endpoint,
-        shown="ipc:// in a private directory",
-    )
     redis_url: str | None = setting(
         "URL of the server: redis://, unix://, redis+sentinel:// or redis+cluster://, with TLS "
-        "rediss://, rediss+sentinel:// or rediss+cluster://; without it the agent runs its own "
-        "Redis",
+        "rediss://, rediss+sentinel:// or rediss+cluster://; without it an agent runs its own "
+        "Redis, and a gateway keeps chunks only in memory and on disk",
         None,
-        shown="embedded Redis",
         repr=False,  # it may hold a password
     )
     redis_username: str | None = setting("ACL user, if not in the URL", None)
@@ -171,6 +165,33 @@ class AgentConfig:
         None,
     )
     key_prefix: bytes = setting("prefix of every key, for a server that others use too", b"")
+    disk_path: str | None = setting("directory for the disk tier, which survives restarts", None)
+    disk_size: int = setting("maximum total size of the files in --disk-path", 64 << 30, size=True)
+    shutdown_deadline_s: float = setting(
+        "maximum time for requests in progress and queued writes when the process stops", 5.0
+    )
+    log_level: str = setting("level of the log: debug, info, warning or error", "info")
+    metrics: str | None = setting(
+        "ADDRESS:PORT where Prometheus finds /metrics, and probes /healthz", None
+    )
+
+    def __post_init__(self) -> None:
+        check_between("disk_size", self.disk_size, 1 << 20, 1 << 60)
+        check_between("shutdown_deadline_s", self.shutdown_deadline_s, 0, 600)
+        check_one_of("log_level", self.log_level, LOG_LEVELS)
+        if self.metrics is not None:
+            parse_address(self.metrics)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig(TierSettings):
+    """All settings of an agent. Raises ``ConfigError`` for impossible values."""
+
+    endpoint: str = setting(
+        "socket of the agent: ipc://PATH, in a directory that only its user can enter",
+        default_endpoint,
+        shown="ipc:// in a private directory",
+    )
     chunk_size_tokens: int = setting("tokens per chunk; an engine rounds up to whole blocks", 256)
     pool_bytes: int = setting(
         "memory of the host pool, a hard limit",
@@ -190,8 +211,6 @@ class AgentConfig:
         shown="half of the host pool",
         size=True,
     )
-    disk_path: str | None = setting("directory for the disk tier, which survives restarts", None)
-    disk_size: int = setting("maximum total size of the files in --disk-path", 64 << 30, size=True)
     embedded_memory_bytes: int = setting(
         "memory limit of the embedded Redis",
         lambda: machine_share(8 << 30),
@@ -208,7 +227,6 @@ class AgentConfig:
         "time after which the chunks pinned by a request are released", 60.0
     )
     heartbeat_timeout_s: float = setting("time after which a silent engine is unregistered", 10.0)
-    shutdown_deadline_s: float = setting("maximum time for queued writes when the agent stops", 5.0)
     get_connections: int = setting("connections for loads", 4)
     set_connections: int = setting("connections for stores", 4)
     network_threads: int = setting(
@@ -222,33 +240,25 @@ class AgentConfig:
         2,
     )
     device: str = setting("memory that engines may register: auto, cpu or cuda", "auto")
-    log_level: str = setting("level of the log: debug, info, warning or error", "info")
-    metrics: str | None = setting(
-        "ADDRESS:PORT where Prometheus finds /metrics, and probes /healthz", None
-    )
 
     def __post_init__(self) -> None:
+        TierSettings.__post_init__(self)
         _check_endpoint(self.endpoint)
         check_between("chunk_size_tokens", self.chunk_size_tokens, 1, 1 << 20)
         check_between("slot_bytes", self.slot_bytes, MIN_SLOT_BYTES, 512 << 20)
         check_between("pool_bytes", self.pool_bytes, self.slot_bytes + 4096, 1 << 50)
         check_between("embedded_memory_bytes", self.embedded_memory_bytes, 16 << 20, 1 << 50)
-        check_between("disk_size", self.disk_size, 1 << 20, 1 << 60)
         check_between("write_queue_bytes", self.write_queue_limit_bytes, 0, 1 << 50)
         for name in ("lookup_deadline_s", "op_timeout_s"):
             check_between(name, getattr(self, name), 0.01, 600)
         for name in ("session_timeout_s", "heartbeat_timeout_s"):
             check_between(name, getattr(self, name), 1, 86_400)
-        check_between("shutdown_deadline_s", self.shutdown_deadline_s, 0, 600)
         check_between("ttl_s", self.ttl_s, 0, 10 * 366 * 86_400)
         if self.ttl_refresh and not self.ttl_s:
             raise ConfigError("--ttl-refresh needs a --ttl-s: set that as well")
         for name in ("get_connections", "set_connections", "network_threads", "copy_threads"):
             check_between(name, getattr(self, name), 1, 64)
         check_one_of("device", self.device, ("auto", "cpu", "cuda"))
-        check_one_of("log_level", self.log_level, LOG_LEVELS)
-        if self.metrics is not None:
-            parse_address(self.metrics)
 
     @property
     def write_queue_limit_bytes(self) -> int:
@@ -307,21 +317,6 @@ def shown_default(setting: dataclasses.Field[Any]) -> str:
     if setting.metadata.get("size"):
         return format_size(default)
     return f"{default:g}" if isinstance(default, float) else str(default)
-
-
-def settings_table() -> str:
-    """The agent's settings as a Markdown table. A test compares the README's copy with it."""
-    rows = ["| setting of `lmcache-redis agent` | default | meaning |", "| --- | --- | --- |"]
-    rows += [
-        f"| `{_settable_by(s)}` | {shown_default(s)} | {s.metadata['help']} |"
-        for s in dataclasses.fields(AgentConfig)
-    ]
-    return "\n".join(rows)
-
-
-def _settable_by(setting: dataclasses.Field[Any]) -> str:
-    variable = setting.metadata.get("environment_only")
-    return f"${variable}" if variable else option_name(setting.name)
 
 
 def _check_endpoint(endpoint: str) -> None:

@@ -1,12 +1,15 @@
-"""Reading what `--metrics` serves."""
+"""Reading what `--metrics` serves, and the page of its families."""
 
 from __future__ import annotations
 
 import re
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from lmcache_redis.metrics.exporter import Family
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
 
@@ -34,3 +37,17 @@ def port_in(log: str) -> int:
     found = re.search(r"metrics at http://127\.0\.0\.1:(\d+)/metrics", log)
     assert found is not None
     return int(found[1])
+
+
+def metrics_table(families: Sequence[Family]) -> str:
+    """The families as a Markdown table. docs/metrics.md has copies."""
+    rows = [
+        "| metric | type | labels | meaning | when it is high |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    rows += [
+        f"| `{family.exposed_name}` | {family.kind} | {', '.join(family.labels)} | "
+        f"{family.meaning} | {family.high} |"
+        for family in families
+    ]
+    return "\n".join(rows)

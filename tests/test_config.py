@@ -18,7 +18,6 @@ from lmcache_redis.config import (
     option_name,
     parse_size,
     private_directory,
-    settings_table,
     shown_default,
 )
 from lmcache_redis.errors import ConfigError
@@ -264,6 +263,25 @@ def test_every_setting_explains_itself() -> None:
     for field in dataclasses.fields(AgentConfig):
         assert len(field.metadata["help"]) > 10, field.name
         assert shown_default(field), field.name
+
+
+def settings_table() -> str:
+    rows = ["| setting of `lmcache-redis agent` | default | meaning |", "| --- | --- | --- |"]
+    for field in dataclasses.fields(AgentConfig):
+        variable = field.metadata["environment_only"]
+        by = f"${variable}" if variable else option_name(field.name)
+        rows.append(f"| `{by}` | {shown_default(field)} | {field.metadata['help']} |")
+    return "\n".join(rows)
+
+
+def test_the_readme_has_the_settings() -> None:
+    readme = Path(__file__).parent.parent / "README.md"
+    if not readme.exists():
+        return
+    assert settings_table() in readme.read_text(), (
+        "the table of settings in README.md is not that of the code; print it with: "
+        "python -c 'from tests.test_config import settings_table; print(settings_table())'"
+    )
 
 
 def test_the_table_has_every_setting_once() -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis import __version__, backends, native
-from lmcache_redis.config import settings_table
 
 PACKAGE = "lmcache_redis"
 ROOT = Path(__file__).parent.parent
@@ -84,16 +83,6 @@ def test_the_agent_starts_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_readme_has_the_settings() -> None:
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        return
-    assert settings_table() in readme.read_text(), (
-        "the table of settings in README.md is not that of the code; print it with: "
-        "python -c 'from lmcache_redis.config import settings_table; print(settings_table())'"
-    )
 
 
 def test_the_former_name_of_the_backends() -> None:

@@ -28,7 +28,6 @@ from lmcache_redis.config import (
 from lmcache_redis.errors import ConfigError, DeviceError
 from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
-from lmcache_redis.seal import read_seal_keys
 from lmcache_redis.systemd import ServiceManager
 from lmcache_redis.transport import bind_router
 
@@ -73,7 +72,7 @@ def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = Non
             url = stack.enter_context(embedded_redis(config.embedded_memory_bytes))
         arena = _arena(config)
         stack.callback(arena.close)
-        plane = RedisPlane(_redis_options(config, url))
+        plane = RedisPlane(RedisOptions.of_agent(config, url))
         plane.start()
         agent = Agent.of(config, arena, plane)
         stack.callback(agent.cache.close, 0.0)
@@ -103,22 +102,6 @@ def _exporter(address: str, agent: Agent) -> contextlib.AbstractContextManager[o
     from lmcache_redis.metrics.exporter import Exporter
 
     return Exporter(parse_address(address), FAMILIES, source_of(agent))
-
-
-def _redis_options(config: AgentConfig, url: str) -> RedisOptions:
-    return RedisOptions(
-        url=url,
-        key_prefix=config.key_prefix,
-        username=config.redis_username,
-        password=config.redis_password,
-        get_connections=config.get_connections,
-        set_connections=config.set_connections,
-        network_threads=config.network_threads,
-        op_timeout_s=config.op_timeout_s,
-        ttl_s=config.ttl_s,
-        ttl_refresh=config.ttl_refresh,
-        seal_keys=read_seal_keys(config.seal_key_file),
-    )
 
 
 def _arena(config: AgentConfig) -> Arena:

@@ -193,7 +193,6 @@ def redis_options(**given: Any) -> RedisOptions:
     Raises ``ConfigError``, also if no server is named.
     """
     from lmcache_redis.resp import RedisOptions
-    from lmcache_redis.seal import read_seal_keys
 
     config = config_from(AgentConfig, given)
     if not config.redis_url:
@@ -201,16 +200,7 @@ def redis_options(**given: Any) -> RedisOptions:
             "no server is named: give --redis-url or set LMCACHE_REDIS_URL (`lmcache-redis status` "
             "shows the URL of an agent's embedded Redis)"
         )
-    return RedisOptions(
-        config.redis_url,
-        config.key_prefix,
-        config.redis_username,
-        config.redis_password,
-        config.get_connections,
-        config.set_connections,
-        op_timeout_s=config.op_timeout_s,
-        seal_keys=read_seal_keys(config.seal_key_file),
-    )
+    return RedisOptions.of_agent(config, config.redis_url)
 
 
 def _secret(variable: str) -> str | None:

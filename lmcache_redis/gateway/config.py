@@ -11,12 +11,10 @@ import re
 from dataclasses import dataclass
 
 from lmcache_redis.config import (
-    LOG_LEVELS,
     MIN_SLOT_BYTES,
+    TierSettings,
     check_between,
-    check_one_of,
     machine_share,
-    parse_address,
     setting,
 )
 from lmcache_redis.errors import ConfigError
@@ -29,7 +27,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayConfig:
+class GatewayConfig(TierSettings):
     """All settings of a gateway. Raises ``ConfigError`` for invalid values."""
 
     listen: str = setting(
@@ -37,34 +35,12 @@ class GatewayConfig:
         "password, so beyond loopback it needs --allowed-peers, --tls-client-ca or --allow-anyone",
         DEFAULT_LISTEN,
     )
-    redis_url: str | None = setting(
-        "URL of the server: redis://, unix://, redis+sentinel:// or redis+cluster://, with TLS "
-        "rediss://, rediss+sentinel:// or rediss+cluster://; without it chunks are only in memory "
-        "and on disk",
-        None,
-        repr=False,  # it may hold a password
-    )
-    redis_username: str | None = setting("ACL user, if not in the URL", None)
-    redis_password: str | None = setting(
-        "password, if not in the URL; ..._PASSWORD_FILE names a file that contains it",
-        None,
-        environment_only="LMCACHE_REDIS_PASSWORD",
-        repr=False,
-    )
-    seal_key_file: str | None = setting(
-        "file of the keys that values are sealed with (AES-256-GCM), one a line: the first seals, "
-        "all of them open; values that are not sealed are misses",
-        None,
-    )
-    key_prefix: bytes = setting("prefix of every key, for a server that others use too", b"")
     memory_bytes: int = setting(
         "memory tier, in front of disk and Redis; 0: none",
         lambda: machine_share(4 << 30),
         shown="4GiB, at most a quarter of the machine's memory",
         size=True,
     )
-    disk_path: str | None = setting("directory for the disk tier, which survives restarts", None)
-    disk_size: int = setting("maximum total size of the files in --disk-path", 64 << 30, size=True)
     buffer_bytes: int = setting(
         "payload in flight, a hard limit",
         lambda: machine_share(1 << 30),
@@ -98,9 +74,6 @@ class GatewayConfig:
     idle_timeout_s: float = setting(
         "a client without a request for this long is disconnected; 0: never", 86_400.0
     )
-    shutdown_deadline_s: float = setting(
-        "maximum time for requests in progress when the gateway stops", 5.0
-    )
     tls_cert: str | None = setting("PEM file of the server's certificate chain; turns TLS on", None)
     tls_key: str | None = setting("PEM file of its private key, if separate", None)
     tls_client_ca: str | None = setting(
@@ -114,17 +87,13 @@ class GatewayConfig:
     allow_anyone: bool = setting(
         "listen beyond loopback although any client can read and replace chunks", False
     )
-    log_level: str = setting("level of the log: debug, info, warning or error", "info")
-    metrics: str | None = setting(
-        "ADDRESS:PORT where Prometheus finds /metrics, and probes /healthz", None
-    )
 
     def __post_init__(self) -> None:
+        TierSettings.__post_init__(self)
         check_between("buffer_bytes", self.buffer_bytes, MIN_SLOT_BYTES, 1 << 50)
         most_slot_bytes = min(self.buffer_bytes, 512 << 20) // MIN_SLOT_BYTES * MIN_SLOT_BYTES
         check_between("slot_bytes", self.slot_bytes, MIN_SLOT_BYTES, most_slot_bytes)
         check_between("memory_bytes", self.memory_bytes, 0, 1 << 50)
-        check_between("disk_size", self.disk_size, 1 << 20, 1 << 60)
         check_between("max_payload_bytes", self.payload_limit_bytes, 1, MAX_WIRE_LENGTH)
         if self.payload_limit_bytes > self.usable_buffer_bytes:
             raise ConfigError(
@@ -136,7 +105,6 @@ class GatewayConfig:
         check_between("payload_threads", self.payload_threads, 1, 64)
         check_between("stall_timeout_s", self.stall_timeout_s, 0.1, 3600)
         check_between("idle_timeout_s", self.idle_timeout_s, 0, 10**9)
-        check_between("shutdown_deadline_s", self.shutdown_deadline_s, 0, 600)
         if not (self.memory_bytes or self.disk_path or self.redis_url):
             raise ConfigError(
                 "there is no tier for chunks: give --redis-url, --memory-bytes or --disk-path"
@@ -153,9 +121,6 @@ class GatewayConfig:
                 "chunks: give --allowed-peers or --tls-client-ca, or --allow-anyone if that is "
                 "intended"
             )
-        check_one_of("log_level", self.log_level, LOG_LEVELS)
-        if self.metrics is not None:
-            parse_address(self.metrics)
 
     @property
     def usable_buffer_bytes(self) -> int:

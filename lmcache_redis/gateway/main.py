@@ -109,15 +109,14 @@ def open_cache(config: GatewayConfig) -> ObjectCache:
 def _started_plane(config: GatewayConfig) -> RedisPlane | None:
     if config.redis_url is None:
         return None
-    plane = RedisPlane(
-        RedisOptions(
-            url=config.redis_url,
-            key_prefix=config.key_prefix,
-            username=config.redis_username,
-            password=config.redis_password,
-            seal_keys=read_seal_keys(config.seal_key_file),
-        )
+    options = RedisOptions(
+        config.redis_url,
+        config.key_prefix,
+        config.redis_username,
+        config.redis_password,
+        seal_keys=read_seal_keys(config.seal_key_file),
     )
+    plane = RedisPlane(options)
     plane.start()
     return plane
 

@@ -1,8 +1,8 @@
-"""Families that agent and gateway have in common, and the page of all."""
+"""Families that agent and gateway have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
@@ -42,17 +42,3 @@ def labelled(
         family.name: {(label,): counters[name] for label, name in labels.items()}
         for family, labels in families.items()
     }
-
-
-def metrics_table(families: Sequence[Family]) -> str:
-    """The families as a Markdown table. A test compares the docs' copies with it."""
-    rows = [
-        "| metric | type | labels | meaning | when it is high |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    rows += [
-        f"| `{family.exposed_name}` | {family.kind} | {', '.join(family.labels)} | "
-        f"{family.meaning} | {family.high} |"
-        for family in families
-    ]
-    return "\n".join(rows)

@@ -14,9 +14,8 @@ from lmcache_redis.config import AgentConfig, parse_address
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.gateway import exported
 from lmcache_redis.metrics.exporter import Exporter, Family, NoReading, OwnerSource, Values
-from lmcache_redis.metrics.families import metrics_table
 from tests.harness import AgentServer, Engine, wait_until
-from tests.scraping import get, port_in, samples_in
+from tests.scraping import get, metrics_table, port_in, samples_in
 from tests.servers import RedisServer
 
 ROOT = Path(__file__).parent.parent.parent

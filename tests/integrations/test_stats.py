@@ -13,7 +13,6 @@ import prometheus_client
 import pytest
 
 from lmcache_redis.integrations.vllm.reports.families import FAMILIES
-from lmcache_redis.metrics.families import metrics_table
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
@@ -27,7 +26,7 @@ from lmcache_redis.integrations.vllm.worker import StepMetadata
 from tests.integrations import test_guard, test_scheduler
 from tests.integrations.test_guard import REQUEST, connector
 from tests.integrations.test_scheduler import BLOCK, CHUNK, FakeRequest, ScriptedAdapter
-from tests.scraping import samples_in
+from tests.scraping import metrics_table, samples_in
 
 ROOT = Path(__file__).parent.parent.parent
 

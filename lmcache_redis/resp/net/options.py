@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.seal import SealKeys, read_seal_keys
 
 if TYPE_CHECKING:
-    from lmcache_redis.seal import SealKeys
+    from lmcache_redis.config import AgentConfig
 
 # Why these values: docs/data-plane.md.
 DEFAULT_GET_CONNECTIONS = 4
@@ -51,6 +52,23 @@ class RedisOptions:
     ttl_refresh: bool = False
     seal_keys: SealKeys | None = None
     verify_checksums: bool = True
+
+    @staticmethod
+    def of_agent(config: AgentConfig, url: str) -> RedisOptions:
+        """The options of an agent, for one server. Raises ConfigError, also for its seal keys."""
+        return RedisOptions(
+            url,
+            config.key_prefix,
+            config.redis_username,
+            config.redis_password,
+            config.get_connections,
+            config.set_connections,
+            config.network_threads,
+            op_timeout_s=config.op_timeout_s,
+            ttl_s=config.ttl_s,
+            ttl_refresh=config.ttl_refresh,
+            seal_keys=read_seal_keys(config.seal_key_file),
+        )
 
     def __post_init__(self) -> None:
         for name in ("get_connections", "set_connections", "network_threads"):
