@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -66,42 +66,6 @@ _NAME_OF_CODE: dict[int, str | None] = {
     **{code: name for code, name in NAME_OF_CODE.items() if code < 64},
 }
 _CODE_OF_NAME = {name: code for code, name in _NAME_OF_CODE.items()}
-
-
-class _DtypeToInt(Mapping["torch.dtype | str | None", int]):
-    """Codes by torch.dtype or its name; None has a code too. Iterating imports torch."""
-
-    def __getitem__(self, dtype: torch.dtype | str | None) -> int:
-        if dtype == "half":
-            return 1
-        try:
-            return _CODE_OF_NAME[None if dtype is None else dtype_name(dtype)]
-        except FormatError:
-            raise KeyError(dtype) from None
-
-    def __iter__(self) -> Iterator[torch.dtype | None]:
-        return (None if name is None else torch_dtype(name) for name in _CODE_OF_NAME)
-
-    def __len__(self) -> int:
-        return len(_CODE_OF_NAME)
-
-
-class _IntToDtype(Mapping[int, "torch.dtype | None"]):
-    """``torch.dtype`` by code. Access imports torch."""
-
-    def __getitem__(self, code: int) -> torch.dtype | None:
-        name = _NAME_OF_CODE[code]
-        return None if name is None else torch_dtype(name)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(_NAME_OF_CODE)
-
-    def __len__(self) -> int:
-        return len(_NAME_OF_CODE)
-
-
-DTYPE_TO_INT: Mapping[torch.dtype | str | None, int] = _DtypeToInt()
-INT_TO_DTYPE: Mapping[int, torch.dtype | None] = _IntToDtype()
 MEMORY_LOCATION = "LocalCPUBackend"
 LOCATION_TO_INT: dict[str | None, int] = {None: 0, MEMORY_LOCATION: 1, "LocalDiskBackend": 2}
 INT_TO_LOCATION: dict[int, str | None] = {code: name for name, code in LOCATION_TO_INT.items()}

@@ -29,8 +29,6 @@ from lmcache_redis.dtypes import (
 )
 from lmcache_redis.errors import FormatError, check_int, checked_shape
 from lmcache_redis.lm_wire import (
-    DTYPE_TO_INT,
-    INT_TO_DTYPE,
     INT_TO_LOCATION,
     LOCATION_TO_INT,
     MAX_KEY_LENGTH,
@@ -44,8 +42,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "DTYPE_TO_INT",
-    "INT_TO_DTYPE",
     "INT_TO_LOCATION",
     "LOCATION_TO_INT",
     "MAX_DIMS",

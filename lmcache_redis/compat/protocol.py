@@ -21,10 +21,9 @@ from lmcache_redis.compat.cache_engine_key import (
     LayerCacheEngineKey,
     parse_cache_key,
 )
+from lmcache_redis.dtypes import NAME_OF_CODE, torch_dtype
 from lmcache_redis.errors import FormatError
 from lmcache_redis.protocol import (
-    DTYPE_TO_INT,
-    INT_TO_DTYPE,
     INT_TO_LOCATION,
     LOCATION_TO_INT,
     MAX_KEY_LENGTH,
@@ -53,6 +52,14 @@ __all__ = [
     "init_remote_metadata_info",
     "parse_cache_key",
 ]
+
+# LMCache's codes are those below 64; its protocol adds 0 for no dtype.
+INT_TO_DTYPE: dict[int, torch.dtype | None] = {
+    0: None,
+    **{code: torch_dtype(name) for code, name in NAME_OF_CODE.items() if code < 64},
+}
+# Of the two codes of float16 the second is written.
+DTYPE_TO_INT = {dtype: code for code, dtype in INT_TO_DTYPE.items()}
 
 _Buffer = bytes | bytearray | memoryview
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -221,6 +222,12 @@ def test_only_bytes_are_decoded(value: Any) -> None:
 def test_the_numbers_of_the_protocol() -> None:
     assert [each.value for each in ClientCommand] == [1, 2, 3, 4, 5]
     assert (ServerReturnCode.SUCCESS, ServerReturnCode.FAIL) == (200, 400)
-    assert INT_TO_DTYPE[DTYPE_TO_INT[torch.float16]] is torch.float16
-    assert DTYPE_TO_INT[None] == 0
+    assert DTYPE_TO_INT[torch.half] == DTYPE_TO_INT[torch.float16] == 2
+    assert INT_TO_DTYPE[1] is INT_TO_DTYPE[2] is torch.float16
+    assert [*INT_TO_DTYPE] == [*range(9)]
+    assert [*DTYPE_TO_INT.values()] == [0, *range(2, 9)]
+    for code, dtype in INT_TO_DTYPE.items():
+        assert DTYPE_TO_INT[dtype] == (2 if code == 1 else code)
+        message = replace(TestServerMetaMessage.message, dtype=dtype)
+        assert message.serialize()[12:16] == DTYPE_TO_INT[dtype].to_bytes(4, sys.byteorder)
     assert issubclass(LayerCacheEngineKey, CacheEngineKey)

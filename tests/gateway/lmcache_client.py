@@ -89,6 +89,7 @@ async def talk(lmcache: SimpleNamespace, port: int) -> int:
 def same_messages(lmcache: SimpleNamespace) -> int:
     """Both packages write the same bytes for the same messages, and read each other's."""
     from lmcache_redis import protocol as ours
+    from lmcache_redis.compat import protocol as compat
 
     done = 0
     for key in keys(lmcache):
@@ -101,8 +102,8 @@ def same_messages(lmcache: SimpleNamespace) -> int:
                     for mine in own:
                         assert type(mine).deserialize(mine.serialize()).dtype == dtype
                     done += 1
-    assert dict(ours.DTYPE_TO_INT) == lmcache.DTYPE_TO_INT
-    assert dict(ours.INT_TO_DTYPE) == lmcache.INT_TO_DTYPE
+    assert compat.DTYPE_TO_INT == lmcache.DTYPE_TO_INT
+    assert compat.INT_TO_DTYPE == lmcache.INT_TO_DTYPE
     assert lmcache.LOCATION_TO_INT == ours.LOCATION_TO_INT
     assert lmcache.INT_TO_LOCATION == ours.INT_TO_LOCATION
     return done
