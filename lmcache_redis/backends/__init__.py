@@ -7,23 +7,15 @@ tiered      blocking calls over a tier of the cache
 disk        a directory
 remote      Redis or Valkey, with keylocks
 pipelined   the same, with several chunks of a batch in flight
-hybrid      a hierarchy of backends, with inflight
-
-The classes are exported here; their modules are imported on first use.
+hybrid      a hierarchy of backends
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from lmcache_redis.backends.disk import LMCLocalDiskBackend
-    from lmcache_redis.backends.hybrid import LMCHybridBackend
-    from lmcache_redis.backends.interface import LMCBackendInterface
-    from lmcache_redis.backends.local import LMCLocalBackend
-    from lmcache_redis.backends.pipelined import LMCPipelinedRemoteBackend
-    from lmcache_redis.backends.remote import LMCRemoteBackend
+from lmcache_redis.backends.disk import LMCLocalDiskBackend
+from lmcache_redis.backends.hybrid import LMCHybridBackend
+from lmcache_redis.backends.interface import LMCBackendInterface
+from lmcache_redis.backends.local import LMCLocalBackend
+from lmcache_redis.backends.pipelined import LMCPipelinedRemoteBackend
+from lmcache_redis.backends.remote import LMCRemoteBackend
 
 __all__ = [
     "LMCBackendInterface",
@@ -33,18 +25,3 @@ __all__ = [
     "LMCPipelinedRemoteBackend",
     "LMCRemoteBackend",
 ]
-
-_MODULES = {
-    "LMCBackendInterface": "interface",
-    "LMCHybridBackend": "hybrid",
-    "LMCLocalBackend": "local",
-    "LMCLocalDiskBackend": "disk",
-    "LMCPipelinedRemoteBackend": "pipelined",
-    "LMCRemoteBackend": "remote",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
