@@ -158,19 +158,6 @@ class ChunkForm(PartNames):
     metadata: bytes
 
     @staticmethod
-    def of_pages(
-        names: ChunkNames,
-        model_name: str,
-        kv_rank: int,
-        chunk_bytes: int,
-        slot_bytes: int,
-        reach: Reach = FULL_REACH,
-    ) -> ChunkForm:
-        """`of` for chunks of opaque bytes."""
-        metadata = opaque_pages(chunk_bytes)
-        return ChunkForm.of(names, model_name, kv_rank, metadata, slot_bytes, reach)
-
-    @staticmethod
     def of(
         names: ChunkNames,
         model_name: str,
@@ -204,9 +191,9 @@ class ChunkForm(PartNames):
 
     def frame(self, chunk_hash: bytes) -> ChunkFrame:
         return ChunkFrame(
-            fingerprint=self.names.fingerprint,
-            chunk_hash=chunk_hash,
-            chunk_bytes=self.chunk_bytes,
-            stripe_payload_bytes=self.stripe_payload_bytes,
-            metadata=self.metadata,
+            self.fingerprint,
+            chunk_hash,
+            self.chunk_bytes,
+            self.stripe_payload_bytes,
+            self.metadata,
         )

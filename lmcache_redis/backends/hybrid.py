@@ -208,16 +208,13 @@ class LMCHybridBackend(LMCBackendInterface):
 
         After an error, of a chunk or of the caller's iterator, puts in flight run to their end.
         """
-        from lmcache_redis.backends.tensors import tensor_bytes, tensor_metadata
-
         self._check_open()
         stored = 0
         begun: deque[tuple[ObjectKey, Future[bool]]] = deque()
         with ThreadPoolExecutor(self._read_ahead, "lmcr-hybrid") as pool:
             for key, kv_chunk in keys_and_chunks:
                 # On this thread: the copy from a device must follow the caller's work on it.
-                metadata = tensor_metadata(kv_chunk, self.fmt)
-                payload = (tensor_bytes(kv_chunk),)
+                metadata, payload = self._encoded(kv_chunk)
                 while len(begun) == self._read_ahead or any(key == other for other, _ in begun):
                     stored += begun.popleft()[1].result()
                 put = pool.submit(self.put_bytes, key, metadata, payload, blocking)

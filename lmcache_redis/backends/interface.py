@@ -94,11 +94,7 @@ class LMCBackendInterface(ABC):
 
     def put(self, key: ObjectKey, kv_chunk: torch.Tensor, blocking: bool = True) -> bool:
         """Store a tensor of one to eight dimensions, without a batch dimension. See `put_bytes`."""
-        from lmcache_redis.backends.tensors import tensor_bytes, tensor_metadata
-
-        return self.put_bytes(
-            key, tensor_metadata(kv_chunk, self.fmt), (tensor_bytes(kv_chunk),), blocking
-        )
+        return self.put_bytes(key, *self._encoded(kv_chunk), blocking)
 
     def get(self, key: ObjectKey) -> torch.Tensor | None:
         """The chunk as a tensor in new memory on `dst_device`; None is a miss."""
@@ -122,6 +118,12 @@ class LMCBackendInterface(ABC):
     def batched_get(self, keys: Iterable[ObjectKey]) -> Iterator[torch.Tensor | None]:
         """`get` for each, in order; each is yielded as soon as it is loaded."""
         return map(self.get, keys)
+
+    def _encoded(self, kv_chunk: torch.Tensor) -> tuple[RemoteMetadata, tuple[memoryview]]:
+        """The metadata and the payload of a tensor; of one on the CPU, a view of its memory."""
+        from lmcache_redis.backends.tensors import tensor_bytes, tensor_metadata
+
+        return tensor_metadata(kv_chunk, self.fmt), (tensor_bytes(kv_chunk),)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -91,18 +91,15 @@ class LMCPipelinedRemoteBackend(LMCRemoteBackend):
         """
         if not blocking:
             return super().batched_put(keys_and_chunks, blocking)
-        from lmcache_redis.backends.tensors import tensor_bytes, tensor_metadata
-
         self._check_open()
         stored = 0
         stores: deque[Transfer] = deque()
         try:
             for key, kv_chunk in keys_and_chunks:
-                metadata = tensor_metadata(kv_chunk, self.fmt)
-                while stores and not self._has_room(stores, metadata.length):
+                while stores and not self._has_room(stores, kv_chunk.nbytes):
                     stored += self._is_stored(stores.popleft())
                 # A slot is a view of the tensor's memory, which lives as long as the store.
-                put = self._accept(key, metadata, (tensor_bytes(kv_chunk),))
+                put = self._accept(key, *self._encoded(kv_chunk))
                 if put is None:
                     continue
                 self._queue.drop(put.key)

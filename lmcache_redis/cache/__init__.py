@@ -38,7 +38,8 @@ the meaning of the bytes differs)::
     plane.wait_probed(5.0)                          # until then it counts as down
     redis = Backing(RedisTier(plane), REDIS_COUNTERS, write_limit_bytes=32 << 20)
     cache = Cache(loop, Arena(64 << 20, slot_bytes=1 << 20), [redis], Metrics())
-    form = ChunkForm.of_pages(ChunkNames(layout), "org/model", 0, 3_000_000, slot_bytes=1 << 20)
+    metadata = opaque_pages(3_000_000)              # of each chunk
+    form = ChunkForm.of(ChunkNames(layout), "org/model", 0, metadata, slot_bytes=1 << 20)
 
     entry = cache.reserve(form, b"hash 1")          # None: every slot is pinned
     for view in cache.views(form, entry):

@@ -57,11 +57,6 @@ class SealKeys:
         self._ciphers: dict[bytes, Xaes256Gcm] = {_id_of(key): Xaes256Gcm(key) for key in keys}
         self.ids = tuple(self._ciphers)
 
-    @classmethod
-    def read(cls, path: str) -> SealKeys:
-        """The keys of a file, one a line. Raises ConfigError, which quotes nothing of it."""
-        return cls(_keys_of(path, _private_text(path)))
-
     def __repr__(self) -> str:
         return f"SealKeys({', '.join(key_id.hex() for key_id in self.ids)})"
 
@@ -92,8 +87,11 @@ class SealKeys:
 
 
 def read_seal_keys(path: str | None) -> SealKeys | None:
-    """The keys of ``--seal-key-file``, if it is given. Raises ConfigError."""
-    return SealKeys.read(path) if path else None
+    """The keys of ``--seal-key-file``, one a line, if it is given.
+
+    Raises ConfigError, which quotes nothing of the file.
+    """
+    return SealKeys(_keys_of(path, _private_text(path))) if path else None
 
 
 def _id_of(key: bytes) -> bytes:

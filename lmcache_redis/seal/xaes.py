@@ -14,12 +14,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import ECB, GCM
 
-KEY_BYTES = 32
-NONCE_BYTES = 24
-TAG_BYTES = 16
-
 _BLOCK_BYTES = 16
-_HALF_BYTES = NONCE_BYTES // 2
+_HALF_BYTES = 12  # of a nonce
 
 
 class Xaes256Gcm:

@@ -14,7 +14,7 @@ from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.cache.tier import FramesResult, ReadDone, Stuck, Tier, TierCounters, WriteDone
 from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.naming import ChunkForm, ChunkNames
+from lmcache_redis.naming import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.resp.outcomes import (
     ChunkIO,
     ClearResult,
@@ -26,7 +26,7 @@ from lmcache_redis.resp.outcomes import (
 from tests.cache.auditing import audit
 from tests.harness import block_hashes
 
-FORM = ChunkForm.of_pages(ChunkNames(bytes(32)), "test/model", 0, 160, 64)
+FORM = ChunkForm.of(ChunkNames(bytes(32)), "test/model", 0, opaque_pages(160), 64)
 HASHES = block_hashes("prompt", 5)
 
 

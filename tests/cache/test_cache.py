@@ -17,7 +17,7 @@ from lmcache_redis.cache.redis import RedisTier
 from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.naming import ChunkForm, ChunkNames
+from lmcache_redis.naming import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from tests.cache.played import FORM, HASHES, World, loaded_from
@@ -41,6 +41,7 @@ def test_the_examples_do_what_they_say(server: RedisServer) -> None:
         "RedisPlane": RedisPlane,
         "RemoteMetadata": RemoteMetadata,
         "layout": bytes(32),
+        "opaque_pages": opaque_pages,
         "threading": threading,
         "time": time,
         "url": server.url,

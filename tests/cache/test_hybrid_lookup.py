@@ -20,7 +20,7 @@ from lmcache_redis.cache.prefix import Part, PrefixNeeds
 from lmcache_redis.cache.redis import RedisTier
 from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, ReadDone, Stuck, WriteDone
 from lmcache_redis.cache.writebehind import Backing
-from lmcache_redis.naming import ChunkForm, ChunkNames, Reach
+from lmcache_redis.naming import ChunkForm, ChunkNames, Reach, opaque_pages
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
@@ -47,7 +47,9 @@ def forms_of(
 ) -> list[ChunkForm]:
     """Rows with a namespace each, as the groups of a model have."""
     return [
-        ChunkForm.of_pages(ChunkNames(bytes([row]) * 32), "m", 0, part_bytes, slot_bytes, reach)
+        ChunkForm.of(
+            ChunkNames(bytes([row]) * 32), "m", 0, opaque_pages(part_bytes), slot_bytes, reach
+        )
         for row, reach in enumerate(reaches)
     ]
 

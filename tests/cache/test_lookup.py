@@ -13,7 +13,7 @@ from lmcache_redis.cache.bet import Computing
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
-from lmcache_redis.naming import ChunkForm
+from lmcache_redis.naming import ChunkForm, opaque_pages
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ChunkIO,
@@ -26,7 +26,7 @@ from tests.cache.played import FORM, HASHES, PlayedTier, World, loaded_from
 from tests.harness import block_hashes
 
 KEYS = [FORM.key(name) for name in HASHES]
-SECOND_RANK = ChunkForm.of_pages(FORM.names, FORM.model_name, 1, FORM.chunk_bytes, 64)
+SECOND_RANK = ChunkForm.of(FORM.names, FORM.model_name, 1, opaque_pages(FORM.chunk_bytes), 64)
 
 
 class Tiers(World):

@@ -13,7 +13,7 @@ from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.tier import REDIS_COUNTERS
 from lmcache_redis.cache.writebehind import WriteBehind
-from lmcache_redis.naming import ChunkForm, ChunkNames
+from lmcache_redis.naming import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.resp.outcomes import CallOutcome, ExistsResult, ReadOutcome, WriteOutcome
 from tests.cache.played import FORM, HASHES, PlayedTier, World
 from tests.harness import block_hashes
@@ -207,7 +207,7 @@ def test_a_full_queue_drops_what_would_be_written_last(queue: Queue) -> None:
 
 def test_each_chunk_that_a_full_queue_drops_is_counted(queue: Queue) -> None:
     """A chunk of three stripes takes the room of several smaller ones."""
-    small = ChunkForm.of_pages(ChunkNames(bytes(32)), "test/small", 0, 60, 64)
+    small = ChunkForm.of(ChunkNames(bytes(32)), "test/small", 0, opaque_pages(60), 64)
     fits = 1000 // small.chunk_bytes
     for name in (names := block_hashes("small", fits)):
         entry = queue.hold(name, small)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis.admin.names import show_key
-from lmcache_redis.seal import SealKeys
+from lmcache_redis.seal import read_seal_keys
 from tests import forks
 from tests.admin.cache import Cached, age, everything
 from tests.harness import wait_until
@@ -127,7 +127,8 @@ def test_inspect_opens_what_is_sealed(client: Any, known: dict[str, str], tmp_pa
     path = tmp_path / "keys"
     path.write_text("11" * 32)
     path.chmod(0o600)
-    keys = SealKeys.read(str(path))
+    keys = read_seal_keys(str(path))
+    assert keys is not None
     chunk = Cached(1, sealed_with=keys)
     chunk.put(client)
     words = ("inspect", chunk.keys[0].hex(), "--verify", "--json")

@@ -262,7 +262,7 @@ def test_the_agent_takes_its_settings(
         assert config.seal_key_file is not None
         assert mounted[str(Path(config.seal_key_file).parent)] == "seal"
         (volume,) = (each for each in pod["volumes"] if each["name"] == "seal")
-        # What `SealKeys.read` takes: the group may read, others may not.
+        # What `read_seal_keys` takes: the group may read, others may not.
         assert volume["secret"] == {"secretName": secret, "defaultMode": 0o440}
         assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
     assert config.metrics is not None
