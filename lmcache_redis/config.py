@@ -24,6 +24,7 @@ _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate(_LETTERS, start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_PORT = re.compile(r"0|[1-9][0-9]{0,4}")
 
 _IPC = "ipc://"
 SEAL_KEY_FILE_VARIABLE = "LMCACHE_REDIS_SEAL_KEY_FILE"
@@ -334,19 +335,23 @@ def _check_endpoint(endpoint: str) -> None:
         )
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Address and port of ``--metrics``; port 0 means any free one. Raises ``ConfigError``."""
-    host, _, port = text.rpartition(":")
-    problem = f"--metrics is {text!r}: write ADDRESS:PORT, as 127.0.0.1:9464 or [::]:9464"
-    if not (port.isascii() and port.isdigit()) or int(port) > 65_535:
-        raise ConfigError(problem)
+def parse_address(text: str, option: str = "--metrics", scheme: str = "") -> tuple[str, int]:
+    """Address and port of ``ADDRESS:PORT`` behind a scheme; port 0 means any free one.
+
+    Raises ``ConfigError``, which names the option.
+    """
+    host, _, port = text.removeprefix(scheme).rpartition(":")
+    in_brackets = host.startswith("[") and host.endswith("]")
+    is_port = _PORT.fullmatch(port) is not None and int(port) <= 65_535
     try:
-        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        address = ipaddress.ip_address(host[1:-1] if in_brackets else host)
+        if text.startswith(scheme) and is_port and in_brackets == (address.version == 6):
+            return str(address), int(port)
     except ValueError:
-        raise ConfigError(problem) from None
-    if (address.version == 6) != host.startswith("["):
-        raise ConfigError(problem)
-    return str(address), int(port)
+        pass
+    raise ConfigError(
+        f"{option} is {text!r}: write {scheme}ADDRESS:PORT, an IPv6 address in brackets"
+    )
 
 
 def check_between(name: str, value: Any, least: float, most: float) -> None:

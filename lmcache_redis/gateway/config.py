@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 from dataclasses import dataclass
 
 from lmcache_redis.config import (
@@ -15,13 +14,13 @@ from lmcache_redis.config import (
     TierSettings,
     check_between,
     machine_share,
+    parse_address,
     setting,
 )
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.lm_wire import MAX_WIRE_LENGTH
 
 DEFAULT_LISTEN = "lm://127.0.0.1:65432"
-_LISTEN = re.compile(r"lm://(?:\[([0-9a-fA-F:.]+)\]|([0-9.]+|localhost)):(0|[1-9][0-9]{0,4})")
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -137,19 +136,9 @@ class GatewayConfig(TierSettings):
 
 def parse_listen(text: str) -> tuple[str, int]:
     """Address and port of ``lm://ADDRESS:PORT``; port 0 means any free one."""
-    match = _LISTEN.fullmatch(text) if isinstance(text, str) else None
-    host = match and (match.group(1) or match.group(2))
-    if match is None or host is None or int(match.group(3)) > 65_535:
-        raise ConfigError(f"--listen is {text!r}: write lm://ADDRESS:PORT, as {DEFAULT_LISTEN}")
-    if host == "localhost":
-        host = "127.0.0.1"  # LMCache's client speaks IPv4 only
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError as error:
-        raise ConfigError(f"--listen is {text!r}: {error}; write {DEFAULT_LISTEN}") from error
-    if (address.version == 6) != (match.group(1) is not None):
-        raise ConfigError(f"--listen is {text!r}: brackets are for IPv6 addresses, and only those")
-    return str(address), int(match.group(3))
+    # LMCache's client speaks IPv4 only.
+    address = text.replace("lm://localhost:", "lm://127.0.0.1:")
+    return parse_address(address, "--listen", "lm://")
 
 
 def parse_networks(text: str | None) -> tuple[Network, ...] | None:

@@ -154,7 +154,18 @@ def test_addresses(text: str, expected: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "9464", ":9464", "localhost:9464", "127.0.0.1", "::1:80", "127.0.0.1:65536", "a:b"]
+    "text",
+    [
+        "",
+        "9464",
+        ":9464",
+        "localhost:9464",
+        "127.0.0.1",
+        "::1:80",
+        "127.0.0.1:65536",
+        "a:b",
+        "[::1:80",
+    ],
 )
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--metrics is '.*': write ADDRESS:PORT"):

@@ -20,7 +20,7 @@ from lmcache_redis.gateway.config import GatewayConfig, parse_listen, parse_netw
     [
         ("lm://127.0.0.1:65432", ("127.0.0.1", 65432)), ("lm://localhost:1", ("127.0.0.1", 1)),
         ("lm://0.0.0.0:0", ("0.0.0.0", 0)), ("lm://[::1]:65535", ("::1", 65535)),
-        ("lm://[2001:DB8::0:1]:80", ("2001:db8::1", 80)),
+        ("lm://[2001:DB8::0:1]:80", ("2001:db8::1", 80)), ("lm://[::1%lo]:1", ("::1%lo", 1)),
     ],
 )  # fmt: skip
 def test_addresses(text: str, address: tuple[str, int]) -> None:
@@ -33,7 +33,7 @@ def test_addresses(text: str, address: tuple[str, int]) -> None:
         "", "127.0.0.1:65432", "tcp://127.0.0.1:1", "lm://127.0.0.1", "lm://127.0.0.1:", "lm://:1",
         "lm://127.0.0.1:65536", "lm://127.0.0.1:01", "lm://127.0.0.1:1/", "lm://127.0.0.256:1",
         "lm://::1:1", "lm://[127.0.0.1]:1", "lm://[::1:1", "lm://example.org:1", "lm://a@[::1]:1",
-        "LM://127.0.0.1:1", " lm://127.0.0.1:1", "lm://127.0.0.1:1\n", "lm://[::1%lo]:1",
+        "LM://127.0.0.1:1", " lm://127.0.0.1:1", "lm://127.0.0.1:1\n",
     ],
 )  # fmt: skip
 def test_what_is_no_address(text: str) -> None:
