@@ -7,7 +7,7 @@ LMCache's adapters (docs/compatibility.md).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -72,8 +72,11 @@ class LMCacheMPWorkerAdapter(WorkerClient):
     ) -> None:
         """``submit_store_request`` for each request, with its op and salt, after one ``event``.
 
-        All in one message. Raises ValueError for lists of different lengths, and starts nothing.
+        All in one message. The engine has recorded the event, after the work that uses the blocks;
+        it may be None in CPU memory. Raises TypeError, also for what is no operation or no event,
+        and ValueError, also for lists of different lengths, and starts nothing.
         """
+        event = self._awaited_by_agent(ops, event)
         stores = self.begin_stores(request_ids, ops, event, cache_salts=cache_salts)
         for request_id, store in zip(request_ids, stores, strict=True):
             self._requests.stores.setdefault(request_id, []).append(store)
@@ -88,22 +91,46 @@ class LMCacheMPWorkerAdapter(WorkerClient):
         cache_salts: Sequence[str | bytes] | None = None,
     ) -> None:
         """As `batched_submit_store_requests`, for retrieves."""
+        event = self._awaited_by_agent(ops, event)
         retrieves = self.begin_retrieves(request_ids, ops, event, cache_salts=cache_salts)
         for request_id, retrieve in zip(request_ids, retrieves, strict=True):
             self._requests.retrieves.setdefault(request_id, []).append(retrieve)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+    def _awaited_by_agent(
+        self, ops: Sequence[LoadStoreOp], event: InterprocessEvent | None
+    ) -> InterprocessEvent | None:
+        """The event that the agent waits for; none for CPU memory, where this waits for it."""
+        for op in ops:
+            if not isinstance(op, LoadStoreOp):
+                raise TypeError(f"an operation is a LoadStoreOp, not {type(op).__name__}")
+        if event is not None and not hasattr(event, "ipc_handle"):
+            raise TypeError(f"an event is a torch.cuda.Event, not {type(event).__name__}")
+        if self.on_cuda:
+            if event is None:
+                raise ValueError(
+                    "the KV cache is on a GPU: pass a torch.cuda.Event(interprocess=True) that is "
+                    "recorded after the work that uses the blocks"
+                )
+            return event
+        if event is not None:
+            event.synchronize()
+        return None
+
+    def get_finished(
+        self, finished_req_ids_from_engine: Iterable[str]
+    ) -> tuple[set[str], set[str]]:
         """Ids of requests whose stores, and whose retrieves, have ended since the last call.
 
-        ``finished_req_ids`` are requests that the engine has finished and whose blocks it holds
-        for their stores. Only the stores of such requests are reported, and only once, although an
-        engine with asynchronous scheduling may repeat an id in later calls. After a call without
-        the id, it belongs to a new request. Failed stores and retrieves are reported too, and
-        logged; for retrieves see ``get_block_ids_with_load_errors``.
+        ``finished_req_ids_from_engine`` are requests that the engine has finished and whose blocks
+        it holds for their stores; one without a store is reported at once. Only the stores of such
+        requests are reported, and only once, although an engine with asynchronous scheduling may
+        repeat an id in later calls. After a call without the id, it belongs to a new request.
+        Failed stores and retrieves are reported too, and logged; for retrieves see
+        ``get_block_ids_with_load_errors``.
         """
-        requests = self._requests
-        requests.reported &= finished_req_ids
-        requests.held |= finished_req_ids - requests.reported
+        requests, finished = self._requests, set(finished_req_ids_from_engine)
+        requests.reported &= finished
+        requests.held |= finished - requests.reported
         for request_id, stores in _pop_ended(requests.stores).items():
             for store in stores:
                 if isinstance(store.call.answer, m.Failure):

@@ -92,6 +92,9 @@ class InterprocessEvent(Protocol):
     def ipc_handle(self) -> bytes:
         """The handle by which another process opens it."""
 
+    def synchronize(self) -> None:
+        """Waits until the work before it has ended."""
+
 
 class AgentProcess:
     """The process of the agent that sent a WELCOME.

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -266,60 +266,6 @@ class LMCacheMPWorkerAdapter(adapter.LMCacheMPWorkerAdapter):
         self.kv_caches = kv_caches
         self.wait_registered(self._timeout_s)
 
-    def batched_submit_store_requests(
-        self,
-        request_ids: Sequence[str],
-        ops: Sequence[LoadStoreOp],
-        event: torch.cuda.Event | None = None,
-        *,
-        cache_salts: Sequence[str | bytes] | None = None,
-    ) -> None:
-        """Starts a store for each request, after ``event``, which the engine has recorded.
-
-        Raises TypeError and ValueError, and starts nothing.
-        """
-        _check_ops(ops)
-        event = self._awaited_by_agent(event)
-        super().batched_submit_store_requests(request_ids, ops, event, cache_salts=cache_salts)
-
-    def batched_submit_retrieve_requests(
-        self,
-        request_ids: Sequence[str],
-        ops: Sequence[LoadStoreOp],
-        event: torch.cuda.Event | None = None,
-        *,
-        cache_salts: Sequence[str | bytes] | None = None,
-    ) -> None:
-        """As `batched_submit_store_requests`, for retrieves."""
-        _check_ops(ops)
-        event = self._awaited_by_agent(event)
-        super().batched_submit_retrieve_requests(request_ids, ops, event, cache_salts=cache_salts)
-
-    def _awaited_by_agent(self, event: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """The event that the agent waits for; none for CPU memory, where this waits for it."""
-        if event is not None and not hasattr(event, "ipc_handle"):
-            raise TypeError(f"an event is a torch.cuda.Event, not {type(event).__name__}")
-        if self.on_cuda:
-            if event is None:
-                raise ValueError(
-                    "the KV cache is on a GPU: pass a torch.cuda.Event(interprocess=True) that is "
-                    "recorded after the work that uses the blocks"
-                )
-            return event
-        if event is not None:
-            event.synchronize()
-        return None
-
-    def get_finished(
-        self, finished_req_ids_from_engine: Iterable[str]
-    ) -> tuple[set[str], set[str]]:
-        """Ids of requests whose stores, and whose retrieves, have ended since the last call.
-
-        A store is reported when ``finished_req_ids_from_engine`` has named its request too; a
-        request without a store at once. An id that is repeated in the next calls is reported once.
-        """
-        return super().get_finished(set(finished_req_ids_from_engine))
-
 
 def _check(
     context: zmq.Context[Any], model_name: str, world_size: int, kv_rank: int, block_size: int
@@ -332,12 +278,6 @@ def _check(
     check_int("world_size", world_size, 1, MAX_WORLD_SIZE)
     check_int("kv_rank", kv_rank, 0, world_size - 1)
     check_int("vllm_block_size", block_size, 1, (1 << 31) - 1)
-
-
-def _check_ops(ops: Sequence[LoadStoreOp]) -> None:
-    for op in ops:
-        if not isinstance(op, LoadStoreOp):
-            raise TypeError(f"an operation is a LoadStoreOp, not {type(op).__name__}")
 
 
 def _await_agent(link: AgentLink, timeout_s: float) -> None:
