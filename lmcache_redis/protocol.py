@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_redis.dtypes import (
@@ -52,7 +52,6 @@ __all__ = [
     "ClientCommand",
     "ClientMetaMessage",
     "MemoryFormat",
-    "MemoryLayoutDesc",
     "RemoteMetadata",
     "ServerMetaMessage",
     "ServerReturnCode",
@@ -73,56 +72,19 @@ MAX_METADATA_BYTES = _FIXED.size + MAX_GROUPS * _USUAL_GROUP_BYTES
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class MemoryLayoutDesc:
-    """Shapes and dtypes of the groups of a chunk, one each per group.
-
-    At most 8 groups of at most 8 dimensions. An empty shape means that the shape is not given.
-    Raises FormatError for anything that cannot be encoded.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtype_names: tuple[str, ...]
-
-    def __init__(
-        self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype | str]
-    ) -> None:
-        object.__setattr__(self, "shapes", tuple(_checked_shape(shape) for shape in shapes))
-        object.__setattr__(self, "dtype_names", tuple(dtype_name(dtype) for dtype in dtypes))
-        if len(self.shapes) != len(self.dtype_names):
-            raise FormatError(
-                f"{len(self.shapes)} shapes but {len(self.dtype_names)} dtypes: give one per group"
-            )
-        if len(self.shapes) > MAX_GROUPS:
-            raise FormatError(f"{len(self.shapes)} groups, at most {MAX_GROUPS} can be encoded")
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The groups' dtypes as ``torch.dtype``; imports torch."""
-        return tuple(torch_dtype(name) for name in self.dtype_names)
-
-    @property
-    def size_bytes(self) -> int | None:
-        """Bytes of all groups together; None if a shape is not given."""
-        if not self.shapes or () in self.shapes:
-            return None
-        sizes = zip(self.shapes, self.dtype_names, strict=True)
-        return sum(math.prod(shape) * itemsize(name) for shape, name in sizes)
-
-
-@dataclass(frozen=True, slots=True, init=False)
 class RemoteMetadata:
     """Length in bytes, shapes, dtypes and memory format of a chunk.
 
-    shapes and dtypes are as in `MemoryLayoutDesc`. If every shape is given, length must be the
-    size that follows from them, unless the format is BINARY or BINARY_BUFFER. Raises FormatError
-    for anything that cannot be encoded.
+    One shape and one dtype for each group: at most 8 groups of at most 8 dimensions. An empty shape
+    means that the shape is not given. If every shape is given, length must be the size that follows
+    from them, unless the format is BINARY or BINARY_BUFFER. Raises FormatError for anything that
+    cannot be encoded.
     """
 
     length: int
-    layout_desc: MemoryLayoutDesc
+    shapes: tuple[tuple[int, ...], ...]
+    dtype_names: tuple[str, ...]
     fmt: MemoryFormat
-    encoded_bytes: int = field(repr=False, compare=False)
-    """Bytes that `serialize_into` writes: 16, and 40 per group of at most 4 dimensions."""
 
     def __init__(
         self,
@@ -134,56 +96,40 @@ class RemoteMetadata:
         check_int("the length of a chunk", length, 0, MAX_SIZE)
         if not isinstance(fmt, MemoryFormat):
             raise FormatError(f"a memory format is a MemoryFormat, not {type(fmt).__name__}")
-        layout_desc = MemoryLayoutDesc(shapes, dtypes)
-        needed = layout_desc.size_bytes
-        if needed is not None and needed != length and fmt not in ENCODED_FORMATS:
-            raise FormatError(f"a chunk of {length} bytes whose shapes and dtypes need {needed}")
-        nbytes = _FIXED.size + sum(map(_group_bytes, layout_desc.shapes))
+        sizes = tuple(map(_checked_shape, shapes))
+        names = tuple(map(dtype_name, dtypes))
+        if len(sizes) != len(names):
+            raise FormatError(f"{len(sizes)} shapes but {len(names)} dtypes: give one per group")
+        if len(sizes) > MAX_GROUPS:
+            raise FormatError(f"{len(sizes)} groups, at most {MAX_GROUPS} can be encoded")
+        if sizes and () not in sizes and fmt not in ENCODED_FORMATS:
+            needed = sum(
+                math.prod(shape) * itemsize(name) for shape, name in zip(sizes, names, strict=True)
+            )
+            if needed != length:
+                raise FormatError(
+                    f"a chunk of {length} bytes whose shapes and dtypes need {needed}"
+                )
+        nbytes = _FIXED.size + sum(map(_group_bytes, sizes))
         if nbytes > MAX_METADATA_BYTES:
             raise FormatError(f"metadata of {nbytes} bytes, at most {MAX_METADATA_BYTES} fit")
-        object.__setattr__(self, "encoded_bytes", nbytes)
         object.__setattr__(self, "length", length)
-        object.__setattr__(self, "layout_desc", layout_desc)
+        object.__setattr__(self, "shapes", sizes)
+        object.__setattr__(self, "dtype_names", names)
         object.__setattr__(self, "fmt", fmt)
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of each group; empty if not given."""
-        return self.layout_desc.shapes
-
-    @property
-    def dtype_names(self) -> tuple[str, ...]:
-        """The dtype of each group by name; needs no torch."""
-        return self.layout_desc.dtype_names
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """The dtype of each group as ``torch.dtype``; imports torch."""
-        return self.layout_desc.dtypes
+        return tuple(map(torch_dtype, self.dtype_names))
 
     def serialize(self) -> bytes:
-        """The encoding, `encoded_bytes` long."""
-        buffer = bytearray(self.encoded_bytes)
-        self.serialize_into(buffer)
-        return bytes(buffer)
-
-    def serialize_into(self, buffer: bytearray | memoryview) -> int:
-        """Writes the encoding to the start of a buffer and returns its length in bytes.
-
-        Bytes after it stay unchanged. Raises FormatError if the buffer is too short.
-        """
-        if memoryview(buffer).nbytes < self.encoded_bytes:
-            raise FormatError(
-                f"{memoryview(buffer).nbytes} bytes do not hold metadata of {self.encoded_bytes}"
-            )
-        _FIXED.pack_into(buffer, 0, self.length, self.fmt.value, len(self.shapes))
-        offset = _FIXED.size
+        """The encoding: 16 bytes, and 40 per group of at most 4 dimensions."""
+        encoded = _FIXED.pack(self.length, self.fmt.value, len(self.shapes))
         for shape, name in zip(self.shapes, self.dtype_names, strict=True):
             padded = shape + (0,) * (_LEAST_SIZES - len(shape))
-            _GROUP.pack_into(buffer, offset, dtype_code(name), len(shape))
-            _SIZES[len(padded)].pack_into(buffer, offset + _GROUP.size, *padded)
-            offset += _group_bytes(shape)
-        return offset
+            encoded += _GROUP.pack(dtype_code(name), len(shape)) + _SIZES[len(padded)].pack(*padded)
+        return encoded
 
     @staticmethod
     def deserialize(data: bytes | bytearray | memoryview) -> RemoteMetadata:

@@ -12,7 +12,6 @@ from lmcache_redis.errors import FormatError
 from lmcache_redis.protocol import (
     MAX_METADATA_BYTES,
     MemoryFormat,
-    MemoryLayoutDesc,
     RemoteMetadata,
 )
 
@@ -79,7 +78,7 @@ class TestRemoteMetadata:
     def test_fixed_vector(self) -> None:
         assert VECTOR_METADATA.serialize() == VECTOR
         assert RemoteMetadata.deserialize(VECTOR) == VECTOR_METADATA
-        assert VECTOR_METADATA.encoded_bytes == len(VECTOR) == 96
+        assert len(VECTOR) == 96
 
     @given(remote_metadata())
     def test_round_trip(self, metadata: RemoteMetadata) -> None:
@@ -91,24 +90,9 @@ class TestRemoteMetadata:
         assert (again.shapes, again.dtype_names) == (metadata.shapes, metadata.dtype_names)
         assert again.serialize() == encoded
         sizes = sum(max(4, len(shape)) for shape in metadata.shapes)
-        assert len(encoded) == metadata.encoded_bytes == 16 + 8 * len(metadata.shapes) + 8 * sizes
+        assert len(encoded) == 16 + 8 * len(metadata.shapes) + 8 * sizes
         padded = encoded.ljust(MAX_METADATA_BYTES, b"\0")
         assert RemoteMetadata.deserialize(memoryview(bytearray(padded))) == metadata
-
-    @given(remote_metadata())
-    def test_serialize_into_leaves_the_neighbours_alone(self, metadata: RemoteMetadata) -> None:
-        buffer = bytearray(b"\xee" * 400)
-        written = metadata.serialize_into(memoryview(buffer)[8:])
-        assert written == metadata.encoded_bytes
-        assert buffer[:8] == b"\xee" * 8
-        assert buffer[8 : 8 + written] == metadata.serialize()
-        assert buffer[8 + written :] == b"\xee" * (400 - 8 - written)
-
-    def test_serialize_into_a_short_buffer_is_refused(self) -> None:
-        buffer = bytearray(95)
-        with pytest.raises(FormatError, match="95 bytes do not hold metadata of 96"):
-            VECTOR_METADATA.serialize_into(buffer)
-        assert buffer == bytes(95)
 
     def test_the_largest_has_336_bytes(self) -> None:
         metadata = RemoteMetadata(8, [(1, 1, 1, 1)] * 8, ["uint8"] * 8, MemoryFormat.PAGES)
@@ -229,28 +213,21 @@ class TestRemoteMetadata:
         with pytest.raises(AttributeError):
             VECTOR_METADATA.length = 1  # type: ignore[misc]
 
+    def test_lists_and_names_of_torch_are_taken(self) -> None:
+        metadata = RemoteMetadata(
+            28, [[2, 3], (4,)], ["float32", "torch.uint8"], MemoryFormat.KV_2LTD
+        )
+        assert metadata.shapes == ((2, 3), (4,))
+        assert metadata.dtype_names == ("float32", "uint8")
+        again = RemoteMetadata(28, ((2, 3), (4,)), ("float32", "uint8"), MemoryFormat.KV_2LTD)
+        assert metadata == again
 
-class TestMemoryLayoutDesc:
-    def test_holds_shapes_dtypes_and_their_size(self) -> None:
-        desc = MemoryLayoutDesc([[2, 3], (4,)], ["float32", "torch.uint8"])
-        assert desc.shapes == ((2, 3), (4,))
-        assert desc.dtype_names == ("float32", "uint8")
-        assert desc.size_bytes == 28
-        assert desc == MemoryLayoutDesc(shapes=((2, 3), (4,)), dtypes=("float32", "uint8"))
-
-    def test_the_size_is_unknown_where_a_shape_is_not_given(self) -> None:
-        assert MemoryLayoutDesc([(2,), ()], ["uint8", "uint8"]).size_bytes is None
-        assert MemoryLayoutDesc([], []).size_bytes is None
-
-    def test_gives_torch_dtypes(self) -> None:
-        torch = pytest.importorskip("torch")
-        desc = MemoryLayoutDesc([torch.Size([2])], [torch.float16])
-        assert desc.dtypes == (torch.float16,)
+    @pytest.mark.parametrize("shapes", [[], [(2,), ()]])
+    def test_the_length_is_free_where_a_shape_is_not_given(
+        self, shapes: list[tuple[int, ...]]
+    ) -> None:
+        RemoteMetadata(12345, shapes, ["uint8"] * len(shapes), MemoryFormat.KV_2LTD)
 
     def test_one_dtype_for_every_shape(self) -> None:
         with pytest.raises(FormatError, match="2 shapes but 1 dtypes"):
-            MemoryLayoutDesc([(1,), (1,)], ["uint8"])
-
-    def test_is_frozen(self) -> None:
-        with pytest.raises(AttributeError):
-            MemoryLayoutDesc([], []).shapes = ()  # type: ignore[misc]
+            RemoteMetadata(2, [(1,), (1,)], ["uint8"], MemoryFormat.KV_2LTD)

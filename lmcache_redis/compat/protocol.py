@@ -86,8 +86,15 @@ class RemoteMetadata:
         return self._encoded().serialize()
 
     def serialize_into(self, buffer: bytearray | memoryview) -> int:
-        """Writes the encoding to the start of a buffer; returns its length in bytes."""
-        return self._encoded().serialize_into(buffer)
+        """Writes the encoding to the start of a buffer; returns its length in bytes.
+
+        Bytes after it stay unchanged. Raises FormatError if the buffer is too short.
+        """
+        encoded, view = self.serialize(), memoryview(buffer).cast("B")
+        if len(view) < len(encoded):
+            raise FormatError(f"{len(view)} bytes do not hold metadata of {len(encoded)}")
+        view[: len(encoded)] = encoded
+        return len(encoded)
 
     @staticmethod
     def deserialize(s: _Buffer) -> RemoteMetadata:

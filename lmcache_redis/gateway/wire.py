@@ -27,9 +27,10 @@ A chunk of any other form was not stored by this protocol and has no reply.
 from __future__ import annotations
 
 import functools
+import math
 import re
 
-from lmcache_redis.dtypes import ENCODED_FORMATS
+from lmcache_redis.dtypes import ENCODED_FORMATS, itemsize
 from lmcache_redis.errors import FormatError
 from lmcache_redis.keys import ObjectKey, share_rank
 from lmcache_redis.lm_wire import (
@@ -38,7 +39,7 @@ from lmcache_redis.lm_wire import (
     ServerMetaMessage,
     ServerReturnCode,
 )
-from lmcache_redis.protocol import MemoryFormat, MemoryLayoutDesc, RemoteMetadata
+from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 
 _TEXT_HASH = "~"
 _HASH_AT = 3  # without a format
@@ -91,9 +92,7 @@ def metadata_of(message: ClientMetaMessage) -> RemoteMetadata:
     shape, name = message.shape or (0,), message.dtype_name
     if name is None:
         shapes, names = [_NOT_GIVEN, shape], [_NO_DTYPE, _NO_DTYPE]
-    elif message.fmt in ENCODED_FORMATS or (
-        MemoryLayoutDesc([shape], [name]).size_bytes == message.length
-    ):
+    elif message.fmt in ENCODED_FORMATS or math.prod(shape) * itemsize(name) == message.length:
         shapes, names = [shape], [name]
     else:
         shapes, names = [shape, _NOT_GIVEN], [name, name]

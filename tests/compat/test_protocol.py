@@ -195,8 +195,10 @@ class TestRemoteMetadata:
         assert self.metadata.serialize_into(buffer) == size
         assert buffer[size:] == b"\xff" * 8
         assert RemoteMetadata.deserialize(memoryview(buffer)[:size]) == self.metadata
-        with pytest.raises(FormatError):
-            self.metadata.serialize_into(bytearray(size - 1))
+        short = bytearray(size - 1)
+        with pytest.raises(FormatError, match=f"{size - 1} bytes do not hold metadata of {size}"):
+            self.metadata.serialize_into(short)
+        assert short == bytes(size - 1)
 
     @pytest.mark.parametrize(
         "changes",

@@ -231,7 +231,7 @@ def _run_metadata(data: bytes, mutator: Mutator) -> str:
     except FormatError:
         return "FormatError"
     assert RemoteMetadata.deserialize(metadata.serialize()) == metadata
-    assert not any(data[metadata.encoded_bytes :])
+    assert not any(data[len(metadata.serialize()) :])
     return ACCEPTED
 
 
