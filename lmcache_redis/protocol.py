@@ -55,8 +55,6 @@ __all__ = [
     "RemoteMetadata",
     "ServerMetaMessage",
     "ServerReturnCode",
-    "get_remote_metadata_bytes",
-    "init_remote_metadata_info",
 ]
 
 MAX_GROUPS = 8
@@ -67,8 +65,7 @@ _FIXED = struct.Struct("<QII")
 _GROUP = struct.Struct("<II")
 _LEAST_SIZES = 4
 _SIZES = {count: struct.Struct(f"<{count}Q") for count in range(_LEAST_SIZES, MAX_DIMS + 1)}
-_USUAL_GROUP_BYTES = _GROUP.size + _SIZES[_LEAST_SIZES].size
-MAX_METADATA_BYTES = _FIXED.size + MAX_GROUPS * _USUAL_GROUP_BYTES
+MAX_METADATA_BYTES = _FIXED.size + MAX_GROUPS * (_GROUP.size + _SIZES[_LEAST_SIZES].size)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -169,27 +166,6 @@ class RemoteMetadata:
         if any(raw[end:]):
             raise FormatError("metadata is followed by bytes that are not zero")
         return RemoteMetadata(length, shapes, names, fmt)
-
-
-_group_count: int | None = None
-
-
-def init_remote_metadata_info(num_groups: int) -> None:
-    """Sets the number of groups in every chunk of this process, 0 to 8, once per process."""
-    global _group_count
-    if type(num_groups) is not int or not 0 <= num_groups <= MAX_GROUPS:
-        raise FormatError(f"{num_groups!r:.80} groups; metadata has 0 to {MAX_GROUPS}")
-    _group_count = num_groups
-
-
-def get_remote_metadata_bytes() -> int:
-    """Bytes of a chunk's metadata if no group has more than 4 dimensions.
-
-    Raises RuntimeError before `init_remote_metadata_info`.
-    """
-    if _group_count is None:
-        raise RuntimeError("init_remote_metadata_info was not called yet")
-    return _FIXED.size + _group_count * _USUAL_GROUP_BYTES
 
 
 def _group_bytes(shape: Sequence[int]) -> int:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis import protocol
 from lmcache_redis.errors import FormatError
 from lmcache_redis.protocol import (
     INT_TO_LOCATION,
@@ -19,7 +18,6 @@ from lmcache_redis.protocol import (
     ClientCommand,
     ClientMetaMessage,
     MemoryFormat,
-    RemoteMetadata,
     ServerMetaMessage,
     ServerReturnCode,
 )
@@ -185,18 +183,3 @@ def test_none_of_this_imports_torch() -> None:
         "sys.exit('torch' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_the_size_of_metadata_is_said_once_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_group_count", None)
-    with pytest.raises(RuntimeError):
-        protocol.get_remote_metadata_bytes()
-    for groups in range(9):
-        protocol.init_remote_metadata_info(groups)
-        metadata = RemoteMetadata(
-            0, [(0,)] * groups, ["uint8"] * groups, MemoryFormat.UNDEFINED
-        ).serialize()
-        assert protocol.get_remote_metadata_bytes() == len(metadata)
-    for groups in (-1, 9, True):
-        with pytest.raises(FormatError):
-            protocol.init_remote_metadata_info(groups)

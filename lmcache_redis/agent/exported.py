@@ -10,8 +10,14 @@ from typing import Any, Final
 from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.status import status_report
 from lmcache_redis.metrics import COUNTERS, Distribution
-from lmcache_redis.metrics.exporter import Family, OwnerSource, Source, Values
-from lmcache_redis.metrics.families import TIER_FAMILIES, labelled
+from lmcache_redis.metrics.exporter import (
+    TIER_FAMILIES,
+    Family,
+    OwnerSource,
+    Source,
+    Values,
+    labelled,
+)
 
 
 def _reasons(prefix: str) -> Mapping[str, str]:

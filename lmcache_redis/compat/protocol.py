@@ -26,12 +26,11 @@ from lmcache_redis.errors import FormatError
 from lmcache_redis.protocol import (
     INT_TO_LOCATION,
     LOCATION_TO_INT,
+    MAX_GROUPS,
     MAX_KEY_LENGTH,
     ClientCommand,
     MemoryFormat,
     ServerReturnCode,
-    get_remote_metadata_bytes,
-    init_remote_metadata_info,
 )
 
 __all__ = [
@@ -182,3 +181,25 @@ class ServerMetaMessage:
         return lm_wire.ServerMetaMessage(
             self.code, self.length, self.fmt, self.dtype, self.shape, self.location
         )
+
+
+_group_count: int | None = None
+
+
+def init_remote_metadata_info(num_groups: int) -> None:
+    """Sets the number of groups in every chunk of this process, 0 to 8, once per process."""
+    global _group_count
+    if type(num_groups) is not int or not 0 <= num_groups <= MAX_GROUPS:
+        raise FormatError(f"{num_groups!r:.80} groups; metadata has 0 to {MAX_GROUPS}")
+    _group_count = num_groups
+
+
+def get_remote_metadata_bytes() -> int:
+    """Bytes of a chunk's metadata if no group has more than 4 dimensions.
+
+    Raises RuntimeError before `init_remote_metadata_info`.
+    """
+    if _group_count is None:
+        raise RuntimeError("init_remote_metadata_info was not called yet")
+    shapes, names = [()] * _group_count, ["uint8"] * _group_count
+    return len(protocol.RemoteMetadata(0, shapes, names, MemoryFormat.UNDEFINED).serialize())

@@ -8,8 +8,7 @@ from typing import Final
 from lmcache_redis import __version__
 from lmcache_redis.gateway.server import Gateway
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.metrics.exporter import Family, Values
-from lmcache_redis.metrics.families import TIER_FAMILIES, ByLabel, labelled
+from lmcache_redis.metrics.exporter import TIER_FAMILIES, ByLabel, Family, Values, labelled
 
 _BY_LABEL: Final[ByLabel] = MappingProxyType(
     {

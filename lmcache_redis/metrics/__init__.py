@@ -148,9 +148,6 @@ class Metrics:
         with self._lock:
             self._values[name] += n
 
-    def __getitem__(self, name: str) -> int:
-        return self._values[name]
-
     def snapshot(self) -> dict[str, int]:
         """Every counter at one moment, in the order of COUNTERS."""
         with self._lock:

@@ -1,7 +1,8 @@
 """`/metrics` for Prometheus and `/healthz` for probes: a small HTTP server on threads of its own.
 
-It knows families (`Family`) and where their values come from (`Source`), not what they mean:
-`agent.exported` has the agent's. A page in the docs is made from the same families.
+It knows families (`Family`) and where their values come from (`Source`). `agent.exported` and
+`gateway.exported` have what these mean; what both have is here. docs/metrics.md lists the same
+families.
 
 /healthz answers 200 while the source answers, and 503 with the reason when it does not.
 """
@@ -14,7 +15,8 @@ import socketserver
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -63,6 +65,42 @@ class NoReading(Exception):
 Values: TypeAlias = Mapping[str, Mapping[tuple[str, ...], float | Distribution]]
 # Called on any thread. Raises NoReading.
 Source: TypeAlias = Callable[[], Values]
+
+
+# Of each family, the counter for each value of its label.
+ByLabel: TypeAlias = Mapping[Family, Mapping[str, str]]
+
+# What agent and gateway have in common.
+TIER_FAMILIES: Final[ByLabel] = MappingProxyType(
+    {
+        Family("loaded_chunks", "counter", "chunks read into memory", ("tier",)): {
+            "disk": "disk_loaded_chunks",
+            "redis": "loaded_chunks",
+        },
+        Family("loaded_bytes", "counter", "payload bytes read into memory", ("tier",)): {
+            "disk": "disk_loaded_bytes",
+            "redis": "loaded_bytes",
+        },
+        Family("stored_chunks", "counter", "chunks written completely", ("tier",)): {
+            "disk": "disk_stored_chunks",
+            "redis": "stored_chunks",
+        },
+        Family("stored_bytes", "counter", "payload bytes of chunks written", ("tier",)): {
+            "disk": "disk_stored_bytes",
+            "redis": "stored_bytes",
+        },
+    }
+)
+
+
+def labelled(
+    families: ByLabel, counters: Mapping[str, int]
+) -> dict[str, Mapping[tuple[str, ...], float | Distribution]]:
+    """The values of families of counters."""
+    return {
+        family.name: {(label,): counters[name] for label, name in labels.items()}
+        for family, labels in families.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ def test_a_stuck_write_is_not_waited_for_and_keeps_its_slots(queue: Queue) -> No
     queue.tier.write_done(queue.tier.written[0], WriteOutcome.STORED)
     queue.loop.run_posted()
     assert queue.entries[0].pins == 0
-    assert queue.cache.metrics["stored_chunks"] == len(HASHES)
+    assert queue.cache.metrics.snapshot()["stored_chunks"] == len(HASHES)
 
 
 def test_a_failure_is_said_once_and_again_after_a_success(

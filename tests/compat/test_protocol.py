@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_redis import lm_wire, protocol
+from lmcache_redis import compat, lm_wire, protocol
 from lmcache_redis.compat.protocol import (
     DTYPE_TO_INT,
     INT_TO_DTYPE,
@@ -188,7 +188,7 @@ class TestRemoteMetadata:
         assert self.metadata.serialize() == encoded.serialize()
 
     def test_into_a_buffer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(protocol, "_group_count", None)
+        monkeypatch.setattr(compat.protocol, "_group_count", None)
         init_remote_metadata_info(2)
         size = get_remote_metadata_bytes()
         buffer = bytearray(b"\xff" * (size + 8))
@@ -233,3 +233,17 @@ def test_the_numbers_of_the_protocol() -> None:
         message = replace(TestServerMetaMessage.message, dtype=dtype)
         assert message.serialize()[12:16] == DTYPE_TO_INT[dtype].to_bytes(4, sys.byteorder)
     assert issubclass(LayerCacheEngineKey, CacheEngineKey)
+
+
+def test_the_size_of_metadata_is_said_once_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat.protocol, "_group_count", None)
+    with pytest.raises(RuntimeError):
+        get_remote_metadata_bytes()
+    for groups in range(9):
+        init_remote_metadata_info(groups)
+        shapes, dtypes = [torch.Size([0])] * groups, [torch.uint8] * groups
+        metadata = RemoteMetadata(0, shapes, dtypes, MemoryFormat.UNDEFINED).serialize()
+        assert get_remote_metadata_bytes() == len(metadata)
+    for groups in (-1, 9, True):
+        with pytest.raises(FormatError):
+            init_remote_metadata_info(groups)
