@@ -1,6 +1,6 @@
 """Blocking backends that keep chunks in memory, on disk or in Redis, for use as a library.
 
-interface   the contract of every backend; checks of callers' buffers are in checks
+interface   the contract of every backend; the callers' buffers are in buffers
 tensors     converts tensors to bytes and back
 local       memory of the process
 tiered      blocking calls over a tier of the cache

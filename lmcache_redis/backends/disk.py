@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from lmcache_redis.backends.checks import allocated_views
+from lmcache_redis.backends.buffers import allocated_views
 from lmcache_redis.backends.interface import Allocate
 from lmcache_redis.backends.tiered import Put, TierBackend, names_of, parse_metadata
 from lmcache_redis.cache.disk.files import Sync

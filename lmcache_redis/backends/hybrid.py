@@ -34,8 +34,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from lmcache_redis.backends.checks import AllocateOnce, allocated_views, payload_views
-from lmcache_redis.backends.copying import Block, gathered, scatter
+from lmcache_redis.backends.buffers import Block, allocated_views, gathered, payload_views, scatter
 from lmcache_redis.backends.interface import Allocate, LMCBackendInterface
 from lmcache_redis.backends.keylocks import KeyLocks
 from lmcache_redis.errors import ConfigError
@@ -47,6 +46,30 @@ if TYPE_CHECKING:
 
 DEFAULT_WAIT_S = 10.0
 DEFAULT_READ_AHEAD = 4
+
+
+class AllocateOnce:
+    """An `Allocate` shared by several tiers, which calls the caller's at most once.
+
+    views: the caller's buffers. is_refused: the caller's `allocate` returned None.
+    """
+
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
+        self._metadata: RemoteMetadata | None = None
+        self.views: Sequence[memoryview] = ()
+        self.is_refused = False
+
+    def __call__(self, metadata: RemoteMetadata) -> Sequence[memoryview] | None:
+        if self._metadata is None:
+            self._metadata = metadata
+            views = allocated_views(metadata, self._allocate)
+            self.is_refused = views is None
+            self.views = views or ()
+        elif metadata != self._metadata:
+            # After a read that failed, a lower tier has a different chunk under the key.
+            return None
+        return None if self.is_refused else self.views
 
 
 class InflightLoad:

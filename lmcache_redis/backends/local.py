@@ -22,8 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lmcache_redis.backends.checks import allocated_views, payload_views
-from lmcache_redis.backends.copying import gather, scatter
+from lmcache_redis.backends.buffers import allocated_views, gather, payload_views, scatter
 from lmcache_redis.backends.interface import Allocate, LMCBackendInterface
 from lmcache_redis.cache.memory import HeapMemory
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool

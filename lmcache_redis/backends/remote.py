@@ -26,8 +26,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeGuard, cast
 
-from lmcache_redis.backends.checks import allocated_views
-from lmcache_redis.backends.copying import StripeSlots
+from lmcache_redis.backends.buffers import StripeSlots, allocated_views
 from lmcache_redis.backends.interface import Allocate
 from lmcache_redis.backends.keylocks import Grant, KeyLocks
 from lmcache_redis.backends.tiered import (

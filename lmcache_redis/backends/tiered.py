@@ -16,8 +16,7 @@ from functools import lru_cache, partial
 from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
-from lmcache_redis.backends.checks import payload_views
-from lmcache_redis.backends.copying import StripeSlots, gathered
+from lmcache_redis.backends.buffers import StripeSlots, gathered, payload_views
 from lmcache_redis.backends.interface import LMCBackendInterface
 from lmcache_redis.cache.tier import Tier
 from lmcache_redis.errors import ConfigError
