@@ -42,11 +42,15 @@ from lmcache_redis.lm_wire import (
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 
 _TEXT_HASH = "~"
-_HASH_AT = 3  # without a format
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
-_HASH = re.compile(r"-?[0-9a-f]+", re.ASCII)
+_NUMBER = r"(?:0|[1-9][0-9]{0,8})"
+_DTYPE = r"@[a-z][a-z0-9_]*"
+# After the model comes a number, after a format the model. A hash is empty or `~` in an ObjectKey.
+_KEY = re.compile(
+    rf"(?P<fmt>[^@]+@(?!{_NUMBER}@))?[^@]+@(?P<size>{_NUMBER})@(?P<worker>{_NUMBER})"
+    rf"@(?P<hash>-?[0-9a-f]+|~?)(?(fmt)(?:{_DTYPE})?|{_DTYPE})(?:@{_NUMBER})?(?:@[^@%]+%[^@]*)*",
+    re.ASCII,
+)
 _WHOLE_BYTES = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
-_DTYPE = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
 
 _NO_DTYPE = "uint8"
 _NOT_GIVEN: tuple[int, ...] = ()
@@ -59,32 +63,39 @@ FAILED, SUCCEEDED = (
 
 def object_key_of(text: str) -> ObjectKey:
     """The key of a key text. Raises FormatError if the text is malformed."""
-    fields = _fields_of(text)
-    at = _hash_at(fields)
-    size, worker, chunk_hash = int(fields[at - 2]), int(fields[at - 1]), fields[at]
+    if not text.isprintable() or text != text.strip():
+        raise FormatError(f"a key text is printable, without spaces around it: {text!r:.200}")
+    if len(text.encode("utf-8")) > MAX_KEY_LENGTH:
+        raise FormatError(f"a key text of more than {MAX_KEY_LENGTH} bytes")
+    match = _KEY.fullmatch(text)
+    if match is None or match["hash"] in ("", _TEXT_HASH):
+        raise FormatError(
+            "a key text is model@world_size@worker_id@hash@dtype, then perhaps @layer_id and "
+            f"@tag%value, with plain numbers and a hash in lower-case hex, not {text!r:.200}"
+        )
+    chunk_hash = match["hash"]
     is_bytes = _WHOLE_BYTES.fullmatch(chunk_hash) is not None
-    fields[at] = "" if is_bytes else _TEXT_HASH
     return ObjectKey(
         bytes.fromhex(chunk_hash) if is_bytes else chunk_hash.encode("ascii"),
-        "@".join(fields),
-        share_rank(size, worker),
+        _with_hash(match, "" if is_bytes else _TEXT_HASH),
+        share_rank(int(match["size"]), int(match["worker"])),
     )
 
 
 def key_text_of(key: ObjectKey) -> str:
     """The inverse of `object_key_of`. Raises FormatError for any other key."""
-    fields = key.model_name.split("@")
-    at = _hash_at(fields)
-    if len(fields) < 5 or fields[at] not in ("", _TEXT_HASH):
-        raise FormatError(f"the key of a chunk that no key text names: {key!r:.200}")
-    try:
-        fields[at] = key.chunk_hash.decode("ascii") if fields[at] else key.chunk_hash.hex()
-    except UnicodeDecodeError:
-        raise FormatError(f"a chunk hash that is not ASCII: {key!r:.200}") from None
-    text = "@".join(fields)
-    if object_key_of(text) != key:
-        raise FormatError(f"the key of a chunk that no key text names: {key!r:.200}")
-    return text
+    match = _KEY.fullmatch(key.model_name)
+    if match is not None and match["hash"] in ("", _TEXT_HASH):
+        # A hash that is not ASCII makes a text that is no key.
+        as_text = key.chunk_hash.decode("ascii", "replace")
+        text = _with_hash(match, as_text if match["hash"] else key.chunk_hash.hex())
+        if object_key_of(text) == key:
+            return text
+    raise FormatError(f"the key of a chunk that no key text names: {key!r:.200}")
+
+
+def _with_hash(match: re.Match[str], chunk_hash: str) -> str:
+    return match.string[: match.start("hash")] + chunk_hash + match.string[match.end("hash") :]
 
 
 def metadata_of(message: ClientMetaMessage) -> RemoteMetadata:
@@ -120,38 +131,3 @@ def list_reply_of(length: int) -> bytes:
     return ServerMetaMessage(
         ServerReturnCode.SUCCESS, length, MemoryFormat.BINARY, _NO_DTYPE, (length, 0, 0, 0)
     ).serialize()
-
-
-def _hash_at(fields: list[str]) -> int:
-    """The position of the hash. After the model comes a number, after a format the model."""
-    has_format = len(fields) > 1 and not _NUMBER.fullmatch(fields[1])
-    return _HASH_AT + has_format
-
-
-def _fields_of(text: str) -> list[str]:
-    """The fields of a key text. Raises FormatError if it is malformed."""
-    if not text.isprintable() or text != text.strip():
-        raise FormatError(f"a key text is printable, without spaces around it: {text!r:.200}")
-    if len(text.encode("utf-8")) > MAX_KEY_LENGTH:
-        raise FormatError(f"a key text of more than {MAX_KEY_LENGTH} bytes")
-    fields = text.split("@")
-    if len(fields) < 5 or not fields[0] or not fields[1]:
-        raise FormatError(
-            f"a key text is model@world_size@worker_id@hash@dtype..., not {text!r:.200}"
-        )
-    at = _hash_at(fields)
-    world_size, worker_id, chunk_hash, *rest = fields[at - 2 :]
-    if not _HASH.fullmatch(chunk_hash):
-        raise FormatError(f"a hash is lower-case hex, not {chunk_hash!r:.200}")
-    if at == _HASH_AT or (rest and _DTYPE.fullmatch(rest[0])):
-        dtype = rest.pop(0)
-        if not _DTYPE.fullmatch(dtype):
-            raise FormatError(f"not the name of a dtype: {dtype!r:.200}")
-    has_layer = bool(rest) and "%" not in rest[0]
-    for number in (world_size, worker_id, *rest[:has_layer]):
-        if not _NUMBER.fullmatch(number):
-            raise FormatError(f"not a plain number: {number!r:.200}")
-    for tag in rest[has_layer:]:
-        if tag.find("%") < 1:
-            raise FormatError(f"a tag is name%value, not {tag!r:.200}")
-    return fields
