@@ -22,10 +22,10 @@ from lmcache_redis.backends.remote import (
     DEFAULT_DEADLINE_S,
     DEFAULT_LIST_DEADLINE_S,
     DEFAULT_PENDING_BYTES,
-    DEFAULT_SLOT_BYTES,
     LMCRemoteBackend,
     Transfer,
 )
+from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat

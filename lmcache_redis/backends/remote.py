@@ -39,6 +39,7 @@ from lmcache_redis.backends.tiered import (
 )
 from lmcache_redis.cache.redis import RedisTier
 from lmcache_redis.cache.tier import FramesResult
+from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
@@ -46,8 +47,6 @@ from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, W
 from lmcache_redis.resp.outcomes import RemoveResult, WriteDone
 from lmcache_redis.stripe import ChunkFrame
 
-# A stripe with its header stays under 1 MiB: docs/data-plane.md says why.
-DEFAULT_SLOT_BYTES = (1 << 20) - 4096
 DEFAULT_PENDING_BYTES = 256 << 20
 DEFAULT_DEADLINE_S = 5.0
 DEFAULT_LIST_DEADLINE_S = 60.0

@@ -125,15 +125,15 @@ class Places(NamedTuple):
     end: int | None = None
 
 
-def places_of(shared: Shared, location: str | None) -> Places | None:
-    """The places that the location of a request means; None if there is no such tier."""
+def places_of(shared: Shared, location: str | None) -> Places:
+    """The places that the location of a request means. Raises FormatError for a missing tier."""
     if location is None:
         return Places()
-    if location == MEMORY_LOCATION:
-        return Places(end=0) if shared.memory_bytes else None
+    if location == MEMORY_LOCATION and shared.memory_bytes:
+        return Places(end=0)
     names = [tier.name for tier in shared.cache.cache.tiers]
-    if _DISK_TIER not in names:
-        return None
+    if location == MEMORY_LOCATION or _DISK_TIER not in names:
+        raise FormatError(f"the location {location} is a tier that this gateway does not have")
     level = names.index(_DISK_TIER)
     return Places(memory=False, first=level, end=level + 1)
 

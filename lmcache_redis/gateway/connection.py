@@ -127,7 +127,7 @@ class Connection:
         try:
             message = ClientMetaMessage.deserialize(self._header)
             key, metadata = object_key_of(message.key), metadata_of(message)
-            self._places(message.location)
+            places_of(shared, message.location)
         except FormatError as problem:
             self._complain("put", "a PUT is dropped: %s", problem)
             await self.stream.receive_payload(length, Receiving(shared, None))
@@ -197,16 +197,10 @@ class Connection:
         """What a request without payload asks for, and where; None if it is malformed."""
         try:
             key, location = _wanted(bytes(self._header))
-            return key, self._places(location)
+            return key, places_of(self._shared, location)
         except FormatError as problem:
             self._complain("request", "a request fails: %s", problem)
             return None
-
-    def _places(self, location: str | None) -> Places:
-        places = places_of(self._shared, location)
-        if places is None:
-            raise FormatError(f"the location {location} is a tier that this gateway does not have")
-        return places
 
     def _complain(self, kind: str, message: str, *args: object) -> None:
         self._shared.counters.malformed += 1
