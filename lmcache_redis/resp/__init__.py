@@ -5,11 +5,10 @@ calls               calls about keys, routed to the servers that have them
 control, query      questions on a server's control connection; their commands and replies
 node                the servers, each with its threads, by the map
 reading, writing    a chunk in flight, and the end of each of its stripes
-worker, lanes       a thread with a connection; one with several, for the stripes of its queue
+worker, lanes       a thread, its queue and a connection; one with several, for stripes
 bulk                stripes between sockets and slots: one call for many, native or in Python
 health              whether a server is up
-jobs                work that is answered exactly once
-queues              how work reaches threads, and the timekeeper
+jobs                work that is answered exactly once, at its deadline by the timekeeper
 outcomes            requests and results
 net                 URLs, connections and RESP
 """

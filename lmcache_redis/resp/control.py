@@ -17,8 +17,7 @@ from lmcache_redis.errors import RedisError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp.jobs import Job, Jobs
 from lmcache_redis.resp.net.connection import Connection, Pipeline
 from lmcache_redis.resp.outcomes import CallOutcome
-from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.worker import Server, Worker
+from lmcache_redis.resp.worker import Server, TaskQueue, Worker
 
 ResultT = TypeVar("ResultT")
 # Packed commands, made on demand, and how many replies they have.

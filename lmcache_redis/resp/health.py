@@ -23,11 +23,11 @@ from lmcache_redis.errors import (
     RedisReplyError,
     RedisUnavailable,
 )
+from lmcache_redis.resp.jobs import joined
 from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.outcomes import PlaneState
-from lmcache_redis.resp.queues import joined
 
 logger = logging.getLogger(__name__)
 

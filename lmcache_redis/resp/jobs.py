@@ -13,16 +13,19 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from lmcache_redis.resp.outcomes import CallOutcome, ReadOutcome, WriteOutcome
-from lmcache_redis.resp.queues import TaskT, Timekeeper
 
 logger = logging.getLogger(__name__)
 
 OutcomeT = TypeVar("OutcomeT", bound=enum.Enum)
+TaskT = TypeVar("TaskT")
+# The longest wait without a look at the clock.
+_LONGEST_WAIT_S = 3600.0
 
 
 class Stop(enum.Enum):
@@ -310,3 +313,73 @@ class Removals:
                 return False
             self._removals[chunk_key][1].append(start)
             return True
+
+
+class Timekeeper:
+    """A thread that ends late jobs, while other threads wait for the network.
+
+    It also runs actions that must not run on the caller's thread. expire: called with the time;
+    ends what is late and returns the next deadline, or None.
+    """
+
+    def __init__(self, expire: Callable[[float], float | None]) -> None:
+        self._expire = expire
+        self._changed = threading.Condition(threading.Lock())
+        self._posts: deque[Callable[[], None]] = deque()
+        self._wake_at = float("inf")
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="lmcr-time", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def watch(self, deadline: float) -> None:
+        """Call `expire` when `deadline` passes."""
+        with self._changed:
+            if deadline < self._wake_at:
+                self._wake_at = deadline
+                self._changed.notify()
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Run `action` soon. Raises RuntimeError when closed."""
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the Redis plane is closed")
+            self._posts.append(action)
+            self._changed.notify()
+
+    def close(self, timeout_s: float) -> bool:
+        """Run what was posted, then end the thread. False if it takes longer than `timeout_s`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        return joined(self._thread, timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._posts and not self._closed:
+                    left = self._wake_at - time.monotonic()
+                    if left <= 0:
+                        break
+                    self._changed.wait(min(left, _LONGEST_WAIT_S))
+                posts, self._posts = self._posts, deque()
+                if self._closed and not posts:
+                    return
+                late = self._wake_at <= time.monotonic()
+                if late:
+                    # A deadline that is set while `expire` runs is not lost.
+                    self._wake_at = float("inf")
+            for action in posts:
+                action()
+            if late:
+                soonest = self._expire(time.monotonic())
+                if soonest is not None:
+                    self.watch(soonest)
+
+
+def joined(thread: threading.Thread, timeout_s: float) -> bool:
+    """Wait for the end of a thread, if it was started; False if it takes longer."""
+    if thread.ident is not None:
+        thread.join(timeout_s)
+    return not thread.is_alive()

@@ -39,8 +39,7 @@ from lmcache_redis.resp.bulk import (
 from lmcache_redis.resp.jobs import Job, Stop
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import ASKING_COMMAND
-from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.worker import Server, Task, Worker
+from lmcache_redis.resp.worker import Server, Task, TaskQueue, Worker
 
 # The pause before the next attempt, if the server has no room for another connection.
 _WIDEN_AGAIN_S = 1.0

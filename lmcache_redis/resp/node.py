@@ -23,9 +23,8 @@ from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, Topology
 from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.net.topology import Routes, ServerMap, find_servers, next_hop
 from lmcache_redis.resp.outcomes import PlaneState
-from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.reading import Read, Reader
-from lmcache_redis.resp.worker import Task, Worker
+from lmcache_redis.resp.worker import Task, TaskQueue, Worker
 from lmcache_redis.resp.writing import Writer
 
 logger = logging.getLogger(__name__)

@@ -36,8 +36,7 @@ from lmcache_redis.resp.jobs import Job, Jobs, Stop
 from lmcache_redis.resp.lanes import BulkWorker, Lane
 from lmcache_redis.resp.net.wire import get_command, value_head
 from lmcache_redis.resp.outcomes import ChunkIO, ReadDone, ReadOutcome
-from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.worker import Server, Task
+from lmcache_redis.resp.worker import Server, Task, TaskQueue
 from lmcache_redis.seal import Opened, SealKeys
 from lmcache_redis.stripe import (
     HEADER_BYTES,

@@ -48,8 +48,7 @@ from lmcache_redis.resp.jobs import Job, Jobs
 from lmcache_redis.resp.lanes import BulkWorker, Lane
 from lmcache_redis.resp.net.wire import end_of_command, set_prefix
 from lmcache_redis.resp.outcomes import ChunkIO, WriteDone, WriteOutcome
-from lmcache_redis.resp.queues import TaskQueue
-from lmcache_redis.resp.worker import Server, Task
+from lmcache_redis.resp.worker import Server, Task, TaskQueue
 from lmcache_redis.seal import SealKeys
 from lmcache_redis.stripe import HEADER_BYTES
 

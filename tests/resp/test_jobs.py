@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.resp.jobs import Job, Jobs, Stop
-from lmcache_redis.resp.queues import TaskQueue, Timekeeper
+from lmcache_redis.resp.jobs import Job, Jobs, Stop, Timekeeper
+from lmcache_redis.resp.worker import TaskQueue
 from tests.resp.helpers import wait_until
 
 

@@ -3,7 +3,6 @@
 format  the contents of a file, byte by byte, and its name
 files   writes files whole or not at all, and reads them into slots
 scan    reads the directory when the tier is opened
-lru     which files the byte limit evicts
-store   index and files, kept consistent within the limit; blocking
+store   index and files, kept consistent; which files the byte limit evicts; blocking
 tier    the store as a tier of the cache: threads, jobs, hang detection
 """
