@@ -44,7 +44,7 @@ class OurClient(PlaneClient, ScanningClient):
         super().store()
 
     def prepare_scan(self, count: int) -> Sequence[bytes]:
-        self._keys = self.absent_stripes("bench-scan", count)
+        self._keys = self.absent_keys("bench-scan", count)
         return self._keys
 
     def scan_prepared(self) -> int:

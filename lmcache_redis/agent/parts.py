@@ -10,7 +10,6 @@ from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
 from lmcache_redis.cache.memory import Arena
-from lmcache_redis.cache.redis import RedisTier
 from lmcache_redis.cache.threads import OwnerLoop
 from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.writebehind import Backing
@@ -46,7 +45,7 @@ class Agent:
     def of(config: AgentConfig, arena: Arena, plane: RedisPlane) -> Agent:
         """Raises ``ConfigError`` if the disk tier's directory cannot be used."""
         limit_bytes = config.write_queue_limit_bytes
-        backings = [Backing(RedisTier(plane), REDIS_COUNTERS, limit_bytes, config.op_timeout_s)]
+        backings = [Backing(plane, REDIS_COUNTERS, limit_bytes, config.op_timeout_s)]
         disk = None
         if config.disk_path is not None:
             # At most half of a lookup's time is for the disk; the rest is for Redis.

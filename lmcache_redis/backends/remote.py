@@ -37,14 +37,12 @@ from lmcache_redis.backends.tiered import (
     never_stuck,
     parse_metadata,
 )
-from lmcache_redis.cache.redis import RedisTier
-from lmcache_redis.cache.tier import FramesResult
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
-from lmcache_redis.resp.outcomes import RemoveResult, WriteDone
+from lmcache_redis.resp.outcomes import FramesResult, RemoveResult, WriteDone
 from lmcache_redis.stripe import ChunkFrame
 
 DEFAULT_PENDING_BYTES = 256 << 20
@@ -101,9 +99,15 @@ class LMCRemoteBackend(TierBackend):
         options = RedisOptions(redis) if isinstance(redis, str) else redis
         names = names_of(layout, options.key_prefix)
         self._plane = RedisPlane(options)
-        tier = RedisTier(self._plane)
         super().__init__(
-            tier, names, slot_bytes, pending_bytes, dst_device, fmt, deadline_s, list_deadline_s
+            self._plane,
+            names,
+            slot_bytes,
+            pending_bytes,
+            dst_device,
+            fmt,
+            deadline_s,
+            list_deadline_s,
         )
         self._locks: KeyLocks[bytes] = KeyLocks()
         self._probed = False

@@ -6,29 +6,27 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any
 
 from lmcache_redis.bench.values import Values
 from lmcache_redis.errors import RedisUnavailable
-from lmcache_redis.keys import NAMESPACE_BYTES, key_stem, stripe_key
+from lmcache_redis.keys import NAMESPACE_BYTES, key_stem
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import (
     CallOutcome,
     ChunkIO,
-    ExistsResult,
     ReadOutcome,
     RedisOptions,
     RedisPlane,
     ScanResult,
     WriteOutcome,
 )
+from lmcache_redis.resp.outcomes import RemoveResult
 from lmcache_redis.stripe import FINGERPRINT_BYTES, ChunkFrame, stripe_payload_bytes
 
 _HASH_BYTES = 32
 _DEADLINE_S = 60.0
 _START_S = 10.0
 _REMOVE_S = 10.0
-_POLL_S = 0.05
 
 
 class PlaneClient:
@@ -74,14 +72,14 @@ class PlaneClient:
             frame = ChunkFrame(fingerprint, chunk_hash, chunk_bytes, stripe_bytes, serialized)
             self._chunks.append((stem + chunk_hash, frame, slots))
 
-    def first_stripes(self) -> list[bytes]:
-        """The keys that a lookup of the prepared chunks asks for."""
-        return [stripe_key(key, 0) for key, _, _ in self._chunks]
+    def keys(self) -> list[bytes]:
+        """The keys of the prepared chunks."""
+        return [key for key, _, _ in self._chunks]
 
-    def absent_stripes(self, name: str, count: int) -> list[bytes]:
+    def absent_keys(self, name: str, count: int) -> list[bytes]:
         """The keys of ``count`` chunks that do not exist."""
         stem = key_stem(bytes(NAMESPACE_BYTES), name, 0, _HASH_BYTES, self._options.key_prefix)
-        return [stripe_key(stem + _chunk_hash(number), 0) for number in range(count)]
+        return [stem + _chunk_hash(number) for number in range(count)]
 
     def store(self) -> None:
         """Stores the prepared chunks; on return the server has acknowledged them."""
@@ -90,24 +88,24 @@ class PlaneClient:
     def load(self) -> None:
         self._move(self._plane.read_all, ReadOutcome.LOADED)
 
-    def scan(self, stripe_keys: Sequence[bytes]) -> int:
-        """How many of the keys exist, from the first on without a gap."""
-        result: ScanResult = self._call(self._plane.scan, stripe_keys)
+    def scan(self, keys: Sequence[bytes]) -> int:
+        """How many of the chunks exist, from the first on without a gap."""
+        results: SimpleQueue[ScanResult] = SimpleQueue()
+        self._plane.scan(keys, time.monotonic() + _DEADLINE_S, results.put)
+        result = results.get()
+        if result.outcome is not CallOutcome.DONE:
+            raise RedisUnavailable(f"a lookup failed: {result.outcome.value}")
         return result.prefix_length
 
     def remove(self) -> None:
-        """Removes the prepared chunks and waits until their keys are gone."""
-        until = time.monotonic() + _REMOVE_S
-        counts = [(key, frame.stripe_count) for key, frame, _ in self._chunks]
-        stripes = [stripe_key(key, index) for key, count in counts for index in range(count)]
-        left = len(stripes)
-        while left:
-            if time.monotonic() > until:
-                raise RedisUnavailable(f"{left} keys could not be removed: they expire")
-            for key, count in counts:
-                self._plane.remove(key, count)
-            time.sleep(_POLL_S)
-            left = sum(self._call(self._plane.exists, stripes).present)
+        """Removes the prepared chunks; on return their keys are gone."""
+        results: SimpleQueue[RemoveResult] = SimpleQueue()
+        deadline = time.monotonic() + _REMOVE_S
+        for key, frame, _ in self._chunks:
+            self._plane.unlink(key, frame.stripe_count, deadline, results.put)
+        outcomes = [results.get().outcome for _ in self._chunks]
+        if left := len(outcomes) - outcomes.count(CallOutcome.DONE):
+            raise RedisUnavailable(f"{left} chunks could not be removed: they expire")
 
     def _move(self, submit: Callable[..., None], good: object) -> None:
         finished = threading.Event()
@@ -127,15 +125,6 @@ class PlaneClient:
             hint = " (evicted: move fewer at a time)" if evicted else ""
             many = f"{len(bad)} of {len(outcomes)}"
             raise RedisUnavailable(f"{many} chunks failed: {bad[0].value}{hint}")
-
-    @staticmethod
-    def _call(submit: Callable[..., None], keys: Sequence[bytes]) -> Any:
-        results: SimpleQueue[ScanResult | ExistsResult] = SimpleQueue()
-        submit(keys, time.monotonic() + _DEADLINE_S, results.put)
-        result = results.get()
-        if result.outcome is not CallOutcome.DONE:
-            raise RedisUnavailable(f"a lookup failed: {result.outcome.value}")
-        return result
 
 
 def _chunk_hash(number: int) -> bytes:

@@ -70,8 +70,8 @@ def _round(
     """Seconds by operation and number of chunks."""
     values = memory.values(plan.chunk_bytes, plan.chunks, DEFAULT_SLOT_BYTES)
     client.prepare(name, values)
-    stored = client.first_stripes()
-    absent = client.absent_stripes(f"{name}/absent", ABSENT_CHUNKS)
+    stored = client.keys()
+    absent = client.absent_keys(f"{name}/absent", ABSENT_CHUNKS)
     seconds: dict[tuple[str, int], float] = {}
     try:
         seconds["write", plan.chunks] = _timed(client.store)

@@ -7,7 +7,7 @@ pinned entry keeps its memory; an unpinned one stays until its memory is needed.
 
     memory, pool      `Arena` or `HeapMemory`, and `HostPool`: which chunk holds which memory
     inflight          entries that are being filled and their watchers: a chunk is loaded once
-    tier              the contract of the tiers behind the pool; `redis` and `disk` implement it
+    tier              the contract of the tiers behind the pool: `disk`, and `RedisPlane`
     writebehind       one bounded queue per tier; the changes of one key are in order
     turns             which writes begin, and when: writes give way to loads
     lookup, parts     `PrefixLookup`: how many leading chunks are available, pinned, by a deadline
@@ -36,7 +36,7 @@ the meaning of the bytes differs)::
     plane = RedisPlane(RedisOptions(url))
     plane.start()
     plane.wait_probed(5.0)                          # until then it counts as down
-    redis = Backing(RedisTier(plane), REDIS_COUNTERS, write_limit_bytes=32 << 20)
+    redis = Backing(plane, REDIS_COUNTERS, write_limit_bytes=32 << 20)
     cache = Cache(loop, Arena(64 << 20, slot_bytes=1 << 20), [redis], Metrics())
     metadata = opaque_pages(3_000_000)              # of each chunk
     form = ChunkForm.of(ChunkNames(layout), "org/model", 0, metadata, slot_bytes=1 << 20)
@@ -92,7 +92,6 @@ from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.memory import Arena, HeapMemory
 from lmcache_redis.cache.objects import Found, Held, ObjectCache
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
-from lmcache_redis.cache.redis import RedisTier
 from lmcache_redis.cache.threads import Owner, OwnerLoop
 from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, Tier
 from lmcache_redis.cache.writebehind import Backing
@@ -113,6 +112,5 @@ __all__ = [
     "Owner",
     "OwnerLoop",
     "PrefixLookup",
-    "RedisTier",
     "Tier",
 ]

@@ -27,7 +27,6 @@ from lmcache_redis.cache.cache import Cache, load_of
 from lmcache_redis.cache.inflight import Filled
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.threads import WorkerThreads
-from lmcache_redis.cache.tier import FramesResult
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.naming import ChunkForm, ChunkNames
@@ -36,6 +35,7 @@ from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ChunkIO,
     ExistsResult,
+    FramesResult,
     RemoveResult,
     WriteOutcome,
 )

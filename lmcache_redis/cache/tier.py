@@ -27,14 +27,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from lmcache_redis.resp.outcomes import (
-    CallOutcome,
     ChunkIO,
     ClearResult,
     Done,
     ExistsResult,
+    FramesResult,
     PlaneState,
     ReadDone,
     ReadOutcome,
@@ -43,20 +43,12 @@ from lmcache_redis.resp.outcomes import (
     WriteDone,
     WriteOutcome,
 )
-from lmcache_redis.stripe import ChunkFrame
 
 Stuck = Callable[[ChunkIO], None]
 
 
-class FramesResult(NamedTuple):
-    """frames: for each key in order, the frame of its chunk or None; empty unless DONE."""
-
-    outcome: CallOutcome
-    frames: Sequence[ChunkFrame | None] = ()
-
-
 class Tier(Protocol):
-    """See the module."""
+    """See the module. `RedisPlane` and `disk.tier.DiskTier` are tiers."""
 
     @property
     def name(self) -> str:
@@ -92,20 +84,20 @@ class Tier(Protocol):
         returns the keys found so far and logs a warning.
         """
 
-    def read_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
+    def read_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck, /) -> None:
         """Load chunks into their slots, in this order.
 
         A chunk is never LOADED if it differs from the job's frame (fingerprint, hash, sizes,
         metadata) or fails its checksum. Slots of a chunk that is not LOADED hold undefined bytes.
         """
 
-    def write_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
+    def write_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck, /) -> None:
         """Store chunks from their slots, which do not change until `done`.
 
         A chunk becomes visible whole or not at all.
         """
 
-    def cancel(self, job: ChunkIO) -> None:
+    def cancel(self, job: ChunkIO, /) -> None:
         """End a job early, with CANCELLED through `done` as soon as its slots are free.
 
         Does nothing to a job that has ended or can no longer be abandoned.

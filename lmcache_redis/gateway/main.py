@@ -11,7 +11,7 @@ import threading
 import time
 
 from lmcache_redis import __version__
-from lmcache_redis.cache import DISK_COUNTERS, REDIS_COUNTERS, Backing, Cache, RedisTier
+from lmcache_redis.cache import DISK_COUNTERS, REDIS_COUNTERS, Backing, Cache
 from lmcache_redis.cache.memory import HeapMemory
 from lmcache_redis.cache.objects import ObjectCache
 from lmcache_redis.cache.threads import Action, Timer
@@ -99,7 +99,7 @@ def open_cache(config: GatewayConfig) -> ObjectCache:
             backings.append(Backing(disk, DISK_COUNTERS, _NO_LIMIT_BYTES))
         if plane is not None:
             plane.wait_probed(_FIRST_PROBE_S)
-            backings.append(Backing(RedisTier(plane), REDIS_COUNTERS, _NO_LIMIT_BYTES))
+            backings.append(Backing(plane, REDIS_COUNTERS, _NO_LIMIT_BYTES))
         memory = HeapMemory(spare_bytes=min(config.buffer_bytes // 8, _MOST_SPARE_BYTES))
         cache = Cache(LoopOwner(), memory, backings, Metrics(), idle_limit=config.memory_bytes)
         opened.pop_all()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from lmcache_redis.keys import KEY_MAGIC, stripe_key
@@ -17,10 +19,9 @@ from lmcache_redis.resp.node import Node, Nodes
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ClearResult,
-    DescribeResult,
     Done,
     ExistsResult,
-    KeysResult,
+    FramesResult,
     RemoveResult,
     ScanResult,
 )
@@ -36,7 +37,11 @@ from lmcache_redis.resp.query import (
     unlink_command,
     walk_keys,
 )
+from lmcache_redis.stripe import ChunkFrame, StripeHeader
 
+logger = logging.getLogger(__name__)
+
+_FIRST_STRIPE = stripe_key(b"", 0)
 # A partial write is removed soon or not at all: later, the chunk may have been stored again.
 _REMOVE_WITHIN_S = 10.0
 _MAX_PENDING_REMOVALS = 1024
@@ -45,10 +50,11 @@ _FAILURES = (CallOutcome.CANCELLED, CallOutcome.UNAVAILABLE, CallOutcome.TIMED_O
 
 
 class KeyCalls:
-    """Deadlines are `time.monotonic()` seconds. `done` is called once, on a thread of the plane.
+    """Keys are chunk keys: a chunk exists if its stripe 0 does, which is written last.
 
-    A shard that does not answer costs only its own keys, which count as missing: the outcome is
-    DONE if any shard answered.
+    Deadlines are `time.monotonic()` seconds. `done` is called once, on a thread of the plane. A
+    shard that does not answer costs only its own keys, which count as missing: the outcome is DONE
+    if any shard answered.
     """
 
     def __init__(self, nodes: Nodes, jobs: Jobs) -> None:
@@ -56,7 +62,8 @@ class KeyCalls:
         self._jobs = jobs
 
     def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
-        """How many of the leading keys (of stripes 0) exist, up to the first gap."""
+        """How many of the leading chunks exist, up to the first gap."""
+        stripes = _first_stripes(keys)
 
         def answer(outcome: CallOutcome, length: int | None) -> None:
             self._count(outcome, scanned=len(keys))
@@ -65,47 +72,66 @@ class KeyCalls:
         self._jobs.check_usable()
         if self._nodes.routes.is_cluster:
             # The first gap, or the end.
-            self._exists(keys, deadline, lambda outcome, n: answer(outcome, [*n, 0].index(0)))
+            self._exists(stripes, deadline, lambda outcome, n: answer(outcome, [*n, 0].index(0)))
         else:
-            steps = partial(count_prefix, keys)
+            steps = partial(count_prefix, stripes)
             question = Question(steps, deadline, answer, is_urgent=True)
             self._submit(question, self._nodes.routes.node_of(b""))
 
     def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
-        """Which of the keys (of stripes 0) exist."""
+        """Which of the chunks exist."""
 
         def answer(outcome: CallOutcome, counts: Sequence[int]) -> None:
             self._count(outcome, scanned=len(keys))
             is_done = outcome is CallOutcome.DONE
             done(ExistsResult(outcome, [count > 0 for count in counts] if is_done and keys else ()))
 
-        self._exists(keys, deadline, answer)
+        self._exists(_first_stripes(keys), deadline, answer)
 
-    def describe(self, keys: Sequence[bytes], deadline: float, done: Done[DescribeResult]) -> None:
-        """The headers under the keys (of stripes 0)."""
+    def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
+        """The frames of the chunks, whatever their layout. Uses GETRANGE."""
 
-        def answer(outcome: CallOutcome, headers: Sequence[Any]) -> None:
-            self._count(outcome)
-            done(DescribeResult(outcome, headers if outcome is CallOutcome.DONE else ()))
+        def answer(outcome: CallOutcome, headers: Sequence[StripeHeader | None]) -> None:
+            is_done = outcome is CallOutcome.DONE
+            done(FramesResult(outcome, [_frame(header) for header in headers] if is_done else ()))
 
-        steps = partial(ask_each, header_command, parse_header)
-        self._ask(steps, keys, deadline, None, answer)
+        self._headers(keys, deadline, answer)
 
-    def keys(self, pattern: bytes, deadline: float, done: Done[KeysResult]) -> None:
-        """The names of strings that match, in small steps, after scans. A name may come twice."""
+    def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
+        """The keys that begin with `prefix`: SCANs all servers, in small steps, after scans.
+
+        Blocks. Logs a warning if a server does not answer in time; then keys are missing.
+        """
         names: list[bytes] = []
+        outcomes: SimpleQueue[CallOutcome] = SimpleQueue()
 
         def found(some: list[bytes]) -> Sequence[bytes]:
             names.extend(some)
             return ()
 
-        def answer(outcome: CallOutcome) -> None:
-            self._count(outcome)
-            done(KeysResult(outcome, names))
+        pattern = escape_pattern(prefix) + b"*" + _FIRST_STRIPE
+        self._walk(partial(walk_keys, pattern, found, "TYPE", "string"), deadline, outcomes.put)
+        outcome = outcomes.get()
+        self._count(outcome)
+        if outcome is not CallOutcome.DONE:
+            logger.warning("the list of chunks is not complete: %s", outcome.value)
+        # A name may come twice, and the server may match other names.
+        stripes = [name for name in dict.fromkeys(names) if name.startswith(prefix)]
+        return [name[: -len(_FIRST_STRIPE)] for name in stripes if name.endswith(_FIRST_STRIPE)]
 
-        self._walk(partial(walk_keys, pattern, found, "TYPE", "string"), deadline, answer)
+    def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
+        """UNLINK all stripes of a chunk, which its header counts. Uses GETRANGE."""
 
-    def remove(
+        def answer(outcome: CallOutcome, headers: Sequence[StripeHeader | None]) -> None:
+            if outcome is not CallOutcome.DONE:
+                done(RemoveResult(outcome))
+                return
+            (header,) = headers
+            self.unlink(key, header.stripe_count if header is not None else 1, deadline, done)
+
+        self._headers((key,), deadline, answer)
+
+    def unlink(
         self,
         chunk_key: bytes,
         stripe_count: int,
@@ -167,6 +193,21 @@ class KeyCalls:
         pattern = escape_pattern(key_prefix) + b"*"
         steps = partial(walk_keys, pattern, found, removed=removed, group_keys=group_keys)
         self._walk(steps, deadline, answer)
+
+    def _headers(
+        self,
+        keys: Sequence[bytes],
+        deadline: float,
+        done: Callable[[CallOutcome, Sequence[StripeHeader | None]], None],
+    ) -> None:
+        """The headers of stripes 0; None if there is no value, or one of another kind."""
+
+        def answer(outcome: CallOutcome, headers: Sequence[StripeHeader | None]) -> None:
+            self._count(outcome)
+            done(outcome, headers)
+
+        steps = partial(ask_each, header_command, parse_header)
+        self._ask(steps, _first_stripes(keys), deadline, None, answer)
 
     def _exists(
         self,
@@ -262,6 +303,23 @@ class KeyCalls:
                 jobs.calls[outcome] += 1
             jobs.keys_scanned += scanned
             jobs.keys_removed += removed
+
+
+def _first_stripes(keys: Sequence[bytes]) -> list[bytes]:
+    return [key + _FIRST_STRIPE for key in keys]
+
+
+def _frame(header: StripeHeader | None) -> ChunkFrame | None:
+    """The chunk whose stripe 0 has this header."""
+    if header is None or header.stripe_index != 0:
+        return None
+    return ChunkFrame(
+        header.fingerprint,
+        header.chunk_hash,
+        header.chunk_bytes,
+        header.payload_bytes,  # no stripe is larger than stripe 0
+        header.metadata.serialize(),
+    )
 
 
 def _total(outcomes: set[CallOutcome]) -> CallOutcome:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from lmcache_redis.stripe import ChunkFrame, StripeHeader
+from lmcache_redis.stripe import ChunkFrame
 
 ResultT = TypeVar("ResultT")
 # Told the result of a call, once.
@@ -70,13 +70,6 @@ class ExistsResult(NamedTuple):
     present: Sequence[bool] = ()
 
 
-class KeysResult(NamedTuple):
-    """names: the keys found, also if the outcome is not DONE."""
-
-    outcome: CallOutcome
-    names: Sequence[bytes] = ()
-
-
 class ClearResult(NamedTuple):
     """removed: how many keys were deleted, also if the outcome is not DONE."""
 
@@ -91,14 +84,11 @@ class RemoveResult(NamedTuple):
     removed: int = 0
 
 
-class DescribeResult(NamedTuple):
-    """headers: for each key in order its header, None if it has no value or one of another kind.
-
-    Empty unless DONE.
-    """
+class FramesResult(NamedTuple):
+    """frames: for each key in order, the frame of its chunk or None; empty unless DONE."""
 
     outcome: CallOutcome
-    headers: Sequence[StripeHeader | None] = ()
+    frames: Sequence[ChunkFrame | None] = ()
 
 
 class ChunkIO:

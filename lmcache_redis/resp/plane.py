@@ -47,7 +47,13 @@ _BATCH_STRIPES = 32
 
 
 class RedisPlane(KeyCalls):
-    """See the module. Raises ConfigError on construction for a URL that names no server."""
+    """See the module. A tier of a cache (`lmcache_redis.cache.tier`) without an index.
+
+    Every job ends by its deadline: none is ever stuck. Raises ConfigError on construction for a URL
+    that names no server.
+    """
+
+    name = "Redis"
 
     def __init__(self, options: RedisOptions) -> None:
         self.options = options
@@ -145,15 +151,18 @@ class RedisPlane(KeyCalls):
 
     # ---------------------------------------------------------------- chunks
 
+    def lookup(self, key: bytes) -> None:
+        """None for every key: only the servers know."""
+
     def read(self, chunk: ChunkIO, done: ReadDone) -> None:
         """Load a chunk into its slots, which belong to the plane until `done`."""
         self.read_all((chunk,), done)
 
-    def read_all(self, chunks: Sequence[ChunkIO], done: ReadDone) -> None:
+    def read_all(self, chunks: Sequence[ChunkIO], done: ReadDone, stuck: object = None) -> None:
         """Load chunks, in this order; `done` is called for each. Cheaper than one by one."""
         self._check(chunks, writable=True)
         ttl_s = self.options.ttl_s if self.options.ttl_refresh else 0
-        remove = self.remove
+        remove = self.unlink
         for some in _batches(chunks):
             now = time.monotonic()
             accepted = self._enter(some, [Read(chunk, done, remove, now, ttl_s) for chunk in some])
@@ -166,10 +175,10 @@ class RedisPlane(KeyCalls):
         """Store a chunk from its slots, which must not change until `done`."""
         self.write_all((chunk,), done)
 
-    def write_all(self, chunks: Sequence[ChunkIO], done: WriteDone) -> None:
+    def write_all(self, chunks: Sequence[ChunkIO], done: WriteDone, stuck: object = None) -> None:
         """Store chunks, in this order; `done` is called for each. Cheaper than one by one."""
         self._check(chunks, writable=False)
-        remove = self.remove
+        remove = self.unlink
         for some in _batches(chunks):
             now = time.monotonic()
             unix_ms = max(0, int(time.time() * 1000))

@@ -13,7 +13,6 @@ import pytest
 from lmcache_redis import cache as package
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.redis import RedisTier
 from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.metrics import Metrics
@@ -64,7 +63,7 @@ class Both(World):
         plane = RedisPlane(RedisOptions(server.url))
         plane.start()
         plane.wait_probed(10)
-        self.disk, self.redis = DiskTier(directory, 1 << 20), RedisTier(plane)
+        self.disk, self.redis = DiskTier(directory, 1 << 20), plane
         super().__init__([(self.disk, DISK_COUNTERS), (self.redis, REDIS_COUNTERS)])
 
     def store(self) -> None:

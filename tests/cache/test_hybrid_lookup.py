@@ -17,7 +17,6 @@ from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.prefix import Part, PrefixNeeds
-from lmcache_redis.cache.redis import RedisTier
 from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, ReadDone, Stuck, WriteDone
 from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.naming import ChunkForm, ChunkNames, Reach, opaque_pages
@@ -622,7 +621,7 @@ class Served(World):
         assert self.plane.wait_probed(10).up
         self.forms = forms_of(reaches, PART_BYTES, SLOT_BYTES)
         self.disk = DiskTier(directory, 64 << 20)
-        super().__init__([(self.disk, DISK_COUNTERS), (RedisTier(self.plane), REDIS_COUNTERS)])
+        super().__init__([(self.disk, DISK_COUNTERS), (self.plane, REDIS_COUNTERS)])
 
     def make_cache(self, backings: Sequence[Backing], slots: int) -> Cache:
         return Cache(self.loop, Arena(8 << 20, SLOT_BYTES), backings, self.metrics)

@@ -13,14 +13,13 @@ from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.memory import HeapMemory
 from lmcache_redis.cache.objects import Found, Held, ObjectCache
-from lmcache_redis.cache.redis import RedisTier
 from lmcache_redis.cache.threads import OwnerLoop
-from lmcache_redis.cache.tier import DISK_COUNTERS, FramesResult, Tier
+from lmcache_redis.cache.tier import DISK_COUNTERS, Tier
 from lmcache_redis.cache.writebehind import Backing
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkNames
 from lmcache_redis.resp import RedisOptions, RedisPlane
-from lmcache_redis.resp.outcomes import CallOutcome, RemoveResult
+from lmcache_redis.resp.outcomes import CallOutcome, FramesResult, RemoveResult
 from tests.cache.played import run_until
 from tests.cache.test_objects import key_of, metadata_of
 from tests.harness import wait_until
@@ -75,11 +74,11 @@ class Objects:
         assert self.cache.pool.pinned == 0
 
 
-def redis_tier(server: RedisServer) -> RedisTier:
+def redis_tier(server: RedisServer) -> RedisPlane:
     plane = RedisPlane(RedisOptions(server.url))
     plane.start()
     assert plane.wait_probed(10).up
-    return RedisTier(plane)
+    return plane
 
 
 @pytest.fixture(params=["disk", pytest.param("Redis", marks=pytest.mark.servers)])

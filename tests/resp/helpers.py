@@ -18,7 +18,7 @@ from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, W
 from lmcache_redis.resp.bulk import Call, End, Mover, Packed, Result
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.options import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
-from lmcache_redis.resp.outcomes import DescribeResult
+from lmcache_redis.resp.outcomes import FramesResult
 from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
 from tests.servers import RedisServer
 from tests.servers import wait_until as wait_until
@@ -193,9 +193,9 @@ def exists(plane: RedisPlane, keys: list[bytes], within_s: float = PATIENCE_S) -
     return answers.wait(1)[0]
 
 
-def describe(plane: RedisPlane, keys: list[bytes], within_s: float = PATIENCE_S) -> DescribeResult:
+def describe(plane: RedisPlane, keys: list[bytes], within_s: float = PATIENCE_S) -> FramesResult:
     """Also on the caller's own thread."""
-    answers: SimpleQueue[DescribeResult] = SimpleQueue()
+    answers: SimpleQueue[FramesResult] = SimpleQueue()
     plane.describe(keys, time.monotonic() + within_s, answers.put)
     return answers.get(timeout=PATIENCE_S)
 

@@ -13,6 +13,8 @@ import sys
 import time
 from types import SimpleNamespace
 
+from tests.resp.helpers import chunk_key
+
 _straight = time.time
 _source = random.Random(1)
 _HOURS = 1000.0
@@ -40,7 +42,7 @@ def main(url: str) -> dict[str, object]:
     datetime.datetime = _Bent  # type: ignore[misc]
 
     from lmcache_redis.resp import ReadOutcome, WriteOutcome
-    from tests.resp.helpers import Chunk, first_key, read, running, scan, write
+    from tests.resp.helpers import Chunk, read, running, scan, write
 
     outcomes: set[str] = set()
     wrong = 0
@@ -51,7 +53,7 @@ def main(url: str) -> dict[str, object]:
             loaded = Chunk(number, 40_000, 9_000)
             outcomes |= {outcome.name for outcome in read(plane, loaded)}
             wrong += loaded.content != chunk.content
-        found = scan(plane, [first_key(number) for number in range(100)]).prefix_length
+        found = scan(plane, [chunk_key(number) for number in range(100)]).prefix_length
         # A deadline that passes while nothing answers.
         sys.stdout.write("stop\n")
         sys.stdout.flush()

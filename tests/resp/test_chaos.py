@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisPlane, WriteOutcome
 from lmcache_redis.seal import SealKeys
-from tests.resp.helpers import PATIENCE_S, Chunk, first_key, read, running, wait_until, write
+from tests.resp.helpers import PATIENCE_S, Chunk, chunk_key, read, running, wait_until, write
 from tests.resp.proxy import Action, Cut, Forge, Proxy, Stall
 from tests.servers import RedisServer
 
@@ -53,7 +53,7 @@ class Traffic:
         token = object()
         deadline = time.monotonic() + 0.5
         self._expect(token, deadline)
-        keys = [first_key(number) for number in range(CHUNKS)]
+        keys = [chunk_key(number) for number in range(CHUNKS)]
         self._plane.scan(keys, deadline, lambda result: self._answered(token, result.outcome))
 
     @property

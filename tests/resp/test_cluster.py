@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp import CallOutcome, ReadOutcome, WriteOutcome
 from lmcache_redis.resp.net.topology import slot_of
 from tests.resp.helpers import (
     NAMESPACE,
     Chunk,
+    chunk_key,
     clear,
     exists,
-    first_key,
     read,
     running,
     scan,
@@ -70,7 +71,7 @@ def test_one_chunk_lies_on_all_shards(cluster: Cluster) -> None:
 
 
 def test_scans_and_clears_ask_every_shard(cluster: Cluster) -> None:
-    keys = [first_key(n) for n in range(200)]
+    keys = [chunk_key(n) for n in range(200)]
     with running(cluster.url) as plane:
         assert scan(plane, []) == (CallOutcome.DONE, 0)
         assert scan(plane, keys) == (CallOutcome.DONE, 0)
@@ -118,8 +119,8 @@ def test_keys_are_redirected_while_their_slots_move(own_cluster: Cluster) -> Non
         assert target.command("DBSIZE") == 2
         first = chunk.stripe_keys()[0]
         own_cluster.move(slot_of(first), own_cluster.node_of(first), target)
-        assert scan(plane, [first]) == (CallOutcome.DONE, 1)
-        plane.remove(chunk.key, chunk.stripe_count)
+        assert scan(plane, [chunk.key]) == (CallOutcome.DONE, 1)
+        plane.unlink(chunk.key, chunk.stripe_count)
         wait_until(lambda: sum(keys_on(own_cluster.nodes)) == 0)
 
 
@@ -154,11 +155,11 @@ def test_resharding_while_loading_gives_right_bytes(own_cluster: Cluster) -> Non
 
 def test_a_lost_shard_costs_only_its_chunks(own_cluster: Cluster) -> None:
     small = [Chunk(n, 3000, SLOT, seed=n) for n in range(60)]
-    keys = [first_key(n) for n in range(60)]
+    keys = [chunk_key(n) for n in range(60)]
     with running(own_cluster.url) as plane:
         assert set(write(plane, *small)) == {WriteOutcome.STORED}
         lost = own_cluster.nodes[1]
-        on_lost = [own_cluster.node_of(key) is lost for key in keys]
+        on_lost = [own_cluster.node_of(stripe_key(key, 0)) is lost for key in keys]
         assert 0 < sum(on_lost) < 60
         lost.kill()
         wait_until(lambda: "1 of 3 shards" in plane.state.reason)
@@ -216,7 +217,7 @@ def test_a_url_of_the_other_kind_says_what_to_write(cluster: Cluster, server: Re
         assert not plane.state.up
         assert "is no cluster: write redis:// instead" in plane.state.reason
         assert write(plane, Chunk(1, 3000, SLOT)) == [WriteOutcome.UNAVAILABLE]
-        assert scan(plane, [first_key(1)]).outcome is CallOutcome.UNAVAILABLE
+        assert scan(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
         assert clear(plane, b"lmcr1:").outcome is CallOutcome.UNAVAILABLE
     with running(f"redis://127.0.0.1:{cluster.nodes[0].port}") as plane:
         assert WriteOutcome.REJECTED in write(plane, *(Chunk(n, BIG, SLOT) for n in range(3)))

@@ -11,7 +11,7 @@ import redis
 
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisPlane, WriteOutcome
-from lmcache_redis.resp.outcomes import DescribeResult, RemoveResult
+from lmcache_redis.resp.outcomes import FramesResult, RemoveResult
 from lmcache_redis.stripe import HEADER_BYTES
 from tests.resp.helpers import Chunk, chunk_key, read, wait_until, write
 from tests.servers import RedisServer
@@ -207,15 +207,12 @@ def test_a_description_is_that_of_the_headers(
     plane: RedisPlane, client: redis.Redis, stored: Chunk
 ) -> None:
     client.set(stripe_key(chunk_key(8), 0), b"not ours")
-    keys = [stripe_key(key, 0) for key in (chunk_key(9), stored.key, chunk_key(8))]
-    answers: Queue[DescribeResult] = Queue()
+    client.set(stripe_key(chunk_key(7), 0), client.get(stored.stripe_keys()[1]))
+    keys = [chunk_key(9), stored.key, chunk_key(8), chunk_key(7)]
+    answers: Queue[FramesResult] = Queue()
     plane.describe(keys, time.monotonic() + WAIT_S, answers.put)
-    outcome, (absent, header, foreign) = answers.get(timeout=WAIT_S)
-    assert outcome is CallOutcome.DONE
-    assert (absent, foreign) == (None, None)
-    assert header is not None
-    assert (header.chunk_hash, header.chunk_bytes) == (stored.frame.chunk_hash, SIZE)
-    assert (header.stripe_index, header.stripe_count) == (0, stored.frame.stripe_count)
+    found = answers.get(timeout=WAIT_S)
+    assert found == FramesResult(CallOutcome.DONE, [None, stored.frame, None, None])
 
 
 def test_a_removal_is_answered_with_what_was_there(
@@ -225,6 +222,6 @@ def test_a_removal_is_answered_with_what_was_there(
     answers: Queue[RemoveResult] = Queue()
     for removed in (stored.frame.stripe_count, 0):
         deadline = time.monotonic() + WAIT_S
-        plane.remove(stored.key, stored.frame.stripe_count, deadline, answers.put)
+        plane.unlink(stored.key, stored.frame.stripe_count, deadline, answers.put)
         assert answers.get(timeout=WAIT_S) == RemoveResult(CallOutcome.DONE, removed)
         assert client.dbsize() == neighbours

@@ -14,10 +14,10 @@ from tests.resp.helpers import (
     STEM,
     Answers,
     Chunk,
+    chunk_key,
     clear,
     describe,
     exists,
-    first_key,
     running,
     scan,
     wait_until,
@@ -44,13 +44,13 @@ def early(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def store(plane: RedisPlane, count: int) -> list[bytes]:
     chunks = [Chunk(number, 64, 4096, seed=number) for number in range(count)]
     assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
-    return [first_key(number) for number in range(count)]
+    return [chunk_key(number) for number in range(count)]
 
 
 def is_resting(plane: RedisPlane, early: list[str]) -> bool:
     """Whether the control connection is there and idle: then a question goes out at once."""
     before = len(early)
-    scan(plane, [first_key(0)])
+    scan(plane, [chunk_key(0)])
     return len(early) > before
 
 
@@ -62,8 +62,8 @@ def test_it_goes_out_on_the_caller_s_thread(
         there = store(plane, 50)
         wait_until(lambda: is_resting(plane, early))
         before = len(early)
-        assert scan(plane, [*there, first_key(99)]) == (CallOutcome.DONE, 50)
-        assert exists(plane, [first_key(99), there[3]]).present == [False, True]
+        assert scan(plane, [*there, chunk_key(99)]) == (CallOutcome.DONE, 50)
+        assert exists(plane, [chunk_key(99), there[3]]).present == [False, True]
         assert len(early) > before
         assert set(early) == {threading.current_thread().name}
 
@@ -109,7 +109,7 @@ def test_many_callers_at_once_get_their_own_answers(server: RedisServer, early: 
 
         def ask(length: int) -> None:
             for _ in range(100):
-                result = scan(plane, [*there[:length], first_key(999)])
+                result = scan(plane, [*there[:length], chunk_key(999)])
                 if result != (CallOutcome.DONE, length):
                     wrong.append(result)
 
@@ -132,7 +132,7 @@ def test_a_connection_that_died_unnoticed_costs_no_answer(
         wait_until(lambda: is_resting(plane, early))
         own_server.command("CLIENT", "KILL", "TYPE", "normal")
         before = len(early)
-        assert scan(plane, [first_key(0)]) == (CallOutcome.DONE, 1)
+        assert scan(plane, [chunk_key(0)]) == (CallOutcome.DONE, 1)
         assert len(early) > before
         assert plane.state.up
 
@@ -147,7 +147,7 @@ def test_a_reply_cut_in_two_is_asked_for_again(own_server: RedisServer, early: l
             assert scan(plane, there) == (CallOutcome.DONE, 3)
             wait_until(lambda: is_resting(plane, early))
             scissors.cut("control", after_bytes)
-            assert None not in describe(plane, there).headers
+            assert None not in describe(plane, there).frames
 
 
 def test_an_answer_that_nobody_waits_for_is_not_taken_for_the_next(
@@ -166,5 +166,5 @@ def test_an_answer_that_nobody_waits_for_is_not_taken_for_the_next(
             own_server.cont()
         assert len(early) == before + 1
         wait_until(lambda: plane.state.up)
-        wait_until(lambda: scan(plane, [first_key(77)]) == (CallOutcome.DONE, 0))
+        wait_until(lambda: scan(plane, [chunk_key(77)]) == (CallOutcome.DONE, 0))
         assert scan(plane, there[:4]) == (CallOutcome.DONE, 4)

@@ -60,7 +60,7 @@ def test_killed_while_idle_and_restarted_empty(own_server: RedisServer) -> None:
         own_server.restart()
         # Nobody has noticed: old connections are replaced, calls are not lost.
         chunk = Chunk(1, SIZE, SLOT, seed=1)
-        assert scan(plane, [first_key(99)]) == (CallOutcome.DONE, 0)
+        assert scan(plane, [chunk_key(99)]) == (CallOutcome.DONE, 0)
         assert write(plane, chunk) == [WriteOutcome.STORED]
         assert read(plane, chunk, Chunk(99, SIZE, SLOT)) == [
             ReadOutcome.LOADED,
@@ -86,7 +86,7 @@ def test_killed_in_the_middle_of_loads(own_server: RedisServer) -> None:
         # 13 stripes came; those that did not may be of one of the first three chunks.
         assert outcomes.count(ReadOutcome.LOADED) in (2, 3)
         assert set(outcomes) <= {ReadOutcome.LOADED, *GONE}
-        assert scan(plane, [first_key(0)]).outcome is CallOutcome.UNAVAILABLE
+        assert scan(plane, [chunk_key(0)]).outcome is CallOutcome.UNAVAILABLE
         own_server.start()
         check_works(plane)
         assert read(plane, chunks[0]) == [ReadOutcome.MISSING]
@@ -109,7 +109,7 @@ def test_killed_in_the_middle_of_stores(own_server: RedisServer) -> None:
         assert set(answers.wait(10)) <= NOT_STORED
         own_server.start()
         check_works(plane)
-        assert scan(plane, [first_key(n) for n in range(10)]).prefix_length == 0
+        assert scan(plane, [chunk_key(n) for n in range(10)]).prefix_length == 0
 
 
 def test_a_restart_in_the_middle_of_a_store_makes_no_half_chunk(own_server: RedisServer) -> None:
@@ -149,7 +149,7 @@ def test_stopped_past_the_deadline_then_continued(own_server: RedisServer) -> No
         for number in range(8):
             plane.read(Chunk(99, SIZE, SLOT).io(0.2), answers)
             plane.write(Chunk(number, SIZE, SLOT).io(0.2), answers)
-        plane.scan([first_key(99)], started + 0.2, answers.callback("scan"))
+        plane.scan([chunk_key(99)], started + 0.2, answers.callback("scan"))
         outcomes = answers.wait(17)
         # What waits on a socket may be a little late; nothing waits for the next thing to fail.
         assert time.monotonic() - started < 5.0
@@ -182,7 +182,7 @@ def test_a_deadline_that_has_passed_touches_nothing(proxy: Proxy) -> None:
         gets, sets = proxy.gets, len(proxy.stripes_set)
         assert read(plane, Chunk(99, SIZE, SLOT), within_s=-1.0) == [ReadOutcome.TIMED_OUT]
         assert write(plane, Chunk(1, SIZE, SLOT), within_s=-1.0) == [WriteOutcome.TIMED_OUT]
-        assert scan(plane, [first_key(1)], within_s=-1.0).outcome is CallOutcome.TIMED_OUT
+        assert scan(plane, [chunk_key(1)], within_s=-1.0).outcome is CallOutcome.TIMED_OUT
         assert (proxy.gets, len(proxy.stripes_set)) == (gets, sets)
         assert plane.stats().connections_lost == 0
 

@@ -104,7 +104,7 @@ def test_remove_and_clear(plane: RedisPlane, server: RedisServer) -> None:
     with server.client() as client:
         client.mset(dict.fromkeys(foreign, b"x"))
     assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
-    plane.remove(chunks[0].key, chunks[0].stripe_count)
+    plane.unlink(chunks[0].key, chunks[0].stripe_count)
     keys = 29 * chunks[0].stripe_count
     wait_until(lambda: server.command("DBSIZE") == keys + len(foreign))
     assert clear(plane, b"lmcr1:" + NAMESPACE) == (CallOutcome.DONE, keys)

@@ -36,7 +36,7 @@ def damage(server: RedisServer, chunk: Chunk) -> None:
 def wait_removed(plane: RedisPlane) -> None:
     """Until every removal that was queued before has been answered: they are done in order."""
     answers = Answers()
-    plane.remove(chunk_key(1000), 1, time.monotonic() + PATIENCE_S, answers.callback("barrier"))
+    plane.unlink(chunk_key(1000), 1, time.monotonic() + PATIENCE_S, answers.callback("barrier"))
     answers.wait(1)
 
 
@@ -58,7 +58,7 @@ def by_a_failed_write(plane: RedisPlane, server: RedisServer, chunk: Chunk) -> N
 
 
 def by_the_caller(plane: RedisPlane, server: RedisServer, chunk: Chunk) -> None:
-    plane.remove(chunk.key, chunk.stripe_count)
+    plane.unlink(chunk.key, chunk.stripe_count)
 
 
 @pytest.mark.parametrize("remove", [by_a_read, by_a_failed_write, by_the_caller])
@@ -106,7 +106,7 @@ def test_a_removal_without_an_answer_holds_a_store_up_for_a_moment_only(
         chunk = Chunk(1, SIZE, SLOT, seed=1)
         assert write(plane, chunk) == [WriteOutcome.STORED]
         proxy.removals.clear()
-        plane.remove(chunk.key, chunk.stripe_count)
+        plane.unlink(chunk.key, chunk.stripe_count)
         wait_until(lambda: proxy.removals_seen)
         assert write(plane, chunk) == [WriteOutcome.STORED]
         assert read(plane, Chunk(1, SIZE, SLOT)) == [ReadOutcome.LOADED]
@@ -118,7 +118,7 @@ def test_a_store_that_waits_for_a_removal_keeps_its_deadline(
     with running(proxy.url, op_timeout_s=PATIENCE_S) as plane:
         chunk = Chunk(1, SIZE, SLOT, seed=1)
         proxy.removals.clear()
-        plane.remove(chunk.key, chunk.stripe_count)
+        plane.unlink(chunk.key, chunk.stripe_count)
         wait_until(lambda: proxy.removals_seen)
         assert write(plane, chunk, within_s=0.05) == [WriteOutcome.TIMED_OUT]
         cancelled, answers = chunk.io(), Answers()
@@ -142,9 +142,9 @@ def test_a_removal_that_was_not_sent_in_time_is_never_sent(
         proxy.removals.clear()
         deadline = time.monotonic() + PATIENCE_S
         answers = Answers()
-        plane.remove(blocker.key, blocker.stripe_count, deadline, answers.callback("blocker"))
+        plane.unlink(blocker.key, blocker.stripe_count, deadline, answers.callback("blocker"))
         wait_until(lambda: proxy.removals_seen)
-        plane.remove(chunk.key, chunk.stripe_count)
+        plane.unlink(chunk.key, chunk.stripe_count)
         # Waits until the time of the removal behind the blocker has passed.
         assert write(plane, chunk) == [WriteOutcome.STORED]
         proxy.removals.set()

@@ -7,12 +7,13 @@ from typing import Any, cast
 import pytest
 
 from lmcache_redis.errors import RedisProtocolError
+from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp import CallOutcome, RedisPlane
 from lmcache_redis.resp.control import Steps
 from lmcache_redis.resp.net.connection import Pipeline
 from lmcache_redis.resp.net.wire import Reply, keys_command
 from lmcache_redis.resp.query import GROUP_KEYS, count_prefix, find_present
-from tests.resp.helpers import exists, first_key, scan
+from tests.resp.helpers import chunk_key, exists, scan
 from tests.servers import RedisServer
 
 
@@ -144,16 +145,17 @@ def test_the_prefix_is_known_before_all_replies_are_there(length: int) -> None:
 
 
 def test_against_a_server(plane: RedisPlane, server: RedisServer) -> None:
-    asked = [first_key(number) for number in range(1000)]
+    asked = [chunk_key(number) for number in range(1000)]
+    stripes = [stripe_key(key, 0) for key in asked]
     assert scan(plane, asked) == (CallOutcome.DONE, 0)
     assert scan(plane, []) == (CallOutcome.DONE, 0)
     with server.client() as client:
-        client.mset(dict.fromkeys(asked[:777], b"x"))
-        client.delete(asked[800])
+        client.mset(dict.fromkeys(stripes[:777], b"x"))
+        client.delete(stripes[800])
     assert scan(plane, asked) == (CallOutcome.DONE, 777)
     assert scan(plane, asked[:777]) == (CallOutcome.DONE, 777)
     with server.client() as client:
-        client.mset(dict.fromkeys(asked[900:], b"x"))
+        client.mset(dict.fromkeys(stripes[900:], b"x"))
     found = exists(plane, asked)
     assert found.outcome is CallOutcome.DONE
     assert list(found.present) == [True] * 777 + [False] * 123 + [True] * 100
@@ -165,5 +167,5 @@ def test_ten_thousand_keys_of_differing_lengths(plane: RedisPlane, server: Redis
     request = keys_command(b"UNLINK", asked)
     assert request.count(b"\r\n") == 2 * len(asked) + 3
     with server.client() as client:
-        client.mset(dict.fromkeys(asked[:9_999], b""))
+        client.mset(dict.fromkeys([stripe_key(key, 0) for key in asked[:9_999]], b""))
     assert scan(plane, asked) == (CallOutcome.DONE, 9_999)

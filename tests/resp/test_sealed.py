@@ -20,7 +20,7 @@ from tests.resp.helpers import (
     PATIENCE_S,
     Answers,
     Chunk,
-    first_key,
+    chunk_key,
     read,
     running,
     scan,
@@ -422,7 +422,7 @@ def test_killed_in_the_middle_of_stores(own_server: RedisServer) -> None:
         assert WriteOutcome.STORED not in answers.wait(10)
         own_server.start()
         wait_until(lambda: plane.state.up)
-        assert scan(plane, [first_key(n) for n in range(10)]).prefix_length == 0
+        assert scan(plane, [chunk_key(n) for n in range(10)]).prefix_length == 0
         assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
         loaded = [Chunk(number, SIZE, SLOT) for number in range(10)]
         assert set(read(plane, *loaded)) == {LOADED}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis.resp import CallOutcome, ReadOutcome, WriteOutcome
-from tests.resp.helpers import Chunk, first_key, read, running, scan, wait_until, write
+from tests.resp.helpers import Chunk, chunk_key, first_key, read, running, scan, wait_until, write
 from tests.topologies import Watched, info, running_sentinel
 
 pytestmark = pytest.mark.servers
@@ -39,7 +39,7 @@ def test_a_failover_is_followed_and_the_stale_master_left(watched: Watched) -> N
         wait_until(lambda: info(old, "replication").get("role") == "slave")
         wait_until(lambda: old.command("CLIENT", "LIST").count(b"lmcache-redis:") == 0)
         assert write(plane, chunk) == [WriteOutcome.STORED]
-        assert scan(plane, [first_key(1)]) == (CallOutcome.DONE, 1)
+        assert scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 1)
 
 
 def test_a_master_that_dies_is_replaced(watched: Watched) -> None:

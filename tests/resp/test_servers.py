@@ -10,7 +10,7 @@ import pytest
 from lmcache_redis.agent.embedded import OLDEST_VERSION
 from lmcache_redis.resp import CallOutcome, ReadOutcome, WriteOutcome
 from tests.resp import test_connect, test_faults, test_survival
-from tests.resp.helpers import STEM, Chunk, clear, exists, first_key, read, running, scan, write
+from tests.resp.helpers import STEM, Chunk, chunk_key, clear, exists, read, running, scan, write
 from tests.servers import RedisServer, server_binaries
 
 pytestmark = pytest.mark.servers
@@ -43,14 +43,14 @@ def test_store_load_scan_and_clear(any_server: RedisServer) -> None:
     for url in (any_server.url, any_server.unix_url):
         with running(url) as plane:
             chunks = [Chunk(n, size, SLOT, seed=n) for n, size in enumerate(SIZES)]
-            keys = [first_key(n) for n in range(len(SIZES) + 1)]
+            keys = [chunk_key(n) for n in range(len(SIZES) + 1)]
             assert scan(plane, keys) == (CallOutcome.DONE, 0)
             assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
             assert scan(plane, keys) == (CallOutcome.DONE, len(SIZES))
             loaded = [Chunk(n, size, SLOT) for n, size in enumerate(SIZES)]
             assert set(read(plane, *loaded)) == {ReadOutcome.LOADED}
             assert [c.content for c in loaded] == [c.content for c in chunks]
-            any_server.command("UNLINK", keys[1], chunks[3].stripe_keys()[2])
+            any_server.command("UNLINK", chunks[1].stripe_keys()[0], chunks[3].stripe_keys()[2])
             assert list(exists(plane, keys).present) == [True, False, True, True, True, False]
             assert read(plane, loaded[1], loaded[3]) == [
                 ReadOutcome.MISSING,

@@ -19,6 +19,7 @@ from tests.resp.helpers import (
     PATIENCE_S,
     Answers,
     Chunk,
+    chunk_key,
     first_key,
     read,
     running,
@@ -90,8 +91,8 @@ def test_each_is_judged_for_itself(plane: RedisPlane, server: RedisServer) -> No
     for one, other, outcome in zip(stored, loaded, outcomes, strict=True):
         assert outcome is not ReadOutcome.LOADED or one.content == other.content
     # What was ours and damaged has gone, and nothing else.
-    wait_until(lambda: scan(plane, [first_key(3)]) == (CallOutcome.DONE, 0))
-    assert scan(plane, [first_key(n) for n in (4, 5, 6, 7, 8)]) == (CallOutcome.DONE, 5)
+    wait_until(lambda: scan(plane, [chunk_key(3)]) == (CallOutcome.DONE, 0))
+    assert scan(plane, [chunk_key(n) for n in (4, 5, 6, 7, 8)]) == (CallOutcome.DONE, 5)
 
 
 def test_a_server_that_is_full_refuses_one_by_one(own_server: RedisServer) -> None:
@@ -102,7 +103,7 @@ def test_a_server_that_is_full_refuses_one_by_one(own_server: RedisServer) -> No
         assert set(outcomes) == {WriteOutcome.STORED, WriteOutcome.FULL}
         for number, outcome in enumerate(outcomes):
             is_there = int(outcome is WriteOutcome.STORED)
-            assert scan(plane, [first_key(number)]) == (CallOutcome.DONE, is_there)
+            assert scan(plane, [chunk_key(number)]) == (CallOutcome.DONE, is_there)
 
 
 @pytest.mark.parametrize("late", ["read", "write"])
@@ -206,7 +207,7 @@ def test_a_refused_store_is_one_chunk(own_server: RedisServer, reply: bytes) -> 
         assert bad
         # The server did store it: it has been taken away again.
         wait_until(
-            lambda: all(scan(plane, [first_key(n)]) == (CallOutcome.DONE, 0) for n in bad[:1])
+            lambda: all(scan(plane, [chunk_key(n)]) == (CallOutcome.DONE, 0) for n in bad[:1])
         )
 
 

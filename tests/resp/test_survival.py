@@ -14,7 +14,7 @@ from tests.resp.helpers import (
     CONNECTIONS,
     PATIENCE_S,
     Chunk,
-    first_key,
+    chunk_key,
     our_connections,
     read,
     running,
@@ -40,7 +40,7 @@ def check_all(plane: RedisPlane, number: int) -> None:
     chunk = Chunk(number, SIZE, SLOT, seed=number)
     (stored,) = write(plane, chunk)
     assert stored in (WriteOutcome.STORED, WriteOutcome.UNAVAILABLE)
-    found = scan(plane, [first_key(number)])
+    found = scan(plane, [chunk_key(number)])
     assert found.outcome in (CallOutcome.DONE, CallOutcome.UNAVAILABLE)
     if stored is WriteOutcome.STORED and found.outcome is CallOutcome.DONE:
         assert found.prefix_length == 1
@@ -57,7 +57,7 @@ def settled(plane: RedisPlane, number: int) -> None:
     wait_until(lambda: plane.state.up)
     chunk = Chunk(number, SIZE, SLOT, seed=number)
     wait_until(lambda: write(plane, chunk) == [WriteOutcome.STORED])
-    assert scan(plane, [first_key(number)]) == (CallOutcome.DONE, 1)
+    assert scan(plane, [chunk_key(number)]) == (CallOutcome.DONE, 1)
     assert read(plane, Chunk(number, SIZE, SLOT)) == [ReadOutcome.LOADED]
 
 
@@ -97,7 +97,7 @@ def test_garbage_on_any_connection(server: RedisServer, role: str, reply: bytes)
         scissors.replace(role, reply)
         chunk = Chunk(2, SIZE, SLOT, seed=2)
         (stored,) = write(plane, chunk)
-        found = scan(plane, [first_key(1)])
+        found = scan(plane, [chunk_key(1)])
         loaded = Chunk(1, SIZE, SLOT)
         (outcome,) = read(plane, loaded)
         assert not scissors.armed
@@ -173,7 +173,7 @@ def test_full_speed_again_after_its_return(
     def move(plane: RedisPlane) -> float:
         started = time.monotonic()
         assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
-        assert scan(plane, [first_key(0), first_key(1)]) == (CallOutcome.DONE, 2)
+        assert scan(plane, [chunk_key(0), chunk_key(1)]) == (CallOutcome.DONE, 2)
         assert set(read(plane, *chunks)) == {ReadOutcome.LOADED}
         return time.monotonic() - started
 

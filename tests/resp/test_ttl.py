@@ -6,7 +6,7 @@ import pytest
 
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, WriteOutcome
-from tests.resp.helpers import Chunk, first_key, read, running, scan, write
+from tests.resp.helpers import Chunk, chunk_key, read, running, scan, write
 from tests.servers import RedisServer
 
 SLOT = 4096
@@ -75,7 +75,7 @@ def test_resp3_is_spoken_where_asked_for(server: RedisServer) -> None:
         assert write(plane, chunk) == [WriteOutcome.STORED]
         assert read(plane, loaded) == [ReadOutcome.LOADED]
         assert loaded.content == chunk.content
-        assert scan(plane, [first_key(1), first_key(2)]) == (CallOutcome.DONE, 1)
+        assert scan(plane, [chunk_key(1), chunk_key(2)]) == (CallOutcome.DONE, 1)
         with server.client() as client:
             client.unlink(chunk.stripe_keys()[2])
         assert read(plane, loaded) == [ReadOutcome.INCOMPLETE]

@@ -28,7 +28,7 @@ from lmcache_redis.cache.disk.files import SYNC_POLICIES, ChunkFiles, Sync, lock
 from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.cache.disk.store import DiskStore
 from lmcache_redis.cache.threads import Action, HangDetector, WorkerThreads, nothing
-from lmcache_redis.cache.tier import FramesResult, Stuck
+from lmcache_redis.cache.tier import Stuck
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
@@ -36,6 +36,7 @@ from lmcache_redis.resp.outcomes import (
     ClearResult,
     Done,
     ExistsResult,
+    FramesResult,
     PlaneState,
     ReadDone,
     ReadOutcome,
