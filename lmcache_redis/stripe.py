@@ -38,6 +38,9 @@ STORE_ID_BYTES = 16
 FINGERPRINT_BYTES = 32
 MAX_STRIPES = 0xFFFF
 PAYLOAD_ALIGN_BYTES = 64
+STORE_ID = slice(8, 24)
+FLAGS_AT = 28
+PAYLOAD_CHECKSUM = slice(56, 64)
 SEALED = 1  # the flag
 SEAL_KEY_ID_BYTES = 8
 SEAL_BYTES = 48
@@ -47,13 +50,13 @@ _PREAMBLE = struct.Struct("<4sHH")
 _PLACE = struct.Struct("<HHIQQQ")
 # preamble | store id | place | payload checksum | layout and chunk | created | own | metadata
 _PARTS = struct.Struct("<8s16s32sQ96sQQ336s")
-_OWN_CHECKSUM_AT, _OWN_CHECKSUM_END = 168, 176
-_PAYLOAD_CHECKSUM_AT = 56
-_STORE_ID = slice(8, 24)
-_CHECKSUM = struct.Struct("<Q")
+_CREATED = slice(160, 168)
+_OWN_CHECKSUM = slice(168, 176)
 _NO_CHECKSUM = bytes(8)
 _NO_STORE_ID = bytes(STORE_ID_BYTES)
 _NO_SEAL = bytes(SEAL_BYTES)
+# Parsed once: chunks of one layout share their metadata.
+parsed_metadata = functools.lru_cache(maxsize=1024)(RemoteMetadata.deserialize)
 _EXPECTED_PREAMBLE = _PREAMBLE.pack(MAGIC, VERSION, HEADER_BYTES)
 
 
@@ -112,7 +115,7 @@ class ChunkFrame:
         if not 1 <= hash_len <= MAX_HASH_BYTES:
             raise FormatError(f"a chunk hash has 1 to {MAX_HASH_BYTES} bytes, not {hash_len}")
         stripe_count = _stripe_count(self.chunk_bytes, self.stripe_payload_bytes)
-        described_bytes = _parsed_metadata(self.metadata).length
+        described_bytes = parsed_metadata(self.metadata).length
         if described_bytes != self.chunk_bytes:
             raise FormatError(
                 f"metadata of {described_bytes} bytes for a chunk of {self.chunk_bytes}"
@@ -130,38 +133,18 @@ class ChunkFrame:
 
     def payload_bytes(self, index: int) -> int:
         """Payload bytes of stripe `index`. Raises FormatError if there is no such stripe."""
-        left = self.chunk_bytes - self.payload_offset(index)
-        return self.stripe_payload_bytes if left > self.stripe_payload_bytes else left
+        payload_bytes: int = _PLACE.unpack(self._place(index, 0))[3]
+        return payload_bytes
 
-    def payload_offset(self, index: int) -> int:
-        """Offset of stripe `index` in the chunk. Raises FormatError if there is no such stripe."""
-        if not 0 <= index < self.stripe_count:
-            raise FormatError(f"stripe {index} of a chunk of {self.stripe_count}")
-        return index * self.stripe_payload_bytes
+    def header(self, index: int, store_id: bytes, checksum: int, created_unix_ms: int) -> bytearray:
+        """The header of stripe `index`, not sealed.
 
-    def pack_header_into(
-        self,
-        buf: bytearray | memoryview,
-        index: int,
-        store_id: bytes,
-        checksum: int,
-        created_unix_ms: int,
-    ) -> None:
-        """Write the header of stripe `index` to the first 512 bytes of `buf`.
-
-        store_id: 16 bytes, the same for all stripes of one store. checksum: xxh3-64 of the
-        payload. Raises FormatError for values out of range and for a buffer too short.
+        store_id: 16 bytes, the same for all stripes of one store. checksum: xxh3-64 of the payload.
+        Raises FormatError for an index or a time out of range.
         """
         header = bytearray(self.bare_header(index, store_id, created_unix_ms))
-        try:
-            _CHECKSUM.pack_into(header, _PAYLOAD_CHECKSUM_AT, checksum)
-        except struct.error as error:
-            raise FormatError(f"a header that cannot be written: {error}") from None
-        _CHECKSUM.pack_into(header, _OWN_CHECKSUM_AT, xxh3_64_intdigest(header))
-        room = memoryview(buf)[:HEADER_BYTES]
-        if room.nbytes < HEADER_BYTES:
-            raise FormatError(f"a header that cannot be written: {room.nbytes} bytes of room")
-        room[:] = header
+        add_checksums(header, checksum)
+        return header
 
     def bare_header(
         self,
@@ -320,9 +303,25 @@ def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
     )
 
 
-def store_id_of(header: bytes) -> bytes:
-    """The store id in a header that was checked."""
-    return header[_STORE_ID]
+def add_checksums(header: bytearray, checksum: int) -> None:
+    """Write the checksum of the payload, and then the header's own, into a header."""
+    header[PAYLOAD_CHECKSUM] = checksum.to_bytes(8, "little")
+    header[_OWN_CHECKSUM] = _own_checksum(header).to_bytes(8, "little")
+
+
+def is_expected(header: bytes, bare: bytes | bytearray) -> bool:
+    """Whether a header is undamaged, and has the fields of `bare` but for what readers do not know.
+
+    The same as `ChunkFrame.check_header` for a `bare_header`, without the frame.
+    """
+    if _own_checksum(header) != int.from_bytes(header[_OWN_CHECKSUM], "little"):
+        return False
+    masked = bytearray(header)
+    masked[STORE_ID] = _NO_STORE_ID
+    masked[PAYLOAD_CHECKSUM] = masked[_CREATED] = masked[_OWN_CHECKSUM] = _NO_CHECKSUM
+    if bare[FLAGS_AT] & SEALED:
+        masked[SEAL_AT:] = _NO_SEAL
+    return masked == bare
 
 
 def stripe_payload_bytes(chunk_bytes: int, slot_bytes: int) -> int:
@@ -331,7 +330,7 @@ def stripe_payload_bytes(chunk_bytes: int, slot_bytes: int) -> int:
     The fewest stripes that fit the slots, as equal in size as multiples of 64 bytes allow. Raises
     FormatError unless both sizes are positive.
     """
-    count = _ceil_div(*_checked_sizes(chunk_bytes, slot_bytes))
+    count = _pieces(chunk_bytes, slot_bytes)
     aligned = _ceil_div(_ceil_div(chunk_bytes, count), PAYLOAD_ALIGN_BYTES) * PAYLOAD_ALIGN_BYTES
     return min(aligned, slot_bytes)
 
@@ -341,8 +340,9 @@ def _header_of(buf: bytes | bytearray | memoryview) -> bytes:
     return bytes(memoryview(buf)[:HEADER_BYTES])[:HEADER_BYTES]
 
 
-def _own_checksum(raw: bytes) -> int:
-    return xxh3_64_intdigest(raw[:_OWN_CHECKSUM_AT] + _NO_CHECKSUM + raw[_OWN_CHECKSUM_END:])
+def _own_checksum(raw: bytes | bytearray) -> int:
+    before, after = raw[: _OWN_CHECKSUM.start], raw[_OWN_CHECKSUM.stop :]
+    return xxh3_64_intdigest(before + _NO_CHECKSUM + after)
 
 
 def _own_fault(raw: bytes) -> Verdict | None:
@@ -377,21 +377,15 @@ def _place(
     return _PLACE.pack(index, count, flags, payload_bytes, offset, chunk_bytes)
 
 
-@functools.lru_cache(maxsize=64)
-def _parsed_metadata(metadata: bytes) -> RemoteMetadata:
-    """Parsed once: chunks of one layout share their metadata."""
-    return RemoteMetadata.deserialize(metadata)
-
-
-def _checked_sizes(chunk_bytes: int, stripe_bytes: int) -> tuple[int, int]:
+def _pieces(chunk_bytes: int, stripe_bytes: int) -> int:
     for what, size in (("a chunk", chunk_bytes), ("a stripe", stripe_bytes)):
         if not 0 < size <= MAX_SIZE:
             raise FormatError(f"{what} of {size} bytes")
-    return chunk_bytes, stripe_bytes
+    return _ceil_div(chunk_bytes, stripe_bytes)
 
 
 def _stripe_count(chunk_bytes: int, stripe_bytes: int) -> int:
-    count = _ceil_div(*_checked_sizes(chunk_bytes, stripe_bytes))
+    count = _pieces(chunk_bytes, stripe_bytes)
     if count > MAX_STRIPES:
         raise FormatError(
             f"a chunk of {chunk_bytes} bytes in stripes of {stripe_bytes} has {count}, "

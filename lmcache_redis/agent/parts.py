@@ -11,8 +11,7 @@ from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.threads import OwnerLoop
-from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
-from lmcache_redis.cache.writebehind import Backing
+from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.context import PinnedPool
 from lmcache_redis.metrics import Metrics

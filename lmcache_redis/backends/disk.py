@@ -10,7 +10,7 @@ from functools import partial
 
 from lmcache_redis.backends.buffers import allocated_views
 from lmcache_redis.backends.interface import Allocate
-from lmcache_redis.backends.tiered import Put, TierBackend, names_of, parse_metadata
+from lmcache_redis.backends.tiered import Put, TierBackend, names_of
 from lmcache_redis.cache.disk.files import Sync
 from lmcache_redis.cache.disk.format import disk_bytes
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, READ, REMOVAL, WRITE, DiskTier
@@ -18,6 +18,7 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MAX_SIZE, MemoryFormat, RemoteMetadata
 from lmcache_redis.resp.outcomes import ReadOutcome, WriteOutcome
+from lmcache_redis.stripe import parsed_metadata
 
 CLOSE_TIMEOUT_S = 5.0
 DEFAULT_QUEUE_BYTES = 256 << 20
@@ -78,7 +79,7 @@ class LMCLocalDiskBackend(TierBackend):
         try:
             if file.cut.fingerprint != self._names.fingerprint:
                 return None
-            metadata = parse_metadata(file.cut.metadata)
+            metadata = parsed_metadata(file.cut.metadata)
             views = allocated_views(metadata, allocate)
             if views is None:
                 return None

@@ -35,7 +35,6 @@ from lmcache_redis.backends.tiered import (
     answer_of,
     names_of,
     never_stuck,
-    parse_metadata,
 )
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import ConfigError
@@ -43,7 +42,7 @@ from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
 from lmcache_redis.resp.outcomes import FramesResult, RemoveResult, WriteDone
-from lmcache_redis.stripe import ChunkFrame
+from lmcache_redis.stripe import ChunkFrame, parsed_metadata
 
 DEFAULT_PENDING_BYTES = 256 << 20
 DEFAULT_DEADLINE_S = 5.0
@@ -115,7 +114,7 @@ class LMCRemoteBackend(TierBackend):
 
     def get_bytes(self, key: ObjectKey, allocate: Allocate) -> RemoteMetadata | None:
         (load,) = self._begin_loads((key,), (allocate,), self._begin(self._deadline_s))
-        return parse_metadata(load.frame.metadata) if self._is_loaded(load) else None
+        return parsed_metadata(load.frame.metadata) if self._is_loaded(load) else None
 
     def close(self) -> None:
         """See the interface. Calls in flight on other threads end soon, as failures or misses."""
@@ -180,7 +179,7 @@ class LMCRemoteBackend(TierBackend):
             return None
         if frame.fingerprint != self._names.fingerprint:
             return None
-        views = allocated_views(parse_metadata(frame.metadata), allocate)
+        views = allocated_views(parsed_metadata(frame.metadata), allocate)
         if views is None:
             return None
         return Transfer(self._names.chunk_key(key), frame, views, deadline)

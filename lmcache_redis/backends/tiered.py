@@ -12,7 +12,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
@@ -27,8 +27,6 @@ from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ExistsResult, Writ
 from lmcache_redis.stripe import FINGERPRINT_BYTES, ChunkFrame, stripe_payload_bytes
 
 ResultT = TypeVar("ResultT")
-
-parse_metadata = lru_cache(maxsize=64)(RemoteMetadata.deserialize)
 
 
 class Put(NamedTuple):

@@ -93,8 +93,7 @@ from lmcache_redis.cache.memory import Arena, HeapMemory
 from lmcache_redis.cache.objects import Found, Held, ObjectCache
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.threads import Owner, OwnerLoop
-from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, Tier
-from lmcache_redis.cache.writebehind import Backing
+from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, Backing, Tier
 
 __all__ = [
     "DISK_COUNTERS",

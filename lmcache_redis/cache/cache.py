@@ -15,10 +15,11 @@ from lmcache_redis.cache.bet import TransferRate
 from lmcache_redis.cache.inflight import Filled, InflightLoads
 from lmcache_redis.cache.pool import Entry, HostPool, Line, Memory
 from lmcache_redis.cache.threads import Owner
-from lmcache_redis.cache.writebehind import Backing, WriteBehind
+from lmcache_redis.cache.tier import Backing
+from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkForm
-from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ClearResult, ReadOutcome
+from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ReadOutcome, RemoveResult
 
 logger = logging.getLogger(__name__)
 
@@ -321,7 +322,7 @@ class Cache:
             return
         tier, is_remote = self.tiers[level], self.counters[level].is_remote
 
-        def cleared(result: ClearResult) -> None:
+        def cleared(result: RemoveResult) -> None:
             if is_remote:
                 self.metrics.count("cleared_keys", result.removed)
             if result.outcome is CallOutcome.DONE:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 from lmcache_redis.cache.cache import Cache, load_of
 from lmcache_redis.cache.inflight import Filled
@@ -36,15 +36,12 @@ from lmcache_redis.resp.outcomes import (
     ChunkIO,
     ExistsResult,
     FramesResult,
-    RemoveResult,
     WriteOutcome,
 )
-from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
+from lmcache_redis.stripe import ChunkFrame, parsed_metadata, stripe_payload_bytes
 
 # The timeout of a write, and of the removal that follows a failed one.
 _WRITE_S = 5.0
-
-_parsed = lru_cache(maxsize=1024)(RemoteMetadata.deserialize)
 
 
 class Held:
@@ -150,7 +147,7 @@ class ObjectCache:
                 and frame.fingerprint == self._names.fingerprint
                 and frame.chunk_hash == key.chunk_hash
             ):
-                answer(Found(frame, _parsed(frame.metadata), level))
+                answer(Found(frame, parsed_metadata(frame.metadata), level))
             else:
                 self._ask(key, chunk_key, level + 1, end, deadline, waiting)
 
@@ -243,10 +240,27 @@ class ObjectCache:
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)
         job = ChunkIO(chunk_key, frame, views, time.monotonic() + _WRITE_S, entry)
+        queues = self.cache.queues
         try:
-            _WriteThrough(entry, job, written).begin(self.cache)
+            add = _any_of(entry.units <= self._pool.idle_limit, len(queues), written)
+            for queue in queues:
+                queue.write(entry, job, partial(self._written, queue, job, entry, add))
         finally:
             self._pool.unpin(entry)
+
+    def _written(
+        self,
+        queue: WriteBehind,
+        job: ChunkIO,
+        entry: Entry,
+        add: Callable[[bool], None],
+        outcome: WriteOutcome,
+    ) -> None:
+        # A DISCARDED entry was replaced or removed since: the next change of the key decides.
+        if outcome is WriteOutcome.STORED or entry.state is EntryState.DISCARDED:
+            add(True)
+        else:
+            queue.remove(job.key, time.monotonic() + _WRITE_S, lambda removed: add(False))
 
     def abandon(self, held: Held) -> None:
         """Frees reserved memory that will not be published."""
@@ -294,21 +308,13 @@ class ObjectCache:
         """
         chunk_key = self._names.chunk_key(key)
         entry = self._pool.peek(chunk_key)
-        results = [entry is not None and entry.state is EntryState.READY]
+        was_there = entry is not None and entry.state is EntryState.READY
         self._supersede(chunk_key)
         if entry is not None:
             self._pool.discard(entry)
-        queues = self.cache.queues
-        if not queues:
-            done(results[0])
-
-        def removed(result: RemoveResult) -> None:
-            results.append(result.removed > 0)
-            if len(results) > len(queues):
-                done(any(results))
-
-        for queue in queues:
-            queue.remove(chunk_key, deadline, removed)
+        add = _any_of(was_there, len(self.cache.queues), done)
+        for queue in self.cache.queues:
+            queue.remove(chunk_key, deadline, lambda result: add(result.removed > 0))
 
     def _supersede(self, chunk_key: bytes) -> None:
         """Detaches finds and cancels loads of the key: they may bring the previous chunk."""
@@ -332,51 +338,24 @@ class ObjectCache:
 
     def flush(self, done: Callable[[], None]) -> None:
         """Calls `done` when every write and removal that began before has ended."""
-        left = [*self.cache.queues]
-
-        def flushed() -> None:
-            left.pop()
-            if not left:
-                done()
-
-        if not left:
-            done()
+        add = _any_of(True, len(self.cache.queues), lambda _: done())
         for queue in self.cache.queues:
-            queue.flush(flushed)
+            queue.flush(partial(add, True))
 
     def close(self, deadline_s: float) -> bool:
         self._lists.stop()
         return self.cache.close(deadline_s)
 
 
-class _WriteThrough:
-    """The writes of a published chunk to every tier. written: see `ObjectCache.publish`."""
+def _any_of(first: bool, answers: int, done: Callable[[bool], None]) -> Callable[[bool], None]:
+    """Takes so many answers, then calls ``done`` with whether any, or ``first``, is true."""
+    results = [first]
 
-    def __init__(self, entry: Entry, job: ChunkIO, written: Callable[[bool], None]) -> None:
-        self._entry = entry
-        self._job = job
-        self._written = written
-        self._left = 0
-        self._is_stored = False
+    def add(result: bool) -> None:
+        results.append(result)
+        if len(results) > answers:
+            done(any(results))
 
-    def begin(self, cache: Cache) -> None:
-        self._is_stored = self._entry.units <= cache.pool.idle_limit
-        self._left = len(cache.queues)
-        if not self._left:
-            self._written(self._is_stored)
-        for queue in cache.queues:
-            queue.write(self._entry, self._job, partial(self._done, queue))
-
-    def _done(self, queue: WriteBehind, outcome: WriteOutcome) -> None:
-        # A DISCARDED entry was replaced or removed since: the next change of the key decides.
-        if outcome is WriteOutcome.STORED or self._entry.state is EntryState.DISCARDED:
-            self._is_stored = True
-            self._end()
-        else:
-            deadline = time.monotonic() + _WRITE_S
-            queue.remove(self._job.key, deadline, lambda removed: self._end())
-
-    def _end(self) -> None:
-        self._left -= 1
-        if not self._left:
-            self._written(self._is_stored)
+    if not answers:
+        done(first)
+    return add

@@ -31,7 +31,6 @@ from typing import Protocol
 
 from lmcache_redis.resp.outcomes import (
     ChunkIO,
-    ClearResult,
     Done,
     ExistsResult,
     FramesResult,
@@ -106,7 +105,7 @@ class Tier(Protocol):
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """Remove a chunk, or whatever is stored under its key."""
 
-    def clear(self, key_prefix: bytes, deadline: float, done: Done[ClearResult]) -> None:
+    def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """Remove every chunk whose key begins with `key_prefix`, in the background.
 
         A tier that is down answers UNAVAILABLE. If its chunks survive the outage (a disk), it
@@ -182,3 +181,13 @@ DISK_COUNTERS = TierCounters(
     queue_full="drop_disk",
     is_remote=False,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Backing:
+    """A tier of a cache. write_limit_bytes: of its queue. exists_timeout_s: of one `exists`."""
+
+    tier: Tier
+    counters: TierCounters
+    write_limit_bytes: int
+    exists_timeout_s: float = 1.0

@@ -25,13 +25,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from lmcache_redis.cache.bet import TransferRate
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.threads import Action, KeyLock, Owner, Timer
-from lmcache_redis.cache.tier import Tier, TierCounters
+from lmcache_redis.cache.tier import Backing
 from lmcache_redis.cache.turns import Turns, order
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.outcomes import (
@@ -47,16 +46,6 @@ logger = logging.getLogger(__name__)
 
 # Chunks that are due within this time, such as those of one prefill, go to the tier in one batch.
 _BATCH_WINDOW_S = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class Backing:
-    """A tier of a cache. write_limit_bytes: of its queue. exists_timeout_s: of one `exists`."""
-
-    tier: Tier
-    counters: TierCounters
-    write_limit_bytes: int
-    exists_timeout_s: float = 1.0
 
 
 class WriteBehind:

@@ -18,11 +18,11 @@ from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ChunkIO,
-    ClearResult,
     ExistsResult,
     PlaneState,
     PlaneStats,
     ReadOutcome,
+    RemoveResult,
     ScanResult,
     WriteOutcome,
 )
@@ -31,13 +31,13 @@ from lmcache_redis.resp.plane import RedisPlane
 __all__ = [
     "CallOutcome",
     "ChunkIO",
-    "ClearResult",
     "ExistsResult",
     "PlaneState",
     "PlaneStats",
     "ReadOutcome",
     "RedisOptions",
     "RedisPlane",
+    "RemoveResult",
     "ScanResult",
     "WriteOutcome",
     "check_url",

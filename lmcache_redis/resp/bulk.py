@@ -23,7 +23,15 @@ from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, R
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.stream import Stream
 from lmcache_redis.resp.net.wire import CRLF, error_of, parse_error, parse_length, value_head
-from lmcache_redis.stripe import HEADER_BYTES, SEAL_AT, SEAL_BYTES, SEALED
+from lmcache_redis.stripe import (
+    FLAGS_AT,
+    HEADER_BYTES,
+    PAYLOAD_CHECKSUM,
+    SEALED,
+    STORE_ID,
+    add_checksums,
+    is_expected,
+)
 
 # A call returns after this much silence: the caller has deadlines to keep, and idle lanes for new
 # stripes.
@@ -36,12 +44,6 @@ MOST_TASKS = 48
 MOST_LINE_BYTES = 4096
 # Payloads up to this size have another algorithm of xxh3, which the native extension lacks.
 _SHORT_BYTES = 240
-_STORE_ID = slice(8, 24)
-_PAYLOAD_CHECKSUM = slice(56, 64)
-_FLAGS_AT = 28
-_CREATED = slice(160, 168)
-_OWN_CHECKSUM = slice(168, 176)
-_SEAL = slice(SEAL_AT, SEAL_AT + SEAL_BYTES)
 
 # What a mover needs of a stripe: (command, header, slot, end of the command). To load: the packed
 # GET; ``$length`` CRLF and the expected header with its unknown fields zero; the slot; nothing. To
@@ -196,7 +198,7 @@ def _send(stream: Stream, progress: _Progress, task: Packed, is_load: bool, unti
     """Send the rest of a request: 0, EAGAIN if that would block, or another errno."""
     command, header, payload, end = task
     if not is_load and not progress.sent and isinstance(header, bytearray):
-        add_checksums(header, payload)
+        add_checksums(header, xxh3_64_intdigest(payload))
     parts: tuple[bytes | bytearray | memoryview, ...] = (command,)
     if not is_load:
         parts = (command, header, payload, end)
@@ -256,25 +258,12 @@ def _receive_value(
     if progress.tail != CRLF:
         return End.GARBAGE, 0, b""
     header = bytes(progress.first[head:wanted])
-    checksum = int.from_bytes(header[_PAYLOAD_CHECKSUM], "little")
-    if _is_expected(header, expected[head:]) and (
+    checksum = int.from_bytes(header[PAYLOAD_CHECKSUM], "little")
+    if is_expected(header, expected[head:]) and (
         not verify or checksum == xxh3_64_intdigest(payload)
     ):
-        return header if header[_FLAGS_AT] & SEALED else header[_STORE_ID]
+        return header if header[FLAGS_AT] & SEALED else header[STORE_ID]
     return End.MISMATCH, 0, header
-
-
-def _is_expected(header: bytes, expected: bytes | bytearray) -> bool:
-    """Whether a header has the right checksum, and every field that a reader knows in advance."""
-    masked = bytearray(header)
-    masked[_OWN_CHECKSUM] = bytes(8)
-    if xxh3_64_intdigest(masked) != int.from_bytes(header[_OWN_CHECKSUM], "little"):
-        return False
-    masked[_STORE_ID] = bytes(16)
-    masked[_PAYLOAD_CHECKSUM] = masked[_CREATED] = bytes(8)
-    if expected[_FLAGS_AT] & SEALED:
-        masked[_SEAL] = bytes(SEAL_BYTES)
-    return masked == expected
 
 
 def _receive_line(stream: Stream, progress: _Progress, kinds: bytes, until: float) -> bytes:
@@ -310,17 +299,10 @@ def _receive_other(stream: Stream, progress: _Progress, until: float) -> Result:
     return (End.LINE, 0, line) if line[:1] == b"-" else (End.NOTHING, 0, b"")
 
 
-def add_checksums(header: bytearray, payload: memoryview) -> None:
-    """Write the checksums of the payload and of the header into the header."""
-    header[_PAYLOAD_CHECKSUM] = xxh3_64_intdigest(payload).to_bytes(8, "little")
-    header[_OWN_CHECKSUM] = bytes(8)
-    header[_OWN_CHECKSUM] = xxh3_64_intdigest(header).to_bytes(8, "little")
-
-
 def add_short_checksums(header: bytearray, payload: memoryview) -> bytearray:
     """The header of a SET, with checksums if the payload is too short for the native extension."""
     if payload.nbytes <= _SHORT_BYTES:
-        add_checksums(header, payload)
+        add_checksums(header, xxh3_64_intdigest(payload))
     return header
 
 

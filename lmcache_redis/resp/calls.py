@@ -18,7 +18,6 @@ from lmcache_redis.resp.net.wire import escape_pattern
 from lmcache_redis.resp.node import Node, Nodes
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
-    ClearResult,
     Done,
     ExistsResult,
     FramesResult,
@@ -166,7 +165,7 @@ class KeyCalls:
         if jobs.removals.begin(chunk_key, unless_stored=done is None):
             self._ask(steps, stripes, deadline, 0, answer, Removal)
 
-    def clear(self, key_prefix: bytes, deadline: float, done: Done[ClearResult]) -> None:
+    def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK every key that begins with `key_prefix`, in small steps, after scans.
 
         Raises ValueError unless the prefix is that of our keys (user prefix + b"lmcr1:" ...).
@@ -187,7 +186,7 @@ class KeyCalls:
 
         def answer(outcome: CallOutcome) -> None:
             self._count(outcome)
-            done(ClearResult(outcome, total))
+            done(RemoveResult(outcome, total))
 
         group_keys = 1 if self._nodes.routes.is_cluster else STEP_KEYS
         pattern = escape_pattern(key_prefix) + b"*"

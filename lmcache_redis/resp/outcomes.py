@@ -70,15 +70,8 @@ class ExistsResult(NamedTuple):
     present: Sequence[bool] = ()
 
 
-class ClearResult(NamedTuple):
-    """removed: how many keys were deleted, also if the outcome is not DONE."""
-
-    outcome: CallOutcome
-    removed: int = 0
-
-
 class RemoveResult(NamedTuple):
-    """removed: how many stripes existed and were deleted, also if the outcome is not DONE."""
+    """removed: how many keys of Redis or files were deleted, also if the outcome is not DONE."""
 
     outcome: CallOutcome
     removed: int = 0

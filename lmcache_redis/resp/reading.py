@@ -41,10 +41,10 @@ from lmcache_redis.seal import Opened, SealKeys
 from lmcache_redis.stripe import (
     HEADER_BYTES,
     MAGIC,
+    STORE_ID,
     ChunkFrame,
     Verdict,
     describe_header,
-    store_id_of,
 )
 
 # Called with a chunk key and a stripe count.
@@ -109,7 +109,7 @@ def verify(
 def _judge_opened(opened: Opened, frame: ChunkFrame, header: bytes) -> Verified:
     """Judge a stripe whose header is the expected one, after an attempt to open its payload."""
     if opened is Opened.OK:
-        return Verified(None, store_id_of(header))
+        return Verified(None, header[STORE_ID])
     unknown = opened is Opened.UNKNOWN_KEY
     outcome = ReadOutcome.NOT_OPENED if unknown else ReadOutcome.CORRUPT
     return Verified(outcome, remove_stripes=frame.stripe_count)

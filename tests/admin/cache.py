@@ -12,9 +12,8 @@ from xxhash import xxh3_64_intdigest
 from lmcache_redis.admin.names import ChunkName
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.resp.bulk import add_checksums
 from lmcache_redis.seal import SealKeys
-from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame
+from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, add_checksums
 from tests.servers import RedisServer
 
 STORED_UNIX_MS = 1_700_000_000_000
@@ -77,9 +76,8 @@ class Cached:
         store_id = self.store.to_bytes(16, "big")
         if self.sealed_with is not None:
             return self._sealed(self.sealed_with, frame, index, store_id, payload)
-        header = bytearray(HEADER_BYTES)
         checksum = xxh3_64_intdigest(payload)
-        frame.pack_header_into(header, index, store_id, checksum, self.stored_unix_ms)
+        header = frame.header(index, store_id, checksum, self.stored_unix_ms)
         return bytes(header) + payload
 
     def _sealed(
@@ -88,7 +86,7 @@ class Cached:
         header = bytearray(frame.bare_header(index, store_id, self.stored_unix_ms, is_sealed=True))
         room = memoryview(bytearray(len(payload)))
         sealed = keys.seal(self.keys[index], header, memoryview(payload), room)
-        add_checksums(header, sealed)
+        add_checksums(header, xxh3_64_intdigest(sealed))
         return bytes(header) + bytes(sealed)
 
     def put(self, client: Any, *only: int) -> None:

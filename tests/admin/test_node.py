@@ -16,7 +16,7 @@ from lmcache_redis.admin.node import NodeFacts, Process, read_process
 from lmcache_redis.admin.node_rules import judge_node
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Severity
 from lmcache_redis.naming import opaque_pages
-from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, describe_header, stripe_payload_bytes
+from lmcache_redis.stripe import ChunkFrame, describe_header, stripe_payload_bytes
 from tests.harness import wait_until
 
 GIB = 1 << 30
@@ -68,8 +68,7 @@ def stored(*chunk_bytes: int, slot_bytes: int = 1 << 20) -> NodeFacts:
         frame = ChunkFrame(
             bytes(32), bytes(32), size, stripe_payload_bytes(size, slot_bytes), metadata
         )
-        header = bytearray(HEADER_BYTES)
-        frame.pack_header_into(header, 0, bytes(16), 0, 0)
+        header = frame.header(0, bytes(16), 0, 0)
         headers.append(("org/model", describe_header(header)))
     return replace(WELL, stored=tuple(headers))
 

@@ -108,7 +108,7 @@ def value_of(chunk: Cached, index: int, fmt: MemoryFormat) -> bytes:
         PAYLOAD_BYTES,
         metadata.serialize(),
     )
-    other.pack_header_into(header, index, whole.store_id, whole.checksum, 0)
+    header = other.header(index, whole.store_id, whole.checksum, 0)
     return bytes(header) + frame[HEADER_BYTES:]
 
 

@@ -11,13 +11,19 @@ from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.threads import OwnerLoop
-from lmcache_redis.cache.tier import FramesResult, ReadDone, Stuck, Tier, TierCounters, WriteDone
-from lmcache_redis.cache.writebehind import Backing
+from lmcache_redis.cache.tier import (
+    Backing,
+    FramesResult,
+    ReadDone,
+    Stuck,
+    Tier,
+    TierCounters,
+    WriteDone,
+)
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.resp.outcomes import (
     ChunkIO,
-    ClearResult,
     ExistsResult,
     PlaneState,
     RemoveResult,
@@ -42,7 +48,7 @@ class PlayedTier:
         self.scanned: list[tuple[Sequence[bytes], Callable[[ScanResult], None]]] = []
         self.described: list[tuple[bytes, Callable[[FramesResult], None]]] = []
         self.removed: list[tuple[bytes, Callable[[RemoveResult], None]]] = []
-        self.cleared: list[tuple[bytes, Callable[[ClearResult], None]]] = []
+        self.cleared: list[tuple[bytes, Callable[[RemoveResult], None]]] = []
         self.read: list[ChunkIO] = []
         self.written: list[Any] = []
         self.cancelled: list[ChunkIO] = []
@@ -93,7 +99,7 @@ class PlayedTier:
         self.removed.append((key, done))
 
     def clear(
-        self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
+        self, key_prefix: bytes, deadline: float, done: Callable[[RemoveResult], None]
     ) -> None:
         self.cleared.append((key_prefix, done))
 

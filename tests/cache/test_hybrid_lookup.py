@@ -17,8 +17,14 @@ from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.prefix import Part, PrefixNeeds
-from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, ReadDone, Stuck, WriteDone
-from lmcache_redis.cache.writebehind import Backing
+from lmcache_redis.cache.tier import (
+    DISK_COUNTERS,
+    REDIS_COUNTERS,
+    Backing,
+    ReadDone,
+    Stuck,
+    WriteDone,
+)
 from lmcache_redis.naming import ChunkForm, ChunkNames, Reach, opaque_pages
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from lmcache_redis.resp.outcomes import (

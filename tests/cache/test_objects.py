@@ -11,8 +11,7 @@ import pytest
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.memory import HeapMemory
 from lmcache_redis.cache.objects import Found, Held, ObjectCache
-from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, FramesResult
-from lmcache_redis.cache.writebehind import Backing
+from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, Backing, FramesResult
 from lmcache_redis.errors import FormatError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.naming import ChunkNames

@@ -14,8 +14,7 @@ from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.memory import HeapMemory
 from lmcache_redis.cache.objects import Found, Held, ObjectCache
 from lmcache_redis.cache.threads import OwnerLoop
-from lmcache_redis.cache.tier import DISK_COUNTERS, Tier
-from lmcache_redis.cache.writebehind import Backing
+from lmcache_redis.cache.tier import DISK_COUNTERS, Backing, Tier
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.naming import ChunkNames
 from lmcache_redis.resp import RedisOptions, RedisPlane

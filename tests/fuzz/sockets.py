@@ -158,8 +158,7 @@ _SEALED_FIELDS = ((28, 1), (464, 8), (472, 24), (496, 16))
 
 def _stripe(index: int, change: tuple[int, bytes] | None = None) -> bytes:
     """A reply with stripe `index`, its checksum right whatever was changed in the header."""
-    header = bytearray(HEADER_BYTES)
-    _FRAME.pack_header_into(header, index, b"s" * 16, xxh3_64_intdigest(_PAYLOAD), 1)
+    header = _FRAME.header(index, b"s" * 16, xxh3_64_intdigest(_PAYLOAD), 1)
     if change is not None:
         at, data = change
         header[at : at + len(data)] = data

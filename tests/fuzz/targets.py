@@ -15,11 +15,18 @@ from xxhash import xxh3_64_intdigest
 from lmcache_redis.errors import FormatError, RedisError, RedisProtocolError
 from lmcache_redis.keys import IPCCacheEngineKey, ObjectKey, key_stem, parse_stripe_key, stripe_key
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.resp.bulk import End, add_checksums
+from lmcache_redis.resp.bulk import End
 from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of
 from lmcache_redis.resp.reading import verify
 from lmcache_redis.seal import Opened, SealKeys
-from lmcache_redis.stripe import HEADER_BYTES, SEAL_AT, SEALED, ChunkFrame, describe_header
+from lmcache_redis.stripe import (
+    HEADER_BYTES,
+    SEAL_AT,
+    SEALED,
+    ChunkFrame,
+    add_checksums,
+    describe_header,
+)
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.sockets import (
     GETS,
@@ -92,8 +99,7 @@ def _headers() -> tuple[bytes, ...]:
     made = []
     for frame in _FRAMES:
         for index in {0, frame.stripe_count // 2, frame.stripe_count - 1}:
-            header = bytearray(HEADER_BYTES)
-            frame.pack_header_into(header, index, b"s" * 16, index * 7919, 1_767_225_600_000)
+            header = frame.header(index, b"s" * 16, index * 7919, 1_767_225_600_000)
             made.append(bytes(header))
     return tuple(made)
 
@@ -118,9 +124,8 @@ def _run_header(data: bytes, mutator: Mutator) -> str:
     is_sealed = bool(mutator.below(2))
     check = frame.check_header(data, index, is_sealed)
     if check.ok:
-        own = bytearray(HEADER_BYTES)
         created = int.from_bytes(data[160:168], "little")
-        frame.pack_header_into(own, index, check.store_id, check.checksum, created)
+        own = frame.header(index, check.store_id, check.checksum, created)
         if is_sealed:
             own[28] |= SEALED
             own[168:176] = data[168:176]
@@ -165,7 +170,7 @@ def _sealed_value() -> bytes:
     room = memoryview(bytearray(len(_PLAINTEXT)))
     with mock.patch("os.urandom", bytes):  # a finding can be repeated
         payload = _SEAL_KEYS.seal(_SEALED_KEY, header, memoryview(_PLAINTEXT), room)
-    add_checksums(header, payload)
+    add_checksums(header, xxh3_64_intdigest(payload))
     return bytes(header) + bytes(payload)
 
 
@@ -179,7 +184,7 @@ def _make_sealed(mutator: Mutator) -> bytes:
         at, nbytes = (*_FIELDS, *_SEAL_FIELDS)[mutator.below(len(_FIELDS) + len(_SEAL_FIELDS))]
         value[at : at + nbytes] = mutator.number(nbytes)
     header = value[:HEADER_BYTES]
-    add_checksums(header, memoryview(value)[HEADER_BYTES:])
+    add_checksums(header, xxh3_64_intdigest(value[HEADER_BYTES:]))
     return bytes(header + value[HEADER_BYTES:])
 
 

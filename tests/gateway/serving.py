@@ -25,7 +25,6 @@ from lmcache_redis.protocol import RemoteMetadata
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ChunkIO,
-    ClearResult,
     ExistsResult,
     PlaneState,
     ReadOutcome,
@@ -163,7 +162,7 @@ class DictTier:
         return [_NAMES.chunk_key(key) for key in [*self.chunks]]
 
     def clear(
-        self, key_prefix: bytes, deadline: float, done: Callable[[ClearResult], None]
+        self, key_prefix: bytes, deadline: float, done: Callable[[RemoveResult], None]
     ) -> None:
         raise AssertionError("a gateway clears nothing")
 

@@ -71,8 +71,7 @@ def payload_of(index: int, nbytes: int = PAYLOAD) -> bytes:
 
 
 def value_of(index: int, payload: bytes, frame: ChunkFrame = FRAME) -> bytes:
-    header = bytearray(HEADER_BYTES)
-    frame.pack_header_into(header, index, STORE_ID, xxh3_64_intdigest(payload), 1234)
+    header = frame.header(index, STORE_ID, xxh3_64_intdigest(payload), 1234)
     return bytes(header) + payload
 
 
@@ -475,8 +474,7 @@ def received(server: socket.socket, nbytes: int) -> bytes:
 
 def test_stores_what_the_frame_says(lanes: Lanes) -> None:
     payload = payload_of(1)
-    header = bytearray(HEADER_BYTES)
-    FRAME.pack_header_into(header, 1, STORE_ID, xxh3_64_intdigest(payload), 99)
+    header = FRAME.header(1, STORE_ID, xxh3_64_intdigest(payload), 99)
     lanes.servers[0].sendall(b"+OK\r\n")
     assert lanes.store([to_store(1, payload)], lanes=1) == Moved([0], [b""], 0)
     whole = b"prefix 1 " + header + payload + b"\r\n"

@@ -112,11 +112,8 @@ def payload_checksum(views: Sequence[memoryview]) -> int:
 
 def pack_page(key: bytes, frame: ChunkFrame, checksum: int) -> bytearray:
     """The first page of a file. Raises OSError if the key does not fit."""
-    page = bytearray(PAGE_BYTES)
     created_unix_ms = max(0, time.time_ns() // 1_000_000)
-    frame.pack_header_into(page, 0, os.urandom(STORE_ID_BYTES), checksum, created_unix_ms)
-    page[HEADER_BYTES:] = _key_part(key)
-    return page
+    return frame.header(0, os.urandom(STORE_ID_BYTES), checksum, created_unix_ms) + _key_part(key)
 
 
 def check_page(page: bytes | bytearray, key: bytes, frame: ChunkFrame) -> int:

@@ -33,7 +33,6 @@ from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ChunkIO,
-    ClearResult,
     Done,
     ExistsResult,
     FramesResult,
@@ -192,11 +191,11 @@ class DiskTier:
 
         self._put(self._reads, object(), remove, dropped)
 
-    def clear(self, key_prefix: bytes, deadline: float, done: Done[ClearResult]) -> None:
+    def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """See the contract. Has no limit as a whole: each file's removal has its own patience."""
         me = object()
         answer = _first_of(done)
-        unavailable = ClearResult(CallOutcome.UNAVAILABLE)
+        unavailable = RemoveResult(CallOutcome.UNAVAILABLE)
 
         def clear() -> None:
             stuck = partial(answer, unavailable)
@@ -204,10 +203,10 @@ class DiskTier:
             removed = sum(self.run(REMOVAL, each, stuck) or False for each in removals)
             if self._is_up:
                 self._uncleared.pop(me, None)
-            answer(ClearResult(self._answer, removed))
+            answer(RemoveResult(self._answer, removed))
 
         def dropped() -> None:
-            answer(ClearResult(CallOutcome[self._refusal]))
+            answer(RemoveResult(CallOutcome[self._refusal]))
 
         self._uncleared[me] = key_prefix
         if self._detector.is_hung():

@@ -24,9 +24,9 @@ from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ChunkIO,
-    ClearResult,
     ExistsResult,
     ReadOutcome,
+    RemoveResult,
     ScanResult,
     WriteOutcome,
 )
@@ -216,11 +216,11 @@ def test_a_clear_takes_what_begins_so_and_nothing_else(tier: DiskTier, directory
     write(tier, other := Job(1, key=key_of(1, others)))
     assert ended(other) == [[WriteOutcome.STORED]]
     cleared = answer(lambda done: tier.clear(PREFIX + bytes(7), math.inf, done))
-    assert cleared == ClearResult(CallOutcome.DONE, 2)
+    assert cleared == RemoveResult(CallOutcome.DONE, 2)
     assert len(files(directory)) == 2
     assert tier.lookup(key_of(300))
     cleared = answer(lambda done: tier.clear(PREFIX, math.inf, done))
-    assert cleared == ClearResult(CallOutcome.DONE, 1)
+    assert cleared == RemoveResult(CallOutcome.DONE, 1)
     assert tier.lookup(key_of(1, others))
     assert tier.used_bytes == 4096 * 4
 
@@ -382,7 +382,7 @@ def test_clears_while_the_disk_hangs_are_made_before_anything_is_found(
     jobs = [Job(number) for number in range(5)]
     read(tier, *jobs)
     wait_until(lambda: not tier.state.up)
-    unavailable = ClearResult(CallOutcome.UNAVAILABLE)
+    unavailable = RemoveResult(CallOutcome.UNAVAILABLE)
     assert answer(lambda done: tier.clear(PREFIX, 0, done)) == unavailable
     assert files(directory), "a clear does not wait for the disk"
     hang.end()
