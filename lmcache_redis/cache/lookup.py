@@ -90,9 +90,8 @@ class PrefixLookup:
         self._hashes = hashes
         self._deadline_s = deadline_s
         self._done = done
-        self._needs = PrefixNeeds(
-            [row.reach for row in (*forms, *remote)], first_chunk, chunk_tokens
-        )
+        reaches = [row.reach for row in (*forms, *remote)]
+        self._needs = PrefixNeeds(reaches, first_chunk, chunk_tokens)
         self._parts = LookupParts(
             cache, forms, remote, hashes, self._needs, deadline_s, self._filled
         )
@@ -124,9 +123,13 @@ class PrefixLookup:
         self._check()
 
     def cancel(self) -> None:
-        """Releases all pins without an answer."""
-        if not self._ended:
-            self._finish()
+        """Ends the lookup and releases all pins; without an answer, if there was none yet."""
+        self._ended = True
+        self._timer.cancel()
+        if self._bet_timer is not None:
+            self._bet_timer.cancel()
+        self._parts.let_go()
+        self._cache.line.leave(self)
 
     def take(self) -> dict[Part, Entry]:
         """The entries that the prefix needs, whose pins now belong to the caller."""
@@ -134,10 +137,7 @@ class PrefixLookup:
         return held
 
     def levels(self) -> dict[int, int]:
-        """Of each chunk of the prefix that was not in the host pool, the number of its tier.
-
-        A chunk whose parts came from several tiers counts for the last of them.
-        """
+        """The tiers of the chunks that were not in the host pool; of several of one, the last."""
         levels: dict[int, int] = {}
         parts = [(part, load.level) for part, load in self._parts.loads.items()]
         parts += [(part, self._parts.levels.get(part, 0)) for part in self._parts.later]
@@ -154,25 +154,15 @@ class PrefixLookup:
             return
         if level == len(self._cache.tiers):
             self._ends_at(wanted[0][0][0], "miss_absent")
-            return
-        lookup = self._cache.tiers[level].lookup
-        if lookup(wanted[0][1]) is None:
-            self._asking = True
+        elif self._cache.tiers[level].lookup(wanted[0][1]) is None:
             self._scan(wanted, level)
-            return
-        here: list[Wanted] = []
-        rest: list[Wanted] = []
-        is_last = level + 1 == len(self._cache.tiers)
-        for each in wanted:
-            is_here = lookup(each[1]) and (is_last or not self._parts.is_remote(each[0]))
-            (here if is_here else rest).append(each)
-        self._parts.levels.update((part, level) for part, _ in here)
-        self._cache.pool.seen(level, (key for _, key in here))
-        self._find(rest, level + 1)
+        else:
+            self._find(self._parts.look_up(wanted, level), level + 1)
 
     def _scan(self, wanted: list[Wanted], level: int) -> None:
         if self._ended:
             return
+        self._asking = True
         tier, owner = self._cache.tiers[level], self._cache.owner
         if not tier.state.probed:
             # The owner has just started, and does not know yet whether the server is up.
@@ -189,15 +179,14 @@ class PrefixLookup:
             return
         self._asking = False
         found, rest = wanted[: result.prefix_length], wanted[result.prefix_length :]
-        is_last = level + 1 == len(self._cache.tiers)
         self._cache.pool.seen(level, (key for _, key in found))
         if rest and result.outcome is CallOutcome.DONE:
             self._cache.pool.seen(level, (rest[0][1],), there=False)
-        if rest and is_last:
-            self._ends_at(rest[0][0][0], self._miss(level, result.outcome))
         self._parts.levels.update((part, level) for part, _ in found)
-        if not is_last:
+        if level + 1 < len(self._cache.tiers):
             self._find(rest, level + 1)
+        elif rest:
+            self._ends_at(rest[0][0][0], self._miss(level, result.outcome))
         self._check()
 
     def _miss(self, level: int, outcome: CallOutcome) -> str:
@@ -263,47 +252,29 @@ class PrefixLookup:
 
         What a tier has not been asked about yet counts as found.
         """
-        worth = self._worth_loading()
+        computing = self._computing
+        if computing is None or not self._chunk_s:
+            return False
+        now_s = time.monotonic()
+        worth = prefix_worth_loading(
+            self._load_times(now_s), len(self._hashes), self._chunk_s, computing.free_in_s(now_s)
+        )
+        first: dict[int, Part] = {}  # to be loaded, by tier
+        for level, part, _ in self._parts.awaited():
+            first.setdefault(level, part)
+        for level, part in first.items():
+            self._cache.rates[level].is_slow = is_slow = part[0] >= worth
+            if is_slow:
+                self._parts.probe(part, level)
         if worth == self.bound:
             return False
         self._ends_at(worth, "miss_slower")
         self.reasons.add("computing was faster")
         return True
 
-    def _worth_loading(self) -> int:
-        computing = self._computing
-        if computing is None or not self._chunk_s:
-            return self.bound
-        now_s = time.monotonic()
-        worth = prefix_worth_loading(
-            self._load_times(now_s), len(self._hashes), self._chunk_s, computing.free_in_s(now_s)
-        )
-        seen = set()
-        for level, part, _ in self._parts.awaited():
-            if level not in seen:
-                seen.add(level)
-                self._cache.rates[level].is_slow = is_slow = part[0] >= worth
-                if is_slow:
-                    self._parts.probe(part, level)
-        return worth
-
     def _load_times(self, now_s: float) -> Iterator[tuple[int, float]]:
-        """Prefixes that may be worth loading, with the seconds until each is loaded."""
-        rates = self._cache.rates
-        nbytes = [0] * len(rates)
-        if rates:
-            nbytes[-1] = self._cache.line.bytes_before(self)
-        load_s = 0.0
-        if self._needs.bounded:
-            # A shorter prefix needs other parts: only the one that needs no loads is compared.
-            yield self._needs.longest(self.bound, self._parts.is_ready), load_s
-        for level, part, part_bytes in self._parts.awaited():
-            if not self._needs.bounded:
-                yield part[0], load_s
-            if part in self._parts.missing:
-                nbytes[level] += part_bytes
-            load_s = max(load_s, rates[level].seconds(nbytes[level], now_s))
-        yield self.bound, load_s
+        before = self._cache.line.bytes_before(self)
+        return self._parts.load_times(self.bound, before, now_s)
 
     def _left_s(self) -> float:
         """The seconds until the prefix is loaded."""
@@ -313,11 +284,10 @@ class PrefixLookup:
     def _wait_in_line(self) -> None:
         """Waits for room, without pins: others may need theirs."""
         self.reasons.add("the host pool was full")
-        for part in [*self._parts.held]:
-            self._parts.release(part)
-            self._parts.missing.add(part)
+        if self._parts.held:
+            self._parts.let_go()
             self._is_all_known = False
-        nbytes = sum(part_bytes for _, _, part_bytes in self._parts.awaited())
+        nbytes = sum(self._parts.awaited_bytes())
         self._cache.line.wait(self, nbytes, self._check, self._urgent)
         self._look_again_in(1.25 * self._left_s())
 
@@ -328,11 +298,11 @@ class PrefixLookup:
         if level is None:
             self._is_all_known = True
             return
-        self._asking = True
         if not self._is_scanned:
             self._is_scanned = True
             self._scan([(part, self._parts.key(part)) for part in sorted(unknown)], level)
             return
+        self._asking = True
         every = self._needs.parts_of_any(self.bound)
         parts = sorted({*unknown, *(part for part in every if not self._parts.is_found(part))})
         tiers[level].exists(
@@ -377,16 +347,14 @@ class PrefixLookup:
         self._is_settled = False
 
     def _expire(self) -> None:
-        if self._ended:
-            return
-        self._cache.metrics.count("lookups_timed_out")
-        self.reasons.add("the lookup deadline passed")
-        self._end_now("miss_deadline")
+        self._end_now("lookups_timed_out", "miss_deadline", "the lookup deadline passed")
 
-    def _end_now(self, counter: str) -> None:
-        """Answers with the parts that are READY."""
+    def _end_now(self, event: str, miss: str, reason: str) -> None:
+        """Answers with the parts that are READY. event, miss: counters of lookups and chunks."""
+        self._cache.metrics.count(event)
+        self.reasons.add(reason)
         self._asking = False
-        self._ends_at(self._needs.longest(self.bound, self._parts.is_ready), counter)
+        self._ends_at(self._needs.longest(self.bound, self._parts.is_ready), miss)
         self._check()
 
     def _look_again_in(self, wait_s: float) -> None:
@@ -399,30 +367,24 @@ class PrefixLookup:
 
     def _look_again(self) -> None:
         """Gives up what has not been loaded if computing it is faster now."""
-        if self._ended or self._computing is None:
-            return
-        now_s, rates = time.monotonic(), self._cache.rates
-        nbytes = [0] * len(rates)
-        for level, _, part_bytes in self._parts.awaited():
-            nbytes[level] += part_bytes
-        load_s = 0.0
-        if not self._is_settled:
-            load_s = self._left_s()
-        else:
+        assert self._computing is not None, "else nothing is looked at again"
+        now_s = time.monotonic()
+        loads = [*zip(self._cache.rates, self._parts.awaited_bytes(), strict=True)]
+        if self._is_settled:
             # What was in flight before has ended, and what is behind does not count.
-            for rate, count in zip(rates, nbytes, strict=True):
-                load_s = max(load_s, rate.seconds(count, now_s, behind=False))
+            times_s = [rate.seconds(nbytes, now_s, behind=False) for rate, nbytes in loads]
+            load_s = max(times_s, default=0.0)
+        else:
+            load_s = self._left_s()
         chunks = self.bound - self._needs.longest(self.bound, self._parts.is_ready)
         compute_s = self._computing.free_in_s(now_s) + chunks * self._chunk_s
         if not self._asking and load_s <= compute_s:
             self._look_again_in(load_s / 2)
             return
-        for rate, count in zip(rates, nbytes, strict=True):
-            if count and self._is_settled:  # else the line or a question was too slow
+        for rate, nbytes in loads:
+            if nbytes and self._is_settled:  # else the line or a question was too slow
                 rate.fell_behind(now_s)
-        self._cache.metrics.count("lookups_cut")
-        self.reasons.add("loading fell behind")
-        self._end_now("miss_slower")
+        self._end_now("lookups_cut", "miss_slower", "loading fell behind")
 
     def _check(self) -> None:
         if self._ended or self._asking:
@@ -433,15 +395,6 @@ class PrefixLookup:
             if self._computing is not None:
                 chunks = len(self._hashes) - self.bound
                 self._computing.add(chunks * self._chunk_tokens, time.monotonic())
-            # Before `_finish`: if it raises, the pins are still held and `cancel` releases them.
+            # If it raises, the pins are still held, and the caller's `cancel` releases them.
             self._done(self)
-            self._finish()
-
-    def _finish(self) -> None:
-        self._ended = True
-        self._timer.cancel()
-        if self._bet_timer is not None:
-            self._bet_timer.cancel()
-        for part in [*self._parts.held]:
-            self._parts.release(part)
-        self._cache.line.leave(self)
+            self.cancel()

@@ -124,6 +124,12 @@ class LookupParts:
                 self._cache.inflight.unwatch(entry, watcher)
             self._cache.pool.unpin(entry)
 
+    def let_go(self) -> None:
+        """Releases all that is held: it is missing then."""
+        for part in [*self.held]:
+            self.release(part)
+            self.missing.add(part)
+
     def _hold(self, part: Part, entry: Entry) -> None:
         self._cache.pool.pin(entry)
         entry.wanted = True
@@ -160,6 +166,18 @@ class LookupParts:
 
     # ------------------------------------------------------------ the tiers
 
+    def look_up(self, wanted: Sequence[Wanted], level: int) -> list[Wanted]:
+        """Notes those that are in the index of a tier; returns the others."""
+        lookup, is_last = self._cache.tiers[level].lookup, level + 1 == len(self._cache.tiers)
+        here: list[Wanted] = []
+        rest: list[Wanted] = []
+        for each in wanted:
+            is_here = lookup(each[1]) and (is_last or not self.is_remote(each[0]))
+            (here if is_here else rest).append(each)
+        self.levels.update((part, level) for part, _ in here)
+        self._cache.pool.seen(level, (key for _, key in here))
+        return rest
+
     def is_found(self, part: Part) -> bool:
         """Whether the part is in memory, or a tier is known to have it."""
         if part in self.held or part in self.levels:
@@ -183,6 +201,34 @@ class LookupParts:
                 load = self.loads.get(part)
                 level = self.levels.get(part, last) if load is None else load.level
                 yield level, part, self._forms[part[1]].chunk_bytes
+
+    def awaited_bytes(self) -> list[int]:
+        """The bytes of these parts by number of the tier."""
+        nbytes = [0] * len(self._cache.tiers)
+        for level, _, part_bytes in self.awaited():
+            nbytes[level] += part_bytes
+        return nbytes
+
+    def load_times(self, bound: int, before: int, now_s: float) -> Iterator[tuple[int, float]]:
+        """Prefixes that may be worth loading, with the seconds until each is loaded.
+
+        bound: the longest, which is the last. before: bytes that the last tier loads before.
+        """
+        rates, needs = self._cache.rates, self._needs
+        nbytes = [0] * len(rates)
+        if rates:
+            nbytes[-1] = before
+        load_s = 0.0
+        if needs.bounded:
+            # A shorter prefix needs other parts: only the one that needs no loads is compared.
+            yield needs.longest(bound, self.is_ready), load_s
+        for level, part, part_bytes in self.awaited():
+            if not needs.bounded:
+                yield part[0], load_s
+            if part in self.missing:
+                nbytes[level] += part_bytes
+            load_s = max(load_s, rates[level].seconds(nbytes[level], now_s))
+        yield bound, load_s
 
     def probe(self, part: Part, level: int) -> None:
         chunk, row = part
