@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from lmcache_redis.cache.bet import TransferRate
@@ -38,6 +39,7 @@ _GONE = (
 )
 
 
+@dataclass(slots=True, eq=False)
 class Load:
     """A chunk that is being read into an entry.
 
@@ -45,15 +47,12 @@ class Load:
     (`time.monotonic()`). outcome: of the last read that has ended.
     """
 
-    __slots__ = ("begun_s", "entry", "form", "is_stuck", "level", "outcome")
-
-    def __init__(self, entry: Entry, form: ChunkForm, level: int) -> None:
-        self.entry = entry
-        self.form = form
-        self.level = level
-        self.outcome: ReadOutcome | None = None
-        self.is_stuck = False
-        self.begun_s = 0.0
+    entry: Entry
+    form: ChunkForm
+    level: int
+    outcome: ReadOutcome | None = None
+    is_stuck: bool = False
+    begun_s: float = 0.0
 
 
 class Cache:

@@ -44,6 +44,7 @@ from lmcache_redis.stripe import ChunkFrame, parsed_metadata, stripe_payload_byt
 _WRITE_S = 5.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Held:
     """A pinned chunk in memory, or reserved memory to be filled.
 
@@ -51,12 +52,9 @@ class Held:
     it after the chunk is released, published or abandoned.
     """
 
-    __slots__ = ("entry", "metadata", "payload")
-
-    def __init__(self, entry: Entry, metadata: RemoteMetadata, payload: memoryview) -> None:
-        self.entry = entry
-        self.metadata = metadata
-        self.payload = payload
+    entry: Entry
+    metadata: RemoteMetadata
+    payload: memoryview
 
 
 @dataclass(frozen=True, slots=True)

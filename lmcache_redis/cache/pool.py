@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -56,8 +57,9 @@ class EntryState(Enum):
     DISCARDED = "discarded"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Entry:
-    """One chunk in the pool. Only `HostPool` changes the attributes down to `pins`.
+    """One chunk in the pool. Only `HostPool` changes the first five attributes, and `stored_in`.
 
     Attributes:
         block: its block of the pool's memory.
@@ -71,30 +73,16 @@ class Entry:
         tag: for the caller that reserved the entry.
     """
 
-    __slots__ = (
-        "block",
-        "is_ahead",
-        "key",
-        "pins",
-        "position",
-        "state",
-        "stored_in",
-        "tag",
-        "units",
-        "wanted",
-    )
-
-    def __init__(self, key: bytes, block: Any, units: int) -> None:
-        self.key = key
-        self.block = block
-        self.units = units
-        self.pins = 1
-        self.state = EntryState.FILLING
-        self.stored_in = 0
-        self.wanted = False
-        self.position = 0
-        self.is_ahead = False
-        self.tag: object = None
+    key: bytes
+    block: Any
+    units: int
+    pins: int = 1
+    state: EntryState = EntryState.FILLING
+    stored_in: int = 0
+    wanted: bool = False
+    position: int = 0
+    is_ahead: bool = False
+    tag: object = None
 
     def __repr__(self) -> str:
         return f"Entry({self.key.hex()}, {self.state.value}, units={self.units}, pins={self.pins})"

@@ -18,6 +18,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisTimeout, RedisUnavailable
@@ -47,6 +48,7 @@ _WIDEN_AGAIN_S = 1.0
 _LEAST_PATIENCE_S = 0.05
 
 
+@dataclass(slots=True, eq=False)
 class Lane:
     """A connection, and the stripe in flight on it.
 
@@ -54,14 +56,11 @@ class Lane:
     until: when the connection is closed unless the reply has arrived (`time.monotonic()`).
     """
 
-    __slots__ = ("connection", "handle", "packed", "task", "until")
-
-    def __init__(self, connection: Connection, handle: Handle) -> None:
-        self.connection = connection
-        self.handle = handle
-        self.task: Task | None = None
-        self.packed: Packed = SENT
-        self.until = 0.0
+    connection: Connection
+    handle: Handle
+    task: Task | None = None
+    packed: Packed = SENT
+    until: float = 0.0
 
 
 class BulkWorker(Worker):

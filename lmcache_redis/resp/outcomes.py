@@ -84,6 +84,7 @@ class FramesResult(NamedTuple):
     frames: Sequence[ChunkFrame | None] = ()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ChunkIO:
     """One chunk to read into slots, or to write from them.
 
@@ -93,21 +94,11 @@ class ChunkIO:
     the caller's use. Compared and hashed by identity.
     """
 
-    __slots__ = ("deadline", "frame", "key", "slots", "tag")
-
-    def __init__(
-        self,
-        key: bytes,
-        frame: ChunkFrame,
-        slots: Sequence[memoryview],
-        deadline: float,
-        tag: object = None,
-    ) -> None:
-        self.key = key
-        self.frame = frame
-        self.slots = slots
-        self.deadline = deadline
-        self.tag = tag
+    key: bytes
+    frame: ChunkFrame
+    slots: Sequence[memoryview]
+    deadline: float
+    tag: object = None
 
     def check(self, writable: bool) -> None:
         """Raises ValueError unless there is one slot of the right size for every stripe."""

@@ -28,6 +28,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lmcache_redis.cache.disk.files import ChunkFiles, read_chunk, touch
 from lmcache_redis.cache.disk.format import Cut, disk_bytes
@@ -43,15 +44,13 @@ TOUCH_INTERVAL_S = 10.0
 _WARNING_INTERVAL_S = 60.0
 
 
+@dataclass(slots=True, eq=False)
 class StoredFile:
     """An entry of the index. touched_at: when its mtime was last set, in monotonic seconds."""
 
-    __slots__ = ("cut", "sequence", "touched_at")
-
-    def __init__(self, sequence: int, cut: Cut, touched_at: float) -> None:
-        self.sequence = sequence
-        self.cut = cut
-        self.touched_at = touched_at
+    sequence: int
+    cut: Cut
+    touched_at: float
 
     @property
     def nbytes(self) -> int:

@@ -15,6 +15,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisRedirect, RedisUnavailable
@@ -96,6 +97,7 @@ class Routes(Generic[NodeT]):
         return by_node
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Part(Generic[NodeT]):
     """Some keys of a `Routing`, all asked of one node.
 
@@ -103,12 +105,9 @@ class Part(Generic[NodeT]):
     each command.
     """
 
-    __slots__ = ("hop", "indexes", "node")
-
-    def __init__(self, node: NodeT, indexes: list[int], hop: Hop | None = None) -> None:
-        self.node = node
-        self.indexes = indexes
-        self.hop = hop
+    node: NodeT
+    indexes: list[int]
+    hop: Hop | None = None
 
 
 class Routing(Generic[NodeT]):
