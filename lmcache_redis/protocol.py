@@ -6,8 +6,8 @@
     per group: u32 dtype code | u32 dimensions | u64 sizes
 
 A group has at least four sizes, zero where unused, and at most eight. At most 8 groups and 336
-bytes. The messages of LMCache's TCP protocol have their own
-encoding: they are defined in `lmcache_redis.lm_wire` and re-exported here.
+bytes. The messages of LMCache's TCP protocol have their own encoding: they are defined in
+`lmcache_redis.lm_wire` and re-exported here.
 """
 
 from __future__ import annotations

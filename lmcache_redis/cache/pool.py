@@ -96,9 +96,9 @@ class HostPool:
 
     idle_limit: the units that unpinned READY entries may hold together; None: all of the memory.
     ``on_room`` is called when the last pin of an entry is released, ``on_evicted`` after each
-    eviction. ``on_change``, if it is set, is
-    called with a key, a place (None: the pool; n: tier n) and whether the chunk is there: when that
-    changes in the pool, and when it turns out of a tier (`known_in`, `seen`).
+    eviction. ``on_change``, if it is set, is called with a key, a place (None: the pool; n: tier n)
+    and whether the chunk is there: when that changes in the pool, and when it turns out of a tier
+    (`known_in`, `seen`).
 
     `get` makes an entry the most recently used. The release of its last pin does so too, except for
     one that `is_ahead`. Misuse (unpin without a pin, publish twice, reserve a key that is in the

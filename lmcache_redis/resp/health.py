@@ -23,7 +23,6 @@ from lmcache_redis.errors import (
     RedisReplyError,
     RedisUnavailable,
 )
-from lmcache_redis.resp.jobs import joined
 from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.options import RedisOptions
@@ -117,7 +116,7 @@ class Health:
         self._logged_down = False
         self._closing = False
         self._changed = threading.Condition(threading.Lock())
-        self._thread = threading.Thread(target=self._run, name="lmcr-health", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="lmcr-health", daemon=True)
 
     # ------------------------------------------------------------ any thread
 
@@ -129,7 +128,7 @@ class Health:
             return PlaneState(breaker.up, breaker.probed, reason, breaker.since)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def wait_up(self) -> bool:
         """Wait until the server is up; False if the plane is closed first."""
@@ -170,9 +169,6 @@ class Health:
             self._closing = True
             self.is_up = False
             self._changed.notify_all()
-
-    def join(self, timeout_s: float) -> bool:
-        return joined(self._thread, timeout_s)
 
     # ---------------------------------------------------------- prober thread
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from lmcache_redis.errors import ConfigError, RedisError, RedisRedirect
 from lmcache_redis.resp.control import Controller
 from lmcache_redis.resp.health import Health
-from lmcache_redis.resp.jobs import Jobs, Stop
+from lmcache_redis.resp.jobs import Jobs, Stop, joined
 from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, Topology
 from lmcache_redis.resp.net.options import RedisOptions
@@ -113,9 +113,8 @@ class Node:
     def join(self) -> int:
         """Wait for the threads; return how many did not end in time."""
         timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
-        ended = [worker.join(timeout_s) for worker in self._workers]
-        ended.append(self.health.join(timeout_s))
-        return ended.count(False)
+        threads = [self.health.thread, *[worker.thread for worker in self._workers]]
+        return [joined(thread, timeout_s) for thread in threads].count(False)
 
 
 def _shares(connections: int, shards: int, threads: int) -> list[int]:
@@ -164,11 +163,8 @@ class Nodes:
         for node in nodes:
             node.stop()
         left = sum(node.join() for node in nodes)
-        if self._is_watched:
-            # A look-up in flight ends by its time-out.
-            self._thread.join(timeout_s)
-            left += self._thread.is_alive()
-        return left
+        # A look-up in flight ends by its time-out.
+        return left + (not joined(self._thread, timeout_s))
 
     # ------------------------------------------------------------- any thread
 

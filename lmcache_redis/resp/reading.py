@@ -18,7 +18,7 @@ payload is opened in its slot, by the thread that received it, while the kernel 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -32,11 +32,11 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.bulk import MOST_TASKS, Call, End, Failure, Moved, Packed, is_other_type
-from lmcache_redis.resp.jobs import Job, Jobs, Stop
+from lmcache_redis.resp.jobs import Jobs, Stop
 from lmcache_redis.resp.lanes import BulkWorker, Lane
 from lmcache_redis.resp.net.wire import get_command, value_head
 from lmcache_redis.resp.outcomes import ChunkIO, ReadDone, ReadOutcome
-from lmcache_redis.resp.worker import Server, Task, TaskQueue
+from lmcache_redis.resp.worker import Remove, Server, Task, TaskQueue, Transfer
 from lmcache_redis.seal import Opened, SealKeys
 from lmcache_redis.stripe import (
     HEADER_BYTES,
@@ -47,8 +47,6 @@ from lmcache_redis.stripe import (
     describe_header,
 )
 
-# Called with a chunk key and a stripe count.
-Remove = Callable[[bytes, int], None]
 # A header that names this chunk, but not this stripe of it.
 _OF_THIS_CHUNK = frozenset({Verdict.WRONG_SIZE, Verdict.WRONG_STRIPE})
 # Stripes that are received, then opened together: meanwhile the kernel receives the next.
@@ -123,31 +121,18 @@ def _stripes(frame: ChunkFrame, header: bytes) -> int:
         return frame.stripe_count
 
 
-class Read(Job[ReadOutcome]):
-    """One chunk being read; a step is a stripe. ttl_s: see `wire.get_command`."""
+class Read(Transfer[ReadOutcome]):
+    """One chunk being read. ttl_s: see `wire.get_command`."""
 
-    __slots__ = (
-        "_done",
-        "_first_is_there",
-        "_hole",
-        "_remove",
-        "_remove_stripes",
-        "_store_id",
-        "_ttl_s",
-        "chunk",
-    )
+    __slots__ = ("_first_is_there", "_hole", "_store_id", "_ttl_s")
     good = ReadOutcome.LOADED
 
     def __init__(self, chunk: ChunkIO, done: ReadDone, remove: Remove, now: float, ttl_s: int):
-        super().__init__(chunk.frame.stripe_count, chunk.deadline, now)
-        self.chunk = chunk
-        self._done = done
-        self._remove = remove
+        super().__init__(chunk, done, remove, now)
         self._ttl_s = ttl_s
         self._store_id = b""
         self._first_is_there = False
         self._hole = 0  # stripes to remove if stripe 0 exists, but another one does not
-        self._remove_stripes = 0
 
     def pack(self, index: int, is_sealed: bool) -> Packed:
         """What a mover needs to load stripe `index`."""
@@ -199,16 +184,6 @@ class Read(Job[ReadOutcome]):
             jobs.reads[outcome] += 1
         if outcome is ReadOutcome.LOADED:
             jobs.bytes_in += self.chunk.frame.chunk_bytes
-
-    def answer(self, outcome: ReadOutcome) -> None:
-        chunk = self.chunk
-        del self.chunk  # a queue may still hold the job, but must not hold a slot
-        try:
-            # Before the callback, which may store the chunk again.
-            if self._remove_stripes:
-                self._remove(chunk.key, self._remove_stripes)
-        finally:
-            self._done(chunk, outcome)
 
 
 class Reader(BulkWorker):

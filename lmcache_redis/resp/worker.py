@@ -8,7 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol
 
 from lmcache_redis.errors import (
@@ -21,16 +21,47 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp.health import Health
-from lmcache_redis.resp.jobs import Job, Jobs, TaskT, joined
+from lmcache_redis.resp.jobs import Job, Jobs, OutcomeT, TaskT
 from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.net.topology import Hop
+from lmcache_redis.resp.outcomes import ChunkIO
 
 logger = logging.getLogger(__name__)
 
 # A stripe: the job of its chunk, its index, and its last redirection, if any.
 Task = tuple[Any, int, Hop | None]
+
+
+# Called with a chunk key and a stripe count.
+Remove = Callable[[bytes, int], None]
+
+
+class Transfer(Job[OutcomeT]):
+    """A chunk in flight; a step is a stripe. done: called with the chunk and the outcome."""
+
+    __slots__ = ("_done", "_remove", "_remove_stripes", "chunk", "chunk_key")
+
+    def __init__(
+        self, chunk: ChunkIO, done: Callable[[ChunkIO, OutcomeT], None], remove: Remove, now: float
+    ) -> None:
+        super().__init__(chunk.frame.stripe_count, chunk.deadline, now)
+        self.chunk = chunk
+        self.chunk_key = chunk.key
+        self._done = done
+        self._remove = remove
+        self._remove_stripes = 0  # how many to remove before the answer
+
+    def answer(self, outcome: OutcomeT) -> None:
+        chunk = self.chunk
+        del self.chunk  # a queue may still hold the job, but must not hold a slot
+        try:
+            # Before the callback, which may store the chunk again.
+            if self._remove_stripes:
+                self._remove(self.chunk_key, self._remove_stripes)
+        finally:
+            self._done(chunk, outcome)
 
 
 class Server(Protocol):
@@ -60,14 +91,10 @@ class Worker(ABC):
         self._server = server
         self._jobs = server.jobs
         self._health = server.health
-        self._thread = threading.Thread(target=self._run, name=f"lmcr-{name}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"lmcr-{name}", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end; False if it takes longer."""
-        return joined(self._thread, timeout_s)
+        self.thread.start()
 
     @abstractmethod
     def serve(self, connection: Connection) -> bool:

@@ -21,7 +21,7 @@ kernel sends those before it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lmcache_redis.errors import (
@@ -44,16 +44,14 @@ from lmcache_redis.resp.bulk import (
     Packed,
     add_short_checksums,
 )
-from lmcache_redis.resp.jobs import Job, Jobs
+from lmcache_redis.resp.jobs import Jobs
 from lmcache_redis.resp.lanes import BulkWorker, Lane
 from lmcache_redis.resp.net.wire import end_of_command, set_prefix
 from lmcache_redis.resp.outcomes import ChunkIO, WriteDone, WriteOutcome
-from lmcache_redis.resp.worker import Server, Task, TaskQueue
+from lmcache_redis.resp.worker import Remove, Server, Task, TaskQueue, Transfer
 from lmcache_redis.seal import SealKeys
 from lmcache_redis.stripe import HEADER_BYTES
 
-# Called with a chunk key and a stripe count.
-Remove = Callable[[bytes, int], None]
 # Chunks that have been stored are dropped from the set of acknowledged ones at this size.
 _PRUNE_AT = 64
 # Stripes that are sealed, then sent together: while the next are sealed, the kernel sends these.
@@ -81,21 +79,10 @@ class _Sealer:
         return self._keys.seal(key, header, payload, memoryview(self._buffers[0]))
 
 
-class Write(Job[WriteOutcome]):
-    """One chunk being written; a step is a stripe. nodes: the node of each stripe."""
+class Write(Transfer[WriteOutcome]):
+    """One chunk being written. nodes: the node of each stripe."""
 
-    __slots__ = (
-        "_created_unix_ms",
-        "_done",
-        "_is_partial",
-        "_is_to_be_removed",
-        "_outstanding",
-        "_remove",
-        "_store_id",
-        "_stripe_count",
-        "chunk",
-        "chunk_key",
-    )
+    __slots__ = ("_created_unix_ms", "_is_partial", "_outstanding", "_store_id", "_stripe_count")
     good = WriteOutcome.STORED
     is_store = True
 
@@ -108,16 +95,12 @@ class Write(Job[WriteOutcome]):
         store_id: bytes,
         created_unix_ms: int,
     ) -> None:
-        super().__init__(chunk.frame.stripe_count, chunk.deadline, now)
-        self.chunk = chunk
-        self.chunk_key = chunk.key
+        super().__init__(chunk, done, remove, now)
         self._stripe_count = chunk.frame.stripe_count
-        self._done = done
-        self._remove = remove
         self._store_id = store_id
         self._created_unix_ms = created_unix_ms
         self._outstanding = 0
-        self._is_partial = self._is_to_be_removed = False
+        self._is_partial = False
 
     def pack(self, index: int, ttl_s: int, sealer: _Sealer | None) -> Packed:
         """What a mover needs to store stripe `index`."""
@@ -171,17 +154,8 @@ class Write(Job[WriteOutcome]):
             jobs.writes[outcome] += 1
         if outcome is WriteOutcome.STORED:
             jobs.bytes_out += self.chunk.frame.chunk_bytes
-        else:
-            self._is_to_be_removed = self.take_partial()
-
-    def answer(self, outcome: WriteOutcome) -> None:
-        chunk = self.chunk
-        del self.chunk  # a queue may still hold the job, but must not hold a slot
-        try:
-            if self._is_to_be_removed:
-                self.remove()
-        finally:
-            self._done(chunk, outcome)
+        elif self.take_partial():
+            self._remove_stripes = self._stripe_count
 
 
 class Writer(BulkWorker):
