@@ -17,6 +17,7 @@ from benchmarks.plane.peers import Client, ScanningClient, Threads
 from lmcache_redis.bench.client import PlaneClient
 from lmcache_redis.bench.values import Values
 from lmcache_redis.errors import ConfigError, RedisUnavailable
+from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.seal import SealKeys
 
@@ -45,7 +46,7 @@ class OurClient(PlaneClient, ScanningClient):
 
     def prepare_scan(self, count: int) -> Sequence[bytes]:
         self._keys = self.absent_keys("bench-scan", count)
-        return self._keys
+        return [stripe_key(key, 0) for key in self._keys]
 
     def scan_prepared(self) -> int:
         return self.scan(self._keys)
