@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ class Module:
         """`agent` for agent/main.py, `keys` for keys.py, and nothing for the package itself."""
         return component_of(self.name)
 
-    @property
+    @functools.cached_property
     def imports(self) -> list[Import]:
         return list(self._walk(self.tree, at_runtime=True, eager=True))
 
@@ -124,20 +125,22 @@ def component_of(module: str) -> str:
     return rest.split(".")[0] if first == PACKAGE else ""
 
 
-MODULES = [
-    Module(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(), str(path)))
-    for path in sorted(ROOT.rglob("*.py"))
-]
+@functools.cache
+def modules() -> list[Module]:
+    return [
+        Module(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(), str(path)))
+        for path in sorted(ROOT.rglob("*.py"))
+    ]
 
 
 def test_every_component_has_a_layer() -> None:
-    assert {module.component for module in MODULES} - {""} == set(LEVELS)
+    assert {module.component for module in modules()} - {""} == set(LEVELS)
 
 
 def test_imports_point_downward() -> None:
     assert not [
         str(each)
-        for module in MODULES
+        for module in modules()
         for each in module.imports
         if (other := component_of(each.module)) in LEVELS
         and LEVELS[other] < LEVELS.get(module.component, len(LAYERS) - 1)
@@ -147,7 +150,7 @@ def test_imports_point_downward() -> None:
 def test_strangers_do_not_meet() -> None:
     assert not [
         str(each)
-        for module in MODULES
+        for module in modules()
         for each in module.imports
         if component_of(each.module) in STRANGERS.get(module.component, ())
     ]
@@ -155,7 +158,7 @@ def test_strangers_do_not_meet() -> None:
 
 def test_no_module_imports_itself_in_a_circle() -> None:
     """Late imports and those for types included."""
-    names = {module.name for module in MODULES}
+    names = {module.name for module in modules()}
 
     def imported(name: str) -> str:
         """The module of a name: itself, or what it is taken from."""
@@ -163,7 +166,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
     graph = {
         module.name: {imported(each.module) for each in module.imports} - {module.name}
-        for module in MODULES
+        for module in modules()
     }
     graphlib.TopologicalSorter(graph).prepare()  # names the circle
 
@@ -171,7 +174,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 def test_components_do_not_import_each_other_in_a_circle() -> None:
     """Within a layer too. The tools at the top may borrow from one another."""
     graph: dict[str, set[str]] = {name: set() for name in set(LEVELS) - LAYERS[0]}
-    for module in MODULES:
+    for module in modules():
         if module.component in graph:
             others = {component_of(each.module) for each in module.imports}
             graph[module.component] |= (others & set(LEVELS)) - {module.component}
@@ -180,7 +183,7 @@ def test_components_do_not_import_each_other_in_a_circle() -> None:
 
 def test_no_folder_is_crowded() -> None:
     folders: dict[str, int] = {}
-    for module in MODULES:
+    for module in modules():
         folder = module.path.rpartition("/")[0]
         folders[folder] = folders.get(folder, 0) + 1
     assert not {folder: files for folder, files in folders.items() if files > MOST_FILES}
@@ -188,14 +191,14 @@ def test_no_folder_is_crowded() -> None:
 
 def test_the_package_imports_nothing_that_is_not_in_the_wheel() -> None:
     assert not [
-        str(each) for m in MODULES for each in m.imports if each.is_of("benchmarks", "tests")
+        str(each) for m in modules() for each in m.imports if each.is_of("benchmarks", "tests")
     ]
 
 
 def test_only_integrations_import_vllm() -> None:
     assert not [
         str(each)
-        for module in MODULES
+        for module in modules()
         for each in module.imports
         if module.component != "integrations"
         and each.is_of("vllm")
@@ -210,7 +213,7 @@ def test_torch_is_imported_late() -> None:
     with_torch = ("compat/", "device/cuda", "integrations/", "backends/tensors")
     assert not [
         str(each)
-        for module in MODULES
+        for module in modules()
         if not module.path.startswith(with_torch)
         for each in module.imports
         if each.eager and each.is_of(*HEAVY)
@@ -221,13 +224,13 @@ def test_nothing_is_pickled() -> None:
     """Nor read by what unpickles: torch.load, numpy.load, connections of multiprocessing."""
     assert not [
         str(i)
-        for m in MODULES
+        for m in modules()
         for i in m.imports
         if i.is_of(*UNPICKLING) and i.module not in HARMLESS
     ]
     assert not [
         f"{module.path}:{node.lineno}"
-        for module in MODULES
+        for module in modules()
         for node in ast.walk(module.tree)
         if (isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "np.load"))
         or (isinstance(node, ast.keyword) and node.arg == "allow_pickle")
