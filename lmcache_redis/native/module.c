@@ -259,54 +259,62 @@ static size_t put_head(char *at, size_t offset, char kind, size_t number)
     return put(at, offset, head + from, sizeof head - from);
 }
 
-static size_t put_word(char *at, size_t offset, const char *data, Py_ssize_t nbytes)
+typedef struct {
+    char *data;
+    Py_ssize_t nbytes;
+} Text;
+
+/* One word of a command, in two pieces. */
+static size_t put_word(char *at, size_t offset, Text start, Text end)
 {
-    offset = put_head(at, offset, '$', (size_t)nbytes);
-    offset = put(at, offset, data, (size_t)nbytes);
+    offset = put_head(at, offset, '$', (size_t)(start.nbytes + end.nbytes));
+    offset = put(at, offset, start.data, (size_t)start.nbytes);
+    offset = put(at, offset, end.data, (size_t)end.nbytes);
     return put(at, offset, "\r\n", 2);
 }
 
 /* Writes all commands at `at`; with NULL returns their size in bytes. -1: a key is not bytes. */
-static Py_ssize_t put_commands(char *at, const char *name, Py_ssize_t name_bytes, PyObject *keys,
-                               Py_ssize_t group_keys)
+static Py_ssize_t put_commands(char *at, Text name, PyObject *keys, Py_ssize_t group_keys,
+                               Text suffix)
 {
+    const Text nothing = {"", 0};
     const Py_ssize_t count = PyList_Size(keys);
     size_t offset = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i % group_keys == 0) {
             const Py_ssize_t left = count - i < group_keys ? count - i : group_keys;
             offset = put_head(at, offset, '*', (size_t)left + 1);
-            offset = put_word(at, offset, name, name_bytes);
+            offset = put_word(at, offset, name, nothing);
         }
-        char *key;
-        Py_ssize_t key_bytes;
-        if (PyBytes_AsStringAndSize(PyList_GetItem(keys, i), &key, &key_bytes) != 0) {
+        Text key;
+        if (PyBytes_AsStringAndSize(PyList_GetItem(keys, i), &key.data, &key.nbytes) != 0) {
             return -1;
         }
-        offset = put_word(at, offset, key, key_bytes);
+        offset = put_word(at, offset, key, suffix);
     }
     return (Py_ssize_t)offset;
 }
 
 static PyObject *keys_commands(PyObject *Py_UNUSED(self), PyObject *args)
 {
-    char *name;
-    Py_ssize_t name_bytes, group_keys;
+    Text name, suffix;
+    Py_ssize_t group_keys;
     PyObject *keys;
-    if (!PyArg_ParseTuple(args, "y#On", &name, &name_bytes, &keys, &group_keys)) {
+    if (!PyArg_ParseTuple(args, "y#Ony#", &name.data, &name.nbytes, &keys, &group_keys,
+                          &suffix.data, &suffix.nbytes)) {
         return NULL;
     }
     if (!PyList_Check(keys) || group_keys < 1) {
         PyErr_SetString(PyExc_TypeError, "keys are a list, in groups of at least one");
         return NULL;
     }
-    const Py_ssize_t nbytes = put_commands(NULL, name, name_bytes, keys, group_keys);
+    const Py_ssize_t nbytes = put_commands(NULL, name, keys, group_keys, suffix);
     if (nbytes < 0) {
         return NULL;
     }
     PyObject *packed = PyBytes_FromStringAndSize(NULL, nbytes);
     if (packed != NULL) {
-        put_commands(PyBytes_AsString(packed), name, name_bytes, keys, group_keys);
+        put_commands(PyBytes_AsString(packed), name, keys, group_keys, suffix);
     }
     return packed;
 }

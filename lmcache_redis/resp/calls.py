@@ -62,7 +62,6 @@ class KeyCalls:
 
     def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
         """How many of the leading chunks exist, up to the first gap."""
-        stripes = _first_stripes(keys)
 
         def answer(outcome: CallOutcome, length: int | None) -> None:
             self._count(outcome, scanned=len(keys))
@@ -71,9 +70,9 @@ class KeyCalls:
         self._jobs.check_usable()
         if self._nodes.routes.is_cluster:
             # The first gap, or the end.
-            self._exists(stripes, deadline, lambda outcome, n: answer(outcome, [*n, 0].index(0)))
+            self._exists(keys, deadline, lambda outcome, n: answer(outcome, [*n, 0].index(0)))
         else:
-            steps = partial(count_prefix, stripes)
+            steps = partial(count_prefix, keys, _FIRST_STRIPE)
             question = Question(steps, deadline, answer, is_urgent=True)
             self._submit(question, self._nodes.routes.node_of(b""))
 
@@ -85,7 +84,7 @@ class KeyCalls:
             is_done = outcome is CallOutcome.DONE
             done(ExistsResult(outcome, [count > 0 for count in counts] if is_done and keys else ()))
 
-        self._exists(_first_stripes(keys), deadline, answer)
+        self._exists(keys, deadline, answer)
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks, whatever their layout. Uses GETRANGE."""
@@ -215,9 +214,12 @@ class KeyCalls:
         done: Callable[[CallOutcome, Sequence[int]], None],
     ) -> None:
         if self._nodes.routes.is_cluster:
-            self._ask(partial(ask_each, exists_command, parse_count), keys, deadline, 0, done)
+            steps = partial(ask_each, exists_command, parse_count)
+            self._ask(steps, _first_stripes(keys), deadline, 0, done)
         else:
-            self._ask(lambda some, asking: find_present(some), keys, deadline, 0, done)
+            self._ask(
+                lambda some, asking: find_present(some, _FIRST_STRIPE), keys, deadline, 0, done
+            )
 
     def _ask(
         self,

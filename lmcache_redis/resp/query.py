@@ -42,12 +42,12 @@ STEP_KEYS = 512
 # ------------------------------------------------------ groups of keys, one server
 
 
-def count_prefix(keys: Sequence[bytes]) -> Steps[int]:
-    """How many of the leading keys exist, up to the first gap.
+def count_prefix(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[int]:
+    """How many of the leading keys, each with `suffix` at its end, exist up to the first gap.
 
     May leave replies outstanding that are not needed.
     """
-    pipeline = yield _in_groups(keys, GROUP_KEYS)
+    pipeline = yield _in_groups(keys, GROUP_KEYS, suffix)
     before = 0
     least = 1
     while before < len(keys):
@@ -56,22 +56,22 @@ def count_prefix(keys: Sequence[bytes]) -> Steps[int]:
             if found == 0:
                 return before
             if found < len(group):
-                return before + _first_gap(pipeline, group, found)
+                return before + _first_gap(pipeline, group, found, suffix)
             before += GROUP_KEYS
         # Each wake-up of this thread costs the server time, too.
         least = -(-pipeline.outstanding // 2)
     return len(keys)
 
 
-def _first_gap(pipeline: Pipeline, group: Sequence[bytes], found: int) -> int:
+def _first_gap(pipeline: Pipeline, group: Sequence[bytes], found: int, suffix: bytes) -> int:
     """The first gap in a group of which `found` keys exist, asked after what is outstanding.
 
     Almost always the first keys exist, and one EXISTS of them says so. Then the replies about each
     single key, which are asked for in the same write, are not awaited.
     """
     earlier = pipeline.outstanding
-    requests = (keys_command(b"EXISTS", group[:found]), keys_commands(b"EXISTS", group, 1))
-    pipeline.send((b"".join(requests),), 1 + len(group))
+    of_leading = keys_command(b"EXISTS", group[:found], suffix)
+    pipeline.send((of_leading + keys_commands(b"EXISTS", group, 1, suffix),), 1 + len(group))
     replies = [*pipeline.receive(earlier + 1)]
     (of_first,) = _counts(replies[earlier : earlier + 1], group[:found], 0, found)
     if of_first == found:
@@ -85,14 +85,14 @@ def _first_gap(pipeline: Pipeline, group: Sequence[bytes], found: int) -> int:
     return len(group)
 
 
-def find_present(keys: Sequence[bytes]) -> Steps[list[int]]:
-    """For each key 1 if it exists, else 0."""
-    pipeline = yield _in_groups(keys, GROUP_KEYS)
+def find_present(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[list[int]]:
+    """For each key, with `suffix` at its end, 1 if it exists, else 0."""
+    pipeline = yield _in_groups(keys, GROUP_KEYS, suffix)
     groups = [keys[start : start + GROUP_KEYS] for start in range(0, len(keys), GROUP_KEYS)]
     counts = _all_counts(pipeline, keys, GROUP_KEYS)
     unclear = [g for g, found in zip(groups, counts, strict=True) if 0 < found < len(g)]
     one_by_one = [key for group in unclear for key in group]
-    pipeline.send(*_in_groups(one_by_one, 1))
+    pipeline.send(*_in_groups(one_by_one, 1, suffix))
     looked_up = iter(_all_counts(pipeline, one_by_one, 1))
     present: list[int] = []
     for group, found in zip(groups, counts, strict=True):
@@ -110,13 +110,13 @@ def _all_counts(pipeline: Pipeline, keys: Sequence[bytes], group_keys: int) -> l
     )
 
 
-def _in_groups(keys: Sequence[bytes], group_keys: int) -> Request:
+def _in_groups(keys: Sequence[bytes], group_keys: int, suffix: bytes) -> Request:
     """The commands, packed on demand, and their number."""
     first = group_keys * _FIRST_GROUPS
     step = group_keys * _WRITE_GROUPS
     ends = [0, *range(first, len(keys), step), len(keys)] if keys else []
     requests = (
-        keys_commands(b"EXISTS", keys[start:end], group_keys)
+        keys_commands(b"EXISTS", keys[start:end], group_keys, suffix)
         for start, end in itertools.pairwise(ends)
     )
     return requests, -(-len(keys) // group_keys)

@@ -79,16 +79,19 @@ def test_a_scan_goes_on_from_the_cursor_that_the_server_gave() -> None:
         st.lists(st.binary(min_size=73, max_size=73), min_size=1, max_size=40),
     ),
     st.integers(1, 50),
+    st.binary(max_size=3),
 )
-def test_keys_of_any_lengths_are_packed_alike(keys: list[bytes], group_keys: int) -> None:
+def test_keys_of_any_lengths_are_packed_alike(
+    keys: list[bytes], group_keys: int, suffix: bytes
+) -> None:
     expected = b""
     for start in range(0, len(keys), group_keys):
-        words = [b"EXISTS", *keys[start : start + group_keys]]
+        words = [b"EXISTS", *[key + suffix for key in keys[start : start + group_keys]]]
         expected += b"*%d\r\n" % len(words)
         expected += b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
-    assert keys_commands(b"EXISTS", keys, group_keys) == expected
+    assert keys_commands(b"EXISTS", keys, group_keys, suffix) == expected
     if len(keys) <= group_keys:
-        assert keys_command(b"EXISTS", keys) == expected
+        assert keys_command(b"EXISTS", keys, suffix) == expected
 
 
 @given(st.lists(st.integers(1, len(SOME_REPLIES) - 1), max_size=12))

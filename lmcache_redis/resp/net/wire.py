@@ -108,28 +108,31 @@ def end_of_command(ttl_s: int) -> bytes:
     return b"\r\n$2\r\nEX\r\n$%d\r\n%b\r\n" % (len(digits), digits)
 
 
-def keys_command(name: bytes, keys: Sequence[bytes]) -> bytes:
-    """A command whose arguments are all keys: EXISTS, UNLINK."""
-    return keys_commands(name, keys, len(keys))
+def keys_command(name: bytes, keys: Sequence[bytes], suffix: bytes = b"") -> bytes:
+    """A command whose arguments are all keys (EXISTS, UNLINK), each with `suffix` at its end."""
+    return keys_commands(name, keys, len(keys), suffix)
 
 
-def keys_commands(name: bytes, keys: Sequence[bytes], group_keys: int) -> bytes:
+def keys_commands(
+    name: bytes, keys: Sequence[bytes], group_keys: int, suffix: bytes = b""
+) -> bytes:
     """Several such commands, each with the next `group_keys` keys."""
     if native.moves is not None:
-        packed: bytes = native.moves.keys_commands(name, list(keys), group_keys)
+        packed: bytes = native.moves.keys_commands(name, list(keys), group_keys, suffix)
         return packed
     # Keys of one layout and model have the same length, so that a join in C packs them.
     lengths = set(map(len, keys))
-    before = b"$%d\r\n" % len(keys[0]) if len(lengths) == 1 else b""
-    between = CRLF + before
+    before = b"$%d\r\n" % (len(keys[0]) + len(suffix)) if len(lengths) == 1 else b""
+    after = suffix + CRLF
+    between = after + before
     pieces = []
     for start in range(0, len(keys), group_keys):
         group = keys[start : start + group_keys]
         pieces.append(b"*%d\r\n$%d\r\n%b\r\n" % (len(group) + 1, len(name), name))
         if before:
-            pieces += (before, between.join(group), CRLF)
+            pieces += (before, between.join(group), after)
         else:
-            pieces += [b"$%d\r\n%b\r\n" % (len(key), key) for key in group]
+            pieces += [b"$%d\r\n%b%b" % (len(key) + len(suffix), key, after) for key in group]
     return b"".join(pieces)
 
 
