@@ -87,7 +87,9 @@ class ForkServer:
             env={
                 **os.environ,
                 **engine.engine_environment(),
-                "OMP_WAIT_POLICY": "passive",  # other tests need the cores that would spin
+                # Models so small only lose by a second thread. Other tests need the cores.
+                "OMP_NUM_THREADS": "1",
+                "OMP_WAIT_POLICY": "passive",
                 "PYTHONPATH": os.pathsep.join([directory, *sys.path] if directory else sys.path),
             },
         )
@@ -142,11 +144,14 @@ class ForkedEngine(engine.EngineProcess):
         *,
         connector_endpoint: str | None = None,
         kv_transfer: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
         **named: Any,
     ) -> None:
         if connector_endpoint is not None:
             kv_transfer = transfer_config(connector_endpoint)
-        super().__init__(model_dir, kv_transfer=kv_transfer, **named)
+        # Engines of other tests run at the same time: none has a core of its own.
+        env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **(env or {})}
+        super().__init__(model_dir, kv_transfer=kv_transfer, env=env, **named)
 
     def _start(self, words: list[str], fd: int, env: Mapping[str, str]) -> Any:
         return fork_server(env.get(VLLM_VARIABLE, "")).fork(fd, self._log, os.environ | env)

@@ -12,7 +12,7 @@ import pytest
 
 from lmcache_redis.demo import run
 from lmcache_redis.demo.dashboard import find, panels
-from lmcache_redis.demo.engine import EngineProcess
+from lmcache_redis.demo.engine import EngineProcess, engine_environment
 from tests.engines import ForkedEngine, fork_server
 
 
@@ -24,7 +24,14 @@ def test_the_demo_shows_what_it_promises(
     """The first engine is started as users start it; the second one is forked, which is faster."""
     fork_server()  # now, because the demo ends what it has started
     engines = iter((EngineProcess, ForkedEngine))
-    monkeypatch.setattr(run, "EngineProcess", lambda *a, **named: next(engines)(*a, **named))
+    threads = engine_environment()["VLLM_CPU_OMP_THREADS_BIND"]  # of both engines
+    monkeypatch.setattr(
+        run,
+        "EngineProcess",
+        lambda *a, env, **named: next(engines)(
+            *a, env={"VLLM_CPU_OMP_THREADS_BIND": threads, **env}, **named
+        ),
+    )
     # Other tests need the cores on which its threads would spin.
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     output_dir, has_prometheus = tmp_path / "out", find("prometheus") is not None

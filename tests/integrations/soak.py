@@ -42,7 +42,7 @@ _STATE_OPTIONS = ENGINE_OPTIONS | {
 }
 _VOCABULARY = 4000
 _TOKENS = 4
-_TOGETHER = 6
+TOGETHER = 4
 _CHUNK_TOKENS = 128
 _TURN_TOKENS = 75  # more than half a chunk: turns complete chunks while they are decoded
 _TURNS = 3
@@ -258,7 +258,7 @@ def run_soak(
         talk = number % 4 == 3
         among = turns if talk else range(len(questions))
         count = _TURN_TOKENS if talk else _TOKENS
-        chosen = [rng.choice(among) for _ in range(_TOGETHER)]
+        chosen = [rng.choice(among) for _ in range(TOGETHER)]
         engine.begin_generate([questions[n].prompt for n in chosen], count)
         if struck:
             time.sleep(rng.random() * 0.5)
@@ -353,7 +353,7 @@ def soak_family(
                 f"{len(questions)} questions, {sum(each.turn for each in questions)} of them turns"
             )
             for _ in range(2):  # the second time they are loaded, however slow the machine is
-                engine.generate([each.prompt for each in questions[:_TOGETHER]], _TOKENS)
+                engine.generate([each.prompt for each in questions[:TOGETHER]], _TOKENS)
                 agent.wait_idle()
                 engine.reset_prefix_cache()
             # Of their own: they use as many numbers as there are keys.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.soak import FAULTS, soak_family
+from tests.integrations.soak import FAULTS, TOGETHER, soak_family
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
@@ -22,7 +22,7 @@ def test_every_answer_is_the_one_without_a_connector(family: str, tmp_path: Path
     soak = soak_family(family, 20, CALM, FAULTY, seed=1, directory=tmp_path)
     assert soak.wrong == 0
     assert soak.loaded_chunks > 0, "a model with a sliding window hits too"
-    assert soak.answers == 6 * len(CALM + FAULTY)
+    assert soak.answers == TOGETHER * len(CALM + FAULTY)
     assert soak.turns > 0
     assert soak.faults == dict.fromkeys(soak.faults, 1)
     assert set(soak.faults) == set(FAULTS)
