@@ -29,12 +29,12 @@ from typing import Any
 import redis
 
 from benchmarks.report import ratios, rotated
+from demo.agent import AgentServer
+from demo.engine import Answer, EngineProcess
+from demo.model import CPU_SHAPE, make_model, make_prompts
 from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.bench.run import Plan, measure
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
-from lmcache_redis.demo.agent import AgentServer
-from lmcache_redis.demo.engine import Answer, EngineProcess
-from lmcache_redis.demo.model import CPU_SHAPE, make_model, make_prompts
 from lmcache_redis.resp import RedisOptions
 
 REDIS_BYTES = 6 << 30

@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.link import LimitedLink
 from benchmarks.plots import COLOURS, draw
 from benchmarks.report import ratios, rotated
-from lmcache_redis.demo.agent import AgentServer
-from lmcache_redis.demo.engine import EngineProcess
-from lmcache_redis.demo.model import ModelShape, make_model, make_prompts
+from demo.agent import AgentServer
+from demo.engine import EngineProcess
+from demo.model import ModelShape, make_model, make_prompts
 
 # 8 KiB of KV a token.
 SHAPE = ModelShape(layers=1, dtype="float32", itemsize=4)

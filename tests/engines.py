@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from lmcache_redis.demo import engine
+from demo import engine
 from tests.harness import wait_until
 
 _IMPORT_TIMEOUT_S = 240.0

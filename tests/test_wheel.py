@@ -41,8 +41,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = built / "source"
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / PACKAGE, source / PACKAGE, ignore=ignored)
-    shutil.copytree(ROOT / "benchmarks", source / "benchmarks", ignore=ignored)
-    shutil.copytree(ROOT / "deploy", source / "deploy", ignore=ignored)
+    for name in ("benchmarks", "demo", "deploy"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     words = ["wheel", source, "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", built]
@@ -79,7 +79,7 @@ def without_compiler(clean: Path) -> dict[str, str]:
 
 
 def test_it_has_the_product_alone(wheel: Path) -> None:
-    """No benchmark, test, peer, plot library or sink server comes with `pip install .`."""
+    """No benchmark, demo, test, peer, plot library or sink server comes with `pip install .`."""
     with zipfile.ZipFile(wheel) as opened:
         names = opened.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))

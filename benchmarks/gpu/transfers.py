@@ -29,7 +29,7 @@ from benchmarks.gpu.rows import (
 from benchmarks.gpu.timing import wait_for_all
 from benchmarks.report import percentile
 from benchmarks.servers import own_server
-from lmcache_redis.demo.agent import AgentServer
+from demo.agent import AgentServer
 from lmcache_redis.errors import ConfigError
 
 if TYPE_CHECKING:

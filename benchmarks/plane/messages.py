@@ -1,4 +1,4 @@
-"""The requests to a `worker` and its answers (`lmcache_redis.demo.child`).
+"""The requests to a `worker` and its answers (`demo.child`).
 
 One `Measured` answers each request. A worker whose client fails ends with a traceback on stderr.
 """

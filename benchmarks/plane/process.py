@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
 
 from benchmarks.plane.messages import Measured, Request
-from lmcache_redis.demo.child import Child
+from demo.child import Child
 from lmcache_redis.errors import LMCacheRedisError
 
 _ANSWER_WITHIN_S = 60.0
@@ -24,8 +22,7 @@ class WorkerProcess(Child):
 
     def __init__(self, client: str, url: str) -> None:
         log = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
-        path = os.pathsep.join(sys.path)
-        super().__init__(["benchmarks.plane.worker", client, url], log, {"PYTHONPATH": path})
+        super().__init__(["benchmarks.plane.worker", client, url], log, {})
 
     def ask(self, request: Request, within_s: float = _ANSWER_WITHIN_S) -> Measured:
         """The answer. Raises WorkerFailed if the worker ends or is late; close it then."""

@@ -13,7 +13,7 @@ import redis
 
 from benchmarks.lmcache_mp import running_lmcache
 from benchmarks.servers import RedisProcess, cpu_s
-from lmcache_redis.demo.agent import AgentServer
+from demo.agent import AgentServer
 
 _COUNTED = ("lookup", "hit_", "miss_", "drop_")
 

@@ -16,8 +16,8 @@ from benchmarks.working_set.cases import CASES, Case, Stack, running
 from benchmarks.working_set.plot import write_plot
 from benchmarks.working_set.rows import COLUMNS, Samples
 from benchmarks.working_set.workload import SCENARIOS, Prompts, Scenario, scenario_of
-from lmcache_redis.demo.engine import Answer, EngineProcess
-from lmcache_redis.demo.model import CPU_SHAPE, make_model
+from demo.engine import Answer, EngineProcess
+from demo.model import CPU_SHAPE, make_model
 from lmcache_redis.errors import LMCacheRedisError
 
 _BLOCK_TOKENS = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmcache_redis.demo.model import make_prompts
+from demo.model import make_prompts
 
 DOCUMENTS, CONVERSATIONS = SCENARIOS = ("documents", "conversations")
 

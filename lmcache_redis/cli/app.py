@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,8 +29,7 @@ app = typer.Typer(
         "A KV cache for vLLM in Redis or Valkey.\n\n"
         "Run one [bold]agent[/bold] per node, and start vLLM with [bold]--kv-transfer-config "
         '\'{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}\'[/bold]: prompt prefixes '
-        "that any replica has computed are loaded instead of computed again.\n\n"
-        "[bold]lmcache-redis demo[/bold] shows it on this machine."
+        "that any replica has computed are loaded instead of computed again."
     ),
 )
 
@@ -109,34 +107,6 @@ app.command()(admin.inspect)
 app.command()(admin.purge)
 app.command()(admin.doctor)
 app.command()(bench)
-
-
-@app.command()
-def demo(
-    output_dir: Annotated[
-        Path, typer.Option("--output-dir", help="Directory for results, plot and logs.")
-    ] = Path("demo-output"),
-    prompts: Annotated[
-        int, typer.Option("--prompts", min=1, max=64, help="Number of prompts.")
-    ] = 4,
-    prompt_tokens: Annotated[
-        int, typer.Option("--prompt-tokens", min=512, max=32_768, help="Tokens of each prompt.")
-    ] = 4097,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, max=256, help="Tokens compared per prompt.")
-    ] = 16,
-    metrics: Annotated[
-        bool,
-        typer.Option(
-            "--metrics",
-            help="Also run Prometheus, and show what the Grafana dashboard's queries answer.",
-        ),
-    ] = False,
-) -> None:
-    """Answer prompts cold, restart everything, and answer them again from Redis."""
-    from lmcache_redis.demo.run import run_demo
-
-    raise typer.Exit(run_demo(output_dir, prompts, prompt_tokens, max_tokens, metrics=metrics))
 
 
 @app.command()

@@ -20,8 +20,8 @@ from benchmarks.working_set.cases import CASES, Case, running
 from benchmarks.working_set.plot import write_plot
 from benchmarks.working_set.rows import COLUMNS, Samples
 from benchmarks.working_set.workload import CONVERSATIONS, DOCUMENTS, Prompts, scenario_of
-from lmcache_redis.demo.engine import Answer
-from lmcache_redis.demo.model import CPU_SHAPE
+from demo.engine import Answer
+from demo.model import CPU_SHAPE
 
 SET_BYTES = 256 << 20
 

@@ -76,13 +76,13 @@ def test_the_agent_runs_under_its_setting_for_copies_unless_there_is_one(
 def test_the_help_says_what_to_do_first() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for command in ("agent", "status", "ping", "warm", "demo", "bench", "version"):
+    for command in ("agent", "status", "ping", "warm", "bench", "version"):
         assert re.search(rf"^\W*{command} ", done.stdout, flags=re.MULTILINE), command
     assert '{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}' in done.stdout
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize("command", ["agent", "status", "ping", "demo", "version"])
+@pytest.mark.parametrize("command", ["agent", "status", "ping", "version"])
 def test_every_command_has_help(command: str) -> None:
     done = run(command, "--help")
     assert done.returncode == 0

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.demo import run
-from lmcache_redis.demo.dashboard import find, panels
-from lmcache_redis.demo.engine import EngineProcess, engine_environment
+from demo import run
+from demo.dashboard import find, panels
+from demo.engine import EngineProcess, engine_environment
 from tests.engines import ForkedEngine, fork_server
 
 
@@ -62,7 +62,8 @@ def test_too_much_work_is_refused_with_one_sentence(tmp_path: Path) -> None:
     if _memory_bytes() > 150 << 30:
         pytest.skip("this machine has the memory for it")
     done = subprocess.run(
-        [sys.executable, "-m", "lmcache_redis.cli", "demo", *words],
+        [sys.executable, "-m", "demo", *words],
+        cwd=Path(__file__).parent.parent.parent,
         capture_output=True,
         text=True,
     )

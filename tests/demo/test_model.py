@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from lmcache_redis.demo.model import (
+from demo.model import (
     CPU_SHAPE,
     CUDA_SHAPE,
     VOCABULARY,

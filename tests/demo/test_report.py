@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lmcache_redis.demo.report import PromptResult, result_table, write_plot, write_results
+from demo.report import PromptResult, result_table, write_plot, write_results
 
 GOOD = PromptResult(
     prompt_tokens=4097,

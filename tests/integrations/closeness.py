@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lmcache_redis.demo import engine
+from demo import engine
 
 _BEST = 20
 

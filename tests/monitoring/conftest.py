@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.demo.dashboard import find
+from demo.dashboard import find
 from tests.servers import RedisServer
 
 

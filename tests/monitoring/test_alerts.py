@@ -17,7 +17,7 @@ import pytest
 import redis
 import yaml
 
-from lmcache_redis.demo.dashboard import ALERTS, Prometheus, find, free_port
+from demo.dashboard import ALERTS, Prometheus, find, free_port
 from tests.harness import AgentServer, Engine, block_hashes
 from tests.servers import RedisServer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.demo.dashboard import (
+from demo.dashboard import (
     DASHBOARD,
     Prometheus,
     PrometheusFailed,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmcache_redis.demo.child import Child
+from demo.child import Child
 from lmcache_redis.errors import LMCacheRedisError
 
 _END_WITHIN_S = 30.0
@@ -69,7 +69,7 @@ class EngineProcess(Child):
                 "kv_connector_extra_config": {"endpoint": connector_endpoint},
             }
         environment = {**engine_environment(), **(env or {})}
-        super().__init__(["lmcache_redis.demo.engine"], log_path.open("a+b"), environment)
+        super().__init__(["demo.engine"], log_path.open("a+b"), environment)
         options = {**_DEFAULT_OPTIONS, **(options or {})}
         self._send({"model": str(model_dir), "kv_transfer": kv_transfer, "options": options})
         try:

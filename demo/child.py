@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any, ClassVar, TypeVar
 
 import msgspec
@@ -19,7 +20,13 @@ from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.processes import end_process
 
 _GRACE_S = 5.0
+_ROOT = str(Path(__file__).parent.parent)
 _Self = TypeVar("_Self", bound="Child")
+
+
+def _importable() -> str:
+    """A PYTHONPATH that has this repository, whatever the working directory is."""
+    return os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
 
 
 class Child:
@@ -52,7 +59,7 @@ class Child:
             stdout=self._log,
             stderr=self._log,
             pass_fds=(fd,),
-            env=os.environ | env,
+            env=os.environ | env | {"PYTHONPATH": _importable()},
         )
 
     def _send(self, request: object) -> None:

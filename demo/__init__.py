@@ -1,4 +1,4 @@
-"""`lmcache-redis demo`: the main job on this machine, with nothing but this package and vLLM.
+"""`scripts/demo`: the main job on this machine, with nothing but the package and vLLM.
 
 model.py      writes a small model with random weights and a large KV cache per token
 agent.py      an agent in a process of its own
@@ -6,5 +6,5 @@ engine.py     a vLLM engine in a process of its own, driven over a socket (child
 run.py        engine one computes, everything but Redis ends, engine two loads
 report.py     the table, the plot and results.json
 
-The benchmarks of the repository and the tests use `agent`, `engine` and `model` too.
+The benchmarks and the tests use `agent`, `engine` and `model` too.
 """

