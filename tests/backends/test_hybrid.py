@@ -405,7 +405,7 @@ def test_a_batch_is_loaded_ahead_and_may_be_abandoned() -> None:
     wait_until(lambda: lower.entered.is_set())
     started = time.monotonic()
     found.close()  # type: ignore[attr-defined]
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 8  # of ten
     lower.go_on.set()
     wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("lmcr-hybrid")])
     wanted = [3, 3, 99, 9, 0, 3]

@@ -425,11 +425,9 @@ def test_an_accepted_put_is_tried_for_no_longer_than_the_deadline(own_server: Re
     with tier(LMCRemoteBackend, own_server.url, deadline_s=0.5) as backend:
         assert backend.put(key_of(0), chunk)
         own_server.stop()
-        for seed in range(5):
+        for seed in range(20):
             backend.put(key_of(1), tensor_of(seed, (1000,)), blocking=False)
-        started = time.monotonic()
-        assert backend.flush(5)
-        assert time.monotonic() - started < 1.5
+        assert backend.flush(5)  # of ten, if each waited for the one before it
         own_server.cont()
 
 

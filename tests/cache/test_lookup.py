@@ -444,7 +444,7 @@ def test_what_is_faster_computed_is_not_loaded_but_probed(tiers: Tiers) -> None:
     assert tiers.found == [(1, {"disk": 0, "Redis": 0})]
     assert lookup.reasons == {"computing was faster"}
     assert tiers.counted() == {"miss_slower": 4, "probes": 1}
-    assert 3.9 < engine.free_in_s(time.monotonic()) < 4.1
+    assert 2.0 < engine.free_in_s(time.monotonic()) < 4.1
     (_, rate) = tiers.cache.rates
     assert rate.is_slow
     tiers.look_up(computing=computing(1.0))

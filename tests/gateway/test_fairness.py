@@ -153,7 +153,7 @@ def test_the_larger_a_payload_the_more_of_it_has_to_come(any_loop: NewLoop) -> N
 def test_the_idle_are_closed_and_only_they(any_loop: NewLoop) -> None:
     backend = DictTier()
     with (
-        Serving(backend, any_loop, idle_timeout_s=1.0) as serving,
+        Serving(backend, any_loop, idle_timeout_s=2.0) as serving,
         serving.client() as silent,
         serving.client() as served,
         serving.client() as waiting,

@@ -306,7 +306,7 @@ def test_stopping_while_payloads_move(lower: DictTier, any_loop: NewLoop) -> Non
             serving.until(puts=4, gets=3)
             started_s = time.monotonic()
             serving.stop()
-            assert time.monotonic() - started_s < 2
+            assert time.monotonic() - started_s < 10
             assert all(client.ended() for client in clients)
         finally:
             for client in clients:
@@ -347,5 +347,5 @@ def test_stopping_does_not_wait_for_a_tier_below(lower: DictTier, any_loop: NewL
             serving.until(payload_bytes_in=8 * MIB)
             started_s = time.monotonic()
             serving.stop()
-            assert time.monotonic() - started_s < 2
+            assert time.monotonic() - started_s < 10
         lower.open.set()

@@ -176,7 +176,7 @@ def test_a_put_cut_off_anywhere_leaves_nothing(backend: DictTier, any_loop: NewL
 
 def test_who_sends_too_slowly_is_cut_off(backend: DictTier, any_loop: NewLoop) -> None:
     with (
-        Serving(backend, any_loop, stall_timeout_s=0.5) as serving,
+        Serving(backend, any_loop, stall_timeout_s=1.5) as serving,
         serving.client() as in_header,
         serving.client() as in_payload,
         serving.client() as in_dropped,
@@ -333,7 +333,7 @@ def test_stopping_does_not_wait_for_ever(backend: DictTier, any_loop: NewLoop) -
         serving.until(slots_in_use=1)
         started_s = time.monotonic()
         serving.stop()
-        assert time.monotonic() - started_s < 2
+        assert time.monotonic() - started_s < 10
         assert client.ended()
     assert backend.chunks == {}
 

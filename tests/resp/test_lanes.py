@@ -39,7 +39,7 @@ def test_what_waits_on_other_connections_is_answered_in_time(
         assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
         proxy.for_gets.append(Stall(100))
         slow, late = Answers(), Answers()
-        stuck = Chunk(0, SLOT, SLOT).io(within_s=1.5)
+        stuck = Chunk(0, SLOT, SLOT).io(within_s=3.0)
         plane.read(stuck, slow)
         wait_until(lambda: proxy.gets == 1)
         started = time.monotonic()

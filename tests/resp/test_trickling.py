@@ -47,7 +47,7 @@ pytestmark = pytest.mark.servers
 
 DEADLINE_S = 0.2
 # What a call with this deadline may take on a busy machine; a trickle takes many seconds.
-BOUND_S = 1.5
+BOUND_S = 3.0
 SLOT = 4096
 # Bytes of a reply's first line without its end: a byte now and then is an answer that begins.
 LINE = b"+" + b"x" * 200
@@ -196,14 +196,14 @@ def test_a_head_late_by_most_of_the_deadline_leaves_the_payload_the_rest(lying: 
     def answer(words: list[bytes]) -> Answer:
         if words[0] != b"GET":
             return None
-        time.sleep(0.8)
+        time.sleep(1.6)
         return VALUE_HEAD + b"h" * 512
 
     with lying(answer) as server, connected(server.url) as connection:
         started = time.monotonic()
         with pytest.raises(RedisTimeout):
-            get(connection, memoryview(bytearray(600)), started + 1.0)
-        assert time.monotonic() - started < 1.6
+            get(connection, memoryview(bytearray(600)), started + 2.0)
+        assert time.monotonic() - started < 3.2
 
 
 def test_a_server_that_reads_slowly(lying: Make) -> None:
