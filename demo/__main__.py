@@ -11,7 +11,10 @@ import typer
 from demo.run import run_demo
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+
+@app.command()
 def demo(
     output_dir: Annotated[
         Path, typer.Option("--output-dir", help="Directory for results, plot and logs.")
@@ -43,6 +46,4 @@ def demo(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(demo)
     app(prog_name="scripts/demo")

@@ -1,6 +1,6 @@
 """All settings: types, defaults, bounds and help texts.
 
-A config is built once and never changes. The options of commands and the table in the README are
+A config is built once and never changes. The options of commands and the table in docs/settings.md are
 made from its fields.
 """
 
