@@ -1,7 +1,7 @@
 """All settings: types, defaults, bounds and help texts.
 
-A config is built once and never changes. The options of commands and the table in docs/settings.md are
-made from its fields.
+A config is built once and never changes. The options of commands and the table in
+docs/settings.md are made from its fields.
 """
 
 from __future__ import annotations
