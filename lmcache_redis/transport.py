@@ -1,7 +1,7 @@
-"""All ZeroMQ sockets of the project, and the reasons for their options.
+"""Messages as frames, and the ZeroMQ sockets that carry them, with the reasons for their options.
 
-The engine side is a DEALER, the agent side a ROUTER. A frame larger than ``MAX_MESSAGE_BYTES`` is
-not received: ZeroMQ closes the connection.
+A message is a preamble and a msgpack body. The engine side is a DEALER, the agent side a ROUTER. A
+frame larger than ``MAX_MESSAGE_BYTES`` is not received: ZeroMQ closes the connection.
 """
 
 from __future__ import annotations
@@ -9,29 +9,92 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import zmq
 
+from lmcache_redis import messages as m
 from lmcache_redis.config import endpoint_path, why_unsafe
-from lmcache_redis.errors import ConfigError
-from lmcache_redis.messages import MAX_MESSAGE_BYTES
+from lmcache_redis.errors import ConfigError, WireError
+
+_T = TypeVar("_T")
 
 # Messages queued per peer. When the inbox is full, messages queue on the engine's side. When the
 # outbox is full, answers to a peer that does not read are dropped.
 _INBOX = 64
 _OUTBOX = 1_000
+# What a decoder of msgspec raises for bytes that are no message.
+_NOT_DECODED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class VersionMismatch(WireError):
+    """The peer uses another version of the protocol."""
+
+
+class _Envelope(msgspec.Struct):
+    call_id: int = 0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_question_decoder: msgspec.msgpack.Decoder[m.Question] = msgspec.msgpack.Decoder(m.Question)
+_answer_decoder: msgspec.msgpack.Decoder[m.Answer] = msgspec.msgpack.Decoder(m.Answer)
+_envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
+
+
+def encode(*messages: m.Message) -> list[bytes]:
+    """The frames of a message: the preamble, and a body for each of ``messages``."""
+    return [m.PREAMBLE, *map(_encoder.encode, messages)]
+
+
+def split(frames: Sequence[bytes]) -> Sequence[Sequence[bytes]]:
+    """The frames of each question of a batch; anything else as it is, for ``decode_question``."""
+    if not 2 < len(frames) <= 1 + m.MAX_BATCH or frames[0] != m.PREAMBLE:
+        return [frames]
+    return [(m.PREAMBLE, body) for body in frames[1:]]
+
+
+def decode_question(frames: Sequence[bytes]) -> m.Question:
+    """The question in ``frames`` (preamble, body). Raises ``WireError``, ``VersionMismatch``."""
+    return _decode(_question_decoder, frames)
+
+
+def decode_answer(frames: Sequence[bytes]) -> m.Answer:
+    """The answer in ``frames`` (preamble, body). Raises ``WireError``, ``VersionMismatch``."""
+    return _decode(_answer_decoder, frames)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], frames: Sequence[bytes]) -> _T:
+    if len(frames) != 2 or not frames[0].startswith(m.MAGIC):
+        raise WireError("not a message of lmcache_redis: expected a preamble and a body")
+    if frames[0] != m.PREAMBLE:
+        theirs = int.from_bytes(frames[0][len(m.MAGIC) : len(m.PREAMBLE)], "big")
+        raise VersionMismatch(
+            f"the peer uses protocol version {theirs}, this side {m.PROTOCOL_VERSION}: "
+            "install the same lmcache-redis for vLLM and for the agent"
+        )
+    if len(frames[1]) > m.MAX_MESSAGE_BYTES:
+        raise WireError(f"a message of {len(frames[1])} bytes; at most {m.MAX_MESSAGE_BYTES}")
+    try:
+        return decoder.decode(frames[1])
+    except _NOT_DECODED as error:
+        raise WireError(f"cannot decode a message: {error}") from error
+
+
+def call_id_of(frames: Sequence[bytes]) -> int:
+    """The ``call_id`` of a message that cannot be decoded; 0 if it has none."""
+    try:
+        return _envelope_decoder.decode(frames[1]).call_id
+    except (*_NOT_DECODED, IndexError):
+        return 0
 
 
 def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
     """A ROUTER bound to ``endpoint``. Raises ``ConfigError`` if it cannot be bound."""
     _clear_stale_socket(endpoint_path(endpoint), endpoint)
-    router = context.socket(zmq.ROUTER)
-    # Unless it is closed with a time, it does not wait for peers to read.
-    router.setsockopt(zmq.LINGER, 0)
-    router.setsockopt(zmq.SNDHWM, _OUTBOX)
-    router.setsockopt(zmq.RCVHWM, _INBOX)
-    router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    router = _bounded_socket(context, zmq.ROUTER, _INBOX)
     # A client may reconnect under its identity before the ROUTER notices the loss of its old
     # connection.
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -40,10 +103,7 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.S
     except zmq.ZMQError as error:
         router.close()
         if error.errno == zmq.EADDRINUSE:
-            raise ConfigError(
-                f"the endpoint {endpoint} is in use: another agent runs on this node; "
-                "stop it or choose another --endpoint"
-            ) from error
+            raise _in_use(endpoint) from error
         raise ConfigError(f"cannot listen on --endpoint {endpoint}: {error.strerror}") from error
     return router
 
@@ -56,11 +116,7 @@ def connect_watched_dealer(
     The monitor has EVENT_HANDSHAKE_SUCCEEDED, from which on the DEALER sends, and
     EVENT_DISCONNECTED.
     """
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.SNDHWM, _OUTBOX)
-    dealer.setsockopt(zmq.RCVHWM, _OUTBOX)
-    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    dealer = _bounded_socket(context, zmq.DEALER, _OUTBOX)
     # A restarted agent is found within 100 ms.
     dealer.setsockopt(zmq.RECONNECT_IVL, 100)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -88,6 +144,18 @@ def why_untrusted(endpoint: str) -> str | None:
         return None  # no directory, so no listener
 
 
+def _bounded_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, inbox: int
+) -> zmq.Socket[bytes]:
+    found = context.socket(kind)
+    # Unless it is closed with a time, it does not wait for peers to read.
+    found.setsockopt(zmq.LINGER, 0)
+    found.setsockopt(zmq.SNDHWM, _OUTBOX)
+    found.setsockopt(zmq.RCVHWM, inbox)
+    found.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE_BYTES)
+    return found
+
+
 def _clear_stale_socket(path: Path, endpoint: str) -> None:
     """Removes a socket without a listener. Raises ``ConfigError`` if anything else is there."""
     if not path.exists():
@@ -96,23 +164,25 @@ def _clear_stale_socket(path: Path, endpoint: str) -> None:
         raise ConfigError(
             f"--endpoint {endpoint} cannot be used: {path} is not a socket; choose another one"
         )
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        probe.connect(str(path))
-    except (ConnectionRefusedError, FileNotFoundError):
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--endpoint {endpoint} cannot be used: {path} exists ({error.strerror}); "
-            "remove it or choose another --endpoint"
-        ) from error
-    else:
-        raise ConfigError(
-            f"the endpoint {endpoint} is in use: another agent runs on this node; "
-            "stop it or choose another --endpoint"
-        )
-    finally:
-        probe.close()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--endpoint {endpoint} cannot be used: {path} exists ({error.strerror}); "
+                "remove it or choose another --endpoint"
+            ) from error
+        else:
+            raise _in_use(endpoint)
+
+
+def _in_use(endpoint: str) -> ConfigError:
+    return ConfigError(
+        f"the endpoint {endpoint} is in use: another agent runs on this node; "
+        "stop it or choose another --endpoint"
+    )
 
 
 class Wakeup:

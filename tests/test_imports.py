@@ -18,7 +18,7 @@ LAYERS = (
     {"integrations"},
     {"client"},
     {"agent", "admin", "gateway"},
-    {"messages", "transport", "codec"},
+    {"messages", "transport"},
     {"storage"},
     {"backends"},
     {"cache"},
@@ -41,12 +41,12 @@ STRANGERS = {
     "resp": {"device"},
     # Tiers are used by whoever has chunks: they know no engine and no agent.
     "backends": {"device"},
-    "gateway": {"agent", "admin", "device", "messages", "transport", "codec", "backends"},
+    "gateway": {"agent", "admin", "device", "messages", "transport", "backends"},
     # Tools that look at servers from outside: no agent, no engine, no memory.
-    "admin": {"agent", "device", "cache", "messages", "transport", "codec"},
+    "admin": {"agent", "device", "cache", "messages", "transport"},
     # An engine's process has no pool and no Redis: it talks to the agent and exports memory.
     "client": {"agent", "cache", "resp"},
-    "integrations": {"agent", "cache", "resp", "messages", "transport", "codec"},
+    "integrations": {"agent", "cache", "resp", "messages", "transport"},
 }
 
 UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"} | {

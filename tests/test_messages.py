@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_redis import codec
 from lmcache_redis import messages as m
+from lmcache_redis import transport
 from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import WireError
@@ -71,48 +71,48 @@ ANSWERS: list[m.Message] = [
 
 @pytest.mark.parametrize("message", QUESTIONS, ids=lambda q: type(q).__name__)
 def test_questions_survive_the_wire(message: m.Message) -> None:
-    assert codec.decode_question(codec.encode(message)) == message
+    assert transport.decode_question(transport.encode(message)) == message
     with pytest.raises(WireError):
-        codec.decode_answer(codec.encode(message))
+        transport.decode_answer(transport.encode(message))
 
 
 @pytest.mark.parametrize("message", ANSWERS, ids=lambda a: type(a).__name__)
 def test_answers_survive_the_wire(message: m.Message) -> None:
-    assert codec.decode_answer(codec.encode(message)) == message
+    assert transport.decode_answer(transport.encode(message)) == message
     with pytest.raises(WireError):
-        codec.decode_question(codec.encode(message))
+        transport.decode_question(transport.encode(message))
 
 
 def test_a_message_in_bytes() -> None:
-    assert codec.encode(m.Ping(7)) == [
+    assert transport.encode(m.Ping(7)) == [
         b"LMCR-MP\x00\x03",
         bytes.fromhex("82 a4 74797065 a4 50494e47 a7 63616c6c5f6964 07"),
     ]
 
 
 def test_another_version_is_told_from_garbage() -> None:
-    frames = codec.encode(m.Ping(1))
-    with pytest.raises(codec.VersionMismatch, match="version 258"):
-        codec.decode_question([m.MAGIC + b"\x01\x02", frames[1]])
+    frames = transport.encode(m.Ping(1))
+    with pytest.raises(transport.VersionMismatch, match="version 258"):
+        transport.decode_question([m.MAGIC + b"\x01\x02", frames[1]])
     for preamble in (b"", b"LMCR", b"x" * 9, m.PREAMBLE[:-1], m.PREAMBLE + b"\0"):
         with pytest.raises(WireError):
-            codec.decode_question([preamble, frames[1]])
+            transport.decode_question([preamble, frames[1]])
     for frames in ([], [m.PREAMBLE], [m.PREAMBLE, b"", b""]):
         with pytest.raises(WireError):
-            codec.decode_question(frames)
+            transport.decode_question(frames)
 
 
 def test_a_batch_is_split_into_its_questions() -> None:
     batch = [m.Ping(n) for n in range(m.MAX_BATCH)]
-    frames = codec.encode(*batch)
+    frames = transport.encode(*batch)
     assert frames[1:].count(m.PREAMBLE) == 0
-    assert [codec.decode_question(each) for each in codec.split(frames)] == batch
-    single = codec.encode(m.Ping(1))
-    assert codec.split(single) == [single]
-    for wrong in ([], [m.PREAMBLE], codec.encode(*batch, m.Ping(99)), [b"x", *frames[1:]]):
-        (one,) = codec.split(wrong)
+    assert [transport.decode_question(each) for each in transport.split(frames)] == batch
+    single = transport.encode(m.Ping(1))
+    assert transport.split(single) == [single]
+    for wrong in ([], [m.PREAMBLE], transport.encode(*batch, m.Ping(99)), [b"x", *frames[1:]]):
+        (one,) = transport.split(wrong)
         with pytest.raises(WireError):
-            codec.decode_question(one)
+            transport.decode_question(one)
 
 
 def _lookup(**chunks: object) -> dict[str, object]:
@@ -133,18 +133,18 @@ def test_unknown_fields_and_types_are_refused() -> None:
         _lookup(names=[b"h"]),
     ):
         with pytest.raises(WireError):
-            codec.decode_question([m.PREAMBLE, msgspec.msgpack.encode(fields)])
+            transport.decode_question([m.PREAMBLE, msgspec.msgpack.encode(fields)])
 
 
 def test_a_message_that_is_too_long_is_not_decoded() -> None:
     with pytest.raises(WireError, match="at most"):
-        codec.decode_question([m.PREAMBLE, bytes(m.MAX_MESSAGE_BYTES + 1)])
+        transport.decode_question([m.PREAMBLE, bytes(m.MAX_MESSAGE_BYTES + 1)])
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_random_bytes_raise_only_wire_errors(body: bytes) -> None:
-    for decode in (codec.decode_question, codec.decode_answer):
+    for decode in (transport.decode_question, transport.decode_answer):
         with pytest.raises(WireError):
             decode([m.PREAMBLE, body])
 
@@ -152,11 +152,11 @@ def test_random_bytes_raise_only_wire_errors(body: bytes) -> None:
 @settings(deadline=None)
 @given(st.sampled_from(QUESTIONS), st.data())
 def test_changed_messages_raise_only_wire_errors(message: m.Message, data: st.DataObject) -> None:
-    body = bytearray(codec.encode(message)[1])
+    body = bytearray(transport.encode(message)[1])
     position = data.draw(st.integers(0, len(body) - 1))
     body[position] = data.draw(st.integers(0, 255))
     try:
-        codec.decode_question([m.PREAMBLE, bytes(body)])
+        transport.decode_question([m.PREAMBLE, bytes(body)])
     except WireError:
         return
 

@@ -23,7 +23,7 @@ from functools import partial
 import zmq
 from msgspec.structs import replace
 
-from lmcache_redis import __version__, codec
+from lmcache_redis import __version__, transport
 from lmcache_redis import messages as m
 from lmcache_redis.agent.handlers import Handlers
 from lmcache_redis.agent.parts import Agent
@@ -129,17 +129,17 @@ class Service:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            for question in codec.split(frames):
+            for question in transport.split(frames):
                 self._take(identity, question)
 
     def _take(self, identity: bytes, frames: Sequence[bytes]) -> None:
         try:
-            question = codec.decode_question(frames)
-        except codec.VersionMismatch as error:
+            question = transport.decode_question(frames)
+        except transport.VersionMismatch as error:
             self._refuse(identity, 0, m.VERSION_MISMATCH, str(error))
             return
         except WireError as error:
-            self._refuse(identity, codec.call_id_of(frames), m.BAD_MESSAGE, str(error))
+            self._refuse(identity, transport.call_id_of(frames), m.BAD_MESSAGE, str(error))
             return
         reply = partial(self._reply, identity, question.call_id)
         if isinstance(question, m.Hello):
@@ -196,7 +196,7 @@ class Service:
         self._reply(identity, call_id, m.Failure(0, code, reason))
 
     def _reply(self, identity: bytes, call_id: int, answer: m.Answer) -> None:
-        frames = codec.encode(replace(answer, call_id=call_id))
+        frames = transport.encode(replace(answer, call_id=call_id))
         try:
             self._router.send_multipart([identity, *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:

@@ -10,10 +10,9 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from lmcache_redis import codec
 from lmcache_redis import messages as m
+from lmcache_redis import transport
 from lmcache_redis.errors import LMCacheRedisError, WireError
-from lmcache_redis.transport import connect_watched_dealer
 
 # An agent answers within 15 s, see `agent.warming`; one that ends is noticed at once.
 _WARM_TIMEOUT_S = 30.0
@@ -56,19 +55,19 @@ class ControlClient:
     def _ask(self, question: m.Message, expected: type[_A], answer_timeout_s: float = 0.0) -> _A:
         """answer_timeout_s: the least time for the answer, once the agent is connected."""
         with zmq.Context() as context:
-            dealer, monitor = connect_watched_dealer(context, self._endpoint)
+            dealer, monitor = transport.connect_watched_dealer(context, self._endpoint)
             try:
                 deadline_s = time.monotonic() + self._timeout_s
                 if not dealer.poll(_left_ms(deadline_s), zmq.POLLOUT):
                     raise self._unreachable()
-                dealer.send_multipart(codec.encode(question))
+                dealer.send_multipart(transport.encode(question))
                 deadline_s = max(deadline_s, time.monotonic() + answer_timeout_s)
                 frames = self._receive(dealer, monitor, deadline_s)
             finally:
                 dealer.disable_monitor()
                 monitor.close(linger=0)
                 dealer.close()
-        return self._expected(codec.decode_answer(frames), expected)
+        return self._expected(transport.decode_answer(frames), expected)
 
     def _receive(
         self, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], deadline_s: float

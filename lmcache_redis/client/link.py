@@ -24,11 +24,10 @@ import zmq
 from msgspec.structs import replace
 from zmq.utils.monitor import recv_monitor_message
 
-from lmcache_redis import __version__, codec
+from lmcache_redis import __version__, transport
 from lmcache_redis import messages as m
 from lmcache_redis.client.calls import Call
 from lmcache_redis.errors import WireError
-from lmcache_redis.transport import Wakeup, connect_watched_dealer, why_untrusted
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class AgentLink:
         self._logged: str | None = None
         self._stop = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._wakeup = Wakeup()
+        self._wakeup = transport.Wakeup()
         self._open_socket()
         self._thread = threading.Thread(target=self._run, name="lmcache-redis-link", daemon=True)
         self._thread.start()
@@ -135,7 +134,7 @@ class AgentLink:
             addressed = [replace(each, call_id=call.call_id) for each, call in pairs]
             for first in range(0, len(calls), m.MAX_BATCH):
                 batch = slice(first, first + m.MAX_BATCH)
-                self._outbox.append((calls[batch], codec.encode(*addressed[batch])))
+                self._outbox.append((calls[batch], transport.encode(*addressed[batch])))
             self._wakeup.set()
             if not self._stop or self._thread.is_alive():
                 return calls
@@ -158,7 +157,7 @@ class AgentLink:
     # The methods below run on the link's thread.
 
     def _open_socket(self) -> None:
-        self._socket, self._monitor = connect_watched_dealer(self._context, self.endpoint)
+        self._socket, self._monitor = transport.connect_watched_dealer(self._context, self.endpoint)
 
     def _close_socket(self, linger_s: float = 0.0) -> None:
         self._socket.disable_monitor()
@@ -223,7 +222,7 @@ class AgentLink:
             self._go_offline("it closed the connection")
 
     def _greet(self) -> None:
-        reason = why_untrusted(self.endpoint)
+        reason = transport.why_untrusted(self.endpoint)
         if reason is not None:
             self._sent_s = time.monotonic()
             self._refused(reason)
@@ -232,7 +231,7 @@ class AgentLink:
         self._send(replace(self._hello, call_id=self._hello_id))
 
     def _send(self, message: m.Message) -> bool:
-        return self._send_frames(codec.encode(message))
+        return self._send_frames(transport.encode(message))
 
     def _send_frames(self, frames: list[bytes]) -> bool:
         self._sent_s = time.monotonic()
@@ -260,8 +259,8 @@ class AgentLink:
             except zmq.Again:
                 return
             try:
-                answer = codec.decode_answer(frames)
-            except codec.VersionMismatch as error:
+                answer = transport.decode_answer(frames)
+            except transport.VersionMismatch as error:
                 self._refused(str(error))
             except WireError as error:
                 self._log_once(f"ignored an answer from the agent at {self.endpoint}: {error}")

@@ -15,8 +15,8 @@ import pytest
 import torch
 import zmq
 
-from lmcache_redis import codec, native
 from lmcache_redis import messages as m
+from lmcache_redis import native, transport
 from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.keys import ObjectKey
@@ -154,9 +154,9 @@ def dealer_at(agent: AgentServer) -> Iterator[zmq.Socket[bytes]]:
 
 
 def say(dealer: zmq.Socket[bytes], question: m.Message) -> m.Answer:
-    dealer.send_multipart(codec.encode(question))
+    dealer.send_multipart(transport.encode(question))
     assert dealer.poll(int(WAIT_S * 1000))
-    return codec.decode_answer(dealer.recv_multipart())
+    return transport.decode_answer(dealer.recv_multipart())
 
 
 def peak_bytes(agent: AgentServer) -> int:
@@ -184,7 +184,7 @@ def test_a_message_of_the_largest_size_is_received(agent: AgentServer) -> None:
     with dealer_at(agent) as dealer:
         dealer.send_multipart([m.PREAMBLE, bytes(m.MAX_MESSAGE_BYTES)])
         assert dealer.poll(int(WAIT_S * 1000))
-        answer = codec.decode_answer(dealer.recv_multipart())
+        answer = transport.decode_answer(dealer.recv_multipart())
         assert isinstance(answer, m.Failure)
         assert answer.code == m.BAD_MESSAGE
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 import zmq
 
-from lmcache_redis import codec
 from lmcache_redis import messages as m
+from lmcache_redis import transport
 from lmcache_redis.client import worker as client_worker
 from lmcache_redis.client.link import LinkState
 from lmcache_redis.client.operations import LoadStoreOp
@@ -277,7 +277,7 @@ def test_another_protocol_version_is_refused_with_a_sentence(agent: AgentServer)
         theirs = m.MAGIC + (m.PROTOCOL_VERSION + 1).to_bytes(2, "big")
         dealer.send_multipart([theirs, b"\x80"])
         assert dealer.poll(5000)
-        answer = codec.decode_answer(dealer.recv_multipart())
+        answer = transport.decode_answer(dealer.recv_multipart())
         assert isinstance(answer, m.Failure)
         assert answer.code == m.VERSION_MISMATCH
         assert "install the same lmcache-redis" in answer.reason
@@ -341,21 +341,21 @@ def test_garbage_on_the_wire_harms_no_one_else(agent: AgentServer, stored: Engin
     dealer.connect(agent.endpoint)
     try:
         assert dealer.poll(5000, zmq.POLLOUT)
-        valid = codec.encode(m.Ping(7))
+        valid = transport.encode(m.Ping(7))
         for frames in (
             [b""],
             [b"x", b"y", b"z"],
             [m.PREAMBLE, b""],
             [m.PREAMBLE, os.urandom(100)],
             [m.PREAMBLE, b"\xdd\xff\xff\xff\xff"],
-            codec.encode(m.EndSession(7, request_id="stranger")),
+            transport.encode(m.EndSession(7, request_id="stranger")),
             valid,
         ):
             dealer.send_multipart(frames)
         answers = []
         while not answers or not isinstance(answers[-1], m.Pong):
             assert dealer.poll(5000)
-            answers.append(codec.decode_answer(dealer.recv_multipart()))
+            answers.append(transport.decode_answer(dealer.recv_multipart()))
         assert len(answers) == 7
         assert all(isinstance(answer, m.Failure) for answer in answers[:-1])
         assert answers[-2].code == m.UNKNOWN_PEER

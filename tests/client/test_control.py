@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from lmcache_redis import codec
 from lmcache_redis import messages as m
+from lmcache_redis import transport
 from lmcache_redis.client.control import AgentUnreachable, ControlClient
 from lmcache_redis.errors import LMCacheRedisError, WireError
 
@@ -29,9 +29,9 @@ def agent_that(
 
     def serve() -> None:
         identity, *frames = router.recv_multipart()
-        answered = answer(codec.decode_question(frames))
+        answered = answer(transport.decode_question(frames))
         if answered is not None:
-            router.send_multipart([identity, *codec.encode(answered)])
+            router.send_multipart([identity, *transport.encode(answered)])
             asked.wait()
         router.close(linger=0)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from lmcache_redis import codec
 from lmcache_redis import messages as m
+from lmcache_redis import transport
 from lmcache_redis.client.calls import Call, CallState
 from lmcache_redis.client.link import AgentLink, Duty, LinkState, next_duty
 from lmcache_redis.transport import bind_router
@@ -56,12 +56,12 @@ class Agent:
         while True:
             assert self.router.poll(WAIT_S * 1000)
             self.peer, *frames = self.router.recv_multipart()
-            questions = [codec.decode_question(each) for each in codec.split(frames)]
+            questions = [transport.decode_question(each) for each in transport.split(frames)]
             if not isinstance(questions[0], m.Ping):
                 return questions
 
     def answer(self, answer: m.Answer) -> None:
-        self.router.send_multipart([self.peer, *codec.encode(answer)])
+        self.router.send_multipart([self.peer, *transport.encode(answer)])
 
     def close(self) -> None:
         self.router.close()

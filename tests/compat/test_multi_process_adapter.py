@@ -14,8 +14,8 @@ import pytest
 import torch
 import zmq
 
-from lmcache_redis import codec
 from lmcache_redis import messages as m
+from lmcache_redis import transport
 from lmcache_redis.client.control import AgentUnreachable
 from lmcache_redis.compat import multi_process_adapter
 from lmcache_redis.compat.multi_process_adapter import (
@@ -590,7 +590,7 @@ class TestBatches:
         send = pair.worker.link._send_frames
 
         def counting(frames: list[bytes]) -> bool:
-            questions = [codec.decode_question(each) for each in codec.split(frames)]
+            questions = [transport.decode_question(each) for each in transport.split(frames)]
             if isinstance(questions[0], (m.Store, m.Retrieve)):
                 sent.append(len(questions))
             return send(frames)
