@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from demo.agent import AgentServer
-from lmcache_redis.client.calls import Store
-from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
+from lmcache_redis.client.transfers import LoadStoreOp, Store
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.errors import LMCacheRedisError
 

@@ -13,7 +13,7 @@ The path of a chunk, from an engine to Redis and back into another engine:
  7. another engine, later: its scheduler sends LOOKUP              client.scheduler, messages
  8. one grouped EXISTS finds how long the cached prefix is         cache.lookup, resp.query
  9. its stripes are received straight into slots and verified      resp.reading, stripe
-10. the answer names only chunks that sit pinned in the host pool  cache.lookup, agent.sessions
+10. the answer names only chunks that sit pinned in the host pool  cache.lookup, agent.peers
 11. vLLM allocates blocks; each worker sends RETRIEVE              integrations.vllm.worker
 12. a copy thread scatters the slots into the blocks               agent.transfers, device
 13. vLLM computes the rest of the prompt, as if it had computed all of it

@@ -15,8 +15,8 @@ import torch
 
 from demo import agent
 from lmcache_redis.client.adapter import LMCacheMPWorkerAdapter
-from lmcache_redis.client.operations import LoadStoreOp
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
+from lmcache_redis.client.transfers import LoadStoreOp
 from tests.forks import Forked
 from tests.servers import wait_until as wait_until
 

@@ -5,6 +5,6 @@ never blocks. Copy threads (`copies`) move bytes between blocks and slots; threa
 bytes between slots and files or sockets. Both post their results to the loop.
 
 A question passes through `service` (the socket) and `handlers` (validation) to `registering` (an
-engine's memory), `sessions` (pins of a request) or `transfers` (stores and retrieves). The chunks
+engine's memory), `peers` (pins of a request) or `transfers` (stores and retrieves). The chunks
 are in `lmcache_redis.cache`.
 """

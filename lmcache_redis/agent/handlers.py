@@ -12,9 +12,8 @@ import msgspec
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.agent.parts import Agent
-from lmcache_redis.agent.peers import Peer, Registration
+from lmcache_redis.agent.peers import MAX_CHUNKS, Peer, Registration, Session
 from lmcache_redis.agent.registering import Registering
-from lmcache_redis.agent.sessions import MAX_CHUNKS, Session
 from lmcache_redis.agent.status import status_report
 from lmcache_redis.agent.transfers import Reply, RetrieveJob, StoreJob
 from lmcache_redis.agent.warming import Warming

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmcache_redis.agent.copies import CopyThreads
-from lmcache_redis.agent.peers import Peers
-from lmcache_redis.agent.sessions import Sessions
+from lmcache_redis.agent.peers import Peers, Sessions
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
 from lmcache_redis.cache.memory import Arena

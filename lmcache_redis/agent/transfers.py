@@ -17,8 +17,7 @@ from functools import partial
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CopyOutcome
 from lmcache_redis.agent.parts import Agent
-from lmcache_redis.agent.peers import Registration
-from lmcache_redis.agent.sessions import MAX_CHUNKS, Session
+from lmcache_redis.agent.peers import MAX_CHUNKS, Registration, Session
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.errors import DeviceError

@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import InterprocessEvent, Retrieve, Store
-from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.client.transfers import InterprocessEvent, LoadStoreOp, Retrieve, Store
 from lmcache_redis.client.worker import WorkerClient
 
 logger = logging.getLogger(__name__)

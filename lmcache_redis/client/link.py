@@ -26,7 +26,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lmcache_redis import __version__, transport
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import Call
 from lmcache_redis.errors import WireError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +34,58 @@ _TICK_S = 0.2
 _HEARTBEAT_S = 0.5
 _REFUSED_TICK_S = 5.0
 _GOODBYE_S = 0.5
+
+
+class CallState(Enum):
+    """PENDING until the answer arrives or the agent is lost; LOST calls are never answered."""
+
+    PENDING = "pending"
+    ANSWERED = "answered"
+    LOST = "lost"
+
+
+class Call:
+    """One message to the agent, from its submission to its answer.
+
+    changed: the condition that is notified when the call ends.
+    listener: called with the call when it ends, on the thread that ends it.
+    """
+
+    __slots__ = ("_changed", "_listener", "answer", "call_id", "sent", "state")
+
+    def __init__(
+        self, call_id: int, changed: threading.Condition, listener: Callable[[Call], None] | None
+    ) -> None:
+        self.call_id = call_id
+        self.state = CallState.PENDING
+        self.answer: m.Answer | None = None
+        self.sent = False  # whether the agent may have received the message
+        self._changed = changed
+        self._listener = listener
+
+    @property
+    def done(self) -> bool:
+        return self.state is not CallState.PENDING
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for at most ``timeout_s``; returns ``done``."""
+        if not self.done and timeout_s > 0:
+            with self._changed:
+                self._changed.wait_for(lambda: self.done, timeout_s)
+        return self.done
+
+    def end(self, answer: m.Answer | None) -> None:
+        """Ends the call: ANSWERED with an answer, LOST with None. Only the link does this."""
+        with self._changed:
+            self.answer = answer
+            self.state = CallState.LOST if answer is None else CallState.ANSWERED
+        try:
+            if self._listener is not None:
+                self._listener(self)
+        finally:
+            # Last, for those who wait for what the listener changes.
+            with self._changed:
+                self._changed.notify_all()
 
 
 class LinkState(Enum):

@@ -1,23 +1,87 @@
-"""The scheduler's client: asks how many leading tokens of a prompt are cached."""
+"""The scheduler's client: asks how many leading tokens of a prompt are cached.
+
+Of an engine on several nodes it knows where the workers are registered (`Ranks`).
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import Call
-from lmcache_redis.client.link import AgentLink
-from lmcache_redis.client.operations import check_names, chunk_names
-from lmcache_redis.client.ranks import Ranks
+from lmcache_redis.client.link import AgentLink, Call
+from lmcache_redis.client.transfers import check_names, chunk_names
 from lmcache_redis.device.layout import engine_chunk_tokens
 
 logger = logging.getLogger(__name__)
 
 # A lookup is given up this long after the agent's own deadline.
 _GRACE_S = 0.25
+# An engine that steps reports every worker within this time.
+_REPORTED_WITHIN_S = 2.0
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """An agent that has mapped a worker's memory, and how the worker names its parts.
+
+    Workers send it to their scheduler through the engine.
+    """
+
+    agent_id: str
+    parts: tuple[m.RemoteParts, ...]
+
+
+class Ranks:
+    """The last place that each worker has reported. Until then, a worker counts as local."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._places: dict[int, RankPlace | None] = {}
+        self._own_agents: set[str] = set()
+        self._asked_s: float | None = None
+
+    def reported(self, places: Mapping[int, RankPlace | None]) -> None:
+        """Workers that are registered there now; None: with no agent."""
+        self._places.update(places)
+
+    def own_agent(self, agent_id: str) -> None:
+        """The scheduler's own agent, now or before it was restarted."""
+        self._own_agents.add(agent_id)
+
+    def known(self) -> bool:
+        """Whether all workers have reported, or will not: they may be on other nodes."""
+        if self._world_size == 1 or len(self._places) >= self._world_size:
+            return True
+        if self._asked_s is None:
+            self._asked_s = time.monotonic()
+        return time.monotonic() - self._asked_s > _REPORTED_WITHIN_S
+
+    def local_parts(self) -> dict[m.RemoteParts, int]:
+        """The different parts of a chunk, with the groups that they belong to.
+
+        Empty unless every worker is registered with the scheduler's own agent.
+        """
+        places = [self._places.get(rank) for rank in range(self._world_size)]
+        parts: dict[tuple[bytes, int], tuple[m.RemoteParts, int]] = {}
+        for place in places:
+            if place is None or place.agent_id not in self._own_agents:
+                return {}
+            for group, part in enumerate(place.parts):
+                # Ranks that hold equal bytes share a part.
+                parts.setdefault((part.fingerprint, part.kv_rank), (part, group))
+        return dict(parts.values())
+
+    def remote(self) -> tuple[m.RemoteParts, ...]:
+        """The parts of the workers that are registered with other agents."""
+        return tuple(
+            part
+            for place in self._places.values()
+            if place is not None and place.agent_id not in self._own_agents
+            for part in place.parts
+        )
 
 
 @dataclass(slots=True)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import Call
-from lmcache_redis.client.link import AgentLink
-from lmcache_redis.client.ranks import Ranks
+from lmcache_redis.client.link import AgentLink, Call
+from lmcache_redis.client.scheduler import Ranks
 
 logger = logging.getLogger(__name__)
 

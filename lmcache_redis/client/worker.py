@@ -12,21 +12,21 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import (
+from lmcache_redis.client.link import AgentLink, Call, CallState
+from lmcache_redis.client.scheduler import RankPlace
+from lmcache_redis.client.transfers import (
     LEAST_RETRIEVE_RATE,
     RETRIEVE_LEASE_S,
     STEP_S,
     STORE_LEASE_S,
     AgentProcess,
-    Call,
-    CallState,
+    CacheGroup,
     InterprocessEvent,
+    LoadStoreOp,
     Retrieve,
     Store,
+    chunk_names,
 )
-from lmcache_redis.client.link import AgentLink
-from lmcache_redis.client.operations import CacheGroup, LoadStoreOp, chunk_names
-from lmcache_redis.client.ranks import RankPlace
 from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
 from lmcache_redis.errors import DeviceError

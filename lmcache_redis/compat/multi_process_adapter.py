@@ -37,10 +37,9 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis.client import adapter, scheduler
-from lmcache_redis.client.calls import Call
 from lmcache_redis.client.control import AgentUnreachable
-from lmcache_redis.client.link import AgentLink, LinkState
-from lmcache_redis.client.operations import LoadStoreOp as LoadStoreOp
+from lmcache_redis.client.link import AgentLink, Call, LinkState
+from lmcache_redis.client.transfers import LoadStoreOp as LoadStoreOp
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.dtypes import dtype_name
 from lmcache_redis.errors import check_int

@@ -10,8 +10,7 @@ from typing import Any
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CopyThreads
-from lmcache_redis.agent.peers import Group, Peers, Registration
-from lmcache_redis.agent.sessions import Sessions
+from lmcache_redis.agent.peers import Group, Peers, Registration, Sessions
 from lmcache_redis.agent.transfers import RetrieveJob, StoreJob
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.memory import Arena

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lmcache_redis.client import worker as client_worker
-from lmcache_redis.client.calls import RETRIEVE_LEASE_S
-from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.client.transfers import RETRIEVE_LEASE_S, LoadStoreOp
 from lmcache_redis.client.worker import WorkerClient
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer

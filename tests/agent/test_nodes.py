@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.operations import CacheGroup, LoadStoreOp
+from lmcache_redis.client.transfers import CacheGroup, LoadStoreOp
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.keys import ObjectKey, parse_stripe_key
 from lmcache_redis.naming import Reach

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.client.transfers import LoadStoreOp
 from lmcache_redis.keys import parse_stripe_key
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_redis.agent import sessions as sessions_module
-from lmcache_redis.agent.peers import MAX_MODELS, OTHER_MODELS, Peers
-from lmcache_redis.agent.sessions import Sessions
+from lmcache_redis.agent import peers as peers_module
+from lmcache_redis.agent.peers import MAX_MODELS, OTHER_MODELS, Peers, Sessions
 from lmcache_redis.cache.pool import HostPool
 from lmcache_redis.errors import WireError
 from tests.cache.auditing import audit, slots
@@ -56,7 +55,7 @@ def test_a_session_cancels_its_lookup_when_it_ends() -> None:
 
 
 def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 2)
+    monkeypatch.setattr(peers_module, "MAX_SESSIONS", 2)
     sessions = Sessions(HostPool(slots(1)), timeout_s=10)
     first = sessions.open(("e", "1"), 0.0)
     sessions.open(("e", "2"), 0.0)

@@ -11,8 +11,7 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.client.calls import Call, CallState
-from lmcache_redis.client.link import AgentLink, Duty, LinkState, next_duty
+from lmcache_redis.client.link import AgentLink, Call, CallState, Duty, LinkState, next_duty
 from lmcache_redis.transport import bind_router
 
 WAIT_S = 60.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.client.operations import LoadStoreOp, chunk_names
+from lmcache_redis.client.transfers import LoadStoreOp, chunk_names
 from lmcache_redis.errors import FormatError
 from lmcache_redis.keys import IPCCacheEngineKey
 from lmcache_redis.messages import ChunkNames

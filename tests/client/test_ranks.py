@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_redis.client import ranks as ranks_module
-from lmcache_redis.client.ranks import RankPlace, Ranks
+from lmcache_redis.client import scheduler as scheduler_module
+from lmcache_redis.client.scheduler import RankPlace, Ranks
 from lmcache_redis.messages import RemoteParts
 from lmcache_redis.naming import Reach
 
@@ -52,5 +52,5 @@ def test_a_lookup_waits_for_the_first_reports_of_all_workers_and_not_for_ever(
 
     silent = Ranks(2)
     assert not silent.known()
-    monkeypatch.setattr(ranks_module, "_REPORTED_WITHIN_S", 0.0)
+    monkeypatch.setattr(scheduler_module, "_REPORTED_WITHIN_S", 0.0)
     assert silent.known()

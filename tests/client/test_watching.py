@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_redis import messages as m
 from lmcache_redis.client.link import AgentLink
-from lmcache_redis.client.ranks import RankPlace, Ranks
+from lmcache_redis.client.scheduler import RankPlace, Ranks
 from lmcache_redis.client.watching import News, TierChange, Watch
 from lmcache_redis.naming import Reach
 from tests.client.test_link import WAIT_S, Agent

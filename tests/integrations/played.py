@@ -32,8 +32,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_redis.cache.prefix import PrefixNeeds
-from lmcache_redis.client.operations import LoadStoreOp
-from lmcache_redis.client.ranks import Ranks
+from lmcache_redis.client.scheduler import Ranks
+from lmcache_redis.client.transfers import LoadStoreOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import LayerGroup, common_block_tokens
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.block_pool import BlockPool
 
-from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.client.transfers import LoadStoreOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 

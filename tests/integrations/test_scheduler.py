@@ -17,8 +17,8 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from vllm.v1.core.block_pool import BlockPool
 
-from lmcache_redis.client.operations import LoadStoreOp
-from lmcache_redis.client.ranks import Ranks
+from lmcache_redis.client.scheduler import Ranks
+from lmcache_redis.client.transfers import LoadStoreOp
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
 from lmcache_redis.integrations.vllm.epoch import named_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup

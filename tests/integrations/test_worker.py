@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
-from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.client.transfers import LoadStoreOp
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.worker import ConnectorWorker, Planned, StepMetadata
 

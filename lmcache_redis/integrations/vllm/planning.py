@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.client.transfers import LoadStoreOp
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks, Tracked
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.worker import Planned

@@ -16,9 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from lmcache_redis.client.calls import Retrieve, Store
-from lmcache_redis.client.operations import CacheGroup, LoadStoreOp
-from lmcache_redis.client.ranks import RankPlace
+from lmcache_redis.client.scheduler import RankPlace
+from lmcache_redis.client.transfers import CacheGroup, LoadStoreOp, Retrieve, Store
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.dtypes import dtype_name
 from lmcache_redis.errors import DeviceError

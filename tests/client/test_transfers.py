@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.client.calls import CallState, Retrieve, Store
-from lmcache_redis.client.operations import LoadStoreOp
+from lmcache_redis.client.link import CallState
+from lmcache_redis.client.transfers import LoadStoreOp, Retrieve, Store
 
 OP = LoadStoreOp(block_ids=[0], block_hashes=[b"hash"])
 P, A, L = CallState.PENDING, CallState.ANSWERED, CallState.LOST

@@ -1,17 +1,40 @@
-"""The operands of a load or a store: blocks, and the chunks that they hold."""
+"""Stores and retrieves: blocks and the chunks that they hold, and when the blocks are free again.
+
+The engine may reuse the blocks of a store or retrieve when it is ``over``:
+
+- A store reads. The agent discards what it reads after the lease. So the blocks are free when the
+  agent has answered, when the lease has expired, or when the agent's process has ended.
+- A retrieve writes, and a write cannot be undone. So the blocks are free when the agent has
+  answered, when its process has ended, or when it has closed the mapping that the retrieve writes
+  through. The agent reports that by mapping the engine's memory again (`RegisterKVCache`), which it
+  does only after the copies through the old mapping have ended. While the agent is frozen, the
+  blocks stay held.
+
+A call that never reached the agent (LOST, not ``sent``) holds no blocks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from lmcache_redis import messages as m
+from lmcache_redis.client.link import Call, CallState
 from lmcache_redis.keys import IPCCacheEngineKey
-from lmcache_redis.messages import ChunkNames
 from lmcache_redis.naming import FULL_REACH, Reach
+from lmcache_redis.processes import has_ended, is_running
 
 if TYPE_CHECKING:
     import torch
+
+STORE_LEASE_S = 1.5
+# A store from a GPU waits for the queued work of that GPU: the step that computes the blocks.
+STEP_S = 5.0
+# A retrieve also has the time that its bytes take at this rate: the agent may have to load them.
+RETRIEVE_LEASE_S = 5.0
+LEAST_RETRIEVE_RATE = 100e6
 
 
 @dataclass(frozen=True)
@@ -109,6 +132,123 @@ class LoadStoreOp:
         )
 
 
+class InterprocessEvent(Protocol):
+    """A ``torch.cuda.Event(interprocess=True)`` that has been recorded."""
+
+    def ipc_handle(self) -> bytes:
+        """The handle by which another process opens it."""
+
+    def synchronize(self) -> None:
+        """Waits until the work before it has ended."""
+
+
+class AgentProcess:
+    """The process of the agent that sent a WELCOME.
+
+    visible: whether ``/proc`` shows it, checked at once, while it is certainly alive. A process in
+        another PID namespace is not visible, so its absence proves nothing.
+    """
+
+    def __init__(self, welcome: m.Welcome) -> None:
+        self._identity = (welcome.agent_pid, welcome.agent_start_time)
+        self.visible = is_running(*self._identity)
+
+    def has_ended(self) -> bool:
+        """Whether the process is known to have ended."""
+        return self.visible and has_ended(*self._identity)
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """An operation, the call that carries it, and its deadline.
+
+    lease_ns: on CLOCK_MONOTONIC. blocks_per_part: positive. agent: None if there was none.
+    event: kept alive until the agent has waited for it.
+    """
+
+    call: Call
+    op: LoadStoreOp
+    lease_ns: int
+    blocks_per_part: int
+    agent: AgentProcess | None
+    event: InterprocessEvent | None
+
+    @property
+    def chunks(self) -> int:
+        return len(self.op) // self.blocks_per_part
+
+    @property
+    def answered(self) -> bool:
+        return self.call.state is CallState.ANSWERED
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the call is lost and no agent can be executing it."""
+        if self.call.state is not CallState.LOST:
+            return False
+        return not self.call.sent or (self.agent is not None and self.agent.has_ended())
+
+
+@dataclass(slots=True, eq=False)
+class Store(Transfer):
+    """The agent reads the blocks."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the agent no longer needs the blocks."""
+        return self.answered or time.monotonic_ns() > self.lease_ns or self.abandoned
+
+    @property
+    def result(self) -> m.StoreResult:
+        """The agent's answer; without one, all chunks count as dropped."""
+        answer = self.call.answer
+        return answer if isinstance(answer, m.StoreResult) else m.StoreResult(0, 0, 0, self.chunks)
+
+
+@dataclass(slots=True, eq=False)
+class Retrieve(Transfer):
+    """The agent writes the blocks, except the first ``skip_blocks``.
+
+    remapped: whether the agent has mapped the engine's memory again since the call.
+    """
+
+    skip_blocks: int
+    remapped: Callable[[], bool]
+
+    @property
+    def over(self) -> bool:
+        """Whether the agent can no longer write to the blocks."""
+        lost_mapping = self.call.state is CallState.LOST and self.remapped()
+        return self.answered or lost_mapping or self.abandoned
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the load counts as failed, although its blocks may still be written."""
+        if self.call.state is CallState.PENDING:
+            return time.monotonic_ns() > self.lease_ns
+        return self.call.state is CallState.LOST
+
+    @property
+    def failed_chunks(self) -> Sequence[int]:
+        """Indices of the operation's chunks that were not loaded."""
+        answer = self.call.answer
+        if not isinstance(answer, m.RetrieveResult):
+            return range(self.chunks)
+        return [index for index in answer.failed_chunks if index < self.chunks]
+
+    @property
+    def failed_blocks(self) -> set[int]:
+        """Ids of the blocks that the retrieve should have written and did not."""
+        return {
+            self.op.block_ids[block]
+            for index in self.failed_chunks
+            for block in range(
+                max(self.skip_blocks, index * self.blocks_per_part),
+                (index + 1) * self.blocks_per_part,
+            )
+        }
+
+
 def check_names(
     token_ids: Sequence[int] | None,
     block_hashes: Sequence[bytes] | None,
@@ -147,7 +287,7 @@ def chunk_names(
     end: int = 0,
     worker_id: int | None = None,
     cache_salt: str | bytes = "",
-) -> ChunkNames:
+) -> m.ChunkNames:
     """The names of the whole chunks among ``block_hashes``, or of ``token_ids[start:end]``.
 
     A chunk is named by the hash of its last block: block hashes are chained, so that hash covers
@@ -157,13 +297,13 @@ def chunk_names(
     """
     check_names(token_ids, block_hashes, cache_salt)
     if not blocks_per_chunk:
-        return ChunkNames()
+        return m.ChunkNames()
     if block_hashes is not None:
-        return ChunkNames(tuple(block_hashes[blocks_per_chunk - 1 :: blocks_per_chunk]))
+        return m.ChunkNames(tuple(block_hashes[blocks_per_chunk - 1 :: blocks_per_chunk]))
     assert token_ids is not None
     if end <= start:
-        return ChunkNames()
-    return ChunkNames(
+        return m.ChunkNames()
+    return m.ChunkNames(
         tokens=IPCCacheEngineKey(
             model_name=model_name,
             world_size=world_size,
