@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
@@ -64,9 +65,9 @@ class ScriptedWatch:
         self.news.append(News(False, [TierChange(part, tier, there, names)]))
 
 
-def announcer(watch: ScriptedWatch, *groups: LayerGroup, limit: int = 100) -> Announcer:
+def announcer(watch: ScriptedWatch, *groups: LayerGroup) -> Announcer:
     specs: list[dict[str, Any]] = [{} for _ in groups]
-    return Announcer(watch, groups, HASH, specs, limit)  # type: ignore[arg-type]
+    return Announcer(watch, groups, HASH, specs)  # type: ignore[arg-type]
 
 
 def request_of(tokens: int, **options: Any) -> Any:
@@ -129,6 +130,22 @@ def test_a_stored_chunk_is_described_as_vllm_describes_its_blocks(
         if hasattr(own, "session_id"):
             own.session_id = None
         assert event == own
+
+
+def test_a_chunk_that_is_named_again_is_followed_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_CHUNKS", 2)
+    request = request_of(3 * CHUNK)
+    names = names_of(request)
+    watch = ScriptedWatch()
+    made = announcer(watch, FULL)
+    for number in (0, 1, 0, 2):  # the second one is forgotten for the third
+        made.named(request, names, range(number, number + 1), CHUNK)
+    assert made.take() == []
+    watch.tell("host", True, *names)
+    told = {event.block_hashes[-1] for event in made.take() if isinstance(event, BlockStored)}
+    assert len(told) == 2
+    ends = [request.block_hashes[(number + 1) * CHUNK // HASH - 1] for number in range(3)]
+    assert told == {kv_cache_utils.maybe_convert_block_hash(ends[number]) for number in (0, 2)}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import msgspec
 import prometheus_client
 import pytest
 
-from lmcache_redis.integrations.vllm.reports.families import FAMILIES
+from lmcache_redis.integrations.vllm.reports.stats import FAMILIES
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 

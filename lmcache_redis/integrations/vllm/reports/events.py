@@ -12,6 +12,7 @@ chunks that no request of this engine has named, there are no events.
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +23,6 @@ from vllm.v1.core import kv_cache_utils
 from lmcache_redis.client.watching import Watch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.guard import EVENTS, nothing, reporting
-from lmcache_redis.integrations.vllm.reports.holdings import Event, Holdings
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -58,6 +58,92 @@ class Chunk(NamedTuple):
     extra_keys: Sequence[Sequence[Any]]
 
 
+class Event(NamedTuple):
+    """A chunk is in a tier now, for a group, or no longer (``stored``)."""
+
+    stored: bool
+    tier: str
+    group: int
+    chunk: Chunk
+
+
+class _Held(NamedTuple):
+    """A chunk, and which of its parts are where: bit masks, by tier and group."""
+
+    chunk: Chunk
+    parts: dict[tuple[str, int], int]
+
+
+class Holdings:
+    """Which chunks are in which tier, of up to ``limit`` chunks: those that were named last.
+
+    A chunk has parts: of each group of layers one, and of each rank that holds bytes of its own. It
+    is in a tier, for a group, while the tier has all parts of that group. The agent may tell of one
+    change again, and tells of chunks of other engines, which are unknown here.
+
+    An event follows when a chunk enters or leaves a tier. What is forgotten counts as removed, so
+    that no router relies on what is no longer followed.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._chunks: OrderedDict[bytes, _Held] = OrderedDict()
+        self._groups: Sequence[int] = ()
+        self._whole: dict[int, int] = {}  # the bit mask of all parts, by group
+
+    def begin(self, groups: Sequence[int]) -> list[Event]:
+        """Chunks have these parts, each of a group. Nothing is in any tier, as far as is known."""
+        events = [event for held in self._chunks.values() for event in self._removals(held)]
+        for held in self._chunks.values():
+            held.parts.clear()
+        self._groups = groups
+        self._whole = {}
+        for part, group in enumerate(groups):
+            self._whole[group] = self._whole.get(group, 0) | 1 << part
+        return events
+
+    def renew(self, name: bytes) -> bool:
+        """Whether the chunk is followed. It is now the one that was named last."""
+        is_followed = name in self._chunks
+        if is_followed:
+            self._chunks.move_to_end(name)
+        return is_followed
+
+    def follow(self, name: bytes, chunk: Chunk) -> list[Event]:
+        """Follows another chunk. The one that was named first may be forgotten for it."""
+        self._chunks[name] = _Held(chunk, {})
+        if len(self._chunks) <= self._limit:
+            return []
+        return self._removals(self._chunks.popitem(last=False)[1])
+
+    def changed(self, part: int, tier: str, there: bool, name: bytes) -> Event | None:
+        """What follows from a change of one part."""
+        held = self._chunks.get(name)
+        if held is None or part >= len(self._groups):
+            return None
+        group = self._groups[part]
+        before = held.parts.get((tier, group), 0)
+        after = before | 1 << part if there else before & ~(1 << part)
+        held.parts[tier, group] = after
+        whole = self._whole[group]
+        if (before == whole) == (after == whole):
+            return None
+        return Event(after == whole, tier, group, held.chunk)
+
+    def forget(self) -> list[Event]:
+        """Follows no chunk any more."""
+        events = self.begin(self._groups)
+        self._chunks.clear()
+        return events
+
+    def _removals(self, held: _Held) -> list[Event]:
+        return [
+            Event(False, tier, group, held.chunk)
+            for (tier, group), mask in held.parts.items()
+            if mask == self._whole[group]
+        ]
+
+
 class Blocks(NamedTuple):
     """The blocks of a chunk's part in one group. tokens: their place in the chunk."""
 
@@ -80,7 +166,7 @@ def blocks_of(chunk: Chunk, group: LayerGroup) -> Blocks:
     )
 
 
-def in_order(events: Iterable[Event[Chunk]]) -> list[list[Event[Chunk]]]:
+def in_order(events: Iterable[Event]) -> list[list[Event]]:
     """Runs of one kind, tier and group. In a run, a chunk comes before those that follow it."""
     runs = groupby(events, key=lambda each: (each.stored, each.tier, each.group))
     return [sorted(run, key=lambda each: each.chunk.number) for _, run in runs]
@@ -99,14 +185,13 @@ class Announcer:
         groups: Sequence[LayerGroup],
         hash_tokens: int,
         specs: Sequence[Mapping[str, Any]],
-        max_chunks: int = MAX_CHUNKS,
     ) -> None:
         self._watch = watch
         self._groups = groups
         self._hash_tokens = hash_tokens
         self._specs = specs
-        self._holdings: Holdings[Chunk] = Holdings(max_chunks)
-        self._events: list[Event[Chunk]] = []
+        self._holdings = Holdings(MAX_CHUNKS)
+        self._events: list[Event] = []
         self._failed_reports: set[str] = set()
 
     @property
@@ -120,10 +205,9 @@ class Announcer:
     ) -> None:
         """A request asks for chunks, or stores them. names: of all its chunks."""
         for number in chunks:
-            name = names[number]
-            if name not in self._holdings:
+            if not self._holdings.renew(names[number]):
                 chunk = self._described(request, number, chunk_tokens)
-                self._events += self._holdings.remember(name, chunk)
+                self._events += self._holdings.follow(names[number], chunk)
 
     @reporting(nothing, EVENTS)
     def forget(self) -> None:
@@ -175,7 +259,7 @@ class Announcer:
             keys.append(each)
         return keys if any(keys) else ()
 
-    def _published(self, run: Sequence[Event[Chunk]]) -> list[KVCacheEvent]:
+    def _published(self, run: Sequence[Event]) -> list[KVCacheEvent]:
         """vLLM's events for a run: of stored chunks one each, of removed ones one for all."""
         stored, tier, number, _ = run[0]
         medium, locality = _PLACES[tier]

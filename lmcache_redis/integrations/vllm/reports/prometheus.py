@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from lmcache_redis.integrations.vllm.reports.families import FAMILIES, KINDS, PREFIX, TIERS
+from lmcache_redis.integrations.vllm.reports.stats import FAMILIES, KINDS, PREFIX, TIERS
 from lmcache_redis.metrics import HISTOGRAMS, exporter
 
 if TYPE_CHECKING:
