@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.report import show, write_json
+from demo.processes import ended_in_order
 from lmcache_redis.errors import LMCacheRedisError
-from lmcache_redis.processes import ended_in_order
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -29,10 +29,10 @@ from demo import dashboard
 from demo.agent import AgentServer
 from demo.engine import EngineProcess
 from demo.model import CPU_SHAPE, CUDA_SHAPE, ModelShape, make_model, make_prompts
+from demo.processes import ended_in_order
 from demo.report import PromptResult, result_table, write_plot, write_results
 from lmcache_redis.agent.embedded import embedded_redis
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.processes import ended_in_order
 
 _GIB = 1 << 30
 # Shorter than a chunk: the warm-up leaves nothing in the cache.

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis import processes
+from demo import processes
 
 pytestmark = pytest.mark.servers
 
 # A child that ends at once and leaves an orphan behind, as an engine's root process may.
 SCRIPT = """
 import subprocess, sys, time
-from lmcache_redis import processes
-from lmcache_redis.processes import ended_in_order
+from demo import processes
+from demo.processes import ended_in_order
 
 processes._GRACE_S = 0.2
 with ended_in_order():
