@@ -80,7 +80,7 @@ def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = Non
         _on_signals(service.stop, signal.SIGTERM, signal.SIGINT)
         status = f"serving {config.endpoint}"
         if again is not None:
-            _reload_on_signal(agent, _Reloading(agent, service, again), manager, status)
+            _reload_on_signal(agent, service, again, manager, status)
         gc.freeze()  # what exists now lives as long as the agent: the collector skips it
         if config.metrics is not None:
             stack.enter_context(_exporter(config.metrics, agent))
@@ -148,64 +148,56 @@ def _on_signals(action: Callable[[], None], *signals: signal.Signals) -> None:
 
 
 def _reload_on_signal(
-    agent: Agent, reloading: _Reloading, manager: ServiceManager, status: str
+    agent: Agent,
+    service: Service,
+    read: Callable[[], AgentConfig],
+    manager: ServiceManager,
+    status: str,
 ) -> None:
+    """SIGHUP reads the settings again, on the loop, and applies those of `RELOADABLE`.
+
+    All settings stay as they are if one of the new ones is wrong.
+    """
+    running = agent.config
+
     def reload() -> None:
+        nonlocal running
         manager.reloading()
         try:
-            reloading.reload()
+            running = _reloaded(agent, service, running, read())
+        except ConfigError as error:
+            logger.error("not reloaded, every setting stays as it is: %s", error)
         finally:
             manager.ready(status)
 
     _on_signals(lambda: agent.loop.post(reload), signal.SIGHUP)
 
 
-class _Reloading:
-    """Reads the settings again and applies those of `RELOADABLE`. Owned by the loop thread.
-
-    read: the settings as they are now; raises ConfigError.
-    """
-
-    def __init__(self, agent: Agent, service: Service, read: Callable[[], AgentConfig]) -> None:
-        self._agent = agent
-        self._service = service
-        self._read = read
-        self._running = agent.config
-
-    def reload(self) -> None:
-        """All settings stay as they are if one of the new ones is wrong."""
-        before = self._running
-        try:
-            wanted = self._read()
-            names = [field.name for field in dataclasses.fields(AgentConfig)]
-            changed = [name for name in names if getattr(wanted, name) != getattr(before, name)]
-            now = {name: getattr(wanted, name) for name in changed if name in RELOADABLE}
-            self._running = dataclasses.replace(before, **now)
-        except ConfigError as error:
-            logger.error("not reloaded, every setting stays as it is: %s", error)
-            return
-        self._apply(self._running)
-        for name, value in now.items():
-            was = getattr(before, name)
-            # A warning: shown at any level but error.
-            logger.warning("reloaded %s: %s, was %s", option_name(name), value, was)
-        later = [name for name in changed if name not in RELOADABLE]
-        if later:
-            logger.warning("changed, but only from the next start on: %s", ", ".join(later))
-        if not changed:
-            logger.info("reloaded: no setting has changed")
-
-    def _apply(self, config: AgentConfig) -> None:
-        """Applies every reloadable setting; those that have not changed stay as they are."""
-        agent, service = self._agent, self._service
-        logging.getLogger().setLevel(config.log_level.upper())
-        for queue in agent.cache.queues:
-            queue.limit_bytes = config.write_queue_limit_bytes
-        if agent.disk is not None:
-            agent.disk.limit_bytes = config.disk_size
-        agent.sessions.timeout_s = config.session_timeout_s
-        service.heartbeat_timeout_s = config.heartbeat_timeout_s
-        service.shutdown_deadline_s = config.shutdown_deadline_s
+def _reloaded(
+    agent: Agent, service: Service, before: AgentConfig, wanted: AgentConfig
+) -> AgentConfig:
+    """Applies what may change, and returns the settings as they are now. Raises ConfigError."""
+    names = [field.name for field in dataclasses.fields(AgentConfig)]
+    changed = [name for name in names if getattr(wanted, name) != getattr(before, name)]
+    now = {name: getattr(wanted, name) for name in changed if name in RELOADABLE}
+    running = dataclasses.replace(before, **now)
+    logging.getLogger().setLevel(running.log_level.upper())
+    for queue in agent.cache.queues:
+        queue.limit_bytes = running.write_queue_limit_bytes
+    if agent.disk is not None:
+        agent.disk.limit_bytes = running.disk_size
+    agent.sessions.timeout_s = running.session_timeout_s
+    service.heartbeat_timeout_s = running.heartbeat_timeout_s
+    service.shutdown_deadline_s = running.shutdown_deadline_s
+    for name, value in now.items():
+        # A warning: shown at any level but error.
+        logger.warning("reloaded %s: %s, was %s", option_name(name), value, getattr(before, name))
+    later = [name for name in changed if name not in RELOADABLE]
+    if later:
+        logger.warning("changed, but only from the next start on: %s", ", ".join(later))
+    if not changed:
+        logger.info("reloaded: no setting has changed")
+    return running
 
 
 def _feed_watchdog(agent: Agent, manager: ServiceManager) -> None:
@@ -240,17 +232,12 @@ def _stop(service: Service, agent: Agent) -> None:
     copied = agent.copies.close(max(0.1, deadline_s - time.monotonic()))
     agent.cache.close(max(0.1, deadline_s - time.monotonic()))
     agent.loop.run_posted()
-    _unpin(agent, copied)
+    if copied:
+        try:
+            agent.pinned_pool.unpin()
+        except DeviceError as error:
+            logger.error("the host pool stays pinned until the process ends: %s", error)
+    else:  # a device may still be copying to or from it
+        logger.error("a device does not answer: the host pool stays pinned until the process ends")
     agent.wakeup.close()
     logger.info("stopped")
-
-
-def _unpin(agent: Agent, copied: bool) -> None:
-    """Unpins the pool, unless a device may still be copying to or from it."""
-    if not copied:
-        logger.error("a device does not answer: the host pool stays pinned until the process ends")
-        return
-    try:
-        agent.pinned_pool.unpin()
-    except DeviceError as error:
-        logger.error("the host pool stays pinned until the process ends: %s", error)
