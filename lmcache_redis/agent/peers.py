@@ -65,10 +65,6 @@ class Registration:
         storage = self.storages[0]
         return storage.device_uuid if isinstance(storage, CudaIPCHandle) else CPU
 
-    def chunks_per_call(self, group: int) -> int:
-        """How many parts its device copies in one call."""
-        return max(1, self.device.call_bytes // self.groups[group].form.chunk_bytes)
-
 
 @dataclass(eq=False)
 class Peer:

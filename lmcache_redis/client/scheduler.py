@@ -211,10 +211,12 @@ class LMCacheMPSchedulerAdapter:
         if lookup.hit_tokens is None and lookup.call is not None:
             if lookup.call.wait(wait_s):
                 answer = lookup.call.answer
-                lookup.hit_tokens = _hit_tokens(lookup, answer)
-                if isinstance(answer, m.LookupResult):
+                lookup.hit_tokens = 0
+                if isinstance(answer, m.LookupResult) and answer.hit_chunks:
+                    end = lookup.first_chunk + answer.hit_chunks
+                    lookup.hit_tokens = end * lookup.chunk_size_tokens
                     lookup.tiers = answer.tiers
-                if isinstance(answer, m.Failure):
+                elif isinstance(answer, m.Failure):
                     logger.warning("the lookup of request %s failed: %s", request_id, answer.reason)
             elif time.monotonic() >= lookup.deadline_s:
                 logger.warning("no answer to a lookup in time; computing request %s", request_id)
@@ -261,9 +263,3 @@ class LMCacheMPSchedulerAdapter:
     def shutdown(self) -> None:
         """Closes the connection; the agent unpins the chunks of this scheduler's lookups."""
         self.link.close()
-
-
-def _hit_tokens(lookup: _Lookup, answer: m.Answer | None) -> int:
-    if not isinstance(answer, m.LookupResult) or not answer.hit_chunks:
-        return 0
-    return (lookup.first_chunk + answer.hit_chunks) * lookup.chunk_size_tokens

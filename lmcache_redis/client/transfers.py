@@ -18,13 +18,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lmcache_redis import messages as m
 from lmcache_redis.client.link import Call, CallState
 from lmcache_redis.keys import IPCCacheEngineKey
 from lmcache_redis.naming import FULL_REACH, Reach
-from lmcache_redis.processes import has_ended, is_running
+from lmcache_redis.processes import has_ended
 
 if TYPE_CHECKING:
     import torch
@@ -142,27 +142,23 @@ class InterprocessEvent(Protocol):
         """Waits until the work before it has ended."""
 
 
-class AgentProcess:
-    """The process of the agent that sent a WELCOME.
+class AgentProcess(NamedTuple):
+    """The process of an agent. One that ``/proc`` does not show proves nothing by its absence."""
 
-    visible: whether ``/proc`` shows it, checked at once, while it is certainly alive. A process in
-        another PID namespace is not visible, so its absence proves nothing.
-    """
-
-    def __init__(self, welcome: m.Welcome) -> None:
-        self._identity = (welcome.agent_pid, welcome.agent_start_time)
-        self.visible = is_running(*self._identity)
+    pid: int
+    start_time: int
 
     def has_ended(self) -> bool:
         """Whether the process is known to have ended."""
-        return self.visible and has_ended(*self._identity)
+        return has_ended(*self)
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
     """An operation, the call that carries it, and its deadline.
 
-    lease_ns: on CLOCK_MONOTONIC. blocks_per_part: positive. agent: None if there was none.
+    lease_ns: on CLOCK_MONOTONIC. blocks_per_part: positive. agent: None if there was none, or none
+    that this process can see.
     event: kept alive until the agent has waited for it.
     """
 

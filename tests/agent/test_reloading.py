@@ -46,7 +46,7 @@ def test_limits_and_the_level_of_the_log_change(agent: AgentServer, settings: Pa
         "log-level = debug\nwrite-queue-bytes = 0\nsession-timeout-s = 1\n"
         "heartbeat-timeout-s = 3.5\nshutdown-deadline-s = 0.5\ndisk-size = 1GiB\n"
     )
-    log = reload(agent, settings, text, "reloaded --log-level")
+    log = reload(agent, settings, text, "reloaded --heartbeat-timeout-s")  # the last line
     for line in (
         "reloaded --log-level: debug, was info",
         "reloaded --write-queue-bytes: 0, was None",

@@ -76,12 +76,12 @@ def test_a_request_may_ask_for_less(params: Any, wishes: Wishes) -> None:
 @pytest.mark.parametrize(
     ("wish", "words"),
     [
-        ("no", "give some of load, store, max_load_tokens"),
-        ({"loads": True}, "give some of load, store, max_load_tokens"),
-        ({"load": "false"}, "give true or false"),
-        ({"max_load_tokens": True}, "give a number of tokens"),
-        ({"max_load_tokens": -1}, "give a number of tokens"),
-        ({"max_load_tokens": 1.5}, "give a number of tokens"),
+        ("no", "Expected `object`, got `str`"),
+        ({"loads": True}, "unknown field `loads`"),
+        ({"load": "false"}, "Expected `bool`, got `str` - at `$.load`"),
+        ({"max_load_tokens": True}, "got `bool` - at `$.max_load_tokens`"),
+        ({"max_load_tokens": -1}, "Expected `int` >= 0 - at `$.max_load_tokens`"),
+        ({"max_load_tokens": 1.5}, "got `float` - at `$.max_load_tokens`"),
     ],
 )
 def test_wishes_that_make_no_sense_are_told_and_not_followed(

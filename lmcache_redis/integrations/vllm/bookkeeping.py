@@ -11,7 +11,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -29,7 +31,7 @@ _LEAST_TOKENS = 64
 _KEPT = 0.75
 
 
-class Wishes(NamedTuple):
+class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a request asks of the cache: ``kv_transfer_params={"lmcache_redis": {...}}``.
 
     load, store: whether its prefix may be loaded, and its KV stored. max_load_tokens: the end of
@@ -38,31 +40,20 @@ class Wishes(NamedTuple):
 
     load: bool = True
     store: bool = True
-    max_load_tokens: int | None = None
+    max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
     @staticmethod
     def of(params: object, request_id: str) -> Wishes:
         """The wishes of a request. Those that make no sense are logged and not followed."""
         found = params.get("lmcache_redis") if isinstance(params, Mapping) else None
-        if found is None:
+        try:
+            return Wishes() if found is None else msgspec.convert(found, Wishes)
+        except msgspec.ValidationError as error:
+            logger.warning(
+                "request %s: kv_transfer_params with lmcache_redis=%r are not followed: %s",
+                request_id, found, error,
+            )  # fmt: skip
             return Wishes()
-        if not isinstance(found, Mapping) or not found.keys() <= {*Wishes._fields}:
-            _refuse(request_id, f"{found!r}: give some of {', '.join(Wishes._fields)}")
-            return Wishes()
-        wishes = Wishes()._replace(**found)
-        for name in ("load", "store"):
-            if not isinstance(getattr(wishes, name), bool):
-                _refuse(request_id, f"{name}={getattr(wishes, name)!r}: give true or false")
-                return Wishes()
-        limit = wishes.max_load_tokens
-        if limit is not None and (type(limit) is not int or limit < 0):
-            _refuse(request_id, f"max_load_tokens={limit!r}: give a number of tokens")
-            return Wishes()
-        return wishes
-
-
-def _refuse(request_id: str, why: str) -> None:
-    logger.warning("request %s has kv_transfer_params with lmcache_redis %s", request_id, why)
 
 
 @dataclass(slots=True)
