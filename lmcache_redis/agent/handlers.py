@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -15,13 +16,15 @@ from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.peers import MAX_CHUNKS, Peer, Registration, Session
 from lmcache_redis.agent.registering import Registering
 from lmcache_redis.agent.status import status_report
-from lmcache_redis.agent.transfers import Reply, RetrieveJob, StoreJob
+from lmcache_redis.agent.transfers import Reply, RetrieveJob, StoreJob, because
 from lmcache_redis.agent.warming import Warming
 from lmcache_redis.agent.watching import Watches
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.errors import DeviceError, FormatError, WireError
 from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey, hash_chunks
 from lmcache_redis.naming import ChunkForm, ChunkNames, PartNames
+
+logger = logging.getLogger(__name__)
 
 _JOIN_POLL_S = 0.01
 
@@ -142,7 +145,7 @@ class Handlers:
         chunk_tokens = self._chunk_tokens(peer.engine_id)
 
         def answer(found: PrefixLookup) -> None:
-            tiers, metrics, tally = self._tiers(found), self._metrics, session.tally
+            tiers, metrics = self._tiers(found), self._metrics
             reply(m.LookupResult(0, found.bound, tiers))  # first, because the engine is waiting
             from_redis, from_disk = tiers.count("r"), tiers.count("d")
             metrics.count("lookups")
@@ -158,12 +161,11 @@ class Handlers:
             use.lookups += 1
             use.lookup_tokens += len(hashes) * chunk_tokens
             use.hit_tokens += found.bound * chunk_tokens
-            tally.asked += len(hashes)
-            tally.hit += found.bound
-            tally.from_redis += from_redis
-            tally.from_disk += from_disk
-            tally.lookup_ms += took_s * 1e3
-            tally.reasons |= found.reasons
+            logger.debug(
+                "request %s: %d of %d chunks hit (%d loaded from Redis, %d from disk) in %.1f ms%s",
+                question.request_id, found.bound, len(hashes), from_redis, from_disk, took_s * 1e3,
+                because(found.reasons),
+            )  # fmt: skip
             for (chunk, row), entry in found.take().items():
                 for worker_id, number in rows[row][1:]:
                     self._cache.pool.pin(entry)

@@ -9,7 +9,6 @@ the retrieve that uses it, when the engine asks for it, or when the session ends
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -24,8 +23,6 @@ from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.errors import WireError
 from lmcache_redis.naming import ChunkForm
 from lmcache_redis.processes import is_running
-
-logger = logging.getLogger(__name__)
 
 # A worker registers right after its HELLO. The HELLOs of one engine arrive within this time of each
 # other, because links retry their HELLO every half second.
@@ -197,37 +194,6 @@ class Peers:
         ]
 
 
-@dataclass
-class Tally:
-    """What happened to the chunks of one request, for its log line."""
-
-    asked: int = 0
-    hit: int = 0
-    from_redis: int = 0
-    from_disk: int = 0
-    stored: int = 0
-    dropped: int = 0
-    lookup_ms: float = 0.0
-    reasons: set[str] = field(default_factory=set)
-
-    def sentence(self, request_id: str) -> str | None:
-        """The log line, or None if nothing happened."""
-        parts = []
-        if self.asked:
-            from_disk = f", {self.from_disk} from disk" if self.from_disk else ""
-            parts.append(
-                f"{self.hit} of {self.asked} chunks hit "
-                f"({self.from_redis} loaded from Redis{from_disk}) in {self.lookup_ms:.1f} ms"
-            )
-        if self.stored:
-            parts.append(f"{self.stored} stored")
-        if self.dropped:
-            parts.append(f"{self.dropped} dropped")
-        if self.reasons:
-            parts.append("because " + ", ".join(sorted(self.reasons)))
-        return f"request {request_id}: {', '.join(parts)}" if parts else None
-
-
 class Session:
     """The pins of one request."""
 
@@ -236,7 +202,6 @@ class Session:
         self.expires_s = 0.0
         self.ended = False
         self.busy = 0  # stores and retrieves in progress
-        self.tally = Tally()
         self.cancel_lookup: Callable[[], None] | None = None
         self.positions: dict[bytes, int] = {}  # of the prompt's chunks, by hash
         self._pool = pool
@@ -320,13 +285,9 @@ class Sessions:
         self._settle(session)
 
     def _settle(self, session: Session) -> None:
-        """Removes an ended session that has no jobs in flight, and logs its line."""
-        if not session.ended or session.busy or self._sessions.get(session.key) is not session:
-            return
-        del self._sessions[session.key]
-        line = session.tally.sentence(session.key[1])
-        if line is not None:
-            logger.debug("%s", line)  # at info level, one line a minute sums up all sessions
+        """Removes an ended session that has no jobs in flight."""
+        if session.ended and not session.busy and self._sessions.get(session.key) is session:
+            del self._sessions[session.key]
 
     def expired(self, now_s: float) -> list[Session]:
         """Sessions without jobs in flight that have timed out."""

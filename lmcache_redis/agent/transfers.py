@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -37,6 +37,11 @@ _DROPS = {
     CopyOutcome.FAILED: ("drop_device_error", "blocks could not be read"),
     CopyOutcome.CANCELLED: ("drop_lease", "the agent was too slow to read the blocks"),
 }
+
+
+def because(reasons: Collection[str]) -> str:
+    """The end of a log line that says why less was done than asked for."""
+    return f", because {', '.join(sorted(reasons))}" if reasons else ""
 
 
 class CopyJob(ABC):
@@ -66,6 +71,7 @@ class CopyJob(ABC):
         self._reply = reply
         self._queue = agent.copies.gather
         self._pending: set[int] = set()  # chunks that have not ended
+        self._reasons: set[str] = set()  # why chunks were not copied
         self._started_s = time.monotonic()
 
     # How a store and a retrieve differ. All but `_move` run on the loop thread.
@@ -250,7 +256,7 @@ class StoreJob(CopyJob):
 
     def _dropped(self, counter: str, reason: str) -> None:
         self._metrics.count(counter)
-        self._session.tally.reasons.add(reason)
+        self._reasons.add(reason)
 
     def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
         self._blocks_read((chunk,))
@@ -270,11 +276,13 @@ class StoreJob(CopyJob):
         self._metrics.observe("store_seconds", time.monotonic() - self._started_s)
 
     def _finish(self) -> None:
-        tally = self._session.tally
         self._metrics.count("stores")
         self._metrics.count("skipped_chunks", self._already)
-        tally.stored += self._stored
-        tally.dropped += len(self._hashes) - self._stored - self._already
+        logger.debug(
+            "request %s: %d of %d chunks stored, %d were in the host pool%s",
+            self._question.request_id, self._stored, len(self._hashes), self._already,
+            because(self._reasons),
+        )  # fmt: skip
         self._sessions.finish(self._session)
 
 
@@ -324,7 +332,7 @@ class RetrieveJob(CopyJob):
         def loaded(found: PrefixLookup) -> None:
             held = found.take()
             self._entries.update((piece[index], entry) for (index, _), entry in held.items())
-            self._session.tally.reasons |= found.reasons
+            self._reasons |= found.reasons
             self._begin_calls(piece)
             if self._failed:
                 self._give_up()
@@ -380,11 +388,10 @@ class RetrieveJob(CopyJob):
         self._metrics.count("retrieved_bytes", copied * self._form.chunk_bytes)
         self._use.retrieved_bytes += copied * self._form.chunk_bytes
         logger.debug(
-            "request %s: %d of %d chunks copied into blocks in %.1f ms",
+            "request %s: %d of %d chunks copied into blocks in %.1f ms%s",
             self._question.request_id, copied, len(self._hashes), took_s * 1e3,
+            because(self._reasons),
         )  # fmt: skip
-        if self._failed:
-            self._session.tally.reasons.add(f"{len(self._failed)} chunks could not be copied")
         try:
             self._reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
         finally:
