@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from lmcache_redis.integrations.vllm.groups import common_block_tokens, layer_groups
+from lmcache_redis.integrations.vllm.groups import Unsupported, common_block_tokens, layer_groups
 
 BLOCK = 16
 ATTENTION: dict[str, Any] = {"num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}
@@ -117,6 +117,6 @@ def test_the_part_of_a_short_window_is_the_end_of_its_chunk() -> None:
 
 def test_every_group_that_is_refused_is_named() -> None:
     none = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))
-    with pytest.raises(ValueError, match=r"group 0 \(MambaSpec\).*; KV cache group 2") as error:
+    with pytest.raises(Unsupported, match=r"group 0 \(MambaSpec\).*; KV cache group 2") as error:
         layer_groups(groups(none, full(), none))
     assert "group 1" not in str(error.value)

@@ -12,7 +12,8 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from vllm.v1.core import kv_cache_utils
 
-from lmcache_redis.integrations.vllm.support import unsupported
+from lmcache_redis.integrations.vllm.groups import Unsupported
+from lmcache_redis.integrations.vllm.support import supported_groups
 
 
 class FullAttentionSpec:
@@ -77,6 +78,15 @@ def caches(*specs: object, transferred: bool = True) -> Any:
 
 
 FULL = caches(FullAttentionSpec())
+
+
+def unsupported(engine: Any, found: Any, *, takes_failed_loads: bool = True) -> str | None:
+    """Why the engine cannot be cached, or None."""
+    try:
+        supported_groups(engine, found, takes_failed_loads=takes_failed_loads)
+    except Unsupported as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize(
@@ -177,6 +187,14 @@ def test_a_cache_that_is_not_handled_is_refused_by_group(found: Any, word: str) 
 )
 def test_groups_of_every_kind_are_handled(specs: list[object]) -> None:
     assert unsupported(engine(), caches(*specs)) is None
+
+
+def test_several_groups_need_a_vllm_that_takes_failed_loads() -> None:
+    several = caches(FullAttentionSpec(), SlidingWindowSpec())
+    reason = unsupported(engine(), several, takes_failed_loads=False)
+    assert reason is not None
+    assert "2 KV cache groups" in reason
+    assert unsupported(engine(), FULL, takes_failed_loads=False) is None
 
 
 def test_states_are_kept_where_steps_end() -> None:

@@ -28,13 +28,13 @@ from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.integrations.vllm import epoch
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
-from lmcache_redis.integrations.vllm.groups import LayerGroup, common_block_tokens, layer_groups
+from lmcache_redis.integrations.vllm.groups import LayerGroup, common_block_tokens
 from lmcache_redis.integrations.vllm.guard import guarded, nothing, recompute_failed_loads
 from lmcache_redis.integrations.vllm.identity import engine_id, model_name
 from lmcache_redis.integrations.vllm.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
-from lmcache_redis.integrations.vllm.support import unsupported
+from lmcache_redis.integrations.vllm.support import supported_groups
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     EndedLoads,
@@ -87,27 +87,19 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def _start(self) -> None:
+        by_request = _TransferResults is not None
         try:
             self._config = ClientConfig.from_extra_config(
                 self._kv_transfer_config.kv_connector_extra_config
             )
+            recompute_failed_loads(self)
+            self._groups = supported_groups(
+                self._vllm_config, self._kv_cache_config, takes_failed_loads=by_request
+            )
         except LMCacheRedisError as error:
             logger.error("the cache stays off: %s", error)
             return
-        recompute_failed_loads(self)
-        reason = unsupported(self._vllm_config, self._kv_cache_config)
-        if reason is not None:
-            logger.error("the cache stays off: %s", reason)
-            return
-        self._groups = layer_groups(self._kv_cache_config)
         self._block_size_tokens = common_block_tokens(self._groups)
-        if len(self._groups) > 1 and _TransferResults is None:
-            logger.error(
-                "the cache stays off: the model has %d KV cache groups, and this vLLM version does "
-                "not let connectors report failed loads of such models; vLLM 0.30 or newer does",
-                len(self._groups),
-            )
-            return
         parallel = self._vllm_config.parallel_config
         engine: dict[str, Any] = {
             "endpoint": self._config.endpoint,
@@ -122,7 +114,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         else:
             self._adapter = client = WorkerClient(**engine, worker_id=parallel.rank)
             self._worker = ConnectorWorker(
-                client, parallel.rank, self._recorder, reallocates=_TransferResults is not None
+                client, parallel.rank, self._recorder, reallocates=by_request
             )
 
     def turn_off(self) -> None:
@@ -175,8 +167,14 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         digests = AdapterDigests()
         hash_stride = max(1, block_size // hash_block)
         self._begin_events(adapter, self._groups, block_size // hash_stride)
-        world_size = self._vllm_config.parallel_config.world_size
-        self._references = BlockReferences(gpu_block_pool, world_size)
+        self._references = BlockReferences(
+            gpu_block_pool, self._vllm_config.parallel_config.world_size
+        )
+        # A request can have so many tokens in steps in flight.
+        step_tokens = (
+            getattr(self._vllm_config, "max_in_flight_tokens", None)
+            or self._vllm_config.scheduler_config.max_num_batched_tokens
+        )
         self._scheduler = ConnectorScheduler(
             adapter,
             self._references,
@@ -190,7 +188,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             stores=self._kv_transfer_config.is_kv_producer,
             weights_id=self._config.weights_id,
             load_always=self._config.load_always,
-            step_tokens=_step_tokens(self._vllm_config),
+            step_tokens=int(step_tokens),
             block_ids=None if manager is None else manager.get_block_ids,
             adapter_digest=lambda request: digests.digest(request.lora_request),
         )
@@ -420,9 +418,3 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
-
-
-def _step_tokens(vllm_config: VllmConfig) -> int:
-    """Tokens that a request can have in steps in flight."""
-    tokens = getattr(vllm_config, "max_in_flight_tokens", None)
-    return int(tokens or vllm_config.scheduler_config.max_num_batched_tokens)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.naming import FULL_REACH, Reach
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ _KV_HEADS = re.compile(r"k(ey_?)?v(alue)?_heads|multi_query_group|num_kv")
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec")
 _WINDOWS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 _CACHED_STATES = ("align", "all")
+
+
+class Unsupported(LMCacheRedisError):
+    """This engine cannot be cached; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class LayerGroup:
 
 
 def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
-    """The groups. Raises ValueError with a sentence for each that cannot be cached."""
+    """The groups. Raises `Unsupported`, which names each that cannot be cached."""
     groups, reasons = [], []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
@@ -75,7 +80,7 @@ def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
         layers = tuple(getattr(group, "layer_names", ()))
         groups.append(LayerGroup(number, layers, int(spec.block_size), reach, names))
     if reasons:
-        raise ValueError("; ".join(reasons))
+        raise Unsupported("; ".join(reasons))
     return groups
 
 

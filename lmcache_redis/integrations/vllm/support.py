@@ -1,15 +1,16 @@
 """Which engines can be cached, decided at startup from their settings.
 
-A reason is one sentence. vLLM versions differ in the settings that they have, hence the defaults.
+A reason against it is one sentence. vLLM versions differ in the settings that they have, hence the
+defaults.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from lmcache_redis.integrations.vllm.groups import layer_groups
+from lmcache_redis.integrations.vllm.groups import LayerGroup, Unsupported, layer_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,16 +20,30 @@ _HASHES = ("sha256", "sha256_cbor")
 _DEVICES = ("cpu", "cuda")
 
 
-def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> str | None:
-    """Why this engine cannot be cached, or None."""
-    return next(_reasons(vllm_config, kv_cache_config), None)
+def supported_groups(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None, *, takes_failed_loads: bool
+) -> list[LayerGroup]:
+    """The groups of the engine's layers. Raises `Unsupported` if the engine cannot be cached.
 
-
-def _reasons(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> Iterator[str]:
+    takes_failed_loads: whether this vLLM is told which requests' loads failed.
+    """
     if kv_cache_config is None:
-        yield "this vLLM version does not tell connectors about its KV cache; use 0.27 or newer"
-        return
-    yield from _wrong_groups(vllm_config, kv_cache_config)
+        raise Unsupported(
+            "this vLLM version does not tell connectors about its KV cache; use 0.27 or newer"
+        )
+    groups = layer_groups(kv_cache_config)
+    for reason in _reasons(vllm_config, groups):
+        raise Unsupported(reason)
+    if len(groups) > 1 and not takes_failed_loads:
+        raise Unsupported(
+            f"the model has {len(groups)} KV cache groups, and this vLLM version does not let "
+            "connectors report failed loads of such models; vLLM 0.30 or newer does"
+        )
+    return groups
+
+
+def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[str]:
+    yield from _wrong_groups(vllm_config, groups)
     yield from _wrong_hashes(vllm_config)
     yield from _wrong_model(vllm_config)
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")
@@ -36,15 +51,9 @@ def _reasons(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> 
         yield f"the engine runs on {device}; this version handles {' and '.join(_DEVICES)}"
 
 
-def _wrong_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    if not kv_cache_config.kv_cache_groups:
+def _wrong_groups(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[str]:
+    if not groups:
         yield "the model has no KV cache"
-        return
-    try:
-        groups = layer_groups(kv_cache_config)
-    except ValueError as error:
-        yield str(error)
-        return
     step = vllm_config.cache_config.block_size
     for group in groups:
         # vLLM ends the steps of a prefill where a block of ``step`` tokens ends.
