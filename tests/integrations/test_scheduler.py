@@ -22,6 +22,7 @@ from lmcache_redis.client.transfers import LoadStoreOp
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
 from lmcache_redis.integrations.vllm.epoch import named_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
+from lmcache_redis.integrations.vllm.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.worker import StepMetadata, WorkerReport
@@ -78,6 +79,7 @@ class FakeRequest:
     tokens: int = 4 * CHUNK + 1
     skip_reading_prefix_cache: bool = False
     kv_transfer_params: Any = None
+    lora_request: Any = None
     over: bool = False
     block_hashes: list[bytes] = field(default_factory=list)
 
@@ -165,7 +167,6 @@ def make_scheduler(
             "weights_id": None,
             "step_tokens": 4 * CHUNK,
             "block_ids": None,
-            "adapter_digest": lambda request: b"",
             **options,
         },
     )
@@ -522,32 +523,34 @@ def test_a_chunk_that_was_stored_recently_is_not_stored_again(
 
 
 def store_of(
-    scheduler: ConnectorScheduler, request_id: str, tokens: int = 2 * CHUNK + 1
+    scheduler: ConnectorScheduler,
+    request_id: str,
+    tokens: int = 2 * CHUNK + 1,
+    lora: str | None = None,
 ) -> StepMetadata:
-    request = FakeRequest(request_id, tokens=tokens)
+    request = FakeRequest(request_id, tokens=tokens, lora_request=lora)
     scheduler.matched_tokens(request, 0)
     scheduler.allocated(request, [], 0)
     return scheduler.build_metadata(step(new=(request_id, list(range(1, 10)), 0, tokens)))
 
 
 def test_names_begin_with_the_epoch_and_the_adapter(
-    adapter: ScriptedAdapter, pool: BlockPool, references: BlockReferences
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digests = {"r": b"", "s": b"A" * 16, "t": None}
-    scheduler = make_scheduler(
-        adapter, pool, references, adapter_digest=lambda request: digests[request.request_id]
-    )
+    digests = {None: b"", "known": b"A" * 16, "unknown": None}
+    monkeypatch.setattr(AdapterDigests, "digest", lambda self, lora: digests[lora])
     plain = FakeRequest(tokens=2 * CHUNK + 1).block_hashes[3::4]
     assert only_store(store_of(scheduler, "r")).chunk_hashes == plain
-    assert only_store(store_of(scheduler, "s")).chunk_hashes == [b"A" * 16 + h for h in plain]
-    assert store_of(scheduler, "t").stores == []  # an adapter that cannot be identified
+    assert only_store(store_of(scheduler, "s", lora="known")).chunk_hashes == [
+        b"A" * 16 + h for h in plain
+    ]
+    assert store_of(scheduler, "t", lora="unknown").stores == []  # not identified
     assert [request_id for request_id, _ in adapter.lookups] == ["r", "s"]
     scheduler.weights_changed("an update", "step-1")
     epoch = named_epoch("step-1")
     assert len(epoch) == 8
-    digests.update(u=b"", v=b"A" * 16)
     assert only_store(store_of(scheduler, "u")).chunk_hashes == [epoch + h for h in plain]
-    names = only_store(store_of(scheduler, "v")).chunk_hashes
+    names = only_store(store_of(scheduler, "v", lora="known")).chunk_hashes
     assert names == [epoch + b"A" * 16 + h for h in plain]
 
 

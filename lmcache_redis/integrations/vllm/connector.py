@@ -31,7 +31,6 @@ from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBl
 from lmcache_redis.integrations.vllm.groups import LayerGroup, common_block_tokens
 from lmcache_redis.integrations.vllm.guard import guarded, nothing, recompute_failed_loads
 from lmcache_redis.integrations.vllm.identity import engine_id, model_name
-from lmcache_redis.integrations.vllm.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import supported_groups
@@ -119,11 +118,10 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
 
     def turn_off(self) -> None:
         """Turns the cache of this engine off. Loads that vLLM waits for are reported as failed."""
-        self._scheduler = None
+        self._scheduler = self._worker = None
         if self._announcer is not None:
             self._announcer.forget()
         adapter, self._adapter = self._adapter, None
-        self._worker = None
         if isinstance(adapter, WorkerClient):
             self._closing = adapter
             adapter.unregister()
@@ -164,7 +162,6 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             or getattr(cache, "hash_block_size", None)
             or int(cache.block_size)
         )
-        digests = AdapterDigests()
         hash_stride = max(1, block_size // hash_block)
         self._begin_events(adapter, self._groups, block_size // hash_stride)
         self._references = BlockReferences(
@@ -190,7 +187,6 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             load_always=self._config.load_always,
             step_tokens=int(step_tokens),
             block_ids=None if manager is None else manager.get_block_ids,
-            adapter_digest=lambda request: digests.digest(request.lora_request),
         )
         if not epoch.listen(self):
             logger.warning(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
 from lmcache_redis.integrations.vllm.bookkeeping import (
@@ -31,6 +31,7 @@ from lmcache_redis.integrations.vllm.bookkeeping import (
 )
 from lmcache_redis.integrations.vllm.epoch import named_epoch, new_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
+from lmcache_redis.integrations.vllm.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.planning import Planner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
@@ -59,8 +60,6 @@ class ConnectorScheduler:
     step_tokens: vLLM computes at most so many tokens of a request before it releases blocks.
     block_ids: returns a request's current blocks by group, null ones included; None if vLLM does
         not provide them: then there is one group, and requests keep their blocks until they end.
-    adapter_digest: returns the digest of a request's LoRA adapter; None if the adapter cannot be
-        identified.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class ConnectorScheduler:
         load_always: bool = False,
         step_tokens: int,
         block_ids: Callable[[str], Sequence[Sequence[int]]] | None,
-        adapter_digest: Callable[[Any], bytes | None],
     ) -> None:
         self._adapter = adapter
         self._planner = Planner(references, groups, step_tokens)
@@ -94,7 +92,7 @@ class ConnectorScheduler:
         self._may_store = stores
         self._load_always = load_always
         self._block_ids = block_ids
-        self._adapter_digest = adapter_digest
+        self._adapter_digests = AdapterDigests()
         self.epoch = named_epoch(weights_id)
         self._epoch_is_own = False  # random, and so not shared with other engines
         self._epoch_is_used = False
@@ -323,7 +321,7 @@ class ConnectorScheduler:
         """The prefix of the names of its chunks; None if its KV cannot be identified."""
         if self._stale.may_be_hit():
             return None
-        digest = self._adapter_digest(request)
+        digest = self._adapter_digests.digest(request.lora_request)
         return None if digest is None else self.epoch + digest
 
     def _forget_lookup(self, tracked: Tracked) -> None:
