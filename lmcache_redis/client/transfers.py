@@ -1,16 +1,8 @@
 """Stores and retrieves: blocks and the chunks that they hold, and when the blocks are free again.
 
-The engine may reuse the blocks of a store or retrieve when it is ``over``:
-
-- A store reads. The agent discards what it reads after the lease. So the blocks are free when the
-  agent has answered, when the lease has expired, or when the agent's process has ended.
-- A retrieve writes, and a write cannot be undone. So the blocks are free when the agent has
-  answered, when its process has ended, or when it has closed the mapping that the retrieve writes
-  through. The agent reports that by mapping the engine's memory again (`RegisterKVCache`), which it
-  does only after the copies through the old mapping have ended. While the agent is frozen, the
-  blocks stay held.
-
-A call that never reached the agent (LOST, not ``sent``) holds no blocks.
+The engine may reuse the blocks of a store or retrieve when it is ``over``. The docstring of
+`messages` gives the reasons (Leases). A call that never reached the agent (LOST, not ``sent``)
+holds no blocks.
 """
 
 from __future__ import annotations
@@ -18,13 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lmcache_redis import messages as m
 from lmcache_redis.client.link import Call, CallState
 from lmcache_redis.keys import IPCCacheEngineKey
 from lmcache_redis.naming import FULL_REACH, Reach
-from lmcache_redis.processes import has_ended
+from lmcache_redis.processes import has_ended, is_running
 
 if TYPE_CHECKING:
     import torch
@@ -142,23 +134,27 @@ class InterprocessEvent(Protocol):
         """Waits until the work before it has ended."""
 
 
-class AgentProcess(NamedTuple):
-    """The process of an agent. One that ``/proc`` does not show proves nothing by its absence."""
+class AgentProcess:
+    """The process of the agent that sent a WELCOME.
 
-    pid: int
-    start_time: int
+    visible: whether ``/proc`` shows it, checked at once, while it is certainly alive. A process in
+        another PID namespace is not visible, so its absence proves nothing.
+    """
+
+    def __init__(self, welcome: m.Welcome) -> None:
+        self._identity = (welcome.agent_pid, welcome.agent_start_time)
+        self.visible = is_running(*self._identity)
 
     def has_ended(self) -> bool:
         """Whether the process is known to have ended."""
-        return has_ended(*self)
+        return self.visible and has_ended(*self._identity)
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
     """An operation, the call that carries it, and its deadline.
 
-    lease_ns: on CLOCK_MONOTONIC. blocks_per_part: positive. agent: None if there was none, or none
-    that this process can see.
+    lease_ns: on CLOCK_MONOTONIC. blocks_per_part: positive. agent: None if there was none.
     event: kept alive until the agent has waited for it.
     """
 

@@ -31,7 +31,6 @@ from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.keys import share_rank
-from lmcache_redis.processes import is_running
 
 if TYPE_CHECKING:
     import torch
@@ -176,12 +175,10 @@ class WorkerClient:
 
     def _register(self, welcome: m.Welcome) -> None:
         self._registered = self._refusal = None
-        agent = AgentProcess(welcome.agent_pid, welcome.agent_start_time)
-        # Checked at once, while it is certainly alive.
-        self._agent = agent if is_running(*agent) else None
+        self._agent = agent = AgentProcess(welcome)
         if not self._layouts:
             return
-        if self._agent is None:
+        if not agent.visible:
             self._refused(
                 "the agent cannot be used: its process is not visible from the engine, which "
                 "could not notice its end; let both share one PID namespace "
@@ -246,7 +243,7 @@ class WorkerClient:
         """
         if self._groups:
             ops = [op.share(*self._groups[op.group].replica) for op in ops]
-        names = self._names(request_ids, ops, cache_salts)
+        names = self._names_of_all(request_ids, ops, cache_salts)
         lease_ns = _lease(STORE_LEASE_S if event is None else STEP_S + STORE_LEASE_S)
         handle = None if event is None else event.ipc_handle()
         calls = self.link.submit_all(
@@ -272,7 +269,7 @@ class WorkerClient:
 
         The agent writes the blocks after ``event`` (CUDA).
         """
-        names = self._names(request_ids, ops, cache_salts)
+        names = self._names_of_all(request_ids, ops, cache_salts)
         leases = [_lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE) for op in ops]
         handle = None if event is None else event.ipc_handle()
         registrations = self._registrations
@@ -337,7 +334,7 @@ class WorkerClient:
         groups = self._groups
         return groups[op.group].block_size_tokens if groups else self._block_size_tokens
 
-    def _names(
+    def _names_of_all(
         self,
         request_ids: Sequence[str],
         ops: Sequence[LoadStoreOp],
@@ -349,23 +346,23 @@ class WorkerClient:
                 f"{len(request_ids)} request ids, {len(ops)} operations and {len(salts)} salts: "
                 "give one of each for each request"
             )
-        return [
-            m.ChunkNames(tuple(op.chunk_hashes))
-            if op.chunk_hashes is not None
-            else chunk_names(
-                self._model_name,
-                self._world_size,
-                request_id,
-                blocks_per_chunk=self.num_blocks_per_chunk(),
-                block_hashes=op.block_hashes,
-                token_ids=op.token_ids,
-                start=op.start,
-                end=op.end,
-                worker_id=self._worker_id,
-                cache_salt=salt,
-            )
-            for request_id, op, salt in zip(request_ids, ops, salts, strict=True)
-        ]
+        return list(map(self._names, request_ids, ops, salts))
+
+    def _names(self, request_id: str, op: LoadStoreOp, cache_salt: str | bytes) -> m.ChunkNames:
+        if op.chunk_hashes is not None:
+            return m.ChunkNames(tuple(op.chunk_hashes))
+        return chunk_names(
+            self._model_name,
+            self._world_size,
+            request_id,
+            blocks_per_chunk=self.num_blocks_per_chunk(),
+            block_hashes=op.block_hashes,
+            token_ids=op.token_ids,
+            start=op.start,
+            end=op.end,
+            worker_id=self._worker_id,
+            cache_salt=cache_salt,
+        )
 
 
 def _lease(seconds: float) -> int:
