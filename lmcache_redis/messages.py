@@ -348,6 +348,10 @@ class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     there: bool
     hashes: tuple[ChunkHash, ...]
 
+    @property
+    def tier_name(self) -> str:
+        return TIER_NAMES[self.tier]
+
 
 class Changes(Message, frozen=True, tag="CHANGES"):
     """Answers ``WATCH``: the last change of each part of a chunk in each tier, oldest first.

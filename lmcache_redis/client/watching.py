@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import NamedTuple
 
 from lmcache_redis import messages as m
 from lmcache_redis.client.link import AgentLink, Call
@@ -12,24 +10,7 @@ from lmcache_redis.client.scheduler import Ranks
 
 logger = logging.getLogger(__name__)
 
-
-class TierChange(NamedTuple):
-    """Parts of chunks that are in a tier now, or no longer.
-
-    part: the index into `Watch.groups`. tier: host, disk or redis.
-    """
-
-    part: int
-    tier: str
-    there: bool
-    hashes: Sequence[bytes]
-
-
-class News(NamedTuple):
-    """What has changed, in this order. lost: what was known before may be wrong, and is void."""
-
-    lost: bool
-    changes: Sequence[TierChange] = ()
+_LOST = m.Changes(0, (), lost=True)
 
 
 class Watch:
@@ -39,7 +20,7 @@ class Watch:
     only its own parts.
 
     Attributes:
-        groups: of each part that a chunk has, the number of its group.
+        groups: of each part that a chunk has, the number of its group. `Change.part` is an index.
     """
 
     def __init__(self, link: AgentLink, ranks: Ranks) -> None:
@@ -55,15 +36,18 @@ class Watch:
     def has_news(self) -> bool:
         return self._call is not None and self._call.done
 
-    def take(self) -> News | None:
-        """The news since the last call; None if there are none. Never waits."""
+    def take(self) -> m.Changes | None:
+        """The changes since the last call; None if there are none. Never waits.
+
+        ``lost``: what was known before may be wrong, and is void.
+        """
         welcome = self._link.welcome if self._link.online else None
         parts = {} if welcome is None else self._ranks.local_parts()
         if welcome is not self._welcome or tuple(parts) != self._parts:
             self._welcome, self._parts = welcome, tuple(parts)
             self.groups = tuple(parts.values())
             self._ask()
-            return News(lost=True)
+            return _LOST
         if self._call is None or not self._call.done:
             return None
         answer = self._call.answer
@@ -72,14 +56,9 @@ class Watch:
                 logger.warning("the agent reports no changes of chunks: %s", answer.reason)
                 self._refused_by = welcome
             self._welcome = None  # asks again in the next call
-            return News(lost=True)
+            return _LOST
         self._ask()
-        changes = [
-            TierChange(each.part, m.TIER_NAMES[each.tier], each.there, each.hashes)
-            for each in answer.changes
-            if each.part < len(self.groups)
-        ]
-        return News(answer.lost, changes)
+        return answer
 
     def _ask(self) -> None:
         self._call = None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.watching import News, Watch
+from lmcache_redis.client.watching import Watch
 from tests.agent.test_disk import agent_with_disk
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
@@ -29,7 +29,7 @@ class Watcher:
         self.there: dict[tuple[int, str], set[bytes]] = {}
         self.lost = 0
 
-    def poll(self) -> News | None:
+    def poll(self) -> m.Changes | None:
         ranks, workers = self.engine.scheduler.ranks, self.engine.workers
         ranks.reported({rank: worker.place for rank, worker in enumerate(workers)})
         news = self.watch.take()
@@ -37,9 +37,9 @@ class Watcher:
             self.lost += news.lost
             if news.lost:
                 self.there.clear()
-            for part, tier, there, hashes in news.changes:
-                names = self.there.setdefault((part, tier), set())
-                (names.update if there else names.difference_update)(hashes)
+            for each in news.changes:
+                names = self.there.setdefault((each.part, each.tier_name), set())
+                (names.update if each.there else names.difference_update)(each.hashes)
         return news
 
     def wait(self, part: int, tier: str, names: Sequence[bytes]) -> None:

@@ -23,7 +23,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from lmcache_redis.client.watching import News, TierChange
+from lmcache_redis import messages as m
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import LayerGroup
@@ -47,22 +47,26 @@ WINDOW = LayerGroup(1, (), HASH, Reach("window", 20), "SlidingWindowSpec")
 STATE = LayerGroup(1, (), 2 * HASH, Reach("state"), "MambaSpec")
 
 
+def told(lost: bool, *changes: m.Change) -> m.Changes:
+    return m.Changes(0, changes, lost)
+
+
 class ScriptedWatch:
     """Gives scripted news."""
 
-    def __init__(self, *news: News, groups: Sequence[int] = (0,)) -> None:
-        self.news = [News(True), *news]
+    def __init__(self, *news: m.Changes, groups: Sequence[int] = (0,)) -> None:
+        self.news = [told(True), *news]
         self.groups = tuple(groups)
 
     @property
     def has_news(self) -> bool:
         return bool(self.news)
 
-    def take(self) -> News | None:
+    def take(self) -> m.Changes | None:
         return self.news.pop(0) if self.news else None
 
     def tell(self, tier: str, there: bool, *names: bytes, part: int = 0) -> None:
-        self.news.append(News(False, [TierChange(part, tier, there, names)]))
+        self.news.append(told(False, m.Change(part, tier[0], there, names)))
 
 
 def announcer(watch: ScriptedWatch, *groups: LayerGroup) -> Announcer:
@@ -207,7 +211,7 @@ def test_a_loss_removes_everything_and_more_follows_later() -> None:
     watch.tell("redis", True, names[0])
     stored = [each for _ in range(2) for each in made.take()]
     assert len(stored) == 3
-    watch.news.append(News(True, [TierChange(0, "host", True, (names[1],))]))
+    watch.news.append(told(True, m.Change(0, "h", True, (names[1],))))
     *removed, again = made.take()
     assert [(type(each), each.medium) for each in removed] == [
         (BlockRemoved, "CPU"), (BlockRemoved, "STORAGE"), (BlockRemoved, "CPU"),
@@ -248,7 +252,7 @@ def test_a_new_epoch_removes_everything() -> None:
 def test_a_failure_ends_the_events_only(caplog: pytest.LogCaptureFixture) -> None:
     watch = ScriptedWatch()
     made = announcer(watch, FULL)
-    watch.news.append(News(False, [None]))  # type: ignore[list-item]
+    watch.news.append(told(False, None))  # type: ignore[arg-type]
     made.take()
     with caplog.at_level(logging.ERROR, "vllm.lmcache_redis"):
         assert made.has_events

@@ -220,8 +220,9 @@ class Announcer:
         if (news := self._watch.take()) is not None:
             if news.lost:
                 self._events += self._holdings.begin(self._watch.groups)
-            for part, tier, there, hashes in news.changes:
-                changed = (self._holdings.changed(part, tier, there, each) for each in hashes)
+            for change in news.changes:
+                place = (change.part, change.tier_name, change.there)
+                changed = (self._holdings.changed(*place, each) for each in change.hashes)
                 self._events += [event for event in changed if event is not None]
         events = self._events[:CHUNKS_PER_STEP]
         del self._events[:CHUNKS_PER_STEP]
