@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from lmcache_redis.agent.parts import Agent
-from lmcache_redis.agent.status import status_report
+from lmcache_redis.agent.agent import Agent, status_report
 from lmcache_redis.metrics import COUNTERS, Distribution
 from lmcache_redis.metrics.exporter import (
     TIER_FAMILIES,

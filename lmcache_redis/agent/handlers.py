@@ -12,10 +12,9 @@ import msgspec
 
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
-from lmcache_redis.agent.parts import Agent
+from lmcache_redis.agent.agent import Agent, status_report
 from lmcache_redis.agent.peers import MAX_CHUNKS, Peer, Registration, Session
 from lmcache_redis.agent.registering import Registering
-from lmcache_redis.agent.status import status_report
 from lmcache_redis.agent.transfers import Reply, RetrieveJob, StoreJob, because
 from lmcache_redis.agent.warming import Warming
 from lmcache_redis.agent.watching import Watches

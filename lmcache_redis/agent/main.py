@@ -14,8 +14,8 @@ from collections.abc import Callable
 import zmq
 
 from lmcache_redis import __version__
+from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.embedded import embedded_redis
-from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.service import Service
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.config import (

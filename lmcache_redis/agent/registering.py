@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 from lmcache_redis import messages as m
+from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import REGISTERING, CopyOutcome
-from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.peers import Group, Peer, Registration
 from lmcache_redis.agent.transfers import Reply
 from lmcache_redis.config import AgentConfig

@@ -25,10 +25,9 @@ from msgspec.structs import replace
 
 from lmcache_redis import __version__, transport
 from lmcache_redis import messages as m
+from lmcache_redis.agent.agent import Agent, summary
 from lmcache_redis.agent.handlers import Handlers
-from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.peers import Peer
-from lmcache_redis.agent.status import summary
 from lmcache_redis.agent.transfers import Reply
 from lmcache_redis.errors import LMCacheRedisError, WireError
 from lmcache_redis.processes import process_start_time

@@ -15,8 +15,8 @@ from dataclasses import replace
 from functools import partial
 
 from lmcache_redis import messages as m
+from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import CopyOutcome
-from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.peers import MAX_CHUNKS, Registration, Session
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Entry, EntryState

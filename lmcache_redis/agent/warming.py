@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent.parts import Agent
+from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.transfers import Reply
 from lmcache_redis.cache.cache import load_of
 from lmcache_redis.cache.inflight import Filled

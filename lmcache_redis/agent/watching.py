@@ -14,7 +14,7 @@ from itertools import groupby, islice
 from typing import NamedTuple
 
 from lmcache_redis import messages as m
-from lmcache_redis.agent.parts import Agent
+from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.transfers import Reply
 from lmcache_redis.naming import PartNames

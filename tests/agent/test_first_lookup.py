@@ -15,9 +15,9 @@ import pytest
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent import registering
+from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.handlers import Handlers
 from lmcache_redis.agent.main import _prefault
-from lmcache_redis.agent.parts import Agent
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.registering import form_of
 from lmcache_redis.cache.memory import Arena

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from lmcache_redis.agent.status import summary
+from lmcache_redis.agent.agent import summary
 from lmcache_redis.metrics import Metrics
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
