@@ -73,15 +73,12 @@ class ReportingHooks:
         """The tokens of a planned load by the tier that has them (vLLM 0.32 or newer)."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        found: dict[Any, int] = {}
-        if self._scheduler is not None:
-            tokens = self._scheduler.hit_tokens(request.request_id, num_external_tokens)
-            sources = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
-            for tier, count in tokens.items():
-                # vLLM's word for a remote store.
-                source = sources.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
-                found[source] = found.get(source, 0) + count
-        return found
+        if self._scheduler is None:
+            return {}
+        tokens = self._scheduler.hit_tokens(request.request_id, num_external_tokens)
+        sources = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+        remote = CacheHitSource.EXTERNAL_UNSPECIFIED  # vLLM's word for a remote store
+        return {sources.get(tier, remote): count for tier, count in tokens.items()}
 
     @reporting(nothing, "statistics")
     def get_kv_connector_stats(self) -> ConnectorStats | None:
