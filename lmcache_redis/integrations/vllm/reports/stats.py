@@ -1,7 +1,8 @@
 """The metrics that the connector adds to vLLM's own, and the counts that vLLM carries to them.
 
-``data`` has a mapping for each family: from the value of its label ("" if it has none) to a count,
-to the list of what was observed, or to a gauge's value. vLLM sends it between processes as msgpack.
+``ConnectorStats.data`` has a mapping for each family: from the value of its label ("" if it has
+none) to a count, to the list of what was observed, or to a gauge's value. vLLM sends it between
+processes as msgpack.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ FAMILIES: Final = (
     ),
 )
 
-# By the names that counts have here.
+# By the names in ``ConnectorStats.data``.
 KINDS: Final = MappingProxyType({each.name.removeprefix(PREFIX): each.kind for each in FAMILIES})
 
 
