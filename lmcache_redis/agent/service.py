@@ -48,7 +48,6 @@ class Service:
     def __init__(self, agent: Agent, router: zmq.Socket[bytes]) -> None:
         self.heartbeat_timeout_s = agent.config.heartbeat_timeout_s
         self.shutdown_deadline_s = agent.config.shutdown_deadline_s
-        self._config = agent.config
         self._wakeup = agent.wakeup
         self._loop = agent.loop
         self._cache = agent.cache
@@ -60,8 +59,15 @@ class Service:
         self._poller.register(router, zmq.POLLIN)
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
         self._handlers = Handlers(agent)
-        self._agent_id = uuid.uuid4().hex
-        self._start_time = process_start_time(os.getpid()) or 0
+        self._welcome = m.Welcome(
+            0,
+            agent_id=uuid.uuid4().hex,
+            agent_pid=os.getpid(),
+            agent_start_time=process_start_time(os.getpid()) or 0,
+            chunk_size_tokens=agent.config.chunk_size_tokens,
+            lookup_deadline_s=agent.config.lookup_deadline_s,
+            package_version=__version__,
+        )
         self._stopping = False
         self._hurried = False
         self._summarised = agent.cache.metrics.snapshot()
@@ -144,7 +150,7 @@ class Service:
         if isinstance(question, m.Hello):
             if self._handlers.is_stopping:
                 return  # it is repeated, and the next agent answers it
-            self._welcome(identity, question, reply)
+            self._greet(identity, question, reply)
             return
         peer = self._peers.get(identity)
         if peer is not None:
@@ -166,7 +172,7 @@ class Service:
             logger.exception("a %s failed", type(question).__name__)
             reply(m.Failure(0, m.FAILED, "the agent failed on this question; see its log"))
 
-    def _welcome(self, identity: bytes, hello: m.Hello, reply: Reply) -> None:
+    def _greet(self, identity: bytes, hello: m.Hello, reply: Reply) -> None:
         # A client repeats its HELLO until it receives WELCOME.
         peer = self._peers.get(identity)
         if peer is None and len(self._peers) >= m.MAX_PEERS:
@@ -176,18 +182,7 @@ class Service:
             now_s = time.monotonic()
             for old in self._peers.add(Peer(identity, hello, now_s, now_s)):
                 self._handlers.forget(old, "it has reconnected")
-        config = self._config
-        reply(
-            m.Welcome(
-                0,
-                agent_id=self._agent_id,
-                agent_pid=os.getpid(),
-                agent_start_time=self._start_time,
-                chunk_size_tokens=config.chunk_size_tokens,
-                lookup_deadline_s=config.lookup_deadline_s,
-                package_version=__version__,
-            )
-        )
+        reply(self._welcome)
 
     def _refuse(self, identity: bytes, call_id: int, code: str, reason: str) -> None:
         self._metrics.count("wire_errors")
