@@ -78,6 +78,10 @@ def test_a_request_may_ask_for_less(params: Any, wishes: Wishes) -> None:
     [
         ("no", "Expected `object`, got `str`"),
         ({"loads": True}, "unknown field `loads`"),
+        ({"loads": True}, "give some of load (bool), store (bool) and max_load_tokens (int)"),
+        ({"\ud800": True}, "surrogates not allowed"),
+        ({1: True}, "Expected `str`"),
+        ([], "Expected `object`, got `array`"),
         ({"load": "false"}, "Expected `bool`, got `str` - at `$.load`"),
         ({"max_load_tokens": True}, "got `bool` - at `$.max_load_tokens`"),
         ({"max_load_tokens": -1}, "Expected `int` >= 0 - at `$.max_load_tokens`"),

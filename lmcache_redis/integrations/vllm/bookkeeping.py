@@ -48,9 +48,10 @@ class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         found = params.get("lmcache_redis") if isinstance(params, Mapping) else None
         try:
             return Wishes() if found is None else msgspec.convert(found, Wishes)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeError) as error:
             logger.warning(
-                "request %s: kv_transfer_params with lmcache_redis=%r are not followed: %s",
+                "request %s: kv_transfer_params with lmcache_redis=%r are not followed: %s; give "
+                "some of load (bool), store (bool) and max_load_tokens (int)",
                 request_id, found, error,
             )  # fmt: skip
             return Wishes()
