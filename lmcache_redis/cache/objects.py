@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lmcache_redis.cache.cache import Cache, load_of
-from lmcache_redis.cache.inflight import Filled
-from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.cache.pool import Entry, EntryState, Filled
 from lmcache_redis.cache.threads import WorkerThreads
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.keys import ObjectKey
@@ -187,7 +186,7 @@ class ObjectCache:
             done(self._held(entry))
         else:
             self._pool.pin(entry)
-            self.cache.inflight.watch(entry, partial(self._loaded, key, entry, done))
+            self._pool.watch(entry, partial(self._loaded, key, entry, done))
             if job is not None:
                 self.cache.begin_loads((job,))
 

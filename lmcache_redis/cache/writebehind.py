@@ -5,13 +5,13 @@ store, stays in the host pool and is counted; the next store of the chunk enqueu
 
     waiting   until its delay has passed; then one call asks the tier which of the due chunks it
               has: those are not written again
-    ready     until it is its turn (`turns`)
+    ready     until it is its turn (`pacing`)
     writing   by the tier. If the tier did not answer that call, the outcome of the write says why
     stuck     in a tier that hangs: not waited for, but its slots stay pinned until the tier is done
 
 A chunk is pinned, and counts against the limit, from when it is enqueued until the tier is done.
 
-A full queue drops what would be written last (`turns`).
+A full queue drops what would be written last.
 
 `write` replaces what the tier has under the key and `remove` removes it, both without asking first.
 Writes and removals of one key run one after the other, in the order of the calls (`KeyLock`). A
@@ -27,11 +27,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from lmcache_redis.cache.bet import TransferRate
+from lmcache_redis.cache.pacing import TransferRate, Turns, order
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.threads import Action, KeyLock, Owner, Timer
 from lmcache_redis.cache.tier import Backing
-from lmcache_redis.cache.turns import Turns, order
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.outcomes import (
     CallOutcome,

@@ -12,10 +12,59 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmcache_redis.cache.memory import Arena
-from lmcache_redis.cache.pool import Entry, EntryState, HostPool
+from lmcache_redis.cache.pool import Entry, EntryState, Filled, HostPool
 from tests.cache.auditing import audit, slots
 
 PAGE = 4096
+
+
+def test_a_load_tells_all_watchers_and_keeps_their_pins() -> None:
+    pool = HostPool(slots(4))
+    entry = pool.reserve(b"key", 2)
+    assert entry is not None
+    assert pool.reserve(b"other", 3) is None
+    told: list[tuple[str, Filled]] = []
+    for name in "ab":
+        pool.pin(entry)
+        pool.watch(entry, lambda ready, name=name: told.append((name, ready)))  # type: ignore[misc]
+    assert pool.end(entry, Filled.READY)
+    assert told == [("a", Filled.READY), ("b", Filled.READY)]
+    assert pool.pinned == 2
+    pool.unpin(entry)
+    pool.unpin(entry)
+    assert pool.pinned == 0
+    assert pool.used == 2
+    audit(pool)
+
+
+def test_a_load_that_fails_leaves_the_pool_when_the_last_pin_goes() -> None:
+    pool = HostPool(slots(4))
+    entry = pool.reserve(b"key", 2)
+    assert entry is not None
+    pool.pin(entry)
+    pool.watch(entry, lambda ready: pool.unpin(entry))
+    assert not pool.end(entry, Filled.FAILED)
+    assert pool.free == 4
+    assert b"key" not in pool
+    audit(pool)
+
+
+def test_a_load_without_watchers_is_cancelled() -> None:
+    pool = HostPool(slots(4))
+    entry = pool.reserve(b"key", 2)
+    assert entry is not None
+    cancelled: list[bool] = []
+    entry.cancel = lambda: cancelled.append(True)
+    watchers = [lambda ready: None, lambda ready: None]
+    for watcher in watchers:
+        pool.watch(entry, watcher)
+    pool.unwatch(entry, watchers[0])
+    assert not cancelled
+    pool.unwatch(entry, watchers[1])
+    pool.unwatch(entry, watchers[1])
+    assert cancelled == [True]
+    pool.end(entry, Filled.FAILED)
+    audit(pool)
 
 
 class Arenas:
