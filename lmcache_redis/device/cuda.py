@@ -42,9 +42,8 @@ import torch
 
 from lmcache_redis.device.cuda_copies import page_copies
 from lmcache_redis.device.cuda_ipc import CudaIPCWrapper
-from lmcache_redis.device.handles import CudaIPCHandle
+from lmcache_redis.device.handles import CudaIPCHandle, UseCount
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.mapping import UseCount
 from lmcache_redis.device.plan import Chunk, check_slots, chunks_of_call
 from lmcache_redis.device.table import BlockIds, pack_ids, staging_stride_bytes
 from lmcache_redis.errors import DeviceError
