@@ -5,8 +5,7 @@ tensors     converts tensors to bytes and back
 local       memory of the process
 tiered      blocking calls over a tier of the cache
 disk        a directory
-remote      Redis or Valkey, with keylocks
-pipelined   the same, with several chunks of a batch in flight
+remote      Redis or Valkey, with keylocks; one chunk of a batch in flight, or several
 hybrid      a hierarchy of backends
 """
 
@@ -14,8 +13,7 @@ from lmcache_redis.backends.disk import LMCLocalDiskBackend
 from lmcache_redis.backends.hybrid import LMCHybridBackend
 from lmcache_redis.backends.interface import LMCBackendInterface
 from lmcache_redis.backends.local import LMCLocalBackend
-from lmcache_redis.backends.pipelined import LMCPipelinedRemoteBackend
-from lmcache_redis.backends.remote import LMCRemoteBackend
+from lmcache_redis.backends.remote import LMCPipelinedRemoteBackend, LMCRemoteBackend
 
 __all__ = [
     "LMCBackendInterface",
