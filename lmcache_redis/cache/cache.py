@@ -148,7 +148,7 @@ class Cache:
 
     @property
     def backlog(self) -> int:
-        """Writes that are queued or in flight, except those stuck in a tier that hangs."""
+        """Writes and removals that have not ended, except those stuck in a tier that hangs."""
         return sum(map(len, self.queues))
 
     def begin_writes(self) -> None:

@@ -333,12 +333,6 @@ class ObjectCache:
 
         self._lists.put(collect, dropped=lambda: self._post(partial(done, [])))
 
-    def flush(self, done: Callable[[], None]) -> None:
-        """Calls `done` when every write and removal that began before has ended."""
-        add = _any_of(True, len(self.cache.queues), lambda _: done())
-        for queue in self.cache.queues:
-            queue.flush(partial(add, True))
-
     def close(self, deadline_s: float) -> bool:
         self._lists.stop()
         return self.cache.close(deadline_s)

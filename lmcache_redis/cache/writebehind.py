@@ -83,14 +83,12 @@ class WriteBehind:
         self._locks = KeyLock(owner)
         self._writing: dict[bytes, ChunkIO] = {}  # by key, in flight or stuck
         self._done_calls: dict[Entry, Callable[[WriteOutcome], None]] = {}  # of `write`
-        self._removals: set[object] = set()
-        self._removing: Counter[bytes] = Counter()  # their keys
-        self._flushes: list[tuple[set[object], Action]] = []
+        self._removing: Counter[bytes] = Counter()  # keys of removals
         self._warned_of: WriteOutcome | None = None
 
     def __len__(self) -> int:
-        """Chunks that are waiting or being written, without stuck ones."""
-        return len(self._jobs) - len(self._stuck)
+        """Writes and removals that have not ended, without stuck ones."""
+        return len(self._jobs) - len(self._stuck) + self._removing.total()
 
     def admits(self, entry: Entry, nbytes: int) -> bool:
         """Whether to enqueue a READY entry. Counts a chunk that is dropped.
@@ -126,8 +124,6 @@ class WriteBehind:
         writing = self._writing.get(key)
         if writing is not None:
             self._tier.cancel(writing)
-        removal = object()
-        self._removals.add(removal)
         self._removing[key] += 1
 
         def begin() -> None:
@@ -140,13 +136,11 @@ class WriteBehind:
                 raise
 
         def end(result: RemoveResult) -> None:
-            self._removals.remove(removal)
             self._removing[key] -= 1
             if not self._removing[key]:
                 del self._removing[key]
             self._locks.release(key)
             done(result)
-            self._ended(removal)
 
         self._locks.acquire(key, begin)
 
@@ -157,14 +151,6 @@ class WriteBehind:
     def wait_for(self, key: bytes, when_ended: Callable[[Action], None]) -> None:
         """Holds the key's lock until ``when_ended`` calls the action that it is given."""
         self._locks.acquire(key, partial(when_ended, partial(self._locks.release, key)))
-
-    def flush(self, done: Action) -> None:
-        """Calls ``done`` when all writes and removals enqueued before have ended."""
-        pending: set[object] = {*self._jobs.values(), *self._removals}
-        if pending:
-            self._flushes.append((pending, done))
-        else:
-            done()
 
     def cancel(self, entry: Entry) -> None:
         """Cancels the write of a discarded entry."""
@@ -368,20 +354,9 @@ class WriteBehind:
         self._stuck.discard(entry)
         self.queued_bytes -= job.frame.chunk_bytes
         self._pool.unpin(entry)
-        if self._flushes:
-            self._ended(job)
         self._turns.ended(job, time.monotonic(), is_stored=bool(entry.stored_in & self._bit))
         if self._turns.ready:
             self._owner.post(self.begin_ready)
-
-    def _ended(self, change: object) -> None:
-        """A write or a removal has ended: completes the flushes that waited for it alone."""
-        for pending, _ in self._flushes:
-            pending.discard(change)
-        done = [action for pending, action in self._flushes if not pending]
-        self._flushes = [each for each in self._flushes if each[0]]
-        for action in done:
-            action()
 
 
 def _entry_of(job: ChunkIO) -> Entry:
