@@ -1,7 +1,6 @@
 """Blocking backends that keep chunks in memory, on disk or in Redis, for use as a library.
 
-interface   the contract of every backend; the callers' buffers are in buffers
-tensors     converts tensors to bytes and back
+interface   the contract of every backend, and tensors; the callers' buffers are in buffers
 local       memory of the process
 tiered      blocking calls over a tier of the cache
 disk        a directory

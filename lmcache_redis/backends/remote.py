@@ -36,7 +36,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 from lmcache_redis.backends.buffers import StripeSlots, allocated_views
-from lmcache_redis.backends.interface import Allocate
+from lmcache_redis.backends.interface import Allocate, TensorAllocation
 from lmcache_redis.backends.keylocks import Grant, KeyLocks
 from lmcache_redis.backends.tiered import Put, TierBackend, answer_of, names_of, never_stuck
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
@@ -49,8 +49,6 @@ from lmcache_redis.stripe import ChunkFrame, parsed_metadata
 
 if TYPE_CHECKING:
     import torch
-
-    from lmcache_redis.backends.tensors import TensorAllocation
 
 DEFAULT_PENDING_BYTES = 256 << 20
 DEFAULT_DEADLINE_S = 5.0
@@ -192,8 +190,6 @@ class LMCRemoteBackend(TierBackend):
         deadline: float,
     ) -> None:
         """Begin the reads that the window has room for, and at least one if none is in flight."""
-        from lmcache_redis.backends.tensors import TensorAllocation
-
         sizes = [load.frame.chunk_bytes for load, _ in ahead if load is not None]
         room_bytes = self._window_bytes - sum(sizes)
         # A guess that the next chunks are as large as the last one; `_begin_loads` counts exactly.

@@ -10,7 +10,6 @@ movers      transfers between sockets and buffers, and threads for the large one
 stream      one socket: receives, sends, TLS, stalls
 chunks      what connections do with the cache
 connection  one client: its requests, one after the other
-access      who may connect: the listening socket, allowed peers, TLS
-server      accepting, limits, stopping
+server      who may connect, limits, stopping
 main        `lmcache-redis gateway`
 """
