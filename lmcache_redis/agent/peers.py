@@ -14,7 +14,7 @@ import msgspec
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CPU
 from lmcache_redis.cache.pacing import Computing
-from lmcache_redis.device.context import DeviceContext
+from lmcache_redis.device.calls import DeviceContext
 from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.naming import ChunkForm
 from lmcache_redis.processes import is_running

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lmcache_redis import native
-from lmcache_redis.device.handles import SharedMemoryHandle, UseCount, check_exporter, own_process
+from lmcache_redis.device.calls import Call, Chunk, Copy, DeviceContext, Planner
+from lmcache_redis.device.handles import SharedMemoryHandle, check_exporter, own_process
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.plan import Chunk, Copy, Planner, check_slots, chunks_of_call
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.native.madvise import address_of, fault_in
 
@@ -176,8 +176,8 @@ def _file_system(fd: int) -> int:
     return ctypes.c_long.from_buffer(found).value
 
 
-class CpuDevice:
-    """The agent's mapping of one worker's KV cache in CPU memory; a `DeviceContext`.
+class CpuDevice(DeviceContext):
+    """The agent's mapping of one worker's KV cache in CPU memory.
 
     layouts: of the groups, as received; checked here against the sizes of the handles. handles: one
     for each storage that the layouts' segments name. Raises DeviceError if the memory of a handle
@@ -190,9 +190,8 @@ class CpuDevice:
     def __init__(self, layouts: Sequence[KVLayout], handles: Sequence[SharedMemoryHandle]) -> None:
         for layout in layouts:
             layout.check([handle.size_bytes for handle in handles])
-        self.layouts = layouts
+        super().__init__(layouts)
         self._planners = [Planner(layout) for layout in layouts]
-        self._uses = UseCount()
         self._maps: list[SharedMapping] = []
         try:
             self._maps.extend(map(SharedMapping, handles))
@@ -200,76 +199,41 @@ class CpuDevice:
             self.close()
             raise
 
-    def gather(
-        self,
-        block_ids: Sequence[int],
-        slots: Sequence[memoryview],
-        stripe_payload_bytes: int,
-        event: bytes | None = None,
-        on_blocks_read: Callable[[], None] | None = None,
-        until_ns: int | None = None,
-        chunks: int = 1,
-        group: int = 0,
-    ) -> None:
-        """Copy chunks out of their blocks. ``event`` must be None.
-
-        ``on_blocks_read`` is not called: the blocks are read when the call returns.
-        """
-        cut = chunks_of_call(block_ids, slots, 0, chunks)
-        plans = self._plans(self._planners[group], cut, stripe_payload_bytes, event)
+    def _gather(self, call: Call, on_blocks_read: Callable[[], None] | None) -> None:
+        """``on_blocks_read`` is not called: the blocks are read when the call returns."""
+        plans = self._plans(call)
         with self._memory() as storages:
             for chunk, copies in plans:
                 targets = [np.frombuffer(slot, np.uint8) for slot in chunk.slots]
-                for storage, offset, slot, at, nbytes in _in_time(copies, until_ns):
+                for storage, offset, slot, at, nbytes in _in_time(copies, call.until_ns):
                     targets[slot][at : at + nbytes] = storages[storage][offset : offset + nbytes]
 
-    def scatter(
-        self,
-        block_ids: Sequence[int],
-        slots: Sequence[memoryview],
-        stripe_payload_bytes: int,
-        skip_blocks: int = 0,
-        event: bytes | None = None,
-        until_ns: int | None = None,
-        chunks: int = 1,
-        group: int = 0,
-    ) -> None:
-        """Copy chunks into their blocks. ``event`` must be None."""
-        cut = chunks_of_call(block_ids, slots, skip_blocks, chunks)
-        plans = self._plans(self._planners[group], cut, stripe_payload_bytes, event)
+    def _scatter(self, call: Call) -> None:
+        plans = self._plans(call)
         with self._memory() as storages:
             for chunk, copies in plans:
                 sources = [np.frombuffer(slot, np.uint8) for slot in chunk.slots]
-                for storage, offset, slot, at, nbytes in _in_time(copies, until_ns):
+                for storage, offset, slot, at, nbytes in _in_time(copies, call.until_ns):
                     storages[storage][offset : offset + nbytes] = sources[slot][at : at + nbytes]
 
-    def close(self) -> None:
-        if self._uses.close():
-            while self._maps:
-                self._maps.pop().close()
+    def _unmap(self) -> None:
+        while self._maps:
+            self._maps.pop().close()
 
-    def _plans(
-        self,
-        planner: Planner,
-        chunks: Sequence[Chunk],
-        stripe_payload_bytes: int,
-        event: bytes | None,
-    ) -> list[tuple[Chunk, list[Copy]]]:
+    def _plans(self, call: Call) -> list[tuple[Chunk, list[Copy]]]:
         """Each chunk's copies, all bounds checked."""
-        if event is not None:
+        if call.event is not None:
             raise DeviceError("a CUDA event for a KV cache in CPU memory")
-        plans = []
-        for chunk in chunks:
-            chunk_bytes = len(chunk.block_ids) * planner.block_bytes
-            check_slots(chunk.slots, chunk_bytes, stripe_payload_bytes)
-            copies = planner.copies(chunk.block_ids, stripe_payload_bytes, chunk.skip_blocks)
-            plans.append((chunk, copies))
-        return plans
+        planner, stripe_bytes = self._planners[call.group], call.stripe_payload_bytes
+        return [
+            (each, planner.copies(each.block_ids, stripe_bytes, each.skip_blocks))
+            for each in call.chunks
+        ]
 
     @contextlib.contextmanager
     def _memory(self) -> Iterator[list[np.ndarray]]:
         """The storages as bytes. No array may outlive the context: it blocks the unmapping."""
-        with self._uses.one():
+        with self._mapped():
             for each in self._maps:
                 each.check()
             storages = [np.frombuffer(each.memory, np.uint8) for each in self._maps]

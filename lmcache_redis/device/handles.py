@@ -1,15 +1,12 @@
 """Handles by which the agent opens an engine's memory. Wire types; free of torch.
 
 A handle is not trusted: the agent checks it against the memory that it opens (`device.cpu`,
-`device.cuda_ipc`). Opened memory stays open while calls use it (`UseCount`).
+`device.cuda_ipc`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-from collections.abc import Iterator
 
 import msgspec
 
@@ -97,34 +94,3 @@ def _unseen(pid: int) -> DeviceError:
         "and agent share one PID namespace (docker run --pid=container:NAME, "
         "shareProcessNamespace in Kubernetes)"
     )
-
-
-class UseCount:
-    """Counts the calls in progress on opened memory, so that `close` can wait for them."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._in_progress = 0
-        self._closed = False
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """One call. Raises DeviceError after `close`."""
-        with self._changed:
-            if self._closed:
-                raise DeviceError("the worker's KV cache is no longer mapped")
-            self._in_progress += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._in_progress -= 1
-                self._changed.notify_all()
-
-    def close(self) -> bool:
-        """Wait for the calls in progress. True for the first caller, which unmaps."""
-        with self._changed:
-            first = not self._closed
-            self._closed = True
-            self._changed.wait_for(lambda: self._in_progress == 0)
-            return first
