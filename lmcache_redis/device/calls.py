@@ -90,6 +90,7 @@ class DeviceContext(ABC):
 
     def __init__(self, layouts: Sequence[KVLayout]) -> None:
         self.layouts = layouts
+        self._block_bytes = [layout.block_bytes for layout in layouts]
         self._changed = threading.Condition()
         self._in_progress = 0
         self._is_closed = False
@@ -168,7 +169,7 @@ class DeviceContext(ABC):
         group: int,
     ) -> list[Chunk]:
         cut = chunks_of_call(block_ids, slots, skip_blocks, chunks)
-        chunk_bytes = len(cut[0].block_ids) * self.layouts[group].block_bytes
+        chunk_bytes = len(cut[0].block_ids) * self._block_bytes[group]
         for chunk in cut:
             check_slots(chunk.slots, chunk_bytes, stripe_payload_bytes)
         return cut
@@ -213,7 +214,7 @@ class Planner:
 
     def __init__(self, layout: KVLayout) -> None:
         self._num_blocks = layout.num_blocks
-        self.block_bytes = layout.block_bytes
+        self._block_bytes = layout.block_bytes
         columns = [(s.storage, s.offset, s.page_bytes, s.block_stride) for s in layout.segments]
         self._segments = np.array(columns, dtype=np.int64).reshape(-1, 4)
         self._shape = functools.lru_cache(_KEPT_SHAPES)(self._make_shape)
@@ -231,7 +232,7 @@ class Planner:
         out. Raises DeviceError if an id, a size or a count is out of bounds.
         """
         ids = checked_ids(block_ids, self._num_blocks)
-        chunk_bytes = len(ids) * self.block_bytes
+        chunk_bytes = len(ids) * self._block_bytes
         if chunk_bytes > _MAX_BYTES or not 0 < stripe_payload_bytes <= _MAX_BYTES:
             raise DeviceError(
                 f"a chunk of {chunk_bytes} bytes in stripes of {stripe_payload_bytes} bytes"

@@ -153,7 +153,7 @@ class CudaDevice(DeviceContext):
                 ) from None
             try:
                 with stream.running():
-                    chunk_bytes = ids.shape[1] * self.layouts[call.group].block_bytes
+                    chunk_bytes = ids.shape[1] * self._block_bytes[call.group]
                     before_last = (ids.shape[0] - 1) * staging_stride_bytes(chunk_bytes)
                     yield stream, stream.staging(before_last + chunk_bytes)
             except RuntimeError as error:
@@ -165,7 +165,7 @@ class CudaDevice(DeviceContext):
         self, staging: torch.Tensor, call: Call
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each stripe of the staged chunks with its slot, as tensors of one length."""
-        chunk_bytes = len(call.chunks[0].block_ids) * self.layouts[call.group].block_bytes
+        chunk_bytes = len(call.chunks[0].block_ids) * self._block_bytes[call.group]
         staged = staging.split(staging_stride_bytes(chunk_bytes))
         for chunk, whole in zip(call.chunks, staged, strict=True):
             parts = whole[:chunk_bytes].split(call.stripe_payload_bytes)
