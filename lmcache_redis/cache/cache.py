@@ -164,12 +164,12 @@ class Cache:
 
     # ---------------------------------------------------------------- loads
 
-    def level_of(self, key: bytes, first: int = 0) -> int | None:
-        """The number of the first tier, from ``first`` on, that has or may have the chunk.
+    def level_of(self, key: bytes, first: int = 0, end: int | None = None) -> int | None:
+        """The number of the first tier, from ``first`` to ``end``, that has or may have the chunk.
 
         Skips tiers that the chunk is being removed from.
         """
-        for level in range(first, len(self.tiers)):
+        for level in range(first, len(self.tiers) if end is None else end):
             may_have_it = self.tiers[level].lookup(key) is not False
             if may_have_it and not self.queues[level].is_removing(key):
                 return level

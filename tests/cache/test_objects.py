@@ -10,7 +10,7 @@ import pytest
 
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.memory import HeapMemory
-from lmcache_redis.cache.objects import Found, Held, ObjectCache
+from lmcache_redis.cache.objects import Found, Held, ObjectCache, Places
 from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, Backing, FramesResult
 from lmcache_redis.errors import FormatError
 from lmcache_redis.keys import ObjectKey
@@ -79,7 +79,7 @@ class Objects(World):
 
     def find(self, key: ObjectKey, first: int = 0) -> list[Found | None]:
         found: list[Found | None] = []
-        self.objects.find(key, time.monotonic() + 10, found.append, first)
+        self.objects.find(key, time.monotonic() + 10, found.append, Places(first=first))
         self.loop.run_posted()
         return found
 
