@@ -201,7 +201,9 @@ class HostPool:
         Releases the filler's pin after the watchers ran, which may add theirs. Returns whether the
         entry is READY.
         """
-        watchers, entry.watchers, entry.cancel = entry.watchers or (), None, None
+        watchers, entry.watchers, entry.cancel = entry.watchers, None, None
+        if watchers is None:
+            raise RuntimeError(f"ended twice: {entry!r}")
         is_ready = filled is Filled.READY and self.publish(entry)
         if not is_ready:
             self.discard(entry)
@@ -215,7 +217,8 @@ class HostPool:
 
     def watch(self, entry: Entry, watcher: Watcher) -> None:
         """Have ``watcher`` called when the filling of ``entry`` ends. It must not have ended."""
-        assert entry.watchers is not None, "nobody would call it"
+        if entry.watchers is None:
+            raise RuntimeError(f"watched after its filling ended: {entry!r}")
         entry.watchers.append(watcher)
 
     def unwatch(self, entry: Entry, watcher: Watcher) -> None:
@@ -308,15 +311,10 @@ class HostPool:
             self._outside.remove(entry)
             self._give_back(entry)
 
-    def clear(self) -> int:
-        """Empty the index; pinned entries keep their memory until unpinned.
-
-        Returns how many entries left the index.
-        """
-        entries = list(self._index.values())
-        for entry in entries:
+    def clear(self) -> None:
+        """Empty the index; pinned entries keep their memory until unpinned."""
+        for entry in list(self._index.values()):
             self.discard(entry)
-        return len(entries)
 
     def _evict(self) -> None:
         """Evict the least recently used unpinned READY entry."""
