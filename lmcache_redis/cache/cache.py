@@ -85,7 +85,6 @@ class Cache:
             WriteBehind(backing, level, owner, self.pool, metrics, self.rates[level])
             for level, backing in enumerate(backings)
         )
-        self._memory = memory
 
     def close(self, deadline_s: float) -> bool:
         """Closes the tiers one after the other; writes have ``deadline_s`` seconds to finish.
@@ -109,11 +108,11 @@ class Cache:
 
     def units(self, form: ChunkForm) -> int:
         """The units of the pool's memory that a chunk takes."""
-        return self._memory.units(form.chunk_bytes, form.stripe_payload_bytes)
+        return self.pool.memory.units(form.chunk_bytes, form.stripe_payload_bytes)
 
     def views(self, form: ChunkForm, entry: Entry) -> list[memoryview]:
         """The entry's memory as one view per stripe, each of exactly the stripe's bytes."""
-        return self._memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
+        return self.pool.memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
 
     def publish(self, entry: Entry) -> bool:
         """A reserved entry is filled: makes it READY, so that lookups find it.

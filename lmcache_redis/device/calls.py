@@ -56,10 +56,11 @@ class Chunk(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A gather or a scatter: see `DeviceContext`."""
+    """A gather or a scatter: see `DeviceContext`. chunk_bytes: of each of its chunks."""
 
     group: int
     chunks: list[Chunk]
+    chunk_bytes: int
     stripe_payload_bytes: int
     event: bytes | None
     until_ns: int | None
@@ -114,8 +115,8 @@ class DeviceContext(ABC):
         ``event`` is the engine's interprocess event after which the blocks may be read; None on the
         CPU, where the engine's memory is coherent.
         """
-        cut = self._cut(block_ids, slots, stripe_payload_bytes, 0, chunks, group)
-        self._gather(Call(group, cut, stripe_payload_bytes, event, until_ns), on_blocks_read)
+        cut = chunks_of_call(block_ids, slots, 0, chunks)
+        self._gather(self._call(group, cut, stripe_payload_bytes, event, until_ns), on_blocks_read)
 
     def scatter(
         self,
@@ -135,8 +136,8 @@ class DeviceContext(ABC):
         The blocks may be written after ``event``, because an engine on a GPU may still be zeroing
         fresh blocks; None on the CPU. On return the engine may read the blocks.
         """
-        cut = self._cut(block_ids, slots, stripe_payload_bytes, skip_blocks, chunks, group)
-        self._scatter(Call(group, cut, stripe_payload_bytes, event, until_ns))
+        cut = chunks_of_call(block_ids, slots, skip_blocks, chunks)
+        self._scatter(self._call(group, cut, stripe_payload_bytes, event, until_ns))
 
     def close(self) -> None:
         """Wait for calls in progress, then unmap. Later calls raise DeviceError. Idempotent."""
@@ -159,20 +160,14 @@ class DeviceContext(ABC):
     def _unmap(self) -> None:
         """Release the memory."""
 
-    def _cut(
-        self,
-        block_ids: Sequence[int],
-        slots: Sequence[memoryview],
-        stripe_payload_bytes: int,
-        skip_blocks: int,
-        chunks: int,
-        group: int,
-    ) -> list[Chunk]:
-        cut = chunks_of_call(block_ids, slots, skip_blocks, chunks)
-        chunk_bytes = len(cut[0].block_ids) * self._block_bytes[group]
-        for chunk in cut:
-            check_slots(chunk.slots, chunk_bytes, stripe_payload_bytes)
-        return cut
+    def _call(
+        self, group: int, chunks: list[Chunk], stripe_bytes: int, event: bytes | None,
+        until_ns: int | None,
+    ) -> Call:  # fmt: skip
+        chunk_bytes = len(chunks[0].block_ids) * self._block_bytes[group]
+        for chunk in chunks:
+            check_slots(chunk.slots, chunk_bytes, stripe_bytes)
+        return Call(group, chunks, chunk_bytes, stripe_bytes, event, until_ns)
 
     @contextlib.contextmanager
     def _mapped(self) -> Iterator[None]:

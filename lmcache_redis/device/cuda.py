@@ -93,12 +93,12 @@ class CudaDevice(DeviceContext):
     def _gather(self, call: Call, on_blocks_read: Callable[[], None] | None) -> None:
         """Once the engine's event has happened."""
         ids = self._checked(call)
-        with self._stream(self._gather_streams, call, ids) as (stream, staging):
+        with self._stream(self._gather_streams, call) as (stream, staging):
             sent = stream.send(ids)
             stream.after(call.event, call.until_ns)
             self._copies[call.group].gather(sent, staging)
             kernel = stream.mark()
-            for part, slot in self._stripes(staging, call):
+            for part, slot in _stripes(staging, call):
                 slot.copy_(part, non_blocking=True)
             if on_blocks_read is not None:
                 kernel.synchronize()
@@ -107,9 +107,9 @@ class CudaDevice(DeviceContext):
     def _scatter(self, call: Call) -> None:
         """Pages are written after the event."""
         ids = self._checked(call)
-        with self._stream(self._scatter_streams, call, ids) as (stream, staging):
+        with self._stream(self._scatter_streams, call) as (stream, staging):
             sent = stream.send(ids)
-            for part, slot in self._stripes(staging, call):
+            for part, slot in _stripes(staging, call):
                 part.copy_(slot, non_blocking=True)
             stream.after(call.event, call.until_ns)
             self._copies[call.group].scatter(sent, staging)
@@ -139,9 +139,7 @@ class CudaDevice(DeviceContext):
         return ids
 
     @contextmanager
-    def _stream(
-        self, streams: _Streams, call: Call, ids: _Int64s
-    ) -> Iterator[tuple[_CopyStream, torch.Tensor]]:
+    def _stream(self, streams: _Streams, call: Call) -> Iterator[tuple[_CopyStream, torch.Tensor]]:
         """A stream, made current, with staging for the chunks. It is drained at the end."""
         with self._mapped():
             wait_s = _left_s(_STREAM_DEADLINE_S, call.until_ns)
@@ -153,24 +151,13 @@ class CudaDevice(DeviceContext):
                 ) from None
             try:
                 with stream.running():
-                    chunk_bytes = ids.shape[1] * self._block_bytes[call.group]
-                    before_last = (ids.shape[0] - 1) * staging_stride_bytes(chunk_bytes)
-                    yield stream, stream.staging(before_last + chunk_bytes)
+                    stride_bytes = staging_stride_bytes(call.chunk_bytes)
+                    before_last = (len(call.chunks) - 1) * stride_bytes
+                    yield stream, stream.staging(before_last + call.chunk_bytes)
             except RuntimeError as error:
                 raise DeviceError(f"a copy on {self.device} failed: {error}") from error
             finally:
                 streams.put(stream)
-
-    def _stripes(
-        self, staging: torch.Tensor, call: Call
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each stripe of the staged chunks with its slot, as tensors of one length."""
-        chunk_bytes = len(call.chunks[0].block_ids) * self._block_bytes[call.group]
-        staged = staging.split(staging_stride_bytes(chunk_bytes))
-        for chunk, whole in zip(call.chunks, staged, strict=True):
-            parts = whole[:chunk_bytes].split(call.stripe_payload_bytes)
-            for part, slot in zip(parts, chunk.slots, strict=True):
-                yield part, torch.frombuffer(slot, dtype=torch.uint8, count=part.numel())
 
 
 class _CopyStream:
@@ -282,6 +269,15 @@ class PinnedMemory:
         if codes != [0]:
             reason = f"CUDA error {codes[0]}" if codes else "CUDA did not answer in time"
             raise DeviceError(f"host memory could not be unpinned: {reason}")
+
+
+def _stripes(staging: torch.Tensor, call: Call) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each stripe of the staged chunks with its slot, as tensors of one length."""
+    staged = staging.split(staging_stride_bytes(call.chunk_bytes))
+    for chunk, whole in zip(call.chunks, staged, strict=True):
+        parts = whole[: call.chunk_bytes].split(call.stripe_payload_bytes)
+        for part, slot in zip(parts, chunk.slots, strict=True):
+            yield part, torch.frombuffer(slot, dtype=torch.uint8, count=part.numel())
 
 
 def _left_s(most_s: float, until_ns: int | None) -> float:

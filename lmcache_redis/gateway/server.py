@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import ipaddress
 import logging
 import math
@@ -94,7 +95,7 @@ class Gateway:
     def stats(self) -> dict[str, int]:
         """Counters, open connections, and grains of the budget in use. On any thread."""
         return {
-            **self.counters.snapshot(),
+            **dataclasses.asdict(self.counters),
             "open_connections": len(self._clients),
             "slots": self._budget.grain_count,
             "slots_in_use": self._budget.used_grains,
