@@ -16,9 +16,9 @@ import msgspec
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CPU
-from lmcache_redis.cache.bet import Computing
+from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.cache.pool import Entry, HostPool
-from lmcache_redis.device.context import DeviceContext
+from lmcache_redis.device.calls import DeviceContext
 from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.errors import WireError
 from lmcache_redis.naming import ChunkForm

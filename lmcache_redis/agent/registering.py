@@ -16,7 +16,8 @@ from lmcache_redis.agent.copies import REGISTERING, CopyOutcome
 from lmcache_redis.agent.peers import Group, Peer, Registration
 from lmcache_redis.agent.transfers import Reply
 from lmcache_redis.config import AgentConfig
-from lmcache_redis.device.context import DeviceContext, open_device
+from lmcache_redis.device.calls import DeviceContext
+from lmcache_redis.device.context import open_device
 from lmcache_redis.device.handles import check_exporter
 from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
 from lmcache_redis.errors import ConfigError, DeviceError, FormatError, WireError

@@ -23,7 +23,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.transfers import Reply
 from lmcache_redis.cache.cache import load_of
-from lmcache_redis.cache.inflight import Filled
+from lmcache_redis.cache.pool import Filled
 from lmcache_redis.cache.threads import Timer
 from lmcache_redis.errors import FormatError, WireError
 from lmcache_redis.naming import ChunkForm, ChunkNames
@@ -145,7 +145,7 @@ class _Batch:
             return "full"
         entry = load_of(job).entry
         entry.is_ahead = True
-        cache.inflight.watch(entry, lambda filled: self._filled(number, job, filled))
+        cache.pool.watch(entry, lambda filled: self._filled(number, job, filled))
         self._loading += 1
         self._warming.in_flight_bytes += form.chunk_bytes
         cache.begin_loads((job,))

@@ -1,12 +1,10 @@
 """Blocking backends that keep chunks in memory, on disk or in Redis, for use as a library.
 
-interface   the contract of every backend; the callers' buffers are in buffers
-tensors     converts tensors to bytes and back
+interface   the contract of every backend, and tensors; the callers' buffers are in buffers
 local       memory of the process
 tiered      blocking calls over a tier of the cache
 disk        a directory
-remote      Redis or Valkey, with keylocks
-pipelined   the same, with several chunks of a batch in flight
+remote      Redis or Valkey, with keylocks; one chunk of a batch in flight, or several
 hybrid      a hierarchy of backends
 """
 
@@ -14,8 +12,7 @@ from lmcache_redis.backends.disk import LMCLocalDiskBackend
 from lmcache_redis.backends.hybrid import LMCHybridBackend
 from lmcache_redis.backends.interface import LMCBackendInterface
 from lmcache_redis.backends.local import LMCLocalBackend
-from lmcache_redis.backends.pipelined import LMCPipelinedRemoteBackend
-from lmcache_redis.backends.remote import LMCRemoteBackend
+from lmcache_redis.backends.remote import LMCPipelinedRemoteBackend, LMCRemoteBackend
 
 __all__ = [
     "LMCBackendInterface",

@@ -2,7 +2,7 @@
 
 A backend keeps chunks by `ObjectKey`, each with its `RemoteMetadata`, which describes its bytes.
 The byte calls move payloads between the backend and the caller's buffers, without an intermediate
-copy of the interface's own; the tensor calls allocate the buffers.
+copy of the interface's own; the tensor calls allocate the buffers, and copy no tensor on the CPU.
 
 Calls may come from several threads at once; an iterator of `batched_get` is for one thread at a
 time. A backend behind a network ends each call by its own deadline. On a disk that hangs, calls in
@@ -18,8 +18,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from lmcache_redis.dtypes import dtype_name, torch_dtype
+from lmcache_redis.errors import FormatError
 from lmcache_redis.keys import ObjectKey
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.protocol import MAX_DIMS, MemoryFormat, RemoteMetadata
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,33 @@ if TYPE_CHECKING:
 # Takes the metadata of a chunk that was found and returns writable buffers for its payload, in
 # order, `metadata.length` bytes in total. None: there is no room, and the get is a miss.
 Allocate = Callable[[RemoteMetadata], Sequence[memoryview] | None]
+
+
+class TensorAllocation:
+    """An `Allocate` that creates a tensor of the shape and dtype in the metadata."""
+
+    def __init__(self) -> None:
+        self._tensor: torch.Tensor | None = None
+
+    def __call__(self, metadata: RemoteMetadata) -> Sequence[memoryview] | None:
+        import torch
+
+        if len(metadata.shapes) != 1 or not metadata.shapes[0]:
+            return None  # stored as bytes: not a tensor
+        try:
+            tensor = torch.empty(metadata.shapes[0], dtype=torch_dtype(metadata.dtype_names[0]))
+        except (FormatError, MemoryError, RuntimeError):
+            return None
+        if tensor.numel() * tensor.element_size() != metadata.length:
+            return None
+        self._tensor = tensor
+        return (memoryview(tensor.view(-1).view(torch.uint8).numpy()),)
+
+    def tensor_on(self, device: str) -> torch.Tensor:
+        """The tensor on a device, after a get has filled it."""
+        if self._tensor is None:
+            raise RuntimeError("nothing was allocated")
+        return self._tensor if device == "cpu" else self._tensor.to(device)
 
 
 class LMCBackendInterface(ABC):
@@ -98,8 +127,6 @@ class LMCBackendInterface(ABC):
 
     def get(self, key: ObjectKey) -> torch.Tensor | None:
         """The chunk as a tensor in new memory on `dst_device`; None is a miss."""
-        from lmcache_redis.backends.tensors import TensorAllocation
-
         allocation = TensorAllocation()
         if self.get_bytes(key, allocation) is None:
             return None
@@ -120,10 +147,21 @@ class LMCBackendInterface(ABC):
         return map(self.get, keys)
 
     def _encoded(self, kv_chunk: torch.Tensor) -> tuple[RemoteMetadata, tuple[memoryview]]:
-        """The metadata and the payload of a tensor; of one on the CPU, a view of its memory."""
-        from lmcache_redis.backends.tensors import tensor_bytes, tensor_metadata
+        """The metadata and the elements, in C order; contiguous ones on the CPU are not copied.
 
-        return tensor_metadata(kv_chunk, self.fmt), (tensor_bytes(kv_chunk),)
+        Raises FormatError for a tensor without an encoding.
+        """
+        import torch
+
+        if not 1 <= kv_chunk.dim() <= MAX_DIMS or not kv_chunk.numel():
+            raise FormatError(
+                f"a chunk has 1 to {MAX_DIMS} dimensions and at least one element, "
+                f"not the shape {tuple(kv_chunk.shape)}"
+            )
+        shape, name = tuple(kv_chunk.shape), dtype_name(kv_chunk.dtype)
+        metadata = RemoteMetadata(kv_chunk.nbytes, [shape], [name], self.fmt)
+        flat = kv_chunk.detach().contiguous().cpu().view(-1).view(torch.uint8)
+        return metadata, (memoryview(flat.numpy()),)
 
     def _check_open(self) -> None:
         if self._closed:

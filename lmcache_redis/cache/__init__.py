@@ -5,14 +5,14 @@ worker are named and split into stripes, and a hash identifies one of them. In m
 `Entry` of the host pool: slots of an `Arena`, one per stripe, or one block of a `HeapMemory`. A
 pinned entry keeps its memory; an unpinned one stays until its memory is needed.
 
-    memory, pool      `Arena` or `HeapMemory`, and `HostPool`: which chunk holds which memory
-    inflight          entries that are being filled and their watchers: a chunk is loaded once
+    memory, pool      `Arena` or `HeapMemory`, and `HostPool`: which chunk holds which memory, and
+                      who waits for it to be filled: a chunk is loaded once
     tier              the contract of the tiers behind the pool: `disk`, and `RedisPlane`
     writebehind       one bounded queue per tier; the changes of one key are in order
-    turns             which writes begin, and when: writes give way to loads
-    lookup, parts     `PrefixLookup`: how many leading chunks are available, pinned, by a deadline
-    bet               rates of tiers and engines, and how much of a prefix is worth loading
-    prefix            which parts of its chunks a prefix needs, if a model has groups of layers
+    pacing            rates of tiers and engines: how much of a prefix is worth loading, which
+                      lookup is next, and which writes begin: they give way to loads
+    lookup            `PrefixLookup`: how many leading chunks are available, pinned, by a deadline
+    parts             which parts of its chunks a prefix needs, if a model has groups of layers
     cache             `Cache`: all of these together, and clears
     objects           `ObjectCache`: put, get and remove chunks of any size with their metadata
     threads           the thread that owns all of this, its key locks, and worker threads

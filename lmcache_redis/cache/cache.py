@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lmcache_redis.cache.bet import TransferRate
-from lmcache_redis.cache.inflight import Filled, InflightLoads
-from lmcache_redis.cache.pool import Entry, HostPool, Line, Memory
-from lmcache_redis.cache.threads import Owner
+from lmcache_redis.cache.memory import Memory
+from lmcache_redis.cache.pacing import Line, TransferRate
+from lmcache_redis.cache.pool import Entry, Filled, HostPool
+from lmcache_redis.cache.threads import Action, Owner
 from lmcache_redis.cache.tier import Backing
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.metrics import Metrics
@@ -78,7 +78,6 @@ class Cache:
         self.pool = HostPool(memory, idle_limit)
         self.pool.on_evicted = partial(metrics.count, "evictions")
         self.line = Line(owner, self.pool)
-        self.inflight = InflightLoads(self.pool)
         self.tiers = tuple(backing.tier for backing in backings)
         self.rates = tuple(TransferRate() for _ in backings)
         self.counters = tuple(backing.counters for backing in backings)
@@ -86,7 +85,6 @@ class Cache:
             WriteBehind(backing, level, owner, self.pool, metrics, self.rates[level])
             for level, backing in enumerate(backings)
         )
-        self._memory = memory
 
     def close(self, deadline_s: float) -> bool:
         """Closes the tiers one after the other; writes have ``deadline_s`` seconds to finish.
@@ -106,27 +104,27 @@ class Cache:
 
         None if there is no room. Raises RuntimeError if the chunk is in the pool.
         """
-        return self.inflight.begin(form.key(chunk_hash), self.units(form))
+        return self.pool.reserve(form.key(chunk_hash), self.units(form))
 
     def units(self, form: ChunkForm) -> int:
         """The units of the pool's memory that a chunk takes."""
-        return self._memory.units(form.chunk_bytes, form.stripe_payload_bytes)
+        return self.pool.memory.units(form.chunk_bytes, form.stripe_payload_bytes)
 
     def views(self, form: ChunkForm, entry: Entry) -> list[memoryview]:
         """The entry's memory as one view per stripe, each of exactly the stripe's bytes."""
-        return self._memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
+        return self.pool.memory.views(entry.block, form.chunk_bytes, form.stripe_payload_bytes)
 
     def publish(self, entry: Entry) -> bool:
         """A reserved entry is filled: makes it READY, so that lookups find it.
 
         Does not write it behind. Returns False if the entry was discarded meanwhile.
         """
-        return self.inflight.end(entry, Filled.READY)
+        return self.pool.end(entry, Filled.READY)
 
     def abandon(self, entry: Entry) -> None:
         """The entry will not be filled: it leaves the pool. Does nothing after `publish`."""
-        if not self.inflight.ended(entry):
-            self.inflight.end(entry, Filled.FAILED)
+        if entry.watchers is not None:
+            self.pool.end(entry, Filled.FAILED)
 
     # --------------------------------------------------------------- writes
 
@@ -149,7 +147,7 @@ class Cache:
 
     @property
     def backlog(self) -> int:
-        """Writes that are queued or in flight, except those stuck in a tier that hangs."""
+        """Writes and removals that have not ended, except those stuck in a tier that hangs."""
         return sum(map(len, self.queues))
 
     def begin_writes(self) -> None:
@@ -165,12 +163,12 @@ class Cache:
 
     # ---------------------------------------------------------------- loads
 
-    def level_of(self, key: bytes, first: int = 0) -> int | None:
-        """The number of the first tier, from ``first`` on, that has or may have the chunk.
+    def level_of(self, key: bytes, first: int = 0, end: int | None = None) -> int | None:
+        """The number of the first tier, from ``first`` to ``end``, that has or may have the chunk.
 
         Skips tiers that the chunk is being removed from.
         """
-        for level in range(first, len(self.tiers)):
+        for level in range(first, len(self.tiers) if end is None else end):
             may_have_it = self.tiers[level].lookup(key) is not False
             if may_have_it and not self.queues[level].is_removing(key):
                 return level
@@ -184,11 +182,11 @@ class Cache:
         `begin_loads` begins it. Watchers of the entry learn how it ends; if the last of them stops
         watching, the load is cancelled.
         """
-        entry = self.inflight.begin(key, self.units(form))
+        entry = self.pool.reserve(key, self.units(form))
         if entry is None:
             return None
         job = self._job(form, chunk_hash, entry, deadline_s, Load(entry, form, level))
-        self.inflight.on_abandoned(entry, lambda: self.tiers[load_of(job).level].cancel(job))
+        entry.cancel = lambda: self.tiers[load_of(job).level].cancel(job)
         return job
 
     def begin_loads(self, jobs: Sequence[ChunkIO]) -> None:
@@ -216,7 +214,7 @@ class Cache:
         job = self.prepare_load(form, key, chunk_hash, level, now_s + _PROBE_DEADLINE_S)
         if job is not None:
             self.metrics.count("probes")
-            self.inflight.watch(load_of(job).entry, lambda filled: None)  # it is not abandoned
+            self.pool.watch(load_of(job).entry, lambda filled: None)  # it is not abandoned
             self.begin_loads((job,))
 
     # On threads of the tier.
@@ -247,7 +245,7 @@ class Cache:
         # What a closed tier did not load is not asked of the next one, which is closed too.
         level = None if self._is_closed else self.level_of(entry.key, load.level + 1)
         if level is None or outcome is ReadOutcome.CANCELLED:
-            self.inflight.end(entry, Filled.FAILED)
+            self.pool.end(entry, Filled.FAILED)
         else:
             load.level = level
             self.begin_loads((job,))
@@ -263,7 +261,7 @@ class Cache:
         load.is_stuck = True
         self._measure(job, arrived=False)
         self.pool.pin(load.entry)
-        self.inflight.end(load.entry, filled)
+        self.pool.end(load.entry, filled)
 
     def _measure(self, job: ChunkIO, *, arrived: bool) -> None:
         load, now_s = load_of(job), time.monotonic()
@@ -293,9 +291,16 @@ class Cache:
         Writes and removals of its key wait until no tier reads it: a reader that found the chunk
         partly replaced would remove it.
         """
+
+        def when_ended(action: Action) -> None:
+            if entry.watchers is None:
+                action()
+            else:
+                self.pool.watch(entry, lambda filled: action())
+
         for queue in self.queues:
-            queue.wait_for(entry.key, partial(self.inflight.when_ended, entry))
-        self.inflight.cancel(entry)
+            queue.wait_for(entry.key, when_ended)
+        self.pool.cancel(entry)
 
     # --------------------------------------------------------------- clears
 

@@ -2,16 +2,16 @@
 
     find     chunks in the host pool are pinned; each tier in order is asked about the others,
              through its index or by one scan of the rest of the prefix
-    settle   how much of the prefix is worth loading (`bet`; what a tier was found too slow for is
-             not even looked for), and whether the pool has room: until it has, the lookup waits in
-             a line and pins nothing (`Line`). If the prefix is larger than the pool, its end is
-             only found: the engine's retrieve loads it in pieces
+    settle   how much of the prefix is worth loading (`pacing`; what a tier was found too slow
+             for is not even looked for), and whether the pool has room: until it has, the lookup
+             waits in a line and pins nothing (`Line`). If the prefix is larger than the pool, its
+             end is only found: the engine's retrieve loads it in pieces
     load     the parts that the prefix needs are read into slots in prefix order; a part that a
              tier fails to deliver in time is read from the next tier
     answer   when every part of the prefix is READY; with those that are, at the deadline or when
              the rest would take longer than computing it; what is beyond the prefix is unpinned
 
-A chunk has one part in each row (rank and group of layers, see `prefix`). It counts if every part
+A chunk has one part in each row (rank and group of layers, see `parts`). It counts if every part
 of it does that the prefix needs. The prefix ends before chunk number ``bound``, which shrinks when
 a needed part is missing, is not worth loading, or fails to load. A shorter prefix may need other
 parts of bounded rows, those that do not need all chunks: then the lookup settles again.
@@ -39,12 +39,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from lmcache_redis.cache.bet import Computing, prefix_worth_loading
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.inflight import Filled
-from lmcache_redis.cache.parts import LookupParts, Wanted
-from lmcache_redis.cache.pool import Entry
-from lmcache_redis.cache.prefix import Part, PrefixNeeds
+from lmcache_redis.cache.pacing import Computing, prefix_worth_loading
+from lmcache_redis.cache.parts import LookupParts, Part, PrefixNeeds, Wanted
+from lmcache_redis.cache.pool import Entry, Filled
 from lmcache_redis.cache.threads import Timer
 from lmcache_redis.naming import ChunkForm, PartNames
 from lmcache_redis.resp.outcomes import CallOutcome, ExistsResult, ReadOutcome, ScanResult

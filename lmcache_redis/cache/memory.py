@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,30 @@ _PREFAULT_STEP_BYTES = HUGE_PAGE_BYTES
 # Smaller blocks come from the allocator, which has warm memory of their size.
 LEAST_REUSED_BYTES = 64 << 10
 _SIZES_TO_A_DOUBLING = 8
+
+
+class Memory(Protocol):
+    """Where a pool keeps payloads. A unit is the smallest amount that the memory allocates."""
+
+    @property
+    def capacity(self) -> int:
+        """Units of all blocks together."""
+
+    def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
+        """The units that a chunk takes if it is split into stripes of that size."""
+
+    def take(self, units: int, *, fresh: bool = False) -> Any:
+        """A block with undefined contents. Raises MemoryError.
+
+        fresh: if the memory grows with its use, a block that takes none until it is written to. All
+        blocks taken at one time have at most `capacity` units.
+        """
+
+    def give_back(self, block: Any) -> None:
+        """Free a block, whose views are no longer used."""
+
+    def views(self, block: Any, chunk_bytes: int, stripe_bytes: int) -> list[memoryview]:
+        """The chunk's stripes in its block, each a writable view of exactly its bytes."""
 
 
 class Arena:
@@ -92,7 +117,7 @@ class Arena:
         return True
 
     def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
-        """See `pool.Memory`. One slot per stripe."""
+        """See `Memory`. One slot per stripe."""
         return -(-chunk_bytes // stripe_bytes)
 
     def take(self, units: int, *, fresh: bool = False) -> tuple[int, ...]:
@@ -146,7 +171,7 @@ class HeapMemory:
         return chunk_bytes
 
     def take(self, units: int, *, fresh: bool = False) -> memoryview:
-        """See `pool.Memory`. A block is a view of its bytes."""
+        """See `Memory`. A block is a view of its bytes."""
         if units < LEAST_REUSED_BYTES:
             return np.empty(units, np.uint8).data
         size = _size_for(units)
@@ -169,7 +194,7 @@ class HeapMemory:
         self._trim()
 
     def views(self, block: memoryview, chunk_bytes: int, stripe_bytes: int) -> list[memoryview]:
-        """See `pool.Memory`. The views are contiguous: one stripe per chunk gives one view."""
+        """See `Memory`. The views are contiguous: one stripe per chunk gives one view."""
         starts = range(0, chunk_bytes, stripe_bytes)
         return [block[start : min(start + stripe_bytes, chunk_bytes)] for start in starts]
 

@@ -22,10 +22,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from lmcache_redis.cache.cache import Cache, load_of
-from lmcache_redis.cache.inflight import Filled
-from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.cache.pool import Entry, EntryState, Filled
 from lmcache_redis.cache.threads import WorkerThreads
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.keys import ObjectKey
@@ -55,6 +55,17 @@ class Held:
     entry: Entry
     metadata: RemoteMetadata
     payload: memoryview
+
+
+class Places(NamedTuple):
+    """Where to look for a chunk: in memory, and in the tiers from number `first` to `end` - 1."""
+
+    memory: bool = True
+    first: int = 0
+    end: int | None = None
+
+
+EVERYWHERE = Places()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,31 +117,28 @@ class ObjectCache:
         key: ObjectKey,
         deadline: float,
         done: Callable[[Found | None], None],
-        first: int = 0,
-        end: int | None = None,
+        places: Places = EVERYWHERE,
     ) -> None:
-        """Find the chunk in the first tier that has it: from number `first` on, before `end`."""
+        """Find the chunk in the first tier of the places that has it. Does not look in memory."""
         chunk_key = self._names.chunk_key(key)
-        waiting = self._finds.get(chunk_key)
-        is_of_all = not first and end is None
-        if not is_of_all or waiting is None:
+        waiting = self._finds.get(chunk_key) if places == EVERYWHERE else None
+        if waiting is None:
             waiting = []
-            if is_of_all:
+            if places == EVERYWHERE:
                 self._finds[chunk_key] = waiting
-            self._post(partial(self._ask, key, chunk_key, first, end, deadline, waiting))
+            self._post(partial(self._ask, key, chunk_key, places, deadline, waiting))
         waiting.append(done)
 
     def _ask(
         self,
         key: ObjectKey,
         chunk_key: bytes,
-        first: int,
-        end: int | None,
+        places: Places,
         deadline: float,
         waiting: list[Callable[[Found | None], None]],
     ) -> None:
         """Asks one tier after the other for the key's frame."""
-        level = self.cache.level_of(chunk_key, first)
+        level = self.cache.level_of(chunk_key, places.first, places.end)
 
         def answer(found: Found | None) -> None:
             if self._finds.get(chunk_key) is waiting:
@@ -147,9 +155,9 @@ class ObjectCache:
             ):
                 answer(Found(frame, parsed_metadata(frame.metadata), level))
             else:
-                self._ask(key, chunk_key, level + 1, end, deadline, waiting)
+                self._ask(key, chunk_key, places._replace(first=level + 1), deadline, waiting)
 
-        if level is None or (end is not None and level >= end):
+        if level is None:
             answer(None)
         else:
             self.cache.tiers[level].describe(
@@ -187,7 +195,7 @@ class ObjectCache:
             done(self._held(entry))
         else:
             self._pool.pin(entry)
-            self.cache.inflight.watch(entry, partial(self._loaded, key, entry, done))
+            self._pool.watch(entry, partial(self._loaded, key, entry, done))
             if job is not None:
                 self.cache.begin_loads((job,))
 
@@ -267,22 +275,25 @@ class ObjectCache:
 
     # ----------------------------------------------------------------- keys
 
-    def contains(self, key: ObjectKey, deadline: float, done: Callable[[bool], None]) -> None:
+    def contains(
+        self,
+        key: ObjectKey,
+        deadline: float,
+        done: Callable[[bool], None],
+        places: Places = EVERYWHERE,
+    ) -> None:
         """Whether a load would most likely find the chunk. Does not count as a use."""
-        if self.in_memory(key):
+        chunk_key = self._names.chunk_key(key)
+        entry = self._pool.peek(chunk_key) if places.memory else None
+        if entry is not None and entry.state is EntryState.READY:
             done(True)
         else:
-            self._contains(self._names.chunk_key(key), 0, deadline, done)
-
-    def in_memory(self, key: ObjectKey) -> bool:
-        """Whether `hold` would find the chunk. Does not count as a use."""
-        entry = self._pool.peek(self._names.chunk_key(key))
-        return entry is not None and entry.state is EntryState.READY
+            self._contains(chunk_key, places, deadline, done)
 
     def _contains(
-        self, chunk_key: bytes, first: int, deadline: float, done: Callable[[bool], None]
+        self, chunk_key: bytes, places: Places, deadline: float, done: Callable[[bool], None]
     ) -> None:
-        level = self.cache.level_of(chunk_key, first)
+        level = self.cache.level_of(chunk_key, places.first, places.end)
         if level is None:
             done(False)
             return
@@ -295,7 +306,7 @@ class ObjectCache:
             if result.outcome is CallOutcome.DONE and result.present[0]:
                 done(True)
             else:
-                self._contains(chunk_key, level + 1, deadline, done)
+                self._contains(chunk_key, places._replace(first=level + 1), deadline, done)
 
         tier.exists((chunk_key,), deadline, lambda result: self._post(partial(answer, result)))
 
@@ -333,12 +344,6 @@ class ObjectCache:
             self._post(partial(done, [key for key in parsed if key is not None]))
 
         self._lists.put(collect, dropped=lambda: self._post(partial(done, [])))
-
-    def flush(self, done: Callable[[], None]) -> None:
-        """Calls `done` when every write and removal that began before has ended."""
-        add = _any_of(True, len(self.cache.queues), lambda _: done())
-        for queue in self.cache.queues:
-            queue.flush(partial(add, True))
 
     def close(self, deadline_s: float) -> bool:
         self._lists.stop()

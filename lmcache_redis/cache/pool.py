@@ -12,41 +12,20 @@ An entry's life::
 A FILLING entry is in the index unless it was reserved without a key: then `publish` gives it one
 and discards the entry that the key had. A DISCARDED entry has left the index; its memory becomes
 free when its last pin is released, never before. The pool never holds more than ``capacity`` units.
+
+One filling serves all requests for a chunk: two equal prompts load it once, and a lookup may wait
+for a chunk that a store is gathering. Whoever waits pins the entry and watches it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from lmcache_redis.cache.threads import Owner
-
-
-class Memory(Protocol):
-    """Where a pool keeps payloads. A unit is the smallest amount that the memory allocates."""
-
-    @property
-    def capacity(self) -> int:
-        """Units of all blocks together."""
-
-    def units(self, chunk_bytes: int, stripe_bytes: int) -> int:
-        """The units that a chunk takes if it is split into stripes of that size."""
-
-    def take(self, units: int, *, fresh: bool = False) -> Any:
-        """A block with undefined contents. Raises MemoryError.
-
-        fresh: if the memory grows with its use, a block that takes none until it is written to. All
-        blocks taken at one time have at most `capacity` units.
-        """
-
-    def give_back(self, block: Any) -> None:
-        """Free a block, whose views are no longer used."""
-
-    def views(self, block: Any, chunk_bytes: int, stripe_bytes: int) -> list[memoryview]:
-        """The chunk's stripes in its block, each a writable view of exactly its bytes."""
+from lmcache_redis.cache.memory import Memory
 
 
 class EntryState(Enum):
@@ -55,6 +34,17 @@ class EntryState(Enum):
     FILLING = "filling"
     READY = "ready"
     DISCARDED = "discarded"
+
+
+class Filled(Enum):
+    """How the filling of an entry ended."""
+
+    READY = "ready"
+    FAILED = "failed"
+    STUCK = "stuck"  # a hung tier keeps its slots; the next tier may have the chunk
+
+
+Watcher = Callable[[Filled], None]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -70,6 +60,8 @@ class Entry:
         position: its number in the prompt that it was stored for.
         is_ahead: loaded before a lookup asked for it. Until one does, it is evicted before all
             others, the one loaded last first.
+        watchers: told how the filling ends; None: it has ended.
+        cancel: ends the filling early; None if it cannot be cancelled, or has been.
         tag: for the caller that reserved the entry.
     """
 
@@ -82,6 +74,8 @@ class Entry:
     wanted: bool = False
     position: int = 0
     is_ahead: bool = False
+    watchers: list[Watcher] | None = field(default_factory=list)
+    cancel: Callable[[], None] | None = None
     tag: object = None
 
     def __repr__(self) -> str:
@@ -201,6 +195,50 @@ class HostPool:
             self.on_change(entry.key, None, True)
         return True
 
+    def end(self, entry: Entry, filled: Filled) -> bool:
+        """End the filling: the entry is READY, or DISCARDED if that failed or it was discarded.
+
+        Releases the filler's pin after the watchers ran, which may add theirs. Returns whether the
+        entry is READY.
+        """
+        watchers, entry.watchers, entry.cancel = entry.watchers, None, None
+        if watchers is None:
+            raise RuntimeError(f"ended twice: {entry!r}")
+        is_ready = filled is Filled.READY and self.publish(entry)
+        if not is_ready:
+            self.discard(entry)
+            filled = Filled.FAILED if filled is Filled.READY else filled
+        try:
+            for watcher in watchers:
+                watcher(filled)
+        finally:
+            self.unpin(entry)
+        return is_ready
+
+    def watch(self, entry: Entry, watcher: Watcher) -> None:
+        """Have ``watcher`` called when the filling of ``entry`` ends. It must not have ended."""
+        if entry.watchers is None:
+            raise RuntimeError(f"watched after its filling ended: {entry!r}")
+        entry.watchers.append(watcher)
+
+    def unwatch(self, entry: Entry, watcher: Watcher) -> None:
+        """Forget the watcher. Cancel the filling if it was the last one, and that is possible.
+
+        The entry then leaves the index at once: whoever wants the chunk meanwhile loads it anew.
+        """
+        if not entry.watchers or watcher not in entry.watchers:
+            return
+        entry.watchers.remove(watcher)
+        if not entry.watchers and entry.cancel is not None:
+            self.cancel(entry)
+            self.discard(entry)
+
+    def cancel(self, entry: Entry) -> None:
+        """Cancel the filling if that is possible; the watchers are told when it ends."""
+        cancel, entry.cancel = entry.cancel, None
+        if cancel is not None:
+            cancel()
+
     def discard(self, entry: Entry) -> None:
         """Take an entry out of the index; its memory becomes free when its last pin is released.
 
@@ -273,15 +311,10 @@ class HostPool:
             self._outside.remove(entry)
             self._give_back(entry)
 
-    def clear(self) -> int:
-        """Empty the index; pinned entries keep their memory until unpinned.
-
-        Returns how many entries left the index.
-        """
-        entries = list(self._index.values())
-        for entry in entries:
+    def clear(self) -> None:
+        """Empty the index; pinned entries keep their memory until unpinned."""
+        for entry in list(self._index.values()):
             self.discard(entry)
-        return len(entries)
 
     def _evict(self) -> None:
         """Evict the least recently used unpinned READY entry."""
@@ -298,69 +331,3 @@ class HostPool:
     def _give_back(self, entry: Entry) -> None:
         self.free += entry.units
         self.memory.give_back(entry.block)
-
-
-class _Place(NamedTuple):
-    again: Callable[[], None]
-    nbytes: int
-    urgent: bool
-
-
-class Line:
-    """Lookups that wait for room in the host pool: the urgent before the others, in their order.
-
-    They hold no pins while they wait, so no two wait for each other's memory. Owned by the owner's
-    thread.
-    """
-
-    def __init__(self, owner: Owner, pool: HostPool) -> None:
-        self._owner = owner
-        pool.on_room = self._wake
-        self._waiting: dict[Hashable, _Place] = {}  # in the order of their turns
-        self._is_posted = False
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def is_turn_of(self, who: Hashable, urgent: bool = False) -> bool:
-        """Whether ``who``, in the line or not yet, would be the next one."""
-        for each, place in self._waiting.items():
-            return each == who or (urgent and not place.urgent)
-        return True
-
-    def bytes_before(self, who: Hashable) -> int:
-        """The bytes that all before ``who`` want to load."""
-        total = 0
-        for each, place in self._waiting.items():
-            if each == who:
-                break
-            total += place.nbytes
-        return total
-
-    def wait(
-        self, who: Hashable, nbytes: int, again: Callable[[], None], urgent: bool = False
-    ) -> None:
-        """Enters the line, or keeps its place. The first in it is told of more room by ``again``.
-
-        nbytes: what it wants to load.
-        """
-        is_new = who not in self._waiting
-        self._waiting[who] = _Place(again, nbytes, urgent)
-        if urgent and is_new:
-            self._waiting = dict(sorted(self._waiting.items(), key=lambda each: not each[1].urgent))
-
-    def leave(self, who: Hashable) -> None:
-        """Leaves the line, if it is in it."""
-        if self._waiting.pop(who, None) is not None:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiting and not self._is_posted:
-            self._is_posted = True
-            self._owner.post(self._serve)
-
-    def _serve(self) -> None:
-        self._is_posted = False
-        first = next(iter(self._waiting), None)
-        if first is not None:
-            self._waiting[first].again()  # if it leaves, the next is served

@@ -5,13 +5,13 @@ store, stays in the host pool and is counted; the next store of the chunk enqueu
 
     waiting   until its delay has passed; then one call asks the tier which of the due chunks it
               has: those are not written again
-    ready     until it is its turn (`turns`)
+    ready     until it is its turn (`pacing`)
     writing   by the tier. If the tier did not answer that call, the outcome of the write says why
     stuck     in a tier that hangs: not waited for, but its slots stay pinned until the tier is done
 
 A chunk is pinned, and counts against the limit, from when it is enqueued until the tier is done.
 
-A full queue drops what would be written last (`turns`).
+A full queue drops what would be written last.
 
 `write` replaces what the tier has under the key and `remove` removes it, both without asking first.
 Writes and removals of one key run one after the other, in the order of the calls (`KeyLock`). A
@@ -27,11 +27,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from lmcache_redis.cache.bet import TransferRate
+from lmcache_redis.cache.pacing import TransferRate, Turns, order
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.threads import Action, KeyLock, Owner, Timer
 from lmcache_redis.cache.tier import Backing
-from lmcache_redis.cache.turns import Turns, order
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
@@ -84,14 +83,12 @@ class WriteBehind:
         self._locks = KeyLock(owner)
         self._writing: dict[bytes, ChunkIO] = {}  # by key, in flight or stuck
         self._done_calls: dict[Entry, Callable[[WriteOutcome], None]] = {}  # of `write`
-        self._removals: set[object] = set()
-        self._removing: Counter[bytes] = Counter()  # their keys
-        self._flushes: list[tuple[set[object], Action]] = []
+        self._removing: Counter[bytes] = Counter()  # keys of removals
         self._warned_of: WriteOutcome | None = None
 
     def __len__(self) -> int:
-        """Chunks that are waiting or being written, without stuck ones."""
-        return len(self._jobs) - len(self._stuck)
+        """Writes and removals that have not ended, without stuck ones."""
+        return len(self._jobs) - len(self._stuck) + self._removing.total()
 
     def admits(self, entry: Entry, nbytes: int) -> bool:
         """Whether to enqueue a READY entry. Counts a chunk that is dropped.
@@ -127,8 +124,6 @@ class WriteBehind:
         writing = self._writing.get(key)
         if writing is not None:
             self._tier.cancel(writing)
-        removal = object()
-        self._removals.add(removal)
         self._removing[key] += 1
 
         def begin() -> None:
@@ -141,13 +136,11 @@ class WriteBehind:
                 raise
 
         def end(result: RemoveResult) -> None:
-            self._removals.remove(removal)
             self._removing[key] -= 1
             if not self._removing[key]:
                 del self._removing[key]
             self._locks.release(key)
             done(result)
-            self._ended(removal)
 
         self._locks.acquire(key, begin)
 
@@ -158,14 +151,6 @@ class WriteBehind:
     def wait_for(self, key: bytes, when_ended: Callable[[Action], None]) -> None:
         """Holds the key's lock until ``when_ended`` calls the action that it is given."""
         self._locks.acquire(key, partial(when_ended, partial(self._locks.release, key)))
-
-    def flush(self, done: Action) -> None:
-        """Calls ``done`` when all writes and removals enqueued before have ended."""
-        pending: set[object] = {*self._jobs.values(), *self._removals}
-        if pending:
-            self._flushes.append((pending, done))
-        else:
-            done()
 
     def cancel(self, entry: Entry) -> None:
         """Cancels the write of a discarded entry."""
@@ -369,20 +354,9 @@ class WriteBehind:
         self._stuck.discard(entry)
         self.queued_bytes -= job.frame.chunk_bytes
         self._pool.unpin(entry)
-        if self._flushes:
-            self._ended(job)
         self._turns.ended(job, time.monotonic(), is_stored=bool(entry.stored_in & self._bit))
         if self._turns.ready:
             self._owner.post(self.begin_ready)
-
-    def _ended(self, change: object) -> None:
-        """A write or a removal has ended: completes the flushes that waited for it alone."""
-        for pending, _ in self._flushes:
-            pending.discard(change)
-        done = [action for pending, action in self._flushes if not pending]
-        self._flushes = [each for each in self._flushes if each[0]]
-        for action in done:
-            action()
 
 
 def _entry_of(job: ChunkIO) -> Entry:

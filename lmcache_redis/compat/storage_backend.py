@@ -27,7 +27,7 @@ import builtins
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lmcache_redis import backends
 from lmcache_redis.compat.backend_settings import (
@@ -116,10 +116,17 @@ class LMCBackendInterface(ABC):
 class _Backend(LMCBackendInterface):
     """The face of a backend. It is closed when it is no longer referenced, or at exit."""
 
-    def _use(self, tier: backends.LMCBackendInterface) -> None:
-        self._tier = tier
+    def __init__(
+        self, config: LMCacheEngineConfig, metadata: Any, dst_device: str = "cuda"
+    ) -> None:
+        super().__init__(dst_device)
+        self._tier = self._open(config, metadata)
         self._kinds = KeyKinds()
-        self._close = weakref.finalize(self, tier.close)
+        self._close = weakref.finalize(self, self._tier.close)
+
+    @abstractmethod
+    def _open(self, config: LMCacheEngineConfig, metadata: Any) -> backends.LMCBackendInterface:
+        """The backend. Raises ConfigError for a setting that is missing or wrong."""
 
     def _named(self, key: AnyKey) -> ObjectKey:
         # A method, so that an iterator of batched_get keeps its backend open.
@@ -184,14 +191,8 @@ class LMCLocalBackend(_Backend):
     smaller one is the limit, in GiB.
     """
 
-    def __init__(
-        self,
-        config: LMCacheEngineConfig,
-        metadata: LMCacheMemPoolMetadata,
-        dst_device: str = "cuda",
-    ) -> None:
-        super().__init__(dst_device)
-        self._use(memory_backend(config, metadata, dst_device))
+    def _open(self, config: LMCacheEngineConfig, metadata: Any) -> backends.LMCBackendInterface:
+        return memory_backend(config, metadata, self.dst_device)
 
 
 class LMCLocalDiskBackend(_Backend):
@@ -201,14 +202,8 @@ class LMCLocalDiskBackend(_Backend):
     metadata: not used, because puts need no pool of buffers.
     """
 
-    def __init__(
-        self,
-        config: LMCacheEngineConfig,
-        metadata: LMCacheMemPoolMetadata,
-        dst_device: str = "cuda",
-    ) -> None:
-        super().__init__(dst_device)
-        self._use(disk_backend(config, dst_device))
+    def _open(self, config: LMCacheEngineConfig, metadata: Any) -> backends.LMCBackendInterface:
+        return disk_backend(config, self.dst_device)
 
 
 class LMCRemoteBackend(_Backend):
@@ -225,14 +220,8 @@ class LMCRemoteBackend(_Backend):
 
     _is_pipelined = False
 
-    def __init__(
-        self,
-        config: LMCacheEngineConfig,
-        metadata: LMCacheEngineMetadata,
-        dst_device: str = "cuda",
-    ) -> None:
-        super().__init__(dst_device)
-        self._use(redis_backend(config, dst_device, self._is_pipelined))
+    def _open(self, config: LMCacheEngineConfig, metadata: Any) -> backends.LMCBackendInterface:
+        return redis_backend(config, self.dst_device, self._is_pipelined)
 
 
 class LMCPipelinedRemoteBackend(LMCRemoteBackend):
@@ -259,10 +248,12 @@ class LMCHybridBackend(_Backend):
         mpool_metadata: LMCacheMemPoolMetadata,
         dst_device: str = "cuda",
     ) -> None:
-        super().__init__(dst_device)
-        memory = memory_backend(config, mpool_metadata, "cpu")
+        super().__init__(config, mpool_metadata, dst_device)
+
+    def _open(self, config: LMCacheEngineConfig, metadata: Any) -> backends.LMCBackendInterface:
+        memory = memory_backend(config, metadata, "cpu")
         redis = redis_backend(config, "cpu", bool(setting(config, "pipelined_backend")))
-        self._use(backends.LMCHybridBackend((memory, redis), dst_device))
+        return backends.LMCHybridBackend((memory, redis), self.dst_device)
 
     def put(self, key: AnyKey, value: torch.Tensor, blocking: bool = True) -> None:
         """See the interface; LMCache calls the chunk `value` here."""

@@ -2,8 +2,8 @@
 
 1. A worker exports its KV cache: `blocks` finds the segments of its tensors; `cpu` or `cuda_ipc`
    makes the handles. The worker sends a `layout` (the segments) and the `handles` to the agent.
-2. The agent opens them (`context`): `mapping` maps shared memory, `cuda_ipc` maps GPU memory.
-3. A gather or a scatter on the CPU: `plan` lists the copies of a chunk, `cpu` makes them.
+2. The agent opens them (`context`): `cpu` maps shared memory, `cuda_ipc` maps GPU memory.
+3. A gather or a scatter on the CPU: `calls` lists the copies of a chunk, `cpu` makes them.
 4. On a GPU: `table` drives `cuda_kernels`, or `cuda_copies` uses torch alone; `cuda` orders
    kernels, copies to slots and the engine's events on CUDA streams.
 """

@@ -1,11 +1,5 @@
 """Device memory of either kind: an engine exports its KV cache, the agent opens it.
 
-Life cycle: a worker registers handles and a layout. `open_device` maps the memory once and checks
-the layout against its size. Gathers and scatters run on the agent's copy threads, several at a
-time. A call moves one chunk, or several if chunks are small and calls are expensive.
-`DeviceContext.close` waits for the calls in progress and unmaps. After the engine has died, CPU
-memory stays usable because the mapping keeps it alive; calls on CUDA memory raise DeviceError.
-
 Only this module chooses between devices. It imports torch only for tensors and GPUs.
 """
 
@@ -13,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_redis.device.blocks import PagedSegments, find_segments, view_tensors
+from lmcache_redis.device.calls import DeviceContext
 from lmcache_redis.device.handles import CudaIPCHandle, SharedMemoryHandle, StorageHandle
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
@@ -25,81 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from lmcache_redis.device.cuda import PinnedMemory
-
-
-class DeviceContext(Protocol):
-    """One worker's paged KV cache, mapped. Every method may raise DeviceError.
-
-    A call moves parts of ``chunks`` chunks in one group: ``block_ids`` has the blocks of the first
-    chunk in token order, then those of the second, and so on; ``slots`` likewise. Slots are
-    writable memoryviews of bytes, one for each stripe, at least as long as the stripe's payload.
-    Slots and blocks belong to the call until it returns. Arguments are checked before the first
-    byte moves: a call that refuses an argument has changed nothing.
-
-    The engine may reuse the blocks after ``until_ns`` (``time.monotonic_ns()``). A call that waits
-    for a CUDA stream or for the engine's event until then raises without touching the blocks. On
-    the CPU, a call checks the time before each MiB: a late call raises after copying a part.
-    """
-
-    @property
-    def layouts(self) -> Sequence[KVLayout]:
-        """The layout of each group."""
-        ...
-
-    @property
-    def call_bytes(self) -> int:
-        """A call should move at least this many bytes, in whole chunks; 0: one chunk."""
-        ...
-
-    @property
-    def on_host_cores(self) -> bool:
-        """Whether the engine computes on the cores that the agent uses for copies and transfers."""
-        ...
-
-    def gather(
-        self,
-        block_ids: Sequence[int],
-        slots: Sequence[memoryview],
-        stripe_payload_bytes: int,
-        event: bytes | None = None,
-        on_blocks_read: Callable[[], None] | None = None,
-        until_ns: int | None = None,
-        chunks: int = 1,
-        group: int = 0,
-    ) -> None:
-        """Copy the chunks in ``block_ids`` into ``slots``; return when the copies are complete.
-
-        On a GPU, ``on_blocks_read`` is called once, on the same thread, when the blocks have been
-        read and the engine may reuse them, long before the return. On the CPU it is not called.
-
-        ``event`` is the engine's interprocess event after which the blocks may be read; None on the
-        CPU, where the engine's memory is coherent.
-        """
-        ...
-
-    def scatter(
-        self,
-        block_ids: Sequence[int],
-        slots: Sequence[memoryview],
-        stripe_payload_bytes: int,
-        skip_blocks: int = 0,
-        event: bytes | None = None,
-        until_ns: int | None = None,
-        chunks: int = 1,
-        group: int = 0,
-    ) -> None:
-        """Copy the chunks in ``slots`` into ``block_ids``.
-
-        The first ``skip_blocks`` blocks, counted from the first chunk on, are not written.
-
-        The blocks may be written after ``event``, because an engine on a GPU may still be zeroing
-        fresh blocks; None on the CPU. On return the engine may read the blocks.
-        """
-        ...
-
-    def close(self) -> None:
-        """Wait for calls in progress, then unmap. Later calls raise DeviceError. Idempotent."""
-        ...
 
 
 class ExportedCaches(NamedTuple):

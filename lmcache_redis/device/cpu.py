@@ -1,35 +1,50 @@
-"""KV caches in CPU memory: moved into shared memory in place, and mapped by the agent.
+"""KV caches in CPU memory: moved into shared memory in place, mapped by the agent, and copied.
 
 The engine moves each storage into POSIX shared memory (torch's file-descriptor strategy: a file in
 /dev/shm that is unlinked at once and held open by the storage). The agent opens
-``/proc/<pid>/fd/<fd>``, verifies it and maps it (`lmcache_redis.device.mapping`). The kernel
-permits this between processes of one user that see each other's process ids: containers must share
-a PID namespace. A mapping keeps the memory alive after the engine has died.
+``/proc/<pid>/fd/<fd>``, verifies it and maps it (`SharedMapping`). The kernel permits this between
+processes of one user that see each other's process ids: containers must share a PID namespace. A
+mapping keeps the memory alive after the engine has died.
+
+Memory is opened only if it is in tmpfs (/dev/shm or a memfd), belongs to this user, is the memory
+that was registered, and has the registered size. The engine may truncate it during a copy. It is
+sealed against shrinking if its creator allows seals; torch does not, because it creates no memfd.
+So the size is checked before and after each call. An access to missing pages during a call kills
+this process, unless the native extension is built (`lmcache_redis.native.guard`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import fcntl
+import mmap
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lmcache_redis.device.handles import SharedMemoryHandle, own_process
+from lmcache_redis import native
+from lmcache_redis.device.calls import Call, Chunk, Copy, DeviceContext, Planner
+from lmcache_redis.device.handles import SharedMemoryHandle, check_exporter, own_process
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.mapping import SharedMapping, UseCount
-from lmcache_redis.device.plan import Chunk, Copy, Planner, check_slots, chunks_of_call
 from lmcache_redis.errors import DeviceError
+from lmcache_redis.native.madvise import address_of, fault_in
 
 if TYPE_CHECKING:
     import torch
 
 _SHM_DIRECTORY = "/dev/shm"
+_TMPFS_MAGIC = 0x01021994  # statfs(2)
+_STATFS_BYTES = 256  # more than any platform's struct statfs; f_type comes first
 # Copied between two checks of the lease; takes 0.2 ms. A copy thread that is stopped after a check
 # touches at most this many bytes when it resumes.
 _PIECE_BYTES = 1 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def share_storages(storages: Sequence[torch.UntypedStorage]) -> tuple[SharedMemoryHandle, ...]:
@@ -76,8 +91,93 @@ def _share(storage: torch.UntypedStorage) -> SharedMemoryHandle:
     return SharedMemoryHandle(*own_process(), fd, found.st_dev, found.st_ino, size_bytes)
 
 
-class CpuDevice:
-    """The agent's mapping of one worker's KV cache in CPU memory; a `DeviceContext`.
+class SharedMapping:
+    """The memory that a handle names, mapped until ``close``, with every page faulted in.
+
+    Raises DeviceError if it cannot be opened or is not the memory that was registered.
+    """
+
+    def __init__(self, handle: SharedMemoryHandle) -> None:
+        self._size_bytes = handle.size_bytes
+        self.memory = _open(handle)
+        address = address_of(self.memory)
+        self._guard: int | None = None
+        try:
+            if native.guard is not None:
+                self._guard = native.guard.add(address, handle.size_bytes)
+            # Not MAP_POPULATE of mmap(2): Python holds the GIL during mmap.
+            fault_in(address, handle.size_bytes, for_write=False)
+            self.check()
+        except (DeviceError, MemoryError, OSError) as error:
+            self.close()
+            raise DeviceError(f"the engine's KV cache cannot be mapped: {error}") from error
+
+    def check(self) -> None:
+        """Raise DeviceError if the memory is or was truncated: copies are invalid."""
+        lost = native.guard is not None and native.guard.is_lost(self._guard)
+        if lost or self.memory.size() < self._size_bytes:  # of the file, now
+            raise DeviceError("the engine has truncated its KV cache: it cannot be copied")
+
+    def close(self) -> None:
+        """Unmap. No array over the memory may exist."""
+        if native.guard is not None and self._guard is not None:
+            native.guard.drop(self._guard)
+            self._guard = None
+        self.memory.close()
+
+
+def _open(handle: SharedMemoryHandle) -> mmap.mmap:
+    name = f"/proc/{handle.pid}/fd/{handle.fd}"
+    check_exporter(handle)  # first, for its message: without the process, the name does not exist
+    try:
+        # O_PATH first: opening a device or a pipe that a forged handle names has side effects.
+        peek = os.open(name, os.O_PATH | os.O_CLOEXEC)
+        try:
+            _verify(handle, peek, name)
+            fd = os.open(f"/proc/self/fd/{peek}", os.O_RDWR | os.O_CLOEXEC)
+        finally:
+            os.close(peek)
+        try:
+            with contextlib.suppress(OSError):  # EPERM: its creator allows no seals
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            return mmap.mmap(fd, handle.size_bytes)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as error:
+        raise DeviceError(
+            f"the engine's KV cache cannot be opened as {name} ({error}): engine and agent must "
+            "run as one user, and containers must share one PID namespace "
+            "(docker run --pid=container:NAME, shareProcessNamespace in Kubernetes)"
+        ) from error
+
+
+def _verify(handle: SharedMemoryHandle, peek: int, name: str) -> None:
+    found = os.fstat(peek)
+    check_exporter(handle)  # after opening: it still runs, so the name was that of its file
+    if (found.st_dev, found.st_ino) != (handle.device, handle.inode):
+        raise DeviceError(f"{name} is no longer the memory that was registered")
+    if not stat.S_ISREG(found.st_mode) or _file_system(peek) != _TMPFS_MAGIC:
+        raise DeviceError(f"{name} is not shared memory: only /dev/shm and memfds are mapped")
+    if found.st_uid != os.geteuid():
+        raise DeviceError(
+            f"{name} belongs to user {found.st_uid}: run engine and agent as one user"
+        )
+    if not 0 < handle.size_bytes <= found.st_size:
+        raise DeviceError(
+            f"{name} has {found.st_size} bytes, but the engine registered {handle.size_bytes}"
+        )
+
+
+def _file_system(fd: int) -> int:
+    """The type of a file's file system, as in statfs(2). Raises OSError."""
+    found = ctypes.create_string_buffer(_STATFS_BYTES)
+    if _libc.fstatfs(fd, found) != 0:
+        raise OSError(ctypes.get_errno(), "fstatfs")
+    return ctypes.c_long.from_buffer(found).value
+
+
+class CpuDevice(DeviceContext):
+    """The agent's mapping of one worker's KV cache in CPU memory.
 
     layouts: of the groups, as received; checked here against the sizes of the handles. handles: one
     for each storage that the layouts' segments name. Raises DeviceError if the memory of a handle
@@ -90,9 +190,8 @@ class CpuDevice:
     def __init__(self, layouts: Sequence[KVLayout], handles: Sequence[SharedMemoryHandle]) -> None:
         for layout in layouts:
             layout.check([handle.size_bytes for handle in handles])
-        self.layouts = layouts
+        super().__init__(layouts)
         self._planners = [Planner(layout) for layout in layouts]
-        self._uses = UseCount()
         self._maps: list[SharedMapping] = []
         try:
             self._maps.extend(map(SharedMapping, handles))
@@ -100,76 +199,41 @@ class CpuDevice:
             self.close()
             raise
 
-    def gather(
-        self,
-        block_ids: Sequence[int],
-        slots: Sequence[memoryview],
-        stripe_payload_bytes: int,
-        event: bytes | None = None,
-        on_blocks_read: Callable[[], None] | None = None,
-        until_ns: int | None = None,
-        chunks: int = 1,
-        group: int = 0,
-    ) -> None:
-        """Copy chunks out of their blocks. ``event`` must be None.
-
-        ``on_blocks_read`` is not called: the blocks are read when the call returns.
-        """
-        cut = chunks_of_call(block_ids, slots, 0, chunks)
-        plans = self._plans(self._planners[group], cut, stripe_payload_bytes, event)
+    def _gather(self, call: Call, on_blocks_read: Callable[[], None] | None) -> None:
+        """``on_blocks_read`` is not called: the blocks are read when the call returns."""
+        plans = self._plans(call)
         with self._memory() as storages:
             for chunk, copies in plans:
                 targets = [np.frombuffer(slot, np.uint8) for slot in chunk.slots]
-                for storage, offset, slot, at, nbytes in _in_time(copies, until_ns):
+                for storage, offset, slot, at, nbytes in _in_time(copies, call.until_ns):
                     targets[slot][at : at + nbytes] = storages[storage][offset : offset + nbytes]
 
-    def scatter(
-        self,
-        block_ids: Sequence[int],
-        slots: Sequence[memoryview],
-        stripe_payload_bytes: int,
-        skip_blocks: int = 0,
-        event: bytes | None = None,
-        until_ns: int | None = None,
-        chunks: int = 1,
-        group: int = 0,
-    ) -> None:
-        """Copy chunks into their blocks. ``event`` must be None."""
-        cut = chunks_of_call(block_ids, slots, skip_blocks, chunks)
-        plans = self._plans(self._planners[group], cut, stripe_payload_bytes, event)
+    def _scatter(self, call: Call) -> None:
+        plans = self._plans(call)
         with self._memory() as storages:
             for chunk, copies in plans:
                 sources = [np.frombuffer(slot, np.uint8) for slot in chunk.slots]
-                for storage, offset, slot, at, nbytes in _in_time(copies, until_ns):
+                for storage, offset, slot, at, nbytes in _in_time(copies, call.until_ns):
                     storages[storage][offset : offset + nbytes] = sources[slot][at : at + nbytes]
 
-    def close(self) -> None:
-        if self._uses.close():
-            while self._maps:
-                self._maps.pop().close()
+    def _unmap(self) -> None:
+        while self._maps:
+            self._maps.pop().close()
 
-    def _plans(
-        self,
-        planner: Planner,
-        chunks: Sequence[Chunk],
-        stripe_payload_bytes: int,
-        event: bytes | None,
-    ) -> list[tuple[Chunk, list[Copy]]]:
+    def _plans(self, call: Call) -> list[tuple[Chunk, list[Copy]]]:
         """Each chunk's copies, all bounds checked."""
-        if event is not None:
+        if call.event is not None:
             raise DeviceError("a CUDA event for a KV cache in CPU memory")
-        plans = []
-        for chunk in chunks:
-            chunk_bytes = len(chunk.block_ids) * planner.block_bytes
-            check_slots(chunk.slots, chunk_bytes, stripe_payload_bytes)
-            copies = planner.copies(chunk.block_ids, stripe_payload_bytes, chunk.skip_blocks)
-            plans.append((chunk, copies))
-        return plans
+        planner, stripe_bytes = self._planners[call.group], call.stripe_payload_bytes
+        return [
+            (each, planner.copies(each.block_ids, stripe_bytes, each.skip_blocks))
+            for each in call.chunks
+        ]
 
-    @contextmanager
+    @contextlib.contextmanager
     def _memory(self) -> Iterator[list[np.ndarray]]:
         """The storages as bytes. No array may outlive the context: it blocks the unmapping."""
-        with self._uses.one():
+        with self._mapped():
             for each in self._maps:
                 each.check()
             storages = [np.frombuffer(each.memory, np.uint8) for each in self._maps]

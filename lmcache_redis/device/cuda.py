@@ -40,12 +40,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmcache_redis.device.calls import Call, DeviceContext
 from lmcache_redis.device.cuda_copies import page_copies
 from lmcache_redis.device.cuda_ipc import CudaIPCWrapper
 from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.mapping import UseCount
-from lmcache_redis.device.plan import Chunk, check_slots, chunks_of_call
 from lmcache_redis.device.table import BlockIds, pack_ids, staging_stride_bytes
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.processes import is_running
@@ -63,8 +62,8 @@ _Int64s = npt.NDArray[np.int64]
 _Streams = queue.LifoQueue["_CopyStream"]
 
 
-class CudaDevice:
-    """The agent's mapping of one worker's KV cache on one GPU; a `DeviceContext`.
+class CudaDevice(DeviceContext):
+    """The agent's mapping of one worker's KV cache on one GPU.
 
     layouts: of the groups, as received; checked here against the sizes of the handles. handles:
     flat uint8 storages, one for each that the layouts' segments name. Raises DeviceError if a
@@ -79,9 +78,8 @@ class CudaDevice:
             layout.check([handle.storage_size_bytes for handle in handles])
         if len({handle.device_uuid for handle in handles}) != 1:
             raise DeviceError("the storages of one worker's KV cache are on different GPUs")
-        self.layouts = layouts
+        super().__init__(layouts)
         self._exporter = (handles[0].pid, handles[0].pid_start_time)
-        self._uses = UseCount()
         self._storages = [open_flat(handle) for handle in handles]
         self.device = self._storages[0].device
         with torch.cuda.device(self.device):
@@ -92,58 +90,32 @@ class CudaDevice:
             self._gather_streams.put(_CopyStream(self.device))
             self._scatter_streams.put(_CopyStream(self.device))
 
-    def gather(
-        self,
-        block_ids: Sequence[int],
-        slots: Sequence[memoryview],
-        stripe_payload_bytes: int,
-        event: bytes | None = None,
-        on_blocks_read: Callable[[], None] | None = None,
-        until_ns: int | None = None,
-        chunks: int = 1,
-        group: int = 0,
-    ) -> None:
-        """Copy chunks out of their blocks, once the engine's event has happened."""
-        cut = chunks_of_call(block_ids, slots, 0, chunks)
-        layout = self.layouts[group]
-        ids = self._checked(layout, cut, stripe_payload_bytes, event)
-        with self._stream(self._gather_streams, layout, ids, until_ns) as (stream, staging):
+    def _gather(self, call: Call, on_blocks_read: Callable[[], None] | None) -> None:
+        """Once the engine's event has happened."""
+        ids = self._checked(call)
+        with self._stream(self._gather_streams, call) as (stream, staging):
             sent = stream.send(ids)
-            stream.after(event, until_ns)
-            self._copies[group].gather(sent, staging)
+            stream.after(call.event, call.until_ns)
+            self._copies[call.group].gather(sent, staging)
             kernel = stream.mark()
-            for part, slot in _stripes(layout, staging, cut, stripe_payload_bytes):
+            for part, slot in _stripes(staging, call):
                 slot.copy_(part, non_blocking=True)
             if on_blocks_read is not None:
                 kernel.synchronize()
                 on_blocks_read()
 
-    def scatter(
-        self,
-        block_ids: Sequence[int],
-        slots: Sequence[memoryview],
-        stripe_payload_bytes: int,
-        skip_blocks: int = 0,
-        event: bytes | None = None,
-        until_ns: int | None = None,
-        chunks: int = 1,
-        group: int = 0,
-    ) -> None:
-        """Copy chunks into their blocks, except the first ``skip_blocks``, after the event."""
-        cut = chunks_of_call(block_ids, slots, skip_blocks, chunks)
-        layout = self.layouts[group]
-        ids = self._checked(layout, cut, stripe_payload_bytes, event)
-        with self._stream(self._scatter_streams, layout, ids, until_ns) as (stream, staging):
+    def _scatter(self, call: Call) -> None:
+        """Pages are written after the event."""
+        ids = self._checked(call)
+        with self._stream(self._scatter_streams, call) as (stream, staging):
             sent = stream.send(ids)
-            for part, slot in _stripes(layout, staging, cut, stripe_payload_bytes):
+            for part, slot in _stripes(staging, call):
                 part.copy_(slot, non_blocking=True)
-            stream.after(event, until_ns)
-            self._copies[group].scatter(sent, staging)
+            stream.after(call.event, call.until_ns)
+            self._copies[call.group].scatter(sent, staging)
 
-    def close(self) -> None:
-        """Wait for calls in progress, then unmap and free the staging memory. Idempotent."""
-        if not self._uses.close():
-            return
+    def _unmap(self) -> None:
+        """Free the staging memory too."""
         self._copies = []
         for streams in (self._gather_streams, self._scatter_streams):
             while not streams.empty():
@@ -153,30 +125,24 @@ class CudaDevice:
             self._storages.clear()
             torch.cuda.empty_cache()
 
-    def _checked(
-        self, layout: KVLayout, cut: Sequence[Chunk], stripe_payload_bytes: int, event: bytes | None
-    ) -> _Int64s:
+    def _checked(self, call: Call) -> _Int64s:
         """The ids as a kernel takes them. Raises DeviceError for an invalid argument."""
         ids = pack_ids(
-            [chunk.block_ids for chunk in cut],
-            layout.num_blocks,
-            [chunk.skip_blocks for chunk in cut],
+            [chunk.block_ids for chunk in call.chunks],
+            self.layouts[call.group].num_blocks,
+            [chunk.skip_blocks for chunk in call.chunks],
         )
-        for chunk in cut:
-            check_slots(chunk.slots, ids.shape[1] * layout.block_bytes, stripe_payload_bytes)
-        if event is not None and len(event) != _EVENT_HANDLE_BYTES:
-            raise DeviceError(f"a CUDA event handle of {len(event)} bytes")
+        if call.event is not None and len(call.event) != _EVENT_HANDLE_BYTES:
+            raise DeviceError(f"a CUDA event handle of {len(call.event)} bytes")
         if not is_running(*self._exporter):
             raise DeviceError(f"process {self._exporter[0]}, whose KV cache this is, has ended")
         return ids
 
     @contextmanager
-    def _stream(
-        self, streams: _Streams, layout: KVLayout, ids: _Int64s, until_ns: int | None
-    ) -> Iterator[tuple[_CopyStream, torch.Tensor]]:
+    def _stream(self, streams: _Streams, call: Call) -> Iterator[tuple[_CopyStream, torch.Tensor]]:
         """A stream, made current, with staging for the chunks. It is drained at the end."""
-        with self._uses.one():
-            wait_s = _left_s(_STREAM_DEADLINE_S, until_ns)
+        with self._mapped():
+            wait_s = _left_s(_STREAM_DEADLINE_S, call.until_ns)
             try:
                 stream = streams.get(timeout=max(0.0, wait_s))
             except queue.Empty:
@@ -185,9 +151,9 @@ class CudaDevice:
                 ) from None
             try:
                 with stream.running():
-                    chunk_bytes = ids.shape[1] * layout.block_bytes
-                    before_last = (ids.shape[0] - 1) * staging_stride_bytes(chunk_bytes)
-                    yield stream, stream.staging(before_last + chunk_bytes)
+                    stride_bytes = staging_stride_bytes(call.chunk_bytes)
+                    before_last = (len(call.chunks) - 1) * stride_bytes
+                    yield stream, stream.staging(before_last + call.chunk_bytes)
             except RuntimeError as error:
                 raise DeviceError(f"a copy on {self.device} failed: {error}") from error
             finally:
@@ -305,14 +271,11 @@ class PinnedMemory:
             raise DeviceError(f"host memory could not be unpinned: {reason}")
 
 
-def _stripes(
-    layout: KVLayout, staging: torch.Tensor, cut: Sequence[Chunk], stripe_payload_bytes: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _stripes(staging: torch.Tensor, call: Call) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each stripe of the staged chunks with its slot, as tensors of one length."""
-    chunk_bytes = len(cut[0].block_ids) * layout.block_bytes
-    staged = staging.split(staging_stride_bytes(chunk_bytes))
-    for chunk, whole in zip(cut, staged, strict=True):
-        parts = whole[:chunk_bytes].split(stripe_payload_bytes)
+    staged = staging.split(staging_stride_bytes(call.chunk_bytes))
+    for chunk, whole in zip(call.chunks, staged, strict=True):
+        parts = whole[: call.chunk_bytes].split(call.stripe_payload_bytes)
         for part, slot in zip(parts, chunk.slots, strict=True):
             yield part, torch.frombuffer(slot, dtype=torch.uint8, count=part.numel())
 

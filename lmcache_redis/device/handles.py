@@ -1,7 +1,7 @@
 """Handles by which the agent opens an engine's memory. Wire types; free of torch.
 
-A handle is not trusted: the agent checks it against the memory that it opens
-(`lmcache_redis.device.mapping`, `lmcache_redis.device.cuda_ipc`).
+A handle is not trusted: the agent checks it against the memory that it opens (`device.cpu`,
+`device.cuda_ipc`).
 """
 
 from __future__ import annotations

@@ -97,32 +97,23 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes of one block: its pages in every segment."""
         return sum(segment.page_bytes for segment in self.segments)
 
-    def blocks_per_chunk(self, chunk_size_tokens: int) -> int:
-        """Blocks in a chunk. Raises ConfigError unless they fit exactly."""
+    def blocks_per_part(self, chunk_size_tokens: int) -> int:
+        """Blocks in a chunk's part. Raises ConfigError unless whole blocks make up a chunk."""
         blocks, rest = divmod(chunk_size_tokens, self.block_size_tokens)
         if blocks <= 0 or rest:
             raise ConfigError(
                 f"a chunk of {chunk_size_tokens} tokens is not a multiple of the engine's blocks "
                 f"of {self.block_size_tokens} tokens"
             )
-        return blocks
-
-    def blocks_per_part(self, chunk_size_tokens: int) -> int:
-        """Blocks in a chunk's part. Raises ConfigError as `blocks_per_chunk` does."""
-        blocks = self.blocks_per_chunk(chunk_size_tokens)
         return self.reach.blocks_per_part(blocks, self.block_size_tokens)
-
-    def part_bytes(self, chunk_size_tokens: int) -> int:
-        """Bytes of a chunk's part. Raises ConfigError as `blocks_per_chunk` does."""
-        return self.blocks_per_part(chunk_size_tokens) * self.block_bytes
 
     def metadata(self, chunk_size_tokens: int) -> RemoteMetadata:
         """What a part holds: for each of `pages` its segments, blocks and shape; else bytes.
 
-        Raises ConfigError as `blocks_per_chunk` does, FormatError for a part that has no encoding.
+        Raises ConfigError as `blocks_per_part` does, FormatError for a part that has no encoding.
         """
-        part_bytes = self.part_bytes(chunk_size_tokens)
         blocks = self.blocks_per_part(chunk_size_tokens)
+        part_bytes = blocks * self.block_bytes
         if self.pages:
             shapes = [(*each.segments, blocks, *each.shape) for each in self.pages]
             dtypes = [each.dtype for each in self.pages]

@@ -1,7 +1,7 @@
 """The table that drives a copy kernel: where each part of each page is. Pure arithmetic.
 
 A launch moves whole chunks between pages and *staging*, contiguous memory with the chunk format of
-`lmcache_redis.device.plan`: all pages of segment 0 in token order, then all of segment 1, and so
+`lmcache_redis.device.calls`: all pages of segment 0 in token order, then all of segment 1, and so
 on. Its work is cut into *tiles*, one for each program of the kernel:
 
     a page larger than a tile    is cut into equal parts, one tile each
@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_redis.device.calls import checked_ids
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.device.plan import checked_ids
 from lmcache_redis.errors import DeviceError
 
 if TYPE_CHECKING:

@@ -8,9 +8,7 @@ budget      a bound for payload bytes in flight
 shared      what connections share: cache, budgets, counters, log lines
 movers      transfers between sockets and buffers, and threads for the large ones
 stream      one socket: receives, sends, TLS, stalls
-chunks      what connections do with the cache
-connection  one client: its requests, one after the other
-access      who may connect: the listening socket, allowed peers, TLS
-server      accepting, limits, stopping
+connection  one client: its requests, one after the other, and what they do with the cache
+server      who may connect, limits, stopping
 main        `lmcache-redis gateway`
 """

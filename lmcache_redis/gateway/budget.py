@@ -58,27 +58,22 @@ class Share:
 class Budget:
     """`size_bytes`, rounded down to whole grains of `grain_bytes`.
 
-    largest_bytes: of a payload that is received in parts; None: `most_bytes`.
+    largest_bytes: of a payload that is received in parts; None: of the whole budget.
     """
 
     def __init__(self, size_bytes: int, grain_bytes: int, largest_bytes: int | None = None) -> None:
         self.grain_bytes = grain_bytes
         self.grain_count = size_bytes // grain_bytes
         self._free = self.grain_count
-        self._kept_back = self._grains_for(
-            self.most_bytes if largest_bytes is None else largest_bytes
-        )
+        self._kept_back = self.grain_count
+        if largest_bytes is not None:
+            self._kept_back = self._grains_for(largest_bytes)
         self._lock = threading.Lock()
         self._waiting: deque[tuple[int, asyncio.Future[Share]]] = deque()
 
     @property
     def used_grains(self) -> int:
         return self.grain_count - self._free
-
-    @property
-    def most_bytes(self) -> int:
-        """The largest payload that fits into the empty budget."""
-        return self.grain_count * self.grain_bytes
 
     @property
     def is_short(self) -> bool:
@@ -102,7 +97,7 @@ class Budget:
         return Share(self, nbytes, needed)
 
     async def take(self, nbytes: int) -> Share:
-        """A share of at most `most_bytes`, first come first served."""
+        """A share of at most the whole budget, first come first served."""
         share = self.try_take(nbytes)
         if share is not None:
             return share

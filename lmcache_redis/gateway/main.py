@@ -26,6 +26,7 @@ from lmcache_redis.seal import read_seal_keys
 logger = logging.getLogger(__name__)
 
 _LEAST_FLUSH_S = 0.1
+_FLUSH_POLL_S = 0.01
 _CLOSE_S = 1.0
 _FIRST_PROBE_S = 5.0
 _MOST_SPARE_BYTES = 128 << 20
@@ -155,13 +156,10 @@ async def _run(config: GatewayConfig) -> int:
         deadline_s = time.monotonic() + config.shutdown_deadline_s
         logger.info("stopping: requests have %.1f s to finish", config.shutdown_deadline_s)
         await gateway.stop()
-        flushed = asyncio.Event()
-        cache.flush(flushed.set)
-        try:
-            await asyncio.wait_for(
-                flushed.wait(), max(_LEAST_FLUSH_S, deadline_s - time.monotonic())
-            )
-        except asyncio.TimeoutError:
+        deadline_s = max(deadline_s, time.monotonic() + _LEAST_FLUSH_S)
+        while cache.cache.backlog and time.monotonic() < deadline_s:
+            await asyncio.sleep(_FLUSH_POLL_S)
+        if cache.cache.backlog:
             logger.warning("not everything that was put is stored")
         logger.info("stopped: %s", _counted(gateway.stats()))
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from dataclasses import dataclass
@@ -37,9 +36,6 @@ class Counters:
     idle: int = 0  # connections closed: no request came
     abandoned: int = 0  # connections that the client closed in the middle of a request
     errors: int = 0  # connections closed: a bug of ours
-
-    def snapshot(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
 
 
 class QuietLog:

@@ -5,7 +5,7 @@ installed) or is disabled (LMCACHE_REDIS_NATIVE=0); `why_not` says which. Withou
 same work: slower for small stripes, and with more CPU time.
 
 `guard` is the module of `guard.c`, or None for the same reasons. Without it, an engine that
-truncates its memory during a copy ends the agent (`lmcache_redis.device.mapping`).
+truncates its memory during a copy ends the agent (`lmcache_redis.device.cpu`).
 """
 
 from __future__ import annotations

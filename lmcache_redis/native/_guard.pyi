@@ -1,5 +1,5 @@
 """Guards mappings of memory that other processes may truncate. Implemented in `guard.c`, used by
-`lmcache_redis.device.mapping`.
+`lmcache_redis.device.cpu`.
 
 When an access would raise SIGBUS, fresh pages replace the whole mapping, and the access succeeds.
 """

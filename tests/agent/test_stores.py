@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis import messages as m
-from lmcache_redis.cache.inflight import Filled
-from lmcache_redis.cache.pool import EntryState
+from lmcache_redis.cache.pool import EntryState, Filled
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.metrics import Metrics
 from tests.agent.played import HASHES, STRIPES_A_CHUNK, Device, Played
@@ -68,7 +67,7 @@ def test_a_chunk_whose_copy_fails_after_the_answer_is_not_cached(chunks_a_call: 
     assert entry is not None
     assert entry.state is EntryState.FILLING
     played.pool.pin(entry)  # a lookup that waits for it
-    played.cache.inflight.watch(entry, told.append)
+    played.cache.pool.watch(entry, told.append)
     answered.set()
     played.run(lambda: played.session.busy == 0)
     assert told == [Filled.FAILED]

@@ -16,8 +16,7 @@ from lmcache_redis.backends.disk import LMCLocalDiskBackend
 from lmcache_redis.backends.hybrid import LMCHybridBackend
 from lmcache_redis.backends.interface import Allocate
 from lmcache_redis.backends.local import LMCLocalBackend
-from lmcache_redis.backends.pipelined import LMCPipelinedRemoteBackend
-from lmcache_redis.backends.remote import LMCRemoteBackend
+from lmcache_redis.backends.remote import LMCPipelinedRemoteBackend, LMCRemoteBackend
 from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.protocol import MemoryFormat, RemoteMetadata

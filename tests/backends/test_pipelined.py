@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_redis.backends.pipelined import LMCPipelinedRemoteBackend
+from lmcache_redis.backends.remote import LMCPipelinedRemoteBackend
 from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.keys import ObjectKey
 from lmcache_redis.resp import RedisOptions

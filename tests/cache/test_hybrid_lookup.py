@@ -15,8 +15,8 @@ from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.memory import Arena
+from lmcache_redis.cache.parts import Part, PrefixNeeds
 from lmcache_redis.cache.pool import Entry, EntryState
-from lmcache_redis.cache.prefix import Part, PrefixNeeds
 from lmcache_redis.cache.tier import (
     DISK_COUNTERS,
     REDIS_COUNTERS,

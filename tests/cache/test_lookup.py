@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.cache.bet import Computing
 from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.naming import ChunkForm, opaque_pages

@@ -10,7 +10,7 @@ import pytest
 
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.memory import HeapMemory
-from lmcache_redis.cache.objects import Found, Held, ObjectCache
+from lmcache_redis.cache.objects import Found, Held, ObjectCache, Places
 from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, Backing, FramesResult
 from lmcache_redis.errors import FormatError
 from lmcache_redis.keys import ObjectKey
@@ -79,7 +79,7 @@ class Objects(World):
 
     def find(self, key: ObjectKey, first: int = 0) -> list[Found | None]:
         found: list[Found | None] = []
-        self.objects.find(key, time.monotonic() + 10, found.append, first)
+        self.objects.find(key, time.monotonic() + 10, found.append, Places(first=first))
         self.loop.run_posted()
         return found
 
@@ -549,24 +549,17 @@ def test_keys_of_memory_and_of_all_tiers(make: Callable[..., Objects]) -> None:
     objects.objects.abandon(held)
 
 
-def test_a_flush_waits_for_what_came_before_it(make: Callable[..., Objects]) -> None:
+def test_the_backlog_has_writes_and_removals(make: Callable[..., Objects]) -> None:
     tier = redis()
     objects = make(tier)
-    flushed: list[str] = []
-    objects.objects.flush(lambda: flushed.append("nothing"))
+    cache = objects.objects.cache
+    assert cache.backlog == 0
     objects.put(A, b"a")
     objects.remove(B)
-    objects.objects.flush(lambda: flushed.append("a"))
     objects.put(key_of(3), b"c")
-    assert flushed == ["nothing"]
+    assert cache.backlog == 3
     objects.end_write(tier)
-    assert flushed == ["nothing"]
     objects.end_removal(tier)
-    assert flushed == ["nothing", "a"]
+    assert cache.backlog == 1
     objects.end_write(tier)
-
-
-def test_a_flush_without_tiers(make: Callable[..., Objects]) -> None:
-    flushed: list[str] = []
-    make().objects.flush(lambda: flushed.append("nothing"))
-    assert flushed == ["nothing"]
+    assert cache.backlog == 0

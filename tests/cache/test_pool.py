@@ -12,10 +12,59 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmcache_redis.cache.memory import Arena
-from lmcache_redis.cache.pool import Entry, EntryState, HostPool
+from lmcache_redis.cache.pool import Entry, EntryState, Filled, HostPool
 from tests.cache.auditing import audit, slots
 
 PAGE = 4096
+
+
+def test_a_load_tells_all_watchers_and_keeps_their_pins() -> None:
+    pool = HostPool(slots(4))
+    entry = pool.reserve(b"key", 2)
+    assert entry is not None
+    assert pool.reserve(b"other", 3) is None
+    told: list[tuple[str, Filled]] = []
+    for name in "ab":
+        pool.pin(entry)
+        pool.watch(entry, lambda ready, name=name: told.append((name, ready)))  # type: ignore[misc]
+    assert pool.end(entry, Filled.READY)
+    assert told == [("a", Filled.READY), ("b", Filled.READY)]
+    assert pool.pinned == 2
+    pool.unpin(entry)
+    pool.unpin(entry)
+    assert pool.pinned == 0
+    assert pool.used == 2
+    audit(pool)
+
+
+def test_a_load_that_fails_leaves_the_pool_when_the_last_pin_goes() -> None:
+    pool = HostPool(slots(4))
+    entry = pool.reserve(b"key", 2)
+    assert entry is not None
+    pool.pin(entry)
+    pool.watch(entry, lambda ready: pool.unpin(entry))
+    assert not pool.end(entry, Filled.FAILED)
+    assert pool.free == 4
+    assert b"key" not in pool
+    audit(pool)
+
+
+def test_a_load_without_watchers_is_cancelled() -> None:
+    pool = HostPool(slots(4))
+    entry = pool.reserve(b"key", 2)
+    assert entry is not None
+    cancelled: list[bool] = []
+    entry.cancel = lambda: cancelled.append(True)
+    watchers = [lambda ready: None, lambda ready: None]
+    for watcher in watchers:
+        pool.watch(entry, watcher)
+    pool.unwatch(entry, watchers[0])
+    assert not cancelled
+    pool.unwatch(entry, watchers[1])
+    pool.unwatch(entry, watchers[1])
+    assert cancelled == [True]
+    pool.end(entry, Filled.FAILED)
+    audit(pool)
 
 
 class Arenas:
@@ -194,7 +243,7 @@ class TestHostPool:
         pool = HostPool(slots(1))
         entry = pool.reserve(b"a", 1)
         assert entry is not None
-        assert pool.clear() == 1
+        pool.clear()
         assert not pool.publish(entry)
         assert pool.get(b"a") is None
         pool.unpin(entry)
@@ -206,7 +255,7 @@ class TestHostPool:
         pool.pin(pinned)
         ready(pool, b"b")
         pool.reserve(b"c", 1)
-        assert pool.clear() == 3
+        pool.clear()
         assert len(pool) == 0
         assert pool.free == 2
         audit(pool)
@@ -230,6 +279,18 @@ class TestHostPool:
             pool.unpin(entry)
         audit(pool)
         assert (pool.free, entry.pins, entry.state) == (1, 0, EntryState.READY)
+
+    def test_a_filling_ends_once(self) -> None:
+        pool = HostPool(slots(2))
+        entry = pool.reserve(b"a", 1)
+        assert entry is not None
+        pool.pin(entry)
+        assert pool.end(entry, Filled.READY)
+        with pytest.raises(RuntimeError, match="ended twice"):
+            pool.end(entry, Filled.FAILED)
+        with pytest.raises(RuntimeError, match="after its filling ended"):
+            pool.watch(entry, lambda filled: None)
+        assert (entry.pins, entry.state) == (1, EntryState.READY)
 
     @pytest.mark.parametrize(
         "break_it",
@@ -388,7 +449,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        assert self.pool.clear() == len(self.index)
+        self.pool.clear()
         for entry in self.index.values():
             self.state[entry] = EntryState.DISCARDED
         self.index.clear()

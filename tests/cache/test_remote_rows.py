@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.cache.parts import Part, PrefixNeeds
 from lmcache_redis.cache.pool import Entry
-from lmcache_redis.cache.prefix import Part, PrefixNeeds
 from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.naming import ChunkForm, PartNames, Reach
 from lmcache_redis.resp.outcomes import CallOutcome

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.cache import turns
+from lmcache_redis.cache import pacing
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.tier import REDIS_COUNTERS
@@ -164,7 +164,7 @@ def test_a_full_queue_and_a_tier_that_is_down_take_nothing(queue: Queue) -> None
 def test_chunks_that_were_asked_for_and_first_chunks_are_written_first(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "_IN_FLIGHT_BYTES", 2 * FORM.chunk_bytes)
+    monkeypatch.setattr(pacing, "_IN_FLIGHT_BYTES", 2 * FORM.chunk_bytes)
     for entry, position in zip(queue.entries, [3, 0, 1, 2, 4], strict=True):
         entry.position = position
     queue.lookup(HASHES[4])
@@ -234,7 +234,7 @@ def test_writes_wait_for_loads_but_not_for_ever(
     queue.enqueue()
     queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
     assert queue.written() == []
-    later_s = turns.GIVE_WAY_S
+    later_s = pacing.GIVE_WAY_S
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + later_s)
     queue.loop.run_due()
     assert queue.written() == queue.entries

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from lmcache_redis.device.context import DeviceContext
+from lmcache_redis.device.calls import DeviceContext
 from lmcache_redis.device.layout import KVLayout, Segment, coalesce
 
 
@@ -20,7 +20,7 @@ class Paged:
     storages: list[np.ndarray]
 
     def chunk(self, block_ids: Sequence[int]) -> bytes:
-        """The chunk in those blocks, byte by byte as `lmcache_redis.device.plan` defines it."""
+        """The chunk in those blocks, byte by byte as `lmcache_redis.device.calls` defines it."""
         return b"".join(
             self.storages[s.storage][begin : begin + s.page_bytes].tobytes()
             for s in self.layout.segments

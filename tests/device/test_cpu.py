@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_redis.device import cpu
-from lmcache_redis.device.context import DeviceContext, ExportedCaches, export_kv_caches
+from lmcache_redis.device.calls import DeviceContext
+from lmcache_redis.device.context import ExportedCaches, export_kv_caches
 from lmcache_redis.device.cpu import CpuDevice
 from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout

@@ -39,13 +39,13 @@ def changed(**fields: object) -> KVLayout:
 class TestSizes:
     def test_of_a_chunk(self) -> None:
         assert LAYOUT.block_bytes == 96
-        assert LAYOUT.blocks_per_chunk(256) == 16
-        assert LAYOUT.part_bytes(256) == 1536
+        assert LAYOUT.blocks_per_part(256) == 16
+        assert LAYOUT.metadata(256).length == 1536
 
     @pytest.mark.parametrize("chunk_size_tokens", [8, 24, 0, -16])
     def test_chunk_that_holds_no_whole_blocks(self, chunk_size_tokens: int) -> None:
         with pytest.raises(ConfigError, match=rf"{chunk_size_tokens} tokens.*16 tokens"):
-            LAYOUT.part_bytes(chunk_size_tokens)
+            LAYOUT.blocks_per_part(chunk_size_tokens)
 
 
 class TestMetadata:

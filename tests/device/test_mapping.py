@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from lmcache_redis import native
+from lmcache_redis.device.cpu import SharedMapping
 from lmcache_redis.device.handles import SharedMemoryHandle
-from lmcache_redis.device.mapping import SharedMapping
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.processes import process_start_time
 

@@ -182,14 +182,11 @@ class DiskTier:
             stuck = partial(answer, RemoveResult(CallOutcome.UNAVAILABLE))
             removed = self.run(REMOVAL, partial(self.store.remove, key), stuck)
             if removed is None:
-                dropped()
+                self._refuse(answer)
             else:
                 answer(RemoveResult(CallOutcome.DONE, int(removed)))
 
-        def dropped() -> None:
-            answer(RemoveResult(CallOutcome[self._refusal]))
-
-        self._put(self._reads, object(), remove, dropped)
+        self._put(self._reads, object(), remove, partial(self._refuse, answer))
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """See the contract. Has no limit as a whole: each file's removal has its own patience."""
@@ -205,14 +202,11 @@ class DiskTier:
                 self._uncleared.pop(me, None)
             answer(RemoveResult(self._answer, removed))
 
-        def dropped() -> None:
-            answer(RemoveResult(CallOutcome[self._refusal]))
-
         self._uncleared[me] = key_prefix
         if self._detector.is_hung():
             answer(unavailable)
         else:
-            self._put(self._reads, me, clear, dropped)
+            self._put(self._reads, me, clear, partial(self._refuse, answer))
 
     def close(self, deadline_s: float) -> bool:
         """See the contract. Queued writes have half of the time, calls in flight the rest."""
@@ -253,6 +247,9 @@ class DiskTier:
     def _refusal(self) -> str:
         """The outcome of a dropped job: the tier hangs, the job was cancelled, or it is closed."""
         return "CANCELLED" if self._is_up else "UNAVAILABLE"
+
+    def _refuse(self, answer: Done[RemoveResult]) -> None:
+        answer(RemoveResult(CallOutcome[self._refusal]))
 
     def _submit(
         self,

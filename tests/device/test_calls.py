@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_redis.device.calls import Chunk, Copy, Planner, check_slots, chunks_of_call
 from lmcache_redis.device.layout import KVLayout, Segment
-from lmcache_redis.device.plan import Chunk, Copy, Planner, check_slots, chunks_of_call
 from lmcache_redis.errors import DeviceError
 from tests.device.layouts import Paged, blocks_of, empty_slots, filled_slots, paged
 

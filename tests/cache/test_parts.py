@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.cache.prefix import Part, PrefixNeeds
+from lmcache_redis.cache.parts import Part, PrefixNeeds
 from lmcache_redis.naming import Reach
 
 ALL, STATE = Reach(), Reach("state")

@@ -1,15 +1,26 @@
-"""Which page is copied to which byte of which slot: pure index arithmetic.
+"""The calls of a device: what they promise, and which bytes they copy where.
+
+A worker registers handles and a layout. The agent maps the memory once (`context.open_device`).
+Gathers and scatters run on its copy threads, several at a time. A call moves one chunk, or several
+if chunks are small and calls are expensive. `DeviceContext.close` waits for the calls in progress
+and unmaps. After the engine has died, CPU memory stays usable because the mapping keeps it alive;
+calls on CUDA memory raise DeviceError.
 
 The bytes of a chunk are segment-major: all pages of segment 0 in token order, then all of segment
 1, and so on. They are cut into stripes of ``stripe_payload_bytes`` (the last may be shorter), and
 stripe ``i`` fills slot ``i`` from its start. The same plan serves both directions: a gather copies
 from the device to slots, a scatter from slots to the device.
+
+`Planner` lists the copies of a chunk for the CPU; a GPU has a table for its kernels (`table`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +55,135 @@ class Chunk(NamedTuple):
     skip_blocks: int
 
 
+class Call(NamedTuple):
+    """A gather or a scatter: see `DeviceContext`. chunk_bytes: of each of its chunks."""
+
+    group: int
+    chunks: list[Chunk]
+    chunk_bytes: int
+    stripe_payload_bytes: int
+    event: bytes | None
+    until_ns: int | None
+
+
+class DeviceContext(ABC):
+    """One worker's paged KV cache, mapped. Every method may raise DeviceError.
+
+    A call moves parts of ``chunks`` chunks in one group: ``block_ids`` has the blocks of the first
+    chunk in token order, then those of the second, and so on; ``slots`` likewise. Slots are
+    writable memoryviews of bytes, one for each stripe, at least as long as the stripe's payload.
+    Slots and blocks belong to the call until it returns. Arguments are checked before the first
+    byte moves: a call that refuses an argument has changed nothing.
+
+    The engine may reuse the blocks after ``until_ns`` (``time.monotonic_ns()``). A call that waits
+    for a CUDA stream or for the engine's event until then raises without touching the blocks. On
+    the CPU, a call checks the time before each MiB: a late call raises after copying a part.
+
+    Attributes:
+        layouts: of each group.
+        call_bytes: a call should move at least so many, in whole chunks; 0: one chunk.
+        on_host_cores: whether the engine computes on the cores that the agent uses for copies and
+            transfers.
+    """
+
+    call_bytes: int
+    on_host_cores: bool
+
+    def __init__(self, layouts: Sequence[KVLayout]) -> None:
+        self.layouts = layouts
+        self._block_bytes = [layout.block_bytes for layout in layouts]
+        self._changed = threading.Condition()
+        self._in_progress = 0
+        self._is_closed = False
+
+    def gather(
+        self,
+        block_ids: Sequence[int],
+        slots: Sequence[memoryview],
+        stripe_payload_bytes: int,
+        event: bytes | None = None,
+        on_blocks_read: Callable[[], None] | None = None,
+        until_ns: int | None = None,
+        chunks: int = 1,
+        group: int = 0,
+    ) -> None:
+        """Copy the chunks in ``block_ids`` into ``slots``; return when the copies are complete.
+
+        On a GPU, ``on_blocks_read`` is called once, on the same thread, when the blocks have been
+        read and the engine may reuse them, long before the return. On the CPU it is not called.
+
+        ``event`` is the engine's interprocess event after which the blocks may be read; None on the
+        CPU, where the engine's memory is coherent.
+        """
+        cut = chunks_of_call(block_ids, slots, 0, chunks)
+        self._gather(self._call(group, cut, stripe_payload_bytes, event, until_ns), on_blocks_read)
+
+    def scatter(
+        self,
+        block_ids: Sequence[int],
+        slots: Sequence[memoryview],
+        stripe_payload_bytes: int,
+        skip_blocks: int = 0,
+        event: bytes | None = None,
+        until_ns: int | None = None,
+        chunks: int = 1,
+        group: int = 0,
+    ) -> None:
+        """Copy the chunks in ``slots`` into ``block_ids``.
+
+        The first ``skip_blocks`` blocks, counted from the first chunk on, are not written.
+
+        The blocks may be written after ``event``, because an engine on a GPU may still be zeroing
+        fresh blocks; None on the CPU. On return the engine may read the blocks.
+        """
+        cut = chunks_of_call(block_ids, slots, skip_blocks, chunks)
+        self._scatter(self._call(group, cut, stripe_payload_bytes, event, until_ns))
+
+    def close(self) -> None:
+        """Wait for calls in progress, then unmap. Later calls raise DeviceError. Idempotent."""
+        with self._changed:
+            is_first = not self._is_closed
+            self._is_closed = True
+            self._changed.wait_for(lambda: self._in_progress == 0)
+        if is_first:
+            self._unmap()
+
+    @abstractmethod
+    def _gather(self, call: Call, on_blocks_read: Callable[[], None] | None) -> None:
+        """See `gather`. Chunks and slots are checked, block ids and the event are not."""
+
+    @abstractmethod
+    def _scatter(self, call: Call) -> None:
+        """See `scatter`. Chunks and slots are checked, block ids and the event are not."""
+
+    @abstractmethod
+    def _unmap(self) -> None:
+        """Release the memory."""
+
+    def _call(
+        self, group: int, chunks: list[Chunk], stripe_bytes: int, event: bytes | None,
+        until_ns: int | None,
+    ) -> Call:  # fmt: skip
+        chunk_bytes = len(chunks[0].block_ids) * self._block_bytes[group]
+        for chunk in chunks:
+            check_slots(chunk.slots, chunk_bytes, stripe_bytes)
+        return Call(group, chunks, chunk_bytes, stripe_bytes, event, until_ns)
+
+    @contextlib.contextmanager
+    def _mapped(self) -> Iterator[None]:
+        """Keeps the memory mapped during a call. Raises DeviceError after `close`."""
+        with self._changed:
+            if self._is_closed:
+                raise DeviceError("the worker's KV cache is no longer mapped")
+            self._in_progress += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._in_progress -= 1
+                self._changed.notify_all()
+
+
 # Copy(*row), several times as fast: making these dominates the cost of planning a chunk.
 _copy = functools.partial(tuple.__new__, Copy)
 
@@ -69,7 +209,7 @@ class Planner:
 
     def __init__(self, layout: KVLayout) -> None:
         self._num_blocks = layout.num_blocks
-        self.block_bytes = layout.block_bytes
+        self._block_bytes = layout.block_bytes
         columns = [(s.storage, s.offset, s.page_bytes, s.block_stride) for s in layout.segments]
         self._segments = np.array(columns, dtype=np.int64).reshape(-1, 4)
         self._shape = functools.lru_cache(_KEPT_SHAPES)(self._make_shape)
@@ -87,7 +227,7 @@ class Planner:
         out. Raises DeviceError if an id, a size or a count is out of bounds.
         """
         ids = checked_ids(block_ids, self._num_blocks)
-        chunk_bytes = len(ids) * self.block_bytes
+        chunk_bytes = len(ids) * self._block_bytes
         if chunk_bytes > _MAX_BYTES or not 0 < stripe_payload_bytes <= _MAX_BYTES:
             raise DeviceError(
                 f"a chunk of {chunk_bytes} bytes in stripes of {stripe_payload_bytes} bytes"

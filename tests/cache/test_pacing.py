@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.cache.bet import Computing, TransferRate, prefix_worth_loading
+from lmcache_redis.cache.pacing import Computing, TransferRate, prefix_worth_loading
 
 MB = 1 << 20
 
