@@ -2,7 +2,7 @@
 
 plane               everything below, started and closed together
 calls               calls about keys, routed to the servers that have them
-control, query      questions on a server's control connection; their commands and replies
+control             questions on a server's control connection: their commands and replies
 node                the servers, each with its threads, by the map
 reading, writing    a chunk in flight, and the end of each of its stripes
 worker, lanes       a thread, its queue and a connection; one with several, for stripes

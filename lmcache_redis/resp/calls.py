@@ -11,10 +11,22 @@ from queue import SimpleQueue
 from typing import Any
 
 from lmcache_redis.keys import KEY_MAGIC, stripe_key
-from lmcache_redis.resp.control import Question, Removal, Steps
+from lmcache_redis.resp.control import (
+    STEP_KEYS,
+    Question,
+    Removal,
+    Steps,
+    ask_each,
+    count_prefix,
+    find_present,
+    header_commands,
+    parse_count,
+    parse_header,
+    walk_keys,
+)
 from lmcache_redis.resp.jobs import Jobs
 from lmcache_redis.resp.net.topology import Part, Routing
-from lmcache_redis.resp.net.wire import escape_pattern
+from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
 from lmcache_redis.resp.node import Node, Nodes
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
@@ -24,23 +36,14 @@ from lmcache_redis.resp.outcomes import (
     RemoveResult,
     ScanResult,
 )
-from lmcache_redis.resp.query import (
-    STEP_KEYS,
-    ask_each,
-    count_prefix,
-    exists_command,
-    find_present,
-    header_command,
-    parse_count,
-    parse_header,
-    unlink_command,
-    walk_keys,
-)
 from lmcache_redis.stripe import ChunkFrame, StripeHeader
 
 logger = logging.getLogger(__name__)
 
 _FIRST_STRIPE = stripe_key(b"", 0)
+# A command for each key.
+_EXISTS = partial(keys_commands, b"EXISTS", group_keys=1)
+_UNLINKS = partial(keys_commands, b"UNLINK", group_keys=1)
 # A partial write is removed soon or not at all: later, the chunk may have been stored again.
 _REMOVE_WITHIN_S = 10.0
 _MAX_PENDING_REMOVALS = 1024
@@ -159,7 +162,7 @@ class KeyCalls:
         if deadline is None:
             deadline = time.monotonic() + _REMOVE_WITHIN_S
         stripes = [stripe_key(chunk_key, index) for index in range(stripe_count)]
-        steps = partial(ask_each, unlink_command, parse_count, step_keys=STEP_KEYS)
+        steps = partial(ask_each, _UNLINKS, parse_count, step_keys=STEP_KEYS)
         jobs.check_usable()
         if jobs.removals.begin(chunk_key, unless_stored=done is None):
             self._ask(steps, stripes, deadline, 0, answer, Removal)
@@ -204,7 +207,7 @@ class KeyCalls:
             self._count(outcome)
             done(outcome, headers)
 
-        steps = partial(ask_each, header_command, parse_header)
+        steps = partial(ask_each, header_commands, parse_header)
         self._ask(steps, _first_stripes(keys), deadline, None, answer)
 
     def _exists(
@@ -214,7 +217,7 @@ class KeyCalls:
         done: Callable[[CallOutcome, Sequence[int]], None],
     ) -> None:
         if self._nodes.routes.is_cluster:
-            steps = partial(ask_each, exists_command, parse_count)
+            steps = partial(ask_each, _EXISTS, parse_count)
             self._ask(steps, _first_stripes(keys), deadline, 0, done)
         else:
             self._ask(
@@ -232,8 +235,8 @@ class KeyCalls:
     ) -> None:
         """Ask each node for its keys, and follow redirections.
 
-        make_steps: makes the steps for some keys; `asking`: see `query.ask_each`. done: called with
-        a result for each key, `missing` for keys without one.
+        make_steps: makes the steps for some keys (`control.ask_each`). done: called with a result
+        for each key, `missing` for keys without one.
         """
         self._jobs.check_usable()
         routing = Routing(self._nodes.routes, keys, self._nodes.follow, missing)

@@ -9,10 +9,9 @@ import pytest
 from lmcache_redis.errors import RedisProtocolError
 from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp import CallOutcome, RedisPlane
-from lmcache_redis.resp.control import Steps
+from lmcache_redis.resp.control import GROUP_KEYS, Steps, count_prefix, find_present
 from lmcache_redis.resp.net.connection import Pipeline
-from lmcache_redis.resp.net.wire import Reply, keys_command
-from lmcache_redis.resp.query import GROUP_KEYS, count_prefix, find_present
+from lmcache_redis.resp.net.wire import Reply, keys_commands
 from tests.resp.helpers import chunk_key, exists, scan
 from tests.servers import RedisServer
 
@@ -52,6 +51,9 @@ class FakeServer:
         now = min(max(least, self._most), len(self._replies))
         replies, self._replies = self._replies[:now], self._replies[now:]
         return replies
+
+    def receive_all(self) -> Sequence[Reply]:
+        return self.receive(self.outstanding) if self.outstanding else ()
 
 
 def result_of(server: FakeServer, steps: Steps[Any]) -> Any:
@@ -164,7 +166,7 @@ def test_against_a_server(plane: RedisPlane, server: RedisServer) -> None:
 
 def test_ten_thousand_keys_of_differing_lengths(plane: RedisPlane, server: RedisServer) -> None:
     asked = [b"k" * (number % 5 + 1) + b"-%d" % number for number in range(10_000)]
-    request = keys_command(b"UNLINK", asked)
+    request = keys_commands(b"UNLINK", asked, len(asked))
     assert request.count(b"\r\n") == 2 * len(asked) + 3
     with server.client() as client:
         client.mset(dict.fromkeys([stripe_key(key, 0) for key in asked[:9_999]], b""))

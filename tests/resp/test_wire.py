@@ -27,7 +27,6 @@ from lmcache_redis.resp.net.wire import (
     error_of,
     escape_pattern,
     get_command,
-    keys_command,
     keys_commands,
     parse_length,
     set_prefix,
@@ -54,7 +53,7 @@ WHAT_THEY_SAY: list[Reply] = [
 def test_commands() -> None:
     assert get_command(b"k\r\n") == b"*2\r\n$3\r\nGET\r\n$3\r\nk\r\n\r\n"
     assert set_prefix(b"k", 5) == b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$5\r\n"
-    assert keys_command(b"UNLINK", [b"a"]) == b"*2\r\n$6\r\nUNLINK\r\n$1\r\na\r\n"
+    assert keys_commands(b"UNLINK", [b"a"], 1) == b"*2\r\n$6\r\nUNLINK\r\n$1\r\na\r\n"
     assert KeyScan(b"p*", 10).command().startswith(b"*6\r\n$4\r\nSCAN\r\n$1\r\n0\r\n$5\r\nMATCH")
 
 
@@ -90,8 +89,6 @@ def test_keys_of_any_lengths_are_packed_alike(
         expected += b"*%d\r\n" % len(words)
         expected += b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
     assert keys_commands(b"EXISTS", keys, group_keys, suffix) == expected
-    if len(keys) <= group_keys:
-        assert keys_command(b"EXISTS", keys, suffix) == expected
 
 
 @given(st.lists(st.integers(1, len(SOME_REPLIES) - 1), max_size=12))

@@ -108,15 +108,13 @@ def end_of_command(ttl_s: int) -> bytes:
     return b"\r\n$2\r\nEX\r\n$%d\r\n%b\r\n" % (len(digits), digits)
 
 
-def keys_command(name: bytes, keys: Sequence[bytes], suffix: bytes = b"") -> bytes:
-    """A command whose arguments are all keys (EXISTS, UNLINK), each with `suffix` at its end."""
-    return keys_commands(name, keys, len(keys), suffix)
-
-
 def keys_commands(
     name: bytes, keys: Sequence[bytes], group_keys: int, suffix: bytes = b""
 ) -> bytes:
-    """Several such commands, each with the next `group_keys` keys."""
+    """Commands whose arguments are all keys (EXISTS, UNLINK), each with the next `group_keys` keys.
+
+    suffix: at the end of each key.
+    """
     if native.moves is not None:
         packed: bytes = native.moves.keys_commands(name, list(keys), group_keys, suffix)
         return packed
