@@ -113,10 +113,8 @@ def find_present(keys: Sequence[bytes], suffix: bytes = b"") -> Steps[list[int]]
     looked_up = iter(_all_counts(pipeline, one_by_one, 1))
     present: list[int] = []
     for group, count in found:
-        some_exist = 0 < count < len(group)
-        present += (
-            itertools.islice(looked_up, len(group)) if some_exist else [count > 0] * len(group)
-        )
+        size = len(group)
+        present += itertools.islice(looked_up, size) if 0 < count < size else [count > 0] * size
     return present
 
 
@@ -235,7 +233,7 @@ def header_commands(keys: Sequence[bytes]) -> bytes:
     return b"".join([pack_command(b"GETRANGE", key, 0, HEADER_BYTES - 1) for key in keys])
 
 
-# ------------------------------------------------------- the connection and its thread
+# --------------------------------------------------- the connection and its thread
 
 
 class Question(Job[CallOutcome]):
@@ -298,7 +296,7 @@ class Controller(Worker):
 
     def __init__(self, server: Server) -> None:
         super().__init__("control", server)
-        self._queue: TaskQueue[Question] = TaskQueue()
+        self.queue: TaskQueue[Question] = TaskQueue()
         self._op_timeout_s = server.options.op_timeout_s
         # Held while a thread sends or receives: callers may use an idle connection.
         self._in_use = threading.Lock()
@@ -313,23 +311,19 @@ class Controller(Worker):
         """
         if question.is_urgent and self._in_use.acquire(blocking=False):
             try:
-                if self._connection is not None and self._asked is None and not len(self._queue):
+                if self._connection is not None and self._asked is None and not len(self.queue):
                     pipeline = self._new_pipeline(self._connection, question)
                     pipeline.send_at_once(*question.first_request())
                     self._asked = question, pipeline
             finally:
                 self._in_use.release()
-        self._queue.put((question,), urgent=question.is_urgent)
-
-    def close(self) -> None:
-        """Drop what is queued and end the thread."""
-        self._queue.close()
+        self.queue.put((question,), urgent=question.is_urgent)
 
     def serve(self, connection: Connection) -> bool:
         self._connection = connection
         try:
             while connection.is_open:
-                question = self._queue.take()
+                question = self.queue.take()
                 if question is None:
                     return False
                 with self._in_use:
@@ -348,7 +342,7 @@ class Controller(Worker):
             if connection.is_open:
                 self._step(connection, question)
             else:
-                self._queue.put((question,), urgent=True)
+                self.queue.put((question,), urgent=True)
 
     def _step(
         self, connection: Connection, question: Question, asked: Pipeline | None = None
@@ -400,4 +394,4 @@ class Controller(Worker):
 
     def _put_back(self, question: Question) -> None:
         self._jobs.release((question,))
-        self._queue.put((question,), urgent=question.is_urgent)
+        self.queue.put((question,), urgent=question.is_urgent)

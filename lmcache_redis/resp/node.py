@@ -106,7 +106,7 @@ class Node:
         """Drop what is queued and end the threads."""
         for queue in (self.reads, *self._writes):
             queue.close()
-        self._controller.close()
+        self._controller.queue.close()
         self.health.close()
         self.connector.abort()
 
