@@ -5,10 +5,10 @@ calls               calls about keys, routed to the servers that have them
 control             questions on a server's control connection: their commands and replies
 node                the servers, each with its threads, by the map
 reading, writing    a chunk in flight, and the end of each of its stripes
-worker, lanes       a thread, its queue and a connection; one with several, for stripes
+lanes               a thread with several connections, for stripes
 bulk                stripes between sockets and slots: one call for many, native or in Python
-health              whether a server is up
-jobs                work that is answered exactly once, at its deadline by the timekeeper
+health              whether a server is up, and the threads that connect to it while it is
+jobs                work that is answered exactly once, at its deadline by the timekeeper; queues
 outcomes            requests and results
 net                 URLs, connections and RESP
 """

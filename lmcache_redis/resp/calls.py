@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -24,7 +24,7 @@ from lmcache_redis.resp.control import (
     parse_header,
     walk_keys,
 )
-from lmcache_redis.resp.jobs import Jobs
+from lmcache_redis.resp.jobs import Job, Jobs
 from lmcache_redis.resp.net.topology import Part, Routing
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
 from lmcache_redis.resp.node import Node, Nodes
@@ -62,12 +62,12 @@ class KeyCalls:
     def __init__(self, nodes: Nodes, jobs: Jobs) -> None:
         self._nodes = nodes
         self._jobs = jobs
+        self._removals = Removals(jobs.transfers)
 
     def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
         """How many of the leading chunks exist, up to the first gap."""
 
         def answer(outcome: CallOutcome, length: int | None) -> None:
-            self._count(outcome, scanned=len(keys))
             done(ScanResult(outcome, length or 0))
 
         self._jobs.check_usable()
@@ -83,7 +83,6 @@ class KeyCalls:
         """Which of the chunks exist."""
 
         def answer(outcome: CallOutcome, counts: Sequence[int]) -> None:
-            self._count(outcome, scanned=len(keys))
             is_done = outcome is CallOutcome.DONE
             done(ExistsResult(outcome, [count > 0 for count in counts] if is_done and keys else ()))
 
@@ -113,7 +112,6 @@ class KeyCalls:
         pattern = escape_pattern(prefix) + b"*" + _FIRST_STRIPE
         self._walk(partial(walk_keys, pattern, found, "TYPE", "string"), deadline, outcomes.put)
         outcome = outcomes.get()
-        self._count(outcome)
         if outcome is not CallOutcome.DONE:
             logger.warning("the list of chunks is not complete: %s", outcome.value)
         # A name may come twice, and the server may match other names.
@@ -154,8 +152,7 @@ class KeyCalls:
             return
 
         def answer(outcome: CallOutcome, removed: Sequence[int]) -> None:
-            jobs.removals.end(chunk_key)
-            self._count(outcome if done is not None else None, removed=sum(removed))
+            self._removals.end(chunk_key)
             if done is not None:
                 done(RemoveResult(outcome, sum(removed)))
 
@@ -164,7 +161,7 @@ class KeyCalls:
         stripes = [stripe_key(chunk_key, index) for index in range(stripe_count)]
         steps = partial(ask_each, _UNLINKS, parse_count, step_keys=STEP_KEYS)
         jobs.check_usable()
-        if jobs.removals.begin(chunk_key, unless_stored=done is None):
+        if self._removals.begin(chunk_key, unless_stored=done is None):
             self._ask(steps, stripes, deadline, 0, answer, Removal)
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
@@ -174,6 +171,7 @@ class KeyCalls:
         """
         if KEY_MAGIC not in key_prefix:
             raise ValueError(f"{key_prefix!r} is not the beginning of keys of this package")
+        lock = threading.Lock()
         total = 0
 
         def found(some: list[bytes]) -> Sequence[bytes]:
@@ -182,12 +180,10 @@ class KeyCalls:
 
         def removed(count: int) -> None:
             nonlocal total
-            with self._jobs.lock:
-                self._jobs.keys_removed += count
+            with lock:
                 total += count
 
         def answer(outcome: CallOutcome) -> None:
-            self._count(outcome)
             done(RemoveResult(outcome, total))
 
         group_keys = 1 if self._nodes.routes.is_cluster else STEP_KEYS
@@ -202,13 +198,8 @@ class KeyCalls:
         done: Callable[[CallOutcome, Sequence[StripeHeader | None]], None],
     ) -> None:
         """The headers of stripes 0; None if there is no value, or one of another kind."""
-
-        def answer(outcome: CallOutcome, headers: Sequence[StripeHeader | None]) -> None:
-            self._count(outcome)
-            done(outcome, headers)
-
         steps = partial(ask_each, header_commands, parse_header)
-        self._ask(steps, _first_stripes(keys), deadline, None, answer)
+        self._ask(steps, _first_stripes(keys), deadline, None, done)
 
     def _exists(
         self,
@@ -300,13 +291,55 @@ class KeyCalls:
             # The server may have gone down, or the plane been closed, in the meantime.
             self._jobs.refuse((question,))
 
-    def _count(self, outcome: CallOutcome | None, scanned: int = 0, removed: int = 0) -> None:
-        jobs = self._jobs
-        with jobs.lock:
-            if outcome is not None:
-                jobs.calls[outcome] += 1
-            jobs.keys_scanned += scanned
-            jobs.keys_removed += removed
+
+class Removals:
+    """The removals in flight. No removal takes a stripe of a later store. Thread-safe.
+
+    Removals and stores of one chunk use different connections: a store waits until the removals of
+    its chunk are answered, and a chunk that is being stored is not removed because of a failed read
+    or an earlier store. transfers: `Jobs.transfers`; a store is added to it before `is_empty` and
+    `wait`.
+    """
+
+    def __init__(self, transfers: Mapping[Any, Job[Any]]) -> None:
+        self._transfers = transfers
+        self._lock = threading.Lock()
+        # By chunk key: how many removals, and the stores that wait for them.
+        self._removals: dict[bytes, tuple[int, list[Callable[[], None]]]] = {}
+
+    def begin(self, chunk_key: bytes, unless_stored: bool) -> bool:
+        """Note a removal before it is queued; False: do not queue it, the chunk is being stored."""
+        with self._lock:
+            if unless_stored:
+                transfers = list(self._transfers.items())
+                if any(chunk.key == chunk_key and job.is_store for chunk, job in transfers):
+                    return False
+            count, waiting = self._removals.get(chunk_key, (0, []))
+            self._removals[chunk_key] = count + 1, waiting
+            return True
+
+    def end(self, chunk_key: bytes) -> None:
+        """A removal was answered, or will not be sent."""
+        with self._lock:
+            count, waiting = self._removals.pop(chunk_key)
+            if count > 1:
+                self._removals[chunk_key] = count - 1, waiting
+                return
+        for start in waiting:
+            start()
+
+    def is_empty(self) -> bool:
+        """Whether no removal is in flight; then the stores in `transfers` need not wait."""
+        with self._lock:
+            return not self._removals
+
+    def wait(self, chunk_key: bytes, start: Callable[[], None]) -> bool:
+        """Call `start` once the removals of the chunk have ended; False if none is in flight."""
+        with self._lock:
+            if chunk_key not in self._removals:
+                return False
+            self._removals[chunk_key][1].append(start)
+            return True
 
 
 def _first_stripes(keys: Sequence[bytes]) -> list[bytes]:

@@ -27,7 +27,8 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.jobs import Job, Jobs
+from lmcache_redis.resp.health import Server, Worker
+from lmcache_redis.resp.jobs import Job, TaskQueue
 from lmcache_redis.resp.net.connection import Connection, Pipeline
 from lmcache_redis.resp.net.wire import (
     ASKING_COMMAND,
@@ -40,7 +41,6 @@ from lmcache_redis.resp.net.wire import (
     without_errors,
 )
 from lmcache_redis.resp.outcomes import CallOutcome
-from lmcache_redis.resp.worker import Server, TaskQueue, Worker
 from lmcache_redis.stripe import HEADER_BYTES, StripeHeader, describe_header
 
 ResultT = TypeVar("ResultT")
@@ -277,9 +277,6 @@ class Question(Job[CallOutcome]):
             self._result = end.value
             return True
         return False
-
-    def leave(self, jobs: Jobs) -> None:
-        """Calls are counted, not questions: a call may have several."""
 
     def answer(self, outcome: CallOutcome) -> None:
         self._done(outcome, self._result if outcome is CallOutcome.DONE else None)

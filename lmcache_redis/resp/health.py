@@ -1,11 +1,11 @@
-"""The circuit breaker: whether the server is up, and when it is up again.
+"""Whether a server is up (the circuit breaker), and the threads that connect to it while it is.
 
 One thread probes. While the server is DOWN, every operation is answered UNAVAILABLE at once, and
 the prober tries a new connection and a PING every `probe_interval_s`. A stopped process accepts
 connections and answers nothing: the probe waits, and is answered the moment the process continues.
 While the server is UP, the prober sends heartbeats, and probes at once after a time-out of a
 worker. So a slow operation does not take down a server that answers, and a dead server costs one
-time-out.
+time-out. All other threads with connections are `Worker`s.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from lmcache_redis.errors import (
     ConfigError,
     RedisAuthError,
     RedisError,
+    RedisProtocolError,
+    RedisRedirect,
     RedisReplyError,
+    RedisTimeout,
     RedisUnavailable,
 )
+from lmcache_redis.resp.jobs import Job, Jobs, Task
 from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.options import RedisOptions
@@ -273,3 +279,110 @@ class Health:
             self._logged_at.clear()
         self._logged_at[text] = now
         return True
+
+
+class Server(Protocol):
+    """The interface of `node.Node` for its threads."""
+
+    connector: Connector
+    health: Health
+    jobs: Jobs
+    options: RedisOptions
+
+    def redirect(self, task: Task, redirect: RedisRedirect) -> bool:
+        """Queue a redirected stripe at another node; False if there is none."""
+
+    def is_replica(self) -> None:
+        """The server is a replica: the map is outdated."""
+
+
+class Worker(ABC):
+    """A thread that connects whenever the server is up, and then calls `serve`.
+
+    It connects before it takes work, so an unreachable server delays no job.
+    """
+
+    def __init__(self, name: str, server: Server) -> None:
+        self.name = name
+        self.connections_lost = 0
+        self._server = server
+        self._jobs = server.jobs
+        self._health = server.health
+        self.thread = threading.Thread(target=self._run, name=f"lmcr-{name}", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    @abstractmethod
+    def serve(self, connection: Connection) -> bool:
+        """Work until the connection is unusable or the queue is closed.
+
+        Returns False if the queue is closed. Otherwise it has closed the connection. Answers each
+        job that it takes, whatever happens.
+        """
+
+    def _new_connection(self) -> Connection:
+        return Connection(self._server.connector, f"lmcache-redis:{self.name}")
+
+    def _run(self) -> None:
+        failures = 0
+        while self._health.wait_up():
+            connection = self._new_connection()
+            try:
+                failures = self._connect(connection, failures)
+                if connection.is_open and not self._serve_safely(connection):
+                    return
+            finally:
+                connection.close()
+
+    def _connect(self, connection: Connection, failures: int) -> int:
+        """Try once; return how many attempts in a row have failed."""
+        tried_at = time.monotonic()
+        try:
+            connection.open()
+        except (RedisError, ConfigError) as error:
+            # A single failure may be a server that has just restarted: try again at once.
+            if failures or not isinstance(error, RedisUnavailable):
+                self._health.down(error, tried_at)
+            return failures + 1
+        return 0
+
+    def _serve_safely(self, connection: Connection) -> bool:
+        try:
+            return self.serve(connection)
+        except Exception:
+            # A bug of ours: `serve` has answered its job; the thread continues.
+            logger.exception("a thread of the Redis plane met a bug")
+            return True
+
+    def _may_retry(self, job: Job[Any], connection: Connection) -> bool:
+        """Whether to retry a job that lost its connection.
+
+        An idle connection that dies unnoticed when the server restarts is not an outage. There is
+        no retry if the connection was opened after the job was created.
+        """
+        lost = not connection.is_open
+        return lost and connection.opened_at < job.created_at and self._health.is_up
+
+    def _judge(self, error: RedisError, connection: Connection) -> None:
+        """Update connection and health after an operation has failed."""
+        if isinstance(error, RedisTimeout):
+            if not connection.is_open:
+                self.connections_lost += 1
+                self._health.suspect(error)
+        elif isinstance(error, RedisProtocolError):
+            self.connections_lost += 1
+            self._health.note(error)
+        elif isinstance(error, RedisUnavailable):
+            if connection.is_open:
+                # The server said so itself (LOADING, BUSY): it would refuse any request.
+                connection.close()
+                self._health.down(error, time.monotonic())
+            else:
+                # Lost: the attempt to connect again tells whether the server is there.
+                self.connections_lost += 1
+        else:
+            if isinstance(error, RedisAuthError):
+                # Credentials were revoked: connecting again shows it.
+                connection.close()
+            self._health.note(error)

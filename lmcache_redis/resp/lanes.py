@@ -17,9 +17,9 @@ import errno
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp.bulk import (
@@ -37,15 +37,53 @@ from lmcache_redis.resp.bulk import (
     error_in,
     mover_for,
 )
-from lmcache_redis.resp.jobs import Job, Stop
+from lmcache_redis.resp.health import Server, Worker
+from lmcache_redis.resp.jobs import Job, Jobs, OutcomeT, Stop, Task, TaskQueue
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import ASKING_COMMAND
-from lmcache_redis.resp.worker import Server, Task, TaskQueue, Worker
+from lmcache_redis.resp.outcomes import ChunkIO
 
 # The pause before the next attempt, if the server has no room for another connection.
 _WIDEN_AGAIN_S = 1.0
 # Requests sent together may be late together: each reply has at least this time.
 _LEAST_PATIENCE_S = 0.05
+
+
+# Called with a chunk key and a stripe count.
+Remove = Callable[[bytes, int], None]
+
+
+class Transfer(Job[OutcomeT]):
+    """A chunk in flight; a step is a stripe. done: called with the chunk and the outcome."""
+
+    __slots__ = ("_done", "_remove", "_remove_stripes", "chunk", "chunk_key")
+
+    def __init__(
+        self, chunk: ChunkIO, done: Callable[[ChunkIO, OutcomeT], None], remove: Remove, now: float
+    ) -> None:
+        super().__init__(chunk.frame.stripe_count, chunk.deadline, now)
+        self.chunk = chunk
+        self.chunk_key = chunk.key
+        self._done = done
+        self._remove = remove
+        self._remove_stripes = 0  # how many to remove before the answer
+
+    def leave(self, jobs: Jobs) -> None:
+        jobs.transfers.pop(self.chunk, None)
+        outcome: Any = self.outcome
+        jobs.counts[outcome] += 1
+        if outcome is self.good:
+            jobs.moved_bytes[outcome] += self.chunk.frame.chunk_bytes
+
+    def answer(self, outcome: OutcomeT) -> None:
+        chunk = self.chunk
+        del self.chunk  # a queue may still hold the job, but must not hold a slot
+        try:
+            # Before the callback, which may store the chunk again.
+            if self._remove_stripes:
+                self._remove(self.chunk_key, self._remove_stripes)
+        finally:
+            self._done(chunk, outcome)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +107,10 @@ class BulkWorker(Worker):
     It begins with one, and opens more when more stripes wait than it has connections.
     """
 
+    _is_load: ClassVar[bool]
+    # Whether the mover hashes what it loads.
+    _checksums = True
+
     def __init__(self, name: str, server: Server, queue: TaskQueue[Task], connections: int) -> None:
         super().__init__(name, server)
         self._queue = queue
@@ -89,10 +131,6 @@ class BulkWorker(Worker):
         """What a mover needs to move a stripe."""
 
     @abstractmethod
-    def _transfer(self, call: Call) -> Moved:
-        """Send and receive."""
-
-    @abstractmethod
     def _sent(self, jobs: Collection[Any]) -> bool:
         """A stripe of each job was sent; return whether their slots are free now."""
 
@@ -111,10 +149,6 @@ class BulkWorker(Worker):
     def _lost(self, lane: Lane, task: Task, error: RedisError) -> None:
         """A stripe whose connection was closed."""
 
-    @abstractmethod
-    def _release_ended(self, now: float) -> None:
-        """Free the slots of stripes in flight whose jobs have ended."""
-
     @property
     def _may_send(self) -> bool:
         return True
@@ -127,6 +161,9 @@ class BulkWorker(Worker):
     def _most_tasks(self) -> int:
         """How many stripes that wait are packed for one call; those not sent are packed again."""
         return MOST_TASKS
+
+    def _release_ended(self, now: float) -> None:
+        """Free the slots of stripes in flight whose jobs have ended."""
 
     def _all_closed(self) -> None:
         """All connections were closed, and no stripe is in flight."""
@@ -170,7 +207,8 @@ class BulkWorker(Worker):
             jobs = [lane.task[0] for lane in self._busy if lane.task and lane.packed is not SENT]
             jobs += [task[0] for task, _ in begun]
             until = min([now + SLICE_S, *[job.deadline for job in jobs]])
-            moved = self._transfer(
+            transfer = self._mover.load if self._is_load else self._mover.store
+            moved = transfer(
                 Call(
                     [lane.handle for lane in lanes],
                     tasks,
@@ -178,7 +216,8 @@ class BulkWorker(Worker):
                     self._is_sending,
                     not begun or not len(self._queue),
                     until,
-                    quiet_ms=QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
+                    self._checksums,
+                    QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
                 )
             )
         except BaseException:
@@ -258,9 +297,6 @@ class BulkWorker(Worker):
         free = dict.fromkeys([*self._idle, *[lane for lane, _ in ended]])
         self._idle = [lane for lane in free if lane not in busy]
 
-        failure: Failure | None = None
-        if moved.done and not isinstance(moved.done[-1], bytes):
-            failure = moved.done[-1]
         good = [
             (task, result)
             for (_, task), result in zip(ended, moved.done, strict=True)
@@ -268,8 +304,8 @@ class BulkWorker(Worker):
         ]
         if good:
             self._succeeded(good)
-        if failure is not None:
-            self._see_to(*ended[-1], failure)
+        if moved.done and not isinstance(moved.done[-1], bytes):
+            self._see_to(*ended[-1], moved.done[-1])
         if moved.sending and not self._is_sending:
             lane = self._busy[-1]
             self._give_up(lane, lane.connection.stream.lost(moved.sending))
@@ -277,7 +313,6 @@ class BulkWorker(Worker):
     def _see_to(self, lane: Lane, task: Task | None, failure: Failure) -> None:
         error = error_in(failure, lane.connection.stream)
         if failure[0] >= End.OTHER_LENGTH:
-            self._idle.remove(lane)
             lane.connection.close()
         if task is not None:
             self._failed(lane, task, failure, error)
@@ -325,8 +360,7 @@ class BulkWorker(Worker):
         """Open a connection for each stripe that waits, up to the limit."""
         if self._lanes >= self._connections or not self._may_widen or not self._health.is_up:
             return
-        now = time.monotonic()
-        if now < self._widen_at:
+        if time.monotonic() < self._widen_at:
             return
         # First drop those that died unnoticed: a stripe lost on a new connection is not retried.
         self._drop_dead()

@@ -16,15 +16,14 @@ from collections.abc import Sequence
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisRedirect
 from lmcache_redis.resp.control import Controller
-from lmcache_redis.resp.health import Health
-from lmcache_redis.resp.jobs import Jobs, Stop, joined
+from lmcache_redis.resp.health import Health, Worker
+from lmcache_redis.resp.jobs import Jobs, Stop, Task, TaskQueue, joined
 from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, Topology
 from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.net.topology import Routes, ServerMap, find_servers, next_hop
 from lmcache_redis.resp.outcomes import PlaneState
 from lmcache_redis.resp.reading import Read, Reader
-from lmcache_redis.resp.worker import Task, TaskQueue, Worker
 from lmcache_redis.resp.writing import Writer
 
 logger = logging.getLogger(__name__)

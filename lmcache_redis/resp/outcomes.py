@@ -143,9 +143,6 @@ class PlaneStats:
     bytes_out: int
     reads: Mapping[ReadOutcome, int]
     writes: Mapping[WriteOutcome, int]
-    calls: Mapping[CallOutcome, int]
-    keys_scanned: int
-    keys_removed: int
     connects: int
     connections_lost: int
     errors: int

@@ -23,7 +23,7 @@ from typing import Any
 from lmcache_redis import native
 from lmcache_redis.resp.calls import KeyCalls
 from lmcache_redis.resp.control import Removal
-from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop
+from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop, Task
 from lmcache_redis.resp.net.endpoint import parse_deployment
 from lmcache_redis.resp.net.options import RedisOptions
 from lmcache_redis.resp.node import Nodes
@@ -32,11 +32,11 @@ from lmcache_redis.resp.outcomes import (
     PlaneState,
     PlaneStats,
     ReadDone,
+    ReadOutcome,
     WriteDone,
     WriteOutcome,
 )
 from lmcache_redis.resp.reading import Read
-from lmcache_redis.resp.worker import Task
 from lmcache_redis.resp.writing import Write
 from lmcache_redis.stripe import STORE_ID_BYTES
 
@@ -135,13 +135,10 @@ class RedisPlane(KeyCalls):
             connects, connections_lost, errors = self._nodes.counts
             transfers = list(jobs.transfers.values())
             return PlaneStats(
-                bytes_in=jobs.bytes_in,
-                bytes_out=jobs.bytes_out,
-                reads=dict(jobs.reads),
-                writes=dict(jobs.writes),
-                calls=dict(jobs.calls),
-                keys_scanned=jobs.keys_scanned,
-                keys_removed=jobs.keys_removed,
+                bytes_in=jobs.moved_bytes[ReadOutcome.LOADED],
+                bytes_out=jobs.moved_bytes[WriteOutcome.STORED],
+                reads={outcome: jobs.counts[outcome] for outcome in ReadOutcome},
+                writes={outcome: jobs.counts[outcome] for outcome in WriteOutcome},
                 connects=connects,
                 connections_lost=connections_lost,
                 errors=errors,
@@ -193,15 +190,14 @@ class RedisPlane(KeyCalls):
             ready = accepted = self._enter(some, jobs)
             if unfit:
                 self._jobs.timekeeper.post(
-                    partial(self._jobs.reject, unfit, WriteOutcome.NO_ROOM_FOR_SEAL)
+                    partial(self._jobs.stop, unfit, WriteOutcome.NO_ROOM_FOR_SEAL)
                 )
                 ready = accepted = [job for job in accepted if job not in unfit]
-            removals = self._jobs.removals
-            if not removals.is_empty():
+            if not self._removals.is_empty():
                 ready = [
                     job
                     for job in accepted
-                    if not removals.wait(job.chunk_key, partial(_put_writes, (job,)))
+                    if not self._removals.wait(job.chunk_key, partial(_put_writes, (job,)))
                 ]
             _put_writes(ready)
             self._jobs.refuse(accepted)

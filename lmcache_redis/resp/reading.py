@@ -31,12 +31,12 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.keys import stripe_key
-from lmcache_redis.resp.bulk import MOST_TASKS, Call, End, Failure, Moved, Packed, is_other_type
-from lmcache_redis.resp.jobs import Jobs, Stop
-from lmcache_redis.resp.lanes import BulkWorker, Lane
+from lmcache_redis.resp.bulk import MOST_TASKS, End, Failure, Packed, is_other_type
+from lmcache_redis.resp.health import Server
+from lmcache_redis.resp.jobs import Stop, Task, TaskQueue
+from lmcache_redis.resp.lanes import BulkWorker, Lane, Remove, Transfer
 from lmcache_redis.resp.net.wire import get_command, value_head
 from lmcache_redis.resp.outcomes import ChunkIO, ReadDone, ReadOutcome
-from lmcache_redis.resp.worker import Remove, Server, Task, TaskQueue, Transfer
 from lmcache_redis.seal import Opened, SealKeys
 from lmcache_redis.stripe import (
     HEADER_BYTES,
@@ -177,18 +177,11 @@ class Read(Transfer[ReadOutcome]):
         self._hole = remove_stripes
         return None, 0
 
-    def leave(self, jobs: Jobs) -> None:
-        jobs.transfers.pop(self.chunk, None)
-        outcome = self.outcome
-        if outcome is not None:
-            jobs.reads[outcome] += 1
-        if outcome is ReadOutcome.LOADED:
-            jobs.bytes_in += self.chunk.frame.chunk_bytes
-
 
 class Reader(BulkWorker):
     """A thread with GET connections."""
 
+    _is_load = True
     # Receives what is left of unused replies.
     _scratch = memoryview(b"")
 
@@ -206,9 +199,6 @@ class Reader(BulkWorker):
         job, index, _ = task
         packed: Packed = job.pack(index, self._seal_keys is not None)
         return packed
-
-    def _transfer(self, call: Call) -> Moved:
-        return self._mover.load(call._replace(verify=self._checksums))
 
     def _sent(self, jobs: Collection[Any]) -> bool:
         return False

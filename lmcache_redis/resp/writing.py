@@ -37,18 +37,16 @@ from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.bulk import (
     MOST_TASKS,
     SENT,
-    Call,
     End,
     Failure,
-    Moved,
     Packed,
     add_short_checksums,
 )
-from lmcache_redis.resp.jobs import Jobs
-from lmcache_redis.resp.lanes import BulkWorker, Lane
+from lmcache_redis.resp.health import Server
+from lmcache_redis.resp.jobs import Jobs, Task, TaskQueue
+from lmcache_redis.resp.lanes import BulkWorker, Lane, Remove, Transfer
 from lmcache_redis.resp.net.wire import end_of_command, set_prefix
 from lmcache_redis.resp.outcomes import ChunkIO, WriteDone, WriteOutcome
-from lmcache_redis.resp.worker import Remove, Server, Task, TaskQueue, Transfer
 from lmcache_redis.seal import SealKeys
 from lmcache_redis.stripe import HEADER_BYTES
 
@@ -148,18 +146,15 @@ class Write(Transfer[WriteOutcome]):
         self._remove(self.chunk_key, self._stripe_count)
 
     def leave(self, jobs: Jobs) -> None:
-        jobs.transfers.pop(self.chunk, None)
-        outcome = self.outcome
-        if outcome is not None:
-            jobs.writes[outcome] += 1
-        if outcome is WriteOutcome.STORED:
-            jobs.bytes_out += self.chunk.frame.chunk_bytes
-        elif self.take_partial():
+        super().leave(jobs)
+        if self.take_partial():
             self._remove_stripes = self._stripe_count
 
 
 class Writer(BulkWorker):
     """A thread with SET connections."""
+
+    _is_load = False
 
     def __init__(self, name: str, server: Server, queue: TaskQueue[Task], connections: int) -> None:
         super().__init__(name, server, queue, connections)
@@ -179,9 +174,6 @@ class Writer(BulkWorker):
             self._sealer.kept = self._busy[-1].packed[2] if self._is_sending else None
         packed: Packed = job.pack(index, self._server.options.ttl_s, self._sealer)
         return packed
-
-    def _transfer(self, call: Call) -> Moved:
-        return self._mover.store(call)
 
     def _sent(self, jobs: Collection[Any]) -> bool:
         # The kernel has the bytes, or will never get them: the slots are free either way.
@@ -247,9 +239,6 @@ class Writer(BulkWorker):
         if self._losing is None:
             late = isinstance(error, RedisTimeout)
             self._losing = WriteOutcome.TIMED_OUT if late else WriteOutcome.UNAVAILABLE
-
-    def _release_ended(self, now: float) -> None:
-        """A slot is in use only until its stripe is sent."""
 
     @property
     def _may_send(self) -> bool:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.resp.jobs import Job, Jobs, Stop, Timekeeper
-from lmcache_redis.resp.worker import TaskQueue
+from lmcache_redis.resp.jobs import Job, Jobs, Stop, TaskQueue, Timekeeper
 from tests.resp.helpers import wait_until
 
 

@@ -128,12 +128,9 @@ def test_stats_count_what_happened(plane: RedisPlane) -> None:
     chunks = [Chunk(n, 10_000, SLOT, seed=n) for n in range(3)]
     write(plane, *chunks)
     read(plane, *chunks, Chunk(9, 10_000, SLOT))
-    scan(plane, [b"a", b"b"])
     stats = plane.stats()
     assert stats.bytes_in == stats.bytes_out == 30_000
     assert stats.reads[ReadOutcome.LOADED] == stats.writes[WriteOutcome.STORED] == 3
-    assert stats.calls[CallOutcome.DONE] == 1
-    assert stats.keys_scanned == 2
     wait_until(lambda: plane.stats().connects >= LEAST_CONNECTIONS)
     assert (stats.errors, stats.connections_lost) == (0, 0)
     wait_until(lambda: plane.stats().queued_reads == 0)
