@@ -18,19 +18,10 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from lmcache_redis.dtypes import (
-    ENCODED_FORMATS,
-    NAME_OF_CODE,
-    MemoryFormat,
-    dtype_name,
-    torch_dtype,
-)
+from lmcache_redis.dtypes import ENCODED_FORMATS, NAME_OF_CODE, MemoryFormat
 from lmcache_redis.errors import FormatError, check_int, checked_shape
-
-if TYPE_CHECKING:
-    import torch
 
 MAX_KEY_LENGTH = 150
 MAX_WIRE_LENGTH = (1 << 31) - 1
@@ -71,91 +62,26 @@ LOCATION_TO_INT: dict[str | None, int] = {None: 0, MEMORY_LOCATION: 1, "LocalDis
 INT_TO_LOCATION: dict[int, str | None] = {code: name for name, code in LOCATION_TO_INT.items()}
 
 
-class HasKeyText(Protocol):
-    """A key object of LMCache."""
+@dataclass(frozen=True, slots=True)
+class ClientMetaMessage:
+    """A request. key: text, empty if the request names no chunk. dtype_name: None for no dtype."""
 
-    def to_string(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True, init=False)
-class _Payload:
-    """The payload fields of both messages."""
-
+    command: ClientCommand
+    key: str
     length: int
     fmt: MemoryFormat
     dtype_name: str | None
     shape: tuple[int, ...]
-    location: str | None
+    location: str | None = None
 
-    def __init__(
-        self,
-        length: int,
-        fmt: MemoryFormat,
-        dtype: torch.dtype | str | None,
-        shape: Sequence[int],
-        location: str | None = None,
-    ) -> None:
-        check_int("a length", length, 0, MAX_WIRE_LENGTH)
-        sizes = checked_shape(shape, MAX_WIRE_LENGTH)
-        if len(sizes) > WIRE_DIMS:
-            raise FormatError(f"a shape of {len(sizes)} dimensions; a message has {WIRE_DIMS}")
-        if not isinstance(fmt, MemoryFormat):
-            raise FormatError(f"a memory format is a MemoryFormat, not {fmt!r:.80}")
-        name = None if dtype is None else dtype_name(dtype)
-        if name not in _CODE_OF_NAME:
-            raise FormatError(f"dtype {name} has no code in LMCache's protocol")
-        if not isinstance(location, (str, NoneType)) or location not in LOCATION_TO_INT:
-            raise FormatError(f"unknown location {location!r:.80}")
-        object.__setattr__(self, "length", length)
-        object.__setattr__(self, "fmt", fmt)
-        object.__setattr__(self, "dtype_name", name)
-        object.__setattr__(self, "shape", sizes)
-        object.__setattr__(self, "location", location)
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype as ``torch.dtype``; imports torch."""
-        return None if self.dtype_name is None else torch_dtype(self.dtype_name)
-
-    def _described(self) -> tuple[int, int, int]:
-        return self.length, self.fmt.value, _CODE_OF_NAME[self.dtype_name]
-
-    def _padded_shape(self) -> tuple[int, ...]:
-        return self.shape + (0,) * (WIRE_DIMS - len(self.shape))
-
-
-@dataclass(frozen=True, slots=True, init=False)
-class ClientMetaMessage(_Payload):
-    """A request.
-
-    key: text, or an object whose `to_string` gives it; the message holds the text, which is
-    empty if the request names no chunk. dtype: torch.dtype, its name or None; the message
-    holds the name.
-    """
-
-    command: ClientCommand
-    key: str
-
-    def __init__(
-        self,
-        command: ClientCommand,
-        key: str | HasKeyText,
-        length: int,
-        fmt: MemoryFormat,
-        dtype: torch.dtype | str | None,
-        shape: Sequence[int],
-        location: str | None = None,
-    ) -> None:
-        # Not super(): with slots=True the decorator replaces the class that super() would refer to.
-        _Payload.__init__(self, length, fmt, dtype, shape, location)
-        text = key if isinstance(key, str) else key.to_string()
-        _key_bytes(text)
-        object.__setattr__(self, "command", _member(ClientCommand, command, "command"))
-        object.__setattr__(self, "key", text)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "command", _member(ClientCommand, self.command, "command"))
+        self.serialize()
 
     def serialize(self) -> bytes:
-        numbers = (*self._described(), LOCATION_TO_INT[self.location], *self._padded_shape())
-        return _REQUEST.pack(self.command, *numbers, _key_bytes(self.key).ljust(MAX_KEY_LENGTH))
+        described, sizes, location = _numbers(self)
+        key = _key_bytes(self.key).ljust(MAX_KEY_LENGTH)
+        return _REQUEST.pack(self.command, *described, location, *sizes, key)
 
     @staticmethod
     def deserialize(data: bytes | bytearray | memoryview) -> ClientMetaMessage:
@@ -179,27 +105,24 @@ class ClientMetaMessage(_Payload):
         return command, length
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class ServerMetaMessage(_Payload):
-    """A reply; dtype is as in `ClientMetaMessage`."""
+@dataclass(frozen=True, slots=True)
+class ServerMetaMessage:
+    """A reply; dtype_name is as in `ClientMetaMessage`."""
 
     code: ServerReturnCode
+    length: int
+    fmt: MemoryFormat
+    dtype_name: str | None
+    shape: tuple[int, ...]
+    location: str | None = None
 
-    def __init__(
-        self,
-        code: ServerReturnCode,
-        length: int,
-        fmt: MemoryFormat,
-        dtype: torch.dtype | str | None,
-        shape: Sequence[int],
-        location: str | None = None,
-    ) -> None:
-        _Payload.__init__(self, length, fmt, dtype, shape, location)
-        object.__setattr__(self, "code", _member(ServerReturnCode, code, "return code"))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", _member(ServerReturnCode, self.code, "return code"))
+        self.serialize()
 
     def serialize(self) -> bytes:
-        numbers = (*self._described(), *self._padded_shape(), LOCATION_TO_INT[self.location])
-        return _REPLY.pack(self.code, *numbers)
+        described, sizes, location = _numbers(self)
+        return _REPLY.pack(self.code, *described, *sizes, location)
 
     @staticmethod
     def deserialize(data: bytes | bytearray | memoryview) -> ServerMetaMessage:
@@ -209,6 +132,25 @@ class ServerMetaMessage(_Payload):
     @staticmethod
     def packlength() -> int:
         return _REPLY.size
+
+
+def _numbers(
+    message: ClientMetaMessage | ServerMetaMessage,
+) -> tuple[tuple[int, int, int], tuple[int, ...], int]:
+    """Length, format and dtype; four sizes; location. Raises FormatError for what has no code."""
+    check_int("a length", message.length, 0, MAX_WIRE_LENGTH)
+    sizes = checked_shape(message.shape, MAX_WIRE_LENGTH)
+    if len(sizes) > WIRE_DIMS:
+        raise FormatError(f"a shape of {len(sizes)} dimensions; a message has {WIRE_DIMS}")
+    if not isinstance(message.fmt, MemoryFormat):
+        raise FormatError(f"a memory format is a MemoryFormat, not {message.fmt!r:.80}")
+    name, location = message.dtype_name, message.location
+    if not isinstance(name, (str, NoneType)) or name not in _CODE_OF_NAME:
+        raise FormatError(f"dtype {name!r:.80} has no code in LMCache's protocol")
+    if not isinstance(location, (str, NoneType)) or location not in LOCATION_TO_INT:
+        raise FormatError(f"unknown location {location!r:.80}")
+    described = message.length, message.fmt.value, _CODE_OF_NAME[name]
+    return described, sizes + (0,) * (WIRE_DIMS - len(sizes)), LOCATION_TO_INT[location]
 
 
 def _unpack(layout: struct.Struct, data: bytes | bytearray | memoryview) -> tuple[Any, ...]:

@@ -6,8 +6,7 @@
     per group: u32 dtype code | u32 dimensions | u64 sizes
 
 A group has at least four sizes, zero where unused, and at most eight. At most 8 groups and 336
-bytes. The messages of LMCache's TCP protocol have their own encoding: they are defined in
-`lmcache_redis.lm_wire` and re-exported here.
+bytes. The messages of LMCache's TCP protocol have their own encoding (`lmcache_redis.lm_wire`).
 """
 
 from __future__ import annotations
@@ -28,33 +27,17 @@ from lmcache_redis.dtypes import (
     torch_dtype,
 )
 from lmcache_redis.errors import FormatError, check_int, checked_shape
-from lmcache_redis.lm_wire import (
-    INT_TO_LOCATION,
-    LOCATION_TO_INT,
-    MAX_KEY_LENGTH,
-    ClientCommand,
-    ClientMetaMessage,
-    ServerMetaMessage,
-    ServerReturnCode,
-)
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "INT_TO_LOCATION",
-    "LOCATION_TO_INT",
     "MAX_DIMS",
     "MAX_GROUPS",
-    "MAX_KEY_LENGTH",
     "MAX_METADATA_BYTES",
     "MAX_SIZE",
-    "ClientCommand",
-    "ClientMetaMessage",
     "MemoryFormat",
     "RemoteMetadata",
-    "ServerMetaMessage",
-    "ServerReturnCode",
 ]
 
 MAX_GROUPS = 8

@@ -21,17 +21,16 @@ from lmcache_redis.compat.cache_engine_key import (
     LayerCacheEngineKey,
     parse_cache_key,
 )
-from lmcache_redis.dtypes import NAME_OF_CODE, torch_dtype
+from lmcache_redis.dtypes import NAME_OF_CODE, dtype_name, torch_dtype
 from lmcache_redis.errors import FormatError
-from lmcache_redis.protocol import (
+from lmcache_redis.lm_wire import (
     INT_TO_LOCATION,
     LOCATION_TO_INT,
-    MAX_GROUPS,
     MAX_KEY_LENGTH,
     ClientCommand,
-    MemoryFormat,
     ServerReturnCode,
 )
+from lmcache_redis.protocol import MAX_GROUPS, MemoryFormat
 
 __all__ = [
     "DTYPE_TO_INT",
@@ -125,7 +124,7 @@ class ClientMetaMessage:
             raise FormatError(f"a key is a CacheEngineKey or its text, not {self.key!r:.80}")
         encoded = self._encoded()
         self.command = encoded.command
-        self.dtype, self.shape = encoded.dtype, torch.Size(encoded.shape)
+        self.dtype, self.shape = _torch_dtype(encoded.dtype_name), torch.Size(encoded.shape)
 
     def serialize(self) -> bytes:
         return self._encoded().serialize()
@@ -134,16 +133,18 @@ class ClientMetaMessage:
     def deserialize(s: _Buffer) -> ClientMetaMessage:
         """The request that bytes encode. Raises FormatError also for a key that is none."""
         m = lm_wire.ClientMetaMessage.deserialize(s)
-        shape = torch.Size(m.shape)
-        return ClientMetaMessage(m.command, m.key, m.length, m.fmt, m.dtype, shape, m.location)
+        dtype, shape = _torch_dtype(m.dtype_name), torch.Size(m.shape)
+        return ClientMetaMessage(m.command, m.key, m.length, m.fmt, dtype, shape, m.location)
 
     @staticmethod
     def packlength() -> int:
         return lm_wire.ClientMetaMessage.packlength()
 
     def _encoded(self) -> lm_wire.ClientMetaMessage:
+        key = self.key if isinstance(self.key, str) else self.key.to_string()
+        name = None if self.dtype is None else dtype_name(self.dtype)
         return lm_wire.ClientMetaMessage(
-            self.command, self.key, self.length, self.fmt, self.dtype, self.shape, self.location
+            self.command, key, self.length, self.fmt, name, self.shape, self.location
         )
 
 
@@ -161,7 +162,7 @@ class ServerMetaMessage:
     def __post_init__(self) -> None:
         encoded = self._encoded()
         self.code = encoded.code
-        self.dtype, self.shape = encoded.dtype, torch.Size(encoded.shape)
+        self.dtype, self.shape = _torch_dtype(encoded.dtype_name), torch.Size(encoded.shape)
 
     def serialize(self) -> bytes:
         return self._encoded().serialize()
@@ -170,17 +171,22 @@ class ServerMetaMessage:
     def deserialize(s: _Buffer) -> ServerMetaMessage:
         """The reply that bytes encode."""
         m = lm_wire.ServerMetaMessage.deserialize(s)
-        shape = torch.Size(m.shape)
-        return ServerMetaMessage(m.code, m.length, m.fmt, m.dtype, shape, m.location)
+        dtype, shape = _torch_dtype(m.dtype_name), torch.Size(m.shape)
+        return ServerMetaMessage(m.code, m.length, m.fmt, dtype, shape, m.location)
 
     @staticmethod
     def packlength() -> int:
         return lm_wire.ServerMetaMessage.packlength()
 
     def _encoded(self) -> lm_wire.ServerMetaMessage:
+        name = None if self.dtype is None else dtype_name(self.dtype)
         return lm_wire.ServerMetaMessage(
-            self.code, self.length, self.fmt, self.dtype, self.shape, self.location
+            self.code, self.length, self.fmt, name, self.shape, self.location
         )
+
+
+def _torch_dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else torch_dtype(name)
 
 
 _group_count: int | None = None

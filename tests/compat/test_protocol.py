@@ -98,8 +98,8 @@ class TestClientMetaMessage:
 
     def test_has_the_bytes_of_the_protocol(self) -> None:
         wire = lm_wire.ClientMetaMessage(
-            ClientCommand.PUT, CACHE_KEY, 4096, MemoryFormat.KV_2LTD, "float16", (2, 32, 16, 2),
-            "LocalDiskBackend",
+            ClientCommand.PUT, CACHE_KEY.to_string(), 4096, MemoryFormat.KV_2LTD, "float16",
+            (2, 32, 16, 2), "LocalDiskBackend",
         )  # fmt: skip
         assert self.message.serialize() == wire.serialize()
 
