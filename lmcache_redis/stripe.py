@@ -185,20 +185,13 @@ class ChunkFrame:
         the bytes are. The payload is not read.
         """
         raw = _header_of(buf)
-        if len(raw) < HEADER_BYTES:
-            return HeaderCheck(Verdict.CORRUPT_HEADER)
-        preamble, store_id, place, checksum, layout_and_chunk, _, own, metadata = _PARTS.unpack(raw)
-        if is_sealed:
-            metadata = _without_seal(metadata)
         if (
-            0 <= index < self.stripe_count
-            and place == self._place(index, SEALED if is_sealed else 0)
-            and preamble == _EXPECTED_PREAMBLE
-            and layout_and_chunk == self._layout_and_chunk
-            and metadata == self._padded_metadata
-            and own == _own_checksum(raw)
+            len(raw) == HEADER_BYTES
+            and 0 <= index < self.stripe_count
+            and is_expected(raw, self.bare_header(index, is_sealed=is_sealed))
         ):
-            return HeaderCheck(Verdict.OK, store_id, checksum)
+            checksum = int.from_bytes(raw[PAYLOAD_CHECKSUM], "little")
+            return HeaderCheck(Verdict.OK, raw[STORE_ID], checksum)
         return HeaderCheck(self._fault(raw, index))
 
     def _place(self, index: int, flags: int) -> bytes:
@@ -310,10 +303,7 @@ def add_checksums(header: bytearray, checksum: int) -> None:
 
 
 def is_expected(header: bytes, bare: bytes | bytearray) -> bool:
-    """Whether a header is undamaged, and has the fields of `bare` but for what readers do not know.
-
-    The same as `ChunkFrame.check_header` for a `bare_header`, without the frame.
-    """
+    """Whether a header is undamaged, and is `bare` but for what readers do not know."""
     if _own_checksum(header) != int.from_bytes(header[_OWN_CHECKSUM], "little"):
         return False
     masked = bytearray(header)
