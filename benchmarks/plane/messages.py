@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
-from lmcache_redis.resp.net.options import (
+from lmcache_redis.resp.net.endpoint import (
     DEFAULT_GET_CONNECTIONS,
     DEFAULT_NETWORK_THREADS,
     DEFAULT_SET_CONNECTIONS,

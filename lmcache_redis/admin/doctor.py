@@ -24,10 +24,10 @@ from lmcache_redis.admin.server import CLIENT_NAME, CONNECT_TIMEOUT_S, OP_TIMEOU
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
 from lmcache_redis.keys import KEY_MAGIC
-from lmcache_redis.resp.bulk import ask_value, receive_value
+from lmcache_redis.resp.bulk import receive_value
 from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.options import DEFAULT_GET_CONNECTIONS
+from lmcache_redis.resp.net.endpoint import DEFAULT_GET_CONNECTIONS
 from lmcache_redis.resp.net.wire import (
     ErrorReply,
     end_of_command,
@@ -189,7 +189,7 @@ def _read(connections: list[Connection], keys: list[bytes], deadline: float) -> 
         started = time.perf_counter()
         asked = deque(connections)
         for connection in connections:
-            ask_value(connection, next(commands), deadline)
+            connection.send((next(commands),), deadline)
         while asked:
             connection = asked.popleft()
             if receive_value(connection, payload, deadline) is None:
@@ -198,7 +198,7 @@ def _read(connections: list[Connection], keys: list[bytes], deadline: float) -> 
                 )
             received_bytes += VALUE_BYTES
             if time.perf_counter() < started + _MEASURE_S:
-                ask_value(connection, next(commands), deadline)
+                connection.send((next(commands),), deadline)
                 asked.append(connection)
         return received_bytes / (time.perf_counter() - started)
     finally:

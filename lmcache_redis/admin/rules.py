@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from lmcache_redis.admin.facts import HUGE_PAGES, Facts
 from lmcache_redis.admin.names import gigabytes, shown_bytes
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
-from lmcache_redis.resp.net.endpoint import Transport
-from lmcache_redis.resp.net.options import DEFAULT_GET_CONNECTIONS
+from lmcache_redis.resp.net.endpoint import DEFAULT_GET_CONNECTIONS, Transport
 from lmcache_redis.stripe import HEADER_BYTES
 
 OLDEST_VERSION = (6, 2)

@@ -25,11 +25,10 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.bulk import ask_value, receive_value
+from lmcache_redis.resp.bulk import receive_value
 from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, parse_deployment
-from lmcache_redis.resp.net.options import RedisOptions
+from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, RedisOptions, parse_deployment
 from lmcache_redis.resp.net.topology import Routes, Routing, find_servers
 from lmcache_redis.resp.net.wire import (
     ErrorReply,
@@ -107,7 +106,7 @@ class Node:
         payload = memoryview(bytearray(payload_bytes))
 
         def get(connection: Connection) -> bytes | None:
-            ask_value(connection, get_command(key), _deadline())
+            connection.send((get_command(key),), _deadline())
             return receive_value(connection, payload, _deadline())
 
         header = self._use(get)

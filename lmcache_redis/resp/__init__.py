@@ -13,8 +13,7 @@ outcomes            requests and results
 net                 URLs, connections and RESP
 """
 
-from lmcache_redis.resp.net.endpoint import check_url
-from lmcache_redis.resp.net.options import RedisOptions
+from lmcache_redis.resp.net.endpoint import RedisOptions, check_url
 from lmcache_redis.resp.outcomes import (
     CallOutcome,
     ChunkIO,

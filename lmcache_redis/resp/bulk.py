@@ -309,13 +309,8 @@ def add_short_checksums(header: bytearray, payload: memoryview) -> bytearray:
 # ------------------------------------------------------------------- one value
 
 
-def ask_value(connection: Connection, command: bytes, deadline: float) -> None:
-    """Send a packed GET; `receive_value` receives the reply. Raises as `Connection.send`."""
-    connection.send((command,), deadline)
-
-
 def receive_value(connection: Connection, payload: memoryview, deadline: float) -> bytes | None:
-    """Receive the reply to a GET: the rest of the value into `payload`; return its first 512 bytes.
+    """Receive the reply to a GET that was sent: the value's first 512 bytes, the rest in `payload`.
 
     None if there is no value of that length. Raises RedisError.
     """
@@ -332,7 +327,7 @@ def receive_value(connection: Connection, payload: memoryview, deadline: float) 
     end, _, data = result
     if end is End.MISMATCH:
         return data
-    error = error_in(result)
+    error = error_in(result, stream)
     if end >= End.OTHER_LENGTH:
         connection.close()
     if error is not None and not is_other_type(result):
@@ -343,7 +338,7 @@ def receive_value(connection: Connection, payload: memoryview, deadline: float) 
 # -------------------------------------------------------------------- failures
 
 
-def error_in(failure: Failure, stream: Stream | None = None) -> RedisError | None:
+def error_in(failure: Failure, stream: Stream) -> RedisError | None:
     """The error of the connection or the server; None if the failure is about the value."""
     end, error_number, data = failure
     if end == End.LINE:
@@ -353,9 +348,7 @@ def error_in(failure: Failure, stream: Stream | None = None) -> RedisError | Non
     if end == End.GARBAGE:
         return RedisProtocolError("the reply to a GET or SET is none")
     if end == End.LOST:
-        if data or stream is None:
-            return RedisUnavailable(data.decode() or "the connection to Redis was lost")
-        return stream.lost(error_number)
+        return RedisUnavailable(data.decode()) if data else stream.lost(error_number)
     return None
 
 

@@ -19,8 +19,7 @@ from lmcache_redis.resp.control import Controller
 from lmcache_redis.resp.health import Health, Worker
 from lmcache_redis.resp.jobs import Jobs, Stop, Task, TaskQueue, joined
 from lmcache_redis.resp.net.connect import Connector
-from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, Topology
-from lmcache_redis.resp.net.options import RedisOptions
+from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, RedisOptions, Topology
 from lmcache_redis.resp.net.topology import Routes, ServerMap, find_servers, next_hop
 from lmcache_redis.resp.outcomes import PlaneState
 from lmcache_redis.resp.reading import Read, Reader
@@ -241,8 +240,8 @@ class Nodes:
             self._hinted.clear()
             try:
                 known = [node.endpoint for node in self.routes.nodes if node.is_up]
-                timeout_s, wanted = self.options.connect_timeout_s, self._is_wanted
-                self._adopt(find_servers(self.deployment, known, timeout_s, wanted=wanted))
+                timeout_s, closing = self.options.connect_timeout_s, self._closing.is_set
+                self._adopt(find_servers(self.deployment, known, timeout_s, closing=closing))
             except (RedisError, ConfigError) as error:
                 self._not_found(error)
             except Exception:
@@ -253,9 +252,6 @@ class Nodes:
                 pause_s = self.options.probe_interval_s
             if not self._closing.wait(_LEAST_PAUSE_S):
                 self._hinted.wait(max(0.0, pause_s - _LEAST_PAUSE_S))
-
-    def _is_wanted(self) -> bool:
-        return not self._closing.is_set()
 
     def _adopt(self, found: ServerMap) -> None:
         with self._lock:

@@ -24,8 +24,7 @@ from lmcache_redis import native
 from lmcache_redis.resp.calls import KeyCalls
 from lmcache_redis.resp.control import Removal
 from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop, Task
-from lmcache_redis.resp.net.endpoint import parse_deployment
-from lmcache_redis.resp.net.options import RedisOptions
+from lmcache_redis.resp.net.endpoint import RedisOptions, parse_deployment
 from lmcache_redis.resp.node import Nodes
 from lmcache_redis.resp.outcomes import (
     ChunkIO,

@@ -227,7 +227,7 @@ def _load(
     verified = verify(_FRAME, 1, result, slot, not is_sealed, is_sealed)
     if verified is not None:
         return verified.outcome.name.lower() if verified.outcome else ACCEPTED, verified
-    error = error_in(result)
+    error = error_in(result, connection.stream)
     assert error is not None
     assert End(result[0]) is not End.MISMATCH
     return type(error).__name__, None

@@ -17,7 +17,7 @@ from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
 from lmcache_redis.resp.bulk import Call, End, Mover, Packed, Result
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.options import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
+from lmcache_redis.resp.net.endpoint import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
 from lmcache_redis.resp.outcomes import FramesResult
 from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
 from tests.servers import RedisServer

@@ -595,13 +595,14 @@ def test_what_is_raised_in_place_of_a_value(
     assert connection.is_open == is_open
 
 
-def test_what_failures_mean() -> None:
-    assert error_in((End.MISMATCH, 0, b"")) is None
-    assert error_in((End.NOTHING, 0, b"")) is None
-    assert isinstance(error_in((End.LINE, 0, b"-OOM x")), RedisError)
-    assert isinstance(error_in((End.LINE, 0, b"+OKAY")), RedisProtocolError)
-    assert isinstance(error_in((End.GARBAGE, 0, b"")), RedisProtocolError)
-    assert isinstance(error_in((End.LOST, 0, b"")), RedisUnavailable)
+def test_what_failures_mean(one: tuple[Connection, socket.socket]) -> None:
+    stream = one[0].stream
+    assert error_in((End.MISMATCH, 0, b""), stream) is None
+    assert error_in((End.NOTHING, 0, b""), stream) is None
+    assert isinstance(error_in((End.LINE, 0, b"-OOM x"), stream), RedisError)
+    assert isinstance(error_in((End.LINE, 0, b"+OKAY"), stream), RedisProtocolError)
+    assert isinstance(error_in((End.GARBAGE, 0, b""), stream), RedisProtocolError)
+    assert isinstance(error_in((End.LOST, 0, b""), stream), RedisUnavailable)
 
 
 def test_calls_take_exactly_their_replies() -> None:

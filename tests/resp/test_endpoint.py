@@ -6,8 +6,7 @@ import pytest
 
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, check_url
-from lmcache_redis.resp.net.endpoint import Endpoint, Transport, parse_deployment
-from lmcache_redis.resp.net.options import redacted_url
+from lmcache_redis.resp.net.endpoint import Endpoint, Transport, parse_deployment, redacted_url
 
 SECRET = "s3cr3t"
 

@@ -17,7 +17,7 @@ import pytest
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
-from lmcache_redis.resp.bulk import PythonMover, ask_value, receive_value
+from lmcache_redis.resp.bulk import PythonMover, receive_value
 from lmcache_redis.resp.net.connect import Connector
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.endpoint import parse_deployment
@@ -109,7 +109,7 @@ def connected(url: str, op_timeout_s: float = 30.0) -> Iterator[Connection]:
 
 
 def get(connection: Connection, payload: memoryview, deadline: float) -> None:
-    ask_value(connection, get_command(b"k"), deadline)
+    connection.send((get_command(b"k"),), deadline)
     receive_value(connection, payload, deadline)
 
 

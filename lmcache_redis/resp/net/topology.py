@@ -163,7 +163,7 @@ def find_servers(
     known: Iterable[Endpoint],
     timeout_s: float,
     deadline: float = math.inf,
-    wanted: Callable[[], bool] = lambda: True,
+    closing: Callable[[], bool] = lambda: False,
 ) -> ServerMap:
     """Ask Sentinels or a cluster once; a single server is what the URL says.
 
@@ -171,7 +171,7 @@ def find_servers(
 
     known: servers of the last map, asked before the seeds, which may have left the cluster.
     timeout_s: for all questions to one server; deadline (`time.monotonic()`): for all servers.
-    wanted: called before each server; False ends the look-up.
+    closing: called before each server; True ends the look-up.
     """
     if deployment.topology is Topology.STANDALONE:
         return ServerMap((deployment.server,))
@@ -181,7 +181,7 @@ def find_servers(
     failure: RedisError | ConfigError = RedisUnavailable(f"{deployment.where} has no servers")
     for endpoint in dict.fromkeys(servers):
         until = min(deadline, time.monotonic() + timeout_s)
-        if not wanted() or until <= time.monotonic():
+        if closing() or until <= time.monotonic():
             break
         try:
             return ask_one(deployment, endpoint, until)
