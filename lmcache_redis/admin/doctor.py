@@ -25,8 +25,7 @@ from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
 from lmcache_redis.keys import KEY_MAGIC
 from lmcache_redis.resp.bulk import receive_value
-from lmcache_redis.resp.net.connect import Connector
-from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import DEFAULT_GET_CONNECTIONS
 from lmcache_redis.resp.net.wire import (
     ErrorReply,

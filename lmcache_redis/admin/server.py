@@ -26,8 +26,7 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp.bulk import receive_value
-from lmcache_redis.resp.net.connect import Connector
-from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, RedisOptions, parse_deployment
 from lmcache_redis.resp.net.topology import Routes, Routing, find_servers
 from lmcache_redis.resp.net.wire import (

@@ -29,8 +29,7 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp.jobs import Job, Jobs, Task
-from lmcache_redis.resp.net.connect import Connector
-from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import RedisOptions
 from lmcache_redis.resp.outcomes import PlaneState
 

@@ -18,7 +18,7 @@ from lmcache_redis.errors import ConfigError, RedisError, RedisRedirect
 from lmcache_redis.resp.control import Controller
 from lmcache_redis.resp.health import Health, Worker
 from lmcache_redis.resp.jobs import Jobs, Stop, Task, TaskQueue, joined
-from lmcache_redis.resp.net.connect import Connector
+from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, RedisOptions, Topology
 from lmcache_redis.resp.net.topology import Routes, ServerMap, find_servers, next_hop
 from lmcache_redis.resp.outcomes import PlaneState

@@ -18,8 +18,7 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
-from lmcache_redis.resp.net.connect import Connector
-from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import parse_deployment
 from lmcache_redis.resp.net.stream import PlainStream, TlsStream
 from tests.resp.certificates import Authority

@@ -18,8 +18,7 @@ from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
 from lmcache_redis.resp.bulk import PythonMover, receive_value
-from lmcache_redis.resp.net.connect import Connector
-from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import parse_deployment
 from lmcache_redis.resp.net.topology import find_servers
 from lmcache_redis.resp.net.wire import get_command, set_prefix

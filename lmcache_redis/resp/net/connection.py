@@ -1,4 +1,9 @@
-"""One connection to a server: commands and replies, each with a deadline.
+"""Connections to one server: commands and replies, each with a deadline.
+
+Name look-up, connect and TLS handshake have the connect time-out together, however many addresses a
+name has. The greeting has the op time-out, however slowly its replies arrive. A caller's deadline
+shortens both. A name look-up cannot be interrupted: it has a thread of its own, which concurrent
+callers share, and no call waits for it beyond its deadline.
 
 A connection is open from `open` until `close`, and closes itself after a time-out, a loss or a
 malformed reply: the next bytes on the socket would be unknown. An error reply leaves it in step and
@@ -10,15 +15,20 @@ received must be (`Pipeline.finish`) before the connection is used for anything 
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import itertools
 import math
+import socket
+import ssl
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
-from lmcache_redis.resp.net.connect import Connector
-from lmcache_redis.resp.net.stream import Stream
+from lmcache_redis.resp.net.endpoint import Endpoint, Transport
+from lmcache_redis.resp.net.stream import PlainStream, Stream, TlsStream, greet, translated
 from lmcache_redis.resp.net.wire import (
     LEAST_REPLY_BYTES,
     PING_COMMAND,
@@ -28,9 +38,186 @@ from lmcache_redis.resp.net.wire import (
     without_errors,
 )
 
+# A unix socket's default (208 KiB) makes a sender sleep five times a stripe; TCP tunes itself.
+_UNIX_SEND_BUFFER_BYTES = 1 << 20
+# Keep-alive: on an idle connection, a dead machine is noticed within 45 s.
+_TCP_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+_VERIFY_MODES = {
+    "none": ssl.CERT_NONE,
+    "optional": ssl.CERT_OPTIONAL,
+    "required": ssl.CERT_REQUIRED,
+}
 _RECEIVE_BYTES = 64 << 10
 # How many requests `send_at_once` sends on the caller's thread.
 _AT_ONCE = 2
+
+# As in the socket module: the family, and the argument of `connect`.
+Address = tuple[int, Any]
+
+
+class Connector:
+    """Opens streams to one endpoint, and can abort all of them at once. Thread-safe.
+
+    connect_timeout_s: for look-up, connect and TLS handshake together. op_timeout_s: for the
+    greeting, and for each operation on the stream.
+    """
+
+    def __init__(self, endpoint: Endpoint, connect_timeout_s: float, op_timeout_s: float) -> None:
+        self.endpoint = endpoint
+        self.connects = 0
+        self._connect_timeout_s = connect_timeout_s
+        self._op_timeout_s = op_timeout_s
+        self._lock = threading.Lock()
+        self._opening: set[Stream] = set()
+        self._streams: set[Stream] = set()
+        self._look_up: concurrent.futures.Future[list[Address]] | None = None
+        self._aborted = False
+
+    @property
+    def open_streams(self) -> int:
+        """Streams that were opened and not discarded."""
+        with self._lock:
+            return len(self._streams)
+
+    def open(self, client_name: str, deadline: float = math.inf) -> Stream:
+        """A new connection: authenticated, database selected, named `client_name` if allowed.
+
+        Raises RedisUnavailable, RedisTimeout, RedisAuthError or RedisProtocolError with a sentence
+        that says what to change, or ConfigError if a TLS file is unreadable.
+        """
+        try:
+            stream = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
+            try:
+                greet(stream, self.endpoint, client_name, deadline)
+            except BaseException:
+                self.discard(stream)
+                raise
+        except (RedisError, OSError, UnicodeError) as error:
+            with self._lock:
+                self._check_wanted()
+            raise translated(error, self.endpoint) from None
+        with self._lock:
+            # If it was aborted in the meantime, it fails at its first use.
+            self._opening.discard(stream)
+            self._streams.add(stream)
+            self.connects += 1
+        return stream
+
+    def discard(self, stream: Stream) -> None:
+        with self._lock:
+            self._opening.discard(stream)
+            self._streams.discard(stream)
+        stream.close()
+
+    def abort(self) -> None:
+        """Fail every stream, and every attempt to open one, from now on."""
+        with self._lock:
+            self._aborted = True
+            if self._look_up is not None:
+                self._look_up.cancel()
+            for stream in (*self._opening, *self._streams):
+                stream.abort()
+
+    def _check_wanted(self) -> None:
+        if self._aborted:
+            raise RedisUnavailable("the Redis plane is being closed")
+
+    def _connect(self, deadline: float) -> Stream:
+        """Connect to the first address that answers; each has its share of the time left."""
+        addresses = self._addresses(deadline)
+        while True:
+            family, address = addresses.pop(0)
+            now = time.monotonic()
+            stream = self._new_stream(family)
+            try:
+                with self._lock:
+                    self._check_wanted()
+                    # `abort` reaches it from the start.
+                    self._opening.add(stream)
+                stream.connect(address, now + (deadline - now) / (len(addresses) + 1))
+                return stream
+            except BaseException as error:
+                self.discard(stream)
+                if not isinstance(error, OSError) or not addresses:
+                    raise
+
+    def _new_stream(self, family: int) -> PlainStream | TlsStream:
+        endpoint = self.endpoint
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if endpoint.transport is Transport.UNIX:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BUFFER_BYTES)
+            else:
+                for option in _TCP_OPTIONS:
+                    sock.setsockopt(*option)
+            if endpoint.transport is Transport.TLS:
+                sock = _tls_context(endpoint).wrap_socket(
+                    sock, server_hostname=endpoint.host, do_handshake_on_connect=False
+                )
+                return TlsStream(sock, endpoint.where, self._op_timeout_s)
+            return PlainStream(sock, endpoint.where, self._op_timeout_s)
+        except BaseException:
+            sock.close()
+            raise
+
+    # ------------------------------------------------------------------ names
+
+    def _addresses(self, deadline: float) -> list[Address]:
+        """At least one. Raises OSError, UnicodeError, and TimeoutError if it takes too long."""
+        if self.endpoint.transport is Transport.UNIX:
+            return [(socket.AF_UNIX, self.endpoint.path)]
+        with contextlib.suppress(socket.gaierror):
+            return self._resolve(socket.AI_NUMERICHOST)
+        with self._lock:
+            self._check_wanted()
+            look_up = self._look_up
+            if look_up is None or look_up.done():
+                look_up = self._look_up = concurrent.futures.Future()
+                threading.Thread(
+                    target=self._look_up_name, args=(look_up,), name="redis-name", daemon=True
+                ).start()
+        try:
+            return list(look_up.result(max(0.0, deadline - time.monotonic())))
+        except concurrent.futures.CancelledError:
+            raise RedisUnavailable("the Redis plane is being closed") from None
+        except concurrent.futures.TimeoutError:
+            raise TimeoutError from None
+
+    def _look_up_name(self, look_up: concurrent.futures.Future[list[Address]]) -> None:
+        # Closing the plane cancels it.
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            try:
+                look_up.set_result(self._resolve(0))
+            except (OSError, UnicodeError) as error:
+                look_up.set_exception(error)
+
+    def _resolve(self, flags: int) -> list[Address]:
+        host, port = self.endpoint.host, self.endpoint.port
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+        return [(family, address) for family, _, _, _, address in found]
+
+
+def _tls_context(endpoint: Endpoint) -> ssl.SSLContext:
+    """Made for each connection: certificates may have been renewed. Raises OSError."""
+    given: dict[str, Any] = dict(endpoint.tls)
+    context = ssl.create_default_context()
+    mode = _VERIFY_MODES[given.get("ssl_cert_reqs", "required")]
+    context.check_hostname = mode != ssl.CERT_NONE and given.get("ssl_check_hostname", True)
+    context.verify_mode = mode
+    certificate = given.get("ssl_certfile") or given.get("ssl_keyfile")
+    if certificate is not None:
+        # Without a password OpenSSL would ask for one on the terminal.
+        password = given.get("ssl_password", "")
+        context.load_cert_chain(certificate, given.get("ssl_keyfile"), password)
+    if "ssl_ca_certs" in given or "ssl_ca_path" in given:
+        context.load_verify_locations(given.get("ssl_ca_certs"), given.get("ssl_ca_path"))
+    return context
 
 
 class Connection:

@@ -20,8 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from lmcache_redis.errors import ConfigError, RedisError, RedisRedirect, RedisUnavailable
 from lmcache_redis.keys import stripe_key
-from lmcache_redis.resp.net.connect import Connector
-from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, Topology
 from lmcache_redis.resp.net.wire import pack_command
 
