@@ -1,5 +1,5 @@
 """Stripes between slots and sockets: `moves.c` explains how, `lmcache_redis.resp.bulk` uses it.
-Also packs commands with many keys (`lmcache_redis.resp.wire`).
+Also packs commands with many keys (`lmcache_redis.resp.net.wire`).
 
 `load` and `store` take the fields of `resp.bulk.Call`, and return those of
 `resp.bulk.Moved`. A lane is ``(file descriptor, progress)``: a buffer of PROGRESS_BYTES, which the

@@ -199,9 +199,7 @@ def _send(stream: Stream, progress: _Progress, task: Packed, is_load: bool, unti
     command, header, payload, end = task
     if not is_load and not progress.sent and isinstance(header, bytearray):
         add_checksums(header, xxh3_64_intdigest(payload))
-    parts: tuple[bytes | bytearray | memoryview, ...] = (command,)
-    if not is_load:
-        parts = (command, header, payload, end)
+    parts = (command,) if is_load else (command, header, payload, end)
     nbytes = sum([len(part) for part in parts])
     try:
         while progress.sent < nbytes:

@@ -41,9 +41,12 @@ from lmcache_redis.stripe import ChunkFrame, StripeHeader
 logger = logging.getLogger(__name__)
 
 _FIRST_STRIPE = stripe_key(b"", 0)
-# A command for each key.
-_EXISTS = partial(keys_commands, b"EXISTS", group_keys=1)
-_UNLINKS = partial(keys_commands, b"UNLINK", group_keys=1)
+# A command for each key: whether it exists, UNLINK, and its header; None: no value, or no header.
+_EXISTS = partial(ask_each, partial(keys_commands, b"EXISTS", group_keys=1), parse_count)
+_UNLINKS = partial(
+    ask_each, partial(keys_commands, b"UNLINK", group_keys=1), parse_count, step_keys=STEP_KEYS
+)
+_HEADERS = partial(ask_each, header_commands, parse_header)
 # A partial write is removed soon or not at all: later, the chunk may have been stored again.
 _REMOVE_WITHIN_S = 10.0
 _MAX_PENDING_REMOVALS = 1024
@@ -95,7 +98,7 @@ class KeyCalls:
             is_done = outcome is CallOutcome.DONE
             done(FramesResult(outcome, [_frame(header) for header in headers] if is_done else ()))
 
-        self._headers(keys, deadline, answer)
+        self._ask(_HEADERS, _first_stripes(keys), deadline, None, answer)
 
     def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
         """The keys that begin with `prefix`: SCANs all servers, in small steps, after scans.
@@ -128,7 +131,7 @@ class KeyCalls:
             (header,) = headers
             self.unlink(key, header.stripe_count if header is not None else 1, deadline, done)
 
-        self._headers((key,), deadline, answer)
+        self._ask(_HEADERS, _first_stripes((key,)), deadline, None, answer)
 
     def unlink(
         self,
@@ -159,10 +162,9 @@ class KeyCalls:
         if deadline is None:
             deadline = time.monotonic() + _REMOVE_WITHIN_S
         stripes = [stripe_key(chunk_key, index) for index in range(stripe_count)]
-        steps = partial(ask_each, _UNLINKS, parse_count, step_keys=STEP_KEYS)
         jobs.check_usable()
         if self._removals.begin(chunk_key, unless_stored=done is None):
-            self._ask(steps, stripes, deadline, 0, answer, Removal)
+            self._ask(_UNLINKS, stripes, deadline, 0, answer, Removal)
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK every key that begins with `key_prefix`, in small steps, after scans.
@@ -191,16 +193,6 @@ class KeyCalls:
         steps = partial(walk_keys, pattern, found, removed=removed, group_keys=group_keys)
         self._walk(steps, deadline, answer)
 
-    def _headers(
-        self,
-        keys: Sequence[bytes],
-        deadline: float,
-        done: Callable[[CallOutcome, Sequence[StripeHeader | None]], None],
-    ) -> None:
-        """The headers of stripes 0; None if there is no value, or one of another kind."""
-        steps = partial(ask_each, header_commands, parse_header)
-        self._ask(steps, _first_stripes(keys), deadline, None, done)
-
     def _exists(
         self,
         keys: Sequence[bytes],
@@ -208,8 +200,7 @@ class KeyCalls:
         done: Callable[[CallOutcome, Sequence[int]], None],
     ) -> None:
         if self._nodes.routes.is_cluster:
-            steps = partial(ask_each, _EXISTS, parse_count)
-            self._ask(steps, _first_stripes(keys), deadline, 0, done)
+            self._ask(_EXISTS, _first_stripes(keys), deadline, 0, done)
         else:
             self._ask(
                 lambda some, asking: find_present(some, _FIRST_STRIPE), keys, deadline, 0, done

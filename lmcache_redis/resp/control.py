@@ -24,7 +24,6 @@ from lmcache_redis.errors import (
     RedisError,
     RedisProtocolError,
     RedisRedirect,
-    RedisTimeout,
     RedisUnavailable,
 )
 from lmcache_redis.resp.health import Server, Worker
@@ -374,8 +373,7 @@ class Controller(Worker):
             question.next_request = None
             self._put_back(question)
         else:
-            late = isinstance(error, RedisTimeout)
-            self._jobs.end(question, CallOutcome.TIMED_OUT if late else CallOutcome.UNAVAILABLE)
+            self._jobs.end(question, CallOutcome[self._stop_for(error).name])
 
     def _new_pipeline(self, connection: Connection, question: Question) -> Pipeline:
         """A step has one deadline for all its round trips."""

@@ -28,7 +28,7 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.resp.jobs import Job, Jobs, Task
+from lmcache_redis.resp.jobs import Job, Jobs, Stop, Task
 from lmcache_redis.resp.net.connection import Connection, Connector
 from lmcache_redis.resp.net.endpoint import RedisOptions
 from lmcache_redis.resp.outcomes import PlaneState
@@ -362,6 +362,11 @@ class Worker(ABC):
         """
         lost = not connection.is_open
         return lost and connection.opened_at < job.created_at and self._health.is_up
+
+    @staticmethod
+    def _stop_for(error: RedisError) -> Stop:
+        """Why a job ends that lost its connection, and is not retried."""
+        return Stop.TIMED_OUT if isinstance(error, RedisTimeout) else Stop.UNAVAILABLE
 
     def _judge(self, error: RedisError, connection: Connection) -> None:
         """Update connection and health after an operation has failed."""

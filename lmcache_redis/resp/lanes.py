@@ -261,8 +261,7 @@ class BulkWorker(Worker):
             if not lane.connection.is_open:
                 self._idle.remove(lane)
             self._judge(error, lane.connection)
-            late = isinstance(error, RedisTimeout)
-            self._jobs.stop((task[0],), Stop.TIMED_OUT if late else Stop.UNAVAILABLE)
+            self._jobs.stop((task[0],), self._stop_for(error))
         return [lane]
 
     def _account(

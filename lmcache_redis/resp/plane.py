@@ -185,7 +185,9 @@ class RedisPlane(KeyCalls):
                 if chunk.frame.stripe_count > 1:
                     store_id = self._new_store_id()
                 jobs.append(Write(chunk, done, remove, now, store_id, unix_ms))
-            unfit = self._unsealable(jobs)
+            # Those that must be sealed, and whose headers have no room for it.
+            is_sealed = self.options.seal_keys is not None
+            unfit = [job for job in jobs if is_sealed and not job.chunk.frame.has_room_for_seal]
             ready = accepted = self._enter(some, jobs)
             if unfit:
                 self._jobs.timekeeper.post(
@@ -225,12 +227,6 @@ class RedisPlane(KeyCalls):
             job.nodes = nodes_of(chunk.key, chunk.frame.stripe_count)
         self._jobs.transfers.update(zip(chunks, jobs, strict=True))
         return self._jobs.enter(jobs)
-
-    def _unsealable(self, jobs: Sequence[Write]) -> Sequence[Write]:
-        """Those that must be sealed, and whose headers have no room for it."""
-        if self.options.seal_keys is None:
-            return ()
-        return [job for job in jobs if not job.chunk.frame.has_room_for_seal]
 
     def _new_store_id(self) -> bytes:
         return self._random.getrandbits(8 * STORE_ID_BYTES).to_bytes(STORE_ID_BYTES, "little")

@@ -27,7 +27,6 @@ from lmcache_redis.errors import (
     FormatError,
     RedisError,
     RedisRedirect,
-    RedisTimeout,
     RedisUnavailable,
 )
 from lmcache_redis.keys import stripe_key
@@ -251,8 +250,7 @@ class Reader(BulkWorker):
         if isinstance(error, RedisUnavailable) and self._may_retry(job, lane.connection):
             self._queue.put((task,), urgent=True)
             return
-        late = isinstance(error, RedisTimeout)
-        self._jobs.stop((job,), Stop.TIMED_OUT if late else Stop.UNAVAILABLE)
+        self._jobs.stop((job,), self._stop_for(error))
 
     def _release_ended(self, now: float) -> None:
         ended: list[Read] = []

@@ -30,7 +30,6 @@ from lmcache_redis.errors import (
     RedisProtocolError,
     RedisReadOnly,
     RedisRedirect,
-    RedisTimeout,
     RedisUnavailable,
 )
 from lmcache_redis.keys import stripe_key
@@ -229,16 +228,13 @@ class Writer(BulkWorker):
                 job.withdraw()
             self._unanswered.append(task)
         else:
-            late = isinstance(error, RedisTimeout)
-            outcome = WriteOutcome.TIMED_OUT if late else WriteOutcome.UNAVAILABLE
-            self._fail(job, outcome, was_sent=True)
+            self._fail(job, WriteOutcome[self._stop_for(error).name], was_sent=True)
 
     def _lose(self, lane: Lane, error: RedisError) -> None:
         """The connection is unusable, and the others are replaced with it."""
         self._judge(error, lane.connection)
         if self._losing is None:
-            late = isinstance(error, RedisTimeout)
-            self._losing = WriteOutcome.TIMED_OUT if late else WriteOutcome.UNAVAILABLE
+            self._losing = WriteOutcome[self._stop_for(error).name]
 
     @property
     def _may_send(self) -> bool:

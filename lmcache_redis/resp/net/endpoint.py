@@ -198,9 +198,6 @@ class Endpoint:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
-    def __str__(self) -> str:
-        return self.where
-
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
