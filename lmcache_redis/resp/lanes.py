@@ -131,10 +131,6 @@ class BulkWorker(Worker):
         """What a mover needs to move a stripe."""
 
     @abstractmethod
-    def _sent(self, jobs: Collection[Any]) -> bool:
-        """A stripe of each job was sent; return whether their slots are free now."""
-
-    @abstractmethod
     def _succeeded(self, done: Sequence[tuple[Task, bytes]]) -> None:
         """Stripes that ended well, with their store ids."""
 
@@ -161,6 +157,9 @@ class BulkWorker(Worker):
     def _most_tasks(self) -> int:
         """How many stripes that wait are packed for one call; those not sent are packed again."""
         return MOST_TASKS
+
+    def _sent(self, jobs: Collection[Any]) -> None:
+        """A stripe of each job was sent from its slot."""
 
     def _release_ended(self, now: float) -> None:
         """Free the slots of stripes in flight whose jobs have ended."""
@@ -196,37 +195,38 @@ class BulkWorker(Worker):
 
     def _move(self) -> None:
         """Call the mover with the stripes in flight and those that wait."""
-        begun: list[tuple[Task, Packed]] = []
+        begun: list[Task] = []
         try:
             idle = self._begin_next(begun) if self._may_send else []
             if not self._busy and not begun:
                 return
+            packed = [self._pack(task) for task in begun]
             lanes = [*self._busy, *idle]
-            tasks = [lane.packed for lane in self._busy] + [packed for _, packed in begun]
             now = time.monotonic()
             jobs = [lane.task[0] for lane in self._busy if lane.task and lane.packed is not SENT]
-            jobs += [task[0] for task, _ in begun]
-            until = min([now + SLICE_S, *[job.deadline for job in jobs]])
+            jobs += [task[0] for task in begun]
             transfer = self._mover.load if self._is_load else self._mover.store
             moved = transfer(
                 Call(
                     [lane.handle for lane in lanes],
-                    tasks,
+                    [lane.packed for lane in self._busy] + packed,
                     len(self._busy),
                     self._is_sending,
                     not begun or not len(self._queue),
-                    until,
+                    min([now + SLICE_S, *[job.deadline for job in jobs]]),
                     self._checksums,
                     QUIET_MS if len(begun) < len(idle) else int(SLICE_S * 1e3),
                 )
             )
         except BaseException:
-            # `_close_all` answers those in flight.
-            self._abandon([task[0] for task, _ in begun])
+            # A bug. `_close_all` answers those in flight.
+            jobs = [task[0] for task in begun]
+            self._jobs.stop(jobs, Stop.UNAVAILABLE)
+            self._jobs.release(jobs)
             raise
-        self._account(lanes, begun, moved, now)
+        self._account(lanes, begun, packed, moved, now)
 
-    def _begin_next(self, begun: list[tuple[Task, Packed]]) -> list[Lane]:
+    def _begin_next(self, begun: list[Task]) -> list[Lane]:
         """Append stripes that wait to `begun`; return the lanes that they may use."""
         tasks = self._queue.take_some(self._most_tasks)
         asking = next((n for n, (_, _, hop) in enumerate(tasks) if hop and hop.asking), None)
@@ -235,24 +235,14 @@ class BulkWorker(Worker):
             most = asking or min(1, len(self._idle))
             self._queue.put_back(tasks[most:])
             tasks = tasks[:most]
-        started = self._jobs.begin_all(tasks)
-        try:
-            begun += [(task, self._pack(task)) for task in started]
-        except BaseException:
-            self._abandon([task[0] for task in started])
-            raise
+        begun += self._jobs.begin_all(tasks)
         if asking == 0 and begun:
             return self._ask_first(begun)
         return self._idle
 
-    def _abandon(self, jobs: Sequence[Job[Any]]) -> None:
-        """After a bug: answer the jobs."""
-        self._jobs.stop(jobs, Stop.UNAVAILABLE)
-        self._jobs.release(jobs)
-
-    def _ask_first(self, begun: list[tuple[Task, Packed]]) -> list[Lane]:
+    def _ask_first(self, begun: list[Task]) -> list[Lane]:
         """Send ASKING, which a stripe that follows an ASK needs, on a lane; return that lane."""
-        lane, (task, _) = self._idle[0], begun[0]
+        lane, task = self._idle[0], begun[0]
         try:
             lane.connection.call(ASKING_COMMAND, 1, task[0].deadline)
         except RedisError as error:
@@ -265,26 +255,32 @@ class BulkWorker(Worker):
         return [lane]
 
     def _account(
-        self, lanes: Sequence[Lane], begun: Sequence[tuple[Task, Packed]], moved: Moved, now: float
+        self,
+        lanes: Sequence[Lane],
+        begun: Sequence[Task],
+        packed: Sequence[Packed],
+        moved: Moved,
+        now: float,
     ) -> None:
         """Process what was sent, what ended, and what was not sent."""
         in_flight: list[tuple[Lane, Task | None]] = [(lane, lane.task) for lane in self._busy]
         until = now + self._op_timeout_s
-        for number, (task, packed) in zip(moved.lanes, begun, strict=False):
+        for number, task, some in zip(moved.lanes, begun, packed, strict=False):
             lane = lanes[number]
-            lane.task, lane.packed, lane.until = task, packed, until
+            lane.task, lane.packed, lane.until = task, some, until
             in_flight.append((lane, task))
         left = begun[len(moved.lanes) :]
         if left:
-            self._jobs.release([task[0] for task, _ in left])
-            self._queue.put_back([task for task, _ in left])
+            self._jobs.release([task[0] for task in left])
+            self._queue.put_back(left)
 
         # The stripe that was sent in part before is sent now, or is still the last.
         sent = in_flight[len(self._busy) - self._is_sending :]
         self._is_sending = moved.sending == errno.EAGAIN
         if self._is_sending:
             sent.pop()
-        if sent and self._sent([task[0] for _, task in sent if task is not None]):
+        if sent and not self._is_load:
+            self._sent([task[0] for _, task in sent if task is not None])
             half_sent = in_flight[-1][0] if self._is_sending else None
             for lane, _ in sent:
                 if lane is not half_sent:

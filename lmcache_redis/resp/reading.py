@@ -18,8 +18,8 @@ payload is opened in its slot, by the thread that received it, while the kernel 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -198,9 +198,6 @@ class Reader(BulkWorker):
         job, index, _ = task
         packed: Packed = job.pack(index, self._seal_keys is not None)
         return packed
-
-    def _sent(self, jobs: Collection[Any]) -> bool:
-        return False
 
     def _succeeded(self, done: Sequence[tuple[Task, bytes]]) -> None:
         if self._seal_keys is not None:

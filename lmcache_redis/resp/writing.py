@@ -174,13 +174,12 @@ class Writer(BulkWorker):
         packed: Packed = job.pack(index, self._server.options.ttl_s, self._sealer)
         return packed
 
-    def _sent(self, jobs: Collection[Any]) -> bool:
+    def _sent(self, jobs: Collection[Any]) -> None:
         # The kernel has the bytes, or will never get them: the slots are free either way.
         with self._jobs.lock:
             for job in jobs:
                 job.sent()
         self._jobs.conclude(jobs)
-        return True
 
     def _succeeded(self, done: Sequence[tuple[Task, bytes]]) -> None:
         jobs: list[Write] = [task[0] for task, _ in done]
