@@ -269,8 +269,8 @@ class KeyCalls:
                 outcomes.append(outcome)
                 if len(outcomes) < len(nodes):
                     return
-            failures = [each for each in outcomes if each is not CallOutcome.DONE]
-            done(failures[0] if failures else CallOutcome.DONE)
+            failures = (each for each in outcomes if each is not CallOutcome.DONE)
+            done(next(failures, CallOutcome.DONE))
 
         for node in nodes:
             self._submit(Question(make_steps, deadline, answer, is_urgent=False), node)

@@ -132,9 +132,6 @@ class Health:
             reason = breaker.reason or self._last_error
             return PlaneState(breaker.up, breaker.probed, reason, breaker.since)
 
-    def start(self) -> None:
-        self.thread.start()
-
     def wait_up(self) -> bool:
         """Wait until the server is up; False if the plane is closed first."""
         with self._changed:
@@ -308,9 +305,6 @@ class Worker(ABC):
         self._jobs = server.jobs
         self._health = server.health
         self.thread = threading.Thread(target=self._run, name=f"lmcr-{name}", daemon=True)
-
-    def start(self) -> None:
-        self.thread.start()
 
     @abstractmethod
     def serve(self, connection: Connection) -> bool:

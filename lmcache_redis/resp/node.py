@@ -57,6 +57,7 @@ class Node:
             *[Reader(f"get-{n}", self, self.reads, count) for n, count in enumerate(readers)],
             *[Writer(f"set-{n}", self, self._writes[n], count) for n, count in enumerate(writers)],
         ]
+        self._threads = [self.health.thread, *[worker.thread for worker in self._workers]]
 
     def put_writes(self, tasks: Sequence[Task], urgent: bool = False) -> None:
         """Queue stripes to store. One thread gets all stripes of a chunk for this server."""
@@ -96,9 +97,8 @@ class Node:
         return self.connector.connects, lost, self.health.errors
 
     def start(self) -> None:
-        self.health.start()
-        for worker in self._workers:
-            worker.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Drop what is queued and end the threads."""
@@ -111,8 +111,7 @@ class Node:
     def join(self) -> int:
         """Wait for the threads; return how many did not end in time."""
         timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
-        threads = [self.health.thread, *[worker.thread for worker in self._workers]]
-        return [joined(thread, timeout_s) for thread in threads].count(False)
+        return [joined(thread, timeout_s) for thread in self._threads].count(False)
 
 
 def _shares(connections: int, shards: int, threads: int) -> list[int]:
