@@ -20,7 +20,6 @@ from lmcache_redis.resp.bulk import (
     NativeMover,
     PythonMover,
     Result,
-    ask_value,
     error_in,
     receive_value,
 )
@@ -107,7 +106,7 @@ def run_get(data: bytes, mutator: Mutator) -> str:
     try:
         with _connected(data, _most(data, mutator)) as connection:
             deadline = time.monotonic() + _FAR_S
-            ask_value(connection, _GET, deadline)
+            connection.send((_GET,), deadline)
             header = receive_value(connection, payload, deadline)
             is_open = connection.is_open
     except RedisError as error:
