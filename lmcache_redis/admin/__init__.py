@@ -10,6 +10,7 @@ pace        keeps a rate: keys or bytes a second
 warm        chooses the chunks that a new agent should load, the most used ones first
 facts       reads the settings and the state of a server
 rules       judges facts: what to change, and why
+node        reads the facts of this node: its agent, its engines; node_rules judges them
 doctor      facts, measurements and rules together
 report      every report as JSON and as text
 """

@@ -1,10 +1,12 @@
 """Blocking backends that keep chunks in memory, on disk or in Redis, for use as a library.
 
-interface   the contract of every backend, and tensors; the callers' buffers are in buffers
+interface   the contract of every backend, and tensors
+buffers     the callers' buffers
 local       memory of the process
 tiered      blocking calls over a tier of the cache
 disk        a directory
-remote      Redis or Valkey, with keylocks; one chunk of a batch in flight, or several
+remote      Redis or Valkey; one chunk of a batch in flight, or several
+keylocks    of `remote`: a get never overlaps a put or a removal of its key
 hybrid      a hierarchy of backends
 """
 

@@ -1,1 +1,10 @@
-"""Engine-neutral clients of the agent: one for an engine's scheduler, one for each worker."""
+"""Engine-neutral clients of the agent: one for an engine's scheduler, one for each worker.
+
+scheduler       lookups
+worker          registers a KV cache; stores and retrieves
+transfers       a store or a retrieve, and when its blocks are free again
+adapter         the worker's client by request id, as LMCache's multiprocess adapter
+watching        which chunks come and go in the agent's tiers
+link            the connection to the agent, on a thread
+control         requests of command-line tools
+"""

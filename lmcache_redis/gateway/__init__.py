@@ -10,5 +10,6 @@ movers      transfers between sockets and buffers, and threads for the large one
 stream      one socket: receives, sends, TLS, stalls
 connection  one client: its requests, one after the other, and what they do with the cache
 server      who may connect, limits, stopping
+exported    metrics for Prometheus
 main        `lmcache-redis gateway`
 """

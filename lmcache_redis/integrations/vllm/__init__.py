@@ -2,6 +2,19 @@
 
 vLLM calls ``register`` in each of its processes, through the entry point group
 ``vllm.general_plugins``. The connector is imported when a config names it.
+
+connector       vLLM's interface, in the scheduler and in workers
+scheduler       in each step, what to look up, load and store
+planning        the blocks of loads and stores, and whether there is room for them
+bookkeeping     requests, references to blocks, recent chunks
+worker          the KV cache of a worker: registered, loaded, stored
+groups          which blocks of each kind of layer a prefix needs
+support         which engines can be cached
+identity        what decides the bytes of the KV cache, besides its layout: `weights` with
+                `tensorfiles`, `lora`, and how K and V are packed (`probe`)
+epoch           separates the KV of old weights from that of new ones
+guard           keeps errors of the cache out of the engine
+reports         statistics and events
 """
 
 from __future__ import annotations
