@@ -66,7 +66,7 @@ Failures
   frame of more than ``MAX_MESSAGE_BYTES`` is not received: the connection is closed.
 - The agent has ``MAX_PEERS`` peers: ``FAILURE(REFUSED)`` answers the ``HELLO`` of another peer.
 - The agent stops: it answers lookups without hits and stores with all chunks dropped, ends what is
-  under way, and answers no ``HELLO``. Then its socket closes.
+  in flight, and answers no ``HELLO``. Then its socket closes.
 - The agent dies: its socket closes. The client fails every pending call, sends ``HELLO`` until an
   agent answers, and registers again.
 - An engine dies or is silent for longer than ``heartbeat_timeout_s``: the agent unpins the chunks

@@ -3,11 +3,11 @@
 It polls the ROUTER and a wake-up that other threads set when a copy or a tier's job has ended, runs
 timers and sends answers. ``handlers`` decides what to do with each question.
 
-    serving ──stop──▶ draining ──nothing is under way, or the deadline, or a second stop──▶ ended
+    serving ──stop──▶ draining ──nothing in flight, or the deadline, or a second stop──▶ ended
 
 While it drains, lookups are misses, stores are dropped and no HELLO is answered. Lookups, retrieves
-and stores that were under way end, hits that engines were just told of are loaded into their
-blocks, and queued chunks are written.
+and stores in flight end, hits that engines were just told of are loaded into their blocks, and
+queued chunks are written.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Service:
             self._turn(math.inf)
 
     def drain(self, deadline_s: float) -> float:
-        """Ends what is under way, until ``deadline_s`` (`time.monotonic()`); forgets all peers.
+        """Ends what is in flight, until ``deadline_s`` (`time.monotonic()`); forgets all peers.
 
         Returns the deadline of what else the agent waits for: now, after a second `stop`.
         """
@@ -122,7 +122,7 @@ class Service:
             self._receive()
 
     def _is_busy(self, with_hits: bool) -> bool:
-        """Whether anything is under way that an engine waits for, or that Redis shall have."""
+        """Whether anything is in flight that an engine waits for or that Redis lacks."""
         return self._cache.backlog > 0 or any(
             session.busy or session.cancel_lookup or (with_hits and session.pinned_chunks)
             for session in self._sessions

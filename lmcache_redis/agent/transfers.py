@@ -322,7 +322,7 @@ class RetrieveJob(CopyJob):
         return True
 
     def _load_piece(self) -> None:
-        """Loads the next missing chunks and queues their copies; then goes on."""
+        """Loads the next missing chunks and queues their copies; then continues."""
         if not self._missing:
             return
         pool_units, chunk_units = self._cache.pool.capacity, self._cache.units(self._form)
