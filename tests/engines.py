@@ -126,12 +126,14 @@ def fork_server(directory: str = "") -> ForkServer:
 def transfer_config(endpoint: str, **extra: Any) -> dict[str, Any]:
     """The connector's configuration; extra: of ``kv_connector_extra_config``.
 
-    It loads every hit: on a busy machine such small models may compute faster.
+    It loads every hit: on a busy machine such small models may compute faster. And it waits longer
+    for an agent: there a process may stall for seconds.
     """
+    settings = {"endpoint": endpoint, "load_always": True, "agent_dead_after_s": 5.0, **extra}
     return {
         "kv_connector": "LMCacheRedisConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"endpoint": endpoint, "load_always": True, **extra},
+        "kv_connector_extra_config": settings,
     }
 
 

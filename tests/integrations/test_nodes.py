@@ -54,7 +54,8 @@ def start(model_dir: Path, agents: list[AgentServer], log: Path) -> ForkedEngine
     patch.write_text(PATCH.format(endpoints=json.dumps([agent.endpoint for agent in agents])))
     engine = ForkedEngine(
         model_dir,
-        connector_endpoint=agents[0].endpoint,
+        # Long, because an agent that is killed is noticed at once.
+        kv_transfer=transfer_config(agents[0].endpoint, agent_dead_after_s=20.0),
         log_path=log,
         options={**OPTIONS, "tensor_parallel_size": 2},
         env={
