@@ -134,6 +134,11 @@ class EngineProcess(Child):
         self._send({"do": "rpc", "method": method, "args": args})
         self._answer()
 
+    def step(self, name: str) -> None:
+        """A step that a test has added to the engine."""
+        self._send({"do": name})
+        self._answer()
+
     def metrics(self) -> str:
         """vLLM's page for Prometheus; it has values with ``disable_log_stats=False``."""
         self._send({"do": "metrics"})

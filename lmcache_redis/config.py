@@ -274,6 +274,8 @@ class ClientConfig:
     endpoint: str = field(default_factory=default_endpoint)
     agent_dead_after_s: float = 1.5
     weights_id: str | None = None
+    weights_run: str | None = None
+    check_weights: bool = True
     load_always: bool = False
 
     def __post_init__(self) -> None:
@@ -281,11 +283,13 @@ class ClientConfig:
             raise ConfigError(f"endpoint is {self.endpoint!r}: write ipc://PATH")
         _check_endpoint(self.endpoint)
         check_between("agent_dead_after_s", self.agent_dead_after_s, 0.6, 60)
-        name = self.weights_id
-        if name is not None and not (isinstance(name, str) and 1 <= len(name) <= 256):
-            raise ConfigError(f"weights_id is {name!r}: write a name of 1 to 256 characters")
-        if not isinstance(self.load_always, bool):
-            raise ConfigError(f"load_always is {self.load_always!r}: write true or false")
+        for option in ("weights_id", "weights_run"):
+            name = getattr(self, option)
+            if name is not None and not (isinstance(name, str) and 1 <= len(name) <= 256):
+                raise ConfigError(f"{option} is {name!r}: write a name of 1 to 256 characters")
+        for option in ("check_weights", "load_always"):
+            if not isinstance(value := getattr(self, option), bool):
+                raise ConfigError(f"{option} is {value!r}: write true or false")
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> ClientConfig:

@@ -151,7 +151,7 @@ class AgentLink:
         self._heard_s = 0.0
         self._sent_s = 0.0
         self._logged: str | None = None
-        self._stop = False
+        self._stop = self._is_renamed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = transport.Wakeup()
         self._open_socket()
@@ -198,6 +198,12 @@ class AgentLink:
         """Waits for ``condition``, which is evaluated when a call or the link changes state."""
         with self._changed:
             return self._changed.wait_for(condition, timeout_s)
+
+    def rename(self, engine_id: str) -> None:
+        """Connects again, as another engine."""
+        self._hello = replace(self._hello, engine_id=engine_id)
+        self._is_renamed = True
+        self._wakeup.set()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Ends the thread and closes the connection; pending calls are LOST."""
@@ -259,11 +265,19 @@ class AgentLink:
             elif duty is Duty.PING:
                 self._send(m.Ping(0))
             elif duty is Duty.RECONNECT:
-                self._go_offline(f"it has been silent for {self._dead_after_s:g} s")
-                # Queued messages must not reach the silent agent when it resumes.
-                self._close_socket()
-                self._open_socket()
+                self._reconnect(f"it has been silent for {self._dead_after_s:g} s")
                 return
+            if self._is_renamed:
+                self._is_renamed = False
+                self._send(m.Goodbye(0))
+                self._reconnect("this engine has another name now", _GOODBYE_S)
+                return
+
+    def _reconnect(self, why: str, linger_s: float = 0.0) -> None:
+        self._go_offline(why)
+        # Queued messages must not reach a silent agent when it resumes.
+        self._close_socket(linger_s)
+        self._open_socket()
 
     def _connection_changed(self) -> None:
         event = recv_monitor_message(self._monitor)["event"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,7 @@ class WorkerClient:
     endpoint, model_name, world_size, engine_id: as for `LMCacheMPSchedulerAdapter`.
     worker_id: this worker's rank in the world.
     block_size_tokens: tokens of one paged block.
+    on_registered: called on the link's thread when an agent has mapped the memory; must not block.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class WorkerClient:
         *,
         engine_id: str,
         agent_dead_after_s: float = 1.5,
+        on_registered: Callable[[m.Welcome, RankPlace], None] | None = None,
     ) -> None:
+        self._on_registration = on_registered
         self._model_name = model_name
         self._world_size = world_size
         self._worker_id = worker_id
@@ -213,7 +216,8 @@ class WorkerClient:
             self._mapped = registration
             self._place = place
             self._registered = welcome
-            logger.info("the agent has mapped the KV cache of worker %d", self._worker_id)
+            if self._on_registration is not None:
+                self._on_registration(welcome, place)
         elif isinstance(call.answer, m.Failure):
             refusal = f"the agent refused the KV cache: {call.answer.reason}"
             if call.answer.code == m.UNKNOWN_PEER:

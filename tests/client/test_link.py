@@ -147,3 +147,20 @@ def test_why_an_agent_cannot_be_used(agent: Agent) -> None:
     assert link.wait_for(lambda: link.state is LinkState.REFUSED, WAIT_S)
     assert link.refusal == f"the agent at {agent.endpoint} cannot be used: it is full"
     link.close()
+
+
+def test_a_renamed_link_connects_again(agent: Agent, link: AgentLink) -> None:
+    waiting = link.submit(m.EndSession, request_id="r")
+    agent.receive()
+    former = agent.peer
+    link.rename("e/copy")
+    assert waiting.wait(WAIT_S)
+    assert waiting.state is CallState.LOST
+    assert agent.receive() == [m.Goodbye(0)]
+    assert agent.peer == former
+    (hello,) = agent.receive()
+    assert agent.peer != former
+    assert isinstance(hello, m.Hello)
+    assert hello.engine_id == "e/copy"
+    agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
+    assert link.wait_for(lambda: link.online, WAIT_S)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines import ForkedEngine, empty
+from tests.engines import PATCH_VARIABLE, ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts, make_model
-from tests.integrations.test_vllm import CHUNK, ready, start
+from tests.integrations.test_vllm import CHUNK, ready, start, wait_for_a_hit
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.engine
@@ -98,6 +98,42 @@ def test_weights_are_reloaded_in_a_running_engine(
         redis_server.kill()
         weights.reload(two, 0, connector=True)
         assert weights.ask(two, 0) == 0
+
+
+def test_pauses_snapshots_and_weights_written_past_every_call(
+    weights: Weights, agent: AgentServer, tmp_path: Path
+) -> None:
+    weights.put(0)
+    trained = tmp_path / "trained"
+    patch = {
+        PATCH_VARIABLE: str(Path(__file__).with_name("writer.py")),
+        "TRAINED": str(trained),
+    }
+    with start(weights.model, agent, tmp_path / "engine.log", env=patch) as engine:
+        assert weights.ask(engine, 0) == 0
+        engine.step("pause")  # also while its store is in flight
+        assert weights.ask(engine, 0) == 3 * CHUNK
+        assert agent.counter("clears") == 0
+
+        names = [each["engine_id"] for each in agent.status()["engines"]]
+        engine.rpc("checkpoint_prepare")
+        engine.rpc("checkpoint_restore")
+
+        def is_renamed() -> bool:
+            now = [each["engine_id"] for each in agent.status()["engines"]]
+            return ready(agent) and now != names
+
+        wait_until(is_renamed, what="the engine under its new name")
+        wait_for_a_hit(engine, Prompts(12).tokens(CHUNK + 10))
+        assert weights.ask(engine, 0) == 3 * CHUNK
+
+        trained.touch()
+        for version in (1, 0):
+            weights.put(version)
+            assert weights.ask(engine, version) == 0
+            assert weights.ask(engine, version) == 3 * CHUNK
+        engine.step("pause")
+        assert weights.ask(engine, 0) == 3 * CHUNK
 
 
 def test_both_ranks_of_an_engine_begin_the_new_epoch(

@@ -19,8 +19,9 @@ from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_redis.client.scheduler import Ranks
 from lmcache_redis.client.transfers import LoadStoreOp
+from lmcache_redis.integrations.vllm import bookkeeping
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
-from lmcache_redis.integrations.vllm.epoch import named_epoch
+from lmcache_redis.integrations.vllm.epoch import Epochs, named_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
@@ -81,6 +82,7 @@ class FakeRequest:
     kv_transfer_params: Any = None
     lora_request: Any = None
     over: bool = False
+    num_output_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -104,6 +106,7 @@ class FakeRequest:
 
 def step(
     *,
+    beside_a_load: bool = False,
     new: tuple[str, list[int], int, int] | None = None,
     cached: tuple[str, list[int] | None, int, int] | None = None,
     resumed: bool = False,
@@ -113,6 +116,7 @@ def step(
     scheduled = {row[0]: row[3] for row in (new, cached) if row}
     return SimpleNamespace(
         total_num_scheduled_tokens=sum(scheduled.values()),
+        has_sync_kv_loads=beside_a_load,
         num_scheduled_tokens=scheduled,
         preempted_req_ids=preempted,
         scheduled_new_reqs=[
@@ -157,6 +161,7 @@ def make_scheduler(
         adapter,  # type: ignore[arg-type]
         references,
         StaleBlocks(pool),
+        Epochs(None, None, bytes),
         recorder,
         **{
             "groups": [LayerGroup(0, (), BLOCK, FULL_REACH, "FullAttentionSpec")],
@@ -164,7 +169,6 @@ def make_scheduler(
             "hash_stride": 1,
             "loads": True,
             "stores": True,
-            "weights_id": None,
             "step_tokens": 4 * CHUNK,
             "block_ids": None,
             **options,
@@ -177,6 +181,10 @@ def scheduler(
     adapter: ScriptedAdapter, pool: BlockPool, references: BlockReferences
 ) -> ConnectorScheduler:
     return make_scheduler(adapter, pool, references)
+
+
+def name_weights(scheduler: ConnectorScheduler, weights_id: str) -> None:
+    scheduler.change_epoch(lambda: scheduler.epochs.weights_have_id(weights_id), "an update")
 
 
 def only_store(metadata: StepMetadata) -> LoadStoreOp:
@@ -546,7 +554,7 @@ def test_names_begin_with_the_epoch_and_the_adapter(
     ]
     assert store_of(scheduler, "t", lora="unknown").stores == []  # not identified
     assert [request_id for request_id, _ in adapter.lookups] == ["r", "s"]
-    scheduler.weights_changed("an update", "step-1")
+    name_weights(scheduler, "step-1")
     epoch = named_epoch("step-1")
     assert len(epoch) == 8
     assert only_store(store_of(scheduler, "u")).chunk_hashes == [epoch + h for h in plain]
@@ -565,7 +573,7 @@ def test_a_request_that_computes_across_a_new_epoch_is_not_cached_any_more(
     assert len(scheduler.build_metadata(step(new=("r", blocks, 0, CHUNK))).stores) == 1
     adapter.tokens = None
     assert scheduler.matched_tokens(waiting, 0) is None
-    scheduler.weights_changed("an update", "step-1")
+    name_weights(scheduler, "step-1")
     assert scheduler.build_metadata(step(cached=("r", None, CHUNK, CHUNK + 1))).stores == []
     # Preempted, it begins again, and is still not cached.
     scheduler.build_metadata(step(preempted={"r"}))
@@ -588,14 +596,187 @@ def test_nothing_is_stored_while_vllm_itself_may_hit_what_old_weights_computed(
     pool.cache_full_blocks(Computed(), [block], 0, 1, BLOCK, 0)  # type: ignore[arg-type]
     pool.free_blocks([block])
     assert store_of(scheduler, "r").stores
-    scheduler.weights_changed("an update", "step-1")
+    name_weights(scheduler, "step-1")
     assert store_of(scheduler, "s").stores == []
     pool.cached_block_hash_to_block = type(pool.cached_block_hash_to_block)()  # vLLM's own reset
     assert store_of(scheduler, "t").stores
-    scheduler.weights_changed(
-        "an update", "step-2"
-    )  # with nothing in vLLM's cache there is nothing to wait for
+    name_weights(scheduler, "step-2")  # with nothing in vLLM's cache there is nothing to wait for
     assert store_of(scheduler, "u").stores
+
+
+def test_a_request_that_began_before_an_epoch_does_not_load_after_it(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    """Preempted at once, before any store told it that its names are old."""
+    request = FakeRequest("r", tokens=2 * CHUNK + 1)
+    scheduler.matched_tokens(request, 0)
+    scheduler.allocated(request, [], 0)
+    scheduler.build_metadata(step(new=("r", list(range(1, 10)), 0, CHUNK)))
+    name_weights(scheduler, "step-1")
+    scheduler.build_metadata(step(preempted={"r"}))
+    assert scheduler.matched_tokens(request, 0) == 0
+    assert adapter.lookups == [("r", 0)]
+
+
+def test_an_adapter_that_is_replaced_while_a_request_runs(
+    scheduler: ConnectorScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is computed since has no name, neither the old adapter's nor the new one's."""
+    digest: list[bytes | None] = [b"A" * 16]
+    monkeypatch.setattr(AdapterDigests, "digest", lambda self, lora: digest[0])
+    request = FakeRequest("r", tokens=3 * CHUNK + 1, lora_request="adapter")
+    scheduler.matched_tokens(request, 0)
+    scheduler.allocated(request, [], 0)
+    stored = scheduler.build_metadata(step(new=("r", list(range(1, 14)), 0, CHUNK)))
+    assert len(only_store(stored).chunk_hashes or ()) == 1
+    digest[0] = b"B" * 16
+    assert scheduler.build_metadata(step(cached=("r", None, CHUNK, CHUNK))).stores == []
+    digest[0] = b"A" * 16  # no way back: what was computed meanwhile is unknown
+    assert scheduler.build_metadata(step(cached=("r", None, 2 * CHUNK, CHUNK + 1))).stores == []
+
+
+# ------------------------------------------------------- beside other connectors
+
+
+def test_what_a_sibling_loads_is_stored_when_a_token_has_come(
+    scheduler: ConnectorScheduler,
+) -> None:
+    """Until then it may report that its load failed, and the blocks hold something else."""
+    request = FakeRequest("r", tokens=3 * CHUNK + 1)
+    scheduler.matched_tokens(request, 0)
+    scheduler.allocated(request, [], 0)
+    blocks = list(range(1, 14))
+    begun = step(new=("r", blocks, 2 * CHUNK, CHUNK + 1), beside_a_load=True)
+    assert scheduler.build_metadata(begun).stores == []
+    # The next step is planned before the report of this one has come.
+    assert scheduler.build_metadata(step(cached=("r", None, 3 * CHUNK + 1, 1))).stores == []
+    request.num_output_tokens = 1
+    stored = scheduler.build_metadata(step(cached=("r", None, 3 * CHUNK + 2, 1)))
+    assert len(only_store(stored).chunk_hashes or ()) == 3
+
+
+def test_a_request_that_resumes_with_a_siblings_load(scheduler: ConnectorScheduler) -> None:
+    request = FakeRequest("r", tokens=2 * CHUNK + 1)
+    scheduler.matched_tokens(request, 0)
+    scheduler.allocated(request, [], 0)
+    scheduler.build_metadata(step(new=("r", list(range(1, 10)), 0, 1)))
+    request.num_output_tokens = 5
+    resumed = ("r", list(range(20, 30)), CHUNK, CHUNK + 1)
+    again = step(cached=resumed, resumed=True, preempted={"r"}, beside_a_load=True)
+    assert scheduler.build_metadata(again).stores == []
+    assert scheduler.build_metadata(step(cached=("r", None, 2 * CHUNK + 1, 1))).stores == []
+    request.num_output_tokens = 6
+    stored = scheduler.build_metadata(step(cached=("r", None, 2 * CHUNK + 2, 1)))
+    assert only_store(stored).block_ids == list(range(20, 28))
+
+
+@pytest.mark.parametrize(("beside", "tokens"), [(True, 0), (False, 2 * CHUNK)])
+def test_a_prompt_that_a_prefiller_sends_is_not_loaded(
+    adapter: ScriptedAdapter,
+    pool: BlockPool,
+    references: BlockReferences,
+    beside: bool,
+    tokens: int,
+) -> None:
+    """Half a hit would replace the transfer of all of it. Without another connector, none comes."""
+    scheduler = make_scheduler(adapter, pool, references, beside_others=beside)
+    adapter.tokens = 2 * CHUNK
+    params: dict[str, Any] = {"do_remote_prefill": True, "remote_host": "prefiller"}
+    request = FakeRequest(kv_transfer_params=params)
+    assert scheduler.matched_tokens(request, 0) == tokens
+    params["do_remote_prefill"] = False  # as Nixl does it, once it has the blocks
+    assert scheduler.matched_tokens(request, 0) == tokens
+    assert len(adapter.lookups) == (0 if beside else 1)
+
+
+# ------------------------------------------------------- memory
+
+
+def test_a_hit_that_is_refused_while_nothing_runs_is_computed(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter, references: BlockReferences
+) -> None:
+    adapter.tokens = 2 * CHUNK
+    request = FakeRequest()
+    for _ in range(3):  # a step runs: blocks may become free
+        assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
+        scheduler.build_metadata(step(cached=("other", None, 1, 1)))
+    assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
+    transfer = references.take([5])  # one is in flight
+    scheduler.build_metadata(step())
+    assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
+    references.ended({0: [transfer], 1: [transfer]})
+    scheduler.build_metadata(step())
+    assert scheduler.matched_tokens(request, 0) == 0
+    assert adapter.ended == ["r"]
+    assert scheduler.matched_tokens(request, 0) == 0
+    assert adapter.lookups == [("r", 0)]
+
+
+def test_vllm_waits_for_blocks_that_only_stores_hold(
+    pool: BlockPool, references: BlockReferences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(bookkeeping.time, "monotonic", lambda: now)
+    blocks = pool.get_new_blocks(2)
+    store = references.take([blocks[0].block_id], for_store=True)
+    load = references.take([blocks[1].block_id])
+    assert not references.frees_soon()  # the request has them too
+    pool.free_blocks(blocks)
+    assert references.frees_soon()
+    now += 1.0  # a slow agent: a request is preempted rather than held up
+    assert not references.frees_soon()
+    now -= 1.0
+    references.ended({0: [store], 1: [store]})
+    assert not references.frees_soon()  # a load may take long
+    references.ended({0: [load], 1: [load]})
+
+
+def test_an_aborted_load_that_fails_is_stored_again(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    """Its chunks may not be cached, although a lookup has found them."""
+    adapter.tokens = 2 * CHUNK
+    request = FakeRequest("r", tokens=2 * CHUNK + 1)
+    assert scheduler.matched_tokens(request, 0) == 2 * CHUNK
+    scheduler.allocated(request, [list(range(1, 10))], 2 * CHUNK)
+    scheduler.build_metadata(step())
+    request.over = True
+    scheduler.finished(request)
+    adapter.tokens = 0
+    scheduler.load_failed("r")
+    scheduler.load_ended("r")
+    assert "r" not in scheduler._tracked
+    assert len(only_store(store_of(scheduler, "s")).chunk_hashes or ()) == 2
+
+
+def test_a_prefix_is_given_back_so_that_its_end_is_evicted_first(
+    pool: BlockPool, references: BlockReferences
+) -> None:
+    from vllm.v1.core.kv_cache_utils import BlockHash
+
+    blocks = pool.get_new_blocks(3)
+
+    class Computed:
+        request_id = "r"
+        block_hashes: ClassVar = [BlockHash(bytes([n]) * 32) for n in range(3)]
+
+    pool.cache_full_blocks(Computed(), blocks, 0, 3, BLOCK, 0)  # type: ignore[arg-type]
+    store = references.take([each.block_id for each in blocks], for_store=True)
+    pool.free_blocks(reversed(blocks))
+    references.ended({0: [store], 1: [store]})
+    freed = [each.block_id for each in pool.free_block_queue.get_all_free_blocks()][-3:]
+    assert freed == [each.block_id for each in reversed(blocks)]
+
+
+def test_recent_chunks_are_forgotten_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(bookkeeping.time, "monotonic", lambda: now)
+    recent = bookkeeping.RecentChunks()
+    recent.add([b"chunk"])
+    now += 59
+    assert b"chunk" in recent
+    now += 2
+    assert b"chunk" not in recent
 
 
 # ------------------------------------------------------- what a request asks for

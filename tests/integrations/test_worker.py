@@ -12,13 +12,22 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from lmcache_redis.client.transfers import LoadStoreOp
+from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.worker import ConnectorWorker, Planned, StepMetadata
+from lmcache_redis.integrations.vllm.worker import (
+    ConnectorWorker,
+    EventRing,
+    Planned,
+    StepMetadata,
+)
 
 OPS = tuple(
     LoadStoreOp(block_ids=[10 * group, 10 * group + 1], chunk_hashes=[b"hash"], group=group)
     for group in range(3)
 )
+
+
+RING = EventRing(dict)  # not asked on the CPU
 
 
 @dataclass
@@ -61,11 +70,31 @@ class Client:
     begin_retrieves = begin_stores = _begin
 
 
+class FakeEvent:
+    """Says what was queued when it was recorded last."""
+
+    made = 0
+
+    def __init__(self, queued: list[str]) -> None:
+        FakeEvent.made += 1
+        self._handle = f"handle {FakeEvent.made}".encode()
+        self._queued = queued
+        self.after: list[str] = []
+
+    def ipc_handle(self) -> bytes:
+        return self._handle
+
+    def record(self) -> None:
+        self.after = list(self._queued)
+
+    def synchronize(self) -> None: ...
+
+
 def begun(
     recorder: Recorder | None = None, *, reallocates: bool = True
 ) -> tuple[ConnectorWorker, list[Transfer]]:
     client, recorder = Client(), recorder or Recorder()
-    worker = ConnectorWorker(client, 0, recorder, reallocates=reallocates)  # type: ignore[arg-type]
+    worker = ConnectorWorker(client, 0, recorder, RING, reallocates=reallocates)  # type: ignore[arg-type]
     worker.report(0)
     worker.begin_loads(StepMetadata(loads=[Planned(7, "r", OPS)]))
     assert [each.op.group for each in client.begun] == [0, 1, 2]
@@ -142,7 +171,7 @@ def test_where_vllm_computes_into_the_same_blocks_a_lost_load_is_awaited() -> No
 
 def test_a_store_ends_when_all_its_parts_are_over_and_one_drop_is_reported() -> None:
     client, recorder = Client(), Recorder()
-    worker = ConnectorWorker(client, 0, recorder, reallocates=True)  # type: ignore[arg-type]
+    worker = ConnectorWorker(client, 0, recorder, RING, reallocates=True)  # type: ignore[arg-type]
     worker.report(0)
     worker.begin_stores(StepMetadata(stores=[Planned(9, "r", OPS)]))
     client.begun[1].result = SimpleNamespace(stored=0, dropped=1)
@@ -156,3 +185,87 @@ def test_a_store_ends_when_all_its_parts_are_over_and_one_drop_is_reported() -> 
     stats = taken(recorder)
     assert (stats["stored_chunks"], stats["dropped_chunks"]) == ({"0": 2}, {"0": 1})
     assert [len(each) for each in stats["store_seconds"].values()] == [1]
+
+
+# ------------------------------------------------------- events
+
+
+class CudaClient(Client):
+    """Notes what precedes each transfer."""
+
+    on_cuda = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after: list[list[str]] = []
+
+    def _begin(
+        self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp], event: Any
+    ) -> list[Transfer]:
+        self.after.append(event._event.after)
+        return super()._begin(request_ids, ops, event)
+
+    begin_retrieves = begin_stores = _begin
+
+
+def on_cuda(queued: list[str]) -> tuple[LMCacheRedisConnector, CudaClient]:
+    """A worker's connector, as vLLM calls it, over a stream on which ``queued`` is."""
+    client = CudaClient()
+    connector = object.__new__(LMCacheRedisConnector)
+    connector._connector_metadata = None
+    connector._awaited, connector._groups = {}, ()
+    connector._worker = ConnectorWorker(
+        client, 0, Recorder(), EventRing(lambda: FakeEvent(queued)), reallocates=True
+    )
+    return connector, client
+
+
+def test_a_load_waits_for_what_is_queued_before_the_forward() -> None:
+    """The steps before, and the zeroing of new blocks: vLLM queues it when it has the step."""
+    queued: list[str] = []
+    connector, client = on_cuda(queued)
+    for number in range(2):
+        queued.append(f"zeroing {number}")
+        metadata = StepMetadata(
+            loads=[Planned(2 * number, "r", ())], stores=[Planned(2 * number + 1, "s", ())]
+        )
+        connector.bind_connector_metadata(metadata)
+        queued.append(f"forward {number}")
+        connector.start_load_kv(None)  # type: ignore[arg-type]
+        connector.wait_for_save()
+        connector.clear_connector_metadata()
+    assert client.after == [
+        ["zeroing 0"],
+        ["zeroing 0", "forward 0"],
+        ["zeroing 0", "forward 0", "zeroing 1"],
+        ["zeroing 0", "forward 0", "zeroing 1", "forward 1"],
+    ]
+
+
+def test_stores_of_a_step_that_is_not_finished_begin_with_the_next() -> None:
+    """Pipeline stages before the last, with speculation on vLLM's V1 runner."""
+    queued: list[str] = []
+    connector, client = on_cuda(queued)
+    connector.bind_connector_metadata(StepMetadata(stores=[Planned(1, "s", ())]))
+    queued.append("forward 0")
+    assert client.after == []
+    connector.bind_connector_metadata(StepMetadata(stores=[Planned(2, "s", ())]))
+    assert client.after == [["forward 0"]]
+    connector.wait_for_save()
+    connector.wait_for_save()
+    connector.bind_connector_metadata(StepMetadata())  # nor twice, if it was not cleared
+    assert client.after == [["forward 0"], ["forward 0"]]
+
+
+def test_events_are_used_again_in_turn_and_none_is_destroyed() -> None:
+    made: list[FakeEvent] = []
+
+    def make() -> FakeEvent:
+        made.append(FakeEvent([]))
+        return made[-1]
+
+    ring = EventRing(make)
+    recorded = [ring.record() for _ in range(200)]
+    assert len(made) == 64
+    assert recorded[:64] == recorded[64:128]
+    assert [each.ipc_handle() for each in recorded[:64]] == [each._handle for each in made]

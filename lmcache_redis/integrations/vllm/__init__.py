@@ -12,6 +12,8 @@ groups          which blocks of each kind of layer a prefix needs
 support         which engines can be cached
 identity        what decides the bytes of the KV cache, besides its layout: `weights` with
                 `tensorfiles`, `lora`, and how K and V are packed (`probe`)
+engine          what the connector needs of vLLM's engine beyond its interface: updates of weights,
+                pauses, resets; `parameters` tells whether the weights in memory have changed
 epoch           separates the KV of old weights from that of new ones
 guard           keeps errors of the cache out of the engine
 reports         statistics and events

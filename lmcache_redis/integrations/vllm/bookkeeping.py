@@ -9,7 +9,8 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lmcache_redis")
 
 _REPORT_S = 10.0  # longer than the lease of most transfers
+# A store takes a fraction of this. vLLM waits so long before it preempts a request.
+_FREED_SOON_S = 0.5
 _MAX_RECENT_CHUNKS = 200_000
 _REMEMBERED_S = 60.0
 # A step with fewer prompt tokens takes as long with none.
@@ -43,11 +46,19 @@ class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
     @staticmethod
-    def of(params: object, request_id: str) -> Wishes:
-        """The wishes of a request. Those that make no sense are logged and not followed."""
-        found = params.get("lmcache_redis") if isinstance(params, Mapping) else None
+    def of(params: object, request_id: str, *, beside_others: bool = False) -> Wishes:
+        """The wishes of a request. Those that make no sense are logged and not followed.
+
+        beside_others: other connectors transfer KV too. They bring the whole prompt of a request
+        with ``do_remote_prefill``; a hit would replace that by a part of it.
+        """
+        given = params if isinstance(params, Mapping) else {}
+        found = given.get("lmcache_redis")
         try:
-            return Wishes() if found is None else msgspec.convert(found, Wishes)
+            wishes = Wishes() if found is None else msgspec.convert(found, Wishes)
+            if beside_others and given.get("do_remote_prefill"):
+                return msgspec.structs.replace(wishes, load=False)
+            return wishes
         except (msgspec.ValidationError, UnicodeError) as error:
             logger.warning(
                 "request %s: kv_transfer_params with lmcache_redis=%r are not followed: %s; give "
@@ -79,7 +90,10 @@ class Tracked:
     matched: bool = False  # vLLM knows the number of tokens and has not allocated blocks since
     started: bool = False  # vLLM has allocated blocks for it, perhaps before a preemption
     loading: frozenset[int] | None = None  # blocks that its load writes
-    load_failed: bool = False  # the rest is computed, without another lookup
+    computes: bool = False  # the rest, without another lookup
+    # Another connector has loaded KV for it within a step, and may still report that this failed:
+    # nothing is stored until it has more output tokens than these.
+    stored_after: int | None = None
 
     def hashed_tokens(self) -> int:
         """Its tokens in whole blocks that have a hash."""
@@ -118,6 +132,7 @@ class _Held:
     blocks: list[KVCacheBlock]
     ranks: set[int]  # those that may still touch the blocks
     since_s: float
+    is_store: bool
 
 
 class BlockReferences:
@@ -148,6 +163,30 @@ class BlockReferences:
         earliest_s = time.monotonic() - _REPORT_S
         return any(held.since_s > earliest_s for held in self._held.values())
 
+    def frees_soon(self) -> bool:
+        """Whether blocks become free when stores in flight have read them."""
+        earliest_s = time.monotonic() - _FREED_SOON_S
+        return any(
+            held.is_store
+            and held.since_s > earliest_s
+            and any(block.ref_cnt == 1 for block in held.blocks)
+            for held in self._held.values()
+        )
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Releases all references within the context, and takes them again after it.
+
+        vLLM resets its prefix cache only while nobody has a block. No block is allocated meanwhile,
+        and what transfers read and write has no name in that cache.
+        """
+        blocks = [block for held in self._held.values() for block in held.blocks]
+        self._pool.free_blocks(reversed(blocks))
+        try:
+            yield
+        finally:
+            self._pool.touch(blocks)
+
     def free_blocks(self) -> int:
         return int(self._pool.get_num_free_blocks())
 
@@ -164,12 +203,14 @@ class BlockReferences:
         cached_as = self._pool.blocks[block_id].block_hash
         return bool(cached_as == block_hash + group.to_bytes(4, "big"))
 
-    def take(self, block_ids: Iterable[int]) -> int:
+    def take(self, block_ids: Iterable[int], *, for_store: bool = False) -> int:
         """Takes references to blocks, none of them null, for a new transfer; returns its id."""
         blocks = [self._pool.blocks[block_id] for block_id in block_ids]
         self._pool.touch(blocks)
         transfer_id = next(self._ids)
-        self._held[transfer_id] = _Held(blocks, set(range(self._world_size)), time.monotonic())
+        self._held[transfer_id] = _Held(
+            blocks, set(range(self._world_size)), time.monotonic(), for_store
+        )
         return transfer_id
 
     def ended(self, by_rank: Mapping[int, Sequence[int]]) -> None:

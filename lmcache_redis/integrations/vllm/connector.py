@@ -10,7 +10,8 @@ Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLLM 0.27 to
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +23,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
+from lmcache_redis import messages as m
+from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter, RankPlace
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
+from lmcache_redis.device.layout import engine_chunk_tokens
 from lmcache_redis.errors import LMCacheRedisError
-from lmcache_redis.integrations.vllm import epoch
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
+from lmcache_redis.integrations.vllm.engine import (
+    Engine,
+    listen,
+    listen_in_worker,
+    recompute_failed_loads,
+    watch_resets,
+)
+from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.groups import LayerGroup, common_block_tokens
-from lmcache_redis.integrations.vllm.guard import guarded, nothing, recompute_failed_loads
+from lmcache_redis.integrations.vllm.guard import guarded, nothing
 from lmcache_redis.integrations.vllm.identity import engine_id, model_name
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
@@ -37,6 +47,7 @@ from lmcache_redis.integrations.vllm.support import supported_groups
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     EndedLoads,
+    EventRing,
     StepMetadata,
     WorkerReport,
     register,
@@ -81,6 +92,9 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         self._closing: WorkerClient | None = None  # of a worker that was turned off
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._asleep = False
+        self._beside_others = False  # in a MultiConnector
+        self._engine: Engine | None = None
+        self.is_paused = False  # a pause empties vLLM's caches
         self._groups: Sequence[LayerGroup] = ()
         self._start()
 
@@ -91,7 +105,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             self._config = ClientConfig.from_extra_config(
                 self._kv_transfer_config.kv_connector_extra_config
             )
-            recompute_failed_loads(self)
+            self._beside_others = recompute_failed_loads(self)
             self._groups = supported_groups(
                 self._vllm_config, self._kv_cache_config, takes_failed_loads=by_request
             )
@@ -100,21 +114,42 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             return
         self._block_size_tokens = common_block_tokens(self._groups)
         parallel = self._vllm_config.parallel_config
+        # vLLM may change it later.
+        self._engine_id = engine_id(self._vllm_config)
         engine: dict[str, Any] = {
             "endpoint": self._config.endpoint,
             "model_name": model_name(self._vllm_config),
             "world_size": parallel.world_size,
             "block_size_tokens": self._block_size_tokens,
-            "engine_id": engine_id(self._vllm_config),
+            "engine_id": self._engine_id,
             "agent_dead_after_s": self._config.agent_dead_after_s,
         }
         if self.role is KVConnectorRole.SCHEDULER:
             self._adapter = LMCacheMPSchedulerAdapter(**engine)
         else:
-            self._adapter = client = WorkerClient(**engine, worker_id=parallel.rank)
-            self._worker = ConnectorWorker(
-                client, parallel.rank, self._recorder, reallocates=by_request
+            self._adapter = client = WorkerClient(
+                **engine, worker_id=parallel.rank, on_registered=self._registered
             )
+            # Here, because no event is destroyed while an agent may ask for it.
+            self._events = EventRing(lambda: torch.cuda.Event(interprocess=True))
+            self._worker = ConnectorWorker(
+                client, parallel.rank, self._recorder, self._events, reallocates=by_request
+            )
+            listen_in_worker(self)
+
+    def _registered(self, welcome: m.Welcome, place: RankPlace) -> None:
+        """On the link's thread. Says in vLLM's log that the cache works."""
+        model = model_name(self._vllm_config)
+        logger.info(
+            "the cache is on: model %s, rank %d, layout %s, chunks of %d tokens, the agent is "
+            "process %d at %s",
+            model,
+            self._vllm_config.parallel_config.rank,
+            " and ".join(part.fingerprint.hex()[:12] for part in place.parts),
+            engine_chunk_tokens(welcome.chunk_size_tokens, [self._block_size_tokens]),
+            welcome.agent_pid,
+            self._config.endpoint,
+        )
 
     def turn_off(self) -> None:
         """Turns the cache of this engine off. Loads that vLLM waits for are reported as failed."""
@@ -172,10 +207,18 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             getattr(self._vllm_config, "max_in_flight_tokens", None)
             or self._vllm_config.scheduler_config.max_num_batched_tokens
         )
+        self._engine = engine = Engine.found()
+        config = self._config
+        epochs = Epochs(
+            config.weights_id,
+            config.weights_run,
+            engine.parameters if config.check_weights else bytes,
+        )
         self._scheduler = ConnectorScheduler(
             adapter,
             self._references,
             StaleBlocks(gpu_block_pool),
+            epochs,
             self._recorder,
             self._announcer,
             groups=self._groups,
@@ -183,12 +226,13 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             hash_stride=hash_stride,
             loads=self._kv_transfer_config.is_kv_consumer,
             stores=self._kv_transfer_config.is_kv_producer,
-            weights_id=self._config.weights_id,
-            load_always=self._config.load_always,
+            load_always=config.load_always,
+            beside_others=self._beside_others,
             step_tokens=int(step_tokens),
             block_ids=None if manager is None else manager.get_block_ids,
         )
-        if not epoch.listen(self):
+        watch_resets(gpu_block_pool, self._during_reset)
+        if not listen(self):
             logger.warning(
                 "this vLLM version does not report weight updates: call "
                 "reset_prefix_cache(reset_connector=True) after each update"
@@ -275,22 +319,68 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             return True
         return self._announcer is not None and self._announcer.has_events
 
+    @guarded(lambda self: False)
+    def has_pending_block_frees(self) -> bool:
+        """Whether vLLM should wait a step for blocks rather than preempt a request."""
+        return self._references is not None and self._references.frees_soon()
+
+    # Weights, resets and pauses: see `engine`
+
+    @contextmanager
+    def _during_reset(self) -> Iterator[None]:
+        """vLLM resets its prefix cache: no transfer of ours is a reason against it."""
+        self._before_reset()
+        if self._references is None:
+            yield
+            return
+        with self._references.given_back():
+            yield
+
+    @guarded(nothing)
+    def _before_reset(self) -> None:
+        if self._scheduler is None or self._engine is None:
+            return
+        for request in self._scheduler.give_up_loads():
+            self._engine.give_up_load(request)
+        self._scheduler.change_epoch(
+            self._scheduler.epochs.check_parameters, "the parameters in memory have changed"
+        )
+
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:
         """Begins a new epoch: this engine no longer loads chunks that were stored before.
 
-        The agent removes the old chunks in the background; that may fail.
+        A pause empties vLLM's caches too, but leaves the weights alone: the epoch stays.
         """
         if self._scheduler is None:
             return None
-        self._scheduler.clear()
+        if not self.is_paused:
+            self._scheduler.clear()
         return True
 
+    def weights_may_differ(self, why: str) -> None:
+        self._change_epoch(Epochs.weights_may_differ, why)
+
+    def weights_have_id(self, weights_id: str) -> None:
+        self._change_epoch(
+            lambda epochs: epochs.weights_have_id(weights_id), f"weights_id {weights_id!r}"
+        )
+
+    def weights_have_version(self, version: str) -> None:
+        self._change_epoch(
+            lambda epochs: epochs.weights_have_version(version), f"weight version {version!r}"
+        )
+
     @guarded(nothing)
-    def weights_changed(self, why: str, weights_id: str | None = None) -> None:
-        """See `epoch.EpochListener`."""
-        if self._scheduler is not None:
-            self._scheduler.weights_changed(why, weights_id)
+    def _change_epoch(self, change: Callable[[Epochs], None], why: str) -> None:
+        if (scheduler := self._scheduler) is not None:
+            scheduler.change_epoch(lambda: change(scheduler.epochs), why)
+
+    @guarded(nothing)
+    def renamed(self, suffix: str) -> None:
+        """This engine is a copy of another, restored from a snapshot (either role)."""
+        if self._adapter is not None:
+            self._adapter.link.rename(f"{self._engine_id}/{suffix}")
 
     # Worker
 
@@ -334,6 +424,26 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         if self._asleep:
             self._asleep = False
             self.register_kv_caches(self._kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        self._step_ends()
+        super().bind_connector_metadata(connector_metadata)
+        self._step_begins()
+
+    @guarded(nothing)
+    def _step_ends(self) -> None:
+        """Begins the stores of a step that vLLM has ended without `wait_for_save`.
+
+        Pipeline stages before the last do so with speculative decoding.
+        """
+        if self._worker is not None and self._connector_metadata is not None:
+            self._worker.begin_stores(self._step())
+
+    @guarded(nothing)
+    def _step_begins(self) -> None:
+        if self._worker is not None:
+            self._worker.step_begins(self._step())
 
     @guarded(nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

@@ -1,118 +1,84 @@
 """Epochs: they separate the KV of old weights from the KV of new weights.
 
 The name of every chunk begins with its engine's epoch. The first epoch is empty, so that replicas
-share chunks. A later epoch is either random and the engine's own, or the digest of a
-``weights_id``, shared by all replicas with these weights. docs/identity.md lists what begins one.
-
-vLLM does not notify connectors of new weights, but every update goes through
-``EngineCore.collective_rpc``, in the scheduler's process and between two steps. This module wraps
-that method: every call that is not known to leave the weights unchanged counts as an update.
+share chunks. A later epoch is random and the engine's own, or the digest of a name that the
+operator gives to the weights, shared by all replicas with that name. docs/identity.md lists what
+begins one. `engine` notices it.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import json
 import os
-import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
 
 EPOCH_BYTES = 8
-WEIGHTS_ID_RPC = "lmcache_redis_weights_id"
-
-# Methods that leave the weights unchanged. Any other counts as an update: one epoch too many costs
-# misses, one too few costs wrong answers.
-_HARMLESS = frozenset(
-    {
-        "add_lora", "check_health", "compute_weight_checksums", "get_kv_cache_spec",
-        "get_model_inspection", "init_weight_transfer_engine", "list_loras", "pin_lora", "profile",
-        "remove_lora", "reset_encoder_cache", "reset_mm_cache", "save_sharded_state",
-        "save_tensorized_model", "shutdown_weight_transfer_engine", "sleep", "synchronize_device",
-        "update_max_model_len", "wake_up",
-    }
-)  # fmt: skip
 
 
 def named_epoch(weights_id: str | None) -> bytes:
     """The epoch of a ``weights_id``; the shared one for None."""
-    if weights_id is None:
-        return b""
-    return hashlib.blake2b(
-        weights_id.encode(), digest_size=EPOCH_BYTES, person=b"lmcr1.epoch"
-    ).digest()
+    return b"" if weights_id is None else _digest(weights_id, b"lmcr1.epoch")
 
 
-def new_epoch() -> bytes:
-    return os.urandom(EPOCH_BYTES)
+def version_epoch(run: str, version: str) -> bytes:
+    """The epoch of a weight version, which is unique within a training run."""
+    return _digest(json.dumps([run, version]), b"lmcr1.run")
 
 
-class EpochListener(Protocol):
-    """Is notified of new weights, on the scheduler's thread."""
-
-    def weights_changed(self, why: str, weights_id: str | None = None) -> None:
-        """The weights may have changed. An id names the new weights."""
+def _digest(text: str, person: bytes) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=EPOCH_BYTES, person=person).digest()
 
 
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+class Epochs:
+    """The epoch of an engine, and the parameters in memory that it stands for.
 
-
-def listen(listener: EpochListener) -> bool:
-    """Notifies ``listener`` of new weights for as long as it lives.
-
-    Returns False if this vLLM lacks the method to wrap.
+    weights_id: names the first epoch; None for the shared one.
+    run: the operator's name for the training run; None: versions of weights are not shared.
+    parameters: reads the digest of the parameters in memory; None if that is not possible.
     """
-    from vllm.v1.engine.core import EngineCore
 
-    _listeners.add(listener)
-    if not callable(getattr(EngineCore, "collective_rpc", None)):
-        return False
-    if not hasattr(EngineCore.collective_rpc, "__wrapped__"):
-        EngineCore.collective_rpc = _watched_rpc(EngineCore.collective_rpc)
-        if hasattr(EngineCore, "set_weight_version"):
-            EngineCore.set_weight_version = _watched_version(EngineCore.set_weight_version)
-    return True
+    def __init__(
+        self, weights_id: str | None, run: str | None, parameters: Callable[[], bytes | None]
+    ) -> None:
+        self.current = named_epoch(weights_id)
+        self.is_own = False  # random, and so not shared with other engines
+        self.is_used = False  # a request's chunks have been named with it
+        self._run = run
+        self._read_parameters = parameters
+        self._parameters = parameters()
 
+    def begin_own(self) -> None:
+        """Begins an epoch that no other engine has."""
+        self._begin(os.urandom(EPOCH_BYTES), own=True)
 
-def _notify(why: str, weights_id: str | None = None) -> None:
-    for listener in list(_listeners):
-        listener.weights_changed(why, weights_id)
+    def weights_may_differ(self) -> None:
+        """The weights may have changed, and have no name."""
+        self._parameters = None
+        # One update may take hundreds of calls: an own epoch without a request is kept.
+        if self.is_used or not self.is_own:
+            self.begin_own()
 
+    def weights_have_id(self, weights_id: str) -> None:
+        """The operator has named the weights in memory."""
+        self._parameters = self._read_parameters()
+        self._begin(named_epoch(weights_id), own=False)
 
-def _watched_rpc(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(collective_rpc)
-    def watched(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        if method == WEIGHTS_ID_RPC:
-            return _name_weights(core, *args, **kwargs)
-        try:
-            return collective_rpc(core, method, *args, **kwargs)
-        finally:
-            # Also after a failure: some of the weights may be new.
-            if method not in _HARMLESS:
-                name = method if isinstance(method, str) else "a function"
-                _notify(f"collective_rpc of {name}")
+    def weights_have_version(self, version: str) -> None:
+        """The caller of vLLM has named the weights in memory, perhaps as another run does."""
+        if self._run is None:
+            self.weights_may_differ()
+        else:
+            self._parameters = self._read_parameters()
+            self._begin(version_epoch(self._run, version), own=False)
 
-    return watched
+    def check_parameters(self) -> None:
+        """Compares the parameters in memory with those that the epoch stands for."""
+        found = self._read_parameters()
+        if found is None or found != self._parameters:
+            self.weights_may_differ()
+        self._parameters = found
 
-
-def _watched_version(set_weight_version: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(set_weight_version)
-    def watched(core: Any, weight_version: str) -> Any:
-        result = set_weight_version(core, weight_version)
-        _notify("vLLM was given a weight version", weight_version)
-        return result
-
-    return watched
-
-
-def _name_weights(
-    core: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
-) -> list[bool]:
-    """Serves ``WEIGHTS_ID_RPC`` without the workers. Returns one result per worker, as any RPC."""
-    (weights_id,) = args or tuple((kwargs or {}).values()) or (None,)
-    if not isinstance(weights_id, str) or not 0 < len(weights_id) <= 256:
-        raise ValueError(
-            f"{WEIGHTS_ID_RPC} takes one id of 1 to 256 characters, not {weights_id!r}"
-        )
-    _notify("the weights were named", weights_id)
-    return [True] * core.vllm_config.parallel_config.world_size
+    def _begin(self, epoch: bytes, *, own: bool) -> None:
+        if epoch != self.current:
+            self.current, self.is_own, self.is_used = epoch, own, False

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-if TYPE_CHECKING:
-    from types import FrameType
+from typing import Any, TypeVar
 
 # vLLM prints the log lines of loggers below its own name.
 logger = logging.getLogger("vllm.lmcache_redis")
@@ -73,19 +67,3 @@ def reporting(otherwise: Callable[..., Any], what: str) -> Callable[[_F], _F]:
 
 def nothing(self: object, *args: object, **kwargs: object) -> None:
     """Returns None: the `otherwise` of methods that return nothing."""
-
-
-def recompute_failed_loads(connector: KVConnectorBase_V1) -> None:
-    """Sets ``kv_load_failure_policy`` to ``recompute``; vLLM's default fails the request.
-
-    The scheduler reads the policy from its own config after it has made the connector. A child of
-    ``MultiConnector`` gets a copy of that config and no reference to its parent. The parents'
-    constructors are still running, so the parents are found on the stack.
-    """
-    connector._kv_transfer_config.kv_load_failure_policy = "recompute"
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None:
-        parent = frame.f_locals.get("self")
-        if isinstance(parent, KVConnectorBase_V1):
-            parent._kv_transfer_config.kv_load_failure_policy = "recompute"
-        frame = frame.f_back

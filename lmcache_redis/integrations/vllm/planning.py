@@ -90,7 +90,8 @@ class Planner:
         if not ops:
             return []
         block_ids = [block_id for op in ops for block_id in op.block_ids]
-        return [Planned(self._references.take(block_ids), tracked.request.request_id, ops)]
+        transfer_id = self._references.take(block_ids, for_store=True)
+        return [Planned(transfer_id, tracked.request.request_id, ops)]
 
     def missed(self, names: Sequence[bytes]) -> None:
         """These chunks are not cached: they are stored again, even if they are recent."""

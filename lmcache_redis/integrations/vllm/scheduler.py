@@ -29,7 +29,7 @@ from lmcache_redis.integrations.vllm.bookkeeping import (
     Tracked,
     Wishes,
 )
-from lmcache_redis.integrations.vllm.epoch import named_epoch, new_epoch
+from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.planning import Planner
@@ -54,8 +54,8 @@ class ConnectorScheduler:
 
     groups: of the model's layers. block_size_tokens: the common multiple of their block sizes.
     hash_stride: block hashes per block of that size.
-    weights_id: names the first epoch; None for the shared one.
     load_always: also what is computed faster.
+    beside_others: other connectors transfer KV of this engine too.
     announcer: reports chunks to routers; None if no router listens.
     step_tokens: vLLM computes at most so many tokens of a request before it releases blocks.
     block_ids: returns a request's current blocks by group, null ones included; None if vLLM does
@@ -67,6 +67,7 @@ class ConnectorScheduler:
         adapter: LMCacheMPSchedulerAdapter,
         references: BlockReferences,
         stale: StaleBlocks,
+        epochs: Epochs,
         recorder: Recorder,
         announcer: Announcer | None = None,
         *,
@@ -75,14 +76,16 @@ class ConnectorScheduler:
         hash_stride: int,
         loads: bool,
         stores: bool,
-        weights_id: str | None,
         load_always: bool = False,
+        beside_others: bool = False,
         step_tokens: int,
         block_ids: Callable[[str], Sequence[Sequence[int]]] | None,
     ) -> None:
         self._adapter = adapter
+        self._references = references
         self._planner = Planner(references, groups, step_tokens)
         self._stale = stale
+        self.epochs = epochs
         self._recorder = recorder
         self._announcer = announcer
         self._groups = groups
@@ -91,15 +94,15 @@ class ConnectorScheduler:
         self._may_load = loads
         self._may_store = stores
         self._load_always = load_always
+        self._beside_others = beside_others
         self._block_ids = block_ids
         self._adapter_digests = AdapterDigests()
-        self.epoch = named_epoch(weights_id)
-        self._epoch_is_own = False  # random, and so not shared with other engines
-        self._epoch_is_used = False
         self._tracked: dict[str, Tracked] = {}
         self._resuming: set[str] = set()  # load has ended, not scheduled since
         self._loads: list[Planned] = []
         self._prefill = PrefillRate()
+        self._has_hit = False
+        self._is_idle = False  # the last step ran no model
         self._wait_budget_s = _IDLE_WAIT_S
 
     # Steps
@@ -118,17 +121,28 @@ class ConnectorScheduler:
             # request, later one whose load has failed.
             tracked.matched = False
             return None
+        if tracked.matched and tokens and self._stands_still():
+            # vLLM reserves blocks for a load that it does not reserve for computing, and counts
+            # those of requests whose load has failed. With this one at its head, its queue waits
+            # for blocks that nothing will free.
+            logger.info("request %s: too few free blocks to load; computing", request.request_id)
+            self._compute(tracked)
+            return 0
         if tokens and not self._planner.has_room(tracked, local_tokens + tokens):
             return None
         tracked.matched = True
         return tokens
+
+    def _stands_still(self) -> bool:
+        """Whether no step runs and no transfer will end, so that no block becomes free."""
+        return self._is_idle and not self._references.expects_reports()
 
     def _found_tokens(self, tracked: Tracked, local_tokens: int, chunk_tokens: int) -> int | None:
         request = tracked.request
         if (
             not chunk_tokens
             or not self._may_load
-            or tracked.load_failed
+            or tracked.computes
             or tracked.prefix is None
             or not tracked.wishes.load
             or request.skip_reading_prefix_cache
@@ -181,8 +195,16 @@ class ConnectorScheduler:
         if external_tokens and tracked.first_chunk is not None:
             tracked.tiers = self._adapter.hit_tiers(request.request_id)
             self._loads.append(self._planner.load(tracked, block_ids, external_tokens))
-            for tier, tokens in tracked.hit_tokens(external_tokens).items():
+            tiers = tracked.hit_tokens(external_tokens)
+            for tier, tokens in tiers.items():
                 self._recorder.count("hit_tokens", tokens, tier)
+            if not self._has_hit:
+                self._has_hit = True
+                logger.info(
+                    "the first hit: %d of the %d tokens of request %s are loaded (%s)",
+                    external_tokens, request.num_tokens, request.request_id,
+                    ", ".join(f"{tokens} from {tier}" for tier, tokens in tiers.items()),
+                )  # fmt: skip
         elif tracked.loading is None:
             self._adapter.release_lookup_locks(request.request_id)
         self._adapter.cleanup_lookup_result(request.request_id)
@@ -202,11 +224,14 @@ class ConnectorScheduler:
                 tracked.block_ids = []
                 self._forget_lookup(tracked)
         scheduled = output.num_scheduled_tokens
+        beside_a_load = getattr(output, "has_sync_kv_loads", False)
         prompt_tokens = 0
         for new in output.scheduled_new_reqs:
             prompt_tokens += scheduled[new.req_id]
             if (tracked := self._tracked.get(new.req_id)) is not None:
                 tracked.block_ids = list(new.block_ids[0])
+                if beside_a_load:
+                    tracked.stored_after = tracked.request.num_output_tokens
                 computed_tokens = new.num_computed_tokens + scheduled[new.req_id]
                 metadata.stores += self._plan_store(tracked, computed_tokens)
         cached = output.scheduled_cached_reqs
@@ -214,6 +239,8 @@ class ConnectorScheduler:
             if (tracked := self._tracked.get(request_id)) is not None:
                 if request_id in cached.resumed_req_ids:
                     tracked.block_ids = []
+                    if beside_a_load:
+                        tracked.stored_after = tracked.request.num_output_tokens
                 if new_ids := cached.new_block_ids[index]:
                     tracked.block_ids.extend(new_ids[0])
                 computed_tokens = cached.num_computed_tokens[index]
@@ -222,6 +249,7 @@ class ConnectorScheduler:
                 computed_tokens += scheduled[request_id]
                 metadata.stores += self._plan_store(tracked, computed_tokens)
         metadata.number = self._prefill.scheduled(prompt_tokens, time.monotonic())
+        self._is_idle = metadata.idle
         self._wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
         return metadata
 
@@ -236,7 +264,7 @@ class ConnectorScheduler:
         """The request's load failed on some rank: its other tokens are computed."""
         tracked = self._tracked.get(request_id)
         if tracked is not None and tracked.loading is not None:
-            tracked.load_failed = True
+            tracked.computes = True
             self._planner.store_again()  # some of these chunks may not be cached
 
     def blocks_failed(self, block_ids: set[int]) -> None:
@@ -268,28 +296,22 @@ class ConnectorScheduler:
     # Epochs
 
     def clear(self) -> None:
-        """Begins a new epoch and asks the agent to remove the chunks of the old one."""
-        old = self.epoch
-        self._begin_epoch(new_epoch(), "the cache was cleared", own=True)
-        self._adapter.clear(old)
+        """Begins an epoch of its own. Only chunks that no other engine shares are removed."""
+        old, was_own = self.epochs.current, self.epochs.is_own
+        self.change_epoch(self.epochs.begin_own, "the cache was cleared")
+        if was_own:
+            self._adapter.clear(old)
 
-    def weights_changed(self, why: str, weights_id: str | None = None) -> None:
-        """Begins the epoch of ``weights_id``, or one of the engine's own."""
-        if weights_id is None:
-            # One update may take hundreds of calls: an epoch that no request has used is kept.
-            unused = self._epoch_is_own and not self._epoch_is_used
-            self._begin_epoch(self.epoch if unused else new_epoch(), why, own=True)
-        elif (epoch := named_epoch(weights_id)) != self.epoch:
-            self._begin_epoch(epoch, f"{why} ({weights_id!r})", own=False)
+    def change_epoch(self, change: Callable[[], None], why: str) -> None:
+        """Calls ``change``, a method of `Epochs`.
 
-    def _begin_epoch(self, epoch: bytes, why: str, *, own: bool) -> None:
-        """Changes the names of chunks.
-
-        Running requests are no longer cached; waiting requests are looked up again.
+        In a new epoch, running requests are no longer cached; waiting ones are looked up again.
         """
-        if epoch != self.epoch:
-            logger.info("%s: KV that was cached before is no longer used", why)
-        self.epoch, self._epoch_is_own, self._epoch_is_used = epoch, own, False
+        before = self.epochs.current
+        change()
+        if self.epochs.current == before:
+            return
+        logger.info("%s: KV that was cached before is no longer used", why)
         self._stale.begin_epoch()
         self._planner.store_again()
         if self._announcer is not None:
@@ -301,11 +323,26 @@ class ConnectorScheduler:
                 self._adapter.end_session(request_id)
                 del self._tracked[request_id]
 
+    def give_up_loads(self) -> list[Request]:
+        """The requests that have blocks of a load and have not computed since: they start over.
+
+        Loads in flight keep their own references on the blocks.
+        """
+        given_up = []
+        for request_id, tracked in self._tracked.items():
+            if tracked.loading is not None or request_id in self._resuming:
+                self._not_loaded(request_id)
+                self._compute(tracked)
+                given_up.append(tracked.request)
+        return given_up
+
     def _track(self, request: Request, chunk_tokens: int) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            self._epoch_is_used = True
-            wishes = Wishes.of(request.kv_transfer_params, request.request_id)
+            self.epochs.is_used = True
+            wishes = Wishes.of(
+                request.kv_transfer_params, request.request_id, beside_others=self._beside_others
+            )
             tracked = Tracked(
                 request, self._prefix(request), wishes, self._hash_stride, self._block_size_tokens
             )
@@ -322,7 +359,13 @@ class ConnectorScheduler:
         if self._stale.may_be_hit():
             return None
         digest = self._adapter_digests.digest(request.lora_request)
-        return None if digest is None else self.epoch + digest
+        return None if digest is None else self.epochs.current + digest
+
+    def _compute(self, tracked: Tracked) -> None:
+        """The rest of the request is computed, without another lookup."""
+        tracked.computes = True
+        tracked.matched = False
+        self._forget_lookup(tracked)
 
     def _forget_lookup(self, tracked: Tracked) -> None:
         tracked.first_chunk = None
@@ -353,6 +396,10 @@ class ConnectorScheduler:
         ):
             return []
         request = tracked.request
+        if tracked.stored_after is not None:
+            if request.num_output_tokens <= tracked.stored_after:
+                return []
+            tracked.stored_after = None
         self._track(request, chunk_tokens)
         # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
         # tokens not yet sampled are stored in a later step.

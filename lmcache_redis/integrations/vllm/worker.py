@@ -6,18 +6,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
 from lmcache_redis.client.scheduler import RankPlace
-from lmcache_redis.client.transfers import CacheGroup, LoadStoreOp, Retrieve, Store
+from lmcache_redis.client.transfers import (
+    CacheGroup,
+    InterprocessEvent,
+    LoadStoreOp,
+    Retrieve,
+    Store,
+)
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.dtypes import dtype_name
 from lmcache_redis.errors import DeviceError
@@ -35,6 +41,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+# More than the transfers that an agent works on at a time.
+_EVENTS = 64
 # A step that runs no model waits this long for a load: polling faster would slow the agent.
 _IDLE_WAIT_S = 0.005
 
@@ -103,6 +111,42 @@ class EndedLoads(NamedTuple):
     failed: dict[str, set[int]]
 
 
+class RecordedEvent:
+    """An interprocess event of torch, with its handle."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+        self._handle = bytes(event.ipc_handle())
+        self.record = event.record
+        self.synchronize = event.synchronize
+
+    def ipc_handle(self) -> bytes:
+        return self._handle
+
+
+class EventRing:
+    """Events that mark a place in the queued work of a device, used again in turn.
+
+    To create one and its handle takes longer than to record it. None is destroyed: an agent that
+    was stopped may ask for one long after its transfer is over. An agent that asks for an event
+    which was recorded again waits longer than it has to.
+    """
+
+    def __init__(self, new_event: Callable[[], Any]) -> None:
+        self._new_event = new_event
+        self._events: deque[RecordedEvent] = deque()
+
+    def record(self) -> RecordedEvent:
+        """Records the next event on the current stream."""
+        if len(self._events) < _EVENTS:
+            event = RecordedEvent(self._new_event())
+        else:
+            event = self._events.popleft()
+        self._events.append(event)
+        event.record()
+        return event
+
+
 class ConnectorWorker:
     """The loads and stores of one rank. recorder: counts them.
 
@@ -113,9 +157,18 @@ class ConnectorWorker:
     """
 
     def __init__(
-        self, client: WorkerClient, rank: int, recorder: Recorder, *, reallocates: bool
+        self,
+        client: WorkerClient,
+        rank: int,
+        recorder: Recorder,
+        events: EventRing,
+        *,
+        reallocates: bool,
     ) -> None:
         self._recorder = recorder
+        self._events = events
+        self._loads_after: InterprocessEvent | None = None
+        self._stored_step: StepMetadata | None = None  # the last whose stores have begun
         self._label = str(rank)
         self._begun_s: dict[int, float] = {}  # by transfer
         self._client = client
@@ -128,9 +181,15 @@ class ConnectorWorker:
         self._dropped = False
         self._places: dict[int, RankPlace | None] = {}  # as reported last
 
+    def step_begins(self, metadata: StepMetadata) -> None:
+        """Before the forward: loads wait for the steps before, and for the zeroing of new blocks.
+
+        vLLM calls `begin_loads` after it has launched the forward, which uses other blocks.
+        """
+        self._loads_after = self._recorded_event() if metadata.loads else None
+
     def begin_loads(self, metadata: StepMetadata) -> None:
-        # vLLM may still be zeroing the new blocks, on the same stream.
-        event = _recorded_event(self._client) if metadata.loads else None
+        event = self._loads_after
         for transfer_id, request_id, ops in metadata.loads:
             self._awaited[request_id] = transfer_id
             self._begun_s[transfer_id] = time.monotonic()
@@ -139,8 +198,11 @@ class ConnectorWorker:
             )
 
     def begin_stores(self, metadata: StepMetadata) -> None:
-        """Starts the stores of this step; on CUDA they follow the work queued so far."""
-        event = _recorded_event(self._client) if metadata.stores else None
+        """Starts the stores of this step, once; on CUDA they follow the work queued so far."""
+        if metadata is self._stored_step:
+            return
+        self._stored_step = metadata
+        event = self._recorded_event() if metadata.stores else None
         for transfer_id, request_id, ops in metadata.stores:
             self._begun_s[transfer_id] = time.monotonic()
             self._stores[transfer_id] = self._client.begin_stores(
@@ -195,21 +257,16 @@ class ConnectorWorker:
         self._ended, self._dropped = [], False
         return report
 
+    def _recorded_event(self) -> InterprocessEvent | None:
+        """An event after the queued work of the current stream; None on the CPU."""
+        return self._events.record() if self._client.on_cuda else None
+
     def _took(self, name: str, transfer_id: int) -> None:
         self._recorder.observe(name, time.monotonic() - self._begun_s.pop(transfer_id), self._label)
 
 
 def _over(transfers: Sequence[Store] | Sequence[Retrieve]) -> bool:
     return all(each.over for each in transfers)
-
-
-def _recorded_event(client: WorkerClient) -> torch.cuda.Event | None:
-    """An event after the queued work of the current stream; None on the CPU."""
-    if not client.on_cuda:
-        return None
-    event = torch.cuda.Event(interprocess=True)
-    event.record()
-    return event
 
 
 def register(

@@ -1,0 +1,266 @@
+"""What the connector needs of vLLM's engine, and is not told or given by its interface.
+
+The engine makes the scheduler, and the scheduler makes the connector, so both are found on the
+stack (`Engine.found`). The methods of ``EngineCore`` below run in the scheduler's process and
+between two steps; they are wrapped:
+
+collective_rpc        every update of weights goes through it; each call that is not known to leave
+                      the weights unchanged counts as one
+set_weight_version    names the weights
+_reset_caches         a pause empties vLLM's caches, which says nothing about the weights
+
+``reset_prefix_cache`` of the block pool is wrapped too (`watch_resets`): whoever asks for a reset,
+it ends there.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import logging
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from lmcache_redis.integrations.vllm.parameters import parameters_digest
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.lmcache_redis")
+
+WEIGHTS_ID_RPC = "lmcache_redis_weights_id"
+_RESTORE_RPC = "checkpoint_restore"
+
+# Methods that leave the weights unchanged. Any other counts as an update: one epoch too many costs
+# misses, one too few costs wrong answers.
+_HARMLESS = frozenset(
+    {
+        "add_lora", "annotate_profile", "check_health", "checkpoint_prepare", _RESTORE_RPC,
+        "compute_weight_checksums", "get_encoder_timing_stats", "get_kv_cache_spec",
+        "get_model_inspection", "get_supported_tasks", "init_weight_transfer_engine",
+        "list_loras", "pin_lora", "profile", "remove_lora", "reset_encoder_cache",
+        "reset_mm_cache", "save_sharded_state", "save_tensorized_model",
+        "shutdown_weight_transfer_engine", "sleep", "synchronize_device", "update_max_model_len",
+        "wake_up",
+    }
+)  # fmt: skip
+
+_T = TypeVar("_T")
+
+
+class EngineListener(Protocol):
+    """Is notified on the scheduler's thread. ``is_paused``: while a pause empties the caches."""
+
+    is_paused: bool
+
+    def weights_may_differ(self, why: str) -> None:
+        """The weights may have changed."""
+
+    def weights_have_id(self, weights_id: str) -> None:
+        """The operator has named the weights."""
+
+    def weights_have_version(self, version: str) -> None:
+        """The caller of vLLM has named the weights."""
+
+    def renamed(self, suffix: str) -> None:
+        """The engine is a copy of another, and has the suffix in its id from now on."""
+
+
+_listeners: weakref.WeakSet[Any] = weakref.WeakSet()  # in the scheduler's process
+_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # connectors of the workers of a process
+
+
+def on_the_stack(kind: type[_T]) -> Iterator[_T]:
+    """The objects of ``kind`` with a method that is running on this thread, innermost first."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, kind):
+            yield found
+        frame = frame.f_back
+
+
+class Engine:
+    """The engine whose scheduler makes a connector. Holds it weakly: the engine owns us."""
+
+    def __init__(self, core: Any, scheduler: Any) -> None:
+        self._core = _weak(core)
+        self._scheduler = _weak(scheduler)
+
+    @classmethod
+    def found(cls) -> Engine:
+        """The engine that is being made on this thread."""
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.engine.core import EngineCore
+
+        return cls(next(on_the_stack(EngineCore), None), next(on_the_stack(Scheduler), None))
+
+    def parameters(self) -> bytes | None:
+        """A digest of the parameters of all ranks, read now; None if they cannot be read."""
+        core = self._core()
+        try:
+            digests = core.model_executor.collective_rpc(parameters_digest)
+            return hashlib.blake2b(b"".join(digests), digest_size=16).digest()
+        except Exception as error:  # whatever an executor or a model raises
+            logger.warning(
+                "the parameters in memory cannot be read (%r): from now on every reset of vLLM's "
+                "prefix cache counts as an update of the weights; check_weights false in "
+                "kv_connector_extra_config turns this off",
+                error,
+            )
+            return None
+
+    def give_up_load(self, request: Request) -> None:
+        """Frees the blocks of a request whose load has begun or ended; it starts over.
+
+        vLLM still waits for the report of a load in flight, also for a request that was aborted.
+        """
+        from vllm.v1.request import RequestStatus
+
+        scheduler = self._scheduler()
+        if scheduler is None:
+            return
+        scheduler.kv_cache_manager.free(request)
+        if not request.is_finished():
+            request.num_computed_tokens = 0
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            scheduler.failed_recving_kv_req_ids.add(request.request_id)
+
+
+def _weak(found: Any) -> Callable[[], Any]:
+    return (lambda: None) if found is None else weakref.ref(found)
+
+
+def recompute_failed_loads(connector: KVConnectorBase_V1) -> bool:
+    """Sets ``kv_load_failure_policy`` to ``recompute``; vLLM's default fails the request.
+
+    The scheduler reads the policy from its own config after it has made the connector. A child of
+    ``MultiConnector`` gets a copy of that config and no reference to its parent, whose constructor
+    is still running. Returns whether there is such a parent.
+    """
+    connectors = {id(connector): connector}
+    for each in on_the_stack(KVConnectorBase_V1):
+        connectors[id(each)] = each
+    for each in connectors.values():
+        each._kv_transfer_config.kv_load_failure_policy = "recompute"
+    return len(connectors) > 1
+
+
+def watch_resets(pool: BlockPool, around: Callable[[], AbstractContextManager[None]]) -> None:
+    """Runs every reset of vLLM's prefix cache inside ``around()``."""
+    reset = pool.reset_prefix_cache
+
+    @functools.wraps(reset)
+    def watched() -> bool:
+        with around():
+            return bool(reset())
+
+    pool.reset_prefix_cache = watched
+
+
+def listen(listener: EngineListener) -> bool:
+    """Notifies ``listener`` for as long as it lives.
+
+    Returns False if this vLLM lacks a method to wrap.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    _listeners.add(listener)
+    names = ("collective_rpc", "_reset_caches")
+    if not all(callable(getattr(EngineCore, name, None)) for name in names):
+        return False
+    if not hasattr(EngineCore.collective_rpc, "__wrapped__"):
+        EngineCore.collective_rpc = _watched_rpc(EngineCore.collective_rpc)
+        EngineCore._reset_caches = _watched_pause(EngineCore._reset_caches)
+        if hasattr(EngineCore, "set_weight_version"):
+            EngineCore.set_weight_version = _watched_version(EngineCore.set_weight_version)
+    return True
+
+
+def listen_in_worker(connector: Any) -> None:
+    """Renames ``connector`` when its engine turns out to be a copy."""
+    _workers.add(connector)
+
+
+def _watched_rpc(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collective_rpc)
+    def watched(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method == WEIGHTS_ID_RPC:
+            return _name_weights(core, *args, **kwargs)
+        try:
+            return collective_rpc(core, method, *args, **kwargs)
+        finally:
+            # Also after a failure: some of the weights may be new.
+            if method not in _HARMLESS:
+                name = method if isinstance(method, str) else "a function"
+                for listener in list(_listeners):
+                    listener.weights_may_differ(f"collective_rpc of {name}")
+            elif method == _RESTORE_RPC:
+                _rename(core)
+
+    return watched
+
+
+def _watched_version(set_weight_version: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(set_weight_version)
+    def watched(core: Any, weight_version: str) -> Any:
+        result = set_weight_version(core, weight_version)
+        for listener in list(_listeners):
+            listener.weights_have_version(weight_version)
+        return result
+
+    return watched
+
+
+def _watched_pause(reset_caches: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reset_caches)
+    def watched(core: Any, *args: Any, **kwargs: Any) -> Any:
+        listeners = list(_listeners)
+        for listener in listeners:
+            listener.is_paused = True
+        try:
+            return reset_caches(core, *args, **kwargs)
+        finally:
+            for listener in listeners:
+                listener.is_paused = False
+
+    return watched
+
+
+def _name_weights(
+    core: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> list[bool]:
+    """Serves ``WEIGHTS_ID_RPC`` without the workers. Returns one result per worker, as any RPC."""
+    (weights_id,) = args or tuple((kwargs or {}).values()) or (None,)
+    if not isinstance(weights_id, str) or not 0 < len(weights_id) <= 256:
+        raise ValueError(
+            f"{WEIGHTS_ID_RPC} takes one id of 1 to 256 characters, not {weights_id!r}"
+        )
+    for listener in list(_listeners):
+        listener.weights_have_id(weights_id)
+    return [True] * core.vllm_config.parallel_config.world_size
+
+
+def _rename(core: Any) -> None:
+    """Several engines may have been restored from one snapshot: each takes a name of its own."""
+    suffix = uuid.uuid4().hex[:8]
+    try:
+        core.model_executor.collective_rpc(rename_workers, args=(suffix,))
+    finally:
+        for listener in list(_listeners):
+            listener.renamed(suffix)
+
+
+def rename_workers(worker: Any, suffix: str) -> None:
+    """Runs in a worker, by ``collective_rpc``."""
+    for connector in list(_workers):
+        connector.renamed(suffix)

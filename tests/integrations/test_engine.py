@@ -1,0 +1,279 @@
+"""vLLM's engine core over a played model: pauses, resets, updates of weights, snapshots.
+
+The core's methods and the scheduler are vLLM's own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+from vllm.v1.engine.core import EngineCore
+
+from lmcache_redis.integrations.vllm import engine as engines
+from lmcache_redis.integrations.vllm.engine import Engine, on_the_stack
+from lmcache_redis.integrations.vllm.epoch import Epochs, named_epoch, version_epoch
+from lmcache_redis.integrations.vllm.parameters import parameters_digest
+from tests.integrations.played import PlayedEngine
+from tests.integrations.test_groups import full, state, window
+from tests.integrations.test_hybrid_scheduler import CHUNK, config_dir, tokens
+
+__all__ = ["config_dir"]
+
+
+class Executor:
+    """The workers of a played engine: their parameters, and the calls that they get."""
+
+    def __init__(self) -> None:
+        self.digest = b"first"
+        self.calls: list[Any] = []
+        self.broken = False
+
+    def collective_rpc(
+        self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
+        if method is parameters_digest:
+            return [self.digest]
+        self.calls.append((method, *args))
+        if self.broken:
+            raise RuntimeError("a worker failed")
+        return [None]
+
+    def reset_mm_cache(self) -> None: ...
+
+    def reset_encoder_cache(self) -> None: ...
+
+
+class Core(EngineCore):
+    """vLLM's, made from a scheduler instead of a model."""
+
+    def __init__(self, played: PlayedEngine, run: str | None = None) -> None:
+        self.played = played
+        self.scheduler = played.scheduler
+        self.model_executor = self.executor = Executor()  # type: ignore[assignment]
+        self.mm_receiver_cache = None
+        self.vllm_config = played.scheduler.vllm_config
+        inner = played.connector._scheduler
+        assert inner is not None
+        played.connector._engine = engine = Engine(self, played.scheduler)
+        self.epochs = inner.epochs = Epochs(None, run, engine.parameters)
+        # No transfer ends until the test says so.
+        self._random = played._rng.random
+        self.let_transfers_end(False)
+
+    def let_transfers_end(self, end: bool) -> None:
+        self.played._rng.random = self._random if end else lambda: 0.9  # type: ignore[method-assign]
+
+    def store(self, prompt: list[int]) -> None:
+        """Asks for the prompt and steps until its answer is there; a store is in flight."""
+        self.played.ask(prompt, 2)
+        while self.played.asked:
+            self.played.step()
+        assert self.played._stores
+
+    def finish(self) -> None:
+        """All requests end, and all transfers; the played engine checks every block."""
+        self.let_transfers_end(True)
+        self.played.run()
+
+
+@pytest.fixture
+def make_core(config_dir: Path) -> Callable[..., Core]:
+    def make(*specs: Any, run: str | None = None, **options: Any) -> Core:
+        options = {"chunk_tokens": CHUNK, "num_blocks": 300, **options}
+        rng = random.Random(1)
+        return Core(PlayedEngine(config_dir, specs or [full(4)], rng=rng, **options), run)
+
+    return make
+
+
+SPECS = [[full(4)], [full(4), window(10, block=4)], [state(8), full(8)]]
+
+
+@pytest.mark.parametrize("specs", SPECS)
+def test_a_reset_does_not_wait_for_stores(make_core: Callable[..., Core], specs: list[Any]) -> None:
+    core = make_core(*specs)
+    core.store([*tokens(random.Random(2), 4 * CHUNK), 1])
+    held = core.played.free_blocks - core.played.pool.get_num_free_blocks()
+    assert held > 0
+    assert core.reset_prefix_cache()
+    # The agent may still be reading: the blocks stay held, under no name.
+    assert core.played.free_blocks - core.played.pool.get_num_free_blocks() == held
+    assert len(core.played.pool.cached_block_hash_to_block) == 0
+    core.finish()
+    assert core.played.counts.stored_parts
+
+
+@pytest.mark.parametrize("specs", SPECS)
+@pytest.mark.parametrize("state", ["loading", "loaded", "aborted"])
+def test_a_reset_does_not_wait_for_loads(
+    make_core: Callable[..., Core], specs: list[Any], state: str
+) -> None:
+    """Requests that load, or have loaded, start over: vLLM alone would hold no block."""
+    core = make_core(*specs)
+    prompt = [*tokens(random.Random(2), 4 * CHUNK), 1]
+    core.store(prompt)
+    core.finish()
+    core.let_transfers_end(False)
+    assert core.reset_prefix_cache()
+    request_id = core.played.ask(prompt, 2)
+    core.played.step()
+    assert core.played.counts.loads == 1
+    if state == "loaded":
+        core.let_transfers_end(True)
+        while core.played._loads:
+            core.played.step()
+    elif state == "aborted":
+        core.played.abort(request_id)
+    assert core.reset_prefix_cache()
+    core.finish()
+    assert core.played.counts.finished == (1 if state == "aborted" else 2)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_pause_that_keeps_requests_ends(make_core: Callable[..., Core], loaded: bool) -> None:
+    """A request that is loaded and waits, beside one that runs."""
+    core = make_core(full(4))
+    prompt = [*tokens(random.Random(2), 4 * CHUNK), 1]
+    core.store(prompt)
+    core.finish()
+    assert core.reset_prefix_cache()
+    core.let_transfers_end(loaded)
+    core.played.ask(tokens(random.Random(3), 20), 20)
+    core.played.step()
+    core.played.ask(prompt, 2)
+    core.played.step()
+    if loaded:
+        while core.played._loads:
+            core.played.step()
+    assert core.pause_scheduler("keep") is None
+    assert len(core.played.pool.cached_block_hash_to_block) == 0
+    core.resume_scheduler()
+    core.finish()
+    assert core.played.counts.finished == 3
+
+
+def test_a_pause_keeps_the_epoch(make_core: Callable[..., Core]) -> None:
+    core = make_core()
+    agent = core.played.agent
+    core.store([*tokens(random.Random(2), 4 * CHUNK), 1])
+    core.pause_scheduler("abort")
+    core.resume_scheduler()
+    assert core.epochs.current == b""
+    core.executor.digest = b"second"  # a trainer writes weights while the engine is paused
+    core.pause_scheduler("abort")
+    assert core.epochs.is_own
+    assert agent.cleared == []
+
+
+def test_a_clear_hides_what_others_share(make_core: Callable[..., Core]) -> None:
+    """Only chunks of an epoch that nobody else has are removed."""
+    core = make_core()
+    assert core.reset_prefix_cache(reset_connector=True)
+    own = core.epochs.current
+    assert core.epochs.is_own
+    assert core.played.agent.cleared == []
+    assert core.reset_prefix_cache(reset_connector=True)
+    assert core.played.agent.cleared == [own]
+    core.collective_rpc(engines.WEIGHTS_ID_RPC, args=("step-1",))
+    assert core.reset_prefix_cache(reset_connector=True)
+    assert core.played.agent.cleared == [own]
+
+
+def test_weights_written_past_every_call_are_seen(make_core: Callable[..., Core]) -> None:
+    """``load_weights`` and then ``reset_prefix_cache()``, as trainers in the same process do."""
+    core = make_core()
+    prompt = [*tokens(random.Random(2), 4 * CHUNK), 1]
+    core.store(prompt)
+    core.finish()
+    core.executor.digest = b"second"
+    assert core.reset_prefix_cache()
+    core.played.ask(prompt, 2)
+    core.finish()
+    assert core.played.counts.loads == 0
+    assert core.reset_prefix_cache()
+    core.played.ask(prompt, 2)
+    core.finish()
+    assert core.played.counts.loads == 1
+
+
+@pytest.mark.parametrize(
+    "method", ["checkpoint_prepare", "checkpoint_restore", "synchronize_device", "list_loras"]
+)
+def test_calls_that_leave_the_weights_alone(make_core: Callable[..., Core], method: str) -> None:
+    core = make_core()
+    core.collective_rpc(method)
+    assert core.epochs.current == b""
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("method", ["reload_weights", "update_weights", len])
+def test_any_other_call_is_an_update(
+    make_core: Callable[..., Core], method: Any, broken: bool
+) -> None:
+    core = make_core()
+    core.executor.broken = broken
+    try:
+        core.collective_rpc(method)
+    except RuntimeError:
+        assert broken
+    assert core.epochs.is_own
+
+
+def test_versions_are_shared_in_a_named_run_only(make_core: Callable[..., Core]) -> None:
+    core, named = make_core(), make_core(run="run-7")
+    core.set_weight_version("100")
+    assert core.get_weight_version() == "100"
+    assert core.epochs.is_own
+    named.set_weight_version("100")
+    assert named.epochs.current == version_epoch("run-7", "100")
+    core.collective_rpc(engines.WEIGHTS_ID_RPC, args=("100",))
+    assert core.epochs.current == named_epoch("100")
+
+
+@pytest.mark.parametrize("weights_id", ["", "x" * 257, None, 7])
+def test_an_id_is_a_short_text(make_core: Callable[..., Core], weights_id: Any) -> None:
+    core = make_core()
+    with pytest.raises(ValueError, match="1 to 256 characters"):
+        core.collective_rpc(engines.WEIGHTS_ID_RPC, args=(weights_id,))
+    assert core.epochs.current == b""
+
+
+def test_a_restored_engine_has_a_name_of_its_own(make_core: Callable[..., Core]) -> None:
+    core = make_core()
+    names: list[str] = []
+    core.played.connector.renamed = names.append  # type: ignore[method-assign]
+    core.collective_rpc("checkpoint_restore")
+    core.collective_rpc("checkpoint_restore")
+    told = [call for call in core.executor.calls if call[0] is engines.rename_workers]
+    assert [suffix for _, suffix in told] == names
+    assert len(set(names)) == 2
+
+
+def test_the_object_that_is_being_made_is_found_on_the_stack() -> None:
+    class Outer:
+        def __init__(self) -> None:
+            self.found = self.make()
+
+        def make(self) -> list[Any]:
+            return list(on_the_stack(Outer))
+
+    outer = Outer()
+    assert outer.found == [outer, outer]
+    assert list(on_the_stack(Outer)) == []
+
+
+def test_an_engine_whose_parameters_cannot_be_read(
+    make_core: Callable[..., Core], caplog: pytest.LogCaptureFixture
+) -> None:
+    core = make_core()
+    core.model_executor = None  # type: ignore[assignment]
+    assert core.reset_prefix_cache()
+    assert core.epochs.is_own
+    assert "check_weights" in caplog.text
