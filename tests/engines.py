@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from demo import engine
-from tests.harness import wait_until
 
 _IMPORT_TIMEOUT_S = 240.0
 _MESSAGE_BYTES = 1 << 20

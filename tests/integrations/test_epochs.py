@@ -127,9 +127,10 @@ def test_pauses_snapshots_and_weights_written_past_every_call(
         wait_for_a_hit(engine, Prompts(12).tokens(CHUNK + 10))
         assert weights.ask(engine, 0) == 3 * CHUNK
 
-        trained.touch()
         for version in (1, 0):
             weights.put(version)
+            trained.touch()
+            wait_until(lambda: not trained.exists(), what="weights that a trainer writes")
             assert weights.ask(engine, version) == 0
             assert weights.ask(engine, version) == 3 * CHUNK
         engine.step("pause")

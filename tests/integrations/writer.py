@@ -1,38 +1,38 @@
-"""Runs in an engine's process first (`tests.engines.PATCH_VARIABLE`): a trainer in that process.
+"""Runs in an engine's process first (`tests.engines.PATCH_VARIABLE`): a trainer in its workers.
 
-Before a reset of vLLM's prefix cache it reads the model's files into the workers' memory, if the
-file TRAINED is there, without any call that vLLM could notice. The step ``pause`` pauses and
-resumes.
+Whenever the file TRAINED is there, it reads the model's files into the memory of the worker,
+without any call that vLLM could notice, and removes the file. The step ``pause`` pauses the engine
+and resumes it.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from demo import engine
 
 _TRAINED = Path(os.environ["TRAINED"])
-_workers: list[Any] = []
 _load_model = CPUWorker.load_model
-_reset_prefix_cache = Scheduler.reset_prefix_cache
 
 
-def _load_and_note(self: Any, *args: Any, **kwargs: Any) -> None:
-    _load_model(self, *args, **kwargs)
-    _workers.append(self)
-
-
-def _write_and_reset(self: Any, *args: Any, **kwargs: Any) -> bool:
-    if _TRAINED.exists():
-        for worker in _workers:
+def _train(worker: Any) -> None:
+    while True:
+        if _TRAINED.exists():
             worker.reload_weights()
-    return bool(_reset_prefix_cache(self, *args, **kwargs))
+            _TRAINED.unlink()
+        time.sleep(0.05)
+
+
+def _load_and_train(self: Any, *args: Any, **kwargs: Any) -> None:
+    _load_model(self, *args, **kwargs)
+    threading.Thread(target=_train, args=(self,), daemon=True).start()
 
 
 def _pause(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,6 +42,5 @@ def _pause(llm: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-CPUWorker.load_model = _load_and_note
-Scheduler.reset_prefix_cache = _write_and_reset
+CPUWorker.load_model = _load_and_train
 engine._STEPS["pause"] = _pause
