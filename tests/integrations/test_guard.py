@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_redis.client.transfers import LoadStoreOp
@@ -208,6 +208,27 @@ def test_a_wrong_setting_keeps_the_cache_off_and_not_the_engine(
         made = connector(tmp_path, KVConnectorRole.SCHEDULER, endpiont="ipc:///nowhere")
     assert "endpiont" in caplog.text
     assert made.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
+
+
+def test_a_connector_knows_that_it_is_beside_others(tmp_path: Path) -> None:
+    """It finds the parent that makes it, and has failed loads computed there too."""
+
+    class Parent(KVConnectorBase_V1):
+        """As a MultiConnector makes its children."""
+
+        def __init__(self) -> None:
+            self._kv_transfer_config = SimpleNamespace(kv_load_failure_policy="fail")
+            self.child = connector(tmp_path, KVConnectorRole.SCHEDULER)
+
+    Parent.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+    parent = Parent()
+    assert parent._kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert parent.child._beside_others
+    alone = connector(tmp_path, KVConnectorRole.SCHEDULER)
+    assert not alone._beside_others
+    assert alone._kv_transfer_config.kv_load_failure_policy == "recompute"
+    for made in (parent.child, alone):
+        made.shutdown()
 
 
 def test_settings_reach_the_link(tmp_path: Path) -> None:
