@@ -241,6 +241,7 @@ class WorkerClient:
         the KV of an op's token ids depends on (salt, LoRA, images); block hashes cover it. Starts
         all of them or, if it raises ``ValueError`` or ``TypeError``, none.
         """
+        ops = list(map(self._whole, ops))
         if self._groups:
             ops = [op.share(*self._groups[op.group].replica) for op in ops]
         names = self._names_of_all(request_ids, ops, cache_salts)
@@ -269,6 +270,7 @@ class WorkerClient:
 
         The agent writes the blocks after ``event`` (CUDA).
         """
+        asked, ops = ops, list(map(self._whole, ops))
         names = self._names_of_all(request_ids, ops, cache_salts)
         leases = [_lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE) for op in ops]
         handle = None if event is None else event.ipc_handle()
@@ -295,8 +297,9 @@ class WorkerClient:
                 call, op, lease_ns, self._blocks_per_part(op), self._agent, event,
                 skip_blocks=op.skip_first_n_tokens // self._block_tokens(op),
                 remapped=lambda: self._mapped > registrations,
+                left_out=self._left_out(each, op),
             )
-            for call, op, lease_ns in zip(calls, ops, leases, strict=True)
+            for call, each, op, lease_ns in zip(calls, asked, ops, leases, strict=True)
         ]  # fmt: skip
 
     def unregister(self, wait_s: float = 0.0) -> bool:
@@ -320,6 +323,16 @@ class WorkerClient:
         closed = self.unregister(1.0)
         self.link.close()
         return closed
+
+    def _whole(self, op: LoadStoreOp) -> LoadStoreOp:
+        return op.whole_chunks(self.num_blocks_per_chunk(), self._block_size_tokens)
+
+    def _left_out(self, asked: LoadStoreOp, op: LoadStoreOp) -> frozenset[int]:
+        """Blocks that were to be loaded, and are in no whole chunk."""
+        if asked is op:
+            return frozenset()
+        skip_blocks = asked.skip_first_n_tokens // self._block_tokens(asked)
+        return frozenset(asked.block_ids[skip_blocks:]).difference(op.block_ids)
 
     def _blocks_per_part(self, op: LoadStoreOp) -> int:
         if op.chunk_hashes:

@@ -583,6 +583,66 @@ class TestFinished:
         assert pair.worker._requests.stores == {}
 
 
+class TestPartialChunks:
+    """Operations need not end where a chunk ends: what is left of one is left out."""
+
+    @pytest.mark.parametrize("by_tokens", [False, True])
+    def test_whole_chunks_are_stored_and_loaded(
+        self, pair: Pair, by_tokens: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def op(first_block: int) -> LoadStoreOp:
+            blocks = list(range(first_block, first_block + 6))
+            if by_tokens:
+                return LoadStoreOp(blocks, TOKENS, None, 0, 90)
+            return LoadStoreOp(blocks, None, HASHES[:6])
+
+        pair.worker.submit_store_request("a", op(0), None)
+        wait_until(lambda: "a" in pair.worker.get_finished({"a"})[0])
+        assert "was not stored" not in caplog.text
+        names = {"token_ids": TOKENS[:90]} if by_tokens else {"block_hashes": HASHES[:6]}
+        assert pair.lookup("b", **names) == CHUNK
+        before = copied(pair.caches)
+        pair.worker.submit_retrieve_request("b", op(20), None)
+        finished_retrieves(pair.worker, "b")
+        assert_moved(pair.caches, before, {n: 20 + n for n in range(4)})
+        # An engine must not compute with blocks that it asked for and that were left out.
+        assert pair.worker.get_block_ids_with_load_errors() == {24, 25}
+        assert "request b: 2 blocks were not loaded" in caplog.text
+
+    def test_tokens_that_begin_within_a_chunk(self, pair: Pair, agent: AgentServer) -> None:
+        whole = LoadStoreOp(list(range(8)), TOKENS, None, 0, 2 * CHUNK)
+        pair.worker.submit_store_request("a", whole, None)
+        wait_until(lambda: "a" in pair.worker.get_finished({"a"})[0])
+        assert pair.lookup("b", token_ids=TOKENS) == 2 * CHUNK
+        before = copied(pair.caches)
+        op = LoadStoreOp(list(range(20, 26)), TOKENS, None, 32, 2 * CHUNK)
+        pair.worker.submit_retrieve_request("b", op, None)
+        finished_retrieves(pair.worker, "b")
+        assert_moved(pair.caches, before, {4 + n: 22 + n for n in range(4)})
+        assert pair.worker.get_block_ids_with_load_errors() == {20, 21}
+
+    def test_blocks_that_were_to_be_left_are_no_errors(self, pair: Pair) -> None:
+        pair.store("a", HASHES, range(8))
+        assert pair.lookup("b", block_hashes=HASHES) == 2 * CHUNK
+        ids = list(range(20, 27))
+        op = LoadStoreOp(ids, None, HASHES[:7], skip_first_n_tokens=6 * BLOCK)
+        pair.worker.submit_retrieve_request("b", op, None)
+        finished_retrieves(pair.worker, "b")
+        assert pair.worker.get_block_ids_with_load_errors() == {26}
+
+    def test_less_than_a_chunk(self, pair: Pair, agent: AgentServer, caplog: Any) -> None:
+        for op in (
+            LoadStoreOp([0, 1, 2], None, HASHES[:3]),
+            LoadStoreOp([0, 1, 2], TOKENS, None, 0, 3 * BLOCK),
+            LoadStoreOp([0, 1, 2, 3], TOKENS),  # as in the original, no tokens are named
+        ):
+            pair.worker.submit_store_request("a", op, None)
+            wait_until(lambda: "a" in pair.worker.get_finished({"a"})[0])
+            pair.worker.get_finished(set())
+        assert "was not stored" not in caplog.text
+        assert agent.counter("gathered_chunks") == 0
+
+
 class TestBatches:
     def counted(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """How many stores and retrieves each message has that the worker sends."""
