@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class WorkerClient:
     """Stores and retrieves the blocks of one worker through the agent of its node.
 
-    endpoint, model_name, world_size, engine_id: as for `LMCacheMPSchedulerAdapter`.
+    endpoint, model_name, world_size, engine_id, unnamed: as for `LMCacheMPSchedulerAdapter`.
     worker_id: this worker's rank in the world.
     block_size_tokens: tokens of one paged block.
     """
@@ -55,6 +55,7 @@ class WorkerClient:
         block_size_tokens: int,
         *,
         engine_id: str,
+        unnamed: bool = False,
         agent_dead_after_s: float = 1.5,
     ) -> None:
         self._model_name = model_name
@@ -74,6 +75,7 @@ class WorkerClient:
         self.link = AgentLink(
             endpoint,
             engine_id=engine_id,
+            unnamed=unnamed,
             model_name=model_name,
             world_size=world_size,
             worker_id=worker_id,
