@@ -207,7 +207,7 @@ class Peers:
         """One registration for each rank of the scheduler's engine; none if layouts differ."""
         if self.layouts_differ(scheduler):
             return []
-        return [each[0] for each in self._registered(scheduler)]
+        return [found[0] for found in self._registered(scheduler)]
 
     def layouts_differ(self, scheduler: Peer) -> bool:
         """Whether a worker of an unnamed engine may be one of several, with different layouts."""
@@ -227,19 +227,24 @@ class Peers:
 
     def _registered(self, scheduler: Peer) -> list[list[Registration]]:
         """The registrations of the scheduler's ranks, without ranks that have none."""
-        workers = self._workers(scheduler).values()
-        found = ([p.registration for p in each if p.registration] for each in workers)
-        return [each for each in found if each]
+        return [
+            found
+            for workers in self._workers(scheduler).values()
+            if (found := [p.registration for p in workers if p.registration is not None])
+        ]
 
     def _workers(self, scheduler: Peer) -> dict[int, list[Peer]]:
         """The workers of the scheduler's engine by rank; several where any of them may be its."""
+        unnamed, engine_id = scheduler.hello.unnamed, scheduler.engine_id
         own: dict[int, list[Peer]] = {}
         others: dict[int, list[Peer]] = {}
         for peer in self._by_identity.values():
             rank = peer.hello.worker_id
-            if rank is not None and peer.engine_id == scheduler.engine_id:
+            if rank is None:
+                continue
+            if peer.hello.engine_id == engine_id:
                 own[rank] = [peer]
-            elif rank is not None and peer.may_be_of(scheduler):
+            elif unnamed and peer.may_be_of(scheduler):
                 others.setdefault(rank, []).append(peer)
         return others | own
 
