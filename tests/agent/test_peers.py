@@ -101,6 +101,20 @@ def test_one_worker_that_comes_is_enough(mapping: bool) -> None:
     assert played.peers.joining(scheduler, NOW_S) is mapping
 
 
+def test_an_engine_is_complete_with_the_scheduler_that_it_serves() -> None:
+    played = Played()
+    workers = [played.join("b", 0, layout=b"0"), played.join("c", 1, layout=b"1")]
+    named = played.join("d", 0, layout=b"0", unnamed=False)
+    assert not any(map(played.peers.complete, workers))
+    scheduler = played.join("a", None)
+    assert not any(map(played.peers.complete, workers))
+    scheduler.welcomed = True
+    assert all(map(played.peers.complete, workers))
+    assert not played.peers.complete(named)
+    played.join("e", 1, layout=b"other")
+    assert not any(map(played.peers.complete, workers))
+
+
 def test_sessions_of_transfers() -> None:
     """Those of the scheduler with the worker's id, else of all that may be its."""
     played = Played()

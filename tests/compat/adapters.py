@@ -22,8 +22,8 @@ HASHES = block_hashes("prompt", 8)
 TOKENS = list(range(1000, 1150))  # two chunks and a rest
 
 
-def caches(device: str = "cpu") -> dict[str, torch.Tensor]:
-    shape = (2, BLOCKS, BLOCK, 2, 8)
+def caches(device: str = "cpu", block: int = BLOCK) -> dict[str, torch.Tensor]:
+    shape = (2, BLOCKS, block, 2, 8)
     return {f"model.layers.{n}.attn": torch.rand(shape, device=device) for n in range(3)}
 
 

@@ -442,10 +442,11 @@ class TestLookups:
 class TestFinished:
     """Which requests are reported, and when."""
 
-    def test_a_store_waits_for_the_engine(self, pair: Pair, agent: AgentServer) -> None:
+    def test_a_store_waits_for_the_engine(self, pair: Pair) -> None:
         op = LoadStoreOp(list(range(4)), None, HASHES[:4])
         pair.worker.submit_store_request("a", op, None)
-        wait_until(lambda: agent.counter("stores") == 1)
+        (store,) = pair.worker._requests.stores["a"]
+        wait_until(lambda: store.answered)
         assert pair.worker.get_finished(set()) == (set(), set())
         assert pair.worker.get_finished({"a"}) == ({"a"}, set())
 

@@ -120,11 +120,12 @@ class Elsewhere:
         world: int = 1,
         rank: int = 0,
         *,
+        block: int = BLOCK,
         identity: dict[str, str] | None = None,
         **named: Any,
     ) -> LMCacheMPWorkerAdapter:
-        self._made.append(LMCacheMPWorkerAdapter(*self._at, model, world, rank, BLOCK, **named))
-        self._made[-1].register_kv_caches(caches(), identity=identity)
+        self._made.append(LMCacheMPWorkerAdapter(*self._at, model, world, rank, block, **named))
+        self._made[-1].register_kv_caches(caches(block=block), identity=identity)
         return self._made[-1]
 
     def close(self) -> None:
@@ -207,6 +208,17 @@ def test_different_layouts_are_a_miss_that_is_told_once(
     assert agent.log.count(LAYOUTS) == 1
     other.shutdown()
     assert lookup(scheduler, "d") == 2 * CHUNK
+
+
+def test_a_store_by_tokens_beside_chunks_of_another_size(
+    elsewhere: Elsewhere, agent: AgentServer
+) -> None:
+    elsewhere.worker(world=2, rank=0)
+    worker = elsewhere.worker(world=2, rank=1, block=48)  # chunks of 96 tokens
+    op = LoadStoreOp([0, 1], TOKENS, None, 0, 96)
+    worker.submit_store_request("a", op)
+    wait_until(lambda: "a" in worker.get_finished({"a"})[0])
+    assert agent.counter("gathered_chunks") == 1
 
 
 @pytest.mark.parametrize(
