@@ -12,6 +12,7 @@ All chunks of a worker share everything before the hash: `key_stem`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import struct
@@ -19,7 +20,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -30,7 +31,6 @@ NAMESPACE_BYTES = 16
 MAX_HASH_BYTES = 63
 MAX_MODEL_NAME_BYTES = 1024
 MAX_WORLD_SIZE = 0xFF
-MAX_LOCAL_WORLD_SIZE = 8
 MAX_STRIPE_INDEX = 0xFFFF
 MAX_KEY_TOKENS = 1 << 24
 MAX_SALT_BYTES = 4096
@@ -40,6 +40,30 @@ CHUNK_HASH_BYTES = 32  # of `hash_chunks`
 _HASH_PERSON = b"lmcr1.tokens"
 _RANK_AND_NAME_LENGTH = struct.Struct(">IH")
 _STRIPE_INDEX = struct.Struct(">H")
+
+
+class _DataclassFields:
+    """The fields of a key as `dataclasses` looks for them."""
+
+    def __get__(self, key: object, kind: type[msgspec.Struct]) -> dict[str, dataclasses.Field[Any]]:
+        return _dataclass_fields(kind)
+
+
+@functools.cache
+def _dataclass_fields(kind: type[msgspec.Struct]) -> dict[str, dataclasses.Field[Any]]:
+    """Those of a dataclass like ``kind``. Takes milliseconds, so not before somebody asks."""
+    twin = dataclasses.make_dataclass(
+        kind.__name__,
+        [
+            (each.name, each.type, dataclasses.field(default=_default(each.default)))
+            for each in msgspec.structs.fields(kind)
+        ],
+    )
+    return {each.name: each for each in dataclasses.fields(twin)}
+
+
+def _default(default: Any) -> Any:
+    return dataclasses.MISSING if default is msgspec.NODEFAULT else default
 
 
 class ObjectKey(
@@ -54,6 +78,8 @@ class ObjectKey(
     chunk_hash: bytes
     model_name: str
     kv_rank: int
+    # As in LMCache: replace, asdict and fields take it.
+    __dataclass_fields__: ClassVar = _DataclassFields()
 
     def __post_init__(self) -> None:
         _check_hash(self.chunk_hash)
@@ -81,12 +107,12 @@ class ObjectKey(
     ) -> int:
         """32 bits: the four arguments, eight bits each, the first in the most significant bits.
 
-        Raises FormatError for a world over 255 workers, for over 8 on the node or more than in the
+        Raises FormatError for a world over 255 workers, for more of them on the node than in the
         world, and for a rank outside its world.
         """
         check_int("world_size", world_size, 1, MAX_WORLD_SIZE)
         check_int("global_rank", global_rank, 0, world_size - 1)
-        check_int("local_world_size", local_world_size, 1, min(MAX_LOCAL_WORLD_SIZE, world_size))
+        check_int("local_world_size", local_world_size, 1, world_size)
         check_int("local_rank", local_rank, 0, local_world_size - 1)
         return world_size << 24 | global_rank << 16 | local_world_size << 8 | local_rank
 
@@ -141,6 +167,7 @@ class IPCCacheEngineKey(
     end: int = 0
     request_id: str | None = None
     salt: bytes = b""
+    __dataclass_fields__: ClassVar = _DataclassFields()
 
     def __post_init__(self) -> None:
         _model_name_bytes(self.model_name)

@@ -11,7 +11,8 @@ one preamble. They are taken in this order and answered one by one.
 
 Order of events
 ---------------
-1. ``HELLO`` opens a connection. It names the engine, the role and, for a worker, its rank.
+1. ``HELLO`` opens a connection. It names the engine, the role and, for a worker, its rank. A client
+   that was given no id for its engine says so (``unnamed``), see below.
    ``WELCOME`` answers with the agent's identity (``agent_id`` is new in every process), its process
    and its chunk size. Any other message from an unknown peer is answered by
    ``FAILURE(UNKNOWN_PEER)``, which tells a client that the agent was restarted. ``PING``,
@@ -34,6 +35,15 @@ Order of events
    ``chunks``).
 5. A worker sends ``STORE`` for each group: blocks are copied into slots. ``STORE_RESULT`` says
    that the blocks are no longer read. The agent writes the parts to Redis in the background.
+
+Unnamed engines
+---------------
+The scheduler and the workers of an engine that nobody named may have different ids, because each
+of their processes makes one up. They are matched by id where the ids are equal. The ranks that are
+then missing are those of all unnamed workers with the same model name and world size, if those of
+each rank have equal layouts: their chunks have equal names, so one registration stands for all. If
+layouts differ, lookups are misses. The transfers of such a worker belong to the session of the same
+``request_id`` of such a scheduler.
 
 Engines of several nodes
 ------------------------
@@ -86,7 +96,7 @@ from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey
 from lmcache_redis.naming import Reach
 from lmcache_redis.protocol import MAX_METADATA_BYTES, RemoteMetadata
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAGIC = b"LMCR-MP"
 PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
@@ -115,13 +125,17 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(Message, frozen=True, tag="HELLO"):
-    """Opens a connection. ``worker_id`` is None for the scheduler and for tools."""
+    """Opens a connection. ``worker_id`` is None for the scheduler and for tools.
+
+    ``unnamed``: ``engine_id`` was made up, and others of the engine may have made up another one.
+    """
 
     engine_id: Name
     model_name: Name
     world_size: int
     worker_id: int | None
     package_version: Name
+    unnamed: bool = False
 
 
 class GetChunkSize(Message, frozen=True, tag="GET_CHUNK_SIZE"):

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import copy
+import dataclasses
+import inspect
 import itertools
+import pickle
 import random
 from typing import Any
 
@@ -171,7 +175,7 @@ class TestIntHashes:
 def placements(draw: st.DrawFn) -> tuple[int, int, int, int]:
     """A worker of a world, and of the part of the world on its node."""
     world_size = draw(st.integers(1, 255))
-    local_world_size = draw(st.integers(1, min(8, world_size)))
+    local_world_size = draw(st.integers(1, world_size))
     return (
         world_size,
         draw(st.integers(0, world_size - 1)),
@@ -180,11 +184,46 @@ def placements(draw: st.DrawFn) -> tuple[int, int, int, int]:
     )
 
 
+class TestAsDataclasses:
+    """Callers of LMCache's keys use what `dataclasses` has for them."""
+
+    @given(ipc_keys(), OBJECT_KEYS)
+    def test_replaced_and_taken_apart(self, key: IPCCacheEngineKey, object_key: ObjectKey) -> None:
+        assert dataclasses.replace(key, worker_id=None) == key.no_worker_id_version()
+        assert IPCCacheEngineKey(**dataclasses.asdict(key)) == key
+        other = dataclasses.replace(object_key, kv_rank=7)
+        assert other == ObjectKey(object_key.chunk_hash, object_key.model_name, 7)
+        assert ObjectKey(*dataclasses.astuple(object_key)) == object_key
+        assert dataclasses.is_dataclass(key)
+
+    @pytest.mark.parametrize("kind", [IPCCacheEngineKey, ObjectKey])
+    def test_fields(self, kind: Any) -> None:
+        fields = dataclasses.fields(kind)
+        defaults = {each.name: each.default for each in fields}
+        assert [*defaults] == [*inspect.signature(kind).parameters]
+        for name, parameter in inspect.signature(kind).parameters.items():
+            missing = parameter.default is inspect.Parameter.empty
+            assert defaults[name] == (dataclasses.MISSING if missing else parameter.default)
+
+    def test_what_is_replaced_is_checked(self) -> None:
+        with pytest.raises(FormatError, match="worker_id is 4"):
+            dataclasses.replace(IPCCacheEngineKey("m", 4, 0, b"h"), worker_id=4)
+
+    def test_are_encoded_as_before(self) -> None:
+        key = IPCCacheEngineKey("m", 4, None, b"h", request_id="r")
+        assert msgspec.msgpack.encode(key) == msgspec.msgpack.encode(
+            ["m", 4, None, b"h", None, 0, 0, "r", b""]
+        )
+        for each in (key, ObjectKey(b"h", "m", 1)):
+            assert pickle.loads(pickle.dumps(each)) == copy.deepcopy(each) == each
+
+
 class TestKVRank:
     def test_fixed_vectors(self) -> None:
         assert ObjectKey.ComputeKVRank(1, 0, 1, 0) == 0x01000100
         assert ObjectKey.ComputeKVRank(8, 5, 4, 1) == 0x08050401
         assert ObjectKey.ComputeKVRank(255, 254, 8, 7) == 0xFFFE0807
+        assert ObjectKey.ComputeKVRank(16, 15, 16, 15) == 0x100F100F
 
     @given(placements())
     def test_eight_bits_each_from_the_top(self, ranks: tuple[int, int, int, int]) -> None:
@@ -197,8 +236,8 @@ class TestKVRank:
             ({"world_size": 0}, "world_size is 0, outside 1 to 255"),
             ({"global_rank": 16}, "global_rank is 16, outside 0 to 15"),
             ({"global_rank": -1}, "global_rank is -1, outside 0 to 15"),
-            ({"local_world_size": 9}, "local_world_size is 9, outside 1 to 8"),
-            ({"local_world_size": 0}, "local_world_size is 0, outside 1 to 8"),
+            ({"local_world_size": 17}, "local_world_size is 17, outside 1 to 16"),
+            ({"local_world_size": 0}, "local_world_size is 0, outside 1 to 16"),
             ({"world_size": 3, "global_rank": 2}, "local_world_size is 4, outside 1 to 3"),
             ({"local_rank": 4}, "local_rank is 4, outside 0 to 3"),
             ({"local_rank": -1}, "local_rank is -1, outside 0 to 3"),
@@ -214,7 +253,7 @@ class TestKVRank:
 
 
 class TestShareRank:
-    @pytest.mark.parametrize("shares", range(1, 9))
+    @pytest.mark.parametrize("shares", [1, 2, 8, 9, 16, 255])
     def test_is_the_rank_of_a_worker_whose_world_is_on_one_node(self, shares: int) -> None:
         for share in range(shares):
             rank = ObjectKey.ComputeKVRank(shares, share, shares, share)

@@ -32,7 +32,7 @@ LAYOUT = KVLayout(
 )
 QUESTIONS: list[m.Message] = [
     m.Hello(1, "engine", "model", 2, None, "0.1.0"),
-    m.Hello(1, "engine", "model", 2, 1, "0.1.0"),
+    m.Hello(1, "engine", "model", 2, 1, "0.1.0", unnamed=True),
     m.GetChunkSize(2),
     m.RegisterKVCache(
         3, (m.KVGroup(7, LAYOUT, b"f" * 32),), (SharedMemoryHandle(1, 2, 3, 4, 5, 6),)
@@ -85,7 +85,7 @@ def test_answers_survive_the_wire(message: m.Message) -> None:
 
 def test_a_message_in_bytes() -> None:
     assert transport.encode(m.Ping(7)) == [
-        b"LMCR-MP\x00\x03",
+        b"LMCR-MP\x00\x04",
         bytes.fromhex("82 a4 74797065 a4 50494e47 a7 63616c6c5f6964 07"),
     ]
 
@@ -163,7 +163,7 @@ def test_changed_messages_raise_only_wire_errors(message: m.Message, data: st.Da
 
 # Of the names, types and bounds of every message. Both sides refuse what they do not know, so any
 # change of them is another version of the protocol.
-SCHEMAS = {3: "0fb9dc40b9e5286b"}
+SCHEMAS = {3: "0fb9dc40b9e5286b", 4: "a46c22c2277e27d6"}
 
 
 def test_a_change_of_a_message_changes_the_version() -> None:

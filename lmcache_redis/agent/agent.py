@@ -110,6 +110,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
         "engines": [
             {
                 "engine_id": peer.engine_id,
+                "unnamed": peer.hello.unnamed,
                 "pid": peer.registration.storages[0].pid,
                 "model": peer.hello.model_name,
                 "worker_id": peer.hello.worker_id,
@@ -120,7 +121,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
                 "groups": [_group(group.form) for group in peer.registration.groups],
                 "device": peer.registration.device.layouts[0].device,
                 # False while its scheduler or another of its ranks is missing.
-                "ready": peers.complete(peer.engine_id),
+                "ready": peers.complete(peer),
             }
             for peer in peers
             if peer.registration is not None

@@ -100,6 +100,10 @@ class Handlers:
     # Jobs
 
     def _lookup(self, peer: Peer, question: m.Lookup, reply: Reply) -> None:
+        if self._peers.layouts_differ(peer):
+            _warn_of_layouts(peer)
+            reply(m.LookupResult(0, 0))
+            return
         hashes = self._hashes(peer, question.chunks)
         if not 0 <= question.first_chunk < MAX_CHUNKS:
             raise WireError(f"a lookup from chunk number {question.first_chunk} on")
@@ -141,7 +145,7 @@ class Handlers:
             if each.worker_id not in here
         }
         forms, rows = _shared_rows(ranks, len(hashes[0]))
-        chunk_tokens = self._chunk_tokens(peer.engine_id)
+        chunk_tokens = self._chunk_tokens(peer)
 
         def answer(found: PrefixLookup) -> None:
             tiers, metrics = self._tiers(found), self._metrics
@@ -224,7 +228,7 @@ class Handlers:
         """Removes chunks of an epoch that the engine has ended and will never ask for again."""
         prefixes: set[bytes] = set()
         epoch = question.epoch
-        registrations = self._peers.registrations(peer.engine_id)
+        registrations = self._peers.registrations(peer)
         forms = [group.form for each in registrations for group in each.groups]
         for each in [*forms, *self._names(peer, question.remote)]:
             if epoch is None:
@@ -254,15 +258,16 @@ class Handlers:
     # Checks
 
     def _session(self, peer: Peer, request_id: str, *, for_lookup: bool) -> Session:
-        key = (peer.engine_id, request_id)
+        keys = [(engine_id, request_id) for engine_id in self._peers.engines_of(peer)]
+        key = next((key for key in keys if self._sessions.get(key) is not None), keys[-1])
         if self._sessions.get(key) is None:
             self._metrics.count("sessions_opened")
         return self._sessions.open(key, time.monotonic(), for_lookup=for_lookup)
 
-    def _chunk_tokens(self, engine_id: str) -> int:
+    def _chunk_tokens(self, peer: Peer) -> int:
         """Tokens of the engine's chunks; of most engines' if none of its workers is registered."""
-        registered = self._peers.registrations(engine_id)
-        return registered[0].chunk_tokens if registered else self._agent.config.chunk_size_tokens
+        registered = peer.registration or next(iter(self._peers.registrations(peer)), None)
+        return registered.chunk_tokens if registered else self._agent.config.chunk_size_tokens
 
     def _hashes(self, peer: Peer, chunks: m.ChunkNames) -> Sequence[bytes]:
         """The chunks' hashes. Raises ``WireError`` if the names are inconsistent."""
@@ -275,12 +280,23 @@ class Handlers:
             raise WireError("chunks are named by hashes or by tokens, not by both")
         if key.token_ids is None:
             raise WireError("the key of a message in token mode has no token ids")
-        chunk = self._chunk_tokens(peer.engine_id)
+        chunk = self._chunk_tokens(peer)
         if key.start % chunk or key.end % chunk:
             raise WireError(f"tokens {key.start} to {key.end} are not whole chunks of {chunk}")
         _check_owner(peer.hello, key)
         hashes = hash_chunks(key.token_ids[: key.end], chunk, salt=key.salt)
         return hashes[key.start // chunk : key.end // chunk]
+
+
+def _warn_of_layouts(scheduler: Peer) -> None:
+    """Says once why all lookups of an unnamed engine's scheduler are misses."""
+    if not scheduler.warned:
+        scheduler.warned = True
+        logger.warning(
+            "lookups of model %s miss: workers with different layouts are registered, and neither "
+            "they nor the scheduler name their engines: give those of each engine one engine_id",
+            scheduler.hello.model_name,
+        )
 
 
 def _shared_rows(

@@ -57,6 +57,11 @@ class Registration:
     storages: tuple[m.StorageHandle, ...]
 
     @property
+    def names(self) -> tuple[tuple[int, bytes], ...]:
+        """What the names of its chunks' parts begin with: the same for equal layouts."""
+        return tuple((group.form.kv_rank, group.form.fingerprint) for group in self.groups)
+
+    @property
     def place(self) -> str:
         """Where its memory is; copies of different places do not wait for each other."""
         storage = self.storages[0]
@@ -75,6 +80,7 @@ class Peer:
     registration: Registration | None = None
     mapping: bool = False  # its registration is in progress
     elsewhere: frozenset[int] = frozenset()  # a scheduler's workers that have other agents
+    warned: bool = False  # that its lookups miss because layouts differ
     computing: Computing = field(default_factory=Computing)  # what a scheduler's engine computes
 
     @property
@@ -84,6 +90,15 @@ class Peer:
     def is_same(self, hello: m.Hello) -> bool:
         """Whether ``hello`` repeats this peer's HELLO."""
         return msgspec.structs.replace(hello, call_id=self.hello.call_id) == self.hello
+
+    def may_be_of(self, other: Peer) -> bool:
+        """Whether both are of unnamed engines, which may be one."""
+        mine, theirs = self.hello, other.hello
+        return (
+            mine.unnamed
+            and theirs.unnamed
+            and (mine.model_name, mine.world_size) == (theirs.model_name, theirs.world_size)
+        )
 
     def process_gone(self) -> bool:
         """Whether the process whose memory is registered has ended."""
@@ -149,49 +164,89 @@ class Peers:
     def ranks(self, scheduler: Peer) -> list[Registration] | None:
         """The registrations of the scheduler's engine by rank, without workers elsewhere.
 
-        None if a worker is registered neither here nor elsewhere.
+        None if a worker is registered neither here nor elsewhere, or if layouts differ.
         """
-        found = {each.worker_id: each for each in self.registrations(scheduler.engine_id)}
+        found = {each.worker_id: each for each in self.registrations(scheduler)}
         ranks = range(scheduler.hello.world_size)
         if any(rank not in found and rank not in scheduler.elsewhere for rank in ranks):
             return None
         return [found[rank] for rank in ranks if rank in found]
 
     def joining(self, scheduler: Peer, now_s: float) -> bool:
-        """Whether all missing ranks of the scheduler's engine are expected to register soon.
+        """Whether some ranks of the scheduler's engine are missing, and all of them expected soon.
 
         This holds for a rank whose memory is being mapped, and for one that has not registered yet
         if its HELLO (or the scheduler's, if it has sent none) is recent. No rank that is registered
         with another agent is missing.
         """
-        workers = {p.hello.worker_id: p for p in self if p.engine_id == scheduler.engine_id}
+        workers = self._workers(scheduler)
         missing = [
-            workers.get(rank, scheduler)
+            workers.get(rank, [scheduler])
             for rank in range(scheduler.hello.world_size)
             if rank not in scheduler.elsewhere
-            and (rank not in workers or workers[rank].registration is None)
+            and not any(p.registration for p in workers.get(rank, ()))
         ]
-        return all(p.mapping or now_s - p.greeted_s < _JOIN_S for p in missing)
+        return bool(missing) and all(
+            any(p.mapping or now_s - p.greeted_s < _JOIN_S for p in each) for each in missing
+        )
 
-    def complete(self, engine_id: str) -> bool:
-        """Whether the engine can hit: its scheduler is connected and every worker is registered.
+    def complete(self, worker: Peer) -> bool:
+        """Whether its engine can hit: its scheduler is connected and every worker is registered.
 
         Workers with other agents count from the first lookup that names them.
         """
         return any(
-            p.engine_id == engine_id
-            and p.hello.worker_id is None
+            p.hello.worker_id is None
             and p.welcomed
+            and (p.engine_id == worker.engine_id or p.may_be_of(worker))
             and self.ranks(p) is not None
             for p in self._by_identity.values()
         )
 
-    def registrations(self, engine_id: str) -> list[Registration]:
+    def registrations(self, scheduler: Peer) -> list[Registration]:
+        """One registration for each rank of the scheduler's engine; none if layouts differ."""
+        if self.layouts_differ(scheduler):
+            return []
+        return [found[0] for found in self._registered(scheduler)]
+
+    def layouts_differ(self, scheduler: Peer) -> bool:
+        """Whether a worker of an unnamed engine may be one of several, with different layouts."""
+        return scheduler.hello.unnamed and any(
+            len({registration.names for registration in each}) > 1
+            for each in self._registered(scheduler)
+        )
+
+    def engines_of(self, worker: Peer) -> list[str]:
+        """The ids of the engines whose sessions the worker's transfers may belong to."""
+        own = [worker.engine_id]
+        if not worker.hello.unnamed:
+            return own
+        schedulers = (p for p in self if p.hello.worker_id is None and p.may_be_of(worker))
+        found = [p.engine_id for p in schedulers]
+        return own if worker.engine_id in found else found + own
+
+    def _registered(self, scheduler: Peer) -> list[list[Registration]]:
+        """The registrations of the scheduler's ranks, without ranks that have none."""
         return [
-            p.registration
-            for p in self._by_identity.values()
-            if p.engine_id == engine_id and p.registration is not None
+            found
+            for workers in self._workers(scheduler).values()
+            if (found := [p.registration for p in workers if p.registration is not None])
         ]
+
+    def _workers(self, scheduler: Peer) -> dict[int, list[Peer]]:
+        """The workers of the scheduler's engine by rank; several where any of them may be its."""
+        unnamed, engine_id = scheduler.hello.unnamed, scheduler.engine_id
+        own: dict[int, list[Peer]] = {}
+        others: dict[int, list[Peer]] = {}
+        for peer in self._by_identity.values():
+            rank = peer.hello.worker_id
+            if rank is None:
+                continue
+            if peer.hello.engine_id == engine_id:
+                own[rank] = [peer]
+            elif unnamed and peer.may_be_of(scheduler):
+                others.setdefault(rank, []).append(peer)
+        return others | own
 
 
 class Session:

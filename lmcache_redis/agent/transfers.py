@@ -312,9 +312,14 @@ class RetrieveJob(CopyJob):
     def _hold(self, chunk: int) -> bool:
         """Whether the chunk is in memory: it then has the session's pin, or a new one."""
         chunk_hash, pool = self._hashes[chunk], self._cache.pool
+        key = self._form.key(chunk_hash)
         entry = self._session.take((self._registration.worker_id, self._question.group, chunk_hash))
+        if entry is not None and entry.key != key:
+            # Pinned for a layout that the worker no longer has, or never had.
+            pool.unpin(entry)
+            entry = None
         if entry is None:
-            entry = pool.get(self._form.key(chunk_hash))
+            entry = pool.get(key)
             if entry is None or entry.state is not EntryState.READY:
                 return False
             pool.pin(entry)

@@ -133,6 +133,7 @@ class AgentLink:
         model_name: str,
         world_size: int,
         worker_id: int | None,
+        unnamed: bool = False,
         dead_after_s: float = 1.5,
         on_welcome: Callable[[m.Welcome], None] | None = None,
     ) -> None:
@@ -140,7 +141,9 @@ class AgentLink:
         self.state = LinkState.OFFLINE
         self.welcome: m.Welcome | None = None
         self.refusal: str | None = None  # why the agent cannot be used, if it is REFUSED
-        self._hello = m.Hello(0, engine_id, model_name, world_size, worker_id, __version__)
+        self._hello = m.Hello(
+            0, engine_id, model_name, world_size, worker_id, __version__, unnamed=unnamed
+        )
         self._dead_after_s = dead_after_s
         self._on_welcome = on_welcome
         self._ids = itertools.count(1)

@@ -102,6 +102,7 @@ class LMCacheMPSchedulerAdapter:
     model_name, world_size: as in every key of this engine.
     block_size_tokens: tokens of one paged block, or the least common multiple if groups differ.
     engine_id: shared by the scheduler and the workers of one engine, unique to that engine.
+    unnamed: the id is made up, and the workers may have other ones (`messages`, Unnamed engines).
 
     Without an agent every lookup is a miss. An engine whose workers have agents of their own, on
     other nodes, tells ``ranks`` where its workers are registered (`WorkerClient.place`).
@@ -115,6 +116,7 @@ class LMCacheMPSchedulerAdapter:
         block_size_tokens: int,
         *,
         engine_id: str,
+        unnamed: bool = False,
         agent_dead_after_s: float = 1.5,
     ) -> None:
         self._model_name = model_name
@@ -125,6 +127,7 @@ class LMCacheMPSchedulerAdapter:
         self.link = AgentLink(
             endpoint,
             engine_id=engine_id,
+            unnamed=unnamed,
             model_name=model_name,
             world_size=world_size,
             worker_id=None,

@@ -8,7 +8,7 @@ holds no blocks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -54,21 +54,22 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class LoadStoreOp:
-    """Parts of whole chunks of one request, and the blocks to store or to load them.
+    """Parts of chunks of one request, and the blocks to store or to load them.
 
     Exactly one of ``token_ids``, ``block_hashes`` and ``chunk_hashes`` is given. The first fields
     are in the order of LMCache's class of the same name.
 
     block_ids: ids of paged blocks in token order, equally many for each chunk: all of its blocks,
         or the last ones if the group's parts hold no more (`Reach.blocks_per_part`).
-    token_ids: all tokens of the request up to ``end``, or more (token mode). The operation covers
-        the chunks of ``[start, end)``; both are multiples of the chunk size.
+    token_ids: all tokens of the request up to ``end``, or more (token mode). The blocks hold those
+        of ``[start, end)``, by default none.
     block_hashes: the engine's hash of each of these blocks (hash mode).
     chunk_hashes: the name of each chunk, instead of the hash of each block.
     skip_first_n_tokens: a load does not write the first blocks, those of so many tokens, because
         other requests may be reading them.
     group: the number of the group that the blocks belong to.
 
+    Only whole chunks are stored and loaded; hashes and tokens may begin or end within one.
     Raises TypeError for hashes in place of token ids or the reverse, ValueError for inconsistent
     arguments.
     """
@@ -97,7 +98,7 @@ class LoadStoreOp:
             raise ValueError(
                 f"{len(self.block_hashes)} block hashes for {len(self.block_ids)} blocks"
             )
-        if self.token_ids is not None and not 0 <= self.start < self.end <= len(self.token_ids):
+        if self.token_ids is not None and not 0 <= self.start <= self.end <= len(self.token_ids):
             raise ValueError(
                 f"tokens {self.start} to {self.end} of {len(self.token_ids)}: in token mode, start "
                 "and end say which tokens the blocks hold"
@@ -105,6 +106,41 @@ class LoadStoreOp:
 
     def __len__(self) -> int:
         return len(self.block_ids)
+
+    def whole_chunks(self, blocks_per_chunk: int, block_tokens: int) -> LoadStoreOp:
+        """The operation without parts of chunks at its ends. Chunks that are named are whole.
+
+        Unchanged if the chunk size is not known (0), or if the number of blocks leaves open which
+        tokens they hold: the agent refuses such an operation.
+        """
+        count = len(self.block_ids)
+        if self.chunk_hashes is not None or not blocks_per_chunk:
+            return self
+        if self.block_hashes is not None:
+            kept = count - count % blocks_per_chunk
+            if kept == count:
+                return self
+            return replace(
+                self, block_ids=self.block_ids[:kept], block_hashes=self.block_hashes[:kept]
+            )
+        chunk_tokens = blocks_per_chunk * block_tokens
+        start, end = -(-self.start // chunk_tokens), self.end // chunk_tokens
+        if start >= end:
+            return replace(self, block_ids=(), start=0, end=0)
+        before = self.start // block_tokens
+        first, last = start * blocks_per_chunk - before, end * blocks_per_chunk - before
+        most = -(-self.end // block_tokens) - before
+        # Where the first block begins within the tokens, a block at the end may be left out.
+        least = most if self.start % block_tokens else last
+        if not least <= count <= most:
+            return self
+        return replace(
+            self,
+            block_ids=self.block_ids[first:last],
+            start=start * chunk_tokens,
+            end=end * chunk_tokens,
+            skip_first_n_tokens=max(0, self.skip_first_n_tokens - first * block_tokens),
+        )
 
     def share(self, number: int, of: int) -> LoadStoreOp:
         """What replica ``number`` stores, if ``of`` replicas share the chunks between them.
@@ -202,10 +238,12 @@ class Retrieve(Transfer):
     """The agent writes the blocks, except the first ``skip_blocks``.
 
     remapped: whether the agent has mapped the engine's memory again since the call.
+    left_out: blocks that the engine asked for, and that are in no whole chunk.
     """
 
     skip_blocks: int
     remapped: Callable[[], bool]
+    left_out: Collection[int] = ()
 
     @property
     def over(self) -> bool:
@@ -238,7 +276,7 @@ class Retrieve(Transfer):
                 max(self.skip_blocks, index * self.blocks_per_part),
                 (index + 1) * self.blocks_per_part,
             )
-        }
+        }.union(self.left_out)
 
 
 def check_names(

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class WorkerClient:
     """Stores and retrieves the blocks of one worker through the agent of its node.
 
-    endpoint, model_name, world_size, engine_id: as for `LMCacheMPSchedulerAdapter`.
+    endpoint, model_name, world_size, engine_id, unnamed: as for `LMCacheMPSchedulerAdapter`.
     worker_id: this worker's rank in the world.
     block_size_tokens: tokens of one paged block.
     on_registered: called on the link's thread when an agent has mapped the memory; must not block.
@@ -56,6 +56,7 @@ class WorkerClient:
         block_size_tokens: int,
         *,
         engine_id: str,
+        unnamed: bool = False,
         agent_dead_after_s: float = 1.5,
         on_registered: Callable[[m.Welcome, RankPlace], None] | None = None,
     ) -> None:
@@ -77,6 +78,7 @@ class WorkerClient:
         self.link = AgentLink(
             endpoint,
             engine_id=engine_id,
+            unnamed=unnamed,
             model_name=model_name,
             world_size=world_size,
             worker_id=worker_id,
@@ -245,6 +247,7 @@ class WorkerClient:
         the KV of an op's token ids depends on (salt, LoRA, images); block hashes cover it. Starts
         all of them or, if it raises ``ValueError`` or ``TypeError``, none.
         """
+        ops = list(map(self._whole, ops))
         if self._groups:
             ops = [op.share(*self._groups[op.group].replica) for op in ops]
         names = self._names_of_all(request_ids, ops, cache_salts)
@@ -273,6 +276,7 @@ class WorkerClient:
 
         The agent writes the blocks after ``event`` (CUDA).
         """
+        asked, ops = ops, list(map(self._whole, ops))
         names = self._names_of_all(request_ids, ops, cache_salts)
         leases = [_lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE) for op in ops]
         handle = None if event is None else event.ipc_handle()
@@ -299,8 +303,9 @@ class WorkerClient:
                 call, op, lease_ns, self._blocks_per_part(op), self._agent, event,
                 skip_blocks=op.skip_first_n_tokens // self._block_tokens(op),
                 remapped=lambda: self._mapped > registrations,
+                left_out=self._left_out(each, op),
             )
-            for call, op, lease_ns in zip(calls, ops, leases, strict=True)
+            for call, each, op, lease_ns in zip(calls, asked, ops, leases, strict=True)
         ]  # fmt: skip
 
     def unregister(self, wait_s: float = 0.0) -> bool:
@@ -324,6 +329,16 @@ class WorkerClient:
         closed = self.unregister(1.0)
         self.link.close()
         return closed
+
+    def _whole(self, op: LoadStoreOp) -> LoadStoreOp:
+        return op.whole_chunks(self.num_blocks_per_chunk(), self._block_size_tokens)
+
+    def _left_out(self, asked: LoadStoreOp, op: LoadStoreOp) -> frozenset[int]:
+        """Blocks that were to be loaded, and are in no whole chunk."""
+        if asked is op:
+            return frozenset()
+        skip_blocks = asked.skip_first_n_tokens // self._block_tokens(asked)
+        return frozenset(asked.block_ids[skip_blocks:]).difference(op.block_ids)
 
     def _blocks_per_part(self, op: LoadStoreOp) -> int:
         if op.chunk_hashes:

@@ -10,8 +10,10 @@ What differs from the originals, and why:
   an agent writes into the memory of engines.
 - ``context`` is checked and not used. An adapter has its own context, because its thread closes its
   sockets: a caller that ends a shared context first would wait for that thread, or race with it.
-- Scheduler and workers of one engine need an ``engine_id`` in common, because the agent pins chunks
-  for an engine and a request. `default_engine_id` finds it where processes are arranged as in vLLM.
+- Several engines of one model may differ in what their chunks hold, so an engine has a name here:
+  ``engine_id``, or ``$LMCACHE_REDIS_ENGINE_ID`` in all its processes. Without one the adapters find
+  each other as `default_engine_id` says or, as in the originals, by model name and world size; then
+  lookups miss while workers of different layouts are registered under these.
 - A chunk is rounded up to whole blocks; the originals refuse other chunk sizes.
 - An operation's ``event`` is required for a KV cache on a GPU. In CPU memory it may be None.
 - All requests of a batch go in one message, and are reported one by one: the blocks of one that
@@ -60,19 +62,24 @@ _Adapter = TypeVar("_Adapter", bound=type)
 
 
 def default_engine_id(model_name: str, world_size: int, *, is_worker: bool) -> str:
-    """The id of the engine of this process: ``$LMCACHE_REDIS_ENGINE_ID``, or found as follows.
+    """The id of the engine of this process, if nobody has named it.
 
     An engine is named by the process of its scheduler and by its model. A worker of several runs
     in a child of that process if `multiprocessing` started it; any other worker in that process
-    itself. vLLM arranges its processes so. Elsewhere, or for two engines of one model in one
-    process, set the variable or pass ``engine_id``.
+    itself. Where processes are arranged otherwise, scheduler and worker have different ids.
     """
-    given = os.environ.get(ENGINE_ID_VARIABLE)
-    if given:
-        return given
     parent = parent_process() if is_worker and world_size > 1 else None
     pid = os.getpid() if parent is None else parent.pid
     return f"{pid}-{process_start_time(pid or 0)}-{model_name}"
+
+
+def _named(
+    engine_id: str | None, model_name: str, world_size: int, *, is_worker: bool
+) -> tuple[str, bool]:
+    """The id of the engine, and whether it is made up."""
+    given = engine_id or os.environ.get(ENGINE_ID_VARIABLE)
+    made_up = default_engine_id(model_name, world_size, is_worker=is_worker)
+    return given or made_up, not given
 
 
 def _nvtx_ranges(*methods: str) -> Callable[[_Adapter], _Adapter]:
@@ -100,7 +107,7 @@ class LMCacheMPSchedulerAdapter(scheduler.LMCacheMPSchedulerAdapter):
     model_name, world_size: as in every key of this engine.
     kv_rank: kept as ``worker_id``. A lookup asks for the chunks of all ranks.
     vllm_block_size: tokens of one block of vLLM.
-    engine_id: see `default_engine_id`.
+    engine_id: see above.
 
     Raises AgentUnreachable if no agent answers within ``timeout_s``, ConfigError for an endpoint
     that cannot be one, TypeError and ValueError.
@@ -126,7 +133,7 @@ class LMCacheMPSchedulerAdapter(scheduler.LMCacheMPSchedulerAdapter):
         self.model_name = model_name
         self.world_size = world_size
         self.worker_id = kv_rank
-        self._engine_id = engine_id or default_engine_id(model_name, world_size, is_worker=False)
+        self._engine_id, self._unnamed = _named(engine_id, model_name, world_size, is_worker=False)
         self._asked_for_workers = False
         super().__init__(
             ClientConfig(endpoint=server_url).endpoint,
@@ -134,6 +141,7 @@ class LMCacheMPSchedulerAdapter(scheduler.LMCacheMPSchedulerAdapter):
             world_size,
             vllm_block_size,
             engine_id=self._engine_id,
+            unnamed=self._unnamed,
         )
         _await_agent(self.link, timeout_s)
 
@@ -167,13 +175,19 @@ class LMCacheMPSchedulerAdapter(scheduler.LMCacheMPSchedulerAdapter):
         if not isinstance(call.answer, m.StatusReport):
             return
         engines = msgspec.json.decode(call.answer.report)["engines"]
-        ranks = {each["worker_id"] for each in engines if each["engine_id"] == self._engine_id}
+        ranks = {each["worker_id"] for each in engines if self._is_ours(each)}
         if len(ranks) < self.world_size:
             logger.warning(
                 "lookups miss while only %d of %d workers of engine %s are registered; if the "
                 "others run, give them and the scheduler the same engine_id or $%s",
                 len(ranks), self.world_size, self._engine_id, ENGINE_ID_VARIABLE,
             )  # fmt: skip
+
+    def _is_ours(self, worker: Mapping[str, Any]) -> bool:
+        """Whether a worker, as STATUS tells it, is one of this engine."""
+        world = (worker["model"], worker["world_size"]) == (self.model_name, self.world_size)
+        unnamed = self._unnamed and worker["unnamed"]
+        return worker["engine_id"] == self._engine_id or (unnamed and world)
 
 
 @_nvtx_ranges(
@@ -213,13 +227,15 @@ class LMCacheMPWorkerAdapter(adapter.LMCacheMPWorkerAdapter):
         self.worker_id = kv_rank
         self.kv_caches = {}
         self._timeout_s = timeout_s
+        engine_id, unnamed = _named(engine_id, model_name, world_size, is_worker=True)
         super().__init__(
             ClientConfig(endpoint=server_url).endpoint,
             model_name,
             world_size,
             kv_rank,
             vllm_block_size,
-            engine_id=engine_id or default_engine_id(model_name, world_size, is_worker=True),
+            engine_id=engine_id,
+            unnamed=unnamed,
         )
         _await_agent(self.link, timeout_s)
 

@@ -96,8 +96,11 @@ class RemoteMetadata:
 
     @staticmethod
     def deserialize(s: _Buffer) -> RemoteMetadata:
-        """The metadata that bytes encode."""
-        found = protocol.RemoteMetadata.deserialize(s)
+        """The metadata with which bytes begin. What follows them in a buffer is not read.
+
+        Raises FormatError for other bytes.
+        """
+        found = protocol.RemoteMetadata.at_start_of(s)
         shapes = [torch.Size(shape) for shape in found.shapes]
         return RemoteMetadata(found.length, shapes, [*found.dtypes], found.fmt)
 

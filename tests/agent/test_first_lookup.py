@@ -115,10 +115,11 @@ class Joining:
             raise DeviceError("this memory cannot be mapped")
         return SimpleNamespace(layouts=layouts, close=lambda: None)
 
-    def join(self, worker_id: int | None, ago_s: float = LONG_AGO_S) -> Peer:
+    def join(self, worker_id: int | None, ago_s: float = LONG_AGO_S, unnamed: bool = False) -> Peer:
         """A peer whose HELLO came that many seconds ago."""
         now_s = time.monotonic()
-        hello = m.Hello(1, "engine", "model", 2, worker_id, "0")
+        engine_id = f"process of {worker_id}" if unnamed else "engine"
+        hello = m.Hello(1, engine_id, "model", 2, worker_id, "0", unnamed)
         peer = Peer(f"peer {worker_id}".encode(), hello, now_s, now_s - ago_s)
         self.peers.add(peer)
         return peer
@@ -182,9 +183,12 @@ def joining(
         each.close()
 
 
-def test_a_lookup_waits_for_registrations_in_progress(joining: Callable[..., Joining]) -> None:
+@pytest.mark.parametrize("unnamed", [False, True])
+def test_a_lookup_waits_for_registrations_in_progress(
+    joining: Callable[..., Joining], unnamed: bool
+) -> None:
     here = joining()
-    scheduler, workers = here.join(None), [here.join(0), here.join(1)]
+    scheduler, *workers = (here.join(each, unnamed=unnamed) for each in (None, 0, 1))
     for worker in workers:
         here.register(worker)
     here.hold_a_chunk()
@@ -247,7 +251,7 @@ def test_a_lookup_that_waits_is_cancelled_with_its_session(joining: Callable[...
     here.look_up(scheduler)
     here.handlers.answer_peer(scheduler, m.EndSession(3, "r"), lambda answer: None)
     here.map_memory.set()
-    here.run(lambda: here.peers.complete("engine") or not any(p.mapping for p in here.peers))
+    here.run(lambda: here.peers.complete(scheduler) or not any(p.mapping for p in here.peers))
     here.loop.run_due()
     assert here.answers == []
     assert not len(here.agent.sessions)

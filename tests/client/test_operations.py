@@ -39,7 +39,7 @@ def test_as_vllm_gives_them() -> None:
         (([7, 8], None, ["a", "b"]), TypeError, "a block hash is bytes, not str"),
         (([7, 8],), ValueError, "exactly one"),
         (([7, 8], TOKENS, HASHES), ValueError, "exactly one"),
-        (([7, 8], TOKENS), ValueError, "start and end say which"),
+        (([7, 8], TOKENS, None, 32, 16), ValueError, "start and end say which"),
         (([7, 8], TOKENS, None, 32, 96), ValueError, "tokens 32 to 96 of 64"),
         (([7, 8], TOKENS, None, -32, 32), ValueError, "tokens -32 to 32 of 64"),
         (([7, 8], None, HASHES[:1]), ValueError, "1 block hashes for 2 blocks"),
@@ -49,6 +49,62 @@ def test_as_vllm_gives_them() -> None:
 def test_what_is_refused(arguments: tuple[Any, ...], error: type[Exception], reason: str) -> None:
     with pytest.raises(error, match=reason):
         LoadStoreOp(*arguments)
+
+
+def test_the_defaults_of_token_mode_name_no_chunk() -> None:
+    """As in the original, which stores and loads nothing then."""
+    op = LoadStoreOp([7, 8], TOKENS)
+    assert (op.start, op.end) == (0, 0)
+    assert op.whole_chunks(2, 16).block_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "blocks", "kept"),
+    [
+        (0, 64, 4, (0, 64, 0, 4)),
+        (0, 100, 7, (0, 64, 0, 4)),  # the seventh block is not full
+        (0, 63, 4, (0, 0, 0, 0)),
+        (64, 127, 4, (0, 0, 0, 0)),
+        (16, 128, 7, (64, 128, 3, 7)),
+        (20, 130, 8, (64, 128, 3, 7)),  # the first block holds tokens from 16 on
+        (70, 120, 4, (0, 0, 0, 0)),
+        (0, 100, 6, (0, 64, 0, 4)),  # without the block that is not full
+        (0, 100, 4, (0, 64, 0, 4)),  # without those that are left out
+        # Not the blocks of these tokens, or which of them is not certain: the agent refuses these.
+        (0, 100, 8, (0, 100, 0, 8)),
+        (0, 100, 3, (0, 100, 0, 3)),
+        (16, 128, 4, (16, 128, 0, 4)),
+        (20, 130, 7, (20, 130, 0, 7)),
+    ],
+)
+def test_tokens_are_cut_to_whole_chunks(
+    start: int, end: int, blocks: int, kept: tuple[int, int, int, int]
+) -> None:
+    ids = list(range(100, 100 + blocks))
+    whole = LoadStoreOp(ids, range(200), None, start, end).whole_chunks(4, 16)
+    first, last = kept[2:]
+    assert (whole.start, whole.end, [*whole.block_ids]) == (*kept[:2], ids[first:last])
+
+
+@pytest.mark.parametrize(("blocks", "kept"), [(8, 8), (6, 4), (3, 0)])
+def test_hashes_are_cut_to_whole_chunks(blocks: int, kept: int) -> None:
+    hashes = [bytes([n]) * 32 for n in range(blocks)]
+    whole = LoadStoreOp(range(blocks), None, hashes).whole_chunks(4, 16)
+    assert [*whole.block_ids] == [*range(kept)]
+    assert whole.block_hashes == hashes[:kept]
+
+
+@pytest.mark.parametrize(("skip", "left"), [(16, 0), (48, 0), (80, 32)])
+def test_what_is_skipped_counts_from_the_first_whole_chunk(skip: int, left: int) -> None:
+    op = LoadStoreOp(range(7), range(200), None, 16, 128, skip_first_n_tokens=skip)
+    assert op.whole_chunks(4, 16).skip_first_n_tokens == left
+
+
+def test_named_chunks_and_chunks_of_unknown_size_are_not_cut() -> None:
+    named = LoadStoreOp(range(6), chunk_hashes=HASHES)
+    assert named.whole_chunks(4, 16) is named
+    by_hashes = LoadStoreOp([7, 8], None, HASHES)
+    assert by_hashes.whole_chunks(0, 16) is by_hashes
 
 
 def names(**named: Any) -> ChunkNames:

@@ -8,12 +8,15 @@ _THREADS = "an internal of LMCache's threads, which do not exist here"
 _LINK = "an internal: the link to the agent has the socket and the calls in flight"
 _KEYS = "an internal: a key is made where the message is"
 _FINISHED = "an internal of `get_finished`"
+_LMCACHE = "The original is LMCache's as documented on 2026-02-09."
+_TUPLES = "a tensor; nested tuples, of which the original's text speaks, raise FormatError"
 
 INTERFACES = (
     Interface(
         "IPC types",
         "lmcache.v1.multiprocess.custom_types",
         "lmcache_redis.compat.custom_types",
+        _LMCACHE,
         (
             Name(
                 "CudaIPCWrapper",
@@ -38,8 +41,12 @@ INTERFACES = (
                 "IPCCacheEngineKey",
                 "(model_name, world_size, worker_id, chunk_hash)",
                 different=(
-                    "exactly one of a hash and token ids; `salt` stands for what else the KV of "
-                    "token ids depends on; a msgspec Struct, not a dataclass"
+                    "exactly one of a hash and token ids; 1 to 63 bytes of hash, 1 to 255 workers "
+                    "and a rank below that; `salt` stands for what else the KV of token ids "
+                    "depends on; keys of all workers (None) sort first, where the original cannot "
+                    "compare them; a msgspec Struct, which `dataclasses.replace`, `asdict` and "
+                    "`fields` take; a change raises AttributeError, not its subclass "
+                    "FrozenInstanceError"
                 ),
             ),
             Name("IPCCacheEngineKey.no_worker_id_version", "()"),
@@ -54,16 +61,17 @@ INTERFACES = (
                 "get_customized_encoder",
                 "(type)",
                 different=(
-                    "an object with `encode`, because msgspec alone cannot encode keys as "
-                    "extensions; the type may be left out"
+                    "no msgspec Encoder but an object with `encode` alone, because msgspec cannot "
+                    "encode keys as extensions; the type may be left out"
                 ),
             ),
             Name(
                 "get_customized_decoder",
                 "(type)",
                 different=(
-                    "an object with `decode`; malformed bytes raise FormatError; without a "
-                    "type, extensions decode to their Python types and tuples to lists"
+                    "no msgspec Decoder but an object with `decode` alone; malformed bytes raise "
+                    "FormatError; without a type, extensions decode to their Python types and "
+                    "tuples to lists"
                 ),
             ),
         ),
@@ -72,11 +80,15 @@ INTERFACES = (
         "Distributed API",
         "lmcache.v1.distributed.api",
         "lmcache_redis.compat.distributed_api",
+        _LMCACHE,
         (
             Name(
                 "ObjectKey",
                 "(chunk_hash, model_name, kv_rank)",
-                different="1 to 63 bytes of hash; checked; a msgspec Struct, not a dataclass",
+                different=(
+                    "1 to 63 bytes of hash; checked; ordered; a msgspec Struct, as "
+                    "`IPCCacheEngineKey`"
+                ),
             ),
             Name(
                 "ObjectKey.IntHash2Bytes",
@@ -90,12 +102,18 @@ INTERFACES = (
             Name(
                 "ObjectKey.ComputeKVRank",
                 "(world_size, global_rank, local_world_size, local_rank)",
-                different="raises FormatError outside the documented bounds",
+                different=(
+                    "FormatError for more than 255 workers and for a rank outside its world; a "
+                    "node may have the whole world, where the original asks for at most 8 workers"
+                ),
             ),
             Name(
                 "MemoryLayoutDesc",
                 "(shapes, dtypes)",
-                different="FormatError for sizes and dtypes that are none",
+                different=(
+                    "FormatError for lists of unequal length, for a size that is negative or no "
+                    "integer, and for a dtype that is not torch's"
+                ),
             ),
             Name("ipc_keys_to_object_keys", "(ipc_keys)"),
         ),
@@ -104,11 +122,19 @@ INTERFACES = (
         "Multi-process adapters",
         "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_integration.multi_process_adapter",
         "lmcache_redis.compat.multi_process_adapter",
+        "The original is vLLM's, from an undated copy of its documentation that is older than vLLM "
+        "0.27.1. The adapters of vLLM 0.27.1 to 0.33 have a `parallel_strategy` in place of "
+        "`world_size` and `kv_rank`, so their callers change more than an import.",
         (
             Name(
                 "LoadStoreOp",
                 "(block_ids, token_ids=None, block_hashes=None, start=0, end=0)",
-                different="frozen, and checked when it is made; more, by name, for the connector",
+                different=(
+                    "frozen, and checked when it is made: either token ids or hashes, as many "
+                    "hashes as blocks, `start` and `end` within the tokens (by default no tokens, "
+                    "as in the original); where it begins or ends within a chunk, only whole "
+                    "chunks are stored and loaded; more, by name, for the connector"
+                ),
             ),
             Name("LoadStoreOp.__len__", "()"),
             Name("utils", left_out="a module of LMCache's connectors"),
@@ -122,8 +148,10 @@ INTERFACES = (
                 different=(
                     "`ipc://` alone, because any user of the machine can reach TCP; the link "
                     "has its own thread and sockets, so `context` is not used; waits "
-                    "`timeout_s` for the agent; `engine_id` if there are several engines of a "
-                    "model"
+                    "`timeout_s` for the agent; scheduler and workers find each other where "
+                    "processes are arranged as in vLLM, and else by model name and world size, as "
+                    "in the original, while all such workers have equal layouts: if engines of a "
+                    "model differ, name each (`engine_id`, or `$LMCACHE_REDIS_ENGINE_ID`)"
                 ),
             ),
             Name(
@@ -137,7 +165,9 @@ INTERFACES = (
                 "LMCacheMPSchedulerAdapter.check_lookup_result",
                 "(request_id)",
                 different=(
-                    "ValueError for a request without a lookup; may wait; 0 if the agent is lost"
+                    "ValueError for a request without a lookup; 0 for a prompt shorter than a "
+                    "chunk, where the original asserts; may wait; 0 if the agent is lost; within "
+                    "2 s of its start, None until every worker has registered"
                 ),
             ),
             Name(
@@ -189,8 +219,8 @@ INTERFACES = (
                 "LMCacheMPWorkerAdapter.submit_retrieve_request",
                 "(request_id, op, event)",
                 different=(
-                    "as for stores; blocks that failed are reported one by one "
-                    "(`get_block_ids_with_load_errors`)"
+                    "as for stores; blocks that were not loaded are reported one by one "
+                    "(`get_block_ids_with_load_errors`), those of no whole chunk included"
                 ),
             ),
             Name(
@@ -198,7 +228,8 @@ INTERFACES = (
                 "(request_ids, ops, event)",
                 different=(
                     "one message, and an answer for each request, which is reported when its "
-                    "own copy has ended; lists of unequal length raise and start nothing"
+                    "own copy has ended; lists of unequal length raise and start nothing; empty "
+                    "ones start nothing, where the original raises"
                 ),
             ),
             Name(
@@ -248,6 +279,7 @@ INTERFACES = (
         "V1 protocol",
         "lmcache.v1.protocol",
         "lmcache_redis.compat.protocol",
+        _LMCACHE,
         (
             Name("ClientCommand"),
             Name("ServerReturnCode"),
@@ -256,13 +288,19 @@ INTERFACES = (
                 "(length, shapes, dtypes, fmt)",
                 different=(
                     "an encoding of its own (docs/value-format.md), with 64-bit sizes: part of "
-                    "every value, not a second key"
+                    "every value, not a second key; 0 to 8 groups; a `length` that shapes and "
+                    "dtypes contradict is refused, unless `fmt` is BINARY or BINARY_BUFFER"
                 ),
             ),
             Name("RemoteMetadata.serialize", "()"),
             Name("RemoteMetadata.serialize_into", "(buffer)", different="returns the length"),
             Name(
-                "RemoteMetadata.deserialize", "(s)", different="malformed bytes raise FormatError"
+                "RemoteMetadata.deserialize",
+                "(s)",
+                different=(
+                    "malformed bytes raise FormatError; what follows the metadata is not read, as "
+                    "in the original"
+                ),
             ),
             Name(
                 "ClientMetaMessage",
@@ -288,12 +326,20 @@ INTERFACES = (
                 different="malformed bytes raise FormatError",
             ),
             Name("ServerMetaMessage.packlength", "()"),
-            Name("init_remote_metadata_info", "(num_groups)"),
+            Name(
+                "init_remote_metadata_info",
+                "(num_groups)",
+                different=(
+                    "0 to 8; only `get_remote_metadata_bytes` needs it, and metadata may have "
+                    "another number of groups"
+                ),
+            ),
             Name(
                 "get_remote_metadata_bytes",
                 "()",
                 different=(
-                    "of groups of at most 4 dimensions; the encoding says its own number of groups"
+                    "56 for one group and 96 for two, where the original has 28 and 48; of groups "
+                    "of at most 4 dimensions; the encoding says its own number of groups"
                 ),
             ),
             Name("DTYPE_TO_INT"),
@@ -306,7 +352,8 @@ INTERFACES = (
                 "CacheEngineKey",
                 "(model_name, world_size, worker_id, chunk_hash, dtype, request_configs={})",
                 different="the fields of LMCache's earlier versions (`fmt` first) and of 0.5.6 "
-                "(`dtype`, no `fmt`), in their order or by name; immutable",
+                "(`dtype`, no `fmt`), in their order or by name; immutable; FormatError for a "
+                "model name with @",
             ),
             Name("CacheEngineKey.to_string", "()"),
             Name("CacheEngineKey.from_string", "(s)", different="keeps leading zeros of a hash"),
@@ -326,6 +373,9 @@ INTERFACES = (
         "Storage backends",
         "lmcache.storage_backend",
         "lmcache_redis.compat.storage_backend",
+        "The originals are LMCache's first ones, from an undated copy of its documentation. Their "
+        "modules `abstract_backend`, `hybrid_backend`, `local_backend` and `remote_backend` are "
+        "one here.",
         (
             Name(
                 "LMCBackendInterface",
@@ -370,8 +420,8 @@ INTERFACES = (
             ),
             Name("LMCLocalBackend.close", "()"),
             Name("LMCLocalBackend.contains", "(key)"),
-            Name("LMCLocalBackend.get", "(key)"),
-            Name("LMCLocalBackend.put", "(key, kv_chunk, blocking=True)"),
+            Name("LMCLocalBackend.get", "(key)", "a tensor, as it was put"),
+            Name("LMCLocalBackend.put", "(key, kv_chunk, blocking=True)", _TUPLES),
             Name("LMCLocalBackend.put_blocking", "(key, kv_chunk)"),
             Name("LMCLocalBackend.put_nonblocking", "(key, kv_chunk)"),
             Name("LMCLocalBackend.put_worker", "()", left_out=_THREADS),
@@ -385,14 +435,19 @@ INTERFACES = (
             Name("LMCLocalDiskBackend.buffer_sweeper", "()", left_out=_THREADS),
             Name("LMCLocalDiskBackend.close", "()"),
             Name("LMCLocalDiskBackend.contains", "(key)"),
-            Name("LMCLocalDiskBackend.get", "(key)"),
-            Name("LMCLocalDiskBackend.put", "(key, kv_chunk, blocking=True)"),
+            Name("LMCLocalDiskBackend.get", "(key)", "a tensor, as it was put"),
+            Name("LMCLocalDiskBackend.put", "(key, kv_chunk, blocking=True)", _TUPLES),
             Name("LMCLocalDiskBackend.put_blocking", "(key, kv_chunk)"),
             Name("LMCLocalDiskBackend.put_nonblocking", "(key, kv_chunk)"),
             Name("LMCLocalDiskBackend.put_worker", "()", left_out=_THREADS),
             Name("LMCLocalDiskBackend.remove", "(key)"),
             Name("LocalBackendEndSignal", "()", left_out=_THREADS),
-            Name("save_disk", "(path, kv_chunk)", left_out=_THREADS),
+            Name(
+                "save_disk",
+                "(path, kv_chunk)",
+                left_out="an internal of its disk backend, whose files differ from those here; it "
+                "is `safetensors.torch.save_file({'kv_chunk': kv_chunk.contiguous()}, path)`",
+            ),
             Name(
                 "LMCRemoteBackend",
                 "(config, metadata, dst_device='cuda')",
@@ -422,6 +477,7 @@ INTERFACES = (
         "Settings of the storage backends",
         "lmcache.config",
         "lmcache_redis.compat.config",
+        "The originals are those of the storage backends above.",
         (
             Name("LMCacheEngineConfig", different="as keywords, with LMCache's defaults"),
             Name("LMCacheEngineConfig.from_defaults", different="the same as the constructor"),

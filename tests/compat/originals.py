@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -34,11 +35,15 @@ class Name:
 
 @dataclass(frozen=True)
 class Interface:
-    """One module of the originals. here: the module of this package that stands for it."""
+    """One module of the originals.
+
+    here: the module of this package that stands for it. dated: which version the names are from.
+    """
 
     title: str
     original: str
     here: str
+    dated: str
     names: Sequence[Name]
 
     def find(self, name: str) -> Any:
@@ -69,7 +74,8 @@ class Interface:
         lines = [
             f"### {self.title}",
             "",
-            f"`{self.original}`, here `{self.here}`:",
+            f"`{self.original}`, here `{self.here}`.",
+            *textwrap.wrap(self.dated, 120, break_long_words=False, break_on_hyphens=False),
             "",
             "| name | parameters | here |",
             "| --- | --- | --- |",

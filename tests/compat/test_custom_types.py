@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from lmcache_redis.compat.custom_types import (
@@ -188,6 +188,18 @@ VALUES = [
 ]
 
 
+@st.composite
+def encodings(draw: st.DrawFn) -> bytes:
+    """Random bytes, and values of which at most one byte is changed."""
+    if draw(st.booleans()):
+        return draw(st.binary(max_size=100))
+    value = draw(st.sampled_from(VALUES))
+    encoded = bytearray(get_customized_encoder().encode(draw(st.sampled_from([value, [value]]))))
+    if draw(st.booleans()):
+        encoded[draw(st.integers(0, len(encoded) - 1))] = draw(st.integers(0, 255))
+    return bytes(encoded)
+
+
 class TestCodec:
     @pytest.mark.parametrize("value", VALUES, ids=repr)
     @pytest.mark.parametrize("told", [True, False])
@@ -291,12 +303,20 @@ class TestCodec:
             with pytest.raises(FormatError):
                 get_customized_decoder(kind).decode(data)
 
-    @given(st.binary(max_size=100), st.sampled_from([Any, torch.dtype, KVCache, ObjectKey, Chunks]))
-    def test_random_bytes_raise_only_format_errors(self, data: bytes, kind: Any) -> None:
+    @given(encodings(), st.sampled_from([Any, torch.dtype, KVCache, ObjectKey, Chunks]))
+    @example(get_customized_encoder().encode(OBJECT_KEY), ObjectKey)
+    def test_bytes_are_refused_or_a_value_of_the_kind(self, data: bytes, kind: Any) -> None:
+        decoder = get_customized_decoder(kind)
         try:
-            get_customized_decoder(kind).decode(data)
+            value = decoder.decode(data)
         except FormatError:
+            event("refused")
             return
+        event("decoded")
+        if kind is not Any and kind is not KVCache:
+            assert isinstance(value, kind)
+        again = decoder.decode(get_customized_encoder(kind).encode(value))
+        assert repr(again) == repr(value)  # repr: nan is not equal to itself
 
     def test_depth_is_refused(self) -> None:
         with pytest.raises(FormatError):

@@ -62,6 +62,7 @@ def test_worlds_of_more_than_eight_workers() -> None:
     key = IPCCacheEngineKey(model_name="m", world_size=16, worker_id=None, chunk_hash=b"h")
     ranks = [each.kv_rank for each in ipc_keys_to_object_keys([key])]
     assert ranks == [0x1000_1000 | w << 16 | w for w in range(16)]
+    assert ranks == [ObjectKey.ComputeKVRank(16, w, 16, w) for w in range(16)]
 
 
 def test_a_key_with_token_ids_is_refused() -> None:

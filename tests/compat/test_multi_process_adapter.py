@@ -25,15 +25,22 @@ from lmcache_redis.compat.multi_process_adapter import (
 )
 from lmcache_redis.config import ConfigError
 from lmcache_redis.errors import DeviceError
+from tests.compat.adapters import (
+    BLOCK,
+    BLOCKS,
+    CHUNK,
+    HASHES,
+    MODEL,
+    TOKENS,
+    Pair,
+    assert_moved,
+    caches,
+    copied,
+    finished_retrieves,
+    looked_up,
+)
 from tests.harness import WAIT_S, AgentServer, block_hashes, wait_until
 from tests.servers import RedisServer
-
-MODEL = "test/model"
-BLOCK = 16
-CHUNK = 64  # of the harness's agent: four blocks
-BLOCKS = 40
-HASHES = block_hashes("prompt", 8)
-TOKENS = list(range(1000, 1150))  # two chunks and a rest
 
 
 @pytest.fixture
@@ -46,63 +53,6 @@ def agent(tmp_path: Path, server: RedisServer) -> Iterator[AgentServer]:
 def context() -> Iterator[zmq.Context[Any]]:
     with zmq.Context() as context:
         yield context
-
-
-def caches(device: str = "cpu") -> dict[str, torch.Tensor]:
-    shape = (2, BLOCKS, BLOCK, 2, 8)
-    return {f"model.layers.{n}.attn": torch.rand(shape, device=device) for n in range(3)}
-
-
-def copied(caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: cache.clone() for name, cache in caches.items()}
-
-
-def assert_moved(
-    caches: dict[str, torch.Tensor], before: dict[str, torch.Tensor], pairs: dict[int, int]
-) -> None:
-    """Block ``to`` holds the bytes of ``from``; every other block is unchanged."""
-    for name, cache in caches.items():
-        expected = before[name].clone()
-        for source, target in pairs.items():
-            expected[:, target] = before[name][:, source]
-        assert torch.equal(cache, expected), name
-
-
-class Pair:
-    """A scheduler and a worker of one engine, made with the originals' arguments alone."""
-
-    def __init__(self, agent: AgentServer, context: zmq.Context[Any]) -> None:
-        self.scheduler = LMCacheMPSchedulerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
-        self.worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
-        self.caches = caches()
-        self.worker.register_kv_caches(self.caches)
-
-    def store(self, request_id: str, hashes: list[bytes], blocks: range) -> None:
-        op = LoadStoreOp(block_ids=list(blocks), block_hashes=hashes)
-        self.worker.submit_store_request(request_id, op, None)
-        wait_until(lambda: request_id in self.worker.get_finished({request_id})[0])
-        self.worker.get_finished(set())
-
-    def lookup(self, request_id: str, **names: Any) -> int:
-        self.scheduler.maybe_submit_lookup_request(request_id, **names)
-        return looked_up(self.scheduler, request_id)
-
-
-def looked_up(scheduler: LMCacheMPSchedulerAdapter, request_id: str) -> int:
-    found: list[int] = []
-
-    def known() -> bool:
-        tokens = scheduler.check_lookup_result(request_id)
-        found.extend([] if tokens is None else [tokens])
-        return tokens is not None
-
-    wait_until(known, "a lookup")
-    return found[0]
-
-
-def finished_retrieves(worker: LMCacheMPWorkerAdapter, *request_ids: str) -> None:
-    seen: set[str] = set()
-    wait_until(lambda: seen.update(worker.get_finished(set())[1]) or seen == set(request_ids))
 
 
 @pytest.fixture
@@ -267,7 +217,6 @@ class TestConstruction:
 
 class TestEngineId:
     def test_all_in_one_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("LMCACHE_REDIS_ENGINE_ID", raising=False)
         monkeypatch.setattr(multi_process_adapter, "parent_process", lambda: None)
         ids = {
             multi_process_adapter.default_engine_id(MODEL, world_size, is_worker=is_worker)
@@ -281,7 +230,6 @@ class TestEngineId:
 
     def test_workers_that_the_scheduler_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As in vLLM: several workers are children; a single one runs beside the scheduler."""
-        monkeypatch.delenv("LMCACHE_REDIS_ENGINE_ID", raising=False)
         parent = SimpleNamespace(pid=os.getppid())
         monkeypatch.setattr(multi_process_adapter, "parent_process", lambda: parent)
         name = multi_process_adapter.default_engine_id
@@ -290,10 +238,14 @@ class TestEngineId:
         assert name(MODEL, 1, is_worker=True) == name(MODEL, 1, is_worker=False)
 
     def test_the_variable_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        named = multi_process_adapter._named
         monkeypatch.setenv("LMCACHE_REDIS_ENGINE_ID", "engine 7")
         for is_worker in (False, True):
-            found = multi_process_adapter.default_engine_id(MODEL, 2, is_worker=is_worker)
-            assert found == "engine 7"
+            assert named(None, MODEL, 2, is_worker=is_worker) == ("engine 7", False)
+            assert named("8", MODEL, 2, is_worker=is_worker) == ("8", False)
+        monkeypatch.delenv("LMCACHE_REDIS_ENGINE_ID")
+        made_up = multi_process_adapter.default_engine_id(MODEL, 2, is_worker=False)
+        assert named(None, MODEL, 2, is_worker=False) == (made_up, True)
 
     def test_two_ranks_find_their_scheduler(
         self, agent: AgentServer, context: zmq.Context[Any]
@@ -430,6 +382,16 @@ class TestRegistration:
         pair.worker.register_kv_caches(pair.caches, identity={"revision": "2"})
         assert pair.lookup("c", block_hashes=HASHES) == 0
 
+    def test_a_hit_of_other_weights_is_not_loaded(self, pair: Pair) -> None:
+        pair.store("a", HASHES, range(8))
+        assert pair.lookup("b", block_hashes=HASHES) == 2 * CHUNK
+        pair.worker.register_kv_caches(pair.caches, identity={"revision": "2"})
+        before = copied(pair.caches)
+        pair.worker.submit_retrieve_request("b", LoadStoreOp(list(range(8, 16)), None, HASHES))
+        finished_retrieves(pair.worker, "b")
+        assert_moved(pair.caches, before, {})
+        assert pair.worker.get_block_ids_with_load_errors() == set(range(8, 16))
+
 
 class TestLookups:
     def test_one_is_in_flight_for_a_request(self, pair: Pair) -> None:
@@ -480,10 +442,11 @@ class TestLookups:
 class TestFinished:
     """Which requests are reported, and when."""
 
-    def test_a_store_waits_for_the_engine(self, pair: Pair, agent: AgentServer) -> None:
+    def test_a_store_waits_for_the_engine(self, pair: Pair) -> None:
         op = LoadStoreOp(list(range(4)), None, HASHES[:4])
         pair.worker.submit_store_request("a", op, None)
-        wait_until(lambda: agent.counter("stores") == 1)
+        (store,) = pair.worker._requests.stores["a"]
+        wait_until(lambda: store.answered)
         assert pair.worker.get_finished(set()) == (set(), set())
         assert pair.worker.get_finished({"a"}) == ({"a"}, set())
 
@@ -581,6 +544,66 @@ class TestFinished:
             with pytest.raises(TypeError, match="an operation is a LoadStoreOp, not"):
                 pair.worker.submit_retrieve_request("a", wrong, None)
         assert pair.worker._requests.stores == {}
+
+
+class TestPartialChunks:
+    """Operations need not end where a chunk ends: what is left of one is left out."""
+
+    @pytest.mark.parametrize("by_tokens", [False, True])
+    def test_whole_chunks_are_stored_and_loaded(
+        self, pair: Pair, by_tokens: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def op(first_block: int) -> LoadStoreOp:
+            blocks = list(range(first_block, first_block + 6))
+            if by_tokens:
+                return LoadStoreOp(blocks, TOKENS, None, 0, 90)
+            return LoadStoreOp(blocks, None, HASHES[:6])
+
+        pair.worker.submit_store_request("a", op(0), None)
+        wait_until(lambda: "a" in pair.worker.get_finished({"a"})[0])
+        assert "was not stored" not in caplog.text
+        names = {"token_ids": TOKENS[:90]} if by_tokens else {"block_hashes": HASHES[:6]}
+        assert pair.lookup("b", **names) == CHUNK
+        before = copied(pair.caches)
+        pair.worker.submit_retrieve_request("b", op(20), None)
+        finished_retrieves(pair.worker, "b")
+        assert_moved(pair.caches, before, {n: 20 + n for n in range(4)})
+        # An engine must not compute with blocks that it asked for and that were left out.
+        assert pair.worker.get_block_ids_with_load_errors() == {24, 25}
+        assert "request b: 2 blocks were not loaded" in caplog.text
+
+    def test_tokens_that_begin_within_a_chunk(self, pair: Pair, agent: AgentServer) -> None:
+        whole = LoadStoreOp(list(range(8)), TOKENS, None, 0, 2 * CHUNK)
+        pair.worker.submit_store_request("a", whole, None)
+        wait_until(lambda: "a" in pair.worker.get_finished({"a"})[0])
+        assert pair.lookup("b", token_ids=TOKENS) == 2 * CHUNK
+        before = copied(pair.caches)
+        op = LoadStoreOp(list(range(20, 26)), TOKENS, None, 32, 2 * CHUNK)
+        pair.worker.submit_retrieve_request("b", op, None)
+        finished_retrieves(pair.worker, "b")
+        assert_moved(pair.caches, before, {4 + n: 22 + n for n in range(4)})
+        assert pair.worker.get_block_ids_with_load_errors() == {20, 21}
+
+    def test_blocks_that_were_to_be_left_are_no_errors(self, pair: Pair) -> None:
+        pair.store("a", HASHES, range(8))
+        assert pair.lookup("b", block_hashes=HASHES) == 2 * CHUNK
+        ids = list(range(20, 27))
+        op = LoadStoreOp(ids, None, HASHES[:7], skip_first_n_tokens=6 * BLOCK)
+        pair.worker.submit_retrieve_request("b", op, None)
+        finished_retrieves(pair.worker, "b")
+        assert pair.worker.get_block_ids_with_load_errors() == {26}
+
+    def test_less_than_a_chunk(self, pair: Pair, agent: AgentServer, caplog: Any) -> None:
+        for op in (
+            LoadStoreOp([0, 1, 2], None, HASHES[:3]),
+            LoadStoreOp([0, 1, 2], TOKENS, None, 0, 3 * BLOCK),
+            LoadStoreOp([0, 1, 2, 3], TOKENS),  # as in the original, no tokens are named
+        ):
+            pair.worker.submit_store_request("a", op, None)
+            wait_until(lambda: "a" in pair.worker.get_finished({"a"})[0])
+            pair.worker.get_finished(set())
+        assert "was not stored" not in caplog.text
+        assert agent.counter("gathered_chunks") == 0
 
 
 class TestBatches:

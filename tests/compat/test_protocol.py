@@ -187,6 +187,22 @@ class TestRemoteMetadata:
         )
         assert self.metadata.serialize() == encoded.serialize()
 
+    def test_what_follows_it_is_not_read(self) -> None:
+        """As in LMCache's connectors: one buffer holds metadata and then the payload."""
+        buffer = bytearray(b"\xff" * 4096)
+        self.metadata.serialize_into(buffer)
+        assert RemoteMetadata.deserialize(buffer) == self.metadata
+        assert RemoteMetadata.deserialize(bytes(buffer)[:337]) == self.metadata
+        assert RemoteMetadata.deserialize(memoryview(buffer)) == self.metadata
+        with pytest.raises(FormatError, match="followed by bytes that are not zero"):
+            protocol.RemoteMetadata.deserialize(self.metadata.serialize() + b"x")
+
+    def test_a_beginning_of_it_is_refused(self) -> None:
+        encoded = self.metadata.serialize()
+        for length in range(len(encoded)):
+            with pytest.raises(FormatError):
+                RemoteMetadata.deserialize(encoded[:length])
+
     def test_into_a_buffer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compat.protocol, "_group_count", None)
         init_remote_metadata_info(2)

@@ -438,8 +438,9 @@ def test_an_iterator_keeps_its_backend_open(make: MakeFacade, kind: str) -> None
     gc.collect()
     # Chunks in memory are gone with their backend.
     expected = None if kind == "local" else chunk_of(1)
-    for found in make(kind).batched_get(engine_key(1) for _ in range(40)):
-        assert same(found, expected)
+    found = [*make(kind).batched_get(engine_key(1) for _ in range(40))]
+    assert len(found) == 40
+    assert all(same(each, expected) for each in found)
 
 
 @pytest.mark.servers

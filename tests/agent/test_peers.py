@@ -1,0 +1,128 @@
+"""Which workers serve which scheduler."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lmcache_redis import messages as m
+from lmcache_redis.agent.peers import Group, Peer, Peers, Registration
+
+NOW_S = 1000.0
+
+
+class Played:
+    """Peers whose registrations have nothing but names."""
+
+    def __init__(self) -> None:
+        self.peers = Peers()
+
+    def join(
+        self,
+        engine_id: str,
+        worker_id: int | None,
+        *,
+        layout: bytes | None = None,
+        unnamed: bool = True,
+        model: str = "model",
+        ago_s: float = 60.0,
+    ) -> Peer:
+        """A peer of a world of two, registered if it has a layout."""
+        hello = m.Hello(1, engine_id, model, 2, worker_id, "0", unnamed)
+        peer = Peer(f"{engine_id} {worker_id}".encode(), hello, NOW_S, NOW_S - ago_s)
+        if layout is not None and worker_id is not None:
+            form: Any = SimpleNamespace(kv_rank=worker_id, fingerprint=layout)
+            device: Any = None
+            peer.registration = Registration(
+                engine_id, worker_id, 64, (Group(form, 4),), device, ()
+            )
+        self.peers.add(peer)
+        return peer
+
+    def ranks(self, scheduler: Peer) -> list[str] | None:
+        """The engine of the registration of each rank."""
+        found = self.peers.ranks(scheduler)
+        return None if found is None else [each.engine_id for each in found]
+
+
+def test_a_rank_of_the_same_id_comes_first() -> None:
+    """Ray may run one rank in the scheduler's process, and the others in processes of their own."""
+    played = Played()
+    scheduler = played.join("a", None)
+    played.join("b", 0, layout=b"other")
+    played.join("c", 1, layout=b"1")
+    assert played.ranks(scheduler) == ["b", "c"]
+    played.join("a", 0, layout=b"0")
+    assert played.ranks(scheduler) == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ({}, ["b", "c"]),
+        ({"layout": b"other"}, None),
+        ({"layout": b"other", "unnamed": False}, ["b", "c"]),
+        ({"layout": b"other", "model": "another"}, ["b", "c"]),
+    ],
+    ids=["equal", "other layout", "named", "another model"],
+)
+def test_another_worker_of_a_rank(others: dict[str, Any], expected: list[str] | None) -> None:
+    played = Played()
+    scheduler = played.join("a", None)
+    played.join("b", 0, layout=b"0")
+    played.join("c", 1, layout=b"1")
+    played.join("d", 1, **{"layout": b"1", **others})
+    assert played.ranks(scheduler) == expected
+    assert played.peers.layouts_differ(scheduler) == (expected is None)
+    assert [each.engine_id for each in played.peers.registrations(scheduler)] == (expected or [])
+
+
+def test_nobody_is_waited_for_when_layouts_differ() -> None:
+    played = Played()
+    scheduler = played.join("a", None, ago_s=0.1)
+    played.join("b", 0, layout=b"0", ago_s=0.1)
+    assert played.peers.joining(scheduler, NOW_S)
+    played.join("c", 1, layout=b"1", ago_s=0.1)
+    played.join("d", 1, layout=b"other", ago_s=0.1)
+    assert played.ranks(scheduler) is None
+    assert not played.peers.joining(scheduler, NOW_S)
+
+
+@pytest.mark.parametrize("mapping", [True, False])
+def test_one_worker_that_comes_is_enough(mapping: bool) -> None:
+    played = Played()
+    scheduler = played.join("a", None)
+    played.join("b", 0, layout=b"0")
+    played.join("c", 1)
+    assert not played.peers.joining(scheduler, NOW_S)
+    played.join("d", 1).mapping = mapping
+    assert played.peers.joining(scheduler, NOW_S) is mapping
+
+
+def test_an_engine_is_complete_with_the_scheduler_that_it_serves() -> None:
+    played = Played()
+    workers = [played.join("b", 0, layout=b"0"), played.join("c", 1, layout=b"1")]
+    named = played.join("d", 0, layout=b"0", unnamed=False)
+    assert not any(map(played.peers.complete, workers))
+    scheduler = played.join("a", None)
+    assert not any(map(played.peers.complete, workers))
+    scheduler.welcomed = True
+    assert all(map(played.peers.complete, workers))
+    assert not played.peers.complete(named)
+    played.join("e", 1, layout=b"other")
+    assert not any(map(played.peers.complete, workers))
+
+
+def test_sessions_of_transfers() -> None:
+    """Those of the scheduler with the worker's id, else of all that may be its."""
+    played = Played()
+    scheduler = played.join("a", None)
+    worker, named = played.join("b", 0), played.join("c", 0, unnamed=False)
+    played.join("other", None, model="another")
+    assert played.peers.engines_of(scheduler) == ["a"]
+    assert played.peers.engines_of(worker) == ["a", "b"]
+    assert played.peers.engines_of(named) == ["c"]
+    played.join("b", None)
+    assert played.peers.engines_of(worker) == ["b"]
