@@ -44,7 +44,8 @@ class WorkerClient:
     endpoint, model_name, world_size, engine_id, unnamed: as for `LMCacheMPSchedulerAdapter`.
     worker_id: this worker's rank in the world.
     block_size_tokens: tokens of one paged block.
-    on_registered: called on the link's thread when an agent has mapped the memory; must not block.
+    on_registered: called on the link's thread when an agent has mapped the memory: its process,
+        the tokens of a chunk, and the place; must not block.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class WorkerClient:
         engine_id: str,
         unnamed: bool = False,
         agent_dead_after_s: float = 1.5,
-        on_registered: Callable[[m.Welcome, RankPlace], None] | None = None,
+        on_registered: Callable[[int, int, RankPlace], None] | None = None,
     ) -> None:
         self._on_registration = on_registered
         self._model_name = model_name
@@ -219,7 +220,7 @@ class WorkerClient:
             self._place = place
             self._registered = welcome
             if self._on_registration is not None:
-                self._on_registration(welcome, place)
+                self._on_registration(welcome.agent_pid, self._chunk_tokens(welcome), place)
         elif isinstance(call.answer, m.Failure):
             refusal = f"the agent refused the KV cache: {call.answer.reason}"
             if call.answer.code == m.UNKNOWN_PEER:

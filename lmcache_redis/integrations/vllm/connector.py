@@ -23,11 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from lmcache_redis import messages as m
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter, RankPlace
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
-from lmcache_redis.device.layout import engine_chunk_tokens
 from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
 from lmcache_redis.integrations.vllm.engine import (
@@ -137,7 +135,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             )
             listen_in_worker(self)
 
-    def _registered(self, welcome: m.Welcome, place: RankPlace) -> None:
+    def _registered(self, agent_pid: int, chunk_tokens: int, place: RankPlace) -> None:
         """On the link's thread. Says in vLLM's log that the cache works."""
         model = model_name(self._vllm_config)
         logger.info(
@@ -146,8 +144,8 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             model,
             self._vllm_config.parallel_config.rank,
             " and ".join(part.fingerprint.hex()[:12] for part in place.parts),
-            engine_chunk_tokens(welcome.chunk_size_tokens, [self._block_size_tokens]),
-            welcome.agent_pid,
+            chunk_tokens,
+            agent_pid,
             self._config.endpoint,
         )
 
