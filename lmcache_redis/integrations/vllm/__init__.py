@@ -12,6 +12,7 @@ groups          which blocks of each kind of layer a prefix needs
 support         which engines can be cached
 identity        what decides the bytes of the KV cache, besides its layout: `weights` with
                 `tensorfiles`, `lora`, and how K and V are packed (`probe`)
+settings        the verdict on each setting of vLLM: in the identity, refused or left out
 epoch           separates the KV of old weights from that of new ones
 guard           keeps errors of the cache out of the engine
 reports         statistics and events
