@@ -126,6 +126,11 @@ def test_a_setting_in_a_pair_counts_there(
     assert differ(before, identity(config)) >= {pair}
 
 
+def test_the_pairs_are_those_of_an_engine(config: VllmConfig) -> None:
+    of_layers = {"kv_packing", "kv_scales"}  # probe.py makes them
+    assert identity(config).keys() | of_layers == PAIRS.keys()
+
+
 def test_a_setting_that_is_left_out_does_not(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

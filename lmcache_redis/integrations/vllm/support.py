@@ -47,7 +47,7 @@ def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[
     yield from _wrong_groups(vllm_config, groups)
     yield from _wrong_hashes(vllm_config)
     yield from _wrong_model(vllm_config)
-    yield from refusals()
+    yield from refusals(vllm_config)
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")
     if device not in _DEVICES:
         yield f"the engine runs on {device}; this version handles {' and '.join(_DEVICES)}"

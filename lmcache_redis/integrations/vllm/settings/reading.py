@@ -34,10 +34,11 @@ _PLACES = {
 _FILES = frozenset({"mm_encoder_fp8_scale_path"})
 
 
-def refusals() -> Iterator[str]:
-    """Why this engine's settings must not be cached: a sentence for each."""
+def refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    """Why an engine with these settings must not be cached: a sentence for each."""
     for refused in REFUSED:
-        for value in _values(refused.kind, envs, refused.name).values():
+        place = _place(refused.kind, vllm_config)
+        for value in _values(refused.kind, place, refused.name).values():
             if value != refused.unless:
                 yield f"with {refused.name}={value}, {refused.reason}"
 
