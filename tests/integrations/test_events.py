@@ -304,7 +304,7 @@ def test_requests_name_their_chunks_when_they_are_looked_up_and_stored() -> None
     request.grow(4 * CHUNK + 1)
     scheduler.build_metadata(step(cached=("r", [14, 15, 16, 17], 3 * CHUNK + 1, CHUNK)))
     assert named[2:] == [([3], CHUNK)]
-    scheduler.weights_changed("a test")
+    scheduler.change_epoch(scheduler.epochs.weights_may_differ, "a test")
     assert named[3:] == [([], 0)]
 
 

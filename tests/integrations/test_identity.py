@@ -63,8 +63,9 @@ def identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Identity:
             write_safetensors(directory / "model.safetensors", [1000])
         arguments = {"model": str(directory), "skip_tokenizer_init": True, **settings}
         weights_id = arguments.pop("weights_id", None)
+        rank = arguments.pop("rank", 0)
         vllm_config = EngineArgs(**arguments).create_engine_config()
-        return engine_identity(vllm_config, rank=0, backend="CPU_ATTN", weights_id=weights_id)
+        return engine_identity(vllm_config, rank=rank, backend="CPU_ATTN", weights_id=weights_id)
 
     return build
 
@@ -112,6 +113,31 @@ def test_settings_that_change_keys_and_values_count(
 
 
 @pytest.mark.parametrize(
+    ("settings", "pair"),
+    [
+        ({"rank": 1}, "rank"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel"),
+        ({"prefix_caching_hash_algo": "sha256_cbor"}, "block_hash"),
+        ({"model_loader_extra_config": {"pattern": "a-{rank}.safetensors"}}, "loader"),
+        ({"moe_backend": "emulation"}, "kernels"),
+        ({"linear_backend": "marlin"}, "kernels"),
+    ],
+)
+def test_a_setting_counts_in_its_pair(
+    identity: Identity, settings: dict[str, Any], pair: str
+) -> None:
+    assert differ(identity(), identity(**settings)) == {pair}
+
+
+def test_the_modules_that_an_adapter_applies_to_count(identity: Identity) -> None:
+    every, one = (
+        identity(enable_lora=True, lora_target_modules=modules) for modules in (None, ["q_proj"])
+    )
+    assert differ(every, one) == {"lora"}
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {"seed": 7},
@@ -134,6 +160,10 @@ def test_switches_to_coarser_numbers_count(
     plain = identity()
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")
     assert differ(plain, identity()) == {"environment"}
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")  # vLLM's own choice, said aloud
+    assert differ(plain, identity()) == set()
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "0")
+    assert differ(plain, identity()) == {"kernels"}
 
 
 def test_code_and_processors_that_come_with_the_model_count(
@@ -177,6 +207,16 @@ def test_a_draft_model_counts_where_its_layers_are_in_the_cache(
     assert differ(first, identity(speculative_config=with_draft)) == set()
     write_safetensors(draft / "model.safetensors", [1000])  # other numbers
     assert differ(first, identity(speculative_config=with_draft)) == {"draft"}
+
+
+def test_a_draft_of_another_revision_has_other_weights(identity: Identity, tmp_path: Path) -> None:
+    identity()
+    itself = {"method": "draft_model", "model": str(tmp_path / "model")}
+    found = [
+        identity(speculative_config={**itself, "num_speculative_tokens": 2, "revision": revision})
+        for revision in (None, "other")
+    ]
+    assert differ(*found) == {"draft"}
 
 
 def test_settings_that_are_not_as_expected_never_reach_the_engine() -> None:

@@ -130,6 +130,7 @@ class Result:
     batch_tokens: int = 0
     vllm_alone: str = ""  # why the engine without a connector does not run
     wrong: str = ""  # how the cell failed
+    passed: int = 0  # without engines: how many settings or tests
 
     def append_to(self, path: Path) -> None:
         with path.open("a") as rows:

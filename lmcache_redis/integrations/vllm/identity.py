@@ -2,7 +2,8 @@
 
 Block hashes cover tokens, multimodal content and ``cache_salt``. The identity covers everything
 else, as pairs of text: engines whose identities differ share nothing. A pair too many costs a
-miss; a pair too few costs wrong answers. docs/identity.md explains each pair and each omission.
+miss; a pair too few costs wrong answers. `settings` says which setting of vLLM is in which pair,
+and which is in none; docs/identity.md is made from it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 
+from lmcache_redis.integrations.vllm.settings.pairs import PAIRS
+from lmcache_redis.integrations.vllm.settings.reading import settings_of, settings_of_class
 from lmcache_redis.integrations.vllm.weights import Unidentified, weights_identity
 
 if TYPE_CHECKING:
@@ -28,31 +31,6 @@ if TYPE_CHECKING:
 # Fields of a model's config that record its origin and do not change its results.
 _INCIDENTAL = frozenset({"_name_or_path", "transformers_version"})
 
-# Settings that a user may give besides the model's config.
-_MODEL_SETTINGS = (
-    "quantization_config", "model_impl", "model_class_overrides", "code_revision",
-    "disable_sliding_window", "convert",
-)  # fmt: skip
-_MULTIMODAL_SETTINGS = (
-    "language_model_only", "media_io_kwargs", "mm_processor_kwargs", "mm_device_do_normalize",
-    "mm_encoder_attn_dtype", "video_pruning_rate", "video_pruning_method",
-)  # fmt: skip
-_CACHE_SETTINGS = ("kv_cache_dtype_skip_layers", "sliding_window", "swa_bounded_replay")
-_ATTENTION_SETTINGS = (
-    "use_prefill_query_quantization", "disable_flashinfer_q_quantization", "indexer_kv_dtype",
-    "use_fp4_indexer_cache", "use_non_causal",
-)  # fmt: skip
-# Switches that reduce the precision of computations, not only the order of sums.
-_ENVIRONMENT = (
-    "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_CPU_INT4_W4A8", "VLLM_DEEPEPLL_NVFP4_DISPATCH",
-    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "VLLM_FLOAT32_MATMUL_PRECISION",
-    "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
-    "VLLM_HUMMING_USE_F16_ACCUM", "VLLM_MARLIN_INPUT_DTYPE", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
-    "VLLM_ROCM_USE_AITER_FP4BMM", "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
-    "VLLM_ROCM_USE_AITER_MOE_SITUV2", "VLLM_USE_FLASHINFER_MOE_MXFP4_BF16",
-    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8", "VLLM_XPU_INC_WNA16_BACKEND",
-)  # fmt: skip
-
 # Kinds of rotary embedding that do not depend on --max-model-len.
 _ANY_LENGTH = frozenset(
     {
@@ -60,6 +38,8 @@ _ANY_LENGTH = frozenset(
         "llama3", "mllama4", "mrope", "none", "ntk", "openpangu", "proportional", "xdrope", "yarn",
     }
 )  # fmt: skip
+# Digests of settings alone. The other pairs are made below, each in its way.
+_DIGESTS = [name for name, pair in PAIRS.items() if pair.digested and not pair.computed]
 _DRAFTS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix"})
 _LONG_ROPE = frozenset({"longrope", "su"})
 
@@ -106,7 +86,7 @@ def engine_identity(
     """
     try:
         return _pairs(vllm_config, rank, backend, weights_id)
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, OSError, TypeError, ValueError, RecursionError) as error:
         raise Unidentified(f"the settings of this vLLM cannot be read: {error!r}") from error
 
 
@@ -126,14 +106,8 @@ def _pairs(
         "context": _context(model),
         "quantization": str(model.quantization),
         "kv_cache_dtype": str(cache.cache_dtype),
-        "kv_cache": _digest(_settings(cache, _CACHE_SETTINGS)),
-        "attention": _digest(
-            _settings(getattr(vllm_config, "attention_config", None), _ATTENTION_SETTINGS)
-        ),
-        "lora": str(getattr(vllm_config.lora_config, "lora_dtype", "")),
+        **{pair: _digest(settings_of(pair, vllm_config)) for pair in _DIGESTS},
         "draft": _draft(vllm_config, weights_id),
-        "environment": _digest({name: os.environ.get(name) for name in _ENVIRONMENT}),
-        "platform_config": _digest(getattr(vllm_config, "additional_config", None)),
         "block_hash": str(cache.prefix_caching_hash_algo),
         "tensor_parallel": str(parallel.tensor_parallel_size),
         "pipeline_parallel": str(parallel.pipeline_parallel_size),
@@ -146,8 +120,10 @@ def _config(model: ModelConfig) -> dict[str, Any]:
     return {
         "config": model.hf_config.to_dict(),
         "text": model.hf_text_config.to_dict(),
-        "settings": _settings(model, _MODEL_SETTINGS),
-        "multimodal": _settings(getattr(model, "multimodal_config", None), _MULTIMODAL_SETTINGS),
+        "settings": settings_of_class("model_config", "ModelConfig", model),
+        "multimodal": settings_of_class(
+            "model_config", "MultiModalConfig", getattr(model, "multimodal_config", None)
+        ),
     }
 
 
@@ -194,17 +170,15 @@ def _draft(vllm_config: VllmConfig, weights_id: str | None) -> str:
     return _digest(
         {
             "method": speculative.method,
+            "settings": settings_of("draft", vllm_config),
             "weights": None if same_files else weights_identity(draft, load, weights_id),
+            "loader": settings_of_class("loader", "LoadConfig", load),
             "config": _config(draft),
+            "context": _context(draft),
             "dtype": draft.dtype,
             "quantization": draft.quantization,
         }
     )
-
-
-def _settings(config: Any, names: Sequence[str]) -> dict[str, Any]:
-    """The settings of ``names`` that this version of vLLM has."""
-    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 def _digest(value: Any) -> str:

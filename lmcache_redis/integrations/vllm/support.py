@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lmcache_redis.integrations.vllm.groups import LayerGroup, Unsupported, layer_groups
+from lmcache_redis.integrations.vllm.settings.reading import refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,6 +47,7 @@ def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[
     yield from _wrong_groups(vllm_config, groups)
     yield from _wrong_hashes(vllm_config)
     yield from _wrong_model(vllm_config)
+    yield from refusals(vllm_config)
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")
     if device not in _DEVICES:
         yield f"the engine runs on {device}; this version handles {' and '.join(_DEVICES)}"

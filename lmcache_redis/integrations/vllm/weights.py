@@ -62,13 +62,11 @@ def weights_identity(
                 "kv_connector_extra_config to a name that no other weights have"
             ) from error
         digest = ""
-    extra = load.model_loader_extra_config
     return {
         "weights": digest,
         "weights_id": weights_id or "",
-        # A directory may hold weights in several formats; these two settings select.
+        # A directory may hold weights in several formats.
         "load_format": _load_format(load),
-        "weights_pattern": str(extra.get("pattern", "")) if isinstance(extra, dict) else "",
     }
 
 
