@@ -33,7 +33,7 @@ from lmcache_redis.integrations.vllm.guard import guarded, nothing, recompute_fa
 from lmcache_redis.integrations.vllm.identity import engine_id, model_name
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
-from lmcache_redis.integrations.vllm.support import supported_groups
+from lmcache_redis.integrations.vllm.support import may_load, supported_groups
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     EndedLoads,
@@ -181,7 +181,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             groups=self._groups,
             block_size_tokens=block_size,
             hash_stride=hash_stride,
-            loads=self._kv_transfer_config.is_kv_consumer,
+            loads=self._kv_transfer_config.is_kv_consumer and may_load(self._vllm_config),
             stores=self._kv_transfer_config.is_kv_producer,
             weights_id=self._config.weights_id,
             load_always=self._config.load_always,

@@ -6,15 +6,20 @@ defaults.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from lmcache_redis.integrations.vllm.groups import LayerGroup, Unsupported, layer_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("vllm.lmcache_redis")
 
 _HASHES = ("sha256", "sha256_cbor")
 _DEVICES = ("cpu", "cuda")
@@ -45,10 +50,44 @@ def supported_groups(
 def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[str]:
     yield from _wrong_groups(vllm_config, groups)
     yield from _wrong_hashes(vllm_config)
+    yield from _wrong_ranks(vllm_config)
     yield from _wrong_model(vllm_config)
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")
     if device not in _DEVICES:
         yield f"the engine runs on {device}; this version handles {' and '.join(_DEVICES)}"
+    elif device == "cuda" and torch.version.hip:
+        yield "the engine runs on ROCm, on which this version has never been run"
+    if _returns_experts(vllm_config) and not _limits_hits():
+        yield (
+            "--enable-return-routed-experts needs the experts of every token; a loaded prefix has "
+            "none, and this vLLM version would end with an error"
+        )
+
+
+def may_load(vllm_config: VllmConfig) -> bool:
+    """Whether the engine may load prefixes, and not only store them."""
+    if not _returns_experts(vllm_config):
+        return True
+    logger.warning(
+        "with --enable-return-routed-experts prefixes are stored and not loaded: vLLM computes "
+        "those whose experts it does not have"
+    )
+    return False
+
+
+def _returns_experts(vllm_config: VllmConfig) -> bool:
+    name = "enable_return_routed_experts"
+    auxiliary = getattr(vllm_config, "aux_output_config", None)  # vLLM 0.31 or newer
+    return bool(getattr(auxiliary, name, getattr(vllm_config.model_config, name, False)))
+
+
+def _limits_hits() -> bool:
+    """Whether vLLM takes no hit whose routed experts it does not have: 0.33 or newer."""
+    try:
+        from vllm.distributed.aux_output_connector import connector
+    except ImportError:
+        return False
+    return hasattr(connector.AuxOutputSchedulerConnector, "cap_external_hit")
 
 
 def _wrong_groups(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[str]:
@@ -65,7 +104,7 @@ def _wrong_groups(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iter
 
 
 def _wrong_hashes(vllm_config: VllmConfig) -> Iterator[str]:
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    cache = vllm_config.cache_config
     algorithm = str(cache.prefix_caching_hash_algo)
     if algorithm not in _HASHES:
         yield (
@@ -77,6 +116,14 @@ def _wrong_hashes(vllm_config: VllmConfig) -> Iterator[str]:
             "block hashes of this vLLM version differ between processes; set PYTHONHASHSEED to the "
             "same value for all engines"
         )
+    block_size = cache.block_size or 0
+    hashed = getattr(cache, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)
+    if block_size < 1 or block_size % (hashed or block_size):
+        yield f"a block has {block_size} tokens and a block hash covers {hashed or block_size}"
+
+
+def _wrong_ranks(vllm_config: VllmConfig) -> Iterator[str]:
+    parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:
@@ -84,10 +131,12 @@ def _wrong_hashes(vllm_config: VllmConfig) -> Iterator[str]:
                 f"the engine spreads a request's tokens over {size} ranks ({name}), which this "
                 "version does not handle"
             )
-    block_size = cache.block_size or 0
-    hashed = getattr(cache, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)
-    if block_size < 1 or block_size % (hashed or block_size):
-        yield f"a block has {block_size} tokens and a block hash covers {hashed or block_size}"
+    ranks = getattr(parallel, "world_size", 1)
+    if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and ranks > 1:
+        yield (
+            f"with external_launcher each of {ranks} ranks has its own scheduler, and they would "
+            "not learn of hits in the same step"
+        )
 
 
 def _wrong_model(vllm_config: VllmConfig) -> Iterator[str]:
