@@ -28,7 +28,11 @@ from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.integrations.vllm import epoch
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
-from lmcache_redis.integrations.vllm.groups import LayerGroup, common_block_tokens
+from lmcache_redis.integrations.vllm.groups import (
+    LayerGroup,
+    common_block_tokens,
+    left_out_groups,
+)
 from lmcache_redis.integrations.vllm.guard import guarded, nothing, recompute_failed_loads
 from lmcache_redis.integrations.vllm.identity import engine_id, model_name
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
@@ -179,6 +183,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             self._recorder,
             self._announcer,
             groups=self._groups,
+            left_out=left_out_groups(self._kv_cache_config),
             block_size_tokens=block_size,
             hash_stride=hash_stride,
             loads=self._kv_transfer_config.is_kv_consumer and may_load(self._vllm_config),

@@ -53,6 +53,7 @@ class ConnectorScheduler:
     """Decides on lookups, loads and stores.
 
     groups: of the model's layers. block_size_tokens: the common multiple of their block sizes.
+    left_out: the groups that are not cached, because vLLM computes them again.
     hash_stride: block hashes per block of that size.
     weights_id: names the first epoch; None for the shared one.
     load_always: also what is computed faster.
@@ -71,6 +72,7 @@ class ConnectorScheduler:
         announcer: Announcer | None = None,
         *,
         groups: Sequence[LayerGroup],
+        left_out: Sequence[LayerGroup] = (),
         block_size_tokens: int,
         hash_stride: int,
         loads: bool,
@@ -81,7 +83,7 @@ class ConnectorScheduler:
         block_ids: Callable[[str], Sequence[Sequence[int]]] | None,
     ) -> None:
         self._adapter = adapter
-        self._planner = Planner(references, groups, step_tokens)
+        self._planner = Planner(references, groups, left_out, step_tokens)
         self._stale = stale
         self._recorder = recorder
         self._announcer = announcer

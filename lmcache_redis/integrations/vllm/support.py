@@ -39,9 +39,10 @@ def supported_groups(
     groups = layer_groups(kv_cache_config)
     for reason in _reasons(vllm_config, groups):
         raise Unsupported(reason)
-    if len(groups) > 1 and not takes_failed_loads:
+    count = len(kv_cache_config.kv_cache_groups)
+    if count > 1 and not takes_failed_loads:
         raise Unsupported(
-            f"the model has {len(groups)} KV cache groups, and this vLLM version does not let "
+            f"the model has {count} KV cache groups, and this vLLM version does not let "
             "connectors report failed loads of such models; vLLM 0.30 or newer does"
         )
     return groups
