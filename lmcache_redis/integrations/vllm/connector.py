@@ -37,7 +37,11 @@ from lmcache_redis.integrations.vllm.guard import guarded, nothing, recompute_fa
 from lmcache_redis.integrations.vllm.identity import engine_id, model_name
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
-from lmcache_redis.integrations.vllm.support import may_load, supported_groups
+from lmcache_redis.integrations.vllm.support import (
+    MediaNames,
+    may_load,
+    supported_groups,
+)
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     EndedLoads,
@@ -190,6 +194,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             stores=self._kv_transfer_config.is_kv_producer,
             weights_id=self._config.weights_id,
             load_always=self._config.load_always,
+            media=MediaNames(self._vllm_config),
             step_tokens=int(step_tokens),
             block_ids=None if manager is None else manager.get_block_ids,
         )

@@ -34,6 +34,7 @@ from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.planning import Planner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
+from lmcache_redis.integrations.vllm.support import MediaNames
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class ConnectorScheduler:
     left_out: the groups that are not cached, because vLLM computes them again.
     hash_stride: block hashes per block of that size.
     weights_id: names the first epoch; None for the shared one.
-    load_always: also what is computed faster.
+    load_always: also what is computed faster. media: None if the model takes none.
     announcer: reports chunks to routers; None if no router listens.
     step_tokens: vLLM computes at most so many tokens of a request before it releases blocks.
     block_ids: returns a request's current blocks by group, null ones included; None if vLLM does
@@ -79,6 +80,7 @@ class ConnectorScheduler:
         stores: bool,
         weights_id: str | None,
         load_always: bool = False,
+        media: MediaNames | None = None,
         step_tokens: int,
         block_ids: Callable[[str], Sequence[Sequence[int]]] | None,
     ) -> None:
@@ -94,6 +96,7 @@ class ConnectorScheduler:
         self._may_store = stores
         self._load_always = load_always
         self._block_ids = block_ids
+        self._media = media
         self._adapter_digests = AdapterDigests()
         self.epoch = named_epoch(weights_id)
         self._epoch_is_own = False  # random, and so not shared with other engines
@@ -322,6 +325,8 @@ class ConnectorScheduler:
     def _prefix(self, request: Request) -> bytes | None:
         """The prefix of the names of its chunks; None if its KV cannot be identified."""
         if self._stale.may_be_hit():
+            return None
+        if self._media is not None and not self._media.are_of_content(request):
             return None
         digest = self._adapter_digests.digest(request.lora_request)
         return None if digest is None else self.epoch + digest

@@ -1,4 +1,4 @@
-"""Which engines can be cached, decided at startup from their settings.
+"""Which engines can be cached, decided at startup from their settings, and which of their requests.
 
 A reason against it is one sentence. vLLM versions differ in the settings that they have, hence the
 defaults.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,14 @@ from lmcache_redis.integrations.vllm.groups import LayerGroup, Unsupported, laye
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.lmcache_redis")
 
 _HASHES = ("sha256", "sha256_cbor")
 _DEVICES = ("cpu", "cuda")
+# What vLLM's hashers of media return: blake3, sha256 and sha512.
+_DIGEST = re.compile(r"([0-9a-f]{64}){1,2}")
 
 
 def supported_groups(
@@ -74,6 +78,41 @@ def may_load(vllm_config: VllmConfig) -> bool:
         "those whose experts it does not have"
     )
     return False
+
+
+class MediaNames:
+    """Whether the images and other media of an engine's requests are named by their content.
+
+    A block hash covers a medium by its identifier, which is a digest of its content, except in two
+    cases (``vllm/renderers/base.py``). Without its prefix cache and its processor's cache, vLLM
+    counts media instead of hashing them, and every process counts from 1. And a client may name a
+    medium itself (``multi_modal_uuids``). docs/identity.md says what remains.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        media = getattr(vllm_config.model_config, "multimodal_config", None)
+        self._are_counted = (
+            media is not None
+            and media.mm_processor_cache_gb == 0
+            and not vllm_config.cache_config.enable_prefix_caching
+        )
+        self._has_warned = False
+
+    def are_of_content(self, request: Request) -> bool:
+        """True also for a request without media."""
+        named = all(_is_digest(each.identifier) for each in request.mm_features)
+        if named and not (self._are_counted and request.mm_features):
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "prompts with media are not cached where these are not named by a digest of their "
+                "content: %s",
+                "vLLM counts media without --enable-prefix-caching and --mm-processor-cache-gb"
+                if self._are_counted
+                else "a client has named one by a uuid of its own",
+            )
+        return False
 
 
 def _returns_experts(vllm_config: VllmConfig) -> bool:
@@ -173,3 +212,8 @@ def _hashes_are_reproducible() -> bool:
     from vllm.v1.core import kv_cache_utils
 
     return hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+
+
+def _is_digest(identifier: str) -> bool:
+    """An adapter's name may stand before the digest, with a colon."""
+    return _DIGEST.fullmatch(identifier.rpartition(":")[2]) is not None
