@@ -33,7 +33,8 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt"
 _EXTRA = ("new_embeddings.safetensors", "new_embeddings.bin", "new_embeddings.pt")
 # The scheduler waits so long for files, once while they do not answer.
 _DEADLINE_S = 0.2
-_BELIEVED_S = 2.0
+# No longer than a step: vLLM may drop an adapter for others, and read its files again.
+_BELIEVED_S = 0.05
 
 # Per possible file: device, inode, size, mtime and ctime; None if it does not exist.
 _State = tuple[tuple[int, ...] | None, ...]
