@@ -24,7 +24,8 @@ ALL_PAGES = [*PAGES, ROOT / "CHANGELOG.md"]
 # Options of other programs: vLLM, Docker, pytest, and scripts with parsers of their own.
 FOREIGN_OPTIONS = {
     *("--additional-config", "--calculate-kv-scales"),
-    *("--disable-sliding-window", "--hf-overrides", "--load-format"),
+    *("--disable-sliding-window", "--enable-prefix-caching", "--enable-return-routed-experts"),
+    *("--hf-overrides", "--load-format", "--mm-processor-cache-gb", "--no-enable-prefix-caching"),
     *("--kv-events-config", "--kv-transfer-config"),
     *("--mamba-cache-mode", "--max-model-len", "--model-impl"),
     *("--ipc", "--pid", "--shm-size"),

@@ -26,7 +26,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -130,6 +130,7 @@ class PlayedEngine:
         self._fail = fail
         self.hold = False  # no load ends
         sizes = [spec.block_size for spec in specs]
+        hashed = [spec.block_size for spec in specs if spec.prefix_cacheable]
         kv_config = KVCacheConfig(
             num_blocks=num_blocks,
             kv_cache_tensors=[],
@@ -137,7 +138,7 @@ class PlayedEngine:
                 KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)
             ],
         )
-        cache = CacheConfig(block_size=min(sizes), enable_prefix_caching=True)
+        cache = CacheConfig(block_size=min(hashed), enable_prefix_caching=True)
         cache.mamba_cache_mode = "align"
         config = VllmConfig(
             model_config=ModelConfig(
@@ -168,7 +169,7 @@ class PlayedEngine:
         states = [spec.block_size for spec in specs if hasattr(spec, "mamba_cache_mode")]
         cache.block_size, cache.num_gpu_blocks = max(states, default=min(sizes)), num_blocks
         config.scheduler_config.async_scheduling = False
-        self.hash_tokens = _gcd(sizes)
+        self.hash_tokens = _gcd(hashed)
         kv_config.hash_block_size = self.hash_tokens
         self.scheduler = Scheduler(
             config, kv_config, StructuredOutputManager(config), _lcm(sizes), self.hash_tokens
@@ -178,6 +179,7 @@ class PlayedEngine:
         inner = self.connector._scheduler
         assert inner is not None, "the cache is off"
         self.groups: Sequence[LayerGroup] = inner._groups
+        self._left_out = [(n, spec) for n, spec in enumerate(specs) if not spec.prefix_cacheable]
         self.agent = Agent(self.groups, chunk_tokens)
         self.connector._adapter.shutdown()
         inner._adapter = self.connector._adapter = self.agent  # type: ignore[assignment]
@@ -296,9 +298,29 @@ class PlayedEngine:
                 content = list(self._content(ids[token // size], size))
                 content[token % size] = digests[token]
                 self._write(ids[token // size], content)
+        for number, spec in self._left_out:
+            self._compute_left_out(request, table[number], spec, range(begin, begin + count))
         if begin + count < request.num_tokens:
             return []
         return [abs(digests[-1]) % 7]
+
+    def _compute_left_out(
+        self, request: Request, ids: Sequence[int], spec: Any, step: range
+    ) -> None:
+        """As `_compute`, for a group that nothing loads: a step that replays a window fills it."""
+        digests, size = self._digests(request), spec.block_size
+        if isinstance(spec, CircularBufferSpec):
+            # Tokens are compressed in groups of half a block.
+            first, ids = step.start - step.start % (size // 2), list(ids) * (step.stop // size + 1)
+        else:
+            first = max(0, step.start - spec.sliding_window + 1, request.replay_start)
+        for token in range(first, step.start):
+            found = self._content(ids[token // size], size)[token % size]
+            assert found == digests[token], f"{request.request_id}: token {token} of {spec}"
+        for token in step:
+            content = list(self._content(ids[token // size], size))
+            content[token % size] = digests[token]
+            self._write(ids[token // size], content)
 
     def _content(self, block_id: int, size: int) -> list[Any]:
         """Of the tokens of a block; None where something else is."""
@@ -328,7 +350,7 @@ class PlayedEngine:
             size = group.block_size_tokens
             own = [
                 block_id
-                for block_id in table[op.group][: end // size]
+                for block_id in table[group.number][: end // size]
                 if self.pool.blocks[block_id].block_hash is None
                 and not self.pool.blocks[block_id].is_null
             ]

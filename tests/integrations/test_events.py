@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +135,24 @@ def test_a_stored_chunk_is_described_as_vllm_describes_its_blocks(
         if hasattr(own, "session_id"):
             own.session_id = None
         assert event == own
+
+
+def test_events_have_the_number_that_vllm_gave_the_group() -> None:
+    """Its own cache leaves out the groups between."""
+    request = request_of(2 * CHUNK)
+    names = names_of(request)
+    watch = ScriptedWatch(groups=(0, 1))
+    later = replace(WIDE, number=3)
+    made = Announcer(watch, [FULL, later], HASH, [{}, {}, {}, {"kv_cache_spec_kind": "third"}])  # type: ignore[arg-type]
+    made.named(request, names, range(2), CHUNK)
+    made.take()
+    watch.tell("host", True, *names, part=1)
+    stored = made.take()
+    assert {(each.group_idx, each.kv_cache_spec_kind) for each in stored} == {(3, "third")}
+    assert {each.block_size for each in stored} == {2 * HASH}
+    watch.tell("host", False, *names, part=1)
+    (removed,) = made.take()
+    assert removed.group_idx == 3
 
 
 def test_a_chunk_that_is_named_again_is_followed_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,14 @@ def test_fp8_and_its_scales_count() -> None:
     assert len(set(found)) == 4
 
 
+def test_dtypes_that_cannot_be_probed_are_told_apart() -> None:
+    """As fp8 on a processor for which vLLM has no kernels of it."""
+    found = [
+        packing(cpu_layer("no such set", dtype=dtype)) for dtype in ("fp8_e4m3", "fp8_e5m2", "auto")
+    ]
+    assert len(set(found)) == 3
+
+
 def test_the_engines_cache_and_state_stay_as_they_are() -> None:
     layer = cpu_layer("vec")
     layer.kv_cache.fill_(3)

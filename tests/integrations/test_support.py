@@ -10,10 +10,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
+import torch
 from vllm.v1.core import kv_cache_utils
 
 from lmcache_redis.integrations.vllm.groups import Unsupported
-from lmcache_redis.integrations.vllm.support import supported_groups
+from lmcache_redis.integrations.vllm.support import may_load, supported_groups
 
 
 class FullAttentionSpec:
@@ -117,6 +118,15 @@ def test_full_attention_is_supported_by_every_version(spec: object) -> None:
         ({"cache_config": {"prefix_caching_hash_algo": "builtin"}}, "builtin"),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode_context_parallel"),
         ({"parallel_config": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel"),
+        (
+            {
+                "parallel_config": {
+                    "distributed_executor_backend": "external_launcher",
+                    "world_size": 2,
+                }
+            },
+            "external_launcher",
+        ),
         ({"cache_config": {"hash_block_size": 32}}, "covers 32"),
         ({"cache_config": {"prefix_match_unit": 12}}, "covers 12"),
         ({"cache_config": {"block_size": 0}}, "0 tokens"),
@@ -136,6 +146,39 @@ def test_a_setting_that_does_not_go_is_named(changes: dict[str, Any], word: str)
     assert reason is not None
     assert word in reason
     assert "\n" not in reason
+
+
+def test_a_launcher_of_one_rank_is_as_any_other() -> None:
+    alone = {"distributed_executor_backend": "external_launcher", "world_size": 1}
+    assert unsupported(engine(parallel_config=alone), FULL) is None
+    several = {"distributed_executor_backend": "mp", "world_size": 2}
+    assert unsupported(engine(parallel_config=several), FULL) is None
+
+
+def test_rocm_calls_itself_cuda_and_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unsupported(engine(), FULL) is None
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    reason = unsupported(engine(), FULL)
+    assert reason is not None
+    assert "ROCm" in reason
+    assert unsupported(engine(device_config={"device_type": "cpu"}), FULL) is None
+
+
+@pytest.mark.parametrize("config", ["aux_output_config", "model_config"])  # since 0.31, before
+def test_routed_experts_are_not_loaded(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    returns = engine(**{config: {"enable_return_routed_experts": True}})
+    assert may_load(engine())
+    assert may_load(engine(aux_output_config={"enable_return_routed_experts": False}))
+    assert not may_load(returns)
+    module = pytest.importorskip("vllm.distributed.aux_output_connector.connector")
+    connector = module.AuxOutputSchedulerConnector
+    monkeypatch.delattr(connector, "cap_external_hit", raising=False)
+    reason = unsupported(returns, FULL)
+    assert reason is not None
+    assert "--enable-return-routed-experts" in reason
+    # As vLLM 0.33 has it: a hit is no longer than what it has the experts of.
+    monkeypatch.setattr(connector, "cap_external_hit", lambda *_: 0, raising=False)
+    assert unsupported(returns, FULL) is None
 
 
 def test_hashes_that_differ_in_every_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

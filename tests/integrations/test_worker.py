@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +12,23 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
+import torch
+from transformers import LlamaConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
 from lmcache_redis.client.transfers import LoadStoreOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
+from lmcache_redis.integrations.vllm.groups import layer_groups
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     EventRing,
     Planned,
     StepMetadata,
+    register,
 )
+from tests.integrations.test_groups import full, replayed, ring
 
 OPS = tuple(
     LoadStoreOp(block_ids=[10 * group, 10 * group + 1], chunk_hashes=[b"hash"], group=group)
@@ -185,6 +194,42 @@ def test_a_store_ends_when_all_its_parts_are_over_and_one_drop_is_reported() -> 
     stats = taken(recorder)
     assert (stats["stored_chunks"], stats["dropped_chunks"]) == ({"0": 2}, {"0": 1})
     assert [len(each) for each in stats["store_seconds"].values()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("specs", "registered"),
+    [
+        ([full()], [{"layer.0": 16, "shared": 16}]),  # a layer that has the KV of another
+        ([full(), replayed(64), full(32)], [{"layer.0": 16}, {"layer.2": 32}]),
+        ([ring(8), full()], [{"layer.1": 16}]),
+    ],
+)
+def test_the_memory_of_groups_that_are_left_out_is_not_registered(
+    tmp_path: Path, specs: list[Any], registered: list[dict[str, int]]
+) -> None:
+    LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)
+    vllm_config = EngineArgs(
+        model=str(tmp_path), skip_tokenizer_init=True, load_format="dummy"
+    ).create_engine_config()
+    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
+    kv_cache_config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+    layers = ["shared", *(f"layer.{number}" for number in range(len(specs)))]
+    found: list[dict[str, int]] = []
+
+    def register_groups(groups: Sequence[Any], **settings: Any) -> None:
+        found.extend(dict.fromkeys(each.tensors, each.block_size_tokens) for each in groups)
+
+    client: Any = SimpleNamespace(register_groups=register_groups)
+    caches = {layer: torch.zeros(4, 1, 16, 32) for layer in layers}
+    register(client, vllm_config, kv_cache_config, layer_groups(kv_cache_config), caches, None)
+    assert found == registered
 
 
 # ------------------------------------------------------- events

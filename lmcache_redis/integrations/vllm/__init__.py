@@ -9,7 +9,7 @@ planning        the blocks of loads and stores, and whether there is room for th
 bookkeeping     requests, references to blocks, recent chunks
 worker          the KV cache of a worker: registered, loaded, stored
 groups          which blocks of each kind of layer a prefix needs
-support         which engines can be cached
+support         which engines, and which of their requests, can be cached
 identity        what decides the bytes of the KV cache, besides its layout: `weights` with
                 `tensorfiles`, `lora`, and how K and V are packed (`probe`)
 settings        the verdict on each setting of vLLM: in the identity, refused or left out

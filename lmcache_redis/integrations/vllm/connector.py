@@ -36,12 +36,20 @@ from lmcache_redis.integrations.vllm.engine import (
     watch_resets,
 )
 from lmcache_redis.integrations.vllm.epoch import Epochs
-from lmcache_redis.integrations.vllm.groups import LayerGroup, common_block_tokens
+from lmcache_redis.integrations.vllm.groups import (
+    LayerGroup,
+    common_block_tokens,
+    left_out_groups,
+)
 from lmcache_redis.integrations.vllm.guard import guarded, nothing
 from lmcache_redis.integrations.vllm.identity import engine_id, model_name
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
-from lmcache_redis.integrations.vllm.support import supported_groups
+from lmcache_redis.integrations.vllm.support import (
+    MediaNames,
+    may_load,
+    supported_groups,
+)
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     EndedLoads,
@@ -220,12 +228,14 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
             self._recorder,
             self._announcer,
             groups=self._groups,
+            left_out=left_out_groups(self._kv_cache_config),
             block_size_tokens=block_size,
             hash_stride=hash_stride,
-            loads=self._kv_transfer_config.is_kv_consumer,
+            loads=self._kv_transfer_config.is_kv_consumer and may_load(self._vllm_config),
             stores=self._kv_transfer_config.is_kv_producer,
             load_always=config.load_always,
             beside_others=self._beside_others,
+            media=MediaNames(self._vllm_config),
             step_tokens=int(step_tokens),
             block_ids=None if manager is None else manager.get_block_ids,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,10 @@ class Unsupported(LMCacheRedisError):
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """One of vLLM's KV cache groups, at position ``number``. kind: the class of its spec."""
+    """One of vLLM's KV cache groups, with vLLM's ``number``. kind: the class of its spec.
+
+    Its number at the agent is its position among those that are cached.
+    """
 
     number: int
     layers: tuple[str, ...]
@@ -60,11 +64,13 @@ class LayerGroup:
 
 
 def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
-    """The groups. Raises `Unsupported`, which names each that cannot be cached."""
+    """The groups that are cached. Raises `Unsupported`, which names each that cannot be."""
     groups, reasons = [], []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
-        inner: dict[str, Any] = getattr(spec, "kv_cache_specs", None) or {"": spec}
+        if not _is_part_of_prefixes(spec):
+            continue
+        inner = _inner_specs(spec)
         reaches = {_reach(each) for each in inner.values()}
         names = " and ".join(sorted({type(each).__name__ for each in inner.values()}))
         wrong = sorted(each for each in reaches if isinstance(each, str))
@@ -84,6 +90,26 @@ def layer_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
     return groups
 
 
+def left_out_groups(kv_cache_config: KVCacheConfig) -> list[LayerGroup]:
+    """The groups that vLLM's own prefix cache leaves out: it computes again what they hold.
+
+    Windows that are replayed, and buffers of one request. What is loaded need not have them
+    (``KVConnectorBase_V1.get_loaded_kv_cache_group_ids``), and a request needs blocks for them.
+    """
+    groups = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if not _is_part_of_prefixes(spec):
+            first, *_ = _inner_specs(spec).values()
+            kind, reach = type(first).__name__, _reach(first)
+            # A circular buffer is one block, however many tokens pass through it.
+            block_size = sys.maxsize if kind == "CircularBufferSpec" else spec.block_size
+            if not isinstance(reach, Reach):
+                reach = FULL_REACH
+            groups.append(LayerGroup(number, tuple(group.layer_names), block_size, reach, kind))
+    return groups
+
+
 def shard_of_rank(vllm_config: VllmConfig, spec: KVCacheSpec) -> tuple[int, int, int]:
     """``(shard, shards, replicas)`` of this rank's bytes of a group.
 
@@ -93,9 +119,8 @@ def shard_of_rank(vllm_config: VllmConfig, spec: KVCacheSpec) -> tuple[int, int,
     """
     parallel = vllm_config.parallel_config
     size = parallel.tensor_parallel_size
-    inner: dict[str, Any] = getattr(spec, "kv_cache_specs", None) or {"": spec}
     heads = _total_kv_heads(vllm_config.model_config)
-    replicas = math.gcd(*(_replicas(each, size, heads) for each in inner.values()))
+    replicas = math.gcd(*(_replicas(each, size, heads) for each in _inner_specs(spec).values()))
     return parallel.rank // replicas, parallel.world_size // replicas, replicas
 
 
@@ -160,9 +185,14 @@ def _reach(spec: Any) -> Reach | str:
     return "this version does not handle this kind"
 
 
+def _inner_specs(spec: Any) -> dict[str, Any]:
+    """The specs of a group's layers, where they may differ."""
+    return getattr(spec, "kv_cache_specs", None) or {"": spec}
+
+
+def _is_part_of_prefixes(spec: Any) -> bool:
+    return bool(getattr(spec, "prefix_cacheable", True))
+
+
 def _is_transferred(group: Any) -> bool:
-    return (
-        getattr(group, "enable_kv_transfer", True)
-        and not getattr(group, "host_resident", False)
-        and getattr(group.kv_cache_spec, "prefix_cacheable", True)
-    )
+    return getattr(group, "enable_kv_transfer", True) and not getattr(group, "host_resident", False)

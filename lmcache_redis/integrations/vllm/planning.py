@@ -19,15 +19,21 @@ from lmcache_redis.naming import FULL_REACH
 class Planner:
     """Plans for the requests of one engine, and takes the references to their blocks.
 
-    groups, step_tokens: as for `ConnectorScheduler`. needs_all: a prefix needs every part.
+    groups, left_out, step_tokens: as for `ConnectorScheduler`. needs_all: a prefix needs every
+    block before its end, and nothing else.
     """
 
     def __init__(
-        self, references: BlockReferences, groups: Sequence[LayerGroup], step_tokens: int
+        self,
+        references: BlockReferences,
+        groups: Sequence[LayerGroup],
+        left_out: Sequence[LayerGroup],
+        step_tokens: int,
     ) -> None:
-        self.needs_all = all(group.reach == FULL_REACH for group in groups)
+        self.needs_all = not left_out and all(group.reach == FULL_REACH for group in groups)
         self._references = references
         self._groups = groups
+        self._all_groups = (*groups, *left_out)
         self._step_tokens = step_tokens
         self._recent = RecentChunks()
         # Blocks that a request needs beyond those of its load, until it is scheduled.
@@ -48,7 +54,7 @@ class Planner:
             return True
         if not self._is_full:
             held = 0
-            for group in self._groups:
+            for group in self._all_groups:
                 size = group.block_size_tokens
                 held += end // size - group.reach.first_token(end) // size
             missing = self._missing(tracked, end) + sum(self._missing_blocks.values())
@@ -64,8 +70,8 @@ class Planner:
         names = tracked.chunk_names()[: end // tracked.chunk_tokens]
         ops: list[LoadStoreOp] = []
         written: list[int] = []
-        for group in self._groups:
-            op = self._load_of_group(group, tracked, block_ids[group.number], names)
+        for place, group in enumerate(self._groups):
+            op = self._load_of_group(place, tracked, block_ids[group.number], names)
             if op is not None:
                 ops.append(op)
                 written += group.written_by(op)
@@ -83,8 +89,8 @@ class Planner:
     ) -> list[Planned]:
         """The store of ``chunks``, if any of their parts are to be stored."""
         found = [
-            self._store_of_group(group, tracked, blocks[group.number], chunks)
-            for group in self._groups
+            self._store_of_group(place, tracked, blocks[group.number], chunks)
+            for place, group in enumerate(self._groups)
         ]
         ops = tuple(op for op in found if op.block_ids)
         if not ops:
@@ -106,16 +112,17 @@ class Planner:
         """Blocks that its other tokens need at most, at one time."""
         tokens = tracked.request.num_tokens - end
         missing = 0
-        for group in self._groups:
+        for group in self._all_groups:
             released = group.reach.kind in ("window", "local")
             count = min(tokens, self._step_tokens) if released else tokens
             missing += count // group.block_size_tokens + 2
         return missing
 
     def _load_of_group(
-        self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], names: Sequence[bytes]
+        self, place: int, tracked: Tracked, block_ids: Sequence[int], names: Sequence[bytes]
     ) -> LoadStoreOp | None:
-        """None if the group needs no load."""
+        """The load of the group at this place among the cached; None if it needs none."""
+        group = self._groups[place]
         chunk_tokens, block_tokens = tracked.chunk_tokens, group.block_size_tokens
         end = len(names) * chunk_tokens // block_tokens
         # Other requests may be reading local blocks, and blocks before a sliding window are null:
@@ -137,13 +144,14 @@ class Planner:
             block_ids=list(block_ids[begin:end]),
             chunk_hashes=names[first_chunk:],
             skip_first_n_tokens=(first - begin) * block_tokens,
-            group=group.number,
+            group=place,
         )
 
     def _store_of_group(
-        self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
+        self, place: int, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
     ) -> LoadStoreOp:
         """The parts of ``chunks`` that are in blocks and not stored yet."""
+        group = self._groups[place]
         names, hashes = tracked.chunk_names(), tracked.chunk_hashes()
         of_parts: list[int] = []
         hashes_of_parts: list[bytes] = []
@@ -161,7 +169,7 @@ class Planner:
             self._recent.add([key])
             of_parts += part
             hashes_of_parts.append(names[chunk])
-        return LoadStoreOp(of_parts, chunk_hashes=hashes_of_parts, group=group.number)
+        return LoadStoreOp(of_parts, chunk_hashes=hashes_of_parts, group=place)
 
 
 def _parts(group: LayerGroup, names: Iterable[bytes]) -> list[bytes]:

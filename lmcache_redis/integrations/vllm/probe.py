@@ -50,7 +50,7 @@ def kv_identity(
     """Pairs that identify how the layers of ``kv_caches`` pack and scale their KV.
 
     Never raises and does not change the engine. Layers that cannot be probed are identified by
-    their backend alone; one log line lists them.
+    their backend and the dtype of their cache; one log line lists them.
     """
     context = vllm_config.compilation_config.static_forward_context
     found: dict[str, str] = {}
@@ -72,12 +72,12 @@ def kv_identity(
                     found[kind] = _probe(layer, scratch, vllm_config.model_config.dtype)
             digests.append(found[kind])
         except Exception as error:  # a backend may raise anything
-            digests.append(f"{type(layer).__name__} {getattr(layer, 'isa', '')}")
+            digests.append(_unprobed(layer, tensor))
             unknown.setdefault(type(layer).__name__, f"{name}: {type(error).__name__}: {error}")
     if unknown:
         logger.warning(
-            "KV caches are identified by version and backend alone, because these layers cannot "
-            "be probed: %s",
+            "KV caches are identified by version, backend and dtype alone, because these layers "
+            "cannot be probed: %s",
             "; ".join(unknown.values()),
         )
     return {"kv_packing": _digest(digests), "kv_scales": _digest(scales)}
@@ -116,6 +116,13 @@ def _kind(layer: Any, cache: torch.Tensor) -> str:
     storage = (tuple(cache.shape), cache.stride(), cache.dtype)
     variant = (getattr(layer, "isa", None), layer.kv_cache_dtype, vars(layer.impl).get("attn_type"))
     return repr((backend, sizes, storage, variant, _scales(layer)))
+
+
+def _unprobed(layer: Any, registered: torch.Tensor) -> str:
+    """What is known of a layer whose backend cannot write."""
+    backend = getattr(layer, "impl", None)
+    settings = [getattr(layer, name, None) for name in ("isa", "kv_cache_dtype")]
+    return repr((type(layer).__name__, type(backend).__qualname__, settings, registered.dtype))
 
 
 class _Scratch(NamedTuple):

@@ -34,6 +34,7 @@ from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.planning import Planner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
+from lmcache_redis.integrations.vllm.support import MediaNames
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 
 if TYPE_CHECKING:
@@ -53,8 +54,9 @@ class ConnectorScheduler:
     """Decides on lookups, loads and stores.
 
     groups: of the model's layers. block_size_tokens: the common multiple of their block sizes.
+    left_out: the groups that are not cached, because vLLM computes them again.
     hash_stride: block hashes per block of that size.
-    load_always: also what is computed faster.
+    load_always: also what is computed faster. media: None if the model takes none.
     beside_others: other connectors transfer KV of this engine too.
     announcer: reports chunks to routers; None if no router listens.
     step_tokens: vLLM computes at most so many tokens of a request before it releases blocks.
@@ -72,18 +74,20 @@ class ConnectorScheduler:
         announcer: Announcer | None = None,
         *,
         groups: Sequence[LayerGroup],
+        left_out: Sequence[LayerGroup] = (),
         block_size_tokens: int,
         hash_stride: int,
         loads: bool,
         stores: bool,
         load_always: bool = False,
         beside_others: bool = False,
+        media: MediaNames | None = None,
         step_tokens: int,
         block_ids: Callable[[str], Sequence[Sequence[int]]] | None,
     ) -> None:
         self._adapter = adapter
         self._references = references
-        self._planner = Planner(references, groups, step_tokens)
+        self._planner = Planner(references, groups, left_out, step_tokens)
         self._stale = stale
         self.epochs = epochs
         self._recorder = recorder
@@ -96,6 +100,7 @@ class ConnectorScheduler:
         self._load_always = load_always
         self._beside_others = beside_others
         self._block_ids = block_ids
+        self._media = media
         self._adapter_digests = AdapterDigests()
         self._tracked: dict[str, Tracked] = {}
         self._resuming: set[str] = set()  # load has ended, not scheduled since
@@ -357,6 +362,8 @@ class ConnectorScheduler:
     def _prefix(self, request: Request) -> bytes | None:
         """The prefix of the names of its chunks; None if its KV cannot be identified."""
         if self._stale.may_be_hit():
+            return None
+        if self._media is not None and not self._media.are_of_content(request):
             return None
         digest = self._adapter_digests.digest(request.lora_request)
         return None if digest is None else self.epochs.current + digest

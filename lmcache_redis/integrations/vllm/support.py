@@ -1,4 +1,4 @@
-"""Which engines can be cached, decided at startup from their settings.
+"""Which engines can be cached, decided at startup from their settings, and which of their requests.
 
 A reason against it is one sentence. vLLM versions differ in the settings that they have, hence the
 defaults.
@@ -6,9 +6,13 @@ defaults.
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from lmcache_redis.integrations.vllm.groups import LayerGroup, Unsupported, layer_groups
 from lmcache_redis.integrations.vllm.settings.reading import refusals
@@ -16,9 +20,14 @@ from lmcache_redis.integrations.vllm.settings.reading import refusals
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.lmcache_redis")
 
 _HASHES = ("sha256", "sha256_cbor")
 _DEVICES = ("cpu", "cuda")
+# What vLLM's hashers of media return: blake3, sha256 and sha512.
+_DIGEST = re.compile(r"([0-9a-f]{64}){1,2}")
 
 
 def supported_groups(
@@ -35,9 +44,10 @@ def supported_groups(
     groups = layer_groups(kv_cache_config)
     for reason in _reasons(vllm_config, groups):
         raise Unsupported(reason)
-    if len(groups) > 1 and not takes_failed_loads:
+    count = len(kv_cache_config.kv_cache_groups)
+    if count > 1 and not takes_failed_loads:
         raise Unsupported(
-            f"the model has {len(groups)} KV cache groups, and this vLLM version does not let "
+            f"the model has {count} KV cache groups, and this vLLM version does not let "
             "connectors report failed loads of such models; vLLM 0.30 or newer does"
         )
     return groups
@@ -46,11 +56,80 @@ def supported_groups(
 def _reasons(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[str]:
     yield from _wrong_groups(vllm_config, groups)
     yield from _wrong_hashes(vllm_config)
+    yield from _wrong_ranks(vllm_config)
     yield from _wrong_model(vllm_config)
     yield from refusals(vllm_config)
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")
     if device not in _DEVICES:
         yield f"the engine runs on {device}; this version handles {' and '.join(_DEVICES)}"
+    elif device == "cuda" and torch.version.hip:
+        yield "the engine runs on ROCm, on which this version has never been run"
+    if _returns_experts(vllm_config) and not _limits_hits():
+        yield (
+            "--enable-return-routed-experts needs the experts of every token; a loaded prefix has "
+            "none, and this vLLM version would end with an error"
+        )
+
+
+def may_load(vllm_config: VllmConfig) -> bool:
+    """Whether the engine may load prefixes, and not only store them."""
+    if not _returns_experts(vllm_config):
+        return True
+    logger.warning(
+        "with --enable-return-routed-experts prefixes are stored and not loaded: vLLM computes "
+        "those whose experts it does not have"
+    )
+    return False
+
+
+class MediaNames:
+    """Whether the images and other media of an engine's requests are named by their content.
+
+    A block hash covers a medium by its identifier, which is a digest of its content, except in two
+    cases (``vllm/renderers/base.py``). Without its prefix cache and its processor's cache, vLLM
+    counts media instead of hashing them, and every process counts from 1. And a client may name a
+    medium itself (``multi_modal_uuids``). docs/identity.md says what remains.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        media = getattr(vllm_config.model_config, "multimodal_config", None)
+        self._are_counted = (
+            media is not None
+            and media.mm_processor_cache_gb == 0
+            and not vllm_config.cache_config.enable_prefix_caching
+        )
+        self._has_warned = False
+
+    def are_of_content(self, request: Request) -> bool:
+        """True also for a request without media."""
+        named = all(_is_digest(each.identifier) for each in request.mm_features)
+        if named and not (self._are_counted and request.mm_features):
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "prompts with media are not cached where these are not named by a digest of their "
+                "content: %s",
+                "vLLM counts media without --enable-prefix-caching and --mm-processor-cache-gb"
+                if self._are_counted
+                else "a client has named one by a uuid of its own",
+            )
+        return False
+
+
+def _returns_experts(vllm_config: VllmConfig) -> bool:
+    name = "enable_return_routed_experts"
+    auxiliary = getattr(vllm_config, "aux_output_config", None)  # vLLM 0.31 or newer
+    return bool(getattr(auxiliary, name, getattr(vllm_config.model_config, name, False)))
+
+
+def _limits_hits() -> bool:
+    """Whether vLLM takes no hit whose routed experts it does not have: 0.33 or newer."""
+    try:
+        from vllm.distributed.aux_output_connector import connector
+    except ImportError:
+        return False
+    return hasattr(connector.AuxOutputSchedulerConnector, "cap_external_hit")
 
 
 def _wrong_groups(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iterator[str]:
@@ -67,7 +146,7 @@ def _wrong_groups(vllm_config: VllmConfig, groups: Sequence[LayerGroup]) -> Iter
 
 
 def _wrong_hashes(vllm_config: VllmConfig) -> Iterator[str]:
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    cache = vllm_config.cache_config
     algorithm = str(cache.prefix_caching_hash_algo)
     if algorithm not in _HASHES:
         yield (
@@ -79,6 +158,14 @@ def _wrong_hashes(vllm_config: VllmConfig) -> Iterator[str]:
             "block hashes of this vLLM version differ between processes; set PYTHONHASHSEED to the "
             "same value for all engines"
         )
+    block_size = cache.block_size or 0
+    hashed = getattr(cache, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)
+    if block_size < 1 or block_size % (hashed or block_size):
+        yield f"a block has {block_size} tokens and a block hash covers {hashed or block_size}"
+
+
+def _wrong_ranks(vllm_config: VllmConfig) -> Iterator[str]:
+    parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:
@@ -86,10 +173,12 @@ def _wrong_hashes(vllm_config: VllmConfig) -> Iterator[str]:
                 f"the engine spreads a request's tokens over {size} ranks ({name}), which this "
                 "version does not handle"
             )
-    block_size = cache.block_size or 0
-    hashed = getattr(cache, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)
-    if block_size < 1 or block_size % (hashed or block_size):
-        yield f"a block has {block_size} tokens and a block hash covers {hashed or block_size}"
+    ranks = getattr(parallel, "world_size", 1)
+    if getattr(parallel, "distributed_executor_backend", None) == "external_launcher" and ranks > 1:
+        yield (
+            f"with external_launcher each of {ranks} ranks has its own scheduler, and they would "
+            "not learn of hits in the same step"
+        )
 
 
 def _wrong_model(vllm_config: VllmConfig) -> Iterator[str]:
@@ -125,3 +214,8 @@ def _hashes_are_reproducible() -> bool:
     from vllm.v1.core import kv_cache_utils
 
     return hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+
+
+def _is_digest(identifier: str) -> bool:
+    """An adapter's name may stand before the digest, with a colon."""
+    return _DIGEST.fullmatch(identifier.rpartition(":")[2]) is not None

@@ -297,7 +297,7 @@ def register(
     cache_groups = []
     for group in groups:
         # With one group, layers that share the KV of another are listed as well.
-        layers = group.layers if len(groups) > 1 else tensors
+        layers = group.layers if len(kv_cache_config.kv_cache_groups) > 1 else tensors
         some = {name: each for layer in layers for name, each in tensors.get(layer, {}).items()}
         cache_groups.append(_cache_group(vllm_config, kv_cache_config, group, some, strides))
     client.register_groups(

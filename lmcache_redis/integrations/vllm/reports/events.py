@@ -175,8 +175,8 @@ def in_order(events: Iterable[Event]) -> list[list[Event]]:
 class Announcer:
     """Turns the agent's news into events. A failure ends the events, never the cache.
 
-    hash_tokens: tokens that one hash of vLLM covers. specs: of each group, its fields in events of
-    stored blocks, see `spec_fields`.
+    hash_tokens: tokens that one hash of vLLM covers. specs: by vLLM's number of a group, its fields
+    in events of stored blocks, see `spec_fields`.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class Announcer:
             gone = [each for part in blocks for each in part.hashes]
             return [
                 kv_events.BlockRemoved(
-                    block_hashes=gone, medium=medium, group_idx=number, locality=locality
+                    block_hashes=gone, medium=medium, group_idx=group.number, locality=locality
                 )
             ]
         return [
@@ -283,9 +283,9 @@ class Announcer:
                 medium=medium,
                 lora_name=chunk.lora_name,
                 extra_keys=_published_keys(chunk.extra_keys[number], len(part.hashes)),
-                group_idx=number,
+                group_idx=group.number,
                 locality=locality,
-                **self._specs[number],
+                **self._specs[group.number],
             )
             for (*_, chunk), part in zip(run, blocks, strict=True)
         ]

@@ -1,0 +1,101 @@
+"""Which blocks of which group a load or a store names, and whether there is room for a load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, Tracked, Wishes
+from lmcache_redis.integrations.vllm.groups import layer_groups, left_out_groups
+from lmcache_redis.integrations.vllm.planning import Planner
+from tests.integrations.test_groups import BLOCK, full, groups, replayed, ring, state, window
+from tests.integrations.test_scheduler import CHUNK, FakeRequest
+
+PER_CHUNK = CHUNK // BLOCK
+
+
+@pytest.fixture
+def pool() -> BlockPool:
+    return BlockPool(num_gpu_blocks=128, enable_caching=True, hash_block_size=BLOCK)
+
+
+def planner_of(pool: BlockPool, *specs: Any) -> Planner:
+    config = groups(*specs)
+    references = BlockReferences(pool, world_size=1)
+    return Planner(references, layer_groups(config), left_out_groups(config), CHUNK)
+
+
+def tracked(chunks: int, request_id: str = "r") -> Tracked:
+    request: Any = FakeRequest(request_id, chunks * CHUNK + 1)
+    return Tracked(request, b"", Wishes(), 1, BLOCK, chunk_tokens=CHUNK)
+
+
+def test_operations_name_groups_as_the_agent_numbers_them(pool: BlockPool) -> None:
+    """A group that is left out has no number there, and its blocks are not touched."""
+    planner = planner_of(pool, ring(8), full(), replayed(32), window(17))
+    table = [[1], [2, 3, 4, 5], [6, 7, 8, 9], [0, 0, 0, 13]]
+    (store,) = planner.store(tracked(1), table, range(1))
+    for planned in (planner.load(tracked(1), table, CHUNK), store):
+        assert {op.group: list(op.block_ids) for op in planned.ops} == {0: [2, 3, 4, 5], 1: [13]}
+    held = {block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null}
+    assert held == {2, 3, 4, 5, 13}
+
+
+def test_a_state_is_stored_where_vllms_own_cache_has_it(pool: BlockPool) -> None:
+    """A block under another hash has another state, one of another group another layer's."""
+    one = tracked(2)
+    first, last = one.chunk_hashes()
+    table = [list(range(1, 9)), list(range(9, 17))]
+
+    def stored(*cached_as: Any) -> dict[int, list[int]]:
+        pool.blocks[16].reset_hash()
+        if cached_as:
+            pool.blocks[16].set_block_hash(make_block_hash_with_group_id(*cached_as))
+        (store,) = planner_of(pool, full(), state()).store(one, table, range(1, 2))
+        return {op.group: list(op.block_ids) for op in store.ops}
+
+    without = {0: [5, 6, 7, 8]}
+    assert stored() == stored(first, 1) == stored(last, 0) == without
+    assert stored(last, 1) == {**without, 1: [16]}
+
+
+@pytest.mark.parametrize(
+    ("specs", "needed"),
+    [
+        # Of two requests of 8 chunks, 4 are loaded. Each computes a chunk in a step, and has two
+        # blocks more in each group.
+        ([full(), window(2 * CHUNK)], 16 + 8 + 2 * (16 + 2) + 2 * (4 + 2)),
+        ([full(), replayed(2 * CHUNK)], 16 + 8 + 2 * (16 + 2) + 2 * (4 + 2)),
+        ([full(), ring(8)], 16 + 2 * (16 + 2) + 2 * 2),
+    ],
+)
+def test_room_is_counted_in_the_blocks_of_all_groups(
+    pool: BlockPool, specs: list[Any], needed: int
+) -> None:
+    planner = planner_of(pool, *specs)
+    first, second = tracked(8, "first"), tracked(8, "second")
+    assert not planner.needs_all
+    table = [list(range(1, 17)), [0] * 8 + list(range(17, 25))]
+    planner.load(first, table, 4 * CHUNK)
+    pool.get_new_blocks(pool.get_num_free_blocks() - needed)
+    planner.begin_step()
+    assert planner.has_room(second, 4 * CHUNK)
+    pool.get_new_blocks(1)
+    assert not planner.has_room(second, 4 * CHUNK)
+    planner.forget_load("first")  # nothing waits that cannot be preempted
+    planner.begin_step()
+    assert planner.has_room(second, 4 * CHUNK)
+
+
+def test_full_attention_alone_needs_no_room_of_its_own(pool: BlockPool) -> None:
+    planner = planner_of(pool, full())
+    assert planner.needs_all
+    planner.load(tracked(8, "first"), [list(range(1, 17))], 4 * CHUNK)
+    pool.get_new_blocks(pool.get_num_free_blocks())
+    assert planner.has_room(tracked(8, "second"), 4 * CHUNK)
