@@ -16,8 +16,8 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 import torch
 from vllm.engine.arg_utils import EngineArgs
 
-from lmcache_redis.integrations.vllm.identity import engine_identity
-from lmcache_redis.integrations.vllm.weights import Unidentified
+from lmcache_redis.integrations.vllm.identity.engine_identity import engine_identity
+from lmcache_redis.integrations.vllm.identity.weights import Unidentified
 from tests.engines import PATCH_VARIABLE, ForkedEngine
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import Prompts
@@ -87,7 +87,9 @@ def test_the_length_of_the_context_counts_where_it_chooses_the_rotary_factors(
 def test_a_rotary_embedding_that_is_not_known_counts_with_the_length(
     identity: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_redis.integrations.vllm.identity._ANY_LENGTH", frozenset())
+    monkeypatch.setattr(
+        "lmcache_redis.integrations.vllm.identity.engine_identity._ANY_LENGTH", frozenset()
+    )
     found = [identity(max_model_len=length)["context"] for length in (2048, 2048, 4096)]
     assert found == ["2048", "2048", "4096"]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.integrations.vllm import lora
-from lmcache_redis.integrations.vllm.lora import AdapterDigests
+from lmcache_redis.integrations.vllm.identity import lora
+from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from tests.harness import wait_until
 
 

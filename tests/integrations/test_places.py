@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from lmcache_redis.client.scheduler import RankPlace
-from lmcache_redis.integrations.vllm.identity import engine_id as id_of
+from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id as id_of
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.worker import ConnectorWorker, EventRing, WorkerReport
 

@@ -14,7 +14,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from lmcache_redis.integrations.vllm.probe import kv_identity
+from lmcache_redis.integrations.vllm.identity.probe import kv_identity
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM for the CPU")
 

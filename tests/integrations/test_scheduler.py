@@ -23,7 +23,7 @@ from lmcache_redis.integrations.vllm import bookkeeping
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
 from lmcache_redis.integrations.vllm.epoch import Epochs, named_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
-from lmcache_redis.integrations.vllm.lora import AdapterDigests
+from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.worker import StepMetadata, WorkerReport

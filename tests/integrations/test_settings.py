@@ -21,12 +21,12 @@ from vllm.engine.arg_utils import EngineArgs
 
 from lmcache_redis.integrations.vllm import CONNECTOR_NAME, register
 from lmcache_redis.integrations.vllm.groups import Unsupported
-from lmcache_redis.integrations.vllm.identity import engine_identity
-from lmcache_redis.integrations.vllm.settings import reading
-from lmcache_redis.integrations.vllm.settings.left_out import LEFT_OUT
-from lmcache_redis.integrations.vllm.settings.pairs import PAIRS, REFUSED, Names, Pair
+from lmcache_redis.integrations.vllm.identity.engine_identity import engine_identity
+from lmcache_redis.integrations.vllm.identity.settings import reading
+from lmcache_redis.integrations.vllm.identity.settings.left_out import LEFT_OUT
+from lmcache_redis.integrations.vllm.identity.settings.pairs import PAIRS, REFUSED, Names, Pair
+from lmcache_redis.integrations.vllm.identity.weights import Unidentified
 from lmcache_redis.integrations.vllm.support import supported_groups
-from lmcache_redis.integrations.vllm.weights import Unidentified
 from tests.integrations.test_identity import LLAMA, differ
 from tests.integrations.test_support import FULL, engine
 from tests.integrations.test_weights import write_safetensors
@@ -168,7 +168,9 @@ def test_the_contents_of_a_file_of_scales_count(
 def test_a_draft_has_a_loader_and_a_length_of_its_own(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_redis.integrations.vllm.identity._ANY_LENGTH", frozenset())
+    monkeypatch.setattr(
+        "lmcache_redis.integrations.vllm.identity.engine_identity._ANY_LENGTH", frozenset()
+    )
     speculative: Any = config.speculative_config
     found = [identity(config)]
     monkeypatch.setattr(speculative.draft_model_config, "max_model_len", 1234)

@@ -16,8 +16,12 @@ pytest.importorskip("torch")
 
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.integrations.vllm import tensorfiles
-from lmcache_redis.integrations.vllm.weights import Unidentified, digest_files, weights_identity
+from lmcache_redis.integrations.vllm.identity import tensorfiles
+from lmcache_redis.integrations.vllm.identity.weights import (
+    Unidentified,
+    digest_files,
+    weights_identity,
+)
 
 TENSOR_BYTES = 1 << 20
 

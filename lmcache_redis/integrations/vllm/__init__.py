@@ -10,9 +10,7 @@ bookkeeping     requests, references to blocks, recent chunks
 worker          the KV cache of a worker: registered, loaded, stored
 groups          which blocks of each kind of layer a prefix needs
 support         which engines, and which of their requests, can be cached
-identity        what decides the bytes of the KV cache, besides its layout: `weights` with
-                `tensorfiles`, `lora`, and how K and V are packed (`probe`)
-settings        the verdict on each setting of vLLM: in the identity, refused or left out
+identity        what decides the bytes of the KV cache, besides its layout
 engine          what the connector needs of vLLM's engine beyond its interface: updates of weights,
                 pauses, resets; `parameters` tells whether the weights in memory have changed
 epoch           separates the KV of old weights from that of new ones

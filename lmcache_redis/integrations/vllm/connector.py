@@ -42,7 +42,7 @@ from lmcache_redis.integrations.vllm.groups import (
     left_out_groups,
 )
 from lmcache_redis.integrations.vllm.guard import guarded, nothing
-from lmcache_redis.integrations.vllm.identity import engine_id, model_name
+from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id, model_name
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import (

@@ -31,7 +31,7 @@ from lmcache_redis.integrations.vllm.bookkeeping import (
 )
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.groups import LayerGroup
-from lmcache_redis.integrations.vllm.lora import AdapterDigests
+from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.planning import Planner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.support import MediaNames

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lmcache_redis.integrations.vllm.groups import LayerGroup, Unsupported, layer_groups
-from lmcache_redis.integrations.vllm.settings.reading import refusals
+from lmcache_redis.integrations.vllm.identity.settings.reading import refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -33,8 +33,11 @@ from lmcache_redis.integrations.vllm.groups import (
     shard_of_rank,
     tensors_of,
 )
-from lmcache_redis.integrations.vllm.identity import attention_backend, engine_identity
-from lmcache_redis.integrations.vllm.probe import kv_identity
+from lmcache_redis.integrations.vllm.identity.engine_identity import (
+    attention_backend,
+    engine_identity,
+)
+from lmcache_redis.integrations.vllm.identity.probe import kv_identity
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 
 if TYPE_CHECKING:

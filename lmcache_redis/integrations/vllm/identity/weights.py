@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import snapshot_download
 
 from lmcache_redis.errors import LMCacheRedisError
-from lmcache_redis.integrations.vllm.tensorfiles import digest_file
+from lmcache_redis.integrations.vllm.identity.tensorfiles import digest_file
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig

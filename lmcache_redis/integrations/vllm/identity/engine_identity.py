@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 
-from lmcache_redis.integrations.vllm.settings.pairs import PAIRS
-from lmcache_redis.integrations.vllm.settings.reading import settings_of, settings_of_class
-from lmcache_redis.integrations.vllm.weights import Unidentified, weights_identity
+from lmcache_redis.integrations.vllm.identity.settings.pairs import PAIRS
+from lmcache_redis.integrations.vllm.identity.settings.reading import settings_of, settings_of_class
+from lmcache_redis.integrations.vllm.identity.weights import Unidentified, weights_identity
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lmcache_redis.integrations.vllm.settings.pairs import Names
+from lmcache_redis.integrations.vllm.identity.settings.pairs import Names
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lmcache_redis.integrations.vllm.tensorfiles import digest_file
+from lmcache_redis.integrations.vllm.identity.tensorfiles import digest_file
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
