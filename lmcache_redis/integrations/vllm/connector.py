@@ -10,8 +10,7 @@ Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLLM 0.27 to
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +49,7 @@ from lmcache_redis.integrations.vllm.support import (
     may_load,
     supported_groups,
 )
+from lmcache_redis.integrations.vllm.updates import UpdateHooks
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
     EndedLoads,
@@ -79,7 +79,7 @@ _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 _UNMAP_WITHIN_S = 5.0
 
 
-class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
+class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, SupportsHMA):
     """Loads and stores KV through the agent of this node."""
 
     def __init__(
@@ -100,7 +100,7 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
         self._asleep = False
         self._beside_others = False  # in a MultiConnector
         self._engine: Engine | None = None
-        self.is_paused = False  # a pause empties vLLM's caches
+        self.is_paused = False
         self._groups: Sequence[LayerGroup] = ()
         self._start()
 
@@ -331,64 +331,6 @@ class LMCacheRedisConnector(ReportingHooks, KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         """Whether vLLM should wait a step for blocks rather than preempt a request."""
         return self._references is not None and self._references.frees_soon()
-
-    # Weights, resets and pauses: see `engine`
-
-    @contextmanager
-    def _during_reset(self) -> Iterator[None]:
-        """vLLM resets its prefix cache: no transfer of ours is a reason against it."""
-        self._before_reset()
-        if self._references is None:
-            yield
-            return
-        with self._references.given_back():
-            yield
-
-    @guarded(nothing)
-    def _before_reset(self) -> None:
-        if self._scheduler is None or self._engine is None:
-            return
-        for request in self._scheduler.give_up_loads():
-            self._engine.give_up_load(request)
-        self._scheduler.change_epoch(
-            self._scheduler.epochs.check_parameters, "the parameters in memory have changed"
-        )
-
-    @guarded(lambda self: True)
-    def reset_cache(self) -> bool | None:
-        """Begins a new epoch: this engine no longer loads chunks that were stored before.
-
-        A pause empties vLLM's caches too, but leaves the weights alone: the epoch stays.
-        """
-        if self._scheduler is None:
-            return None
-        if not self.is_paused:
-            self._scheduler.clear()
-        return True
-
-    def weights_may_differ(self, why: str) -> None:
-        self._change_epoch(Epochs.weights_may_differ, why)
-
-    def weights_have_id(self, weights_id: str) -> None:
-        self._change_epoch(
-            lambda epochs: epochs.weights_have_id(weights_id), f"weights_id {weights_id!r}"
-        )
-
-    def weights_have_version(self, version: str) -> None:
-        self._change_epoch(
-            lambda epochs: epochs.weights_have_version(version), f"weight version {version!r}"
-        )
-
-    @guarded(nothing)
-    def _change_epoch(self, change: Callable[[Epochs], None], why: str) -> None:
-        if (scheduler := self._scheduler) is not None:
-            scheduler.change_epoch(lambda: change(scheduler.epochs), why)
-
-    @guarded(nothing)
-    def renamed(self, suffix: str) -> None:
-        """This engine is a copy of another, restored from a snapshot (either role)."""
-        if self._adapter is not None:
-            self._adapter.link.rename(f"{self._engine_id}/{suffix}")
 
     # Worker
 

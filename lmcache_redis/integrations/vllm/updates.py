@@ -1,0 +1,87 @@
+"""The part of the connector that follows what happens to the engine: resets, pauses, new weights.
+
+`engine` notices most of it, `epoch` says what it means for the names of chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from lmcache_redis.integrations.vllm.epoch import Epochs
+from lmcache_redis.integrations.vllm.guard import guarded, nothing
+
+if TYPE_CHECKING:
+    from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
+    from lmcache_redis.client.worker import WorkerClient
+    from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
+    from lmcache_redis.integrations.vllm.engine import Engine
+    from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
+
+
+class UpdateHooks:
+    """A part of the connector, which has the other attributes. See `engine.EngineListener`."""
+
+    is_paused: bool  # a pause empties vLLM's caches
+    _engine: Engine | None
+    _engine_id: str
+    _references: BlockReferences | None
+    _scheduler: ConnectorScheduler | None
+    _adapter: LMCacheMPSchedulerAdapter | WorkerClient | None
+
+    @contextmanager
+    def _during_reset(self) -> Iterator[None]:
+        """vLLM resets its prefix cache: no transfer of ours is a reason against it."""
+        self._before_reset()
+        if self._references is None:
+            yield
+            return
+        with self._references.given_back():
+            yield
+
+    @guarded(nothing)
+    def _before_reset(self) -> None:
+        if self._scheduler is None or self._engine is None:
+            return
+        for request in self._scheduler.give_up_loads():
+            self._engine.give_up_load(request)
+        self._scheduler.change_epoch(
+            self._scheduler.epochs.check_parameters, "the parameters in memory have changed"
+        )
+
+    @guarded(lambda self: True)
+    def reset_cache(self) -> bool | None:
+        """Begins a new epoch: this engine no longer loads chunks that were stored before.
+
+        A pause empties vLLM's caches too, but leaves the weights alone: the epoch stays.
+        """
+        if self._scheduler is None:
+            return None
+        if not self.is_paused:
+            self._scheduler.clear()
+        return True
+
+    def weights_may_differ(self, why: str) -> None:
+        self._change_epoch(Epochs.weights_may_differ, why)
+
+    def weights_have_id(self, weights_id: str) -> None:
+        self._change_epoch(
+            lambda epochs: epochs.weights_have_id(weights_id), f"weights_id {weights_id!r}"
+        )
+
+    def weights_have_version(self, version: str) -> None:
+        self._change_epoch(
+            lambda epochs: epochs.weights_have_version(version), f"weight version {version!r}"
+        )
+
+    @guarded(nothing)
+    def _change_epoch(self, change: Callable[[Epochs], None], why: str) -> None:
+        if (scheduler := self._scheduler) is not None:
+            scheduler.change_epoch(lambda: change(scheduler.epochs), why)
+
+    @guarded(nothing)
+    def renamed(self, suffix: str) -> None:
+        """This engine is a copy of another, restored from a snapshot (either role)."""
+        if self._adapter is not None:
+            self._adapter.link.rename(f"{self._engine_id}/{suffix}")
