@@ -45,7 +45,7 @@ def because(reasons: Collection[str]) -> str:
 
 
 class CopyJob(ABC):
-    """One store or retrieve of one worker, from the question to the answer."""
+    """One store, retrieve or comparison of one worker, from the question to the answer."""
 
     def __init__(
         self,
@@ -74,7 +74,11 @@ class CopyJob(ABC):
         self._reasons: set[str] = set()  # why chunks were not copied
         self._started_s = time.monotonic()
 
-    # How a store and a retrieve differ. All but `_move` run on the loop thread.
+    # How jobs differ. All but `_move` run on the loop thread.
+
+    @abstractmethod
+    def start(self) -> None:
+        """Decides what becomes of each chunk, and calls `_begin`."""
 
     @abstractmethod
     def _take(self, chunk: int) -> Entry | None:

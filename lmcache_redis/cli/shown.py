@@ -47,6 +47,7 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
         agent.add_row(f"loads from {name}", _load_rate(tier))
     agent.add_row("lookups that wait", f"{report['loads']['waiting']} for room in the host pool")
     agent.add_row("sessions", str(report["sessions"]))
+    agent.add_row("canaries", _canaries(report))
     agent.add_row("chunk size", f"{report['chunk_size_tokens']} tokens")
     yield agent
     engines = Table("model", "worker", "device", "chunk", "layout", "state", title="engines")
@@ -225,6 +226,20 @@ def _column(change: _Change, kind: str) -> Iterator[tuple[str, str]]:
     ]:
         now = f" {change.happened(change.counter(name))}" if change.seconds else ""
         yield f"{name.removeprefix(kind)}{now}", f"{totals[name]:,}"
+
+
+def _canaries(report: Mapping[str, Any]) -> str:
+    """What has been compared, and what is distrusted."""
+    counters, canaries = report["counters"], report["canaries"]
+    text = f"one in {canaries['every']} hits" if canaries["every"] else "off"
+    text += f", {counters['compared_chunks']:,} parts compared"
+    text += f", {counters['differing_chunks']:,} differed"
+    for each in canaries["distrusted"]:
+        epoch = f" in epoch {each['epoch']}" if each["epoch"] else ""
+        text += (
+            f"\nlayout {each['layout'][:16]}{epoch} is not loaded, {each['agreed']} agreed since"
+        )
+    return text
 
 
 def _share(count: int, of: int) -> str:

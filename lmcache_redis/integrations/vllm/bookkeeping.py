@@ -80,6 +80,7 @@ class Tracked:
     started: bool = False  # vLLM has allocated blocks for it, perhaps before a preemption
     loading: frozenset[int] | None = None  # blocks that its load writes
     load_failed: bool = False  # the rest is computed, without another lookup
+    canary_chunks: int | None = None  # leading chunks to be compared; None: not decided
 
     def hashed_tokens(self) -> int:
         """Its tokens in whole blocks that have a hash."""

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from lmcache_redis.client.canary import Canaries
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
 from lmcache_redis.integrations.vllm.bookkeeping import (
     BlockReferences,
@@ -99,6 +100,8 @@ class ConnectorScheduler:
         self._tracked: dict[str, Tracked] = {}
         self._resuming: set[str] = set()  # load has ended, not scheduled since
         self._loads: list[Planned] = []
+        self._checks: list[Planned] = []
+        self._canaries = Canaries()
         self._prefill = PrefillRate()
         self._wait_budget_s = _IDLE_WAIT_S
 
@@ -168,7 +171,23 @@ class ConnectorScheduler:
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(tracked.first_chunk, tokens // chunk_tokens)
         self._planner.missed(tracked.chunk_names()[first_miss:])
+        if self._is_canary(tracked, local_tokens, tokens):
+            return 0
         return max(0, tokens - local_tokens)
+
+    def _is_canary(self, tracked: Tracked, local_tokens: int, tokens: int) -> bool:
+        """Whether its hit is compared; decided once for each lookup.
+
+        tokens: what may be loaded. If nothing may be, comparing costs no prefill.
+        """
+        pinned = self._adapter.pinned_tokens(tracked.request.request_id)
+        if local_tokens or tracked.first_chunk or not pinned:
+            tracked.canary_chunks = 0
+        elif tracked.canary_chunks is None:
+            every = self._adapter.canary_every
+            taken = bool(every) if tokens < pinned else self._canaries.takes(tokens, every)
+            tracked.canary_chunks = pinned // tracked.chunk_tokens if taken else 0
+        return bool(tracked.canary_chunks)
 
     def allocated(
         self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int
@@ -183,7 +202,7 @@ class ConnectorScheduler:
             self._loads.append(self._planner.load(tracked, block_ids, external_tokens))
             for tier, tokens in tracked.hit_tokens(external_tokens).items():
                 self._recorder.count("hit_tokens", tokens, tier)
-        elif tracked.loading is None:
+        elif tracked.loading is None and not tracked.canary_chunks:
             self._adapter.release_lookup_locks(request.request_id)
         self._adapter.cleanup_lookup_result(request.request_id)
 
@@ -207,6 +226,8 @@ class ConnectorScheduler:
             prompt_tokens += scheduled[new.req_id]
             if (tracked := self._tracked.get(new.req_id)) is not None:
                 tracked.block_ids = list(new.block_ids[0])
+                if new.num_computed_tokens:  # others have loaded or computed some
+                    tracked.canary_chunks = 0
                 computed_tokens = new.num_computed_tokens + scheduled[new.req_id]
                 metadata.stores += self._plan_store(tracked, computed_tokens)
         cached = output.scheduled_cached_reqs
@@ -221,6 +242,8 @@ class ConnectorScheduler:
                     prompt_tokens += scheduled[request_id]
                 computed_tokens += scheduled[request_id]
                 metadata.stores += self._plan_store(tracked, computed_tokens)
+        metadata.checks, self._checks = self._checks, []
+        self._canaries.computed(prompt_tokens)
         metadata.number = self._prefill.scheduled(prompt_tokens, time.monotonic())
         self._wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
         return metadata
@@ -325,7 +348,7 @@ class ConnectorScheduler:
         return None if digest is None else self.epoch + digest
 
     def _forget_lookup(self, tracked: Tracked) -> None:
-        tracked.first_chunk = None
+        tracked.first_chunk = tracked.canary_chunks = None
         self._adapter.end_session(tracked.request.request_id)
 
     def _lookup_result(self, request_id: str) -> int | None:
@@ -347,9 +370,8 @@ class ConnectorScheduler:
         chunk_tokens = self._adapter.chunk_size_tokens()
         if (
             not chunk_tokens
-            or not self._may_store
             or tracked.prefix is None
-            or not tracked.wishes.store
+            or not ((self._may_store and tracked.wishes.store) or tracked.canary_chunks)
         ):
             return []
         request = tracked.request
@@ -372,7 +394,12 @@ class ConnectorScheduler:
         chunks = range(tracked.considered_chunks, complete_chunks)
         tracked.considered_chunks = complete_chunks
         self._announce(tracked, chunks)
-        return self._planner.store(tracked, blocks, chunks)
+        stored_from = min(max(chunks.start, tracked.canary_chunks or 0), chunks.stop)
+        if checked := range(chunks.start, stored_from):
+            self._checks += self._planner.compare(tracked, blocks, checked)
+        if not self._may_store or not tracked.wishes.store:
+            return []
+        return self._planner.store(tracked, blocks, range(stored_from, chunks.stop))
 
     def _announce(self, tracked: Tracked, chunks: range) -> None:
         """Describes chunks of which events may follow."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ class Planned(NamedTuple):
 class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers.
 
-    loads, stores: to start in this step.
+    loads, stores: to start in this step. checks: as stores, but compared with what is cached.
     lost_loads: block ids, by request, of loads that vLLM waits for and that were never planned
         because the scheduler failed. Workers report them as failed.
     idle: the step runs no model, so that a short wait delays no computation.
@@ -63,6 +64,7 @@ class StepMetadata(KVConnectorMetadata):
 
     loads: list[Planned] = field(default_factory=list)
     stores: list[Planned] = field(default_factory=list)
+    checks: list[Planned] = field(default_factory=list)
     lost_loads: dict[str, list[int]] = field(default_factory=dict)
     idle: bool = False
     number: int = 0
@@ -140,11 +142,12 @@ class ConnectorWorker:
 
     def begin_stores(self, metadata: StepMetadata) -> None:
         """Starts the stores of this step; on CUDA they follow the work queued so far."""
-        event = _recorded_event(self._client) if metadata.stores else None
-        for transfer_id, request_id, ops in metadata.stores:
+        begun = [*zip(metadata.stores, repeat(False)), *zip(metadata.checks, repeat(True))]
+        event = _recorded_event(self._client) if begun else None
+        for (transfer_id, request_id, ops), compare in begun:
             self._begun_s[transfer_id] = time.monotonic()
             self._stores[transfer_id] = self._client.begin_stores(
-                [request_id] * len(ops), ops, event
+                [request_id] * len(ops), ops, event, compare=compare
             )
 
     def ended_loads(self, metadata: StepMetadata) -> EndedLoads:
