@@ -26,10 +26,6 @@ class Trust:
     def __init__(self) -> None:
         self._agreed: dict[Distrusted, int] = {}  # canaries in a row, of those distrusted
 
-    def __len__(self) -> int:
-        """Layouts that are distrusted in some epoch."""
-        return len(self._agreed)
-
     def allows(self, fingerprints: Iterable[bytes], chunk_hash: bytes) -> bool:
         """Whether chunks with parts of these layouts may be loaded."""
         if not self._agreed:
