@@ -110,7 +110,7 @@ def trust(endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0) -> None:
     from lmcache_redis.client.control import ControlClient
 
     count = ControlClient(endpoint or default_endpoint(), timeout_s).trust()
-    print(f"{count} layouts are trusted again")
+    print(f"layouts trusted again: {count}")
 
 
 app.command()(top)

@@ -231,7 +231,7 @@ def _column(change: _Change, kind: str) -> Iterator[tuple[str, str]]:
 def _canaries(report: Mapping[str, Any]) -> str:
     """What has been compared, and what is distrusted."""
     counters, canaries = report["counters"], report["canaries"]
-    text = f"one in {canaries['every']} hits" if canaries["every"] else "off"
+    text = f"one in {canaries['every']:,} hits" if canaries["every"] else "off"
     text += f", {counters['compared_chunks']:,} parts compared"
     text += f", {counters['differing_chunks']:,} differed"
     for each in canaries["distrusted"]:
