@@ -27,7 +27,7 @@ from lmcache_redis.dtypes import itemsize
 # Between the noise of rounding and the least difference that matters, see docs/canary.md.
 FAR = 0.25
 # Of each page, evenly spread: more do not change a median much.
-_SAMPLES = 8192
+_SAMPLES = 2048
 _FLOATS = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
 # How vLLM names the elements of pages that it declares as bytes.
 _FP8_IN_BYTES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -61,10 +61,10 @@ def part_distance(
         for segment in range(first, first + math.prod(pages.segments)):
             if dtype is not None:
                 a, b = (
-                    numbers(_read(part, at, run_bytes), dtype).reshape(blocks, elements)
+                    _sampled(_read(part, at, run_bytes), blocks, itemsize(pages.dtype))
                     for part in (one, other)
                 )
-                found = page_distances(a, b)
+                found = page_distances(numbers(a, dtype), numbers(b, dtype))
                 block = int(found.argmax())
                 if farthest is None or found[block] > farthest.far:
                     farthest = Distance(float(found[block]), segment, block)
@@ -78,8 +78,6 @@ def page_distances(a: _Numbers, b: _Numbers) -> npt.NDArray[np.float64]:
 
     What is infinite or no number in both pages is equal, in one of them infinitely far.
     """
-    step = max(1, a.shape[1] // _SAMPLES)
-    a, b = a[:, ::step], b[:, ::step]
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         apart = np.abs(a - b)
         apart[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
@@ -93,7 +91,7 @@ def page_distances(a: _Numbers, b: _Numbers) -> npt.NDArray[np.float64]:
 
 
 def numbers(raw: _Bytes, dtype: str) -> _Numbers:
-    """The numbers in bytes; ``dtype`` is one that `numeric` names."""
+    """The numbers in bytes, along the last dimension; ``dtype`` is one of `_numeric`."""
     if dtype in _FLOATS:
         return raw.view(_FLOATS[dtype]).astype(np.float32)
     if dtype == "bfloat16":
@@ -118,6 +116,14 @@ def _read(stripes: Sequence[memoryview], at: int, nbytes: int) -> _Bytes:
             nbytes -= len(piece)
         at = max(0, at - len(stripe))
     return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _sampled(raw: _Bytes, pages: int, item_bytes: int) -> _Bytes:
+    """The bytes of some elements of each page, one page a row."""
+    elements = raw.reshape(pages, -1, item_bytes)
+    # Odd, so that all remainders are among them, whatever the sizes of heads.
+    step = elements.shape[1] // _SAMPLES | 1
+    return np.ascontiguousarray(elements[:, ::step]).reshape(pages, -1)
 
 
 def _fp8_table(exponent_bits: int, has_infinities: bool) -> _Numbers:

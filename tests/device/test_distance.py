@@ -138,9 +138,13 @@ def test_distances_of_pages(one: Sequence[float], other: Sequence[float], expect
 
 
 def test_large_pages_are_sampled_evenly() -> None:
-    one = np.random.default_rng(1).normal(size=(2, 300_000)).astype(np.float32)
-    other = one.copy()
-    other[1, 100_000:] = np.random.default_rng(2).normal(size=200_000)
-    near, far = page_distances(one, other)
-    assert near == 0.0
-    assert far == pytest.approx(plain_distance(one[1].tolist(), other[1].tolist()), rel=0.1)
+    torch.manual_seed(1)
+    one = torch.randn(BLOCKS, 100_000)
+    other = one.clone()
+    other[2, 30_000:] = torch.randn(70_000)
+    payloads = [stripes(raw(each), 1 << 20) for each in (one, other)]
+    found = part_distance(layout(Pages((1,), "float32", (100_000,))), BLOCKS, *payloads)
+    assert found is not None
+    assert (found.segment, found.block) == (0, 2)
+    expected = plain_distance(one[2].tolist(), other[2].tolist())
+    assert found.far == pytest.approx(expected, rel=0.1)

@@ -49,15 +49,15 @@ def replace_adapter(adapter: Path) -> None:
 
 
 def start(model: Path, agent: AgentServer, log: Path) -> ForkedEngine:
-    """An engine whose operator gives all weights one name, and a fault gives all adapters one."""
+    """An engine with faults: other weights and adapters have the same names."""
     engine = ForkedEngine(
         model,
-        kv_transfer=transfer_config(agent.endpoint, weights_id="any"),
+        kv_transfer=transfer_config(agent.endpoint),
         log_path=log,
         options=OPTIONS,
         env={
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            PATCH_VARIABLE: str(Path(__file__).with_name("one_digest.py")),
+            PATCH_VARIABLE: str(Path(__file__).with_name("one_name.py")),
         },
     )
     wait_until(lambda: any(e["ready"] for e in agent.status()["engines"]), what="an engine")

@@ -30,6 +30,7 @@ class Transfer:
     given_up: bool = False
     failed: bool = False
     chunks: int = 1
+    compared: bool = False
     call: Any = field(default_factory=lambda: SimpleNamespace(done=True))
     result: Any = field(default_factory=lambda: SimpleNamespace(stored=1, dropped=0))
 
@@ -51,14 +52,20 @@ class Client:
     def __init__(self) -> None:
         self.begun: list[Transfer] = []
 
-    def _begin(
+    def begin_retrieves(
         self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp], event: Any
     ) -> list[Transfer]:
         assert len(request_ids) == len(ops)
         self.begun += (begun := [Transfer(op) for op in ops])
         return begun
 
-    begin_retrieves = begin_stores = _begin
+    def begin_stores(
+        self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp], event: Any, *, compare: bool
+    ) -> list[Transfer]:
+        begun = self.begin_retrieves(request_ids, ops, event)
+        for each in begun:
+            each.compared = compare
+        return begun
 
 
 def begun(
@@ -156,3 +163,17 @@ def test_a_store_ends_when_all_its_parts_are_over_and_one_drop_is_reported() -> 
     stats = taken(recorder)
     assert (stats["stored_chunks"], stats["dropped_chunks"]) == ({"0": 2}, {"0": 1})
     assert [len(each) for each in stats["store_seconds"].values()] == [1]
+
+
+def test_the_chunks_of_a_canary_are_compared() -> None:
+    client = Client()
+    worker = ConnectorWorker(client, 0, Recorder(), reallocates=True)  # type: ignore[arg-type]
+    worker.report(0)
+    worker.begin_stores(
+        StepMetadata(stores=[Planned(1, "r", OPS[:1])], checks=[Planned(2, "r", OPS)])
+    )
+    assert [each.compared for each in client.begun] == [False, True, True, True]
+    for each in client.begun[1:]:
+        assert ended_transfers(worker) == []
+        each.over = True
+    assert ended_transfers(worker) == [2]
