@@ -67,9 +67,13 @@ class Measured:
         ]
 
     def compute(
-        self, prompts: Sequence[Sequence[int]], image: Path | None = None, lora: Any = None
-    ) -> None:
-        """Computes prompts together, beside what is cached."""
+        self,
+        prompts: Sequence[Sequence[int]],
+        image: Path | None = None,
+        lora: Any = None,
+        tokens: int = 1,
+    ) -> list[list[int]]:
+        """Computes prompts together, beside what is cached; returns their answers."""
         from vllm import SamplingParams
 
         asked: list[dict[str, Any]] = [{"prompt_token_ids": list(each)} for each in prompts]
@@ -77,8 +81,11 @@ class Measured:
             from PIL import Image
 
             asked = [each | {"multi_modal_data": {"image": Image.open(image)}} for each in asked]
-        sampling = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-        self._llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)  # type: ignore
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        found = self._llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)  # type: ignore
+        return [list(each.outputs[0].token_ids) for each in found]
 
     def reset(self) -> None:
         assert self._llm.reset_prefix_cache()
@@ -146,6 +153,12 @@ def measure(engine: Measured, prompts: Sequence[Sequence[int]], short: list[list
     told("in a batch", prompts)
     told("in a batch with others", [*short, *prompts[::-1]])
     told("behind a prefix", [each[: len(each) // 2] for each in prompts], prompts)
+    engine.reset()
+    answers = engine.compute(prompts, tokens=200)
+    decoded = engine.blocks()
+    engine.reset()
+    engine.compute([[*each, *more] for each, more in zip(prompts, answers, strict=True)])
+    tell("decoded", same(decoded, engine.blocks()))
     tell("the next block", in_order(right, [dict([*each.items()][1:]) for each in right]))
     tell("of another prompt", in_order(right, right[1:]))
     weights = [each for each in engine.network.parameters() if each.is_floating_point()]

@@ -8,6 +8,9 @@ vLLM calls, for one request:
     load_ended          its load has ended on all ranks
     finished            the chunks that its lookup pinned are released
 
+A request whose hit is a canary (`client.canary`) loads nothing. Its chunks are compared as soon as
+they are computed, with those that its lookup has pinned.
+
 The name of a chunk is ``epoch | adapter digest | hash of its last block``. The epoch (`epoch`) and
 the digest of a LoRA adapter (`lora`) are usually empty. vLLM's hashes are chained, so the last one
 covers every token before it. A request keeps the epoch in which it began, and uses the cache only
