@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,9 +171,10 @@ def test_a_hundred_canaries_in_a_row_bring_the_loads_back(
 
 
 def test_an_operator_brings_the_loads_back(engine: Engine, agent: AgentServer) -> None:
-    canary(engine, agent, blocks=range(1, 9))
+    canary(engine, agent, HASHES[:4], range(1, 5))
     engine.store("again", HASHES, BLOCKS)
     assert hit(engine) == 0
+    assert agent.status()["canaries"]["distrusted"][0]["agreed"] == 0
     assert ControlClient(agent.endpoint).trust() == 1
     assert ControlClient(agent.endpoint).trust() == 0
     assert hit(engine) == TOKENS
@@ -195,6 +197,14 @@ def test_what_is_no_longer_in_the_pool_is_not_compared(engine: Engine, agent: Ag
     engine.compare("no lookup", block_hashes("another prompt", 4), range(1, 5))
     wait_until(lambda: agent.counter("uncompared_chunks") == 1, what="what was not compared")
     assert agent.counter("compared_chunks") == 0
+
+
+def test_each_replica_compares_every_chunk(engine: Engine, agent: AgentServer) -> None:
+    """They share the chunks of a store: equal bytes. Whether they are equal is the question."""
+    worker = engine.workers[0]
+    for number in (0, 1):
+        worker._groups = [replace(each, replica=(number, 2)) for each in worker._groups]
+        assert canary(engine, agent) == counts(2)
 
 
 def test_every_rank_and_every_agent_compares(

@@ -154,7 +154,7 @@ def measure(engine: Measured, prompts: Sequence[Sequence[int]], short: list[list
     told("in a batch with others", [*short, *prompts[::-1]])
     told("behind a prefix", [each[: len(each) // 2] for each in prompts], prompts)
     engine.reset()
-    answers = engine.compute(prompts, tokens=200)
+    answers = engine.compute(prompts, tokens=70)
     decoded = engine.blocks()
     engine.reset()
     engine.compute([[*each, *more] for each, more in zip(prompts, answers, strict=True)])
