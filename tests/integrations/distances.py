@@ -26,6 +26,8 @@ NUM_BLOCKS = 331
 _LENGTHS = (1100, 700, 1300, 520, 900)
 _LORA = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
 _MATRIX = {case.model: dict(case.options) for case in reversed(CASES)}
+# The numbers of pages that vLLM declares as bytes.
+_FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -42,6 +44,7 @@ class Measured:
 
     def __init__(self, model: Path, **options: Any) -> None:
         os.environ.update(_ENVIRONMENT)
+        import torch
         from vllm import LLM
 
         self._llm = LLM(
@@ -61,8 +64,13 @@ class Measured:
         self._manager = core.scheduler.kv_cache_manager
         self.network = core.model_executor.driver_worker.worker.model_runner.model
         context = self._llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        fp8 = getattr(torch, _FP8.get(options.get("kv_cache_dtype", ""), "uint8"))
         self._groups = [
-            [tensor for layer in group.layer_names for tensor in _flat(context[layer].kv_cache)]
+            [
+                tensor.view(fp8) if tensor.dtype == torch.uint8 else tensor
+                for layer in group.layer_names
+                for tensor in _flat(context[layer].kv_cache)
+            ]
             for group in self._manager.kv_cache_config.kv_cache_groups
         ]
 
