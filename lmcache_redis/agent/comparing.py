@@ -22,7 +22,7 @@ from lmcache_redis.agent.copies import CopyOutcome
 from lmcache_redis.agent.transfers import StoreJob
 from lmcache_redis.agent.trust import CANARIES_AGAIN
 from lmcache_redis.cache.pool import Entry, EntryState
-from lmcache_redis.device.distance import FAR, Distance, part_distance
+from lmcache_redis.device.distance import Distance, far_apart, part_distance
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ class CompareJob(StoreJob):
         self._trust = agent.trust
         self._cached: dict[int, Entry] = {}  # by chunk, each with a pin of this job
         self._distances: dict[int, Distance | None] = {}
+        self._layout = self._registration.device.layouts[self._question.group]
+        self._limit = far_apart(self._layout)
         self._farthest = -1.0  # nothing was compared
 
     def start(self) -> None:
@@ -77,13 +79,12 @@ class CompareJob(StoreJob):
 
     def _compare(self, entries: Mapping[int, Entry]) -> CopyOutcome:
         # On a copy thread.
-        layout = self._registration.device.layouts[self._question.group]
         for chunk, entry in entries.items():
             cached, computed = (
                 self._cache.views(self._form, each) for each in (self._cached[chunk], entry)
             )
             self._distances[chunk] = part_distance(
-                layout, self._group.blocks_per_part, cached, computed
+                self._layout, self._group.blocks_per_part, cached, computed
             )
         return CopyOutcome.DONE
 
@@ -100,7 +101,7 @@ class CompareJob(StoreJob):
         self._metrics.count("compared_chunks")
         self._metrics.observe("canary_distance", distance.far)
         self._farthest = max(self._farthest, distance.far)
-        if distance.far > FAR:
+        if distance.far > self._limit:
             self._differs(chunk, distance)
 
     def _differs(self, chunk: int, distance: Distance) -> None:
@@ -115,7 +116,8 @@ class CompareJob(StoreJob):
                 "share (weights, adapters, images, versions), remove its chunks with "
                 "`lmcache-redis purge --layout`, and load again with `lmcache-redis trust`",
                 form.model_name, form.fingerprint.hex()[:16], chunk_hash.hex()[:16],
-                self._question.group, distance.block, distance.segment, distance.far, FAR,
+                self._question.group, distance.block, distance.segment, distance.far,
+                self._limit,
             )  # fmt: skip
 
     def _answer(self) -> None:
@@ -124,7 +126,7 @@ class CompareJob(StoreJob):
     def _finish(self) -> None:
         layout = self._form.fingerprint
         # A canary counts once, in however many steps and on however many ranks it is computed.
-        if 0.0 <= self._farthest <= FAR and layout not in self._session.agreed:
+        if 0.0 <= self._farthest <= self._limit and layout not in self._session.agreed:
             self._session.agreed.add(layout)
             if self._trust.agreed(layout, self._hashes[0]):
                 logger.warning(

@@ -120,7 +120,7 @@ _HISTOGRAMS: Final[Mapping[Family, Mapping[tuple[str, ...], str]]] = MappingProx
             "canary_distance",
             "histogram",
             "between cached KV and what an engine has computed, of one part of a chunk",
-            high="0.25 and more counts as other KV ([canaries](canary.md))",
+            high="more than 0.15, or 0.4 of states, counts as other KV ([canaries](canary.md))",
         ): {(): "canary_distance"},
     }
 )

@@ -7,12 +7,21 @@ import random
 import statistics
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from lmcache_redis.device.distance import FAR, numbers, page_distances, part_distance
+from lmcache_redis.device.distance import (
+    FAR,
+    FAR_STATES,
+    far_apart,
+    numbers,
+    page_distances,
+    part_distance,
+)
 from lmcache_redis.device.layout import KVLayout, Pages, Segment
+from lmcache_redis.naming import Reach
 
 BLOCKS = 4
 
@@ -108,6 +117,13 @@ def test_bytes_that_an_engine_fills_with_fp8_are_numbers() -> None:
         found = part_distance(layout(pages, cache_dtype=cache_dtype), BLOCKS, *some)
         assert (found is not None) == is_compared
         assert found is None or found.far > FAR
+
+
+def test_states_amplify_rounding() -> None:
+    pages = Pages((1,), "float32", (4,))
+    state = msgspec.structs.replace(layout(pages), reach=Reach("state"))
+    assert far_apart(layout(pages)) == FAR
+    assert far_apart(state) == FAR_STATES > FAR
 
 
 def one_page(*values: float) -> np.ndarray:
