@@ -26,6 +26,9 @@ from lmcache_redis.device.distance import Distance, far_apart, part_distance
 
 logger = logging.getLogger(__name__)
 
+# Beyond all that numbers are apart; what is no number would make the histogram's sum infinite.
+_FARTHEST = 10.0
+
 
 class CompareJob(StoreJob):
     """Compares blocks with parts in the host pool. Stores nothing."""
@@ -99,7 +102,7 @@ class CompareJob(StoreJob):
             self._metrics.count("uncompared_chunks")
             return
         self._metrics.count("compared_chunks")
-        self._metrics.observe("canary_distance", distance.far)
+        self._metrics.observe("canary_distance", min(distance.far, _FARTHEST))
         self._farthest = max(self._farthest, distance.far)
         if distance.far > self._limit:
             self._differs(chunk, distance)

@@ -108,8 +108,8 @@ class _Change:
     """What grew between two samples."""
 
     def __init__(self, before: Sample | None, now: Sample) -> None:
-        # An agent that was started before an update may not report its models.
-        self.report = {"models": {}, **now.report}
+        # An agent that was started before an update may not report these.
+        self.report = {"models": {}, "canaries": {"distrusted": []}, **now.report}
         self.seconds = now.at_s - before.at_s if before else 0.0
         self._then: Mapping[str, Any] = before.report if before else {}
 
@@ -170,6 +170,9 @@ def _overview(change: _Change) -> RenderableType:
     else:
         why = f"DOWN: {redis['reason']} ({redis['server']})"
         grid.add_row("redis", Text(why, "bold red"))
+    if distrusted := report["canaries"]["distrusted"]:
+        why = f"OTHER KV was cached than is computed: {len(distrusted)} layouts are not loaded"
+        grid.add_row("canaries", Text(why, "bold red"))
     rates = [f"{name} {_load_rate(tier)}" for name, tier in loads["tiers"].items()]
     grid.add_row("loads", ", ".join(rates))
     ready = sum(engine["ready"] for engine in report["engines"])

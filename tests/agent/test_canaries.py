@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -100,7 +101,7 @@ def test_a_part_without_numbers_is_not_compared(agent: AgentServer) -> None:
         assert hit(engine) == TOKENS
 
 
-@pytest.mark.parametrize("fault", ["other values", "blocks shifted by one", "one block"])
+@pytest.mark.parametrize("fault", ["other values", "no values", "shifted by one", "one block"])
 def test_other_kv_than_was_cached_is_found(
     engine: Engine, agent: AgentServer, redis_server: RedisServer, fault: str
 ) -> None:
@@ -108,6 +109,9 @@ def test_other_kv_than_was_cached_is_found(
     blocks = [*BLOCKS]
     if fault == "other values":
         engine.randomize([*BLOCKS])
+    elif fault == "no values":
+        for tensor in engine.caches[0].values():
+            tensor[:8] = math.nan
     elif fault == "one block":
         blocks[6] = 20
     else:
