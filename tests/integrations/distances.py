@@ -137,12 +137,12 @@ def same(one: Blocks, other: Blocks) -> Iterable[tuple[list[Page], list[Page]]]:
     return ((pages, other[key]) for key, pages in one.items() if key in other)
 
 
-def in_order(one: Iterable[Blocks], other: Iterable[Blocks]) -> Iterable[Any]:
-    """Blocks with other names, or of other prompts, by their positions."""
+def in_order(one: Iterable[Blocks], other: Iterable[Blocks], first: int = 0) -> Iterable[Any]:
+    """Blocks with other names, or of other prompts, by their positions; ``first``: the other's."""
     for a, b in zip(one, other, strict=False):
         for number in {key[0] for key in a}:
-            pages = ([p for key, p in each.items() if key[0] == number] for each in (a, b))
-            yield from zip(*pages, strict=False)
+            these, others = ([p for k, p in each.items() if k[0] == number] for each in (a, b))
+            yield from zip(these, others[first:], strict=False)
 
 
 def measure(engine: Measured, prompts: Sequence[Sequence[int]], short: list[list[int]]) -> None:
@@ -167,7 +167,7 @@ def measure(engine: Measured, prompts: Sequence[Sequence[int]], short: list[list
     engine.reset()
     engine.compute([[*each, *more] for each, more in zip(prompts, answers, strict=True)])
     tell("decoded", same(decoded, engine.blocks()))
-    tell("the next block", in_order(right, [dict([*each.items()][1:]) for each in right]))
+    tell("the next block", in_order(right, right, first=1))
     tell("of another prompt", in_order(right, right[1:]))
     weights = [each for each in engine.network.parameters() if each.is_floating_point()]
     saved = [each.detach().clone() for each in weights]
