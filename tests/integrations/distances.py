@@ -51,7 +51,7 @@ class Measured:
             str(model),
             **{
                 "skip_tokenizer_init": True,
-                "max_model_len": 4096,
+                "max_model_len": 2048,
                 "max_num_batched_tokens": 1024,
                 "block_size": 32,
                 "enforce_eager": True,
