@@ -241,6 +241,9 @@ class AgentConfig(TierSettings):
         2,
     )
     device: str = setting("memory that engines may register: auto, cpu or cuda", "auto")
+    canary_every: int = setting(
+        "one hit in so many is computed and compared with what is cached; 0: none", 1000
+    )
 
     def __post_init__(self) -> None:
         TierSettings.__post_init__(self)
@@ -260,6 +263,7 @@ class AgentConfig(TierSettings):
         for name in ("get_connections", "set_connections", "network_threads", "copy_threads"):
             check_between(name, getattr(self, name), 1, 64)
         check_one_of("device", self.device, ("auto", "cpu", "cuda"))
+        check_between("canary_every", self.canary_every, 0, 1_000_000_000)
 
     @property
     def write_queue_limit_bytes(self) -> int:

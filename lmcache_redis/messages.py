@@ -16,7 +16,7 @@ Order of events
    ``WELCOME`` answers with the agent's identity (``agent_id`` is new in every process), its process
    and its chunk size. Any other message from an unknown peer is answered by
    ``FAILURE(UNKNOWN_PEER)``, which tells a client that the agent was restarted. ``PING``,
-   ``STATUS``, ``GET_CHUNK_SIZE`` and ``WARM``, which tools send, need no ``HELLO``.
+   ``STATUS``, ``GET_CHUNK_SIZE``, ``WARM`` and ``TRUST``, which tools send, need no ``HELLO``.
 2. A worker sends ``REGISTER_KV_CACHE``: the layout of each group of its layers, the layout's
    fingerprint, and handles to its memory. A chunk has one part for each group. The agent maps the
    memory before it answers ``DONE``. Until then, the worker's stores and retrieves fail, and
@@ -45,6 +45,16 @@ each rank have equal layouts: their chunks have equal names, so one registration
 layouts differ, lookups are misses. The transfers of such a worker belong to the session of the same
 ``request_id`` of such a scheduler.
 
+Canaries
+--------
+One request in ``canary_every`` (``WELCOME``) that hits without local tokens loads nothing. When the
+engine has computed the chunks of the hit, its workers send ``COMPARE`` in the place of ``STORE``:
+the agent compares the blocks with the parts that the lookup has pinned, by their distance. If they
+differ, it removes the parts from its tiers and distrusts their layout and epoch: until it trusts
+them again, ``LOOKUP_RESULT`` says ``compare_only``, so that the engine loads nothing and each hit
+is a canary, and each ``RETRIEVE`` fails. The agent trusts them again after a hundred canaries
+without a difference, or when a tool sends ``TRUST``. What has another epoch is another name.
+
 Engines of several nodes
 ------------------------
 Every worker talks to the agent of its node, and the scheduler to the agent of its own. All these
@@ -56,13 +66,13 @@ parts before it copies them. A part that does not arrive is a failed chunk of th
 
 Leases
 ------
-``STORE`` and ``RETRIEVE`` carry ``lease_ns``, a time on ``CLOCK_MONOTONIC``, which engine and agent
-share because they run on one machine. The agent starts no copy after the lease, and checks it
-before each part of a copy (1 MiB on the CPU).
+``STORE``, ``COMPARE`` and ``RETRIEVE`` carry ``lease_ns``, a time on ``CLOCK_MONOTONIC``, which
+engine and agent share because they run on one machine. The agent starts no copy after the lease,
+and checks it before each part of a copy (1 MiB on the CPU).
 
-- A store reads. The engine keeps its blocks until the answer arrives or the lease expires. The
-  agent discards what it reads after the lease. So a slow or stopped agent cannot cache the bytes
-  of reused blocks.
+- A store or a comparison reads. The engine keeps its blocks until the answer arrives or the lease
+  expires. The agent discards what it reads after the lease. So a slow or stopped agent cannot cache
+  the bytes of reused blocks.
 - A retrieve writes. The engine keeps its blocks until the answer arrives, the agent's process has
   ended, or the agent has answered a later ``REGISTER_KV_CACHE`` of that worker with ``DONE``. The
   agent sends that answer only after the copies through the former mapping have ended
@@ -103,7 +113,8 @@ MAX_MESSAGE_BYTES = 16 << 20
 MAX_BATCH = 64
 MAX_PEERS = 512
 
-Epoch = Annotated[bytes, msgspec.Meta(max_length=8)]
+EPOCH_BYTES = 8
+Epoch = Annotated[bytes, msgspec.Meta(max_length=EPOCH_BYTES)]
 # The bytes after the epoch: a block hash, or an adapter digest and a block hash.
 HASH_BYTES_OF_AN_EPOCH = (32, 48)
 MAX_REMOTE_PARTS = 1 << 13
@@ -230,6 +241,13 @@ class Store(Message, frozen=True, tag="STORE"):
     group: int = 0
 
 
+class Compare(Store, frozen=True, tag="COMPARE"):
+    """Compares blocks with the parts that a lookup of ``request_id`` has pinned. Stores nothing.
+
+    Answered as ``STORE`` is, when the blocks are no longer read: all chunks are ``already_cached``.
+    """
+
+
 class Retrieve(Message, frozen=True, tag="RETRIEVE"):
     """Copies parts of chunks into blocks of ``group``.
 
@@ -300,6 +318,10 @@ class Warm(Message, frozen=True, tag="WARM"):
     chunks: Annotated[tuple[WarmChunk, ...], msgspec.Meta(max_length=MAX_WARM_CHUNKS)]
 
 
+class Trust(Message, frozen=True, tag="TRUST"):
+    """An operator says that loads of all layouts are right; ``DONE`` counts the distrusted ones."""
+
+
 class Status(Message, frozen=True, tag="STATUS"):
     """Asks for the agent's state and counters."""
 
@@ -312,7 +334,10 @@ class Ping(Message, frozen=True, tag="PING"):
 
 
 class Welcome(Message, frozen=True, tag="WELCOME"):
-    """Answers ``HELLO``. ``agent_start_time`` is field 22 of /proc/PID/stat, in clock ticks."""
+    """Answers ``HELLO``. ``agent_start_time`` is field 22 of /proc/PID/stat, in clock ticks.
+
+    ``canary_every``: one hit in so many is compared instead of loaded; 0: none.
+    """
 
     agent_id: str
     agent_pid: int
@@ -320,6 +345,7 @@ class Welcome(Message, frozen=True, tag="WELCOME"):
     chunk_size_tokens: int
     lookup_deadline_s: float
     package_version: str
+    canary_every: int = 0
 
 
 class ChunkSize(Message, frozen=True, tag="CHUNK_SIZE"):
@@ -344,11 +370,12 @@ class LookupResult(Message, frozen=True, tag="LOOKUP_RESULT"):
     """Answers ``LOOKUP``: ``hit_chunks`` leading chunks are cached for every rank.
 
     The parts of the workers that are registered with this agent are pinned. ``tiers``: of each of
-    these chunks, a key of ``TIER_NAMES``.
+    these chunks, a key of ``TIER_NAMES``. ``compare_only``: they may not be loaded.
     """
 
     hit_chunks: int
     tiers: Tiers = ""
+    compare_only: bool = False
 
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -435,8 +462,8 @@ REFUSED = "REFUSED"
 FAILED = "FAILED"
 
 Question = (
-    Hello | GetChunkSize | RegisterKVCache | UnregisterKVCache | Lookup | Watch | Store | Retrieve
-    | ReleaseLocks | EndSession | Goodbye | Clear | Warm | Status | Ping
+    Hello | GetChunkSize | RegisterKVCache | UnregisterKVCache | Lookup | Watch | Store | Compare
+    | Retrieve | ReleaseLocks | EndSession | Goodbye | Clear | Warm | Trust | Status | Ping
 )  # fmt: skip
 Answer = (
     Welcome | ChunkSize | Done | LookupResult | Changes | StoreResult | RetrieveResult | Warmed

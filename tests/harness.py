@@ -178,6 +178,13 @@ class Engine:
                 what="a store",
             )
 
+    def compare(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Has blocks compared with what a lookup has pinned; waits until each was looked at."""
+        op = LoadStoreOp(block_ids=list(block_ids), block_hashes=list(hashes))
+        for worker in self.workers:
+            (check,) = worker.begin_stores([request_id], [op], compare=True)
+            wait_until(lambda check=check: check.answered, what="a comparison")
+
     def lookup(
         self,
         request_id: str,

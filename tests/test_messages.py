@@ -43,6 +43,7 @@ QUESTIONS: list[m.Message] = [
     m.Lookup(5, "r", HASHES, 3, (m.RemoteParts(1, 7, b"f" * 32, Reach("window", 128)),)),
     m.Watch(5, (m.RemoteParts(1, 7, b"f" * 32, Reach("window", 128)),)),
     m.Store(6, "r", HASHES, (1, 2, 3, 4), 10**15, b"event"),
+    m.Compare(6, "r", HASHES, (1, 2, 3, 4), 10**15, None, 1),
     m.Retrieve(7, "r", HASHES, (1, 2, 3, 4), 32, 10**15),
     m.ReleaseLocks(8, "r", HASHES),
     m.EndSession(9, "r"),
@@ -50,15 +51,17 @@ QUESTIONS: list[m.Message] = [
     m.Clear(11),
     m.Clear(11, b"e" * 8, (m.RemoteParts(1, 7, b"f" * 32, Reach()),)),
     m.Warm(11, (m.WarmChunk("model", 7, b"f" * 32, b"h" * 32, b"m" * 56),)),
+    m.Trust(11),
     m.Status(12),
     m.Ping(13),
 ]
 ANSWERS: list[m.Message] = [
-    m.Welcome(1, "agent", 1, 2, 256, 1.0, "0.1.0"),
+    m.Welcome(1, "agent", 1, 2, 256, 1.0, "0.1.0", 1000),
     m.ChunkSize(2, 256),
     m.Done(3, 4),
     m.LookupResult(4, 16),
     m.LookupResult(4, 3, "hdr"),
+    m.LookupResult(4, 1, "r", compare_only=True),
     m.Changes(4, (m.Change(0, "h", True, (b"h" * 32, b"i" * 48)),), True),
     m.StoreResult(5, 1, 2, 3),
     m.RetrieveResult(6, (0, 5)),
@@ -163,7 +166,7 @@ def test_changed_messages_raise_only_wire_errors(message: m.Message, data: st.Da
 
 # Of the names, types and bounds of every message. Both sides refuse what they do not know, so any
 # change of them is another version of the protocol.
-SCHEMAS = {3: "0fb9dc40b9e5286b", 4: "a46c22c2277e27d6"}
+SCHEMAS = {3: "0fb9dc40b9e5286b", 4: "ee3b37c67e1175b8"}
 
 
 def test_a_change_of_a_message_changes_the_version() -> None:

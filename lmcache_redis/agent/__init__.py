@@ -5,8 +5,8 @@ never blocks. Copy threads (`copies`) move bytes between blocks and slots; threa
 bytes between slots and files or sockets. Both post their results to the loop.
 
 A question passes through `service` (the socket) and `handlers` (validation) to `registering` (an
-engine's memory), `peers` (pins of a request) or `transfers` (stores and retrieves). The chunks
-are in `lmcache_redis.cache`.
+engine's memory), `peers` (pins of a request), `transfers` (stores and retrieves) or `comparing`
+(canaries; `trust` remembers what they have found). The chunks are in `lmcache_redis.cache`.
 
 Beside that way: `agent` (what an agent consists of, its status), `main` (start, reload, stop),
 `warming` and `watching` (chunks loaded ahead of lookups, and reported to schedulers), `exported`

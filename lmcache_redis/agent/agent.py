@@ -11,6 +11,7 @@ from typing import Any
 from lmcache_redis import __version__
 from lmcache_redis.agent.copies import CopyThreads
 from lmcache_redis.agent.peers import Peers, Sessions
+from lmcache_redis.agent.trust import Trust
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
 from lmcache_redis.cache.memory import Arena
@@ -26,8 +27,14 @@ from lmcache_redis.transport import Wakeup
 Line = tuple[int, str]
 
 # Normal operation, eviction included, never increments these.
-_SERIOUS = ("miss_corrupt", "miss_foreign", "miss_sealed", "wire_errors")
-_REASONS = ("lookups_timed_out", "sessions_timed_out", "retrieves_failed", "wire_errors")
+_SERIOUS = ("miss_corrupt", "miss_foreign", "miss_sealed", "differing_chunks", "wire_errors")
+_REASONS = (
+    "lookups_timed_out",
+    "sessions_timed_out",
+    "retrieves_failed",
+    "differing_chunks",
+    "wire_errors",
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class Agent:
     sessions: Sessions
     peers: Peers
     pinned_pool: PinnedPool
+    trust: Trust
 
     @property
     def tier_letters(self) -> tuple[str, ...]:
@@ -77,6 +85,7 @@ class Agent:
             Sessions(cache.pool, config.session_timeout_s),
             Peers(),
             PinnedPool(arena.base_address, arena.size_bytes),
+            Trust(),
         )
 
 
@@ -106,6 +115,7 @@ def status_report(agent: Agent) -> dict[str, Any]:
         },
         "disk": _disk(agent),
         "loads": _loads(agent),
+        "canaries": {"every": config.canary_every, "distrusted": agent.trust.report()},
         "sessions": len(agent.sessions),
         "engines": [
             {
@@ -217,6 +227,7 @@ def summary(before: Mapping[str, int], after: Mapping[str, int]) -> Line | None:
     for counter, done in (
         ("retrieved_chunks", "retrieved"),
         ("gathered_chunks", "gathered"),
+        ("compared_chunks", "compared"),
         ("stored_chunks", "stored in Redis"),
         ("disk_stored_chunks", "stored on disk"),
     ):

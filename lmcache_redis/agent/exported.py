@@ -63,6 +63,8 @@ _BY_LABEL: Final = MappingProxyType(
     }
 )
 _HIGH = {
+    "differing_chunks": "answers may have been wrong: see the ERROR in the agent's log, and "
+    "[canaries](canary.md)",
     "wire_errors": "a program that is no engine of this version talks to the agent",
     "sessions_timed_out": "an engine does not end its requests: see its log",
     "heartbeat_losses": "engines hang or are killed",
@@ -114,6 +116,12 @@ _HISTOGRAMS: Final[Mapping[Family, Mapping[tuple[str, ...], str]]] = MappingProx
             "from a retrieve to filled blocks",
             high="as `store_seconds`",
         ): {(): "retrieve_seconds"},
+        Family(
+            "canary_distance",
+            "histogram",
+            "between cached KV and what an engine has computed, of one part of a chunk",
+            high="more than 0.15, or 0.4 of states, counts as other KV ([canaries](canary.md))",
+        ): {(): "canary_distance"},
     }
 )
 
@@ -150,6 +158,12 @@ _GAUGES: Final = (
         "1 while nothing is loaded from the tier because computing is faster",
         ("tier",),
         "1 for long: the tier is too slow for this model; a nearer or larger server",
+    ),
+    Family(
+        "distrusted_layouts",
+        "gauge",
+        "layouts of which nothing is loaded, because canaries have found other KV than was cached",
+        high="see `differing_chunks`",
     ),
     Family("engines", "gauge", "registered workers, ready or not", ("model", "layout", "ready")),
 )
@@ -218,5 +232,6 @@ def _gauges(status: Mapping[str, Any]) -> Values:
         "disk_used_bytes": {(): disk["used_bytes"]} if disk else {},
         "load_bytes_per_second": {(name,): tier["bytes_per_s"] for name, tier in tiers.items()},
         "tier_slow": {(name,): tier["is_slow"] for name, tier in tiers.items()},
+        "distrusted_layouts": {(): len(status["canaries"]["distrusted"])},
         "engines": {labels: float(count) for labels, count in engines.items()},
     }

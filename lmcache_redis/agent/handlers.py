@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -13,9 +13,10 @@ import msgspec
 from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent, status_report
+from lmcache_redis.agent.comparing import CompareJob
 from lmcache_redis.agent.peers import MAX_CHUNKS, Peer, Registration, Session
 from lmcache_redis.agent.registering import Registering
-from lmcache_redis.agent.transfers import Reply, RetrieveJob, StoreJob, because
+from lmcache_redis.agent.transfers import CopyJob, Reply, RetrieveJob, StoreJob, because
 from lmcache_redis.agent.warming import Warming
 from lmcache_redis.agent.watching import Watches
 from lmcache_redis.cache.lookup import PrefixLookup
@@ -26,6 +27,11 @@ from lmcache_redis.naming import ChunkForm, ChunkNames, PartNames
 logger = logging.getLogger(__name__)
 
 _JOIN_POLL_S = 0.01
+_JOBS: Mapping[type, type[CopyJob]] = {
+    m.Store: StoreJob,
+    m.Compare: CompareJob,
+    m.Retrieve: RetrieveJob,
+}
 
 
 class Handlers:
@@ -57,6 +63,8 @@ class Handlers:
             reply(m.StatusReport(0, msgspec.json.encode(report)))
         elif isinstance(question, m.Warm):
             self._warming.warm(question, reply)
+        elif isinstance(question, m.Trust):
+            reply(m.Done(0, self._agent.trust.restore()))
         else:
             return False
         return True
@@ -145,11 +153,19 @@ class Handlers:
             if each.worker_id not in here
         }
         forms, rows = _shared_rows(ranks, len(hashes[0]))
+        layouts = [*(each.fingerprint for each in forms), *(p.fingerprint for p in question.remote)]
+        compare_only = not self._agent.trust.allows(layouts, hashes[0])
+        if compare_only and question.first_chunk:
+            # What was computed behind a local prefix is not compared.
+            reply(m.LookupResult(0, 0, compare_only=True))
+            return
         chunk_tokens = self._chunk_tokens(peer)
 
         def answer(found: PrefixLookup) -> None:
             tiers, metrics = self._tiers(found), self._metrics
-            reply(m.LookupResult(0, found.bound, tiers))  # first, because the engine is waiting
+            reply(
+                m.LookupResult(0, found.bound, tiers, compare_only)
+            )  # first, because the engine is waiting
             from_redis, from_disk = tiers.count("r"), tiers.count("d")
             metrics.count("lookups")
             metrics.count("lookup_chunks", len(hashes))
@@ -214,9 +230,16 @@ class Handlers:
             self._metrics.count("drop_shutdown", len(hashes))
             reply(m.StoreResult(0, 0, 0, len(hashes)))
             return
+        if isinstance(question, m.Retrieve) and not self._may_load(registration, hashes):
+            reply(m.RetrieveResult(0, tuple(range(len(hashes)))))
+            return
         session = self._session(peer, question.request_id, for_lookup=False)
-        kind = StoreJob if isinstance(question, m.Store) else RetrieveJob
+        kind = _JOBS[type(question)]
         kind(self._agent, session, registration, hashes, question, reply).start()
+
+    def _may_load(self, registration: Registration, hashes: Sequence[bytes]) -> bool:
+        fingerprints = [group.form.fingerprint for group in registration.groups]
+        return not hashes or self._agent.trust.allows(fingerprints, hashes[0])
 
     def _release(self, peer: Peer, question: m.ReleaseLocks, reply: Reply) -> None:
         hashes = self._hashes(peer, question.chunks)

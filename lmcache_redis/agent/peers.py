@@ -259,6 +259,7 @@ class Session:
         self.busy = 0  # stores and retrieves in progress
         self.cancel_lookup: Callable[[], None] | None = None
         self.positions: dict[bytes, int] = {}  # of the prompt's chunks, by hash
+        self.agreed: set[bytes] = set()  # layouts in which a canary has found no difference
         self._pool = pool
         self._pins: dict[PinKey, Entry] = {}
 

@@ -67,6 +67,7 @@ class Service:
             chunk_size_tokens=agent.config.chunk_size_tokens,
             lookup_deadline_s=agent.config.lookup_deadline_s,
             package_version=__version__,
+            canary_every=agent.config.canary_every,
         )
         self._stopping = False
         self._hurried = False

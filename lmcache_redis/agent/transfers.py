@@ -45,7 +45,7 @@ def because(reasons: Collection[str]) -> str:
 
 
 class CopyJob(ABC):
-    """One store or retrieve of one worker, from the question to the answer."""
+    """One store, retrieve or comparison of one worker, from the question to the answer."""
 
     def __init__(
         self,
@@ -74,7 +74,28 @@ class CopyJob(ABC):
         self._reasons: set[str] = set()  # why chunks were not copied
         self._started_s = time.monotonic()
 
-    # How a store and a retrieve differ. All but `_move` run on the loop thread.
+    def _pinned(self, chunk: int) -> Entry | None:
+        """The chunk in the host pool, with the pin of the request's lookup or a new one."""
+        chunk_hash, pool = self._hashes[chunk], self._cache.pool
+        key = self._form.key(chunk_hash)
+        entry = self._session.take((self._registration.worker_id, self._question.group, chunk_hash))
+        if entry is not None and entry.key != key:
+            # Pinned for a layout that the worker no longer has, or never had.
+            pool.unpin(entry)
+            entry = None
+        if entry is None:
+            # On another node than the scheduler's, no lookup pins anything.
+            entry = pool.get(key)
+            if entry is None or entry.state is not EntryState.READY:
+                return None
+            pool.pin(entry)
+        return entry
+
+    # How jobs differ. All but `_move` run on the loop thread.
+
+    @abstractmethod
+    def start(self) -> None:
+        """Decides what becomes of each chunk, and calls `_begin`."""
 
     @abstractmethod
     def _take(self, chunk: int) -> Entry | None:
@@ -310,19 +331,9 @@ class RetrieveJob(CopyJob):
         self._load_piece()
 
     def _hold(self, chunk: int) -> bool:
-        """Whether the chunk is in memory: it then has the session's pin, or a new one."""
-        chunk_hash, pool = self._hashes[chunk], self._cache.pool
-        key = self._form.key(chunk_hash)
-        entry = self._session.take((self._registration.worker_id, self._question.group, chunk_hash))
-        if entry is not None and entry.key != key:
-            # Pinned for a layout that the worker no longer has, or never had.
-            pool.unpin(entry)
-            entry = None
-        if entry is None:
-            entry = pool.get(key)
-            if entry is None or entry.state is not EntryState.READY:
-                return False
-            pool.pin(entry)
+        """Whether the chunk is in memory, and pinned now."""
+        if (entry := self._pinned(chunk)) is None:
+            return False
         self._entries[chunk] = entry
         return True
 

@@ -14,7 +14,7 @@ from functools import partial
 
 from lmcache_redis.cache.memory import Memory
 from lmcache_redis.cache.pacing import Line, TransferRate
-from lmcache_redis.cache.pool import Entry, Filled, HostPool
+from lmcache_redis.cache.pool import Entry, EntryState, Filled, HostPool
 from lmcache_redis.cache.threads import Action, Owner
 from lmcache_redis.cache.tier import Backing
 from lmcache_redis.cache.writebehind import WriteBehind
@@ -301,6 +301,23 @@ class Cache:
         for queue in self.queues:
             queue.wait_for(entry.key, when_ended)
         self.pool.cancel(entry)
+
+    def remove(self, key: bytes) -> None:
+        """A chunk is wrong: it leaves the pool, and in the background the tiers, if they answer."""
+        entry = self.pool.peek(key)
+        if entry is not None:
+            if entry.state is EntryState.FILLING:
+                self.supersede_load(entry)
+            self.pool.discard(entry)
+            for queue in self.queues:
+                queue.cancel(entry)
+        deadline_s = time.monotonic() + _WRITE_DEADLINE_S
+        for level, queue in enumerate(self.queues):
+            queue.remove(key, deadline_s, partial(self._removed, level, key))
+
+    def _removed(self, level: int, key: bytes, result: RemoveResult) -> None:
+        if result.outcome is CallOutcome.DONE:
+            self.pool.seen(level, (key,), there=False)
 
     # --------------------------------------------------------------- clears
 

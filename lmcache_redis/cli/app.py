@@ -101,6 +101,18 @@ def ping(endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0) -> None:
     print(f"lmcache-redis {pong.package_version}, process {pong.agent_pid}: {took_s * 1e3:.2f} ms")
 
 
+@app.command()
+def trust(endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0) -> None:
+    """Have the agent load again what it has distrusted since a canary found other KV.
+
+    First find out why, and remove what is wrong with `lmcache-redis purge`.
+    """
+    from lmcache_redis.client.control import ControlClient
+
+    count = ControlClient(endpoint or default_endpoint(), timeout_s).trust()
+    print(f"layouts trusted again: {count}")
+
+
 app.command()(top)
 app.command()(warm)
 app.command()(admin.inspect)

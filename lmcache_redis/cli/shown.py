@@ -47,6 +47,7 @@ def status_tables(report: Mapping[str, Any]) -> Iterator[Table]:
         agent.add_row(f"loads from {name}", _load_rate(tier))
     agent.add_row("lookups that wait", f"{report['loads']['waiting']} for room in the host pool")
     agent.add_row("sessions", str(report["sessions"]))
+    agent.add_row("canaries", _canaries(report))
     agent.add_row("chunk size", f"{report['chunk_size_tokens']} tokens")
     yield agent
     engines = Table("model", "worker", "device", "chunk", "layout", "state", title="engines")
@@ -107,8 +108,8 @@ class _Change:
     """What grew between two samples."""
 
     def __init__(self, before: Sample | None, now: Sample) -> None:
-        # An agent that was started before an update may not report its models.
-        self.report = {"models": {}, **now.report}
+        # An agent that was started before an update may not report these.
+        self.report = {"models": {}, "canaries": {"distrusted": []}, **now.report}
         self.seconds = now.at_s - before.at_s if before else 0.0
         self._then: Mapping[str, Any] = before.report if before else {}
 
@@ -169,6 +170,9 @@ def _overview(change: _Change) -> RenderableType:
     else:
         why = f"DOWN: {redis['reason']} ({redis['server']})"
         grid.add_row("redis", Text(why, "bold red"))
+    if distrusted := report["canaries"]["distrusted"]:
+        why = f"OTHER KV was cached than is computed: {len(distrusted)} layouts are not loaded"
+        grid.add_row("canaries", Text(why, "bold red"))
     rates = [f"{name} {_load_rate(tier)}" for name, tier in loads["tiers"].items()]
     grid.add_row("loads", ", ".join(rates))
     ready = sum(engine["ready"] for engine in report["engines"])
@@ -225,6 +229,20 @@ def _column(change: _Change, kind: str) -> Iterator[tuple[str, str]]:
     ]:
         now = f" {change.happened(change.counter(name))}" if change.seconds else ""
         yield f"{name.removeprefix(kind)}{now}", f"{totals[name]:,}"
+
+
+def _canaries(report: Mapping[str, Any]) -> str:
+    """What has been compared, and what is distrusted."""
+    counters, canaries = report["counters"], report["canaries"]
+    text = f"one in {canaries['every']:,} hits" if canaries["every"] else "off"
+    text += f", {counters['compared_chunks']:,} parts compared"
+    text += f", {counters['differing_chunks']:,} differed"
+    for each in canaries["distrusted"]:
+        epoch = f" in epoch {each['epoch']}" if each["epoch"] else ""
+        text += (
+            f"\nlayout {each['layout'][:16]}{epoch} is not loaded, {each['agreed']} agreed since"
+        )
+    return text
 
 
 def _share(count: int, of: int) -> str:

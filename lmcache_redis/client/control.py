@@ -1,4 +1,4 @@
-"""Requests of command-line tools to an agent: ping, status and warm."""
+"""Requests of command-line tools to an agent: ping, status, warm and trust."""
 
 from __future__ import annotations
 
@@ -51,6 +51,13 @@ class ControlClient:
         if len(warmed.outcomes) != len(chunks):
             raise WireError(f"{len(warmed.outcomes)} outcomes of {len(chunks)} chunks")
         return warmed.outcomes
+
+    def trust(self) -> int:
+        """Has the agent load everything again; how many layouts it did not. See `agent.trust`.
+
+        Raises ``AgentUnreachable``.
+        """
+        return self._ask(m.Trust(1), m.Done).count
 
     def _ask(self, question: m.Message, expected: type[_A], answer_timeout_s: float = 0.0) -> _A:
         """answer_timeout_s: the least time for the answer, once the agent is connected."""

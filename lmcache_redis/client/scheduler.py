@@ -93,6 +93,7 @@ class _Lookup:
     deadline_s: float = 0.0
     hit_tokens: int | None = None  # None: not known yet
     tiers: str = ""  # as in LOOKUP_RESULT
+    compare_only: bool = False
 
 
 class LMCacheMPSchedulerAdapter:
@@ -141,6 +142,12 @@ class LMCacheMPSchedulerAdapter:
         if welcome is None:
             return 0
         return engine_chunk_tokens(welcome.chunk_size_tokens, [self._block_size_tokens])
+
+    @property
+    def canary_every(self) -> int:
+        """One hit in so many is to be compared instead of loaded; 0: none."""
+        welcome = self.link.welcome
+        return 0 if welcome is None else welcome.canary_every
 
     def num_blocks_per_chunk(self) -> int:
         """Paged blocks of one chunk; 0 as for `chunk_size_tokens`."""
@@ -203,7 +210,7 @@ class LMCacheMPSchedulerAdapter:
         )
 
     def check_lookup_result(self, request_id: str, *, wait_s: float = 0.0) -> int | None:
-        """The end of the cached prefix in tokens, 0 for a miss; None if not known yet.
+        """The end of the prefix that can be loaded in tokens, 0 for a miss; None if not known yet.
 
         Waits for at most ``wait_s``. The result is also 0 for an unknown request, a lost agent, and
         a lookup that is not answered within the agent's deadline and a grace period.
@@ -219,13 +226,22 @@ class LMCacheMPSchedulerAdapter:
                     end = lookup.first_chunk + answer.hit_chunks
                     lookup.hit_tokens = end * lookup.chunk_size_tokens
                     lookup.tiers = answer.tiers
+                    lookup.compare_only = answer.compare_only
                 elif isinstance(answer, m.Failure):
                     logger.warning("the lookup of request %s failed: %s", request_id, answer.reason)
             elif time.monotonic() >= lookup.deadline_s:
                 logger.warning("no answer to a lookup in time; computing request %s", request_id)
                 lookup.hit_tokens = 0
                 self.link.submit(m.EndSession, request_id=request_id)
-        return lookup.hit_tokens
+        return 0 if lookup.compare_only else lookup.hit_tokens
+
+    def pinned_tokens(self, request_id: str) -> int:
+        """As `check_lookup_result`; of a cache that is distrusted, what may only be compared.
+
+        0 before the result, and after `cleanup_lookup_result`.
+        """
+        lookup = self._lookups.get(request_id)
+        return 0 if lookup is None else lookup.hit_tokens or 0
 
     def hit_tiers(self, request_id: str) -> Sequence[str]:
         """Where each chunk of the result was, from the lookup's first one on: host, disk or redis.

@@ -241,22 +241,27 @@ class WorkerClient:
         event: InterprocessEvent | None = None,
         *,
         cache_salts: Sequence[str | bytes] | None = None,
+        compare: bool = False,
     ) -> list[Store]:
         """Starts a store of each op's chunks for its request, all in one message.
 
         The agent reads the blocks after ``event`` (CUDA). A salt stands for everything else that
         the KV of an op's token ids depends on (salt, LoRA, images); block hashes cover it. Starts
         all of them or, if it raises ``ValueError`` or ``TypeError``, none.
+
+        compare: the agent compares the blocks with what it has, and stores nothing. Each replica
+        compares all chunks, because its own bytes may be wrong.
         """
         ops = list(map(self._whole, ops))
-        if self._groups:
+        if self._groups and not compare:
             ops = [op.share(*self._groups[op.group].replica) for op in ops]
         names = self._names_of_all(request_ids, ops, cache_salts)
         lease_ns = _lease(STORE_LEASE_S if event is None else STEP_S + STORE_LEASE_S)
         handle = None if event is None else event.ipc_handle()
+        kind = m.Compare if compare else m.Store
         calls = self.link.submit_all(
             [
-                m.Store(0, request_id, chunks, tuple(op.block_ids), lease_ns, handle, op.group)
+                kind(0, request_id, chunks, tuple(op.block_ids), lease_ns, handle, op.group)
                 for request_id, op, chunks in zip(request_ids, ops, names, strict=True)
             ]
         )

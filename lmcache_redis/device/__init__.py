@@ -6,4 +6,5 @@
 3. A gather or a scatter on the CPU: `calls` lists the copies of a chunk, `cpu` makes them.
 4. On a GPU: `table` drives `cuda_kernels`, or `cuda_copies` uses torch alone; `cuda` orders
    kernels, copies to slots and the engine's events on CUDA streams.
+5. `distance` compares what was gathered with what is in other slots.
 """

@@ -63,6 +63,11 @@ COUNTERS: Final = MappingProxyType(
         "stores": "store jobs finished",
         "gathered_chunks": "chunks gathered from blocks of an engine",
         "gathered_bytes": "bytes gathered from blocks of an engine",
+        # canaries: chunks that an engine computed although they were cached
+        "compared_chunks": "parts of chunks compared with what an engine has computed",
+        "differing_chunks": "parts of chunks that were not what an engine has computed",
+        "uncompared_chunks": "parts of canaries not compared: no longer in the host pool, not read "
+        "in time, or without numbers",
         # host pool to Redis
         "stored_chunks": "chunks written to Redis completely",
         "stored_bytes": "payload bytes of the chunks written to Redis",
@@ -89,6 +94,7 @@ COUNTERS: Final = MappingProxyType(
 
 _SECONDS: Final = tuple(n * 10.0**power for power in range(-4, 2) for n in (1, 2.5, 5))
 _BYTES_PER_SECOND: Final = tuple(n * 10.0**power for power in range(6, 11) for n in (1, 2.5, 5))
+_DISTANCES: Final = tuple(n * 10.0**power for power in range(-4, 1) for n in (1, 2.5, 5))
 _CHUNKS: Final = tuple(float(1 << power) for power in range(13))
 
 # The upper bounds of the buckets of each histogram; the last bucket has none.
@@ -102,6 +108,7 @@ HISTOGRAMS: Final = MappingProxyType(
         "disk_load_rate": _BYTES_PER_SECOND,
         "store_seconds": _SECONDS,
         "retrieve_seconds": _SECONDS,
+        "canary_distance": _DISTANCES,
     }
 )
 

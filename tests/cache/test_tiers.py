@@ -147,6 +147,31 @@ def test_what_redis_has_is_brought_to_the_disk(tmp_path: Path, server: RedisServ
 
 
 @pytest.mark.servers
+def test_a_wrong_chunk_leaves_memory_and_every_tier(tmp_path: Path, server: RedisServer) -> None:
+    """Whoever holds it keeps its bytes. The tiers' watchers are told."""
+    objects = Objects(DiskTier(tmp_path, 1 << 30), redis_tier(server))
+    key = NAMES.chunk_key(key_of(1))
+    for found_in in ("memory", "Redis alone"):
+        assert objects.put(1, b"abc" * 10_000)
+        held = objects.objects.hold(key_of(1))
+        assert held is not None
+        if found_in == "Redis alone":
+            objects.cache.pool.clear()
+        changes: list[Any] = []
+        objects.cache.pool.on_change = lambda *change, told=changes: told.append(change)
+        objects.cache.remove(key)
+        gone = {(key, 0, False), (key, 1, False)}
+        run_until(objects.loop, lambda gone=gone, told=changes: gone <= {*told})
+        assert objects.get(1) is None
+        assert not objects.ask(objects.objects.contains, key_of(1))
+        assert bytes(held.payload) == b"abc" * 10_000
+        objects.objects.release(held)
+    assert objects.put(1, b"new")
+    assert objects.get(1) == b"new"
+    objects.close()
+
+
+@pytest.mark.servers
 def test_a_redis_that_is_down_is_a_miss_and_answers_at_once(own_server: RedisServer) -> None:
     tier = redis_tier(own_server)
     objects = Objects(tier)

@@ -15,7 +15,7 @@ import pytest
 
 from lmcache_redis import __version__
 from lmcache_redis.cli import starting
-from tests.harness import StartedAgent
+from tests.harness import Engine, StartedAgent, block_hashes, wait_until
 from tests.servers import RedisServer
 
 TIMEOUT_S = 30.0
@@ -105,6 +105,7 @@ def test_status_for_people(agent: StartedAgent) -> None:
     assert agent.endpoint in done.stdout
     assert "not measured yet" in done.stdout
     assert "0 for room in the host pool" in done.stdout
+    assert "one in 1,000 hits, 0 parts compared, 0 differed" in done.stdout
     assert "\x1b" not in done.stdout, "no colours where nobody sees them"
 
 
@@ -117,7 +118,26 @@ def test_status_for_programs(agent: StartedAgent) -> None:
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize("command", ["ping", "status"])
+def test_what_is_distrusted_is_shown_and_trusted_again(tmp_path: Path) -> None:
+    hashes = block_hashes("a prompt", 4)
+    with StartedAgent(tmp_path / "agent", None) as agent, Engine(agent.endpoint) as engine:
+        engine.store("first", hashes, range(4))
+        assert engine.lookup("canary", hashes) == 64
+        engine.randomize(range(4))
+        engine.compare("canary", hashes, range(4))
+        wait_until(lambda: agent.counter("differing_chunks"), what="a difference")
+        (found,) = agent.status()["canaries"]["distrusted"]
+        shown = run("status", "--endpoint", agent.endpoint).stdout
+        assert f"layout {found['layout'][:16]} is not loaded, 0 agreed since" in shown
+        assert "1 parts compared, 1 differed" in shown
+        for count in (1, 0):
+            done = run("trust", "--endpoint", agent.endpoint)
+            assert done.stdout == f"layouts trusted again: {count}\n"
+        assert "is not loaded" not in run("status", "--endpoint", agent.endpoint).stdout
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("command", ["ping", "status", "trust"])
 def test_no_agent_is_one_sentence(command: str, tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/nobody.sock"
     done = run(command, "--endpoint", endpoint, "--timeout-s", "0.2")

@@ -71,6 +71,7 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
         "ttl_s": "3600",
         "copy_threads": "4",
         "device": "cpu",
+        "canary_every": "50",
         "log_level": "warning",
         "metrics": "[::1]:9464",
     }
@@ -102,6 +103,7 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
             ttl_refresh=True,
             copy_threads=4,
             device="cpu",
+            canary_every=50,
             log_level="warning",
             metrics="[::1]:9464",
         )

@@ -81,7 +81,7 @@ def test_totals_and_rates(report: dict[str, Any]) -> None:
     # Counters of another process begin again.
     later["pid"] += 1
     assert "since the start of the agent" in text(Sample(report, 10.0), Sample(later, 12.0))
-    del later["models"]  # an older agent
+    del later["models"], later["canaries"]  # an older agent
     assert "none yet" in text(None, Sample(later, 12.0))
 
 
@@ -92,8 +92,10 @@ def test_trouble_is_shown_and_much_fits(report: dict[str, Any]) -> None:
     report["counters"] |= dict.fromkeys(report["counters"], 10**12)
     use = report["models"][MODEL]
     report["models"] = {f"{MODEL} {n}": use | {"lookup_tokens": n} for n in range(20)}
+    report["canaries"] = {"every": 1000, "distrusted": [{}, {}]}
     shown = text(None, Sample(report, 1.0))
     assert "DOWN: Connection refused" in shown
+    assert "OTHER KV was cached than is computed: 2 layouts are not loaded" in shown
     assert shown.count("meta-llama") == 3
 
 

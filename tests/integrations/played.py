@@ -32,6 +32,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_redis.cache.parts import PrefixNeeds
+from lmcache_redis.client.canary import Canaries
 from lmcache_redis.client.scheduler import Ranks
 from lmcache_redis.client.transfers import LoadStoreOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
@@ -53,6 +54,8 @@ class Agent:
         self._block_tokens = common_block_tokens(groups)
         self._chunk_tokens = chunk_tokens
         self._answers: dict[str, int] = {}
+        self.canary_every = 0
+        self.compare_only = False
         self.cleared: list[bytes] = []
 
     def clear(self, epoch: bytes) -> None:
@@ -76,6 +79,9 @@ class Agent:
         self._answers[request_id] = (first_chunk + hit) * self._chunk_tokens if hit else 0
 
     def check_lookup_result(self, request_id: str, wait_s: float) -> int | None:
+        return 0 if self.compare_only else self._answers.get(request_id, 0)
+
+    def pinned_tokens(self, request_id: str) -> int:
         return self._answers.get(request_id, 0)
 
     def hit_tiers(self, request_id: str) -> Sequence[str]:
@@ -103,6 +109,7 @@ class Counts:
     late_loads: int = 0
     loaded_parts: dict[int, int] = field(default_factory=dict)
     stored_parts: dict[int, int] = field(default_factory=dict)
+    compared_parts: dict[int, int] = field(default_factory=dict)
     preemptions: int = 0
     finished: int = 0
 
@@ -186,6 +193,7 @@ class PlayedEngine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free_blocks = self.pool.get_num_free_blocks()
         self.counts = Counts()
+        inner._canaries = Canaries(rng.random)
         self._hasher = get_request_block_hasher(self.hash_tokens, sha256)
         self._ids = itertools.count()
         self._requests: dict[str, Request] = {}
@@ -193,6 +201,7 @@ class PlayedEngine:
         self._truth: dict[bytes, list[int]] = {}  # by vLLM's hash: the digests up to there
         self._loads: list[tuple[Planned, bool]] = []  # and whether vLLM was told that it failed
         self._stores: list[Planned] = []
+        self._checks: list[Planned] = []
         self._ended: list[int] = []
 
     # Requests
@@ -222,7 +231,8 @@ class PlayedEngine:
     def run(self) -> None:
         """Steps until all requests are answered and all transfers have ended."""
         for _ in range(_STEPS):
-            if not self._requests and not self._loads and not self._stores and not self._ended:
+            transfers = (*self._loads, *self._stores, *self._checks, *self._ended)
+            if not self._requests and not transfers:
                 break
             self.step()
         else:
@@ -252,6 +262,13 @@ class PlayedEngine:
         for store in metadata.stores:
             self._check_store(store)
             self._stores.append(store)
+        for check in metadata.checks:
+            self._check_store(check)
+            pinned = self.agent.pinned[check.request_id]
+            for op in check.ops:
+                for name in op.chunk_hashes or ():
+                    assert (op.group, name) in pinned, "a part that no lookup has pinned"
+            self._checks.append(check)
         report = self._end_some()
         self.scheduler.update_from_output(
             output,
@@ -366,8 +383,8 @@ class PlayedEngine:
             for block_id in op.block_ids:
                 assert self.pool.blocks[block_id].ref_cnt > 0
 
-    def _read(self, op: LoadStoreOp) -> None:
-        """Reads parts into the agent and checks every byte."""
+    def _read(self, op: LoadStoreOp, *, compare: bool = False) -> None:
+        """Reads parts into the agent, or compares them with its own, and checks every byte."""
         group = self.groups[op.group]
         names = op.chunk_hashes or ()
         per_part = len(op.block_ids) // len(names)
@@ -382,9 +399,12 @@ class PlayedEngine:
                 last = digests[-per_part * size :]
                 expected = tuple(last[n * size : (n + 1) * size] for n in range(per_part))
             assert content == expected, f"a store of group {group} reads what it should not"
-            self.agent.parts[op.group, name] = content
-            stored = self.counts.stored_parts
-            stored[op.group] = stored.get(op.group, 0) + 1
+            counts = self.counts.compared_parts if compare else self.counts.stored_parts
+            counts[op.group] = counts.get(op.group, 0) + 1
+            if compare:
+                assert self.agent.parts.get((op.group, name), content) == content
+            else:
+                self.agent.parts[op.group, name] = content
 
     def _end_some(self) -> KVConnectorOutput:
         """Ends transfers at random, and reports it."""
@@ -418,6 +438,12 @@ class PlayedEngine:
                 for op in store.ops:
                     self._read(op)
                 self._ended.append(store.transfer_id)
+        for check in list(self._checks):
+            if self._rng.random() < 0.5:
+                self._checks.remove(check)
+                for op in check.ops:
+                    self._read(op, compare=True)
+                self._ended.append(check.transfer_id)
         report = WorkerReport({0: self._ended}) if self._ended else None
         self._ended = []
         return KVConnectorOutput(

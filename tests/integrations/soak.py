@@ -44,6 +44,7 @@ _VOCABULARY = 4000
 _TOKENS = 4
 TOGETHER = 4
 _CHUNK_TOKENS = 128
+_CANARY_EVERY = 4
 _TURN_TOKENS = 75  # more than half a chunk: turns complete chunks while they are decoded
 _TURNS = 3
 _CONVERSATIONS = 3
@@ -159,7 +160,8 @@ class Soak:
     turns: answers in conversations. ties: answers that differ from a token on that an engine
     without a connector takes for as good: in bfloat16 the best two may differ by no more than the
     rounding, which depends on what else is in the batch. loaded_chunks: loaded into blocks before
-    the first fault.
+    the first fault. compared_chunks: parts compared by the agents that were not killed.
+    false_alarms: canaries that found other KV than was cached.
     """
 
     questions: int = 0
@@ -170,6 +172,8 @@ class Soak:
     widest_tie: float = 0.0
     cached_tokens: int = 0
     loaded_chunks: int = 0
+    compared_chunks: int = 0
+    false_alarms: int = 0
     faults: dict[str, int] = field(default_factory=dict)
 
 
@@ -334,13 +338,14 @@ def soak_family(
                 redis.unix_url,
                 chunk_size_tokens=_CHUNK_TOKENS,
                 pool_bytes=16 << 20,
+                canary_every=_CANARY_EVERY,
             ) as agent,
             ForkedEngine(
                 model,
                 kv_transfer=transfer_config(agent.endpoint, load_always=False),
                 log_path=directory / "engine.log",
                 options=few,
-                env=env,
+                env=env | {PATCH_VARIABLE: str(Path(__file__).with_name("many_canaries.py"))},
             ) as engine,
         ):  # fmt: skip
             wait_until(
@@ -360,7 +365,11 @@ def soak_family(
             faults = Faults(random.Random(seed), agent, redis)
             run_soak(soak, engine, questions, calm, rng, faults, ties, tell)
             soak.loaded_chunks = agent.counter("retrieved_chunks")
-            return run_soak(soak, engine, questions, faulty, rng, faults, ties, tell)
+            soak.compared_chunks = agent.counter("compared_chunks")
+            run_soak(soak, engine, questions, faulty, rng, faults, ties, tell)
+            soak.compared_chunks += agent.counter("compared_chunks")
+            soak.false_alarms = agent.log.count("is not what its engine has computed")
+            return soak
 
 
 def main() -> None:
@@ -383,7 +392,7 @@ def main() -> None:
             lambda line: print(line, flush=True),
         )
     print(soak)
-    raise SystemExit(1 if soak.wrong else 0)
+    raise SystemExit(1 if soak.wrong or soak.false_alarms else 0)
 
 
 if __name__ == "__main__":

@@ -97,9 +97,14 @@ def use(
 @settings(
     max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(seed=st.integers(0, 1 << 30), fails=st.booleans(), few=st.booleans())
+@given(
+    seed=st.integers(0, 1 << 30),
+    fails=st.booleans(),
+    few=st.booleans(),
+    canaries=st.sampled_from(["none", "some", "all"]),
+)
 def test_no_token_is_wrong_and_every_request_ends(
-    config_dir: Path, model: str, seed: int, fails: bool, few: bool
+    config_dir: Path, model: str, seed: int, fails: bool, few: bool, canaries: str
 ) -> None:
     rng = random.Random(seed)
     engine = PlayedEngine(
@@ -110,7 +115,10 @@ def test_no_token_is_wrong_and_every_request_ends(
         rng=rng,
         fail=0.2 if fails else 0.0,
     )
+    engine.agent.canary_every = 0 if canaries == "none" else 3
+    engine.agent.compare_only = canaries == "all"
     use(engine, rng, 12)
+    assert canaries != "all" or engine.counts.loads == 0
 
 
 @pytest.mark.parametrize("seed", [18997, 52133])
@@ -148,6 +156,28 @@ def test_what_one_engine_stored_another_loads(config_dir: Path, model: str) -> N
             first = min(group.reach.first_token(end) // CHUNK, hit)
             parts = hit - first
             assert engine.counts.loaded_parts.get(place, 0) == parts, (asked, group)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_canary_compares_what_it_would_have_loaded(config_dir: Path, model: str) -> None:
+    """Chunks of which the lookup has found nothing are stored, as ever."""
+    rng = random.Random(1)
+    specs = MODELS[model]
+    engine = PlayedEngine(config_dir, specs, chunk_tokens=CHUNK, num_blocks=300, rng=rng)
+    prompt = tokens(rng, 8 * CHUNK)
+    engine.ask([*prompt, 1], 1)
+    engine.run()
+    loaded = engine.counts.loaded_parts
+    for canary in (False, True):
+        assert engine.scheduler.reset_prefix_cache()
+        engine.agent.canary_every = int(canary)
+        engine.counts.stored_parts.clear()
+        engine.ask([*prompt, *tokens(rng, 2 * CHUNK), 1], 20)
+        engine.run()
+        assert engine.counts.stored_parts[0] >= 1
+    assert engine.counts.loads == 1
+    assert engine.counts.compared_parts == loaded
+    assert sum(loaded.values()) > 0
 
 
 @pytest.mark.parametrize("local_tokens", [0, 8, CHUNK, CHUNK + 8, 3 * CHUNK, 4 * CHUNK])

@@ -44,6 +44,8 @@ class ScriptedAdapter:
         self.released: list[str] = []
         self.ended: list[str] = []
         self.jobs: set[str] = set()
+        self.canary_every = 0
+        self.pinned: int | None = None  # if not all of it may be loaded
 
     def chunk_size_tokens(self) -> int:
         return self.chunk
@@ -59,6 +61,9 @@ class ScriptedAdapter:
 
     def check_lookup_result(self, request_id: str, wait_s: float) -> int | None:
         return self.tokens
+
+    def pinned_tokens(self, request_id: str) -> int:
+        return (self.tokens or 0) if self.pinned is None else self.pinned
 
     def hit_tiers(self, request_id: str) -> list[str]:
         return self.tiers

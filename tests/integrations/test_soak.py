@@ -21,6 +21,8 @@ FAULTY = [True, True, False] * (len(FAULTS) // 2)
 def test_every_answer_is_the_one_without_a_connector(family: str, tmp_path: Path) -> None:
     soak = soak_family(family, 20, CALM, FAULTY, seed=1, directory=tmp_path)
     assert soak.wrong == 0
+    assert soak.compared_chunks > 0
+    assert soak.false_alarms == 0
     assert soak.loaded_chunks > 0, "a model with a sliding window hits too"
     assert soak.answers == TOGETHER * len(CALM + FAULTY)
     assert soak.turns > 0

@@ -48,6 +48,7 @@ class Transfer:
     given_up: bool = False
     failed: bool = False
     chunks: int = 1
+    compared: bool = False
     call: Any = field(default_factory=lambda: SimpleNamespace(done=True))
     result: Any = field(default_factory=lambda: SimpleNamespace(stored=1, dropped=0))
 
@@ -69,14 +70,20 @@ class Client:
     def __init__(self) -> None:
         self.begun: list[Transfer] = []
 
-    def _begin(
+    def begin_retrieves(
         self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp], event: Any
     ) -> list[Transfer]:
         assert len(request_ids) == len(ops)
         self.begun += (begun := [Transfer(op) for op in ops])
         return begun
 
-    begin_retrieves = begin_stores = _begin
+    def begin_stores(
+        self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp], event: Any, *, compare: bool
+    ) -> list[Transfer]:
+        begun = self.begin_retrieves(request_ids, ops, event)
+        for each in begun:
+            each.compared = compare
+        return begun
 
 
 class FakeEvent:
@@ -244,13 +251,11 @@ class CudaClient(Client):
         super().__init__()
         self.after: list[list[str]] = []
 
-    def _begin(
+    def begin_retrieves(
         self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp], event: Any
     ) -> list[Transfer]:
         self.after.append(event._event.after)
-        return super()._begin(request_ids, ops, event)
-
-    begin_retrieves = begin_stores = _begin
+        return super().begin_retrieves(request_ids, ops, event)
 
 
 def on_cuda(queued: list[str]) -> tuple[LMCacheRedisConnector, CudaClient]:
@@ -314,3 +319,17 @@ def test_events_are_used_again_in_turn_and_none_is_destroyed() -> None:
     assert len(made) == 64
     assert recorded[:64] == recorded[64:128]
     assert [each.ipc_handle() for each in recorded[:64]] == [each._handle for each in made]
+
+
+def test_the_chunks_of_a_canary_are_compared() -> None:
+    client = Client()
+    worker = ConnectorWorker(client, 0, Recorder(), RING, reallocates=True)  # type: ignore[arg-type]
+    worker.report(0)
+    worker.begin_stores(
+        StepMetadata(stores=[Planned(1, "r", OPS[:1])], checks=[Planned(2, "r", OPS)])
+    )
+    assert [each.compared for each in client.begun] == [False, True, True, True]
+    for each in client.begun[1:]:
+        assert ended_transfers(worker) == []
+        each.over = True
+    assert ended_transfers(worker) == [2]

@@ -74,6 +74,13 @@ class Site:
             self.engine.scheduler.end_session(f"ask {self.asked}")
         return tokens
 
+    def find_other_kv(self) -> None:
+        hashes = block_hashes("a canary", 4)
+        self.engine.store("canary", hashes, range(4))
+        assert self.engine.lookup("canary", hashes) == 64
+        self.engine.randomize(range(4))
+        self.engine.compare("canary", hashes, range(4))
+
     def load_in_vain(self) -> None:
         self.asked += 1
         hashes = block_hashes(f"never stored {self.asked}", 4)
@@ -128,6 +135,7 @@ def test_nothing_fires_while_all_is_well_and_every_alert_in_its_fault(
         assert time.monotonic() - began_s > 10 * MINUTE_MS / 1e3
         assert prometheus.firing() == set()
 
+        full.find_other_kv()
         dead.agent.kill()
         without_redis.server.kill()
         with redis.Redis.from_url(full.server.url) as client:

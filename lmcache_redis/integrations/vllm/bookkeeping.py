@@ -94,6 +94,7 @@ class Tracked:
     # Another connector has loaded KV for it within a step, and may still report that this failed:
     # nothing is stored until it has more output tokens than these.
     stored_after: int | None = None
+    canary_chunks: int | None = None  # leading chunks to be compared; None: not decided
 
     def hashed_tokens(self) -> int:
         """Its tokens in whole blocks that have a hash."""

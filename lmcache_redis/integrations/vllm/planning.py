@@ -6,7 +6,7 @@ has allocated blocks for them; a store takes each part that is complete and stil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from lmcache_redis.client.transfers import LoadStoreOp
@@ -92,12 +92,26 @@ class Planner:
             self._store_of_group(place, tracked, blocks[group.number], chunks)
             for place, group in enumerate(self._groups)
         ]
-        ops = tuple(op for op in found if op.block_ids)
-        if not ops:
-            return []
-        block_ids = [block_id for op in ops for block_id in op.block_ids]
-        transfer_id = self._references.take(block_ids, for_store=True)
-        return [Planned(transfer_id, tracked.request.request_id, ops)]
+        return self._planned(tracked, found)
+
+    def compare(
+        self, tracked: Tracked, blocks: Sequence[Sequence[int]], chunks: range
+    ) -> list[Planned]:
+        """The comparison of computed ``chunks`` of a canary with what its lookup has pinned."""
+        ops = []
+        for place, group in enumerate(self._groups):
+            first = group.reach.first_chunk(tracked.canary_chunks or 0, tracked.chunk_tokens)
+            pinned = range(max(first, chunks.start), chunks.stop)
+            found = dict(self._complete_parts(group, tracked, blocks[group.number], pinned))
+            names = tracked.chunk_names()
+            ops.append(
+                LoadStoreOp(
+                    [block_id for part in found.values() for block_id in part],
+                    chunk_hashes=[names[chunk] for chunk in found],
+                    group=place,
+                )
+            )
+        return self._planned(tracked, ops)
 
     def missed(self, names: Sequence[bytes]) -> None:
         """These chunks are not cached: they are stored again, even if they are recent."""
@@ -152,24 +166,42 @@ class Planner:
     ) -> LoadStoreOp:
         """The parts of ``chunks`` that are in blocks and not stored yet."""
         group = self._groups[place]
-        names, hashes = tracked.chunk_names(), tracked.chunk_hashes()
+        names = tracked.chunk_names()
         of_parts: list[int] = []
         hashes_of_parts: list[bytes] = []
-        for chunk in chunks:
-            where = group.part(chunk, tracked.chunk_tokens)
-            part = block_ids[where]
+        for chunk, part in self._complete_parts(group, tracked, block_ids, chunks):
             (key,) = _parts(group, names[chunk : chunk + 1])
-            # A sliding window may have dropped some of the blocks.
-            if key in self._recent or any(map(self._references.is_null, part)):
-                continue
-            if group.is_state and not self._references.has_state(
-                part[0], hashes[chunk], group.number
-            ):
+            if key in self._recent:
                 continue
             self._recent.add([key])
             of_parts += part
             hashes_of_parts.append(names[chunk])
         return LoadStoreOp(of_parts, chunk_hashes=hashes_of_parts, group=place)
+
+    def _complete_parts(
+        self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
+    ) -> Iterator[tuple[int, Sequence[int]]]:
+        """Those of ``chunks`` whose parts are in blocks, and the blocks of each."""
+        hashes = tracked.chunk_hashes()
+        for chunk in chunks:
+            part = block_ids[group.part(chunk, tracked.chunk_tokens)]
+            # A sliding window may have dropped some of the blocks.
+            if any(map(self._references.is_null, part)):
+                continue
+            if group.is_state and not self._references.has_state(
+                part[0], hashes[chunk], group.number
+            ):
+                continue
+            yield chunk, part
+
+    def _planned(self, tracked: Tracked, ops: Sequence[LoadStoreOp]) -> list[Planned]:
+        """The operations that have blocks, as a transfer with references to these."""
+        some = tuple(op for op in ops if op.block_ids)
+        if not some:
+            return []
+        block_ids = [block_id for op in some for block_id in op.block_ids]
+        transfer_id = self._references.take(block_ids, for_store=True)
+        return [Planned(transfer_id, tracked.request.request_id, some)]
 
 
 def _parts(group: LayerGroup, names: Iterable[bytes]) -> list[bytes]:

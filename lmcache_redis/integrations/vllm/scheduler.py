@@ -8,6 +8,9 @@ vLLM calls, for one request:
     load_ended          its load has ended on all ranks
     finished            the chunks that its lookup pinned are released
 
+A request whose hit is a canary (`client.canary`) loads nothing. Its chunks are compared as soon as
+they are computed, with those that its lookup has pinned.
+
 The name of a chunk is ``epoch | adapter digest | hash of its last block``. The epoch (`epoch`) and
 the digest of a LoRA adapter (`lora`) are usually empty. vLLM's hashes are chained, so the last one
 covers every token before it. A request keeps the epoch in which it began, and uses the cache only
@@ -21,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from lmcache_redis.client.canary import Canaries
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
 from lmcache_redis.integrations.vllm.bookkeeping import (
     BlockReferences,
@@ -105,6 +109,8 @@ class ConnectorScheduler:
         self._tracked: dict[str, Tracked] = {}
         self._resuming: set[str] = set()  # load has ended, not scheduled since
         self._loads: list[Planned] = []
+        self._checks: list[Planned] = []
+        self._canaries = Canaries()
         self._prefill = PrefillRate()
         self._has_hit = False
         self._is_idle = False  # the last step ran no model
@@ -187,7 +193,23 @@ class ConnectorScheduler:
         # Chunks that the agent did not find are stored again, even if they are recent.
         first_miss = max(tracked.first_chunk, tokens // chunk_tokens)
         self._planner.missed(tracked.chunk_names()[first_miss:])
+        if self._is_canary(tracked, local_tokens, tokens):
+            return 0
         return max(0, tokens - local_tokens)
+
+    def _is_canary(self, tracked: Tracked, local_tokens: int, tokens: int) -> bool:
+        """Whether its hit is compared; decided once for each lookup.
+
+        tokens: what may be loaded. If nothing may be, comparing costs no prefill.
+        """
+        pinned = self._adapter.pinned_tokens(tracked.request.request_id)
+        if local_tokens or tracked.first_chunk or not pinned:
+            tracked.canary_chunks = 0
+        elif tracked.canary_chunks is None:
+            every = self._adapter.canary_every
+            taken = bool(every) if tokens < pinned else self._canaries.takes(tokens, every)
+            tracked.canary_chunks = pinned // tracked.chunk_tokens if taken else 0
+        return bool(tracked.canary_chunks)
 
     def allocated(
         self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int
@@ -210,7 +232,7 @@ class ConnectorScheduler:
                     external_tokens, request.num_tokens, request.request_id,
                     ", ".join(f"{tokens} from {tier}" for tier, tokens in tiers.items()),
                 )  # fmt: skip
-        elif tracked.loading is None:
+        elif tracked.loading is None and not tracked.canary_chunks:
             self._adapter.release_lookup_locks(request.request_id)
         self._adapter.cleanup_lookup_result(request.request_id)
 
@@ -237,6 +259,8 @@ class ConnectorScheduler:
                 tracked.block_ids = list(new.block_ids[0])
                 if beside_a_load:
                     tracked.stored_after = tracked.request.num_output_tokens
+                if new.num_computed_tokens:  # others have loaded or computed some
+                    tracked.canary_chunks = 0
                 computed_tokens = new.num_computed_tokens + scheduled[new.req_id]
                 metadata.stores += self._plan_store(tracked, computed_tokens)
         cached = output.scheduled_cached_reqs
@@ -253,6 +277,8 @@ class ConnectorScheduler:
                     prompt_tokens += scheduled[request_id]
                 computed_tokens += scheduled[request_id]
                 metadata.stores += self._plan_store(tracked, computed_tokens)
+        metadata.checks, self._checks = self._checks, []
+        self._canaries.computed(prompt_tokens)
         metadata.number = self._prefill.scheduled(prompt_tokens, time.monotonic())
         self._is_idle = metadata.idle
         self._wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
@@ -375,7 +401,7 @@ class ConnectorScheduler:
         self._forget_lookup(tracked)
 
     def _forget_lookup(self, tracked: Tracked) -> None:
-        tracked.first_chunk = None
+        tracked.first_chunk = tracked.canary_chunks = None
         self._adapter.end_session(tracked.request.request_id)
 
     def _lookup_result(self, request_id: str) -> int | None:
@@ -397,9 +423,8 @@ class ConnectorScheduler:
         chunk_tokens = self._adapter.chunk_size_tokens()
         if (
             not chunk_tokens
-            or not self._may_store
             or tracked.prefix is None
-            or not tracked.wishes.store
+            or not ((self._may_store and tracked.wishes.store) or tracked.canary_chunks)
         ):
             return []
         request = tracked.request
@@ -426,7 +451,12 @@ class ConnectorScheduler:
         chunks = range(tracked.considered_chunks, complete_chunks)
         tracked.considered_chunks = complete_chunks
         self._announce(tracked, chunks)
-        return self._planner.store(tracked, blocks, chunks)
+        stored_from = min(max(chunks.start, tracked.canary_chunks or 0), chunks.stop)
+        if checked := range(chunks.start, stored_from):
+            self._checks += self._planner.compare(tracked, blocks, checked)
+        if not self._may_store or not tracked.wishes.store:
+            return []
+        return self._planner.store(tracked, blocks, range(stored_from, chunks.stop))
 
     def _announce(self, tracked: Tracked, chunks: range) -> None:
         """Describes chunks of which events may follow."""

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -65,7 +66,7 @@ class Planned(NamedTuple):
 class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers.
 
-    loads, stores: to start in this step.
+    loads, stores: to start in this step. checks: as stores, but compared with what is cached.
     lost_loads: block ids, by request, of loads that vLLM waits for and that were never planned
         because the scheduler failed. Workers report them as failed.
     idle: the step runs no model, so that a short wait delays no computation.
@@ -74,6 +75,7 @@ class StepMetadata(KVConnectorMetadata):
 
     loads: list[Planned] = field(default_factory=list)
     stores: list[Planned] = field(default_factory=list)
+    checks: list[Planned] = field(default_factory=list)
     lost_loads: dict[str, list[int]] = field(default_factory=dict)
     idle: bool = False
     number: int = 0
@@ -205,11 +207,12 @@ class ConnectorWorker:
         if metadata is self._stored_step:
             return
         self._stored_step = metadata
-        event = self._recorded_event() if metadata.stores else None
-        for transfer_id, request_id, ops in metadata.stores:
+        begun = [*zip(metadata.stores, repeat(False)), *zip(metadata.checks, repeat(True))]
+        event = self._recorded_event() if begun else None
+        for (transfer_id, request_id, ops), compare in begun:
             self._begun_s[transfer_id] = time.monotonic()
             self._stores[transfer_id] = self._client.begin_stores(
-                [request_id] * len(ops), ops, event
+                [request_id] * len(ops), ops, event, compare=compare
             )
 
     def ended_loads(self, metadata: StepMetadata) -> EndedLoads:

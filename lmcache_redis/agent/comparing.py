@@ -1,0 +1,136 @@
+"""Canaries: chunks that an engine has computed are compared with the cached ones.
+
+A comparison gathers blocks as a store does, into slots of its own, and compares them with the parts
+that the request's lookup has pinned (`device.distance`). What is not in the host pool any more,
+finds no room, is read after the lease, or holds no numbers is not compared.
+
+It cannot be told which of two parts that differ is wrong, nor what else is. So the chunk leaves the
+pool and the tiers, and the next store writes it anew. And its layout is distrusted in its epoch:
+nothing of it is loaded until it is trusted again (`trust`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from lmcache_redis import messages as m
+from lmcache_redis.agent.agent import Agent
+from lmcache_redis.agent.copies import CopyOutcome
+from lmcache_redis.agent.transfers import StoreJob
+from lmcache_redis.agent.trust import CANARIES_AGAIN
+from lmcache_redis.cache.pool import Entry
+from lmcache_redis.device.distance import Distance, far_apart, part_distance
+
+logger = logging.getLogger(__name__)
+
+# Beyond all that numbers are apart; what is no number would make the histogram's sum infinite.
+_FARTHEST = 10.0
+
+
+class CompareJob(StoreJob):
+    """Compares blocks with parts in the host pool. Stores nothing."""
+
+    def __init__(self, agent: Agent, *job: Any) -> None:
+        super().__init__(agent, *job)
+        self._trust = agent.trust
+        self._cached: dict[int, Entry] = {}  # by chunk, each with a pin of this job
+        self._distances: dict[int, Distance | None] = {}
+        self._layout = self._registration.device.layouts[self._question.group]
+        self._limit = far_apart(self._layout)
+        self._farthest = -1.0  # nothing was compared
+
+    def start(self) -> None:
+        """Queues the chunks whose parts are in the host pool."""
+        wanted = [chunk for chunk in range(len(self._hashes)) if self._hold(chunk)]
+        self._metrics.count("uncompared_chunks", len(self._hashes) - len(wanted))
+        self._unread = set(wanted)
+        if not wanted:
+            self._answer()
+        self._begin(wanted)
+
+    def _hold(self, chunk: int) -> bool:
+        """Whether the part is in the host pool, and pinned now."""
+        if (entry := self._pinned(chunk)) is None:
+            return False
+        self._cached[chunk] = entry
+        return True
+
+    def _take(self, chunk: int) -> Entry | None:
+        return self._cache.pool.reserve(None, self._cache.units(self._form))
+
+    def _copied(self, entries: Mapping[int, Entry], outcome: CopyOutcome) -> None:
+        if outcome is not CopyOutcome.DONE:
+            super()._copied(entries, outcome)
+            return
+        # Behind the gathers that are queued: engines wait for these.
+        ended = super()._copied
+        self._queue(
+            self._registration.place,
+            partial(self._compare, entries),
+            lambda outcome: self._cache.owner.post(partial(ended, entries, outcome)),
+        )
+
+    def _compare(self, entries: Mapping[int, Entry]) -> CopyOutcome:
+        # On a copy thread.
+        for chunk, entry in entries.items():
+            cached, computed = (
+                self._cache.views(self._form, each) for each in (self._cached[chunk], entry)
+            )
+            self._distances[chunk] = part_distance(
+                self._layout, self._group.blocks_per_part, cached, computed
+            )
+        return CopyOutcome.DONE
+
+    def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
+        self._cache.abandon(entry)
+
+    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
+        super()._ended(chunk, outcome)
+        self._cache.pool.unpin(self._cached.pop(chunk))
+        distance = self._distances.get(chunk) if outcome is CopyOutcome.DONE else None
+        if distance is None:
+            self._metrics.count("uncompared_chunks")
+            return
+        self._metrics.count("compared_chunks")
+        self._metrics.observe("canary_distance", min(distance.far, _FARTHEST))
+        self._farthest = max(self._farthest, distance.far)
+        if distance.far > self._limit:
+            self._differs(chunk, distance)
+
+    def _differs(self, chunk: int, distance: Distance) -> None:
+        chunk_hash, form = self._hashes[chunk], self._form
+        self._metrics.count("differing_chunks")
+        self._cache.remove(form.key(chunk_hash))
+        if self._trust.differed(form.fingerprint, chunk_hash):
+            logger.error(
+                "the cached KV of %s is not what its engine has computed: layout %s, chunk %s, "
+                "group %d, block %d of segment %d is %.2f away, and rounding at most %.2f. Nothing "
+                "of this layout is loaded any more. Find out what the engines that share it do not "
+                "share (weights, adapters, images, versions), remove its chunks with "
+                "`lmcache-redis purge --layout`, and load again with `lmcache-redis trust`",
+                form.model_name, form.fingerprint.hex()[:16], chunk_hash.hex()[:16],
+                self._question.group, distance.block, distance.segment, distance.far,
+                self._limit,
+            )  # fmt: skip
+
+    def _answer(self) -> None:
+        self._reply(m.StoreResult(0, 0, len(self._hashes), 0))
+
+    def _finish(self) -> None:
+        layout = self._form.fingerprint
+        # A canary counts once, in however many steps and on however many ranks it is computed.
+        if 0.0 <= self._farthest <= self._limit and layout not in self._session.agreed:
+            self._session.agreed.add(layout)
+            if self._trust.agreed(layout, self._hashes[0]):
+                logger.warning(
+                    "layout %s of %s is loaded again: %d canaries in a row found no difference",
+                    layout.hex()[:16], self._form.model_name, CANARIES_AGAIN,
+                )  # fmt: skip
+        logger.debug(
+            "request %s: %d of %d chunks compared, at most %.2g away",
+            self._question.request_id, len(self._distances), len(self._hashes), self._farthest,
+        )  # fmt: skip
+        self._sessions.finish(self._session)

@@ -1,0 +1,234 @@
+"""Canaries at a real agent: what agrees, what differs, and what follows from it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcache_redis import messages as m
+from lmcache_redis.agent.trust import CANARIES_AGAIN
+from lmcache_redis.client.control import ControlClient
+from tests.agent.test_clears import hashes_in
+from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.servers import RedisServer
+
+HASHES = block_hashes("prompt", 8)
+CHUNKS = HASHES[3::4]
+EPOCH = b"epoch..1"
+TOKENS = 128
+BLOCKS = range(8)
+
+_requests = itertools.count()
+
+
+@pytest.fixture
+def engine(agent: AgentServer) -> Iterator[Engine]:
+    with Engine(agent.endpoint) as engine:
+        engine.randomize(range(engine.num_blocks))
+        engine.store("first", HASHES, BLOCKS)
+        yield engine
+
+
+def canary(
+    engine: Engine,
+    agent: AgentServer,
+    hashes: Sequence[bytes] = HASHES,
+    blocks: Sequence[int] = BLOCKS,
+) -> dict[str, int]:
+    """A lookup of a canary, and the comparison with what is in blocks. What it has counted."""
+    before = agent.counters()
+    request_id = f"canary {next(_requests)}"
+    engine.lookup(request_id, hashes)
+    assert engine.scheduler.pinned_tokens(request_id) == len(hashes) * 16
+    for first in range(0, len(hashes), 4):  # a step computes one chunk
+        engine.compare(request_id, hashes[first : first + 4], blocks[first : first + 4])
+    wait_until(lambda: not agent.status()["queues"]["jobs"], what="the end of a comparison")
+    engine.scheduler.cleanup_lookup_result(request_id)
+    engine.scheduler.end_session(request_id)
+    after = agent.counters()
+    kinds = ("compared", "differing", "uncompared", "gathered")
+    return {each: after[f"{each}_chunks"] - before[f"{each}_chunks"] for each in kinds}
+
+
+def counts(compared: int, differing: int = 0, uncompared: int = 0) -> dict[str, int]:
+    found = {"compared": compared, "differing": differing, "uncompared": uncompared}
+    return found | {"gathered": 0}
+
+
+def hit(engine: Engine, hashes: Sequence[bytes] = HASHES) -> int:
+    return engine.lookup(f"asks {next(_requests)}", hashes)
+
+
+def test_the_engine_is_told_how_many_hits_are_compared(
+    agent: AgentServer, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    with (
+        AgentServer(tmp_path / "other", redis_server.unix_url, canary_every=7) as other,
+        Engine([agent.endpoint]) as one,
+        Engine([other.endpoint]) as two,
+    ):
+        assert (one.scheduler.canary_every, two.scheduler.canary_every) == (1000, 7)
+        assert other.status()["canaries"] == {"every": 7, "distrusted": []}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_only_rounding_changed_agrees(agent: AgentServer, dtype: torch.dtype) -> None:
+    with Engine(agent.endpoint, dtype=dtype) as engine:
+        engine.randomize(BLOCKS)
+        engine.store("first", HASHES, BLOCKS)
+        assert canary(engine, agent) == counts(2)
+        for tensor in engine.caches[0].values():
+            tensor[:8] = (tensor[:8].float() * (1 + torch.randn(tensor[:8].shape) / 50)).to(dtype)
+        assert canary(engine, agent) == counts(2)
+        agent.wait_idle()
+        assert agent.status()["pool"]["pinned_slots"] == 0
+        assert hit(engine) == TOKENS
+        assert "ERROR" not in agent.log
+
+
+def test_a_part_without_numbers_is_not_compared(agent: AgentServer) -> None:
+    with Engine(agent.endpoint, dtype=torch.uint8) as engine:
+        engine.store("first", HASHES, BLOCKS)
+        for tensor in engine.caches[0].values():
+            tensor.fill_(9)
+        assert canary(engine, agent) == counts(0, uncompared=2)
+        assert hit(engine) == TOKENS
+
+
+@pytest.mark.parametrize("fault", ["other values", "no values", "shifted by one", "one block"])
+def test_other_kv_than_was_cached_is_found(
+    engine: Engine, agent: AgentServer, redis_server: RedisServer, fault: str
+) -> None:
+    agent.wait_idle()
+    blocks = [*BLOCKS]
+    if fault == "other values":
+        engine.randomize([*BLOCKS])
+    elif fault == "no values":
+        for tensor in engine.caches[0].values():
+            tensor[:8] = math.nan
+    elif fault == "one block":
+        blocks[6] = 20
+    else:
+        blocks = [*range(1, 9)]
+    differing = 1 if fault == "one block" else 2
+    assert canary(engine, agent, blocks=blocks) == counts(2, differing)
+    lines = [line for line in agent.log.splitlines() if "ERROR" in line]
+    (layout,) = agent.status()["canaries"]["distrusted"]
+    assert len(lines) == 1
+    for word in (
+        "test/model",
+        layout["layout"][:16],
+        "group 0",
+        "block",
+        "segment",
+        "lmcache-redis",
+    ):
+        assert word in lines[0]
+    if fault == "one block":
+        assert CHUNKS[1].hex()[:16] in lines[0]
+        assert "block 2 of" in lines[0]
+    # The chunks that differ are gone, and written anew by the next store.
+    wait_until(lambda: len(hashes_in(redis_server)) == 2 - differing, what="removed chunks")
+    engine.store("second", HASHES, blocks)
+    wait_until(lambda: hashes_in(redis_server) == set(CHUNKS), what="chunks stored again")
+    assert canary(engine, agent, blocks=blocks) == counts(2)
+
+
+def test_nothing_of_a_distrusted_layout_is_loaded(engine: Engine, agent: AgentServer) -> None:
+    with Engine(agent.endpoint, layers=2) as other:
+        other.store("other", HASHES, BLOCKS)
+        engine.store("epoch", [EPOCH + each for each in HASHES], BLOCKS)
+        assert engine.lookup("before", HASHES) == TOKENS
+        canary(engine, agent, blocks=range(1, 9))
+        # Neither what was promised before, nor what is found now; another layout or epoch is.
+        assert engine.retrieve("before", HASHES, BLOCKS) == set(BLOCKS)
+        engine.store("again", HASHES, BLOCKS)
+        assert hit(engine) == 0
+        assert hit(other) == hit(engine, [EPOCH + each for each in HASHES]) == TOKENS
+        assert other.retrieve("asks other", HASHES, BLOCKS) == set()
+        # Behind what the engine has, nothing is compared.
+        assert engine.lookup("rest", HASHES, first_chunk=1) == 0
+        assert engine.scheduler.pinned_tokens("rest") == 0
+
+
+def test_a_hundred_canaries_in_a_row_bring_the_loads_back(
+    engine: Engine, agent: AgentServer
+) -> None:
+    canary(engine, agent, blocks=range(1, 9))
+    engine.store("again", HASHES, BLOCKS)
+    for _ in range(3):
+        canary(engine, agent)
+    canary(engine, agent, blocks=range(1, 9))
+    engine.store("and again", HASHES, BLOCKS)
+    for number in range(CANARIES_AGAIN):
+        assert hit(engine) == 0
+        assert agent.status()["canaries"]["distrusted"][0]["agreed"] == number
+        assert canary(engine, agent) == counts(2)
+    assert hit(engine) == TOKENS
+    assert "is loaded again" in agent.log
+
+
+def test_an_operator_brings_the_loads_back(engine: Engine, agent: AgentServer) -> None:
+    canary(engine, agent, HASHES[:4], range(1, 5))
+    engine.store("again", HASHES, BLOCKS)
+    assert hit(engine) == 0
+    assert agent.status()["canaries"]["distrusted"][0]["agreed"] == 0
+    assert ControlClient(agent.endpoint).trust() == 1
+    assert ControlClient(agent.endpoint).trust() == 0
+    assert hit(engine) == TOKENS
+
+
+def test_a_comparison_after_its_lease_is_none(engine: Engine, agent: AgentServer) -> None:
+    engine.lookup("late", HASHES)
+    names = m.ChunkNames(tuple(CHUNKS))
+    call = engine.workers[0].link.submit(
+        m.Compare, request_id="late", chunks=names, block_ids=tuple(range(1, 9)), lease_ns=1
+    )
+    assert call.wait(10)
+    assert call.answer == m.StoreResult(call.answer.call_id, 0, 2, 0)
+    wait_until(lambda: agent.counter("uncompared_chunks") == 2, what="what was not compared")
+    assert agent.counter("compared_chunks") == 0
+    assert hit(engine) == TOKENS
+
+
+def test_what_is_no_longer_in_the_pool_is_not_compared(engine: Engine, agent: AgentServer) -> None:
+    engine.compare("no lookup", block_hashes("another prompt", 4), range(1, 5))
+    wait_until(lambda: agent.counter("uncompared_chunks") == 1, what="what was not compared")
+    assert agent.counter("compared_chunks") == 0
+
+
+def test_each_replica_compares_every_chunk(engine: Engine, agent: AgentServer) -> None:
+    """They share the chunks of a store: equal bytes. Whether they are equal is the question."""
+    worker = engine.workers[0]
+    for number in (0, 1):
+        worker._groups = [replace(each, replica=(number, 2)) for each in worker._groups]
+        assert canary(engine, agent) == counts(2)
+
+
+def test_every_rank_and_every_agent_compares(
+    agent: AgentServer, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    with (
+        AgentServer(tmp_path / "second", redis_server.unix_url) as second,
+        Engine([agent.endpoint, second.endpoint], world_size=2) as engine,
+    ):
+        engine.randomize(range(engine.num_blocks))
+        engine.store("first", HASHES, BLOCKS)
+        agent.wait_idle()
+        second.wait_idle()
+        assert engine.lookup("canary", HASHES) == TOKENS
+        for tensor in engine.caches[1].values():
+            tensor[:8].copy_(tensor[8:16].clone())
+        engine.compare("canary", HASHES, BLOCKS)
+        wait_until(lambda: second.counter("differing_chunks") == 2, what="a difference on rank 1")
+        assert agent.counter("compared_chunks") == 2
+        assert agent.counter("differing_chunks") == 0
+        # The scheduler's agent does not know. The other one loads nothing.
+        assert engine.retrieve("next", HASHES, BLOCKS) == set(BLOCKS)
+        assert second.counter("retrieved_chunks") == 0

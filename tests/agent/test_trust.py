@@ -1,0 +1,47 @@
+"""What is distrusted, by layout and epoch, and for how long."""
+
+from __future__ import annotations
+
+from lmcache_redis.agent.trust import CANARIES_AGAIN, Trust, epoch_of
+
+LAYOUT, OTHER = b"l" * 32, b"o" * 32
+EPOCH, ADAPTER, BLOCK = b"e" * 8, b"a" * 16, b"b" * 32
+
+
+def test_the_epoch_of_a_name() -> None:
+    assert epoch_of(BLOCK) == epoch_of(ADAPTER + BLOCK) == epoch_of(b"token hash") == b""
+    assert epoch_of(EPOCH + BLOCK) == epoch_of(EPOCH + ADAPTER + BLOCK) == EPOCH
+
+
+def test_a_layout_is_distrusted_in_one_epoch() -> None:
+    trust = Trust()
+    assert trust.differed(LAYOUT, EPOCH + BLOCK)
+    assert not trust.differed(LAYOUT, EPOCH + ADAPTER + BLOCK)
+    assert not trust.allows([OTHER, LAYOUT], EPOCH + BLOCK)
+    assert trust.allows([OTHER], EPOCH + BLOCK)
+    assert trust.allows([LAYOUT], BLOCK)
+    assert trust.report() == [{"layout": LAYOUT.hex(), "epoch": EPOCH.hex(), "agreed": 0}]
+    assert (trust.restore(), trust.restore(), trust.report()) == (1, 0, [])
+    assert trust.allows([LAYOUT], EPOCH + BLOCK)
+
+
+def test_canaries_in_a_row_bring_trust_back() -> None:
+    trust = Trust()
+    assert not trust.agreed(LAYOUT, BLOCK)
+    trust.differed(LAYOUT, BLOCK)
+    for _ in range(CANARIES_AGAIN - 1):
+        assert not trust.agreed(LAYOUT, BLOCK)
+        assert not trust.agreed(OTHER, BLOCK)
+        assert not trust.agreed(LAYOUT, EPOCH + BLOCK)
+    trust.differed(LAYOUT, BLOCK)
+    found = [trust.agreed(LAYOUT, BLOCK) for _ in range(CANARIES_AGAIN)]
+    assert found == [False] * (CANARIES_AGAIN - 1) + [True]
+    assert trust.allows([LAYOUT], BLOCK)
+
+
+def test_what_is_distrusted_has_a_bound() -> None:
+    trust = Trust()
+    for number in range(5000):
+        trust.differed(LAYOUT, number.to_bytes(8, "big") + BLOCK)
+    assert len(trust.report()) == 4096
+    assert not trust.allows([LAYOUT], (4999).to_bytes(8, "big") + BLOCK)

@@ -1,0 +1,5 @@
+"""Runs in an engine's process first (`tests.engines.PATCH_VARIABLE`): as many canaries as asked."""
+
+from lmcache_redis.client import canary
+
+canary.SHARE = 1.0

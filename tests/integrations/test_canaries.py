@@ -1,0 +1,212 @@
+"""Canaries in the connector's scheduler, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+from vllm.v1.core.block_pool import BlockPool
+
+from lmcache_redis.client.canary import FIRST_TOKENS
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
+from lmcache_redis.integrations.vllm.groups import LayerGroup
+from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
+from lmcache_redis.integrations.vllm.worker import StepMetadata
+from lmcache_redis.naming import FULL_REACH, Reach
+from tests.integrations.test_scheduler import (
+    BLOCK,
+    CHUNK,
+    FakeRequest,
+    ScriptedAdapter,
+    make_scheduler,
+    step,
+)
+
+BLOCK_IDS = list(range(1, 17))
+NAMES = [n.to_bytes(4, "big") for n in range(3, 16, 4)]  # of the chunks of a `FakeRequest`
+
+
+@pytest.fixture
+def adapter() -> ScriptedAdapter:
+    adapter = ScriptedAdapter()
+    adapter.tokens, adapter.canary_every = 3 * CHUNK, 1
+    return adapter
+
+
+@pytest.fixture
+def pool() -> BlockPool:
+    return BlockPool(num_gpu_blocks=128, enable_caching=True, hash_block_size=BLOCK)
+
+
+@pytest.fixture
+def scheduler(adapter: ScriptedAdapter, pool: BlockPool) -> ConnectorScheduler:
+    return make_scheduler(adapter, pool, BlockReferences(pool, world_size=1))
+
+
+def ask(scheduler: ConnectorScheduler, local_tokens: int = 0) -> int | None:
+    """A lookup of request ``r``, and its blocks."""
+    request = FakeRequest()
+    tokens = scheduler.matched_tokens(request, local_tokens)
+    if tokens is not None:
+        scheduler.allocated(request, (BLOCK_IDS,), tokens)
+    return tokens
+
+
+def chunks_of(metadata: StepMetadata) -> tuple[list[bytes], list[bytes]]:
+    """The names of the chunks that are compared, and of those that are stored."""
+    compared, stored = (
+        [name for _, _, ops in planned for op in ops for name in op.chunk_hashes or ()]
+        for planned in (metadata.checks, metadata.stores)
+    )
+    return compared, stored
+
+
+def test_a_canary_is_computed_and_compared(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    assert ask(scheduler) == 0
+    assert adapter.released == []
+    first = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, 2 * CHUNK)))
+    assert first.loads == []
+    assert chunks_of(first) == (NAMES[:2], [])
+    second = scheduler.build_metadata(step(cached=("r", None, 2 * CHUNK, 2 * CHUNK)))
+    assert chunks_of(second) == (NAMES[2:3], NAMES[3:])
+    (_, request_id, (op,)) = second.checks[0]
+    assert (request_id, op.block_ids) == ("r", BLOCK_IDS[8:12])
+
+
+def test_its_blocks_have_references_until_they_are_read(
+    scheduler: ConnectorScheduler, pool: BlockPool
+) -> None:
+    ask(scheduler)
+    metadata = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, 2 * CHUNK)))
+    held = [pool.blocks[block_id].ref_cnt for block_id in BLOCK_IDS]
+    assert held == [1] * 8 + [0] * 8
+    scheduler._planner._references.ended({0: [metadata.checks[0].transfer_id]})
+    assert pool.blocks[1].ref_cnt == 0
+
+
+def test_what_the_lookup_did_not_find_is_no_canary(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    adapter.tokens = 0
+    assert ask(scheduler) == 0
+    assert adapter.released == ["r"]
+    metadata = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, 4 * CHUNK)))
+    assert chunks_of(metadata) == ([], NAMES)
+
+
+@pytest.mark.parametrize("local_tokens", [BLOCK, CHUNK])
+def test_nothing_behind_a_local_prefix_is_a_canary(
+    scheduler: ConnectorScheduler, local_tokens: int
+) -> None:
+    assert ask(scheduler, local_tokens) == 3 * CHUNK - local_tokens
+
+
+def test_a_local_prefix_that_comes_later_ends_it(scheduler: ConnectorScheduler) -> None:
+    """vLLM had no blocks for it at first, and another request has computed its prefix since."""
+    request = FakeRequest()
+    assert scheduler.matched_tokens(request, 0) == 0
+    assert scheduler.matched_tokens(request, CHUNK) == 2 * CHUNK
+
+
+def test_a_prefix_that_another_connector_loads_ends_it(scheduler: ConnectorScheduler) -> None:
+    assert ask(scheduler) == 0
+    metadata = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 2 * CHUNK, 2 * CHUNK)))
+    assert chunks_of(metadata)[0] == []
+
+
+def test_it_is_decided_once_for_a_lookup(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    draws = iter([0.5, 0.0])
+    scheduler._canaries._draw = lambda: next(draws)
+    adapter.canary_every = 10
+    request = FakeRequest()
+    assert [scheduler.matched_tokens(request, 0) for _ in range(3)] == [3 * CHUNK] * 3
+
+
+def test_a_preemption_ends_it(scheduler: ConnectorScheduler, adapter: ScriptedAdapter) -> None:
+    ask(scheduler)
+    scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, CHUNK)))
+    scheduler.build_metadata(step(preempted={"r"}))
+    assert adapter.ended == ["r"]
+    adapter.canary_every = 0
+    assert scheduler.matched_tokens(FakeRequest(), 0) == 3 * CHUNK
+
+
+def test_a_new_epoch_ends_it(scheduler: ConnectorScheduler) -> None:
+    ask(scheduler)
+    scheduler.change_epoch(scheduler.epochs.weights_may_differ, "a test")
+    metadata = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, 4 * CHUNK)))
+    assert chunks_of(metadata) == ([], [])
+
+
+def test_an_engine_that_only_loads_compares_and_does_not_store(
+    adapter: ScriptedAdapter, pool: BlockPool
+) -> None:
+    scheduler = make_scheduler(adapter, pool, BlockReferences(pool, 1), stores=False)
+    ask(scheduler)
+    metadata = scheduler.build_metadata(step(new=("r", BLOCK_IDS, 0, 4 * CHUNK)))
+    assert chunks_of(metadata) == (NAMES[:3], [])
+
+
+def test_canaries_have_a_share_of_what_is_computed(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    asked = FIRST_TOKENS // (3 * CHUNK) + 1
+    requests = [FakeRequest(f"r{n}") for n in range(asked)]
+    found = [scheduler.matched_tokens(each, 0) for each in requests]
+    assert found == [0] * (asked - 1) + [3 * CHUNK]
+    for _ in range(40):
+        scheduler.build_metadata(step(new=("new", BLOCK_IDS, 0, 4 * CHUNK)))
+    assert scheduler.matched_tokens(FakeRequest("later"), 0) == 0
+
+
+def test_of_a_distrusted_cache_every_hit_is_a_canary(
+    scheduler: ConnectorScheduler, adapter: ScriptedAdapter
+) -> None:
+    """It costs no prefill, as nothing is loaded: neither chance nor share decide."""
+    scheduler._canaries._draw = lambda: 0.999
+    adapter.tokens, adapter.pinned, adapter.canary_every = 0, 3 * CHUNK, 1000
+    for number in range(2 * FIRST_TOKENS // (3 * CHUNK)):
+        request = FakeRequest(f"r{number}")
+        assert scheduler.matched_tokens(request, 0) == 0
+        scheduler.allocated(request, (BLOCK_IDS,), 0)
+    assert adapter.released == []
+    behind = FakeRequest("behind")
+    assert scheduler.matched_tokens(behind, CHUNK) == 0
+    scheduler.allocated(behind, (BLOCK_IDS,), 0)
+    assert adapter.released == ["behind"]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_of_a_window_only_what_is_pinned_is_compared(
+    adapter: ScriptedAdapter, pool: BlockPool, steps: int
+) -> None:
+    groups = [
+        LayerGroup(0, (), BLOCK, FULL_REACH, "FullAttentionSpec"),
+        LayerGroup(1, (), BLOCK, Reach("window", CHUNK + 1), "SlidingWindowSpec"),
+    ]
+    ids = [BLOCK_IDS, [64 + n for n in BLOCK_IDS]]
+    scheduler = make_scheduler(
+        adapter,
+        pool,
+        BlockReferences(pool, 1),
+        groups=groups,
+        block_ids=lambda request_id: ids,
+    )
+    ask(scheduler)
+    compared: dict[int, list[bytes]] = {0: [], 1: []}
+    for number in range(steps):
+        tokens = 4 * CHUNK // steps
+        done: Any = {"new": ("r", BLOCK_IDS, 0, tokens)}
+        if number:
+            done = {"cached": ("r", None, number * tokens, tokens)}
+        for _, _, ops in scheduler.build_metadata(step(**done)).checks:
+            for op in ops:
+                compared[op.group] += op.chunk_hashes or ()
+    assert compared == {0: NAMES[:3], 1: NAMES[2:3]}

@@ -1,0 +1,117 @@
+"""A real vLLM whose every hit is a canary: other KV under one name is found at the first hit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
+
+from lmcache_redis.client.control import ControlClient
+from tests.engines import PATCH_VARIABLE, ForkedEngine, empty, transfer_config
+from tests.harness import AgentServer, wait_until
+from tests.integrations.conftest import Prompts
+from tests.matrix.models import write_adapter, write_model
+
+pytestmark = pytest.mark.engine
+
+OPTIONS = {
+    "dtype": "bfloat16",
+    "max_model_len": 2048,
+    "num_gpu_blocks_override": 256,
+    "enable_lora": True,
+    "max_loras": 1,
+    "max_lora_rank": 8,
+}
+CHUNK = 256
+
+
+def other_weights(model: Path, directory: Path) -> Path:
+    """The same architecture and name with other weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = LlamaConfig.from_pretrained(model)
+    LlamaForCausalLM(config).save_pretrained(directory / model.name)
+    return directory / model.name
+
+
+def replace_adapter(adapter: Path) -> None:
+    """Writes other weights in the place of an adapter's."""
+    from safetensors.torch import load_file, save_file
+
+    path = adapter / "adapter_model.safetensors"
+    flipped = {name: each.flip(0).contiguous() for name, each in load_file(path).items()}
+    save_file(flipped, path)
+
+
+def start(model: Path, agent: AgentServer, log: Path) -> ForkedEngine:
+    """An engine with faults: other weights and adapters have the same names."""
+    engine = ForkedEngine(
+        model,
+        kv_transfer=transfer_config(agent.endpoint),
+        log_path=log,
+        options=OPTIONS,
+        env={
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            PATCH_VARIABLE: str(Path(__file__).with_name("one_name.py")),
+        },
+    )
+    wait_until(lambda: any(e["ready"] for e in agent.status()["engines"]), what="an engine")
+    return engine
+
+
+def ask(engine: ForkedEngine, agent: AgentServer, *questions: list[int], **of: Any) -> Any:
+    """Answers with an empty prefix cache, after which everything is stored and compared."""
+    empty(engine)
+    answer = engine.generate(list(questions), 4, **of)
+    agent.wait_idle()
+    wait_until(lambda: not agent.status()["queues"]["jobs"], what="all comparisons")
+    return answer
+
+
+def test_other_kv_under_one_name_is_found(
+    agent: AgentServer, tmp_path: Path, prompts: Prompts
+) -> None:
+    agent.end()
+    agent._settings["canary_every"] = 1
+    agent.start()
+    model = write_model("llama", tmp_path / "models" / "tiny")
+    second = other_weights(model, tmp_path / "second")
+    adapter = write_adapter(tmp_path / "adapter")
+    long, short = prompts.tokens(4 * CHUNK + 9), prompts.tokens(2 * CHUNK + 9)
+    mixed = [prompts.tokens(CHUNK + 30 * n) for n in range(4)]
+
+    with start(model, agent, tmp_path / "first.log") as engine:
+        # What is right agrees, whatever else is computed in the same steps.
+        expected = ask(engine, agent, long).outputs
+        ask(engine, agent, short)
+        again = ask(engine, agent, *mixed, long, short)
+        assert again.outputs[4] == expected[0]
+        assert again.details["cached_tokens"] == [0] * 6
+        assert agent.counter("compared_chunks") == 6
+        assert agent.counter("differing_chunks") == 0
+        assert agent.counter("uncompared_chunks") == 0
+
+        one = ask(engine, agent, short, lora=("adapter", 1, str(adapter))).outputs
+        replace_adapter(adapter)
+        other = ask(engine, agent, short, lora=("adapter", 2, str(adapter))).outputs
+        assert one != other
+        assert agent.counter("differing_chunks") == 2
+        assert agent.log.count("is not what its engine has computed") == 1
+        assert ControlClient(agent.endpoint).trust() == 1
+
+    with start(second, agent, tmp_path / "second.log") as engine:
+        answer = ask(engine, agent, long)
+        assert answer.outputs != expected
+        assert answer.details["cached_tokens"] == [0]
+        assert agent.counter("differing_chunks") == 6
+        # Until it is trusted again, nothing is loaded, and what differed is stored anew.
+        assert ask(engine, agent, long).outputs == answer.outputs
+        assert agent.counter("retrieved_chunks") == 0
+        assert ask(engine, agent, long).outputs == answer.outputs
+        assert agent.counter("differing_chunks") == 6
+        assert agent.status()["canaries"]["distrusted"][0]["agreed"] == 1
