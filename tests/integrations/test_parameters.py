@@ -11,8 +11,11 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 import torch
 
-from lmcache_redis.integrations.vllm import parameters
-from lmcache_redis.integrations.vllm.parameters import parameters_digest, weighted_sum
+from lmcache_redis.integrations.vllm.parameters import (
+    odd_numbers,
+    parameters_digest,
+    weighted_sum,
+)
 
 
 def model(dtype: Any = torch.bfloat16, *, seed: int = 1, width: int = 64) -> Any:
@@ -64,44 +67,42 @@ def test_a_worker_without_a_model_raises() -> None:
         parameters_digest(SimpleNamespace())
 
 
+def summed(tensor: Any) -> int:
+    return int(weighted_sum(tensor, odd_numbers(4)))  # several parts
+
+
 class TestWeightedSum:
     """What is computed on a GPU."""
 
-    def test_it_sees_each_changed_word(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(parameters, "_WORDS_AT_ONCE", 4)  # several parts
-        data = torch.arange(83, dtype=torch.uint8)  # and no whole word at the end
-        found = {int(weighted_sum(data))}
+    def test_it_sees_each_changed_word(self) -> None:
+        data = torch.arange(83, dtype=torch.uint8)  # no whole word at the end
+        found = {summed(data)}
         for byte in range(83):
             for bit in (1, 128):
                 other = data.clone()
                 other[byte] ^= bit
-                found.add(int(weighted_sum(other)))
+                found.add(summed(other))
         assert len(found) == 1 + 2 * 83
 
     def test_two_changed_signs_do_not_cancel(self) -> None:
         words = torch.randint(-(1 << 62), 1 << 62, (16,))
-        found = {int(weighted_sum(words))}
+        found = {summed(words)}
         for one in range(16):
             for other in range(one):
                 signs = words.clone()
                 signs[[one, other]] ^= -(1 << 63)
-                found.add(int(weighted_sum(signs)))
+                found.add(summed(signs))
         assert len(found) == 1 + 16 * 15 // 2
 
-    def test_words_and_parts_that_change_places_are_seen(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(parameters, "_WORDS_AT_ONCE", 4)
+    def test_words_and_parts_that_change_places_are_seen(self) -> None:
         words = torch.randint(-(1 << 62), 1 << 62, (16,))
-        found = {int(weighted_sum(words))}
-        found.add(int(weighted_sum(words.roll(1))))
-        found.add(int(weighted_sum(words.roll(4))))
-        assert len(found) == 3
+        assert len({summed(words), summed(words.roll(1)), summed(words.roll(4))}) == 3
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int32])
-    def test_any_dtype_and_stride(self, dtype: Any) -> None:
+    def test_any_dtype_stride_and_place(self, dtype: Any) -> None:
         data = torch.randn(6, 10).to(dtype)
         turned = data.t().contiguous().t()
         assert not turned.is_contiguous()
-        assert int(weighted_sum(data)) == int(weighted_sum(turned))
-        assert int(weighted_sum(data[:5])) != int(weighted_sum(data[1:]))
+        assert summed(data) == summed(turned)
+        assert summed(data[1:]) == summed(data[1:].clone())  # not at the start of a word
+        assert summed(data[:5]) != summed(data[1:])

@@ -18,7 +18,7 @@ import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _WORD_BYTES = 8
-_WORDS_AT_ONCE = 1 << 22  # the sum on a device takes a few times 32 MiB of its memory
+_WORDS_AT_ONCE = 1 << 21  # the sum on a device takes five times 16 MiB of its memory
 _MULTIPLIER = 6364136223846793005  # odd, so that no bit is lost
 _SEED = 0x6C6D6372
 
@@ -33,6 +33,7 @@ def parameters_digest(worker: Any) -> bytes:
     models = [runner.get_model(), getattr(drafter, "model", None)]
     digest = hashlib.blake2b(digest_size=16)
     on_devices: list[torch.Tensor] = []
+    factors: dict[torch.device, torch.Tensor] = {}
     for model in models:
         if not isinstance(model, torch.nn.Module):
             continue
@@ -41,30 +42,36 @@ def parameters_digest(worker: Any) -> bytes:
             if tensor.device.type == "cpu":
                 digest.update(_memory_digest(tensor))
             else:
-                on_devices.append(weighted_sum(tensor))
+                if tensor.device not in factors:
+                    factors[tensor.device] = odd_numbers(_WORDS_AT_ONCE).to(tensor.device)
+                on_devices.append(weighted_sum(tensor, factors[tensor.device]))
     if on_devices:  # read back together: each read waits for the device
         digest.update(struct.pack(f"{len(on_devices)}q", *torch.stack(on_devices).tolist()))
     return digest.digest()
 
 
-def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit sum over a tensor's bytes, as a scalar on its device.
+def odd_numbers(count: int) -> torch.Tensor:
+    """The factors of `weighted_sum`, the same in every process."""
+    generator = torch.Generator().manual_seed(_SEED)
+    some = torch.randint(-(1 << 62), 1 << 62, (count,), dtype=torch.int64, generator=generator)
+    return some * 2 + 1
+
+
+def weighted_sum(tensor: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
+    """A 64-bit sum over a tensor's bytes, as a scalar on its device; odd: of `odd_numbers`, there.
 
     Each word is mixed, without loss, and multiplied by an odd number of its own, modulo 2**64. So
     no change of one word is lost, and changes of several cancel each other only by chance.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if rest := -len(data) % _WORD_BYTES:
-        data = torch.nn.functional.pad(data, (0, rest))
-    words = data.view(torch.int64)
-    generator = torch.Generator().manual_seed(_SEED)
-    count = min(len(words), _WORDS_AT_ONCE)
-    odd = torch.randint(-(1 << 62), 1 << 62, (count,), dtype=torch.int64, generator=generator)
-    odd = (odd * 2 + 1).to(tensor.device)
+    rest = -len(data) % _WORD_BYTES
+    if rest or data.storage_offset() % _WORD_BYTES:
+        data = torch.nn.functional.pad(data, (0, rest)).clone()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in words.split(_WORDS_AT_ONCE):
+    for part in data.view(torch.int64).split(len(odd)):
         mixed = part * _MULTIPLIER
-        mixed ^= (mixed >> 32) & 0xFFFF_FFFF  # high bits, which a product does not move down
+        # Down with the high bits: products move none of them there.
+        mixed ^= (mixed >> 32).bitwise_and_(0xFFFF_FFFF)
         total = total * _MULTIPLIER + mixed.mul_(odd[: len(part)]).sum()
     return total
 
