@@ -751,7 +751,12 @@ def test_an_aborted_load_that_fails_is_stored_again(
     scheduler.load_failed("r")
     scheduler.load_ended("r")
     assert "r" not in scheduler._tracked
-    assert len(only_store(store_of(scheduler, "s")).chunk_hashes or ()) == 2
+    # A lookup would tell that they are missing.
+    other = FakeRequest("s", tokens=2 * CHUNK + 1, skip_reading_prefix_cache=True)
+    scheduler.matched_tokens(other, 0)
+    scheduler.allocated(other, [], 0)
+    stored = scheduler.build_metadata(step(new=("s", list(range(1, 10)), 0, 2 * CHUNK + 1)))
+    assert len(only_store(stored).chunk_hashes or ()) == 2
 
 
 def test_a_prefix_is_given_back_so_that_its_end_is_evicted_first(
