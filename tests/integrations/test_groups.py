@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +69,11 @@ def replayed(tokens: int, block: int = BLOCK) -> SlidingWindowMLASpec:
 
 def ring(block: int = BLOCK) -> CircularBufferSpec:
     return CircularBufferSpec(block_size=block, **ATTENTION)
+
+
+def has_field(spec: Any, name: str) -> bool:
+    """Whether this version of vLLM has the field."""
+    return any(each.name == name for each in fields(spec))
 
 
 def groups(*specs: Any) -> Any:
@@ -208,7 +213,11 @@ ALL = [(0, 1, 4)] * 4
         (heads_of_a_rank(1), 2, PAIRS),
         (heads_of_a_rank(1), 1, ALL),
         (latent(), 8, ALL),
-        (replace(heads_of_a_rank(2), max_tp_shards=2), 8, PAIRS),
+        *(
+            [(replace(heads_of_a_rank(2), max_tp_shards=2), 8, PAIRS)]
+            if has_field(heads_of_a_rank(2), "max_tp_shards")
+            else ()
+        ),
         (state(), 1, OWN),
         (replace(state(), tp_replicated=True), 1, ALL),
         # Ranks have the same bytes of a group if they have those of each of its layers.

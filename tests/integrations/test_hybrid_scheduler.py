@@ -18,9 +18,10 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 
 from tests.integrations.played import PlayedEngine
-from tests.integrations.test_groups import full, local, replayed, ring, state, window
+from tests.integrations.test_groups import full, has_field, local, replayed, ring, state, window
 
 CHUNK = 16
 MODELS: dict[str, list[Any]] = {
@@ -40,9 +41,12 @@ MODELS: dict[str, list[Any]] = {
     # Groups that vLLM's own prefix cache leaves out.
     "a buffer of one request": [ring(8), full(4)],
     "a buffer between others": [window(10, block=4), ring(8), state(8), full(8)],
-    "a window that is replayed": [full(4), replayed(12, block=4), full(16)],
-    "a buffer and a replayed window": [replayed(12, block=4), ring(8), full(4)],
 }
+if has_field(SlidingWindowMLASpec, "bounded_replay"):  # vLLM 0.31 or newer
+    MODELS |= {
+        "a window that is replayed": [full(4), replayed(12, block=4), full(16)],
+        "a buffer and a replayed window": [replayed(12, block=4), ring(8), full(4)],
+    }
 # The longest request: 171 tokens and 30 of its answer. Windows also hold the tokens of a step. vLLM
 # admits a preempted request only if all of it fits.
 FEW_BLOCKS = {1: 56, 2: 80, 3: 98, 4: 108}

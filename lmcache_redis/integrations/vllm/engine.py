@@ -124,16 +124,11 @@ class Engine:
 
         vLLM still waits for the report of a load in flight, also for a request that was aborted.
         """
-        from vllm.v1.request import RequestStatus
-
         scheduler = self._scheduler()
-        if scheduler is None:
-            return
-        scheduler.kv_cache_manager.free(request)
-        if not request.is_finished():
-            request.num_computed_tokens = 0
-        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-            scheduler.failed_recving_kv_req_ids.add(request.request_id)
+        if scheduler is not None:
+            scheduler.kv_cache_manager.free(request)
+            if not request.is_finished():
+                request.num_computed_tokens = 0
 
 
 def _weak(found: Any) -> Callable[[], Any]:
