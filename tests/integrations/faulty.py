@@ -33,3 +33,7 @@ class FaultyConnector(LMCacheRedisConnector):
             for planned in metadata.loads:
                 planned.ops[-1].block_ids[-1] = 1 << 30  # type: ignore[index]
         super().start_load_kv(forward_context, **kwargs)
+
+    def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
+        if _fault() == "forward":  # as if the model had no memory left for the next layer
+            raise MemoryError(layer_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ OPTIONS = {
     "max_lora_rank": 8,
 }
 CHUNK = 256
+ONE_NAME = Path(__file__).with_name("one_name.py")
 
 
 def other_weights(model: Path, directory: Path) -> Path:
@@ -48,17 +50,22 @@ def replace_adapter(adapter: Path) -> None:
     save_file(flipped, path)
 
 
-def start(model: Path, agent: AgentServer, log: Path) -> ForkedEngine:
-    """An engine with faults: other weights and adapters have the same names."""
+def start(
+    model: Path,
+    agent: AgentServer,
+    log: Path,
+    *,
+    patch: Path = ONE_NAME,
+    options: Mapping[str, Any] = OPTIONS,
+    **env: str,
+) -> ForkedEngine:
+    """An engine with the faults of ``patch``: other KV has the same names."""
     engine = ForkedEngine(
         model,
         kv_transfer=transfer_config(agent.endpoint),
         log_path=log,
-        options=OPTIONS,
-        env={
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            PATCH_VARIABLE: str(Path(__file__).with_name("one_name.py")),
-        },
+        options=options,
+        env={"VLLM_CPU_KVCACHE_SPACE": "1", PATCH_VARIABLE: str(patch), **env},
     )
     wait_until(lambda: any(e["ready"] for e in agent.status()["engines"]), what="an engine")
     return engine

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from demo.engine import EngineFailed
 from tests.engines import ForkedEngine, empty
 from tests.harness import AgentServer, wait_until
 from tests.integrations.conftest import OPTIONS, Prompts
@@ -102,3 +103,30 @@ def test_answers_stay_right_whatever_of_ours_fails(
     said = (tmp_path / "engine.log").read_text(errors="replace")
     assert said.count("the cache of this engine is now off") == 1
     assert "Traceback" in said
+
+
+def test_a_step_whose_forward_fails_is_not_stored(
+    model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
+) -> None:
+    fault = tmp_path / "fault"
+    fault.write_text("")
+    with ForkedEngine(
+        model_dir,
+        kv_transfer=faulty(agent.endpoint),
+        log_path=tmp_path / "engine.log",
+        options=OPTIONS,
+        env={
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "LMCACHE_REDIS_TEST_FAULT": str(fault),
+            "PYTHONPATH": str(ROOT),
+        },
+    ) as engine:
+        wait_until(lambda: ready(agent), what="the engine at the agent")
+        engine.generate([prompts.tokens(3 * CHUNK + 10)])
+        agent.wait_idle()
+        assert agent.counter("stored_chunks") == 3
+        fault.write_text("forward")
+        with pytest.raises(EngineFailed):
+            engine.generate([prompts.tokens(3 * CHUNK + 10)])
+    agent.wait_idle()
+    assert agent.counter("stored_chunks") == 3

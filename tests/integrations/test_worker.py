@@ -307,6 +307,32 @@ def test_stores_of_a_step_that_is_not_finished_begin_with_the_next() -> None:
     assert client.after == [["forward 0"], ["forward 0"]]
 
 
+def test_stores_of_a_step_that_fails_end_before_they_begin() -> None:
+    """vLLM calls the connector in the same way while an error ends the step."""
+    connector, client = on_cuda([])
+    connector._closing, connector._failed_blocks = None, set()
+    planned = [Planned(number, "s", OPS[:1]) for number in range(3)]
+    connector.bind_connector_metadata(StepMetadata(stores=planned[:2], checks=planned[2:]))
+    report = None
+
+    def step() -> None:
+        nonlocal report
+        try:
+            raise MemoryError
+        finally:
+            connector.wait_for_save()
+            connector.get_finished(set())
+            report = connector.build_connector_worker_meta()
+
+    with pytest.raises(MemoryError):
+        step()
+    assert report is not None
+    assert (report.ended, report.dropped) == ({0: [0, 1, 2]}, True)
+    connector.bind_connector_metadata(StepMetadata(stores=[Planned(3, "s", OPS[:1])]))
+    connector.wait_for_save()
+    assert [each.op for each in client.begun] == [OPS[0]]
+
+
 def test_events_are_used_again_in_turn_and_none_is_destroyed() -> None:
     made: list[FakeEvent] = []
 

@@ -40,7 +40,7 @@ from lmcache_redis.integrations.vllm.groups import (
     common_block_tokens,
     left_out_groups,
 )
-from lmcache_redis.integrations.vllm.guard import guarded, nothing
+from lmcache_redis.integrations.vllm.guard import engine_is_failing, guarded, nothing
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id, model_name
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
@@ -418,7 +418,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
     @guarded(nothing)
     def wait_for_save(self) -> None:
         """Starts the stores of this step; never waits for them."""
-        if self._worker is not None:
+        if self._worker is not None and not engine_is_failing():
             self._worker.begin_stores(self._step())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -441,6 +441,8 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
     def _ended_loads(self) -> EndedLoads:
         if self._worker is None:
             return self._all_failed()
+        if engine_is_failing():
+            self._worker.drop_stores(self._step())
         ended = self._worker.ended_loads(self._step())
         for request_id, block_ids in self._step().lost_loads.items():
             ended.requests.add(request_id)

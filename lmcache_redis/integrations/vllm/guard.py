@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -63,6 +64,14 @@ def reporting(otherwise: Callable[..., Any], what: str) -> Callable[[_F], _F]:
         return guarded_method  # type: ignore[return-value]
 
     return guard
+
+
+def engine_is_failing() -> bool:
+    """Whether vLLM ends a step because of an error of its own, as in a forward without memory.
+
+    It then calls the connector as after any other step, and the step's blocks were not computed.
+    """
+    return sys.exc_info()[0] is not None
 
 
 def nothing(self: object, *args: object, **kwargs: object) -> None:

@@ -86,7 +86,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Workers to scheduler.
 
     ended: for each rank, the transfers that no longer touch their blocks there.
-    dropped: the agent did not accept all chunks of a store.
+    dropped: not all chunks of a store were begun, or accepted by the agent.
     broken: ranks whose worker failed; True if no transfer of the rank touches a block any longer.
     places: ranks that are now registered with another agent than before, or with none.
     step: the number of the step that has ended, if it has one.
@@ -214,6 +214,14 @@ class ConnectorWorker:
             self._stores[transfer_id] = self._client.begin_stores(
                 [request_id] * len(ops), ops, event, compare=compare
             )
+
+    def drop_stores(self, metadata: StepMetadata) -> None:
+        """Ends the stores of a step whose blocks were not computed, before they begin."""
+        if metadata is self._stored_step:
+            return
+        self._stored_step = metadata
+        self._ended += [each.transfer_id for each in (*metadata.stores, *metadata.checks)]
+        self._dropped |= bool(metadata.stores)
 
     def ended_loads(self, metadata: StepMetadata) -> EndedLoads:
         """Loads that have succeeded or failed since the last call."""
