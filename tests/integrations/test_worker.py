@@ -262,8 +262,8 @@ def on_cuda(queued: list[str]) -> tuple[LMCacheRedisConnector, CudaClient]:
     """A worker's connector, as vLLM calls it, over a stream on which ``queued`` is."""
     client = CudaClient()
     connector = object.__new__(LMCacheRedisConnector)
-    connector._connector_metadata = None
-    connector._awaited, connector._groups = {}, ()
+    connector._connector_metadata = connector._ended_step = connector._closing = None
+    connector._awaited, connector._groups, connector._failed_blocks = {}, (), set()
     connector._worker = ConnectorWorker(
         client, 0, Recorder(), EventRing(lambda: FakeEvent(queued)), reallocates=True
     )
@@ -298,6 +298,7 @@ def test_stores_of_a_step_that_is_not_finished_begin_with_the_next() -> None:
     connector, client = on_cuda(queued)
     connector.bind_connector_metadata(StepMetadata(stores=[Planned(1, "s", ())]))
     queued.append("forward 0")
+    connector.get_finished(set())
     assert client.after == []
     connector.bind_connector_metadata(StepMetadata(stores=[Planned(2, "s", ())]))
     assert client.after == [["forward 0"]]
@@ -307,10 +308,20 @@ def test_stores_of_a_step_that_is_not_finished_begin_with_the_next() -> None:
     assert client.after == [["forward 0"], ["forward 0"]]
 
 
+def test_stores_of_a_step_that_is_given_up_end_with_the_next() -> None:
+    """vLLM's V2 runner ends a failed step without a call of the connector."""
+    connector, client = on_cuda([])
+    connector.bind_connector_metadata(StepMetadata(stores=[Planned(1, "s", OPS[:1])]))
+    connector.bind_connector_metadata(StepMetadata())
+    assert client.after == []
+    report = connector.build_connector_worker_meta()
+    assert report is not None
+    assert report.ended == {0: [1]}
+
+
 def test_stores_of_a_step_that_fails_end_before_they_begin() -> None:
     """vLLM calls the connector in the same way while an error ends the step."""
     connector, client = on_cuda([])
-    connector._closing, connector._failed_blocks = None, set()
     planned = [Planned(number, "s", OPS[:1]) for number in range(3)]
     connector.bind_connector_metadata(StepMetadata(stores=planned[:2], checks=planned[2:]))
     report = None

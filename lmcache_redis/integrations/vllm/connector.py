@@ -95,6 +95,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
         # the workers. In a worker: not yet reported to vLLM.
         self._awaited: dict[str, list[int]] = {}
         self._failed_blocks: set[int] = set()
+        self._ended_step: StepMetadata | None = None  # the last that has asked for ended loads
         self._closing: WorkerClient | None = None  # of a worker that was turned off
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._asleep = False
@@ -385,10 +386,15 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
     def _step_ends(self) -> None:
         """Begins the stores of a step that vLLM has ended without `wait_for_save`.
 
-        Pipeline stages before the last do so with speculative decoding.
+        Pipeline stages before the last do so with speculative decoding. A step that did not come so
+        far as to ask for ended loads has failed.
         """
-        if self._worker is not None and self._connector_metadata is not None:
+        if self._worker is None or self._connector_metadata is None:
+            return
+        if self._step() is self._ended_step:
             self._worker.begin_stores(self._step())
+        else:
+            self._worker.drop_stores(self._step())
 
     @guarded(nothing)
     def _step_begins(self) -> None:
@@ -441,6 +447,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
     def _ended_loads(self) -> EndedLoads:
         if self._worker is None:
             return self._all_failed()
+        self._ended_step = self._step()
         if engine_is_failing():
             self._worker.drop_stores(self._step())
         ended = self._worker.ended_loads(self._step())
