@@ -38,7 +38,7 @@ Order of events
 
 Unnamed engines
 ---------------
-The scheduler and the workers of an engine that nobody named may have different ids, because each
+The scheduler and the workers of an engine without a given id may have different ones, because each
 of their processes makes one up. They are matched by id where the ids are equal. The ranks that are
 then missing are those of all unnamed workers with the same model name and world size, if those of
 each rank have equal layouts: their chunks have equal names, so one registration stands for all. If

@@ -62,7 +62,7 @@ _Adapter = TypeVar("_Adapter", bound=type)
 
 
 def default_engine_id(model_name: str, world_size: int, *, is_worker: bool) -> str:
-    """The id of the engine of this process, if nobody has named it.
+    """The id of the engine of this process, if none was given.
 
     An engine is named by the process of its scheduler and by its model. A worker of several runs
     in a child of that process if `multiprocessing` started it; any other worker in that process

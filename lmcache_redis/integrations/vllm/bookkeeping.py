@@ -178,7 +178,7 @@ class BlockReferences:
     def given_back(self) -> Iterator[None]:
         """Releases all references within the context, and takes them again after it.
 
-        vLLM resets its prefix cache only while nobody has a block. No block is allocated meanwhile,
+        vLLM resets its prefix cache only while no block is in use. None is allocated meanwhile,
         and what transfers read and write has no name in that cache.
         """
         blocks = [block for held in self._held.values() for block in held.blocks]
