@@ -34,11 +34,13 @@ class Executor:
         self.digest = b"first"
         self.calls: list[Any] = []
         self.broken = False
+        self.is_sleeping = False
 
     def collective_rpc(
         self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
     ) -> list[Any]:
         if method is parameters_digest:
+            assert not self.is_sleeping, "the weights are unmapped"
             return [self.digest]
         self.calls.append((method, *args))
         if self.broken:
@@ -267,6 +269,21 @@ def test_the_object_that_is_being_made_is_found_on_the_stack() -> None:
     outer = Outer()
     assert outer.found == [outer, outer]
     assert list(on_the_stack(Outer)) == []
+
+
+def test_a_sleeping_engine_is_not_read(
+    make_core: Callable[..., Core], caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU that would be an error that ends the engine. What it wakes with is not known."""
+    core = make_core()
+    core.executor.is_sleeping = True
+    assert core.reset_prefix_cache()
+    assert core.epochs.is_own
+    assert "check_weights" not in caplog.text  # nor did it try
+    core.executor.is_sleeping = False
+    asleep = core.epochs.current
+    assert core.reset_prefix_cache()  # no request has used the epoch
+    assert core.epochs.current == asleep
 
 
 def test_an_engine_whose_parameters_cannot_be_read(

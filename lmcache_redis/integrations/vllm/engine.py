@@ -105,9 +105,14 @@ class Engine:
         return cls(next(on_the_stack(EngineCore), None), next(on_the_stack(Scheduler), None))
 
     def parameters(self) -> bytes | None:
-        """A digest of the parameters of all ranks, read now; None if they cannot be read."""
+        """A digest of the parameters of all ranks, read now; None if they cannot be read.
+
+        The memory of an engine that sleeps, or is not fully awake, may be unmapped.
+        """
         core = self._core()
         try:
+            if getattr(core.model_executor, "is_sleeping", False):
+                return None
             digests = core.model_executor.collective_rpc(parameters_digest)
             return hashlib.blake2b(b"".join(digests), digest_size=16).digest()
         except Exception as error:  # whatever an executor or a model raises
