@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Sequence
 
+from lmcache_redis.chunks.metadata import MemoryFormat
+from lmcache_redis.compat.lm_wire import ClientCommand, ClientMetaMessage, ServerMetaMessage
 from lmcache_redis.errors import LMCacheRedisError
-from lmcache_redis.lm_wire import ClientCommand, ClientMetaMessage, ServerMetaMessage
-from lmcache_redis.protocol import MemoryFormat
 
 LOAD_NAME = "many"
 _TIMEOUT_S = 60.0

@@ -100,11 +100,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from lmcache_redis.chunks.keys import MAX_HASH_BYTES, IPCCacheEngineKey
+from lmcache_redis.chunks.metadata import MAX_METADATA_BYTES, RemoteMetadata
+from lmcache_redis.chunks.names import Reach
 from lmcache_redis.device.handles import StorageHandle as StorageHandle  # a field type below
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey
-from lmcache_redis.naming import Reach
-from lmcache_redis.protocol import MAX_METADATA_BYTES, RemoteMetadata
 
 PROTOCOL_VERSION = 4
 MAGIC = b"LMCR-MP"

@@ -14,39 +14,31 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 
 # From the top down. A module imports from its own layer and from those below.
 LAYERS = (
-    {"cli", "bench", "compat"},
-    {"integrations"},
+    {"cli"},
+    {"compat"},
+    {"integrations", "bench"},
     {"client"},
-    {"agent", "admin", "gateway"},
+    {"agent", "admin"},
     {"messages", "transport"},
-    {"storage"},
-    {"backends"},
     {"cache"},
     {"device", "resp"},
-    {"naming", "seal"},
-    {"stripe"},
-    {"keys", "protocol", "lm_wire"},
-    {"dtypes", "config", "errors", "metrics", "processes", "native", "systemd"},
+    {"tiers", "seal"},
+    {"chunks"},
+    {"config", "errors", "metrics", "processes", "native", "systemd"},
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
-
-# In one folder: what a reader takes in at a glance.
-MOST_FILES = 15
 
 # Within what the layers would allow, these never meet.
 STRANGERS = {
     # They meet in the agent, through memoryviews of slots.
-    "device": {"resp"},
-    "cache": {"device"},
+    "device": {"resp", "tiers"},
+    "cache": {"device", "resp"},
     "resp": {"device"},
-    # Tiers are used by whoever has chunks: they know no engine and no agent.
-    "backends": {"device"},
-    "gateway": {"agent", "admin", "device", "messages", "transport", "backends"},
     # Tools that look at servers from outside: no agent, no engine, no memory.
     "admin": {"agent", "device", "cache", "messages", "transport"},
     # An engine's process has no pool and no Redis: it talks to the agent and exports memory.
-    "client": {"agent", "cache", "resp"},
-    "integrations": {"agent", "cache", "resp", "messages", "transport"},
+    "client": {"agent", "cache", "resp", "tiers"},
+    "integrations": {"agent", "cache", "resp", "tiers", "messages", "transport"},
 }
 
 UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"} | {
@@ -179,14 +171,6 @@ def test_components_do_not_import_each_other_in_a_circle() -> None:
             others = {component_of(each.module) for each in module.imports}
             graph[module.component] |= (others & set(LEVELS)) - {module.component}
     graphlib.TopologicalSorter(graph).prepare()
-
-
-def test_no_folder_is_crowded() -> None:
-    folders: dict[str, int] = {}
-    for module in modules():
-        folder = module.path.rpartition("/")[0]
-        folders[folder] = folders.get(folder, 0) + 1
-    assert not {folder: files for folder, files in folders.items() if files > MOST_FILES}
 
 
 def test_the_package_imports_nothing_that_is_not_in_the_wheel() -> None:

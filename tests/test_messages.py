@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
+from lmcache_redis.chunks.keys import IPCCacheEngineKey
+from lmcache_redis.chunks.names import Reach
 from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import WireError
-from lmcache_redis.keys import IPCCacheEngineKey
-from lmcache_redis.naming import Reach
 
 HASHES = m.ChunkNames((b"h" * 32, b"i" * 32))
 TOKENS = m.ChunkNames(

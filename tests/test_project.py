@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis import __version__, backends, native
+from lmcache_redis import __version__, native
 
 PACKAGE = "lmcache_redis"
 ROOT = Path(__file__).parent.parent
@@ -83,7 +83,3 @@ def test_the_agent_starts_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_former_name_of_the_backends() -> None:
-    assert importlib.import_module("lmcache_redis.storage").__all__ == backends.__all__

@@ -16,8 +16,8 @@ from benchmarks.plane.messages import Setting
 from benchmarks.plane.peers import Client, ScanningClient, Threads
 from lmcache_redis.bench.client import PlaneClient
 from lmcache_redis.bench.values import Values
+from lmcache_redis.chunks.keys import stripe_key
 from lmcache_redis.errors import ConfigError, RedisUnavailable
-from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.seal import SealKeys
 

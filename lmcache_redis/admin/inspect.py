@@ -24,9 +24,9 @@ from lmcache_redis.admin.stripes import (
     verify_payload,
 )
 from lmcache_redis.admin.survey import Cut, SeenChunk, Survey, cuts_of, present_of, survey
+from lmcache_redis.chunks.frame import StripeHeader
 from lmcache_redis.errors import FormatError
 from lmcache_redis.seal import SealKeys
-from lmcache_redis.stripe import StripeHeader
 
 SAMPLE_CHUNKS = 2000
 SAMPLE_KEYS = 200_000

@@ -7,8 +7,14 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lmcache_redis.chunks.keys import (
+    KEY_MAGIC,
+    NAMESPACE_BYTES,
+    ObjectKey,
+    parse_stripe_key,
+    stripe_key,
+)
 from lmcache_redis.errors import ConfigError, FormatError
-from lmcache_redis.keys import KEY_MAGIC, NAMESPACE_BYTES, ObjectKey, parse_stripe_key, stripe_key
 
 _HEX = re.compile(r"(?:[0-9A-Fa-f]{2})+")
 _ESCAPE = re.compile(rb"\\(x[0-9A-Fa-f]{2}|.)", re.DOTALL)

@@ -19,8 +19,8 @@ from typing import Any
 from lmcache_redis import __version__
 from lmcache_redis.admin.server import Server
 from lmcache_redis.admin.survey import headers_of, survey
+from lmcache_redis.chunks.frame import StripeHeader
 from lmcache_redis.errors import RedisError
-from lmcache_redis.stripe import StripeHeader
 
 _SAMPLE_CHUNKS, _SAMPLE_KEYS = 200, 20_000
 _NAMESPACES = ("pid", "ipc", "time")

@@ -9,7 +9,7 @@ from lmcache_redis.admin.names import shown_bytes
 from lmcache_redis.admin.node import NodeFacts, Process
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Finding
 from lmcache_redis.admin.survey import Cut
-from lmcache_redis.stripe import stripe_payload_bytes
+from lmcache_redis.chunks.frame import stripe_payload_bytes
 
 OLDEST_VLLM = (0, 27)
 _DOCKER_SHM_BYTES = 64 << 20

@@ -12,9 +12,9 @@ from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.admin.names import ChunkName, namespaces_of
 from lmcache_redis.admin.server import Command, Server
+from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
 from lmcache_redis.errors import FormatError, RedisAuthError, RedisError
 from lmcache_redis.seal import Opened, SealKeys
-from lmcache_redis.stripe import HEADER_BYTES, StripeHeader, describe_header
 
 # Keys in one pipeline: their headers are 250 KiB.
 BATCH_KEYS = 500

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from lmcache_redis.admin.names import ChunkName, parse_name
 from lmcache_redis.admin.server import Server
 from lmcache_redis.admin.stripes import ask_each, exist, read_stripes
+from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader
+from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.errors import FormatError
-from lmcache_redis.keys import KEY_MAGIC
 from lmcache_redis.resp.net.wire import escape_pattern
-from lmcache_redis.stripe import HEADER_BYTES, StripeHeader
 
 # COUNT of one SCAN: a fraction of a millisecond of the server's time.
 STEP_KEYS = 500

@@ -17,10 +17,10 @@ from lmcache_redis.admin.names import ChunkName, printable
 from lmcache_redis.admin.server import Server
 from lmcache_redis.admin.stripes import Use, read_uses
 from lmcache_redis.admin.survey import SeenChunk, headers_of, survey
+from lmcache_redis.chunks.frame import StripeHeader, stripe_payload_bytes
+from lmcache_redis.chunks.metadata import MemoryFormat
+from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.errors import ConfigError, RedisAuthError
-from lmcache_redis.naming import ChunkNames
-from lmcache_redis.protocol import MemoryFormat
-from lmcache_redis.stripe import StripeHeader, stripe_payload_bytes
 
 _INCOMPLETE = "incomplete, or cut for another --slot-bytes than the agent's"
 

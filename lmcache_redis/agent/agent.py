@@ -12,15 +12,15 @@ from lmcache_redis import __version__
 from lmcache_redis.agent.copies import CopyThreads
 from lmcache_redis.agent.peers import Peers, Sessions
 from lmcache_redis.agent.trust import Trust
+from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DEFAULT_PATIENCE_S, DiskTier
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.threads import OwnerLoop
-from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, Backing
+from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.context import PinnedPool
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.naming import ChunkForm
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.transport import Wakeup
 

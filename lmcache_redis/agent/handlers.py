@@ -20,9 +20,9 @@ from lmcache_redis.agent.transfers import CopyJob, Reply, RetrieveJob, StoreJob,
 from lmcache_redis.agent.warming import Warming
 from lmcache_redis.agent.watching import Watches
 from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.chunks.keys import MAX_HASH_BYTES, IPCCacheEngineKey, hash_chunks
+from lmcache_redis.chunks.names import ChunkForm, ChunkNames, PartNames
 from lmcache_redis.errors import DeviceError, FormatError, WireError
-from lmcache_redis.keys import MAX_HASH_BYTES, IPCCacheEngineKey, hash_chunks
-from lmcache_redis.naming import ChunkForm, ChunkNames, PartNames
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CPU
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.cache.pool import Entry, HostPool
+from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.device.calls import DeviceContext
 from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.errors import WireError
-from lmcache_redis.naming import ChunkForm
 from lmcache_redis.processes import is_running
 
 # A worker registers right after its HELLO. The HELLOs of one engine arrive within this time of each

@@ -20,8 +20,8 @@ from lmcache_redis.agent.copies import CopyOutcome
 from lmcache_redis.agent.peers import MAX_CHUNKS, Registration, Session
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Entry, EntryState
+from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.errors import DeviceError
-from lmcache_redis.naming import FULL_REACH
 
 logger = logging.getLogger(__name__)
 

@@ -25,10 +25,10 @@ from lmcache_redis.agent.transfers import Reply
 from lmcache_redis.cache.cache import load_of
 from lmcache_redis.cache.pool import Filled
 from lmcache_redis.cache.threads import Timer
+from lmcache_redis.chunks.metadata import RemoteMetadata
+from lmcache_redis.chunks.names import ChunkForm, ChunkNames
 from lmcache_redis.errors import FormatError, WireError
-from lmcache_redis.naming import ChunkForm, ChunkNames
-from lmcache_redis.protocol import RemoteMetadata
-from lmcache_redis.resp.outcomes import ChunkIO, ReadOutcome
+from lmcache_redis.tiers import ChunkIO, ReadOutcome
 
 # In flight at a time, or one larger chunk: a lookup that comes in between waits for no more.
 _WINDOW_BYTES = 8 << 20

@@ -17,7 +17,7 @@ from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.transfers import Reply
-from lmcache_redis.naming import PartNames
+from lmcache_redis.chunks.names import PartNames
 
 logger = logging.getLogger(__name__)
 

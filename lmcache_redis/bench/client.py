@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from lmcache_redis.bench.values import Values
+from lmcache_redis.chunks.frame import FINGERPRINT_BYTES, ChunkFrame, stripe_payload_bytes
+from lmcache_redis.chunks.keys import NAMESPACE_BYTES, key_stem
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import RedisUnavailable
-from lmcache_redis.keys import NAMESPACE_BYTES, key_stem
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import (
     CallOutcome,
     ChunkIO,
@@ -20,8 +21,7 @@ from lmcache_redis.resp import (
     ScanResult,
     WriteOutcome,
 )
-from lmcache_redis.resp.outcomes import RemoveResult
-from lmcache_redis.stripe import FINGERPRINT_BYTES, ChunkFrame, stripe_payload_bytes
+from lmcache_redis.tiers import RemoveResult
 
 _HASH_BYTES = 32
 _DEADLINE_S = 60.0
@@ -83,10 +83,10 @@ class PlaneClient:
 
     def store(self) -> None:
         """Stores the prepared chunks; on return the server has acknowledged them."""
-        self._move(self._plane.write_all, WriteOutcome.STORED)
+        self._move(self._plane.store_all, WriteOutcome.STORED)
 
     def load(self) -> None:
-        self._move(self._plane.read_all, ReadOutcome.LOADED)
+        self._move(self._plane.load_all, ReadOutcome.LOADED)
 
     def scan(self, keys: Sequence[bytes]) -> int:
         """How many of the chunks exist, from the first on without a gap."""

@@ -7,8 +7,8 @@ import mmap
 
 import numpy as np
 
+from lmcache_redis.chunks.frame import stripe_payload_bytes
 from lmcache_redis.errors import RedisUnavailable
-from lmcache_redis.stripe import stripe_payload_bytes
 
 PAGE_BYTES = 4096
 _STAMPS_A_PAGE = PAGE_BYTES // 8

@@ -1,20 +1,19 @@
 """A cache of chunks: host memory in front of tiers, files of this node and Redis.
 
-A chunk is bytes with a name: a `ChunkForm` (`lmcache_redis.naming`) says how the chunks of one
+A chunk is bytes with a name: a `ChunkForm` (`lmcache_redis.chunks`) says how the chunks of one
 worker are named and split into stripes, and a hash identifies one of them. In memory a chunk is an
-`Entry` of the host pool: slots of an `Arena`, one per stripe, or one block of a `HeapMemory`. A
-pinned entry keeps its memory; an unpinned one stays until its memory is needed.
+`Entry` of the host pool: slots of an `Arena`, one per stripe. A pinned entry keeps its memory; an
+unpinned one stays until its memory is needed.
 
-    memory, pool      `Arena` or `HeapMemory`, and `HostPool`: which chunk holds which memory, and
+    memory, pool      `Arena`, and `HostPool`: which chunk holds which memory, and
                       who waits for it to be filled: a chunk is loaded once
-    tier              the contract of the tiers behind the pool: `disk`, and `RedisPlane`
+    tier              a tier behind the pool (`lmcache_redis.tiers`): `disk`, and `RedisPlane`
     writebehind       one bounded queue per tier; the changes of one key are in order
     pacing            rates of tiers and engines: how much of a prefix is worth loading, which
                       lookup is next, and which writes begin: they give way to loads
     lookup            `PrefixLookup`: how many leading chunks are available, pinned, by a deadline
     parts             which parts of its chunks a prefix needs, if a model has groups of layers
     cache             `Cache`: all of these together, and clears
-    objects           `ObjectCache`: put, get and remove chunks of any size with their metadata
     threads           the thread that owns all of this, its key locks, and worker threads
 
 Every method is called on the owner's thread and returns at once; none waits for a tier. Any thread
@@ -59,41 +58,14 @@ the meaning of the bytes differs)::
     for entry in held.values():
         payload = b"".join(cache.views(form, entry))
         cache.pool.unpin(entry)
-
-Chunks of any size are put and fetched by `ObjectKey`; a put replaces a chunk::
-
-    behind = Cache(loop, HeapMemory(), [redis], Metrics(), idle_limit=64 << 20)
-    objects = ObjectCache(behind, ChunkNames(), stripe_bytes=1 << 20)
-    key = ObjectKey(b"hash 3", "org/model", 0)
-    metadata = RemoteMetadata(3_000_000, [(3_000_000,)], ["uint8"], MemoryFormat.UNDEFINED)
-
-    filled = objects.reserve(metadata)              # None: no room
-    filled.payload[:] = b"o" * metadata.length
-    written = []
-    objects.publish(key, filled, written.append)    # gets find it now
-    run(lambda: written)                            # [True]: it is stored
-
-    behind.pool.clear()
-    got = objects.hold(key)                         # None: it is not in memory
-    found, loaded = [], []
-    objects.find(key, time.monotonic() + 5.0, found.append)
-    run(lambda: found)                              # [None] for a chunk that no tier has
-    objects.load(key, found[0], time.monotonic() + 5.0, loaded.append)
-    run(lambda: loaded)
-    content = bytes(loaded[0].payload)
-    objects.release(loaded[0])
-
-    objects.close(1.0)
-    loop.run_posted()
 """
 
+from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.memory import Arena, HeapMemory
-from lmcache_redis.cache.objects import Found, Held, ObjectCache
+from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.threads import Owner, OwnerLoop
-from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS, Backing, Tier
 
 __all__ = [
     "DISK_COUNTERS",
@@ -103,13 +75,8 @@ __all__ = [
     "Cache",
     "Entry",
     "EntryState",
-    "Found",
-    "HeapMemory",
-    "Held",
     "HostPool",
-    "ObjectCache",
     "Owner",
     "OwnerLoop",
     "PrefixLookup",
-    "Tier",
 ]

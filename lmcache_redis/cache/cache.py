@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from lmcache_redis.cache.backing import Backing
 from lmcache_redis.cache.memory import Memory
 from lmcache_redis.cache.pacing import Line, TransferRate
 from lmcache_redis.cache.pool import Entry, EntryState, Filled, HostPool
 from lmcache_redis.cache.threads import Action, Owner
-from lmcache_redis.cache.tier import Backing
 from lmcache_redis.cache.writebehind import WriteBehind
+from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.naming import ChunkForm
-from lmcache_redis.resp.outcomes import CallOutcome, ChunkIO, ReadOutcome, RemoveResult
+from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, RemoveResult
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class Cache:
             load_of(job).begun_s = now_s
             self.rates[level].begun(job.frame.chunk_bytes, now_s)
         try:
-            self.tiers[level].read_all(jobs, self._done, self._on_stuck)
+            self.tiers[level].load_all(jobs, self._done, self._on_stuck)
         except BaseException:
             # Our own bug. The tier may have taken some of the jobs, and owns their slots until
             # `done`.

@@ -44,8 +44,8 @@ from lmcache_redis.cache.pacing import Computing, prefix_worth_loading
 from lmcache_redis.cache.parts import LookupParts, Part, PrefixNeeds, Wanted
 from lmcache_redis.cache.pool import Entry, Filled
 from lmcache_redis.cache.threads import Timer
-from lmcache_redis.naming import ChunkForm, PartNames
-from lmcache_redis.resp.outcomes import CallOutcome, ExistsResult, ReadOutcome, ScanResult
+from lmcache_redis.chunks.names import ChunkForm, PartNames
+from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, ScanResult
 
 _PROBE_POLL_S = 0.01
 # A load is not given up before, whatever was expected of it.

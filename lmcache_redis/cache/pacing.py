@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from lmcache_redis.cache.pool import Entry, HostPool
 from lmcache_redis.cache.threads import Owner
-from lmcache_redis.resp.outcomes import ChunkIO
+from lmcache_redis.tiers import ChunkIO
 
 # What a tier did so much busy time ago, or so much idle time, counts half: as so much busy time at
 # most, so that one chunk after a pause shows that the tier has become faster.

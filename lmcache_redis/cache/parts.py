@@ -19,8 +19,8 @@ from functools import partial
 
 from lmcache_redis.cache.cache import Cache, Load, load_of
 from lmcache_redis.cache.pool import Entry, EntryState, Filled
-from lmcache_redis.naming import ChunkForm, PartNames, Reach
-from lmcache_redis.resp.outcomes import ChunkIO
+from lmcache_redis.chunks.names import ChunkForm, PartNames, Reach
+from lmcache_redis.tiers import ChunkIO
 
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
 _BATCH_STRIPES = 32

@@ -27,12 +27,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from lmcache_redis.cache.backing import Backing
 from lmcache_redis.cache.pacing import TransferRate, Turns, order
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.threads import Action, KeyLock, Owner, Timer
-from lmcache_redis.cache.tier import Backing
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.resp.outcomes import (
+from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
     Done,
@@ -241,7 +241,7 @@ class WriteBehind:
                 self._tier.cancel(self._writing[job.key])  # a stuck one: it must not become visible
             self._writing[job.key] = job
         with self._released_on_error(jobs):
-            self._tier.write_all(jobs, self._done, self._on_stuck)
+            self._tier.store_all(jobs, self._done, self._on_stuck)
 
     @contextmanager
     def _released_on_error(self, jobs: Sequence[ChunkIO]) -> Iterator[None]:

@@ -16,9 +16,9 @@ from lmcache_redis.cli.bench import bench
 from lmcache_redis.cli.options import AsJson, Endpoint, config_from, takes_options_of
 from lmcache_redis.cli.top import top
 from lmcache_redis.cli.warm import warm
+from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import AgentConfig, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
-from lmcache_redis.gateway.config import GatewayConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -70,7 +70,7 @@ def gateway(**options: object) -> None:
     """
     config = config_from(GatewayConfig, options)
     _log_to_stderr(config.log_level)
-    from lmcache_redis.gateway.main import run_gateway
+    from lmcache_redis.compat.gateway.main import run_gateway
 
     raise typer.Exit(run_gateway(config))
 

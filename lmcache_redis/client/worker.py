@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lmcache_redis import messages as m
+from lmcache_redis.chunks.keys import share_rank
 from lmcache_redis.client.link import AgentLink, Call, CallState
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.transfers import (
@@ -30,7 +31,6 @@ from lmcache_redis.client.transfers import (
 from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
 from lmcache_redis.errors import DeviceError
-from lmcache_redis.keys import share_rank
 
 if TYPE_CHECKING:
     import torch

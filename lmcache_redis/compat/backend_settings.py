@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from lmcache_redis import backends
+from lmcache_redis.compat import backends
 from lmcache_redis.config import SEAL_KEY_FILE_VARIABLE
 from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.resp import RedisOptions

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from lmcache_redis.chunks.dtypes import dtype_name, torch_dtype
+from lmcache_redis.chunks.keys import IPCCacheEngineKey, ObjectKey
+from lmcache_redis.chunks.metadata import MAX_SIZE
 from lmcache_redis.device.cuda_ipc import CudaIPCWrapper
-from lmcache_redis.dtypes import dtype_name, torch_dtype
 from lmcache_redis.errors import FormatError, checked_shape
-from lmcache_redis.keys import IPCCacheEngineKey, ObjectKey
-from lmcache_redis.protocol import MAX_SIZE
 
 __all__ = [
     "CudaIPCWrapper",

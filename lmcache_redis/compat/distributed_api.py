@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from lmcache_redis.chunks.keys import IPCCacheEngineKey, ObjectKey, ipc_keys_to_object_keys
+from lmcache_redis.chunks.metadata import MAX_SIZE
 from lmcache_redis.errors import FormatError, checked_shape
-from lmcache_redis.keys import IPCCacheEngineKey, ObjectKey, ipc_keys_to_object_keys
-from lmcache_redis.protocol import MAX_SIZE
 
 __all__ = ["IPCCacheEngineKey", "MemoryLayoutDesc", "ObjectKey", "ipc_keys_to_object_keys"]
 

@@ -24,10 +24,10 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lmcache_redis.chunks.dtypes import dtype_name, torch_dtype
+from lmcache_redis.chunks.keys import ObjectKey, share_rank
 from lmcache_redis.compat.cache_engine_key import CacheEngineKey, LayerCacheEngineKey
-from lmcache_redis.dtypes import dtype_name, torch_dtype
 from lmcache_redis.errors import FormatError, check_int
-from lmcache_redis.keys import ObjectKey, share_rank
 
 if TYPE_CHECKING:
     import torch

@@ -38,14 +38,14 @@ import msgspec
 import zmq
 
 from lmcache_redis import messages as m
+from lmcache_redis.chunks.dtypes import dtype_name
+from lmcache_redis.chunks.keys import MAX_WORLD_SIZE
 from lmcache_redis.client import adapter, scheduler
 from lmcache_redis.client.control import AgentUnreachable
 from lmcache_redis.client.link import AgentLink, Call, LinkState
 from lmcache_redis.client.transfers import LoadStoreOp as LoadStoreOp
 from lmcache_redis.config import ClientConfig
-from lmcache_redis.dtypes import dtype_name
 from lmcache_redis.errors import check_int
-from lmcache_redis.keys import MAX_WORLD_SIZE
 from lmcache_redis.processes import process_start_time
 
 if TYPE_CHECKING:

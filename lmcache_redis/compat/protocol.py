@@ -1,6 +1,6 @@
 """lmcache.v1.protocol, with the keys of lmcache.utils and MemoryFormat of memory_management.
 
-The messages of the `lm://` protocol have LMCache's bytes (`lmcache_redis.lm_wire`) and hold key
+The messages of the `lm://` protocol have LMCache's bytes (`compat.lm_wire`) and hold key
 objects, torch.Size and torch.dtype. They are checked when they are made and when they are encoded:
 what has no encoding raises FormatError, which is a ValueError, where LMCache asserts.
 
@@ -15,22 +15,23 @@ from dataclasses import dataclass
 
 import torch
 
-from lmcache_redis import lm_wire, protocol
+from lmcache_redis.chunks import metadata as protocol
+from lmcache_redis.chunks.dtypes import NAME_OF_CODE, dtype_name, torch_dtype
+from lmcache_redis.chunks.metadata import MAX_GROUPS, MemoryFormat
+from lmcache_redis.compat import lm_wire
 from lmcache_redis.compat.cache_engine_key import (
     CacheEngineKey,
     LayerCacheEngineKey,
     parse_cache_key,
 )
-from lmcache_redis.dtypes import NAME_OF_CODE, dtype_name, torch_dtype
-from lmcache_redis.errors import FormatError
-from lmcache_redis.lm_wire import (
+from lmcache_redis.compat.lm_wire import (
     INT_TO_LOCATION,
     LOCATION_TO_INT,
     MAX_KEY_LENGTH,
     ClientCommand,
     ServerReturnCode,
 )
-from lmcache_redis.protocol import MAX_GROUPS, MemoryFormat
+from lmcache_redis.errors import FormatError
 
 __all__ = [
     "DTYPE_TO_INT",

@@ -1,4 +1,4 @@
-"""LMCache's storage backends (`lmcache.storage_backend`) over `lmcache_redis.backends`.
+"""LMCache's storage backends (`lmcache.storage_backend`) over `lmcache_redis.compat.backends`.
 
 The classes have LMCache's names, constructors, parameters and return types. They take LMCache's
 configuration objects and keys, and any objects with the same attributes (`compat.config`,
@@ -29,7 +29,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lmcache_redis import backends
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.compat import backends
 from lmcache_redis.compat.backend_settings import (
     check_device,
     checked_tensor,
@@ -45,7 +46,6 @@ from lmcache_redis.compat.config import (
     LMCacheMemPoolMetadata,
 )
 from lmcache_redis.compat.engine_keys import EngineKey, KeyKinds, object_key_of
-from lmcache_redis.keys import ObjectKey
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from lmcache_redis.chunks.dtypes import dtype_name
 from lmcache_redis.device.layout import MAX_SEGMENTS, MergedAt, Pages, Segment, coalesce
-from lmcache_redis.dtypes import dtype_name
 from lmcache_redis.errors import DeviceError, FormatError
 
 if TYPE_CHECKING:

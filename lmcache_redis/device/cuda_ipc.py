@@ -29,8 +29,8 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from lmcache_redis.chunks.dtypes import dtype_name, itemsize, torch_dtype
 from lmcache_redis.device.handles import CudaIPCHandle, check_exporter, own_process
-from lmcache_redis.dtypes import dtype_name, itemsize, torch_dtype
 from lmcache_redis.errors import DeviceError, FormatError
 
 MEMORY_HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_redis.chunks.dtypes import itemsize
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.dtypes import itemsize
 
 # Between what rounding does and what other KV is, see docs/canary.md. States sum over all tokens
 # before them, and amplify rounding.

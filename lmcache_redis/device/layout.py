@@ -20,10 +20,10 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from lmcache_redis.dtypes import itemsize
+from lmcache_redis.chunks.dtypes import itemsize
+from lmcache_redis.chunks.metadata import MAX_DIMS, MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.names import Reach, opaque_pages
 from lmcache_redis.errors import ConfigError, DeviceError, FormatError
-from lmcache_redis.naming import Reach, opaque_pages
-from lmcache_redis.protocol import MAX_DIMS, MemoryFormat, RemoteMetadata
 
 MAX_SEGMENTS = 65_536
 _MAX_ADDRESS = 2**63 - 1

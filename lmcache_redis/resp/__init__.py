@@ -9,12 +9,12 @@ lanes               a thread with several connections, for stripes
 bulk                stripes between sockets and slots: one call for many, native or in Python
 health              whether a server is up, and the threads that connect to it while it is
 jobs                work that is answered exactly once, at its deadline by the timekeeper; queues
-outcomes            requests and results
 net                 URLs, connections and RESP
 """
 
 from lmcache_redis.resp.net.endpoint import RedisOptions, check_url
-from lmcache_redis.resp.outcomes import (
+from lmcache_redis.resp.plane import RedisPlane
+from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
     ExistsResult,
@@ -25,7 +25,6 @@ from lmcache_redis.resp.outcomes import (
     ScanResult,
     WriteOutcome,
 )
-from lmcache_redis.resp.plane import RedisPlane
 
 __all__ = [
     "CallOutcome",

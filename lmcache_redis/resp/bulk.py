@@ -19,11 +19,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis import native
-from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
-from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.stream import Stream
-from lmcache_redis.resp.net.wire import CRLF, error_of, parse_error, parse_length, value_head
-from lmcache_redis.stripe import (
+from lmcache_redis.chunks.frame import (
     FLAGS_AT,
     HEADER_BYTES,
     PAYLOAD_CHECKSUM,
@@ -32,6 +28,10 @@ from lmcache_redis.stripe import (
     add_checksums,
     is_expected,
 )
+from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
+from lmcache_redis.resp.net.connection import Connection
+from lmcache_redis.resp.net.stream import Stream
+from lmcache_redis.resp.net.wire import CRLF, error_of, parse_error, parse_length, value_head
 
 # A call returns after this much silence: the caller has deadlines to keep, and idle lanes for new
 # stripes.

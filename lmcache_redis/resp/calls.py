@@ -10,7 +10,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from lmcache_redis.keys import KEY_MAGIC, stripe_key
+from lmcache_redis.chunks.frame import ChunkFrame, StripeHeader
+from lmcache_redis.chunks.keys import KEY_MAGIC, stripe_key
 from lmcache_redis.resp.control import (
     STEP_KEYS,
     Question,
@@ -28,7 +29,7 @@ from lmcache_redis.resp.jobs import Job, Jobs
 from lmcache_redis.resp.net.topology import Part, Routing
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
 from lmcache_redis.resp.node import Node, Nodes
-from lmcache_redis.resp.outcomes import (
+from lmcache_redis.tiers import (
     CallOutcome,
     Done,
     ExistsResult,
@@ -36,7 +37,6 @@ from lmcache_redis.resp.outcomes import (
     RemoveResult,
     ScanResult,
 )
-from lmcache_redis.stripe import ChunkFrame, StripeHeader
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
+from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
 from lmcache_redis.errors import (
     FormatError,
     RedisError,
@@ -39,8 +40,7 @@ from lmcache_redis.resp.net.wire import (
     pack_command,
     without_errors,
 )
-from lmcache_redis.resp.outcomes import CallOutcome
-from lmcache_redis.stripe import HEADER_BYTES, StripeHeader, describe_header
+from lmcache_redis.tiers import CallOutcome
 
 ResultT = TypeVar("ResultT")
 # Packed commands, made on demand, and how many replies they have.

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from lmcache_redis.resp.net.topology import Hop
-from lmcache_redis.resp.outcomes import ReadOutcome, WriteOutcome
+from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 
 logger = logging.getLogger(__name__)
 

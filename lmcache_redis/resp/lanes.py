@@ -41,7 +41,7 @@ from lmcache_redis.resp.health import Server, Worker
 from lmcache_redis.resp.jobs import Job, Jobs, OutcomeT, Stop, Task, TaskQueue
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.wire import ASKING_COMMAND
-from lmcache_redis.resp.outcomes import ChunkIO
+from lmcache_redis.tiers import ChunkIO
 
 # The pause before the next attempt, if the server has no room for another connection.
 _WIDEN_AGAIN_S = 1.0

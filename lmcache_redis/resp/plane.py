@@ -21,12 +21,15 @@ from functools import partial
 from typing import Any
 
 from lmcache_redis import native
+from lmcache_redis.chunks.frame import STORE_ID_BYTES
 from lmcache_redis.resp.calls import KeyCalls
 from lmcache_redis.resp.control import Removal
 from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop, Task
 from lmcache_redis.resp.net.endpoint import RedisOptions, parse_deployment
 from lmcache_redis.resp.node import Nodes
-from lmcache_redis.resp.outcomes import (
+from lmcache_redis.resp.reading import Read
+from lmcache_redis.resp.writing import Write
+from lmcache_redis.tiers import (
     ChunkIO,
     PlaneState,
     PlaneStats,
@@ -35,9 +38,6 @@ from lmcache_redis.resp.outcomes import (
     WriteDone,
     WriteOutcome,
 )
-from lmcache_redis.resp.reading import Read
-from lmcache_redis.resp.writing import Write
-from lmcache_redis.stripe import STORE_ID_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ _BATCH_STRIPES = 32
 
 
 class RedisPlane(KeyCalls):
-    """See the module. A tier of a cache (`lmcache_redis.cache.tier`) without an index.
+    """See the module. A tier of a cache (`lmcache_redis.tiers`) without an index.
 
     Every job ends by its deadline: none is ever stuck. Raises ConfigError on construction for a URL
     that names no server.
@@ -152,9 +152,9 @@ class RedisPlane(KeyCalls):
 
     def read(self, chunk: ChunkIO, done: ReadDone) -> None:
         """Load a chunk into its slots, which belong to the plane until `done`."""
-        self.read_all((chunk,), done)
+        self.load_all((chunk,), done)
 
-    def read_all(self, chunks: Sequence[ChunkIO], done: ReadDone, stuck: object = None) -> None:
+    def load_all(self, chunks: Sequence[ChunkIO], done: ReadDone, stuck: object = None) -> None:
         """Load chunks, in this order; `done` is called for each. Cheaper than one by one."""
         self._check(chunks, writable=True)
         ttl_s = self.options.ttl_s if self.options.ttl_refresh else 0
@@ -169,9 +169,9 @@ class RedisPlane(KeyCalls):
 
     def write(self, chunk: ChunkIO, done: WriteDone) -> None:
         """Store a chunk from its slots, which must not change until `done`."""
-        self.write_all((chunk,), done)
+        self.store_all((chunk,), done)
 
-    def write_all(self, chunks: Sequence[ChunkIO], done: WriteDone, stuck: object = None) -> None:
+    def store_all(self, chunks: Sequence[ChunkIO], done: WriteDone, stuck: object = None) -> None:
         """Store chunks, in this order; `done` is called for each. Cheaper than one by one."""
         self._check(chunks, writable=False)
         remove = self.unlink

@@ -23,21 +23,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from lmcache_redis.errors import (
-    FormatError,
-    RedisError,
-    RedisRedirect,
-    RedisUnavailable,
-)
-from lmcache_redis.keys import stripe_key
-from lmcache_redis.resp.bulk import MOST_TASKS, End, Failure, Packed, is_other_type
-from lmcache_redis.resp.health import Server
-from lmcache_redis.resp.jobs import Stop, Task, TaskQueue
-from lmcache_redis.resp.lanes import BulkWorker, Lane, Remove, Transfer
-from lmcache_redis.resp.net.wire import get_command, value_head
-from lmcache_redis.resp.outcomes import ChunkIO, ReadDone, ReadOutcome
-from lmcache_redis.seal import Opened, SealKeys
-from lmcache_redis.stripe import (
+from lmcache_redis.chunks.frame import (
     HEADER_BYTES,
     MAGIC,
     STORE_ID,
@@ -45,6 +31,20 @@ from lmcache_redis.stripe import (
     Verdict,
     describe_header,
 )
+from lmcache_redis.chunks.keys import stripe_key
+from lmcache_redis.errors import (
+    FormatError,
+    RedisError,
+    RedisRedirect,
+    RedisUnavailable,
+)
+from lmcache_redis.resp.bulk import MOST_TASKS, End, Failure, Packed, is_other_type
+from lmcache_redis.resp.health import Server
+from lmcache_redis.resp.jobs import Stop, Task, TaskQueue
+from lmcache_redis.resp.lanes import BulkWorker, Lane, Remove, Transfer
+from lmcache_redis.resp.net.wire import get_command, value_head
+from lmcache_redis.seal import Opened, SealKeys
+from lmcache_redis.tiers import ChunkIO, ReadDone, ReadOutcome
 
 # A header that names this chunk, but not this stripe of it.
 _OF_THIS_CHUNK = frozenset({Verdict.WRONG_SIZE, Verdict.WRONG_STRIPE})

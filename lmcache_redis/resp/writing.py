@@ -24,6 +24,8 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from lmcache_redis.chunks.frame import HEADER_BYTES
+from lmcache_redis.chunks.keys import stripe_key
 from lmcache_redis.errors import (
     RedisError,
     RedisFull,
@@ -32,7 +34,6 @@ from lmcache_redis.errors import (
     RedisRedirect,
     RedisUnavailable,
 )
-from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp.bulk import (
     MOST_TASKS,
     SENT,
@@ -45,9 +46,8 @@ from lmcache_redis.resp.health import Server
 from lmcache_redis.resp.jobs import Jobs, Task, TaskQueue
 from lmcache_redis.resp.lanes import BulkWorker, Lane, Remove, Transfer
 from lmcache_redis.resp.net.wire import end_of_command, set_prefix
-from lmcache_redis.resp.outcomes import ChunkIO, WriteDone, WriteOutcome
 from lmcache_redis.seal import SealKeys
-from lmcache_redis.stripe import HEADER_BYTES
+from lmcache_redis.tiers import ChunkIO, WriteDone, WriteOutcome
 
 # Chunks that have been stored are dropped from the set of acknowledged ones at this size.
 _PRUNE_AT = 64

@@ -11,8 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lmcache_redis.chunks.frame import HEADER_BYTES, SEAL_AT, SEAL_BYTES, SEAL_KEY_ID_BYTES
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.stripe import HEADER_BYTES, SEAL_AT, SEAL_BYTES, SEAL_KEY_ID_BYTES
 
 if TYPE_CHECKING:
     from lmcache_redis.seal.xaes import Xaes256Gcm

@@ -10,10 +10,10 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.admin.names import ChunkName
-from lmcache_redis.keys import ObjectKey
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, add_checksums
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.seal import SealKeys
-from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, add_checksums
 from tests.servers import RedisServer
 
 STORED_UNIX_MS = 1_700_000_000_000

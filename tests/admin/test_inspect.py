@@ -18,11 +18,11 @@ from lmcache_redis.admin.names import printable
 from lmcache_redis.admin.report import chunk_lines, summary_lines
 from lmcache_redis.admin.server import Server, open_server
 from lmcache_redis.agent.registering import form_of
+from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.seal import SealKeys
-from lmcache_redis.stripe import HEADER_BYTES
 from tests.admin.cache import STORED_UNIX_MS, Cached, age, everything
 from tests.servers import RedisServer
 

@@ -15,8 +15,8 @@ import pytest
 from lmcache_redis.admin.node import NodeFacts, Process, read_process
 from lmcache_redis.admin.node_rules import judge_node
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Severity
-from lmcache_redis.naming import opaque_pages
-from lmcache_redis.stripe import ChunkFrame, describe_header, stripe_payload_bytes
+from lmcache_redis.chunks.frame import ChunkFrame, describe_header, stripe_payload_bytes
+from lmcache_redis.chunks.names import opaque_pages
 from tests.harness import wait_until
 
 GIB = 1 << 30

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lmcache_redis.admin.server import Server
 from lmcache_redis.admin.stripes import State, judge, read_stripes, read_uses, verify_payload
-from lmcache_redis.stripe import HEADER_BYTES
+from lmcache_redis.chunks.frame import HEADER_BYTES
 from tests.admin.cache import Cached, age
 
 CHUNK = Cached(3)

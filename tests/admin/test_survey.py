@@ -9,8 +9,8 @@ import pytest
 from lmcache_redis.admin.server import Server, open_server
 from lmcache_redis.admin.stripes import State, read_uses, stripes_of
 from lmcache_redis.admin.survey import Cut, SeenChunk, cuts_of, present_of, survey
+from lmcache_redis.chunks.frame import describe_header
 from lmcache_redis.resp import RedisOptions
-from lmcache_redis.stripe import describe_header
 from tests.admin.cache import PAYLOAD_BYTES, Cached, age
 from tests.servers import RedisServer
 

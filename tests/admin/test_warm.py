@@ -13,11 +13,11 @@ from lmcache_redis.admin.server import Server, open_server
 from lmcache_redis.admin.stripes import Use
 from lmcache_redis.admin.survey import SeenChunk
 from lmcache_redis.admin.warm import Candidate, Choice, choose, most_used_first
+from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, describe_header
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.names import opaque_pages
 from lmcache_redis.errors import ConfigError, RedisAuthError
-from lmcache_redis.naming import opaque_pages
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import RedisOptions
-from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, describe_header
 from tests.admin.cache import PAYLOAD_BYTES, Cached, age
 from tests.servers import RedisServer
 

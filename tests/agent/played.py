@@ -16,9 +16,9 @@ from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.threads import OwnerLoop
+from lmcache_redis.chunks.names import FULL_REACH, ChunkForm, Reach
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.naming import FULL_REACH, ChunkForm, Reach
 from tests.cache.auditing import audit
 from tests.cache.played import run_until
 

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_redis.backends import (
+from lmcache_redis.cache.disk.format import PAGE_BYTES, parse_page
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.compat.backends import (
     LMCBackendInterface,
     LMCHybridBackend,
     LMCLocalBackend,
@@ -17,9 +20,6 @@ from lmcache_redis.backends import (
     LMCPipelinedRemoteBackend,
     LMCRemoteBackend,
 )
-from lmcache_redis.cache.disk.format import PAGE_BYTES, parse_page
-from lmcache_redis.keys import ObjectKey
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from tests.agent.test_disk import CHUNKS, HASHES, agent_with_disk, check_hit, files, store_and_wait
 from tests.harness import AgentServer, Engine
 from tests.servers import RedisServer

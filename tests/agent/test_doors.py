@@ -17,9 +17,9 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis import native, transport
+from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.layout import KVLayout
-from lmcache_redis.keys import ObjectKey
 from lmcache_redis.processes import process_start_time
 from tests.harness import WAIT_S, AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer

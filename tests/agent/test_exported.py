@@ -10,9 +10,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache_redis.agent.exported import FAMILIES
+from lmcache_redis.compat.gateway import exported
 from lmcache_redis.config import AgentConfig, parse_address
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.gateway import exported
 from lmcache_redis.metrics.exporter import Exporter, Family, NoReading, OwnerSource, Values
 from tests.harness import AgentServer, Engine, wait_until
 from tests.scraping import get, metrics_table, port_in, samples_in

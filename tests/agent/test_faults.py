@@ -17,10 +17,10 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
+from lmcache_redis.chunks.keys import IPCCacheEngineKey
 from lmcache_redis.client import worker as client_worker
 from lmcache_redis.client.link import LinkState
 from lmcache_redis.client.transfers import LoadStoreOp
-from lmcache_redis.keys import IPCCacheEngineKey
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer, free_port
 

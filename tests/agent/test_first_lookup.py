@@ -21,11 +21,11 @@ from lmcache_redis.agent.main import _prefault
 from lmcache_redis.agent.peers import Peer
 from lmcache_redis.agent.registering import form_of
 from lmcache_redis.cache.memory import Arena
+from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import DeviceError
-from lmcache_redis.keys import ObjectKey
 from lmcache_redis.processes import process_start_time
 from tests.cache.played import run_until
 from tests.harness import AgentServer, Engine, block_hashes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lmcache_redis.agent.watching import Journal
+from lmcache_redis.chunks.names import ChunkNames, PartNames
 from lmcache_redis.messages import Change
-from lmcache_redis.naming import ChunkNames, PartNames
 
 PARTS = [PartNames(ChunkNames(bytes([n]) * 32, b"lmcache"), "model", n) for n in range(2)]
 OTHER = PartNames(ChunkNames(b"o" * 32, b"lmcache"), "model", 0)

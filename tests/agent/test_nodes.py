@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lmcache_redis import messages as m
+from lmcache_redis.chunks.keys import ObjectKey, parse_stripe_key
+from lmcache_redis.chunks.names import Reach
 from lmcache_redis.client.transfers import CacheGroup, LoadStoreOp
 from lmcache_redis.client.worker import WorkerClient
-from lmcache_redis.keys import ObjectKey, parse_stripe_key
-from lmcache_redis.naming import Reach
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 

@@ -9,8 +9,8 @@ import pytest
 
 from lmcache_redis import messages as m
 from lmcache_redis.cache.pool import Entry
+from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.errors import DeviceError
-from lmcache_redis.naming import ChunkForm
 from tests.agent.played import HASHES, STRIPES_A_CHUNK, Device, Played
 
 

@@ -13,11 +13,11 @@ import pytest
 from lmcache_redis import messages as m
 from lmcache_redis.agent import warming
 from lmcache_redis.agent.warming import Warming
+from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
+from lmcache_redis.chunks.names import opaque_pages
 from lmcache_redis.errors import WireError
-from lmcache_redis.naming import opaque_pages
-from lmcache_redis.resp.outcomes import CallOutcome, ReadOutcome, ScanResult, WriteOutcome
+from lmcache_redis.tiers import CallOutcome, ReadOutcome, ScanResult, WriteOutcome
 from tests.cache.played import FORM, HASHES, PlayedTier, World
 
 KEYS = [FORM.key(each) for each in HASHES]

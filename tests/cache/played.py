@@ -6,28 +6,25 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lmcache_redis.cache.backing import Backing, TierCounters
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.threads import OwnerLoop
-from lmcache_redis.cache.tier import (
-    Backing,
-    FramesResult,
-    ReadDone,
-    Stuck,
-    Tier,
-    TierCounters,
-    WriteDone,
-)
+from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.naming import ChunkForm, ChunkNames, opaque_pages
-from lmcache_redis.resp.outcomes import (
+from lmcache_redis.tiers import (
     ChunkIO,
     ExistsResult,
+    FramesResult,
     PlaneState,
+    ReadDone,
     RemoveResult,
     ScanResult,
+    Stuck,
+    Tier,
+    WriteDone,
 )
 from tests.cache.auditing import audit
 from tests.harness import block_hashes
@@ -71,13 +68,13 @@ class PlayedTier:
         assert time.monotonic() < deadline
         self.asked.append((keys, done))
 
-    def read_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
+    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
         for job in jobs:
             job.check(writable=True)
         self.read += jobs
         self.read_done, self.read_stuck = done, stuck
 
-    def write_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
+    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
         for job in jobs:
             job.check(writable=False)
         self.written += jobs

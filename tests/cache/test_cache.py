@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from lmcache_redis import cache as package
+from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
-from lmcache_redis.keys import ObjectKey
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
+from lmcache_redis.compat import objects
+from lmcache_redis.compat.heap import HeapMemory
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.naming import ChunkForm, ChunkNames, opaque_pages
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import RedisOptions, RedisPlane
 from tests.cache.played import FORM, HASHES, World, loaded_from
 from tests.harness import wait_until
@@ -25,12 +27,14 @@ from tests.servers import RedisServer
 
 
 def test_the_examples_do_what_they_say(server: RedisServer) -> None:
-    assert package.__doc__ is not None
-    # The indented text, without the table of modules.
-    lines = package.__doc__.partition("::\n\n")[2].splitlines()
+    # The indented text, without the tables above.
+    texts = [str(module.__doc__).partition("::\n\n")[2] for module in (package, objects)]
+    lines = "\n".join(texts).splitlines()
     example = "\n".join(line[4:] for line in lines if line.startswith("    "))
     names: dict[str, Any] = {
         **vars(package),
+        **vars(objects),
+        "HeapMemory": HeapMemory,
         "ChunkForm": ChunkForm,
         "ChunkNames": ChunkNames,
         "MemoryFormat": MemoryFormat,

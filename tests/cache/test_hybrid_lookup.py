@@ -11,28 +11,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.parts import Part, PrefixNeeds
 from lmcache_redis.cache.pool import Entry, EntryState
-from lmcache_redis.cache.tier import (
-    DISK_COUNTERS,
-    REDIS_COUNTERS,
-    Backing,
-    ReadDone,
-    Stuck,
-    WriteDone,
-)
-from lmcache_redis.naming import ChunkForm, ChunkNames, Reach, opaque_pages
+from lmcache_redis.chunks.names import ChunkForm, ChunkNames, Reach, opaque_pages
 from lmcache_redis.resp import RedisOptions, RedisPlane
-from lmcache_redis.resp.outcomes import (
+from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
     ExistsResult,
+    ReadDone,
     ReadOutcome,
     ScanResult,
+    Stuck,
+    WriteDone,
     WriteOutcome,
 )
 from tests.cache.auditing import audit
@@ -92,12 +88,12 @@ class StoredTier(PlayedTier):
         if len(self.questions) < self.silent_from:
             done(ExistsResult(self.fails, present if self.fails is CallOutcome.DONE else ()))
 
-    def read_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
-        super().read_all(jobs, done, stuck)
+    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
+        super().load_all(jobs, done, stuck)
         if not self.waits:
             self.end_reads()
 
-    def write_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
+    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
         for job in jobs:
             done(job, WriteOutcome.STORED)
 
@@ -445,13 +441,13 @@ def test_a_tier_that_breaks_keeps_the_memory_of_what_it_took(
     model.store(0, range(16))
     model.store(1, range(15))
     model.redis.waits = True
-    read_all = model.redis.read_all
+    load_all = model.redis.load_all
 
     def bug(jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
-        read_all(jobs, done, stuck)
+        load_all(jobs, done, stuck)
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(model.redis, "read_all", bug)
+    monkeypatch.setattr(model.redis, "load_all", bug)
     lookup = model.begin()
     model.settle()
     assert "a bug" in caplog.text

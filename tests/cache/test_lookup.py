@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.cache.pool import Entry, EntryState
-from lmcache_redis.cache.tier import DISK_COUNTERS, REDIS_COUNTERS
-from lmcache_redis.naming import ChunkForm, opaque_pages
-from lmcache_redis.resp.outcomes import (
+from lmcache_redis.chunks.names import ChunkForm, opaque_pages
+from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
     ExistsResult,
@@ -300,16 +300,16 @@ def test_a_tier_that_breaks_keeps_the_slots_of_what_it_took(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may still write to them: no other chunk gets them before `done`."""
-    read_all = tiers.redis.read_all
+    load_all = tiers.redis.load_all
 
     later: list[Callable[[], None]] = []
 
     def bug(jobs: Any, done: Any, stuck: Any) -> None:
-        read_all(jobs[:1], done, stuck)
+        load_all(jobs[:1], done, stuck)
         later.extend(partial(done, job, ReadOutcome.CANCELLED) for job in jobs[1:])
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(tiers.redis, "read_all", bug)
+    monkeypatch.setattr(tiers.redis, "load_all", bug)
     tiers.look_up(within_s=0.05)
     tiers.answer_scan(5)
     assert "a bug" in caplog.text

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.cache.parts import Part, PrefixNeeds
-from lmcache_redis.naming import Reach
+from lmcache_redis.chunks.names import Reach
 
 ALL, STATE = Reach(), Reach("state")
 CHUNK = 256

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache_redis.cache import pacing
+from lmcache_redis.cache.backing import REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Entry
-from lmcache_redis.cache.tier import REDIS_COUNTERS
 from lmcache_redis.cache.writebehind import WriteBehind
-from lmcache_redis.naming import ChunkForm, ChunkNames, opaque_pages
-from lmcache_redis.resp.outcomes import CallOutcome, ExistsResult, ReadOutcome, WriteOutcome
+from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
+from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, WriteOutcome
 from tests.cache.played import FORM, HASHES, PlayedTier, World
 from tests.harness import block_hashes
 
@@ -285,10 +285,10 @@ def test_a_failure_is_said_once_and_again_after_a_success(
         queue.answer(ExistsResult(CallOutcome.DONE, [False]))
         queue.tier.write_done(queue.tier.written.pop(), end)
         queue.loop.run_posted()
-    assert caplog.text.count("chunks are not written to Redis: Redis is at its memory limit") == 2
+    assert caplog.text.count("chunks are not written to Redis: it is full") == 2
 
 
-@pytest.mark.parametrize("broken", ["exists", "write_all"])
+@pytest.mark.parametrize("broken", ["exists", "store_all"])
 def test_a_write_that_cannot_begin_gives_back_what_it_held(
     queue: Queue, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -297,7 +297,7 @@ def test_a_write_that_cannot_begin_gives_back_what_it_held(
 
     monkeypatch.setattr(queue.tier, broken, bug)
     queue.enqueue()
-    if broken == "write_all":
+    if broken == "store_all":
         queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
     assert "a bug" in caplog.text
     assert (len(queue.writes), queue.writes.queued_bytes) == (0, 0)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lmcache_redis.cli.options import config_from
+from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import AgentConfig, option_name
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.gateway.config import GatewayConfig
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from lmcache_redis.chunks.frame import describe_header
+from lmcache_redis.chunks.keys import parse_stripe_key
+from lmcache_redis.chunks.names import opaque_pages
 from lmcache_redis.client.control import ControlClient
-from lmcache_redis.keys import parse_stripe_key
 from lmcache_redis.messages import WarmChunk
-from lmcache_redis.naming import opaque_pages
-from lmcache_redis.stripe import describe_header
 from tests.admin.cache import age
 from tests.agent.test_path_of_a_chunk import assert_blocks_equal
 from tests.cli.test_admin import COMMAND, TIMEOUT_S, environment, one_sentence, run

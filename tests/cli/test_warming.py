@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from lmcache_redis.admin.pace import Pace
+from lmcache_redis.chunks.names import opaque_pages
 from lmcache_redis.cli.warming import WarmReport, take_batch, warm_agent
 from lmcache_redis.client.control import AgentUnreachable
 from lmcache_redis.errors import LMCacheRedisError
 from lmcache_redis.messages import MAX_WARM_CHUNKS, WarmChunk, WarmOutcome
-from lmcache_redis.naming import opaque_pages
 
 RATE = 4000
 BATCH_BYTES = RATE // 4

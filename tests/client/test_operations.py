@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.chunks.keys import IPCCacheEngineKey
 from lmcache_redis.client.transfers import LoadStoreOp, chunk_names
 from lmcache_redis.errors import FormatError
-from lmcache_redis.keys import IPCCacheEngineKey
 from lmcache_redis.messages import ChunkNames
 
 TOKENS = list(range(100, 164))

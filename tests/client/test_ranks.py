@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from lmcache_redis.chunks.names import Reach
 from lmcache_redis.client import scheduler as scheduler_module
 from lmcache_redis.client.scheduler import RankPlace, Ranks
 from lmcache_redis.messages import RemoteParts
-from lmcache_redis.naming import Reach
 
 
 def place(agent_id: str, worker_id: int) -> RankPlace:

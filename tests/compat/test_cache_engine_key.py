@@ -1,4 +1,4 @@
-"""Keys as LMCache writes them. tests/gateway/lmcache_client.py compares them with its own."""
+"""Keys as LMCache writes them. `gateway/lmcache_client.py` compares them with its own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lmcache_redis.compat.cache_engine_key import (
     LayerCacheEngineKey,
     parse_cache_key,
 )
+from lmcache_redis.compat.gateway.wire import key_text_of, object_key_of
 from lmcache_redis.errors import FormatError
-from lmcache_redis.gateway.wire import key_text_of, object_key_of
 
 WORDS = st.text(
     st.characters(blacklist_categories=("C", "Z"), blacklist_characters="@%"),

@@ -13,6 +13,7 @@ import torch
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
+from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.compat.custom_types import (
     CudaIPCWrapper,
     IPCCacheEngineKey,
@@ -23,7 +24,6 @@ from lmcache_redis.compat.custom_types import (
 from lmcache_redis.device import cuda_ipc
 from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.errors import DeviceError, FormatError
-from lmcache_redis.keys import ObjectKey
 
 KEY = IPCCacheEngineKey("m", 4, 0, b"\x01\x02\x03\x04")
 OBJECT_KEY = ObjectKey(b"hash", "model", 0x01000100)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_redis import keys
+from lmcache_redis.chunks import keys
 from lmcache_redis.compat.custom_types import IPCCacheEngineKey
 from lmcache_redis.compat.distributed_api import (
     MemoryLayoutDesc,

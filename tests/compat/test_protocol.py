@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_redis import compat, lm_wire, protocol
+from lmcache_redis import compat
+from lmcache_redis.chunks import metadata as protocol
+from lmcache_redis.compat import lm_wire
 from lmcache_redis.compat.protocol import (
     DTYPE_TO_INT,
     INT_TO_DTYPE,
@@ -27,7 +29,7 @@ from lmcache_redis.compat.protocol import (
     init_remote_metadata_info,
 )
 from lmcache_redis.errors import FormatError
-from tests.gateway.serving import Serving
+from tests.compat.gateway.serving import Serving
 
 CACHE_KEY = CacheEngineKey("org/model", 8, 3, bytes(range(32)), torch.bfloat16)
 LAYER_KEY = CACHE_KEY.get_first_layer()

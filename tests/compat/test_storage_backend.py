@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_redis import backends
-from lmcache_redis.backends.interface import Allocate
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.compat import backends
 from lmcache_redis.compat import storage_backend as compat
+from lmcache_redis.compat.backends.interface import Allocate
 from lmcache_redis.compat.engine_keys import object_key_of
 from lmcache_redis.compat.storage_backend import (
     CacheEngineKey,
@@ -32,9 +34,7 @@ from lmcache_redis.compat.storage_backend import (
     LMCRemoteBackend,
 )
 from lmcache_redis.errors import ConfigError, FormatError
-from lmcache_redis.keys import ObjectKey
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from tests.backends.contract import (
+from tests.compat.backends.contract import (
     FLUSH_S,
     MakeBackend,
     TierContract,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from lmcache_redis.chunks.names import Reach
 from lmcache_redis.device.distance import (
     FAR,
     FAR_STATES,
@@ -21,7 +22,6 @@ from lmcache_redis.device.distance import (
     part_distance,
 )
 from lmcache_redis.device.layout import KVLayout, Pages, Segment
-from lmcache_redis.naming import Reach
 
 BLOCKS = 4
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.device.layout import (
     MAX_SEGMENTS,
     KVLayout,
@@ -18,7 +19,6 @@ from lmcache_redis.device.layout import (
     coalesce,
 )
 from lmcache_redis.errors import ConfigError, DeviceError
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from tests.device.layouts import Paged, paged
 
 LAYOUT = KVLayout(

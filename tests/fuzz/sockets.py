@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis import native
+from lmcache_redis.chunks.frame import HEADER_BYTES, STORE_ID_BYTES, ChunkFrame
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import RedisError
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp.bulk import (
     Call,
     End,
@@ -27,7 +28,6 @@ from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.stream import PlainStream
 from lmcache_redis.resp.net.wire import get_command
 from lmcache_redis.resp.reading import Verified, verify
-from lmcache_redis.stripe import HEADER_BYTES, STORE_ID_BYTES, ChunkFrame
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.target import ACCEPTED
 

@@ -12,14 +12,7 @@ from unittest import mock
 
 from xxhash import xxh3_64_intdigest
 
-from lmcache_redis.errors import FormatError, RedisError, RedisProtocolError
-from lmcache_redis.keys import IPCCacheEngineKey, ObjectKey, key_stem, parse_stripe_key, stripe_key
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.resp.bulk import End
-from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of
-from lmcache_redis.resp.reading import verify
-from lmcache_redis.seal import Opened, SealKeys
-from lmcache_redis.stripe import (
+from lmcache_redis.chunks.frame import (
     HEADER_BYTES,
     SEAL_AT,
     SEALED,
@@ -27,6 +20,19 @@ from lmcache_redis.stripe import (
     add_checksums,
     describe_header,
 )
+from lmcache_redis.chunks.keys import (
+    IPCCacheEngineKey,
+    ObjectKey,
+    key_stem,
+    parse_stripe_key,
+    stripe_key,
+)
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.errors import FormatError, RedisError, RedisProtocolError
+from lmcache_redis.resp.bulk import End
+from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of
+from lmcache_redis.resp.reading import verify
+from lmcache_redis.seal import Opened, SealKeys
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.sockets import (
     GETS,

@@ -25,12 +25,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from lmcache_redis import messages as m
+from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.reports import events
 from lmcache_redis.integrations.vllm.reports.events import Announcer, Chunk, blocks_of
-from lmcache_redis.naming import FULL_REACH, Reach
 from tests.integrations.test_guard import Broken, config
 from tests.integrations.test_scheduler import (
     BLOCK,

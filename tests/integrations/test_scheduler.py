@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from vllm.v1.core.block_pool import BlockPool
 
+from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.client.scheduler import Ranks
 from lmcache_redis.client.transfers import LoadStoreOp
 from lmcache_redis.integrations.vllm import bookkeeping
@@ -27,7 +28,6 @@ from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.worker import StepMetadata, WorkerReport
-from lmcache_redis.naming import FULL_REACH, Reach
 
 BLOCK, CHUNK = 16, 64
 

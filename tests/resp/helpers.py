@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
+from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
+from lmcache_redis.chunks.keys import key_stem, stripe_key
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import RedisTimeout
-from lmcache_redis.keys import key_stem, stripe_key
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
 from lmcache_redis.resp.bulk import Call, End, Mover, Packed, Result
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.endpoint import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
-from lmcache_redis.resp.outcomes import FramesResult
-from lmcache_redis.stripe import ChunkFrame, stripe_payload_bytes
+from lmcache_redis.tiers import FramesResult
 from tests.servers import RedisServer
 from tests.servers import wait_until as wait_until
 
@@ -167,14 +167,14 @@ def running(url: str, **settings: Any) -> Iterator[RedisPlane]:
 def write(plane: RedisPlane, *chunks: Chunk, within_s: float = PATIENCE_S) -> list[WriteOutcome]:
     answers = Answers()
     transfers = [chunk.io(within_s) for chunk in chunks]
-    plane.write_all(transfers, answers)
+    plane.store_all(transfers, answers)
     return answers.of(transfers)
 
 
 def read(plane: RedisPlane, *chunks: Chunk, within_s: float = PATIENCE_S) -> list[ReadOutcome]:
     answers = Answers()
     transfers = [chunk.io(within_s) for chunk in chunks]
-    plane.read_all(transfers, answers)
+    plane.load_all(transfers, answers)
     outcomes = answers.of(transfers)
     for chunk in chunks:
         chunk.check_guards()

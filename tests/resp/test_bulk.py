@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis import native
+from lmcache_redis.chunks.frame import HEADER_BYTES, ChunkFrame, Verdict
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import (
     RedisAuthError,
     RedisError,
@@ -24,7 +26,6 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import ReadOutcome
 from lmcache_redis.resp.bulk import (
     MOST_LINE_BYTES,
@@ -46,7 +47,6 @@ from lmcache_redis.resp.bulk import (
 from lmcache_redis.resp.net.connection import Connection
 from lmcache_redis.resp.net.stream import PlainStream, Stream
 from lmcache_redis.resp.reading import Verified, verify
-from lmcache_redis.stripe import HEADER_BYTES, ChunkFrame, Verdict
 
 PAYLOAD = 4096
 FIXTURES = [HealthCheck.function_scoped_fixture]

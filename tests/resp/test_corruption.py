@@ -9,10 +9,10 @@ from queue import Queue
 import pytest
 import redis
 
-from lmcache_redis.keys import stripe_key
+from lmcache_redis.chunks.frame import HEADER_BYTES
+from lmcache_redis.chunks.keys import stripe_key
 from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisPlane, WriteOutcome
-from lmcache_redis.resp.outcomes import FramesResult, RemoveResult
-from lmcache_redis.stripe import HEADER_BYTES
+from lmcache_redis.tiers import FramesResult, RemoveResult
 from tests.resp.helpers import Chunk, chunk_key, read, wait_until, write
 from tests.servers import RedisServer
 

@@ -43,7 +43,7 @@ def test_what_waits_on_other_connections_is_answered_in_time(
         plane.read(stuck, slow)
         wait_until(lambda: proxy.gets == 1)
         started = time.monotonic()
-        plane.read_all([Chunk(n, SLOT, SLOT).io(within_s=0.2) for n in (1, 2)], late)
+        plane.load_all([Chunk(n, SLOT, SLOT).io(within_s=0.2) for n in (1, 2)], late)
         assert set(late.wait(2)) == {ReadOutcome.TIMED_OUT}
         assert time.monotonic() < stuck.deadline, "they waited for the one that hangs"
         assert time.monotonic() - started >= 0.2
@@ -102,7 +102,7 @@ def test_one_set_connection_lost_makes_no_half_chunk(own_server: RedisServer, wh
             ]
             answers = Answers()
             ios = [chunk.io() for chunk in chunks]
-            plane.write_all(ios, answers)
+            plane.store_all(ios, answers)
             wait_until(lambda: len(answers) > which)
             client.client_kill_filter(_id=ids[which])
         outcomes = answers.of(ios)
@@ -157,11 +157,11 @@ def test_many_at_once_are_all_or_nothing_to_begin_with(server: RedisServer) -> N
         wrong.slots = [memoryview(bytes(SLOT - 1))]
         answers = Answers()
         with pytest.raises(ValueError, match="contiguous bytes"):
-            plane.write_all([good.io(), wrong], answers)
+            plane.store_all([good.io(), wrong], answers)
         twice = good.io()
         with pytest.raises(RuntimeError, match="already"):
-            plane.write_all([twice, twice], answers)
+            plane.store_all([twice, twice], answers)
         assert len(answers) == 0
         assert plane.stats().queued_writes == 0
-        plane.write_all([], answers)
+        plane.store_all([], answers)
         assert write(plane, good) == [WriteOutcome.STORED]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_redis.chunks.frame import HEADER_BYTES, describe_header
 from lmcache_redis.resp import (
     CallOutcome,
     ChunkIO,
@@ -16,7 +17,6 @@ from lmcache_redis.resp import (
     RedisPlane,
     WriteOutcome,
 )
-from lmcache_redis.stripe import HEADER_BYTES, describe_header
 from tests.resp.helpers import (
     LEAST_CONNECTIONS,
     NAMESPACE,

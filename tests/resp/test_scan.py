@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
+from lmcache_redis.chunks.keys import stripe_key
 from lmcache_redis.errors import RedisProtocolError
-from lmcache_redis.keys import stripe_key
 from lmcache_redis.resp import CallOutcome, RedisPlane
 from lmcache_redis.resp.control import GROUP_KEYS, Steps, count_prefix, find_present
 from lmcache_redis.resp.net.connection import Pipeline

@@ -10,11 +10,11 @@ import pytest
 import redis
 from xxhash import xxh3_64_intdigest
 
-from lmcache_redis.keys import key_stem
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.frame import HEADER_BYTES, SEAL_AT, ChunkFrame, describe_header
+from lmcache_redis.chunks.keys import key_stem
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisPlane, WriteOutcome
 from lmcache_redis.seal import SealKeys
-from lmcache_redis.stripe import HEADER_BYTES, SEAL_AT, ChunkFrame, describe_header
 from tests.resp.helpers import (
     NAMESPACE,
     PATIENCE_S,

@@ -115,7 +115,7 @@ def test_all_are_late_together_and_slots_are_left_alone(own_server: RedisServer,
         chunks = some(40)
         with stopped(own_server):
             before = time.monotonic()
-            submit = plane.read_all if late == "read" else plane.write_all
+            submit = plane.load_all if late == "read" else plane.store_all
             submit([chunk.io(within_s=0.3) for chunk in chunks], answers)
             outcomes = answers.wait(40)
             assert time.monotonic() - before < PATIENCE_S
@@ -144,7 +144,7 @@ def test_one_is_cancelled_and_the_others_come(own_server: RedisServer, kind: str
         chunks = some(40, filled=kind == "write")
         ios = [chunk.io() for chunk in chunks]
         answers = Answers()
-        submit = plane.read_all if kind == "read" else plane.write_all
+        submit = plane.load_all if kind == "read" else plane.store_all
         with stopped(own_server):
             submit(ios, answers)
             # The last one waits in the queue, the first one for its reply.
@@ -168,7 +168,7 @@ def test_closing_answers_all(server: RedisServer) -> None:
         with running(proxy.url) as plane:
             assert set(write(plane, *some(64, filled=True))) == {WriteOutcome.STORED}
             proxy.for_gets.extend([Stall(0)] * 64)
-            plane.read_all([chunk.io() for chunk in some(64)], answers)
+            plane.load_all([chunk.io() for chunk in some(64)], answers)
             wait_until(lambda: proxy.gets >= 1)
         assert set(answers.wait(64)) == {ReadOutcome.CANCELLED}
 
@@ -218,7 +218,7 @@ def test_a_server_that_dies_answers_for_all(own_server: RedisServer) -> None:
         answers = Answers()
         ios = [chunk.io() for chunk in some()]
         own_server.stop()
-        plane.read_all(ios, answers)
+        plane.load_all(ios, answers)
         own_server.kill()
         assert set(answers.of(ios)) <= {
             ReadOutcome.LOADED,
@@ -242,7 +242,7 @@ def test_a_callback_that_fails_costs_nobody(
         answers(io, outcome)
         raise ValueError("a bug of the caller")
 
-    plane.read_all(ios, done)
+    plane.load_all(ios, done)
     assert set(answers.of(ios)) == {ReadOutcome.LOADED}
     wait_until(lambda: len(caplog.records) == 10)
     assert "a bug of the caller" in caplog.text

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from lmcache_redis.chunks.frame import HEADER_BYTES, SEAL_AT, ChunkFrame, describe_header
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
 from lmcache_redis.seal import Opened, SealKeys, read_seal_keys
-from lmcache_redis.stripe import HEADER_BYTES, SEAL_AT, ChunkFrame, describe_header
 
 ONE, TWO, THREE = (bytes([n]) * 32 for n in (1, 2, 3))
 KEY = b"lmcr1: of this stripe"

@@ -39,9 +39,9 @@ from lmcache_redis.cache.disk.format import (
     pack_page,
     payload_checksum,
 )
+from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.config import why_unsafe
 from lmcache_redis.errors import ConfigError, FormatError
-from lmcache_redis.stripe import ChunkFrame
 
 Sync: TypeAlias = Literal["none", "file", "directory"]
 SYNC_POLICIES: tuple[Sync, ...] = ("none", "file", "directory")

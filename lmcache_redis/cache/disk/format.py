@@ -2,7 +2,7 @@
 
 A first page, then exactly the payload. Little-endian:
 
-        0  512s  header of the chunk's stripe 0 (`lmcache_redis.stripe`): the frame (layout
+        0  512s  header of the chunk's stripe 0 (`lmcache_redis.chunks.frame`): the frame (layout
                  fingerprint, hash, metadata, length, stripe size); its checksum covers the whole
                  payload
       512  4s    magic b"LMCK"
@@ -37,8 +37,8 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from lmcache_redis.chunks.frame import HEADER_BYTES, STORE_ID_BYTES, ChunkFrame, describe_header
 from lmcache_redis.errors import FormatError
-from lmcache_redis.stripe import HEADER_BYTES, STORE_ID_BYTES, ChunkFrame, describe_header
 
 PAGE_BYTES = 4096
 

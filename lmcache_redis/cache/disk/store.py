@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from lmcache_redis.cache.disk.files import ChunkFiles, read_chunk, touch
 from lmcache_redis.cache.disk.format import Cut, disk_bytes
 from lmcache_redis.cache.disk.scan import Scan
+from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.errors import ConfigError, FormatError
-from lmcache_redis.resp.outcomes import ReadOutcome, WriteOutcome
-from lmcache_redis.stripe import ChunkFrame
+from lmcache_redis.tiers import ReadOutcome, WriteOutcome
 
 logger = logging.getLogger(__name__)
 

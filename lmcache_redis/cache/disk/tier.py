@@ -28,9 +28,8 @@ from lmcache_redis.cache.disk.files import SYNC_POLICIES, ChunkFiles, Sync, lock
 from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.cache.disk.store import DiskStore
 from lmcache_redis.cache.threads import Action, HangDetector, WorkerThreads, nothing
-from lmcache_redis.cache.tier import Stuck
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.resp.outcomes import (
+from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
     Done,
@@ -41,6 +40,7 @@ from lmcache_redis.resp.outcomes import (
     ReadOutcome,
     RemoveResult,
     ScanResult,
+    Stuck,
     WriteDone,
     WriteOutcome,
 )
@@ -150,13 +150,13 @@ class DiskTier:
         """See the contract. From the index, also while a call hangs."""
         return self.store.keys(prefix)
 
-    def read_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
+    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
         for io in jobs:
             load = partial(self.store.load, io.key, io.frame, io.slots)
             call = partial(self.run, READ, load, partial(stuck, io))
             self._submit(self._reads, io, call, partial(done, io), ReadOutcome)
 
-    def write_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
+    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
 
         def end(io: ChunkIO, outcome: WriteOutcome) -> None:
             del self._cancelled[io]

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter, RankPlace
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
@@ -58,7 +59,6 @@ from lmcache_redis.integrations.vllm.worker import (
     WorkerReport,
     register,
 )
-from lmcache_redis.naming import FULL_REACH
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.errors import LMCacheRedisError
-from lmcache_redis.naming import FULL_REACH, Reach
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
+from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.client.transfers import LoadStoreOp
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks, Tracked
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.worker import Planned
-from lmcache_redis.naming import FULL_REACH
 
 
 class Planner:

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from lmcache_redis.chunks.dtypes import dtype_name
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.transfers import (
     CacheGroup,
@@ -26,7 +27,6 @@ from lmcache_redis.client.transfers import (
     Store,
 )
 from lmcache_redis.client.worker import WorkerClient
-from lmcache_redis.dtypes import dtype_name
 from lmcache_redis.errors import DeviceError
 from lmcache_redis.integrations.vllm.groups import (
     LayerGroup,

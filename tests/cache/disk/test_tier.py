@@ -18,19 +18,19 @@ import pytest
 
 from lmcache_redis.cache.disk.files import ChunkFiles
 from lmcache_redis.cache.disk.tier import DiskTier
-from lmcache_redis.cache.tier import Tier
-from lmcache_redis.keys import key_stem
-from lmcache_redis.protocol import MemoryFormat, RemoteMetadata
-from lmcache_redis.resp.outcomes import (
+from lmcache_redis.chunks.frame import ChunkFrame
+from lmcache_redis.chunks.keys import key_stem
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
     ExistsResult,
     ReadOutcome,
     RemoveResult,
     ScanResult,
+    Tier,
     WriteOutcome,
 )
-from lmcache_redis.stripe import ChunkFrame
 from tests.harness import wait_until
 
 CHUNK_BYTES = 10_000
@@ -79,11 +79,11 @@ def stuck(io: ChunkIO) -> None:
 
 
 def read(tier: Tier, *jobs: Job) -> None:
-    tier.read_all([job.io for job in jobs], said, stuck)
+    tier.load_all([job.io for job in jobs], said, stuck)
 
 
 def write(tier: Tier, *jobs: Job) -> None:
-    tier.write_all([job.io for job in jobs], said, stuck)
+    tier.store_all([job.io for job in jobs], said, stuck)
 
 
 def ended(*jobs: Job) -> list[Any]:

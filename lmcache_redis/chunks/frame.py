@@ -1,0 +1,388 @@
+"""The frame of one Redis value: a header of 512 bytes, then one stripe's payload.
+
+The header names the layout, chunk, stripe and store of the payload, and has the checksums of the
+payload and of itself. Little-endian:
+
+      0  4s  magic b"LMCR"            32  u64 payload bytes     160  u64 created, Unix ms
+      4  u16 version, 1               40  u64 payload offset    168  u64 header checksum
+      6  u16 header bytes, 512        48  u64 chunk bytes       176  336s RemoteMetadata
+      8  16s store id                 56  u64 payload checksum       of the chunk,
+     24  u16 stripe index             64  32s layout fingerprint     zero padded
+     26  u16 stripe count             96  u8  hash length
+     28  u32 flags                    97  63s chunk hash, zero padded
+
+Checksums are xxh3-64; the header's is computed with its own field zero. With the flag SEALED the
+payload is encrypted, and the last 48 bytes of the metadata are the seal (`lmcache_redis.seal`).
+docs/value-format.md is the specification. A reader knows everything but store id, checksums, time
+and seal in advance, so `ChunkFrame.check_header` compares bytes; `describe_header` needs no frame.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import struct
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from lmcache_redis.chunks.keys import MAX_HASH_BYTES
+from lmcache_redis.chunks.metadata import MAX_METADATA_BYTES, MAX_SIZE, RemoteMetadata
+from lmcache_redis.errors import FormatError
+
+MAGIC = b"LMCR"
+HEADER_BYTES = 512
+VERSION = 1
+STORE_ID_BYTES = 16
+FINGERPRINT_BYTES = 32
+MAX_STRIPES = 0xFFFF
+PAYLOAD_ALIGN_BYTES = 64
+STORE_ID = slice(8, 24)
+FLAGS_AT = 28
+PAYLOAD_CHECKSUM = slice(56, 64)
+SEALED = 1  # the flag
+SEAL_KEY_ID_BYTES = 8
+SEAL_BYTES = 48
+SEAL_AT = HEADER_BYTES - SEAL_BYTES
+
+_PREAMBLE = struct.Struct("<4sHH")
+_PLACE = struct.Struct("<HHIQQQ")
+# preamble | store id | place | payload checksum | layout and chunk | created | own | metadata
+_PARTS = struct.Struct("<8s16s32sQ96sQQ336s")
+_CREATED = slice(160, 168)
+_OWN_CHECKSUM = slice(168, 176)
+_NO_CHECKSUM = bytes(8)
+_NO_STORE_ID = bytes(STORE_ID_BYTES)
+_NO_SEAL = bytes(SEAL_BYTES)
+# Parsed once: chunks of one layout share their metadata.
+parsed_metadata = functools.lru_cache(maxsize=1024)(RemoteMetadata.deserialize)
+_EXPECTED_PREAMBLE = _PREAMBLE.pack(MAGIC, VERSION, HEADER_BYTES)
+
+
+class Verdict(enum.Enum):
+    """The verdict of a reader on a header; all but OK are misses."""
+
+    OK = "ok"
+    BAD_MAGIC = "not a stripe"
+    BAD_VERSION = "of an unknown version"
+    CORRUPT_HEADER = "a damaged header"
+    FOREIGN_LAYOUT = "of another layout"
+    FOREIGN_CHUNK = "of another chunk"
+    WRONG_STRIPE = "another stripe of the chunk"
+    WRONG_SIZE = "a chunk cut into stripes otherwise"
+    SEALED = "the expected one, but sealed"
+    NOT_SEALED = "the expected one, but not sealed"
+
+
+class HeaderCheck(NamedTuple):
+    """The verdict on a header; store_id and the payload's checksum are set if it is OK."""
+
+    verdict: Verdict
+    store_id: bytes = b""
+    checksum: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict is Verdict.OK
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFrame:
+    """The fields that all stripe headers of one chunk share.
+
+    fingerprint: 32 bytes of the layout. chunk_hash: 1 to 63 bytes. stripe_payload_bytes:
+    payload of every stripe but the last. metadata: the serialized RemoteMetadata of the
+    chunk, its length equal to chunk_bytes. Raises FormatError for values that do not fit a
+    header, such as a chunk of more than 65,535 stripes.
+    """
+
+    fingerprint: bytes
+    chunk_hash: bytes
+    chunk_bytes: int
+    stripe_payload_bytes: int
+    metadata: bytes
+    stripe_count: int = field(init=False, repr=False, compare=False)
+    _layout_and_chunk: bytes = field(init=False, repr=False, compare=False)
+    _padded_metadata: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.fingerprint) != FINGERPRINT_BYTES:
+            raise FormatError(
+                f"a layout fingerprint has {FINGERPRINT_BYTES} bytes, not {len(self.fingerprint)}"
+            )
+        hash_len = len(self.chunk_hash)
+        if not 1 <= hash_len <= MAX_HASH_BYTES:
+            raise FormatError(f"a chunk hash has 1 to {MAX_HASH_BYTES} bytes, not {hash_len}")
+        stripe_count = _stripe_count(self.chunk_bytes, self.stripe_payload_bytes)
+        described_bytes = parsed_metadata(self.metadata).length
+        if described_bytes != self.chunk_bytes:
+            raise FormatError(
+                f"metadata of {described_bytes} bytes for a chunk of {self.chunk_bytes}"
+            )
+        padded_hash = self.chunk_hash.ljust(MAX_HASH_BYTES, b"\0")
+        layout_and_chunk = b"".join((self.fingerprint, bytes((hash_len,)), padded_hash))
+        object.__setattr__(self, "stripe_count", stripe_count)
+        object.__setattr__(self, "_layout_and_chunk", layout_and_chunk)
+        object.__setattr__(self, "_padded_metadata", self.metadata.ljust(MAX_METADATA_BYTES, b"\0"))
+
+    @property
+    def has_room_for_seal(self) -> bool:
+        """Whether the metadata end before the seal: those of six groups do."""
+        return not any(self._padded_metadata[-SEAL_BYTES:])
+
+    def payload_bytes(self, index: int) -> int:
+        """Payload bytes of stripe `index`. Raises FormatError if there is no such stripe."""
+        payload_bytes: int = _PLACE.unpack(self._place(index, 0))[3]
+        return payload_bytes
+
+    def header(self, index: int, store_id: bytes, checksum: int, created_unix_ms: int) -> bytearray:
+        """The header of stripe `index`, not sealed.
+
+        store_id: 16 bytes, the same for all stripes of one store. checksum: xxh3-64 of the payload.
+        Raises FormatError for an index or a time out of range.
+        """
+        header = bytearray(self.bare_header(index, store_id, created_unix_ms))
+        add_checksums(header, checksum)
+        return header
+
+    def bare_header(
+        self,
+        index: int,
+        store_id: bytes = _NO_STORE_ID,
+        created_unix_ms: int = 0,
+        is_sealed: bool = False,
+    ) -> bytes:
+        """The header of stripe `index` with both checksums zero, and with room for the seal.
+
+        Without room (`has_room_for_seal`), no sealed stripe has this header.
+        """
+        if len(store_id) != STORE_ID_BYTES:
+            raise FormatError(f"a store id has {STORE_ID_BYTES} bytes, not {len(store_id)}")
+        try:
+            created = created_unix_ms.to_bytes(8, "little")
+        except OverflowError as error:
+            raise FormatError(f"a header that cannot be written: {error}") from None
+        return b"".join(
+            (
+                _EXPECTED_PREAMBLE,
+                store_id,
+                self._place(index, SEALED if is_sealed else 0),
+                _NO_CHECKSUM,
+                self._layout_and_chunk,
+                created,
+                _NO_CHECKSUM,
+                self._padded_metadata,
+            )
+        )
+
+    def check_header(
+        self, buf: bytes | bytearray | memoryview, index: int, is_sealed: bool = False
+    ) -> HeaderCheck:
+        """Whether the first 512 bytes of `buf` are the header of stripe `index` of this chunk.
+
+        is_sealed: whether it must be sealed; the seal itself is not checked. Never raises, whatever
+        the bytes are. The payload is not read.
+        """
+        raw = _header_of(buf)
+        if (
+            len(raw) == HEADER_BYTES
+            and 0 <= index < self.stripe_count
+            and is_expected(raw, self.bare_header(index, is_sealed=is_sealed))
+        ):
+            checksum = int.from_bytes(raw[PAYLOAD_CHECKSUM], "little")
+            return HeaderCheck(Verdict.OK, raw[STORE_ID], checksum)
+        return HeaderCheck(self._fault(raw, index))
+
+    def _place(self, index: int, flags: int) -> bytes:
+        """The 32 bytes at 24: which stripe, of how many, flags, and its place in the chunk."""
+        # Cached outside the frame: chunks of one layout have the same places.
+        return _place(index, self.stripe_count, flags, self.stripe_payload_bytes, self.chunk_bytes)
+
+    def _fault(self, raw: bytes, index: int) -> Verdict:
+        """Why a header is not the expected one: the first reason in the order of trust."""
+        fault = _own_fault(raw)
+        if fault is not None:
+            return fault
+        _, _, place, _, layout_and_chunk, _, _, metadata = _PARTS.unpack(raw)
+        found_index, _, flags, _, _, chunk_bytes = _PLACE.unpack(place)
+        if flags & SEALED:
+            metadata = _without_seal(metadata)
+        if layout_and_chunk[:FINGERPRINT_BYTES] != self.fingerprint:
+            return Verdict.FOREIGN_LAYOUT
+        if layout_and_chunk != self._layout_and_chunk:
+            return Verdict.FOREIGN_CHUNK
+        if chunk_bytes != self.chunk_bytes:
+            return Verdict.WRONG_SIZE
+        if metadata != self._padded_metadata:
+            return Verdict.FOREIGN_LAYOUT
+        if found_index != index:
+            return Verdict.WRONG_STRIPE
+        if index >= self.stripe_count or place != self._place(index, flags):
+            return Verdict.WRONG_SIZE
+        return Verdict.SEALED if flags & SEALED else Verdict.NOT_SEALED
+
+
+@dataclass(frozen=True, slots=True)
+class StripeHeader:
+    """The fields of a header; sizes and offsets in bytes, checksum of the payload.
+
+    sealed_with: the id of the key, None for a plain payload.
+    """
+
+    store_id: bytes
+    stripe_index: int
+    stripe_count: int
+    payload_bytes: int
+    payload_offset: int
+    chunk_bytes: int
+    checksum: int
+    fingerprint: bytes
+    chunk_hash: bytes
+    created_unix_ms: int
+    metadata: RemoteMetadata
+    sealed_with: bytes | None = None
+
+
+def describe_header(buf: bytes | bytearray | memoryview) -> StripeHeader:
+    """The header in the first 512 bytes of a value, for tools that know no layout.
+
+    Raises FormatError unless they are a complete, consistent header of this version.
+    """
+    raw = _header_of(buf)
+    fault = _own_fault(raw)
+    if fault is not None:
+        raise FormatError(f"the header of a stripe was expected, found {fault.value}")
+    _, store_id, place, checksum, layout_and_chunk, created, _, described = _PARTS.unpack(raw)
+    index, count, flags, payload, offset, chunk_bytes = _PLACE.unpack(place)
+    sealed_with = None
+    if flags & SEALED:
+        sealed_with = raw[SEAL_AT : SEAL_AT + SEAL_KEY_ID_BYTES]
+        described = _without_seal(described)
+    hash_len = layout_and_chunk[FINGERPRINT_BYTES]
+    padded_hash = layout_and_chunk[FINGERPRINT_BYTES + 1 :]
+    if not 1 <= hash_len <= MAX_HASH_BYTES or any(padded_hash[hash_len:]):
+        raise FormatError(f"a chunk hash of {hash_len} bytes with its padding not zero")
+    metadata = RemoteMetadata.deserialize(described)
+    if metadata.length != chunk_bytes:
+        raise FormatError(f"metadata of {metadata.length} bytes for a chunk of {chunk_bytes}")
+    # Every stripe but the last has the same size; the offset of the last gives that size.
+    last = index == count - 1
+    stripe_payload_bytes = offset // index if last and index else payload
+    whole = index < count and 0 < payload <= stripe_payload_bytes
+    if (
+        not whole
+        or offset != index * stripe_payload_bytes
+        or (last and offset + payload != chunk_bytes)
+        or _stripe_count(chunk_bytes, stripe_payload_bytes) != count
+    ):
+        raise FormatError(
+            f"stripe {index} of {count}, {payload} bytes at {offset}, cannot be part of a "
+            f"chunk of {chunk_bytes} bytes"
+        )
+    return StripeHeader(
+        store_id=store_id,
+        stripe_index=index,
+        stripe_count=count,
+        payload_bytes=payload,
+        payload_offset=offset,
+        chunk_bytes=chunk_bytes,
+        checksum=checksum,
+        fingerprint=layout_and_chunk[:FINGERPRINT_BYTES],
+        chunk_hash=padded_hash[:hash_len],
+        created_unix_ms=created,
+        metadata=metadata,
+        sealed_with=sealed_with,
+    )
+
+
+def add_checksums(header: bytearray, checksum: int) -> None:
+    """Write the checksum of the payload, and then the header's own, into a header."""
+    header[PAYLOAD_CHECKSUM] = checksum.to_bytes(8, "little")
+    header[_OWN_CHECKSUM] = _own_checksum(header).to_bytes(8, "little")
+
+
+def is_expected(header: bytes, bare: bytes | bytearray) -> bool:
+    """Whether a header is undamaged, and is `bare` but for what readers do not know."""
+    if _own_checksum(header) != int.from_bytes(header[_OWN_CHECKSUM], "little"):
+        return False
+    masked = bytearray(header)
+    masked[STORE_ID] = _NO_STORE_ID
+    masked[PAYLOAD_CHECKSUM] = masked[_CREATED] = masked[_OWN_CHECKSUM] = _NO_CHECKSUM
+    if bare[FLAGS_AT] & SEALED:
+        masked[SEAL_AT:] = _NO_SEAL
+    return masked == bare
+
+
+def stripe_payload_bytes(chunk_bytes: int, slot_bytes: int) -> int:
+    """Payload bytes of each stripe but the last, at most slot_bytes.
+
+    The fewest stripes that fit the slots, as equal in size as multiples of 64 bytes allow. Raises
+    FormatError unless both sizes are positive.
+    """
+    count = _pieces(chunk_bytes, slot_bytes)
+    aligned = _ceil_div(_ceil_div(chunk_bytes, count), PAYLOAD_ALIGN_BYTES) * PAYLOAD_ALIGN_BYTES
+    return min(aligned, slot_bytes)
+
+
+def _header_of(buf: bytes | bytearray | memoryview) -> bytes:
+    """The first 512 bytes, or fewer. A copy, which cannot change during the check."""
+    return bytes(memoryview(buf)[:HEADER_BYTES])[:HEADER_BYTES]
+
+
+def _own_checksum(raw: bytes | bytearray) -> int:
+    before, after = raw[: _OWN_CHECKSUM.start], raw[_OWN_CHECKSUM.stop :]
+    return xxh3_64_intdigest(before + _NO_CHECKSUM + after)
+
+
+def _own_fault(raw: bytes) -> Verdict | None:
+    """What is wrong with a header by itself, whichever chunk it belongs to; None if nothing is."""
+    if len(raw) < HEADER_BYTES:
+        return Verdict.CORRUPT_HEADER
+    preamble, _, place, _, _, _, own, _ = _PARTS.unpack(raw)
+    magic, version, header_bytes = _PREAMBLE.unpack(preamble)
+    if magic != MAGIC:
+        return Verdict.BAD_MAGIC
+    if version != VERSION:
+        return Verdict.BAD_VERSION
+    if own != _own_checksum(raw) or header_bytes != HEADER_BYTES:
+        return Verdict.CORRUPT_HEADER
+    # An unknown flag may change the meaning of the payload.
+    flags = _PLACE.unpack(place)[2]
+    return Verdict.BAD_VERSION if flags & ~SEALED else None
+
+
+def _without_seal(metadata: bytes) -> bytes:
+    return metadata[:-SEAL_BYTES] + _NO_SEAL
+
+
+@functools.lru_cache(maxsize=4096)
+def _place(
+    index: int, count: int, flags: int, stripe_payload_bytes: int, chunk_bytes: int
+) -> bytes:
+    if not 0 <= index < count:
+        raise FormatError(f"stripe {index} of a chunk of {count}")
+    offset = index * stripe_payload_bytes
+    payload_bytes = min(stripe_payload_bytes, chunk_bytes - offset)
+    return _PLACE.pack(index, count, flags, payload_bytes, offset, chunk_bytes)
+
+
+def _pieces(chunk_bytes: int, stripe_bytes: int) -> int:
+    for what, size in (("a chunk", chunk_bytes), ("a stripe", stripe_bytes)):
+        if not 0 < size <= MAX_SIZE:
+            raise FormatError(f"{what} of {size} bytes")
+    return _ceil_div(chunk_bytes, stripe_bytes)
+
+
+def _stripe_count(chunk_bytes: int, stripe_bytes: int) -> int:
+    count = _pieces(chunk_bytes, stripe_bytes)
+    if count > MAX_STRIPES:
+        raise FormatError(
+            f"a chunk of {chunk_bytes} bytes in stripes of {stripe_bytes} has {count}, "
+            f"at most {MAX_STRIPES} can be numbered: make stripe_bytes larger"
+        )
+    return count
+
+
+def _ceil_div(value: int, by: int) -> int:
+    return -(-value // by)

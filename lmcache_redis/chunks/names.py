@@ -1,0 +1,199 @@
+"""The name of a chunk, and the form of its parts: the same in Redis and on disk, for everyone.
+
+    key prefix | b"lmcr1:" | namespace (16) | ObjectKey
+
+The namespace identifies the layout: for agents the first 16 hex digits of the engine's fingerprint,
+for the library the namespace of tensors, whose metadata describes them. In Redis each stripe of a
+chunk adds its index; a file on disk has the digest of the key as its name.
+
+A model whose layers have several kinds of KV cache has several *groups*. A chunk then has one part
+for each group, with a layout, and so a namespace, of its own. `Reach` says which parts the engine
+needs in order to continue after a prefix.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
+from lmcache_redis.chunks.keys import KEY_MAGIC, NAMESPACE_BYTES, ObjectKey, key_stem
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.errors import FormatError, check_int
+
+# The fingerprint of tensors, which have no layout.
+TENSORS = hashlib.blake2b(b"lmcr1.tensors", digest_size=32).digest()
+
+MAX_REACH_TOKENS = 1 << 40
+
+
+class ChunkNames:
+    """Keys and frames of the chunks of one layout. Thread-safe.
+
+    layout: the fingerprint, 32 bytes, of an engine's KV cache; None: tensors. prefix: the user's
+    prefix of every key.
+    """
+
+    def __init__(self, layout: bytes | None = None, prefix: bytes = b"") -> None:
+        self.fingerprint = TENSORS if layout is None else layout
+        # Hex has no braces, which Redis Cluster would take for a hash tag.
+        whole = self.fingerprint if layout is None else layout.hex().encode()
+        self._namespace = whole[:NAMESPACE_BYTES]
+        self._prefix = prefix
+        self.stem = functools.lru_cache(maxsize=256)(self._stem)
+
+    @property
+    def common(self) -> bytes:
+        """The common prefix of all keys of the layout."""
+        return self._prefix + KEY_MAGIC + self._namespace
+
+    def chunk_key(self, key: ObjectKey) -> bytes:
+        """The chunk's name: in Redis the key of its stripes, without the index."""
+        return self.stem(key.model_name, key.kv_rank, len(key.chunk_hash)) + key.chunk_hash
+
+    def parse(self, chunk_key: bytes) -> ObjectKey | None:
+        """The inverse of `chunk_key`; None if it names no chunk of this layout."""
+        common = self.common
+        if not chunk_key.startswith(common):
+            return None
+        try:
+            return ObjectKey.from_bytes(chunk_key[len(common) :])
+        except FormatError:
+            return None
+
+    def frame(self, key: ObjectKey, metadata: RemoteMetadata, stripe_bytes: int) -> ChunkFrame:
+        """The frame of its stripes. Raises FormatError for a chunk that cannot be encoded."""
+        encoded = metadata.serialize()
+        return ChunkFrame(self.fingerprint, key.chunk_hash, metadata.length, stripe_bytes, encoded)
+
+    def _stem(self, model_name: str, kv_rank: int, hash_len: int) -> bytes:
+        """The common prefix of the keys of one worker's chunks, for hashes of `hash_len` bytes."""
+        return key_stem(self._namespace, model_name, kv_rank, hash_len, self._prefix)
+
+
+class Reach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which tokens of a prefix the layers of a group still read when they compute the next token.
+
+    kind: "all" for full attention; "window" for a sliding window of ``tokens``, the next token
+        included; "local" for attention chunks of ``tokens``, which do not see each other; "state"
+        for layers whose state after the last token stands for all of them (Mamba).
+
+    These are the tokens that vLLM's ``get_num_skipped_tokens`` leaves over, for each kind.
+    """
+
+    kind: Literal["all", "window", "local", "state"] = "all"
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("the tokens of a reach", self.tokens, 0, MAX_REACH_TOKENS)
+        if (self.tokens == 0) != (self.kind in ("all", "state")):
+            raise FormatError(f"a reach of kind {self.kind!r} with {self.tokens} tokens")
+
+    def first_token(self, end: int) -> int:
+        """The first token that is read after a prefix of ``end`` tokens; ``end`` if none is."""
+        if self.kind == "window":
+            return max(0, end - self.tokens + 1)
+        if self.kind == "local":
+            return end - end % self.tokens
+        return 0 if self.kind == "all" else max(0, end - 1)
+
+    def first_chunk(self, end: int, chunk_tokens: int) -> int:
+        """The first chunk whose part a prefix of ``end`` chunks needs; ``end`` if none.
+
+        It needs all parts from there to its end. The result never decreases with ``end``.
+        """
+        return min(end, self.first_token(end * chunk_tokens) // chunk_tokens)
+
+    def blocks_per_part(self, blocks_per_chunk: int, block_tokens: int) -> int:
+        """How many of a chunk's blocks, counted from its end, a prefix can need."""
+        if self.kind == "state":
+            return 1
+        if self.kind == "window":
+            return min(blocks_per_chunk, max(1, -(-(self.tokens - 1) // block_tokens)))
+        return blocks_per_chunk
+
+
+FULL_REACH = Reach()
+
+
+@dataclass(frozen=True)
+class PartNames:
+    """How one worker's chunks, or their parts of one group, are named.
+
+    reach: which of them a prefix needs.
+    """
+
+    names: ChunkNames
+    model_name: str
+    kv_rank: int
+    reach: Reach = field(default=FULL_REACH, kw_only=True)
+
+    def key(self, chunk_hash: bytes) -> bytes:
+        """The chunk key: its stripes' Redis keys without the stripe index."""
+        return self.stem(len(chunk_hash)) + chunk_hash
+
+    def stem(self, hash_bytes: int) -> bytes:
+        """The common prefix of the keys of all chunks with hashes of `hash_bytes` bytes."""
+        return self.names.stem(self.model_name, self.kv_rank, hash_bytes)
+
+
+def opaque_pages(nbytes: int) -> RemoteMetadata:
+    """The metadata of pages of which nothing is known. Raises FormatError for a size below 0."""
+    return RemoteMetadata(nbytes, [(nbytes,)], ["uint8"], MemoryFormat.PAGES)
+
+
+@dataclass(frozen=True)
+class ChunkForm(PartNames):
+    """The properties that one worker's chunks, or their parts of one group, share.
+
+    metadata: the serialized `RemoteMetadata` of each.
+    """
+
+    chunk_bytes: int
+    stripe_payload_bytes: int
+    metadata: bytes
+
+    @staticmethod
+    def of(
+        names: ChunkNames,
+        model_name: str,
+        kv_rank: int,
+        metadata: RemoteMetadata,
+        slot_bytes: int,
+        reach: Reach = FULL_REACH,
+    ) -> ChunkForm:
+        """The form of chunks in stripes of equal size, at most ``slot_bytes``.
+
+        Raises FormatError if such chunks cannot be encoded.
+        """
+        stripe_bytes = stripe_payload_bytes(metadata.length, slot_bytes)
+        form = ChunkForm(
+            names, model_name, kv_rank, metadata.length, stripe_bytes, metadata.serialize(),
+            reach=reach,
+        )  # fmt: skip
+        form.frame(bytes(32))
+        form.key(bytes(32))
+        return form
+
+    @property
+    def fingerprint(self) -> bytes:
+        """The layout's fingerprint, part of every header."""
+        return self.names.fingerprint
+
+    @property
+    def stripe_count(self) -> int:
+        """Stripes, and so slots, of one chunk."""
+        return -(-self.chunk_bytes // self.stripe_payload_bytes)
+
+    def frame(self, chunk_hash: bytes) -> ChunkFrame:
+        return ChunkFrame(
+            self.fingerprint,
+            chunk_hash,
+            self.chunk_bytes,
+            self.stripe_payload_bytes,
+            self.metadata,
+        )

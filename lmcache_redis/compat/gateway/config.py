@@ -1,0 +1,153 @@
+"""The settings of `lmcache-redis gateway`, in the manner of `lmcache_redis.config`.
+
+The command's options are generated from the fields.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass
+
+from lmcache_redis.compat.lm_wire import MAX_WIRE_LENGTH
+from lmcache_redis.config import (
+    MIN_SLOT_BYTES,
+    TierSettings,
+    check_between,
+    machine_share,
+    parse_address,
+    setting,
+)
+from lmcache_redis.errors import ConfigError
+
+DEFAULT_LISTEN = "lm://127.0.0.1:65432"
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig(TierSettings):
+    """All settings of a gateway. Raises ``ConfigError`` for invalid values."""
+
+    listen: str = setting(
+        "address to listen on: lm://ADDRESS:PORT, an IPv6 address in brackets; the protocol has no "
+        "password, so beyond loopback it needs --allowed-peers, --tls-client-ca or --allow-anyone",
+        DEFAULT_LISTEN,
+    )
+    memory_bytes: int = setting(
+        "memory tier, in front of disk and Redis; 0: none",
+        lambda: machine_share(4 << 30),
+        shown="4GiB, at most a quarter of the machine's memory",
+        size=True,
+    )
+    buffer_bytes: int = setting(
+        "payload in flight, a hard limit",
+        lambda: machine_share(1 << 30),
+        shown="1GiB, at most a quarter of the machine's memory",
+        size=True,
+    )
+    slot_bytes: int = setting(
+        "unit in which payloads take space of --buffer-bytes", 256 << 10, size=True
+    )
+    max_payload_bytes: int | None = setting(
+        "maximum chunk size; a client that sends a larger chunk is disconnected",
+        None,
+        shown="a quarter of --buffer-bytes",
+        size=True,
+    )
+    max_connections: int = setting(
+        "maximum number of clients; further clients are disconnected", 1024
+    )
+    threads: int = setting("concurrent reads from the disk, and as many writes", 16)
+    payload_threads: int = setting(
+        "threads that move payloads of 256 KiB and more between sockets and memory",
+        lambda: min(max(2, (os.cpu_count() or 1) // 2), 8),
+        shown="half the number of CPUs, 2 to 8",
+    )
+    stall_timeout_s: float = setting(
+        "time in which a message in flight must complete, or progress by the larger of 256 KiB and "
+        "an eighth of its length, or the client is disconnected; a fifth of it while another "
+        "client waits for buffer space",
+        10.0,
+    )
+    idle_timeout_s: float = setting(
+        "a client without a request for this long is disconnected; 0: never", 86_400.0
+    )
+    tls_cert: str | None = setting("PEM file of the server's certificate chain; turns TLS on", None)
+    tls_key: str | None = setting("PEM file of its private key, if separate", None)
+    tls_client_ca: str | None = setting(
+        "PEM file of the authorities that may sign client certificates; clients then need one", None
+    )
+    allowed_peers: str | None = setting(
+        "networks that may connect, separated by commas: 10.0.0.0/8,fd00::/8,192.168.1.7",
+        None,
+        shown="all",
+    )
+    allow_anyone: bool = setting(
+        "listen beyond loopback although any client can read and replace chunks", False
+    )
+
+    def __post_init__(self) -> None:
+        TierSettings.__post_init__(self)
+        check_between("buffer_bytes", self.buffer_bytes, MIN_SLOT_BYTES, 1 << 50)
+        most_slot_bytes = min(self.buffer_bytes, 512 << 20) // MIN_SLOT_BYTES * MIN_SLOT_BYTES
+        check_between("slot_bytes", self.slot_bytes, MIN_SLOT_BYTES, most_slot_bytes)
+        check_between("memory_bytes", self.memory_bytes, 0, 1 << 50)
+        check_between("max_payload_bytes", self.payload_limit_bytes, 1, MAX_WIRE_LENGTH)
+        if self.payload_limit_bytes > self.usable_buffer_bytes:
+            raise ConfigError(
+                f"--max-payload-bytes is {self.payload_limit_bytes}, more than the "
+                f"{self.usable_buffer_bytes} bytes of slots in --buffer-bytes: change one of them"
+            )
+        check_between("max_connections", self.max_connections, 1, 1 << 16)
+        check_between("threads", self.threads, 1, 256)
+        check_between("payload_threads", self.payload_threads, 1, 64)
+        check_between("stall_timeout_s", self.stall_timeout_s, 0.1, 3600)
+        check_between("idle_timeout_s", self.idle_timeout_s, 0, 10**9)
+        if not (self.memory_bytes or self.disk_path or self.redis_url):
+            raise ConfigError(
+                "there is no tier for chunks: give --redis-url, --memory-bytes or --disk-path"
+            )
+        if self.seal_key_file and not self.redis_url:
+            raise ConfigError("--seal-key-file needs --redis-url: only values in Redis are sealed")
+        if self.tls_cert is None and (self.tls_key or self.tls_client_ca):
+            raise ConfigError("--tls-key and --tls-client-ca need --tls-cert: give that as well")
+        is_loopback = ipaddress.ip_address(parse_listen(self.listen)[0]).is_loopback
+        restricted = parse_networks(self.allowed_peers) or self.tls_client_ca
+        if not (is_loopback or restricted or self.allow_anyone):
+            raise ConfigError(
+                f"--listen {self.listen} is beyond loopback, where any client can read and replace "
+                "chunks: give --allowed-peers or --tls-client-ca, or --allow-anyone if that is "
+                "intended"
+            )
+
+    @property
+    def usable_buffer_bytes(self) -> int:
+        """``buffer_bytes``, rounded down to whole slots."""
+        return self.buffer_bytes // self.slot_bytes * self.slot_bytes
+
+    @property
+    def payload_limit_bytes(self) -> int:
+        """``max_payload_bytes``, or its default."""
+        if self.max_payload_bytes is not None:
+            return self.max_payload_bytes
+        return min(max(self.buffer_bytes // 4, self.slot_bytes), MAX_WIRE_LENGTH)
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Address and port of ``lm://ADDRESS:PORT``; port 0 means any free one."""
+    # LMCache's client speaks IPv4 only.
+    address = text.replace("lm://localhost:", "lm://127.0.0.1:")
+    return parse_address(address, "--listen", "lm://")
+
+
+def parse_networks(text: str | None) -> tuple[Network, ...] | None:
+    """The networks of ``allowed_peers``; None allows all."""
+    if text is None:
+        return None
+    try:
+        return tuple(ipaddress.ip_network(each.strip()) for each in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"--allowed-peers is {text!r} ({error}): write networks as 10.0.0.0/8,fd00::/8"
+        ) from error

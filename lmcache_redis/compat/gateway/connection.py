@@ -1,0 +1,387 @@
+"""One client: its requests, one after the other, and what they do with the cache.
+
+A PUT has no reply. One that cannot be stored (a malformed key, an unknown dtype, no memory) is
+received, dropped and counted, and the stream stays in step. GET and EXIST answer FAIL to a
+malformed request; LIST and HEALTH read nothing but the command. HEALTH succeeds if the last tier is
+up. A location names one tier, memory or disk; a request for one that is not there is malformed. GET
+and EXIST look only there, a PUT is written to every tier. The connection is closed when the end of
+a request is unknown or too far away: after an unknown command (answered with FAIL) and after a PUT
+whose length is negative or over the limit.
+
+A request ends before the next one is read, with one exception: a PUT that the memory tier keeps
+is written through in the background. The connection waits for it before it publishes its next PUT
+and before a question that the other tiers answer. Its share of the budget is released when all
+tiers have it.
+
+A PUT is received into the memory of its future entry, as far as its share of the budget reaches,
+and a GET is sent from the entry. A chunk in memory is sent at once. Any other GET asks the tiers,
+waits for its share, and loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.metadata import RemoteMetadata
+from lmcache_redis.compat.gateway.budget import Share
+from lmcache_redis.compat.gateway.shared import Shared
+from lmcache_redis.compat.gateway.stream import Gone, Stream
+from lmcache_redis.compat.gateway.wire import (
+    FAILED,
+    SUCCEEDED,
+    key_text_of,
+    list_reply_of,
+    metadata_of,
+    object_key_of,
+    reply_of,
+)
+from lmcache_redis.compat.lm_wire import MEMORY_LOCATION, ClientCommand, ClientMetaMessage
+from lmcache_redis.compat.objects import Held, ObjectCache, Places
+from lmcache_redis.errors import FormatError
+
+_HEADER_BYTES = ClientMetaMessage.packlength()
+# For one question to the tiers, or one load.
+_TIER_TIMEOUT_S = 5.0
+_LIST_TIMEOUT_S = 60.0
+_DISK_TIER = "disk"
+# Receives payloads that are not stored.
+_DROPPED = memoryview(bytearray(256 << 10))
+
+_Answer = TypeVar("_Answer")
+
+
+@functools.lru_cache(maxsize=4096)
+def _wanted(header: bytes) -> tuple[ObjectKey, str | None]:
+    """Key and location of a request. Parsing them would be the largest cost of a small GET."""
+    message = ClientMetaMessage.deserialize(header)
+    return object_key_of(message.key), message.location
+
+
+class OutOfStep(Exception):
+    """The beginning of the next request is unknown."""
+
+
+class _Receiving:
+    """Room for the payload of a PUT. It ends with `publish` or `abandon`.
+
+    metadata: None if the payload is to be received and dropped. It is also dropped if the cache
+    has no memory for it. Memory is reserved with the first grant, on the loop's thread: a recycled
+    block, or a fresh one if too many recycled ones wait for their bytes.
+    """
+
+    def __init__(self, shared: Shared, metadata: RemoteMetadata | None) -> None:
+        self._shared = shared
+        self._metadata = metadata
+        self._nbytes = metadata.length if metadata is not None else 0
+        self._share = shared.budget.empty()
+        self._held: Held | None = None
+        self._reused: Share | None = None
+
+    def try_next(self, rest: int) -> Sequence[memoryview]:
+        if self._metadata is None:
+            return [_DROPPED[:rest]]
+        return self._views(self._metadata, self._share.try_extend(rest), rest)
+
+    async def next(self, rest: int) -> Sequence[memoryview]:
+        if self._metadata is None:
+            return [_DROPPED[:rest]]
+        return self._views(self._metadata, await self._share.extend(rest), rest)
+
+    def publish(self, key: ObjectKey) -> asyncio.Future[None]:
+        """Makes the chunk visible to GETs. The future is done when every tier has answered."""
+        shared, held, nbytes = self._shared, self._held, self._nbytes
+        if self._reused is not None:
+            self._reused.release()
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def written(stored: bool) -> None:
+            self._share.release()
+            if not ended.done():
+                ended.set_result(None)
+            if stored:
+                shared.counters.stored += 1
+                return
+            shared.counters.not_stored += 1
+            shared.log.warning(
+                "not stored", "a chunk of %d bytes is not stored: no tier took it", nbytes
+            )
+
+        if held is None:
+            written(False)
+            return ended
+        try:
+            shared.cache.publish(key, held, written)
+        except FormatError:  # the tiers have no encoding for it
+            shared.cache.abandon(held)
+            written(False)
+        return ended
+
+    def abandon(self) -> None:
+        """Releases everything: the payload was not received completely."""
+        if self._held is not None:
+            self._shared.cache.abandon(self._held)
+        if self._reused is not None:
+            self._reused.release()
+        self._share.release()
+
+    def _views(self, metadata: RemoteMetadata, covered: int, rest: int) -> Sequence[memoryview]:
+        if not covered:
+            return []
+        if rest == metadata.length:
+            self._reused = self._shared.reused.try_take(rest)
+            self._held = self._shared.cache.reserve(metadata, fresh=self._reused is None)
+        if self._held is None:
+            self._metadata = None
+            self._share.release()
+            return [_DROPPED[:rest]]
+        at = metadata.length - rest
+        return [self._held.payload[at : at + covered]]
+
+
+class Connection:
+    """Serves one stream. peer: the client's address, for log lines."""
+
+    def __init__(self, stream: Stream, peer: str, shared: Shared) -> None:
+        self.stream = stream
+        self.peer = peer
+        self._shared = shared
+        self._header = memoryview(bytearray(_HEADER_BYTES))
+        self._busy = False
+        self._stopping = False
+        self._written: asyncio.Future[None] | None = None  # the write-through of the previous PUT
+
+    async def serve(self) -> None:
+        """Serves requests until the client disconnects or breaks the protocol, or after `stop`."""
+        counters = self._shared.counters
+        try:
+            while not self._stopping:
+                await self.stream.receive_header(self._header)
+                self._busy = True
+                await self._answer()
+                self._busy = False
+        except Gone:
+            if self._busy or self.stream.in_message:
+                counters.abandoned += 1
+        except OutOfStep as problem:
+            self._complain("closed", "%s; the connection is closed", problem)
+        await self._written_through()
+
+    def stop(self) -> None:
+        """Finishes the request in flight and serves no other."""
+        self._stopping = True
+        if not self._busy and not self.stream.in_message:
+            self.stream.end_requests()
+
+    # ------------------------------------------------------------ requests
+
+    async def _answer(self) -> None:
+        command, length = ClientMetaMessage.command_and_length(self._header)
+        counters, send = self._shared.counters, self.stream.send
+        if command == ClientCommand.PUT:
+            counters.puts += 1
+            await self._put(length)
+        elif command == ClientCommand.GET:
+            counters.gets += 1
+            wanted = self._wanted()
+            if wanted is None or not await self._send_chunk(*wanted):
+                counters.misses += 1
+                await send([FAILED])
+        elif command == ClientCommand.EXIST:
+            counters.exists += 1
+            wanted = self._wanted()
+            await self._written_through()
+            there = wanted is not None and await self._contains(*wanted)
+            await send([SUCCEEDED if there else FAILED])
+        elif command == ClientCommand.LIST:
+            counters.lists += 1
+            await self._written_through()
+            await self._list()
+        elif command == ClientCommand.HEALTH:
+            counters.healths += 1
+            await send([SUCCEEDED if self._shared.cache.is_up else FAILED])
+        else:
+            await send([FAILED])
+            raise OutOfStep(f"unknown command {command}")
+
+    async def _put(self, length: int) -> None:
+        shared = self._shared
+        if not 0 <= length <= shared.max_payload_bytes:
+            raise OutOfStep(
+                f"a PUT of {length} bytes, allowed are 0 to {shared.max_payload_bytes} "
+                "(--max-payload-bytes)"
+            )
+        try:
+            message = ClientMetaMessage.deserialize(self._header)
+            key, metadata = object_key_of(message.key), metadata_of(message)
+            _places_of(shared, message.location)
+        except FormatError as problem:
+            self._complain("put", "a PUT is dropped: %s", problem)
+            await self.stream.receive_payload(length, _Receiving(shared, None))
+            return
+        room = _Receiving(shared, metadata)
+        try:
+            await self.stream.receive_payload(length, room)
+            shared.counters.payload_bytes_in += length
+            await self._written_through()
+        except BaseException:
+            room.abandon()
+            raise
+        self._written = room.publish(key)
+        if length > shared.memory_bytes:
+            await self._written_through()
+
+    async def _send_chunk(self, key: ObjectKey, places: Places) -> bool:
+        """Sends the reply to a GET. False: a miss, and nothing was sent."""
+        shared = self._shared
+        held, share = shared.cache.hold(key) if places.memory else None, None
+        if held is None:
+            await self._written_through()
+            loaded = await _load(shared, key, places)
+            if loaded is None:
+                return False
+            held, share = loaded
+        try:
+            length = held.metadata.length
+            if (reply := _reply_to(held.metadata, shared.max_payload_bytes)) is None:
+                return False
+            if share is None:
+                share = shared.lent.try_take(length) or await shared.budget.take(length)
+            shared.counters.hits += 1
+            await self._send_payload(reply, held.payload)
+            return True
+        finally:
+            shared.cache.release(held)
+            if share is not None:
+                share.release()
+
+    async def _contains(self, key: ObjectKey, places: Places) -> bool:
+        return await _ask(partial(self._shared.cache.contains, key, _deadline(), places=places))
+
+    async def _list(self) -> None:
+        shared = self._shared
+        async with shared.one_list:
+            keys = await _ask(partial(shared.cache.keys, _deadline(_LIST_TIMEOUT_S)))
+            text = memoryview(await asyncio.to_thread(_text_of, keys))  # there may be millions
+            is_small = len(text) <= shared.max_payload_bytes
+            share = await shared.budget.take(len(text) if is_small else 0)
+        # Outside the lock: a slow client holds its share and nothing else.
+        try:
+            if is_small:
+                return await self._send_payload(list_reply_of(len(text)), text)
+            self._complain("list", "a LIST of %d bytes is over --max-payload-bytes", len(text))
+            await self.stream.send([FAILED])
+        finally:
+            share.release()
+
+    async def _send_payload(self, header: bytes, payload: memoryview) -> None:
+        await self.stream.send([header, payload])
+        self._shared.counters.payload_bytes_out += len(payload)
+
+    async def _written_through(self) -> None:
+        """Waits until every tier has answered for the previous PUT."""
+        written, self._written = self._written, None
+        if written is not None:
+            await written
+
+    def _wanted(self) -> tuple[ObjectKey, Places] | None:
+        """What a request without payload asks for, and where; None if it is malformed."""
+        try:
+            key, location = _wanted(bytes(self._header))
+            return key, _places_of(self._shared, location)
+        except FormatError as problem:
+            self._complain("request", "a request fails: %s", problem)
+            return None
+
+    def _complain(self, kind: str, message: str, *args: object) -> None:
+        self._shared.counters.malformed += 1
+        self._shared.log.warning(kind, f"%s: {message}", self.peer, *args)
+
+
+def _reply_to(metadata: RemoteMetadata, most_bytes: int) -> bytes | None:
+    """The header of a reply; None for a chunk that this protocol cannot deliver: a miss."""
+    try:
+        return reply_of(metadata) if metadata.length <= most_bytes else None
+    except FormatError:
+        return None  # a chunk of another protocol
+
+
+def _places_of(shared: Shared, location: str | None) -> Places:
+    """The places that the location of a request means. Raises FormatError for a missing tier."""
+    if location is None:
+        return Places()
+    if location == MEMORY_LOCATION and shared.memory_bytes:
+        return Places(end=0)
+    names = [tier.name for tier in shared.cache.cache.tiers]
+    if location == MEMORY_LOCATION or _DISK_TIER not in names:
+        raise FormatError(f"the location {location} is a tier that this gateway does not have")
+    level = names.index(_DISK_TIER)
+    return Places(memory=False, first=level, end=level + 1)
+
+
+async def _load(shared: Shared, key: ObjectKey, places: Places) -> tuple[Held, Share] | None:
+    """A chunk from the first tier that delivers it, and its share. The caller releases both."""
+    cache = shared.cache
+    while True:
+        found = await _ask(partial(cache.find, key, _deadline(), places=places))
+        if found is None or _reply_to(found.metadata, shared.max_payload_bytes) is None:
+            return None
+        share = await shared.budget.take(found.metadata.length)
+        held: Held | None = None
+        try:
+            held = await _ask(partial(cache.load, key, found, _deadline()), partial(_drop, cache))
+        finally:
+            if held is None:
+                share.release()
+        if held is not None:
+            return held, share
+        places = places._replace(first=found.level + 1)
+
+
+async def _ask(
+    begin: Callable[[Callable[[_Answer], None]], None],
+    unwanted: Callable[[_Answer], None] = lambda _: None,
+) -> _Answer:
+    """The result of an asynchronous call to the cache.
+
+    begin: the call without its `done`. unwanted: gets the result if the task is cancelled first.
+    """
+    answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+
+    def done(result: _Answer) -> None:
+        if answer.cancelled():
+            unwanted(result)
+        else:
+            answer.set_result(result)
+
+    begin(done)
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        if not answer.cancelled():
+            unwanted(answer.result())
+        raise
+
+
+def _drop(cache: ObjectCache, held: Held | None) -> None:
+    if held is not None:
+        cache.release(held)
+
+
+def _deadline(timeout_s: float = _TIER_TIMEOUT_S) -> float:
+    return time.monotonic() + timeout_s
+
+
+def _text_of(keys: Sequence[ObjectKey]) -> bytes:
+    """The key texts of all chunks that a GET can name, one a line."""
+    texts = []
+    for key in keys:
+        with contextlib.suppress(FormatError):
+            texts.append(key_text_of(key))
+    return "\n".join(texts).encode("utf-8")

@@ -1,0 +1,182 @@
+"""Starting and stopping a gateway: `lmcache-redis gateway`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import signal
+import threading
+import time
+
+from lmcache_redis import __version__
+from lmcache_redis.cache import DISK_COUNTERS, REDIS_COUNTERS, Backing, Cache
+from lmcache_redis.cache.threads import Action, Timer
+from lmcache_redis.chunks.names import ChunkNames
+from lmcache_redis.compat.gateway.config import GatewayConfig
+from lmcache_redis.compat.gateway.server import Gateway
+from lmcache_redis.compat.heap import HeapMemory
+from lmcache_redis.compat.objects import ObjectCache
+from lmcache_redis.config import DEFAULT_SLOT_BYTES, parse_address
+from lmcache_redis.metrics import Metrics
+from lmcache_redis.resp import RedisOptions, RedisPlane
+from lmcache_redis.seal import read_seal_keys
+
+logger = logging.getLogger(__name__)
+
+_LEAST_FLUSH_S = 0.1
+_FLUSH_POLL_S = 0.01
+_CLOSE_S = 1.0
+_FIRST_PROBE_S = 5.0
+_MOST_SPARE_BYTES = 128 << 20
+# The write-behind queues need no limit: the gateway's budget bounds them.
+_NO_LIMIT_BYTES = 1 << 62
+
+
+def run_gateway(config: GatewayConfig) -> int:
+    """Runs a gateway until SIGTERM or SIGINT; returns the exit status.
+
+    Raises ``ConfigError`` if a setting has to change: an address in use, an invalid URL, an
+    unusable directory or certificate.
+    """
+    loop = new_loop()
+    try:
+        return loop.run_until_complete(_run(config))
+    finally:
+        loop.close()
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """A loop of uvloop if that is installed, else of asyncio."""
+    try:
+        module = importlib.import_module("uvloop")
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = module.new_event_loop()
+    return loop
+
+
+class LoopOwner:
+    """A running asyncio loop as the `Owner` of a cache."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+
+    def post(self, action: Action) -> None:
+        if threading.get_ident() == self._thread:
+            self._loop.call_soon(action)  # without a system call that wakes the loop
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed; only a hung tier posts then
+            self._loop.call_soon_threadsafe(action)
+
+    def at(self, due_s: float, action: Action) -> Timer:
+        return self.after(due_s - time.monotonic(), action)
+
+    def after(self, delay_s: float, action: Action) -> Timer:
+        return self._loop.call_later(delay_s, action)
+
+
+def open_cache(config: GatewayConfig) -> ObjectCache:
+    """Memory, disk and Redis as configured, owned by the running loop.
+
+    Waits until the disk is indexed, and up to a few seconds for Redis. Raises ConfigError.
+    """
+    backings: list[Backing] = []
+    with contextlib.ExitStack() as opened:
+        plane = _started_plane(config)
+        if plane is not None:
+            opened.callback(plane.close, 0.0)
+        if config.disk_path is not None:
+            from lmcache_redis.cache.disk.tier import DiskTier
+
+            threads = config.threads
+            disk = DiskTier(
+                config.disk_path, config.disk_size,
+                read_threads=threads, write_threads=threads, write_nice=0,
+            )  # fmt: skip
+            opened.callback(disk.close, 0.0)
+            backings.append(Backing(disk, DISK_COUNTERS, _NO_LIMIT_BYTES))
+        if plane is not None:
+            plane.wait_probed(_FIRST_PROBE_S)
+            backings.append(Backing(plane, REDIS_COUNTERS, _NO_LIMIT_BYTES))
+        memory = HeapMemory(spare_bytes=min(config.buffer_bytes // 8, _MOST_SPARE_BYTES))
+        cache = Cache(LoopOwner(), memory, backings, Metrics(), idle_limit=config.memory_bytes)
+        opened.pop_all()
+        return ObjectCache(cache, ChunkNames(prefix=config.key_prefix), DEFAULT_SLOT_BYTES)
+
+
+def _started_plane(config: GatewayConfig) -> RedisPlane | None:
+    if config.redis_url is None:
+        return None
+    options = RedisOptions(
+        config.redis_url,
+        config.key_prefix,
+        config.redis_username,
+        config.redis_password,
+        seal_keys=read_seal_keys(config.seal_key_file),
+    )
+    plane = RedisPlane(options)
+    plane.start()
+    return plane
+
+
+def _exporter(
+    address: str, gateway: Gateway, objects: ObjectCache
+) -> contextlib.AbstractContextManager[object]:
+    # Costs a tenth of a second of the start.
+    from lmcache_redis.compat.gateway.exported import FAMILIES, values_of
+    from lmcache_redis.metrics.exporter import Exporter, OwnerSource, Values
+
+    cache = objects.cache
+
+    def read() -> Values:
+        return values_of(gateway, cache.metrics, is_up=objects.is_up)
+
+    return Exporter(parse_address(address), FAMILIES, OwnerSource(cache.owner.post, read))
+
+
+async def _run(config: GatewayConfig) -> int:
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    cache, stack = open_cache(config), contextlib.ExitStack()
+    try:
+        gateway = Gateway(cache, config)
+        await gateway.start()
+        if config.metrics is not None:
+            stack.enter_context(_exporter(config.metrics, gateway, cache))
+        logger.info(
+            "lmcache-redis %s serves %s%s: %s",
+            __version__, gateway.url, " with TLS" if config.tls_cert else "", _tiers_text(config),
+        )  # fmt: skip
+        await stopped.wait()
+        deadline_s = time.monotonic() + config.shutdown_deadline_s
+        logger.info("stopping: requests have %.1f s to finish", config.shutdown_deadline_s)
+        await gateway.stop()
+        deadline_s = max(deadline_s, time.monotonic() + _LEAST_FLUSH_S)
+        while cache.cache.backlog and time.monotonic() < deadline_s:
+            await asyncio.sleep(_FLUSH_POLL_S)
+        if cache.cache.backlog:
+            logger.warning("not everything that was put is stored")
+        logger.info("stopped: %s", _counted(gateway.stats()))
+    finally:
+        stack.close()
+        cache.close(_CLOSE_S)
+        await asyncio.sleep(0)  # runs what the tiers posted when they closed
+    return 0
+
+
+def _tiers_text(config: GatewayConfig) -> str:
+    tiers = [
+        f"memory of {config.memory_bytes / 2**30:.1f} GiB" if config.memory_bytes else "",
+        f"{config.disk_size / 2**30:.1f} GiB in {config.disk_path}" if config.disk_path else "",
+        "Redis" if config.redis_url else "",
+    ]
+    return ", ".join(filter(None, tiers))
+
+
+def _counted(stats: dict[str, int]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in stats.items() if value) or "no requests"

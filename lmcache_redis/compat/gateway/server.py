@@ -1,0 +1,284 @@
+"""The server: who may connect, limits, what connections share, stopping.
+
+One loop, one task for each client. The server accepts without asyncio's server: a client that may
+not connect is refused before TLS spends anything on it, and each client counts against the limit
+as soon as it is accepted.
+
+`stop` lets requests in flight finish within a deadline, then cuts off the rest. Writes that are
+still in flight belong to the cache: its owner flushes and closes it afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import ipaddress
+import logging
+import math
+import socket
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lmcache_redis.compat.gateway.budget import Budget
+from lmcache_redis.compat.gateway.config import GatewayConfig, Network, parse_listen, parse_networks
+from lmcache_redis.compat.gateway.connection import Connection
+from lmcache_redis.compat.gateway.movers import Movers
+from lmcache_redis.compat.gateway.shared import Counters, QuietLog, Shared
+from lmcache_redis.compat.gateway.stream import Stream
+from lmcache_redis.compat.objects import ObjectCache
+from lmcache_redis.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_LEAST_CHECK_S, _MOST_CHECK_S = 0.02, 1.0
+# While a payload waits for its share, the stall timeout is divided by this.
+_HURRIED = 5
+_LEAST_BESIDE_BYTES = 128 << 20  # see `Shared`
+_PAUSE_AFTER_ACCEPT_ERROR_S = 0.2
+_BACKLOG = 1024
+# For a client on this machine: enough without a round-trip time, and small enough to stay in the
+# processor's cache. For others the kernel tunes it to the round-trip time.
+_NEAR_SEND_BYTES = 512 << 10
+# Detects a lost client after two minutes.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
+
+
+class Gateway:
+    """Serves a cache. Start and stop it once, on one running loop.
+
+    The loop owns the cache; the caller closes it after `stop`. Raises ConfigError if the files of a
+    certificate cannot be used.
+    """
+
+    def __init__(self, cache: ObjectCache, config: GatewayConfig) -> None:
+        self.config = config
+        self.counters = Counters()
+        self._networks = parse_networks(config.allowed_peers)
+        self._tls: ssl.SSLContext | None = tls_context(config)
+        self._budget = Budget(config.buffer_bytes, config.slot_bytes, config.payload_limit_bytes)
+        beside_bytes = max(config.memory_bytes // 4, _LEAST_BESIDE_BYTES)
+        self._shared = Shared(
+            cache=cache,
+            budget=self._budget,
+            lent=Budget(beside_bytes if config.memory_bytes else 0, 1),
+            reused=Budget(beside_bytes, 1),
+            counters=self.counters,
+            log=QuietLog(logger),
+            memory_bytes=config.memory_bytes,
+            max_payload_bytes=config.payload_limit_bytes,
+            one_list=asyncio.Lock(),
+        )
+        self._movers: Movers | None = None
+        self._listener: socket.socket | None = None
+        self._connections: set[Connection] = set()
+        self._clients: set[asyncio.Task[None]] = set()
+        self._background: list[asyncio.Task[None]] = []  # accepting first
+        self._stopping = False
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens; for port 0, with the port that was chosen."""
+        if self._listener is None:
+            raise RuntimeError("the gateway does not listen")
+        name: tuple[Any, ...] = self._listener.getsockname()
+        return str(name[0]), int(name[1])
+
+    @property
+    def url(self) -> str:
+        """`address` as a client writes it."""
+        host, port = self.address
+        return f"lm://[{host}]:{port}" if ":" in host else f"lm://{host}:{port}"
+
+    def stats(self) -> dict[str, int]:
+        """Counters, open connections, and grains of the budget in use. On any thread."""
+        return {
+            **dataclasses.asdict(self.counters),
+            "open_connections": len(self._clients),
+            "slots": self._budget.grain_count,
+            "slots_in_use": self._budget.used_grains,
+        }
+
+    async def start(self) -> None:
+        """Listens and serves. Raises ConfigError if the address cannot be used."""
+        self._listener = listening(*parse_listen(self.config.listen))
+        self._movers = Movers(self.config.payload_threads)
+        self._background = [
+            asyncio.ensure_future(self._accept(self._listener, self._movers)),
+            asyncio.ensure_future(self._close_stalled_and_idle()),
+        ]
+        for task in self._background:
+            task.add_done_callback(_say_if_failed)
+
+    async def stop(self) -> None:
+        """Stops within the deadline of the config, or shortly after. Idempotent."""
+        self._stopping = True
+        for task in self._background[:1]:
+            task.cancel()
+        await asyncio.gather(*self._background[:1], return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        for connection in self._connections:
+            connection.stop()
+        if self._clients:
+            await asyncio.wait(self._clients, timeout=self.config.shutdown_deadline_s)
+        for connection in self._connections:
+            connection.stream.abort()
+        for task in [*self._clients, *self._background]:
+            task.cancel()
+        await asyncio.gather(*self._clients, *self._background, return_exceptions=True)
+        if self._movers is not None:
+            self._movers.close()
+            self._movers = None
+
+    # ------------------------------------------------------------ accepting
+
+    async def _accept(self, listener: socket.socket, movers: Movers) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, peer = await loop.sock_accept(listener)
+            except OSError as error:
+                # Out of descriptors, or the client is gone already: both are temporary.
+                self._shared.log.warning("accept", "a client cannot be accepted: %s", error)
+                await asyncio.sleep(_PAUSE_AFTER_ACCEPT_ERROR_S)
+                continue
+            self.counters.connections += 1
+            if (problem := self._refuses(peer[0])) is not None:
+                self.counters.refused_connections += 1
+                self._shared.log.warning("refused", "%s is turned away: %s", peer[0], problem)
+                accepted.close()
+                continue
+            task = asyncio.ensure_future(self._serve(accepted, movers, f"{peer[0]} port {peer[1]}"))
+            self._clients.add(task)
+            task.add_done_callback(self._served)
+
+    def _refuses(self, host: str) -> str | None:
+        if len(self._clients) >= self.config.max_connections:
+            return f"there are {len(self._clients)} clients already (--max-connections)"
+        if not is_allowed(host, self._networks):
+            return "it is in none of --allowed-peers"
+        return None
+
+    async def _serve(self, accepted: socket.socket, movers: Movers, peer: str) -> None:
+        with contextlib.closing(Stream(accepted, movers)) as stream:
+            try:
+                prepare(accepted)
+                if self._tls is not None:
+                    await stream.start_tls(self._tls, self.config.stall_timeout_s)
+            except OSError as error:
+                self.counters.failed_handshakes += 1
+                self._shared.log.warning("handshake", "%s did not get connected: %s", peer, error)
+                return
+            connection = Connection(stream, peer, self._shared)
+            self._connections.add(connection)
+            if self._stopping:
+                connection.stop()
+            try:
+                await connection.serve()
+            finally:
+                self._connections.discard(connection)
+
+    def _served(self, task: asyncio.Task[None]) -> None:
+        self._clients.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.counters.errors += 1
+            logger.error("a connection is closed because of a fault", exc_info=error)
+
+    async def _close_stalled_and_idle(self) -> None:
+        loop = asyncio.get_running_loop()
+        stall_s, idle_s = self.config.stall_timeout_s, self.config.idle_timeout_s or math.inf
+        while True:
+            await asyncio.sleep(min(max(stall_s / 8, _LEAST_CHECK_S), _MOST_CHECK_S))
+            now_s = loop.time()
+            timeout_s = stall_s / (_HURRIED if self._budget.is_short else 1)
+            for connection in self._connections:
+                stream, peer = connection.stream, connection.peer
+                if stream.stalled(now_s, timeout_s):
+                    self.counters.stalled += 1
+                    kind, problem = "stalled", f"too little moved for {timeout_s:g} s"
+                elif stream.idle_s(now_s) > idle_s:
+                    self.counters.idle += 1
+                    kind, problem = "idle", f"no request for {idle_s:g} s"
+                else:
+                    continue
+                self._shared.log.warning(kind, "%s is disconnected: %s", peer, problem)
+                stream.abort()
+
+
+def _say_if_failed(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.critical("the gateway no longer works, start it again", exc_info=error)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError if the address cannot be used."""
+    listener = socket.socket(
+        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC
+    )
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"--listen: {host} port {port} cannot be used ({error.strerror}): choose another one"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def is_allowed(host: str, networks: Sequence[Network] | None) -> bool:
+    """Whether a client may connect from this address; None allows all."""
+    if networks is None:
+        return True
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return any(address in network for network in networks)
+
+
+def prepare(accepted: socket.socket) -> None:
+    """Sets the options of a client's socket. Raises OSError if the client is gone."""
+    accepted.setblocking(False)
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        accepted.setsockopt(socket.IPPROTO_TCP, option, value)
+    if accepted.getsockname()[0] == accepted.getpeername()[0]:
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR_SEND_BYTES)
+
+
+def tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
+    """The TLS settings as a context; None for no TLS. Raises ConfigError for unusable files."""
+    if config.tls_cert is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # A client that closes after a PUT has not read session tickets. That resets the connection, and
+    # the server loses what it has not read yet.
+    context.num_tickets = 0
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key, password=_no_password)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--tls-cert {config.tls_cert} and --tls-key {config.tls_key} cannot be used "
+            f"({error}): name PEM files of a certificate and its key without a pass phrase"
+        ) from error
+    if config.tls_client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_verify_locations(Path(config.tls_client_ca))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--tls-client-ca {config.tls_client_ca} cannot be used ({error}): "
+                "name a PEM file of certificates"
+            ) from error
+    return context
+
+
+def _no_password() -> str:
+    return ""  # instead of a prompt on the terminal

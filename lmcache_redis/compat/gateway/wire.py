@@ -1,0 +1,133 @@
+"""Translates between messages of the protocol and the cache: keys and metadata.
+
+A key text is `model@world_size@worker_id@chunk_hash@dtype`, then `@layer_id` for one layer's
+part of a chunk, then any number of `@tag%value`. Earlier versions of LMCache begin it with `fmt@`
+and leave out the dtype. LMCache writes a hash of type bytes as hex, and an int in base 16 without
+leading zeros: perhaps with an odd number of digits, or a minus.
+
+In an ObjectKey the model name is the key text with another hash field, so nothing is lost:
+
+    field empty   the hash is bytes, and these are the chunk hash
+    field `~`     the chunk hash is the ASCII text of the field
+
+The empty field is used if the text is lower-case hex of whole bytes, `~` otherwise: each text has
+exactly one key. This strict parser rejects every model name of the engine plane, so its keys in
+the same tier are told apart.
+
+A GET returns the dtype, the format and the sizes of the PUT unchanged, whatever they are; a tier's
+metadata is stricter. It takes one of three forms:
+
+    one group                          length, shape and dtype agree, or the format is encoded
+    the group, then one without shape  the length differs from what shape and dtype need
+    one without shape, then the group  the request gave no dtype; the group's uint8 stands for it
+
+A chunk of any other form was not stored by this protocol and has no reply.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+from lmcache_redis.chunks.dtypes import ENCODED_FORMATS, itemsize
+from lmcache_redis.chunks.keys import ObjectKey, share_rank
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.compat.lm_wire import (
+    MAX_KEY_LENGTH,
+    ClientMetaMessage,
+    ServerMetaMessage,
+    ServerReturnCode,
+)
+from lmcache_redis.errors import FormatError
+
+_TEXT_HASH = "~"
+_NUMBER = r"(?:0|[1-9][0-9]{0,8})"
+_DTYPE = r"@[a-z][a-z0-9_]*"
+# After the model comes a number, after a format the model. A hash is empty or `~` in an ObjectKey.
+_KEY = re.compile(
+    rf"(?P<fmt>[^@]+@(?!{_NUMBER}@))?[^@]+@(?P<size>{_NUMBER})@(?P<worker>{_NUMBER})"
+    rf"@(?P<hash>-?[0-9a-f]+|~?)(?(fmt)(?:{_DTYPE})?|{_DTYPE})(?:@{_NUMBER})?(?:@[^@%]+%[^@]*)*",
+    re.ASCII,
+)
+_WHOLE_BYTES = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
+
+_NO_DTYPE = "uint8"
+_NOT_GIVEN: tuple[int, ...] = ()
+
+FAILED, SUCCEEDED = (
+    ServerMetaMessage(code, 0, MemoryFormat.KV_2LTD, "float16", (0,) * 4).serialize()
+    for code in (ServerReturnCode.FAIL, ServerReturnCode.SUCCESS)
+)
+
+
+def object_key_of(text: str) -> ObjectKey:
+    """The key of a key text. Raises FormatError if the text is malformed."""
+    if not text.isprintable() or text != text.strip():
+        raise FormatError(f"a key text is printable, without spaces around it: {text!r:.200}")
+    if len(text.encode("utf-8")) > MAX_KEY_LENGTH:
+        raise FormatError(f"a key text of more than {MAX_KEY_LENGTH} bytes")
+    match = _KEY.fullmatch(text)
+    if match is None or match["hash"] in ("", _TEXT_HASH):
+        raise FormatError(
+            "a key text is model@world_size@worker_id@hash@dtype, then perhaps @layer_id and "
+            f"@tag%value, with plain numbers and a hash in lower-case hex, not {text!r:.200}"
+        )
+    chunk_hash = match["hash"]
+    is_bytes = _WHOLE_BYTES.fullmatch(chunk_hash) is not None
+    return ObjectKey(
+        bytes.fromhex(chunk_hash) if is_bytes else chunk_hash.encode("ascii"),
+        _with_hash(match, "" if is_bytes else _TEXT_HASH),
+        share_rank(int(match["size"]), int(match["worker"])),
+    )
+
+
+def key_text_of(key: ObjectKey) -> str:
+    """The inverse of `object_key_of`. Raises FormatError for any other key."""
+    match = _KEY.fullmatch(key.model_name)
+    if match is not None and match["hash"] in ("", _TEXT_HASH):
+        # A hash that is not ASCII makes a text that is no key.
+        as_text = key.chunk_hash.decode("ascii", "replace")
+        text = _with_hash(match, as_text if match["hash"] else key.chunk_hash.hex())
+        if object_key_of(text) == key:
+            return text
+    raise FormatError(f"the key of a chunk that no key text names: {key!r:.200}")
+
+
+def _with_hash(match: re.Match[str], chunk_hash: str) -> str:
+    return match.string[: match.start("hash")] + chunk_hash + match.string[match.end("hash") :]
+
+
+def metadata_of(message: ClientMetaMessage) -> RemoteMetadata:
+    """The metadata of the payload that follows a PUT."""
+    shape, name = message.shape or (0,), message.dtype_name
+    if name is None:
+        shapes, names = [_NOT_GIVEN, shape], [_NO_DTYPE, _NO_DTYPE]
+    elif message.fmt in ENCODED_FORMATS or math.prod(shape) * itemsize(name) == message.length:
+        shapes, names = [shape], [name]
+    else:
+        shapes, names = [shape, _NOT_GIVEN], [name, name]
+    return RemoteMetadata(message.length, shapes, names, message.fmt)
+
+
+@functools.lru_cache(maxsize=1024)
+def reply_of(metadata: RemoteMetadata) -> bytes:
+    """The header of a reply. Raises FormatError for a chunk that no request stored."""
+    shapes, names = metadata.shapes, metadata.dtype_names
+    name: str | None = names[0] if names else None
+    if len(shapes) == 1 or (len(shapes) == 2 and shapes[1] == _NOT_GIVEN):
+        shape = shapes[0]
+    elif len(shapes) == 2 and shapes[0] == _NOT_GIVEN:
+        shape, name = shapes[1], None
+    else:
+        raise FormatError(f"a chunk of {len(shapes)} groups; a reply describes one")
+    return ServerMetaMessage(
+        ServerReturnCode.SUCCESS, metadata.length, metadata.fmt, name, shape
+    ).serialize()
+
+
+def list_reply_of(length: int) -> bytes:
+    """The header of the reply to a LIST."""
+    return ServerMetaMessage(
+        ServerReturnCode.SUCCESS, length, MemoryFormat.BINARY, _NO_DTYPE, (length, 0, 0, 0)
+    ).serialize()

@@ -1,0 +1,390 @@
+"""Chunks of any size by `ObjectKey`, with their metadata, over a `Cache` of heap memory.
+
+    get    `hold` a chunk that is in memory; else `find` the tier that has it and `load` it
+    put    `reserve` memory, fill it, then `publish` it: gets find it from then on, in place of the
+           previous chunk, and it is written through to every tier
+
+A put replaces a chunk, and `remove` removes it. Neither is undone by a load of the key: one in
+flight is cancelled and leaves nothing in memory, no tier is written to before it has finished with
+the load, and nothing is loaded from a tier that the chunk is being removed from. A tier that does
+not store a put removes what it has under the key. If it cannot do even that, because it is down, it
+keeps the previous chunk, and serves it once the tiers above have lost theirs.
+
+A loaded chunk is promoted, in the background, to the tiers above the one that had it.
+
+Owned by the owner's thread; every call returns at once. `done` is called on that thread, once,
+possibly before the call returns. Deadlines are `time.monotonic()` seconds.
+
+With the names of the example in `lmcache_redis.cache`::
+
+    behind = Cache(loop, HeapMemory(), [redis], Metrics(), idle_limit=64 << 20)
+    objects = ObjectCache(behind, ChunkNames(), stripe_bytes=1 << 20)
+    key = ObjectKey(b"hash 3", "org/model", 0)
+    metadata = RemoteMetadata(3_000_000, [(3_000_000,)], ["uint8"], MemoryFormat.UNDEFINED)
+
+    filled = objects.reserve(metadata)              # None: no room
+    filled.payload[:] = b"o" * metadata.length
+    written = []
+    objects.publish(key, filled, written.append)    # gets find it now
+    run(lambda: written)                            # [True]: it is stored
+
+    behind.pool.clear()
+    got = objects.hold(key)                         # None: it is not in memory
+    found, loaded = [], []
+    objects.find(key, time.monotonic() + 5.0, found.append)
+    run(lambda: found)                              # [None] for a chunk that no tier has
+    objects.load(key, found[0], time.monotonic() + 5.0, loaded.append)
+    run(lambda: loaded)
+    content = bytes(loaded[0].payload)
+    objects.release(loaded[0])
+
+    objects.close(1.0)
+    loop.run_posted()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from lmcache_redis.cache.cache import Cache, load_of
+from lmcache_redis.cache.pool import Entry, EntryState, Filled
+from lmcache_redis.cache.threads import WorkerThreads
+from lmcache_redis.cache.writebehind import WriteBehind
+from lmcache_redis.chunks.frame import ChunkFrame, parsed_metadata, stripe_payload_bytes
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.metadata import RemoteMetadata
+from lmcache_redis.chunks.names import ChunkForm, ChunkNames
+from lmcache_redis.tiers import (
+    CallOutcome,
+    ChunkIO,
+    ExistsResult,
+    FramesResult,
+    WriteOutcome,
+)
+
+# The timeout of a write, and of the removal that follows a failed one.
+_WRITE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A pinned chunk in memory, or reserved memory to be filled.
+
+    payload: one contiguous view of `metadata.length` bytes, writable if it was reserved. Do not use
+    it after the chunk is released, published or abandoned.
+    """
+
+    entry: Entry
+    metadata: RemoteMetadata
+    payload: memoryview
+
+
+class Places(NamedTuple):
+    """Where to look for a chunk: in memory, and in the tiers from number `first` to `end` - 1."""
+
+    memory: bool = True
+    first: int = 0
+    end: int | None = None
+
+
+EVERYWHERE = Places()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A chunk in tier number `level`. frame: how it is split into stripes there."""
+
+    frame: ChunkFrame
+    metadata: RemoteMetadata
+    level: int
+
+
+class ObjectCache:
+    """See the module.
+
+    cache: over a `HeapMemory`, used by nothing else. stripe_bytes: the largest payload of a stripe
+    that is written; stripes of any size are read.
+    """
+
+    def __init__(self, cache: Cache, names: ChunkNames, stripe_bytes: int) -> None:
+        self.cache = cache
+        self._names = names
+        self._stripe_bytes = stripe_bytes
+        self._pool = cache.pool
+        self._post = cache.owner.post
+        self._finds: dict[bytes, list[Callable[[Found | None], None]]] = {}
+        self._lists = WorkerThreads("list", 1)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the last tier is up, which keeps chunks longest. Memory alone always is."""
+        tiers = self.cache.tiers
+        return not tiers or tiers[-1].state.up
+
+    # ------------------------------------------------------------------ get
+
+    def hold(self, key: ObjectKey) -> Held | None:
+        """The chunk if it is in memory, which counts as a use. The caller releases it."""
+        entry = self._pool.get(self._names.chunk_key(key))
+        if entry is None or entry.state is not EntryState.READY:
+            return None
+        return self._held(entry)
+
+    def release(self, held: Held) -> None:
+        """Unpin a chunk that `hold` or `load` returned."""
+        self._pool.unpin(held.entry)
+
+    def find(
+        self,
+        key: ObjectKey,
+        deadline: float,
+        done: Callable[[Found | None], None],
+        places: Places = EVERYWHERE,
+    ) -> None:
+        """Find the chunk in the first tier of the places that has it. Does not look in memory."""
+        chunk_key = self._names.chunk_key(key)
+        waiting = self._finds.get(chunk_key) if places == EVERYWHERE else None
+        if waiting is None:
+            waiting = []
+            if places == EVERYWHERE:
+                self._finds[chunk_key] = waiting
+            self._post(partial(self._ask, key, chunk_key, places, deadline, waiting))
+        waiting.append(done)
+
+    def _ask(
+        self,
+        key: ObjectKey,
+        chunk_key: bytes,
+        places: Places,
+        deadline: float,
+        waiting: list[Callable[[Found | None], None]],
+    ) -> None:
+        """Asks one tier after the other for the key's frame."""
+        level = self.cache.level_of(chunk_key, places.first, places.end)
+
+        def answer(found: Found | None) -> None:
+            if self._finds.get(chunk_key) is waiting:
+                del self._finds[chunk_key]
+            for done in waiting:
+                done(found)
+
+        def described(level: int, result: FramesResult) -> None:
+            frame = result.frames[0] if result.frames else None
+            if (
+                frame is not None
+                and frame.fingerprint == self._names.fingerprint
+                and frame.chunk_hash == key.chunk_hash
+            ):
+                answer(Found(frame, parsed_metadata(frame.metadata), level))
+            else:
+                self._ask(key, chunk_key, places._replace(first=level + 1), deadline, waiting)
+
+        if level is None:
+            answer(None)
+        else:
+            self.cache.tiers[level].describe(
+                (chunk_key,), deadline, lambda result: self._post(partial(described, level, result))
+            )
+
+    def load(
+        self, key: ObjectKey, found: Found, deadline: float, done: Callable[[Held | None], None]
+    ) -> None:
+        """Reads a chunk into memory, once for all callers. Each caller releases its `Held`.
+
+        None: a miss, or no room; the tiers below may have the chunk. If the chunk was replaced
+        meanwhile, the result may be the new one: check its metadata.
+        """
+        chunk_key = self._names.chunk_key(key)
+        job = None
+        entry = self._pool.get(chunk_key)
+        if entry is None and not self.cache.queues[found.level].is_removing(chunk_key):
+            frame = found.frame
+            form = ChunkForm(
+                self._names,
+                key.model_name,
+                key.kv_rank,
+                frame.chunk_bytes,
+                frame.stripe_payload_bytes,
+                frame.metadata,
+            )
+            job = self.cache.prepare_load(form, chunk_key, key.chunk_hash, found.level, deadline)
+            if job is not None:
+                entry = load_of(job).entry
+                entry.tag = found.metadata
+        if entry is None:
+            done(None)
+        elif entry.state is EntryState.READY:
+            done(self._held(entry))
+        else:
+            self._pool.pin(entry)
+            self._pool.watch(entry, partial(self._loaded, key, entry, done))
+            if job is not None:
+                self.cache.begin_loads((job,))
+
+    def _loaded(
+        self, key: ObjectKey, entry: Entry, done: Callable[[Held | None], None], filled: Filled
+    ) -> None:
+        # If it is not READY, it may have been replaced by an entry that is.
+        held = self._held(entry) if filled is Filled.READY else self.hold(key)
+        self._pool.unpin(entry)
+        done(held)
+
+    def _held(self, entry: Entry) -> Held:
+        assert isinstance(entry.tag, RemoteMetadata)
+        self._pool.pin(entry)
+        return Held(entry, entry.tag, self._payload(entry).toreadonly())
+
+    def _payload(self, entry: Entry) -> memoryview:
+        (payload,) = self._pool.memory.views(entry.block, entry.units, entry.units)
+        return payload
+
+    # ------------------------------------------------------------------ put
+
+    def reserve(self, metadata: RemoteMetadata, *, fresh: bool = False) -> Held | None:
+        """Memory for a chunk, which gets do not find yet; None if there is no room or no payload.
+
+        The caller publishes or abandons it. fresh: a large block takes no memory until it is
+        written to, but takes longer to fill.
+        """
+        if not metadata.length:
+            return None
+        entry = self._pool.reserve(None, metadata.length, fresh=fresh)
+        if entry is None:
+            return None
+        entry.tag = metadata
+        return Held(entry, metadata, self._payload(entry))
+
+    def publish(self, key: ObjectKey, held: Held, written: Callable[[bool], None]) -> None:
+        """Makes reserved and filled memory the key's chunk, and writes it to every tier.
+
+        written: called when every tier has answered, with whether any of them, or memory, keeps the
+        chunk. Raises FormatError if the chunk has no encoding; then nothing has changed.
+        """
+        metadata, entry = held.metadata, held.entry
+        chunk_key = self._names.chunk_key(key)
+        stripe_bytes = stripe_payload_bytes(metadata.length, self._stripe_bytes)
+        frame = self._names.frame(key, metadata, stripe_bytes)
+        views = self._pool.memory.views(entry.block, metadata.length, stripe_bytes)
+        self._supersede(chunk_key)
+        self._pool.publish(entry, chunk_key)
+        job = ChunkIO(chunk_key, frame, views, time.monotonic() + _WRITE_S, entry)
+        queues = self.cache.queues
+        try:
+            add = _any_of(entry.units <= self._pool.idle_limit, len(queues), written)
+            for queue in queues:
+                queue.write(entry, job, partial(self._written, queue, job, entry, add))
+        finally:
+            self._pool.unpin(entry)
+
+    def _written(
+        self,
+        queue: WriteBehind,
+        job: ChunkIO,
+        entry: Entry,
+        add: Callable[[bool], None],
+        outcome: WriteOutcome,
+    ) -> None:
+        # A DISCARDED entry was replaced or removed since: the next change of the key decides.
+        if outcome is WriteOutcome.STORED or entry.state is EntryState.DISCARDED:
+            add(True)
+        else:
+            queue.remove(job.key, time.monotonic() + _WRITE_S, lambda removed: add(False))
+
+    def abandon(self, held: Held) -> None:
+        """Frees reserved memory that will not be published."""
+        self._pool.discard(held.entry)
+        self._pool.unpin(held.entry)
+
+    # ----------------------------------------------------------------- keys
+
+    def contains(
+        self,
+        key: ObjectKey,
+        deadline: float,
+        done: Callable[[bool], None],
+        places: Places = EVERYWHERE,
+    ) -> None:
+        """Whether a load would most likely find the chunk. Does not count as a use."""
+        chunk_key = self._names.chunk_key(key)
+        entry = self._pool.peek(chunk_key) if places.memory else None
+        if entry is not None and entry.state is EntryState.READY:
+            done(True)
+        else:
+            self._contains(chunk_key, places, deadline, done)
+
+    def _contains(
+        self, chunk_key: bytes, places: Places, deadline: float, done: Callable[[bool], None]
+    ) -> None:
+        level = self.cache.level_of(chunk_key, places.first, places.end)
+        if level is None:
+            done(False)
+            return
+        tier = self.cache.tiers[level]
+        if tier.lookup(chunk_key):
+            done(True)
+            return
+
+        def answer(result: ExistsResult) -> None:
+            if result.outcome is CallOutcome.DONE and result.present[0]:
+                done(True)
+            else:
+                self._contains(chunk_key, places._replace(first=level + 1), deadline, done)
+
+        tier.exists((chunk_key,), deadline, lambda result: self._post(partial(answer, result)))
+
+    def remove(self, key: ObjectKey, deadline: float, done: Callable[[bool], None]) -> None:
+        """Removes the chunk from memory at once, and from all tiers. done: whether there was one.
+
+        Also False if it was not in memory and no tier answered in time: it may still exist then.
+        """
+        chunk_key = self._names.chunk_key(key)
+        entry = self._pool.peek(chunk_key)
+        was_there = entry is not None and entry.state is EntryState.READY
+        self._supersede(chunk_key)
+        if entry is not None:
+            self._pool.discard(entry)
+        add = _any_of(was_there, len(self.cache.queues), done)
+        for queue in self.cache.queues:
+            queue.remove(chunk_key, deadline, lambda result: add(result.removed > 0))
+
+    def _supersede(self, chunk_key: bytes) -> None:
+        """Detaches finds and cancels loads of the key: they may bring the previous chunk."""
+        self._finds.pop(chunk_key, None)
+        entry = self._pool.peek(chunk_key)
+        if entry is not None and entry.state is EntryState.FILLING:
+            self.cache.supersede_load(entry)
+
+    def keys(self, deadline: float, done: Callable[[list[ObjectKey]], None]) -> None:
+        """The keys of all chunks, in any order. Those put or removed meanwhile may be missing."""
+        found = dict.fromkeys(e.key for e in self._pool if e.state is EntryState.READY)
+
+        def collect() -> None:
+            """On a thread: tiers wait for servers, and there may be many keys."""
+            for tier in self.cache.tiers:
+                found.update(dict.fromkeys(tier.keys(self._names.common, deadline)))
+            parsed = map(self._names.parse, found)
+            self._post(partial(done, [key for key in parsed if key is not None]))
+
+        self._lists.put(collect, dropped=lambda: self._post(partial(done, [])))
+
+    def close(self, deadline_s: float) -> bool:
+        self._lists.stop()
+        return self.cache.close(deadline_s)
+
+
+def _any_of(first: bool, answers: int, done: Callable[[bool], None]) -> Callable[[bool], None]:
+    """Takes so many answers, then calls ``done`` with whether any, or ``first``, is true."""
+    results = [first]
+
+    def add(result: bool) -> None:
+        results.append(result)
+        if len(results) > answers:
+            done(any(results))
+
+    if not answers:
+        done(first)
+    return add

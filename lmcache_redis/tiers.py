@@ -1,0 +1,248 @@
+"""The contract between the cache and a tier behind the host pool (a disk, Redis).
+
+A job is the transfer of one chunk, a `ChunkIO`: the chunk key, the frame (size, stripe size,
+metadata), one slot of memory per stripe, and a deadline. The cache pins the slots of a job until
+the tier is done with them:
+
+    load_all, store_all ──▶ in flight ──▶ done       the slots belong to the cache again
+                               └──▶ stuck ──▶ done   the cache stops waiting; the slots belong to
+                                                     the tier until `done`
+
+A callback may come on any thread, even before the call that caused it returns, and must only
+enqueue: the cache posts it to its owner. `done` is called exactly once for each job, `stuck` at
+most once and before `done`. A tier never waits for I/O on the owner's thread, never raises because
+a disk or a server fails, and calls nothing else of the cache.
+
+A tier that is down (`state.up` is False) answers every job UNAVAILABLE at once. `stuck` is for jobs
+that it cannot abandon, such as a read from a network file system that is gone. The tier is down
+before it calls `stuck`, and until those jobs have ended: the cache then asks the next tier whose
+`lookup` is not False.
+
+Keys are chunk keys (`chunks.names`): everything in a Redis key before the stripe index. The tier
+decides how it stores a chunk, in stripes or in a file. Deadlines are `time.monotonic()` seconds. A
+tier that cannot abandon a job may overrun them, and calls `stuck` when the cache should not wait.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+from lmcache_redis.chunks.frame import ChunkFrame
+
+ResultT = TypeVar("ResultT")
+# Told the result of a call, once.
+Done = Callable[[ResultT], None]
+
+
+class _Outcome(enum.Enum):
+    """Outcomes are dictionary keys on the hot path: Enum.__hash__ is a call in Python."""
+
+    __hash__ = object.__hash__
+
+
+class ReadOutcome(_Outcome):
+    """How the read of a chunk ended. The slots hold the chunk only if it is LOADED."""
+
+    LOADED = "loaded"
+    MISSING = "not there"
+    TORN = "stripes of two different stores"
+    INCOMPLETE = "some of its stripes are missing"
+    CORRUPT = "damaged bytes"
+    FOREIGN = "a value that is not this chunk's: other type, layout, chunk or version"
+    NOT_OPENED = "sealed with an unknown key, or not sealed although it must be"
+    TIMED_OUT = "not loaded before its deadline"
+    UNAVAILABLE = "it cannot be used"
+    CANCELLED = "cancelled"
+
+
+class WriteOutcome(_Outcome):
+    """How the write of a chunk ended. Readers can see the chunk only if it is STORED."""
+
+    STORED = "stored"
+    FULL = "it is full and evicts nothing"
+    REJECTED = "it refuses the write"
+    NO_ROOM_FOR_SEAL = "its metadata leave no room for a seal"
+    TIMED_OUT = "not stored before its deadline"
+    UNAVAILABLE = "it cannot be used"
+    CANCELLED = "cancelled"
+
+
+class CallOutcome(_Outcome):
+    """How a call about keys ended. Its result is valid only if DONE."""
+
+    DONE = "done"
+    TIMED_OUT = "not answered before its deadline"
+    UNAVAILABLE = "it cannot be used"
+    CANCELLED = "cancelled"
+
+
+class ScanResult(NamedTuple):
+    """prefix_length: how many of the leading keys exist, up to the first gap."""
+
+    outcome: CallOutcome
+    prefix_length: int = 0
+
+
+class ExistsResult(NamedTuple):
+    """present: whether each key exists, in order; empty unless DONE."""
+
+    outcome: CallOutcome
+    present: Sequence[bool] = ()
+
+
+class RemoveResult(NamedTuple):
+    """removed: how many keys of Redis or files were deleted, also if the outcome is not DONE."""
+
+    outcome: CallOutcome
+    removed: int = 0
+
+
+class FramesResult(NamedTuple):
+    """frames: for each key in order, the frame of its chunk or None; empty unless DONE."""
+
+    outcome: CallOutcome
+    frames: Sequence[ChunkFrame | None] = ()
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class ChunkIO:
+    """One chunk to read into slots, or to write from them.
+
+    key: the chunk key, without a stripe index. frame: the frame of its stripes. slots: one
+    contiguous memoryview for each stripe, of exactly its payload's size, writable for a read; they
+    belong to the plane from the call until `done`. deadline: `time.monotonic()` seconds. tag: for
+    the caller's use. Compared and hashed by identity.
+    """
+
+    key: bytes
+    frame: ChunkFrame
+    slots: Sequence[memoryview]
+    deadline: float
+    tag: object = None
+
+    def check(self, writable: bool) -> None:
+        """Raises ValueError unless there is one slot of the right size for every stripe."""
+        frame = self.frame
+        if len(self.slots) != frame.stripe_count:
+            raise ValueError(f"{len(self.slots)} slots for a chunk of {frame.stripe_count} stripes")
+        left = frame.chunk_bytes
+        for index, slot in enumerate(self.slots):
+            wanted = min(left, frame.stripe_payload_bytes)
+            left -= wanted
+            # One dimension of single bytes: slices count bytes, too.
+            if len(slot) != wanted or slot.nbytes != wanted or not slot.c_contiguous:
+                raise ValueError(f"slot {index} is not {wanted} contiguous bytes in one dimension")
+            if writable and slot.readonly:
+                raise ValueError(f"slot {index} is read-only")
+
+
+# Told once for each chunk how its read or write has ended.
+ReadDone = Callable[[ChunkIO, ReadOutcome], None]
+WriteDone = Callable[[ChunkIO, WriteOutcome], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneState:
+    """up: operations are tried. reason: a sentence that says why it is down, or the last error.
+
+    probed: the server has been probed since the start. since: when this state began,
+    `time.monotonic()` seconds.
+    """
+
+    up: bool
+    probed: bool
+    reason: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneStats:
+    """Counts since the start. bytes_in, bytes_out: payload of the chunks loaded and stored."""
+
+    bytes_in: int
+    bytes_out: int
+    reads: Mapping[ReadOutcome, int]
+    writes: Mapping[WriteOutcome, int]
+    connects: int
+    connections_lost: int
+    errors: int
+    queued_reads: int
+    queued_writes: int
+
+
+Stuck = Callable[[ChunkIO], None]
+
+
+class Tier(Protocol):
+    """See the module. `RedisPlane` and `disk.tier.DiskTier` are tiers."""
+
+    @property
+    def name(self) -> str:
+        """The name in log lines: "Redis", "disk"."""
+
+    @property
+    def state(self) -> PlaneState:
+        """Up or down, and why. Cheap: called for every chunk that is enqueued."""
+
+    def lookup(self, key: bytes) -> bool | None:
+        """Whether the tier's index has the chunk. No I/O: called for every chunk of a lookup.
+
+        False while the tier is down. None, for every key, if the tier has no index: then the cache
+        calls `scan` and `exists`.
+        """
+
+    def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
+        """How many leading chunks exist, up to the first that does not."""
+
+    def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
+        """Which of the chunks exist."""
+
+    def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
+        """The frames of the chunks.
+
+        The chunk under a key may be of any layout; the caller checks the frame.
+        """
+
+    def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
+        """The chunk keys that begin with `prefix`, in any order.
+
+        The only call that blocks: not for the owner's thread. If the tier does not answer in time,
+        returns the keys found so far and logs a warning.
+        """
+
+    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck, /) -> None:
+        """Load chunks into their slots, in this order.
+
+        A chunk is never LOADED if it differs from the job's frame (fingerprint, hash, sizes,
+        metadata) or fails its checksum. Slots of a chunk that is not LOADED hold undefined bytes.
+        """
+
+    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck, /) -> None:
+        """Store chunks from their slots, which do not change until `done`.
+
+        A chunk becomes visible whole or not at all.
+        """
+
+    def cancel(self, job: ChunkIO, /) -> None:
+        """End a job early, with CANCELLED through `done` as soon as its slots are free.
+
+        Does nothing to a job that has ended or can no longer be abandoned.
+        """
+
+    def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
+        """Remove a chunk, or whatever is stored under its key."""
+
+    def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
+        """Remove every chunk whose key begins with `key_prefix`, in the background.
+
+        A tier that is down answers UNAVAILABLE. If its chunks survive the outage (a disk), it
+        removes them before they can be found again.
+        """
+
+    def close(self, deadline_s: float) -> bool:
+        """End every job within `deadline_s` seconds: writes finish if possible, the others are
+        CANCELLED. Idempotent. False: a thread has not ended and still uses the slots of its job.
+        """

@@ -1,0 +1,430 @@
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from lmcache_redis.chunks.frame import (
+    HEADER_BYTES,
+    ChunkFrame,
+    HeaderCheck,
+    Verdict,
+    add_checksums,
+    describe_header,
+    stripe_payload_bytes,
+)
+from lmcache_redis.chunks.keys import (
+    IPCCacheEngineKey,
+    ObjectKey,
+    hash_chunks,
+    key_stem,
+    stripe_key,
+)
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.errors import FormatError
+from lmcache_redis.seal import SealKeys
+
+FINGERPRINT = bytes(range(0xA0, 0xC0))
+CHUNK_HASH = bytes(range(32))
+STORE_ID = bytes.fromhex("00112233445566778899aabbccddeeff")
+CREATED_UNIX_MS = 1_767_225_600_000
+DOCS = Path(__file__).parents[2] / "docs" / "value-format.md"
+
+
+def metadata_of(chunk_bytes: int) -> RemoteMetadata:
+    return RemoteMetadata(chunk_bytes, [(chunk_bytes,)], ["uint8"], MemoryFormat.PAGES)
+
+
+def frame_of(chunk_bytes: int = 150_000, stripe_bytes: int = 65_536, **fields: bytes) -> ChunkFrame:
+    return ChunkFrame(
+        fingerprint=fields.get("fingerprint", FINGERPRINT),
+        chunk_hash=fields.get("chunk_hash", CHUNK_HASH),
+        chunk_bytes=chunk_bytes,
+        stripe_payload_bytes=stripe_bytes,
+        metadata=fields.get("metadata", metadata_of(chunk_bytes).serialize()),
+    )
+
+
+def header_of(frame: ChunkFrame, index: int = 0, checksum: int = 0x1122334455667788) -> bytearray:
+    header = frame.header(index, STORE_ID, checksum, CREATED_UNIX_MS)
+    return header
+
+
+def put(header: bytearray, offset: int, fmt: str, *values: object) -> bytearray:
+    """A copy with a field changed and the header's own checksum made right again."""
+    changed = bytearray(header)
+    struct.pack_into(fmt, changed, offset, *values)
+    return seal(changed)
+
+
+def seal(header: bytearray) -> bytearray:
+    struct.pack_into("<Q", header, 168, 0)
+    struct.pack_into("<Q", header, 168, xxh3_64_intdigest(bytes(header[:HEADER_BYTES])))
+    return header
+
+
+class TestHeaderBytes:
+    def test_every_field_lies_where_it_is_documented(self) -> None:
+        metadata = metadata_of(150_000).serialize()
+        expected = bytearray(HEADER_BYTES)
+        for offset, fmt, value in [
+            (0, "4s", b"LMCR"),
+            (4, "<H", 1),
+            (6, "<H", 512),
+            (8, "16s", STORE_ID),
+            (24, "<H", 2),
+            (26, "<H", 3),
+            (28, "<I", 0),
+            (32, "<Q", 150_000 - 2 * 65_536),
+            (40, "<Q", 2 * 65_536),
+            (48, "<Q", 150_000),
+            (56, "<Q", 0xFEDCBA9876543210),
+            (64, "32s", FINGERPRINT),
+            (96, "B", 32),
+            (97, "63s", CHUNK_HASH),
+            (160, "<Q", CREATED_UNIX_MS),
+            (176, "336s", metadata),
+        ]:
+            struct.pack_into(fmt, expected, offset, value)
+        seal(expected)
+        assert header_of(frame_of(), 2, 0xFEDCBA9876543210) == expected
+
+    @pytest.mark.parametrize(
+        ("index", "store_id", "created", "message"),
+        [
+            (3, STORE_ID, 0, "stripe 3 of a chunk of 3"),
+            (-1, STORE_ID, 0, "stripe -1 of a chunk of 3"),
+            (0, b"short", 0, "a store id has 16 bytes, not 5"),
+            (0, STORE_ID, -1, "cannot be written"),
+            (0, STORE_ID, 2**64, "cannot be written"),
+        ],
+    )
+    def test_what_no_header_can_say_is_refused(
+        self, index: int, store_id: bytes, created: int, message: str
+    ) -> None:
+        with pytest.raises(FormatError, match=message):
+            frame_of().header(index, store_id, 0, created)
+
+
+class TestChunkFrame:
+    def test_stripes_cover_the_chunk(self) -> None:
+        frame = frame_of(150_000, 65_536)
+        assert frame.stripe_count == 3
+        assert [frame.payload_bytes(i) for i in range(3)] == [65_536, 65_536, 18_928]
+        offsets = [describe_header(header_of(frame, i)).payload_offset for i in range(3)]
+        assert offsets == [0, 65_536, 131_072]
+
+    @pytest.mark.parametrize("index", [-1, 3])
+    def test_there_is_no_other_stripe(self, index: int) -> None:
+        with pytest.raises(FormatError, match=f"stripe {index} of a chunk of 3"):
+            frame_of().payload_bytes(index)
+
+    @pytest.mark.parametrize(
+        ("chunk_bytes", "stripe_bytes", "fields", "message"),
+        [
+            (100, 100, {"fingerprint": b"short"}, "a layout fingerprint has 32 bytes, not 5"),
+            (100, 100, {"chunk_hash": b""}, "a chunk hash has 1 to 63 bytes, not 0"),
+            (100, 100, {"chunk_hash": bytes(64)}, "a chunk hash has 1 to 63 bytes, not 64"),
+            (100, 0, {}, "a stripe of 0 bytes"),
+            (100, -1, {}, "a stripe of -1 bytes"),
+            (0, 100, {}, "a chunk of 0 bytes"),
+            (65_536, 1, {}, "make stripe_bytes larger"),
+            (100, 100, {"metadata": b""}, "metadata has 16 to 336 bytes"),
+            (100, 100, {"metadata": bytes(337)}, "metadata has 16 to 336 bytes"),
+            (
+                100,
+                100,
+                {"metadata": metadata_of(99).serialize()},
+                "metadata of 99 bytes for a chunk of 100",
+            ),
+        ],
+    )
+    def test_what_no_header_can_carry_is_refused(
+        self, chunk_bytes: int, stripe_bytes: int, fields: dict[str, bytes], message: str
+    ) -> None:
+        with pytest.raises(FormatError, match=message):
+            frame_of(chunk_bytes, stripe_bytes, **fields)
+
+    def test_the_most_stripes_that_can_be_numbered(self) -> None:
+        frame = frame_of(65_535, 1)
+        assert frame.stripe_count == 65_535
+        header = header_of(frame, 65_534)
+        assert frame.check_header(header, 65_534).ok
+        assert describe_header(header).stripe_index == 65_534
+
+    def test_is_frozen_and_compares_by_its_fields(self) -> None:
+        assert frame_of() == frame_of()
+        assert frame_of() != frame_of(chunk_hash=b"other")
+        with pytest.raises(AttributeError):
+            frame_of().chunk_bytes = 1  # type: ignore[misc]
+
+
+class TestStripePayloadBytes:
+    def test_examples(self) -> None:
+        assert stripe_payload_bytes(32 << 20, 1 << 20) == 1 << 20
+        assert stripe_payload_bytes(1 << 20, 2 << 20) == 1 << 20
+        assert stripe_payload_bytes(3_000_000, 2_000_000) == 1_500_032
+        assert stripe_payload_bytes(1, 1 << 20) == 64
+        assert stripe_payload_bytes(100, 99) == 64
+        assert stripe_payload_bytes(65, 33) == 33
+
+    @given(st.integers(1, 2**40), st.integers(1, 2**30))
+    def test_as_few_and_as_equal_as_slots_allow(self, chunk_bytes: int, slot_bytes: int) -> None:
+        payload = stripe_payload_bytes(chunk_bytes, slot_bytes)
+        fewest = -(-chunk_bytes // slot_bytes)
+        assert payload <= slot_bytes
+        assert -(-chunk_bytes // payload) == fewest
+        assert payload % 64 == 0 or payload == slot_bytes
+        assert payload < -(-chunk_bytes // fewest) + 64
+
+    @pytest.mark.parametrize(("chunk_bytes", "slot_bytes"), [(0, 1), (1, 0), (-1, 1), (1, 2**63)])
+    def test_sizes_out_of_range_are_refused(self, chunk_bytes: int, slot_bytes: int) -> None:
+        with pytest.raises(FormatError):
+            stripe_payload_bytes(chunk_bytes, slot_bytes)
+
+
+class TestCheckHeader:
+    @given(st.data())
+    def test_round_trip(self, data: st.DataObject) -> None:
+        chunk_bytes = data.draw(st.integers(1, 10_000))
+        frame = frame_of(
+            chunk_bytes,
+            data.draw(st.integers(1, 12_000)),
+            fingerprint=data.draw(st.binary(min_size=32, max_size=32)),
+            chunk_hash=data.draw(st.binary(min_size=1, max_size=63)),
+        )
+        index = data.draw(st.integers(0, frame.stripe_count - 1))
+        store_id = data.draw(st.binary(min_size=16, max_size=16))
+        checksum = data.draw(st.integers(0, 2**64 - 1))
+        created = data.draw(st.integers(0, 2**64 - 1))
+        header = frame.header(index, store_id, checksum, created)
+        assert frame.check_header(header, index) == HeaderCheck(Verdict.OK, store_id, checksum)
+        said = describe_header(header)
+        assert (said.store_id, said.checksum, said.created_unix_ms) == (store_id, checksum, created)
+        assert (said.stripe_index, said.stripe_count) == (index, frame.stripe_count)
+        assert said.payload_bytes == frame.payload_bytes(index)
+        assert said.payload_offset == index * frame.stripe_payload_bytes
+        assert (said.fingerprint, said.chunk_hash) == (frame.fingerprint, frame.chunk_hash)
+        assert (said.chunk_bytes, said.metadata) == (chunk_bytes, metadata_of(chunk_bytes))
+
+    def test_any_buffer_will_do(self) -> None:
+        frame, header = frame_of(), header_of(frame_of())
+        whole = header + b"payload"
+        strided = np.repeat(np.frombuffer(header, np.uint8), 2)[::2]
+        for buffer in (header, bytes(header), memoryview(whole), bytearray(whole), strided.data):
+            assert frame.check_header(buffer, 0).ok
+            assert describe_header(buffer).stripe_index == 0
+        assert frame.check_header(memoryview(header).cast("Q"), 0).ok
+
+    def test_every_change_of_one_byte_is_noticed(self) -> None:
+        frame = frame_of()
+        header = header_of(frame, 1)
+        verdicts = set()
+        for position in range(HEADER_BYTES):
+            original = header[position]
+            for value in range(256):
+                if value == original:
+                    continue
+                header[position] = value
+                check = frame.check_header(header, 1)
+                assert not check.ok
+                assert check == HeaderCheck(check.verdict, b"", 0)
+                verdicts.add(check.verdict)
+                if value == original ^ 1:
+                    with pytest.raises(FormatError):
+                        describe_header(header)
+            header[position] = original
+        assert frame.check_header(header, 1).ok
+        assert verdicts == {Verdict.BAD_MAGIC, Verdict.BAD_VERSION, Verdict.CORRUPT_HEADER}
+
+    @pytest.mark.parametrize("length", [0, 1, 8, 176, 511])
+    def test_a_truncated_header_is_corrupt(self, length: int) -> None:
+        frame = frame_of()
+        header = header_of(frame)[:length]
+        assert frame.check_header(header, 0).verdict is Verdict.CORRUPT_HEADER
+        with pytest.raises(FormatError, match="a damaged header"):
+            describe_header(header)
+
+    @given(st.binary(max_size=600), st.integers(-1, 3))
+    def test_random_bytes_are_a_verdict(self, data: bytes, index: int) -> None:
+        assert not frame_of().check_header(data, index).ok
+        with pytest.raises(FormatError):
+            describe_header(data)
+
+    @given(st.integers(0, HEADER_BYTES - 1), st.binary(min_size=1, max_size=16))
+    def test_a_well_sealed_forgery_passes_only_where_a_reader_knows_nothing(
+        self, position: int, patch: bytes
+    ) -> None:
+        frame, header = frame_of(), header_of(frame_of(), 1)
+        patch = patch[: HEADER_BYTES - position]
+        forged = bytearray(header)
+        forged[position : position + len(patch)] = patch
+        seal(forged)
+        free = (range(8, 24), range(56, 64), range(160, 176))
+        differs = [at for at in range(HEADER_BYTES) if forged[at] != header[at]]
+        unnoticed = all(any(at in span for span in free) for at in differs)
+        assert frame.check_header(forged, 1).ok == unnoticed
+        try:
+            describe_header(forged)
+        except FormatError:
+            assert not unnoticed
+
+    @pytest.mark.parametrize(
+        ("offset", "fmt", "value", "verdict"),
+        [
+            (0, "4s", b"LMCQ", Verdict.BAD_MAGIC),
+            (4, "<H", 2, Verdict.BAD_VERSION),
+            (4, "<H", 0, Verdict.BAD_VERSION),
+            (6, "<H", 576, Verdict.CORRUPT_HEADER),
+            (28, "<I", 1, Verdict.SEALED),
+            (28, "<I", 2, Verdict.BAD_VERSION),
+            (24, "<H", 0, Verdict.WRONG_STRIPE),
+            (26, "<H", 4, Verdict.WRONG_SIZE),
+            (32, "<Q", 65_535, Verdict.WRONG_SIZE),
+            (40, "<Q", 0, Verdict.WRONG_SIZE),
+            (48, "<Q", 150_001, Verdict.WRONG_SIZE),
+            (64, "B", 0, Verdict.FOREIGN_LAYOUT),
+            (95, "B", 0, Verdict.FOREIGN_LAYOUT),
+            (96, "B", 31, Verdict.FOREIGN_CHUNK),
+            (97, "B", 1, Verdict.FOREIGN_CHUNK),
+            (159, "B", 1, Verdict.FOREIGN_CHUNK),
+            (176, "<Q", 150_001, Verdict.FOREIGN_LAYOUT),
+            (184, "<I", 4, Verdict.FOREIGN_LAYOUT),
+            (511, "B", 1, Verdict.FOREIGN_LAYOUT),
+        ],
+    )
+    def test_each_verdict_has_its_field(
+        self, offset: int, fmt: str, value: object, verdict: Verdict
+    ) -> None:
+        header = put(header_of(frame_of(), 1), offset, fmt, value)
+        assert frame_of().check_header(header, 1) == HeaderCheck(verdict, b"", 0)
+
+    def test_a_header_of_another_frame_is_told_by_what_differs(self) -> None:
+        frame = frame_of()
+        for other, index, verdict in [
+            (frame_of(fingerprint=bytes(32)), 1, Verdict.FOREIGN_LAYOUT),
+            (frame_of(chunk_hash=b"other"), 1, Verdict.FOREIGN_CHUNK),
+            (frame_of(chunk_hash=CHUNK_HASH + b"\0"), 1, Verdict.FOREIGN_CHUNK),
+            (frame_of(), 2, Verdict.WRONG_STRIPE),
+            (frame_of(150_001), 1, Verdict.WRONG_SIZE),
+            (frame_of(150_000, 65_472), 1, Verdict.WRONG_SIZE),
+            (
+                frame_of(
+                    metadata=RemoteMetadata(
+                        150_000, [(75_000,)], ["float16"], MemoryFormat.PAGES
+                    ).serialize()
+                ),
+                1,
+                Verdict.FOREIGN_LAYOUT,
+            ),
+        ]:
+            assert frame.check_header(header_of(other, index), 1).verdict is verdict
+
+    @pytest.mark.parametrize("index", [-1, 3, 70_000])
+    def test_an_index_outside_the_chunk_is_a_verdict(self, index: int) -> None:
+        assert frame_of().check_header(header_of(frame_of()), index).verdict is Verdict.WRONG_STRIPE
+
+
+class TestDescribeHeader:
+    @pytest.mark.parametrize(
+        ("offset", "fmt", "values", "message"),
+        [
+            (0, "4s", (b"nope",), "found not a stripe"),
+            (4, "<H", (9,), "found of an unknown version"),
+            (28, "<I", (1 << 31,), "found of an unknown version"),
+            (6, "<H", (511,), "found a damaged header"),
+            (96, "B", (0,), "a chunk hash of 0 bytes"),
+            (96, "B", (64,), "a chunk hash of 64 bytes"),
+            (96, "B", (31,), "padding not zero"),
+            (176, "<Q", (1,), "a chunk of 1 bytes whose shapes"),
+            (48, "<Q", (150_001,), "metadata of 150000 bytes for a chunk of 150001"),
+            (24, "<H", (3,), "cannot be part"),
+            (24, "<H", (0,), "cannot be part"),
+            (24, "<H", (2,), "cannot be part"),
+            (26, "<H", (2,), "cannot be part"),
+            (26, "<H", (0,), "cannot be part"),
+            (26, "<H", (4,), "cannot be part"),
+            (32, "<Q", (0,), "cannot be part"),
+            (32, "<Q", (65_537,), "cannot be part"),
+            (32, "<Q", (2**64 - 1,), "cannot be part|a stripe of"),
+            (40, "<Q", (0,), "cannot be part"),
+            (40, "<Q", (2**64 - 1,), "cannot be part"),
+        ],
+    )
+    def test_a_contradiction_is_refused(
+        self, offset: int, fmt: str, values: tuple[object, ...], message: str
+    ) -> None:
+        header = put(header_of(frame_of(), 1), offset, fmt, *values)
+        with pytest.raises(FormatError, match=message):
+            describe_header(header)
+
+    @pytest.mark.parametrize(
+        ("offset", "value"), [(32, 18_927), (32, 18_929), (40, 131_071), (40, 0), (24, 1)]
+    )
+    def test_a_contradiction_in_the_last_stripe_is_refused(self, offset: int, value: int) -> None:
+        header = put(header_of(frame_of(), 2), offset, "<H" if offset == 24 else "<Q", value)
+        with pytest.raises(FormatError, match="cannot be part"):
+            describe_header(header)
+
+
+def documented(label: str) -> bytes:
+    """The hex of the block in docs/value-format.md that follows `<!-- label -->`."""
+    block = re.search(rf"<!-- {label} -->\n+```text\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
+    assert block is not None, f"no block {label} in {DOCS.name}"
+    lines = (line.split("|")[0].partition(":") for line in block[1].splitlines())
+    return bytes.fromhex("".join(digits for _, _, digits in lines))
+
+
+class TestWorkedExample:
+    """docs/value-format.md shows one chunk in full; what it shows must be what we write."""
+
+    METADATA = metadata_of(131_072)
+
+    def frame(self) -> ChunkFrame:
+        payload = stripe_payload_bytes(131_072, 70_000)
+        assert payload == 65_536
+        return ChunkFrame(FINGERPRINT, CHUNK_HASH, 131_072, payload, self.METADATA.serialize())
+
+    def test_key(self) -> None:
+        kv_rank = ObjectKey.ComputeKVRank(2, 1, 2, 1)
+        stem = key_stem(FINGERPRINT[:16], "org/model", kv_rank, 32)
+        assert stripe_key(stem + CHUNK_HASH, 1) == documented("example key")
+
+    def test_header(self) -> None:
+        payload = bytes(i % 251 for i in range(65_536))
+        header = header_of(self.frame(), 1, xxh3_64_intdigest(payload))
+        assert header == documented("example header")
+        said = describe_header(documented("example header"))
+        assert said.checksum == xxh3_64_intdigest(payload)
+        assert said.metadata == self.METADATA
+
+    def test_seal(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("os.urandom", lambda count: bytes(range(0x40, 0x40 + count)))
+        payload = bytes(i % 251 for i in range(65_536))
+        header = bytearray(self.frame().bare_header(1, STORE_ID, CREATED_UNIX_MS, is_sealed=True))
+        room, key = memoryview(bytearray(len(payload))), documented("example key")
+        sealed = SealKeys([bytes(range(32))]).seal(key, header, memoryview(payload), room)
+        add_checksums(header, xxh3_64_intdigest(sealed))
+        value = bytes(header) + bytes(sealed)
+        plain = header_of(self.frame(), 1, xxh3_64_intdigest(payload)) + payload
+        shown = ((28, 32), (56, 64), (168, 176), (464, 544))
+        assert b"".join(value[start:end] for start, end in shown) == documented("example seal")
+        differ = [at for at in range(HEADER_BYTES) if value[at] != plain[at]]
+        assert all(any(start <= at < end for start, end in shown) for at in differ)
+
+    def test_metadata(self) -> None:
+        assert self.METADATA.serialize() == documented("example metadata")
+
+    def test_token_hashes(self) -> None:
+        assert b"".join(hash_chunks([1, 2, 3, 4, 5], 2)) == documented("example token hashes")
+
+    def test_engine_key(self) -> None:
+        tokens = {"token_ids": (5, 300), "end": 2, "salt": b"salt"}
+        key = IPCCacheEngineKey("org/model", 2, None, request_id="r1", **tokens)  # type: ignore[arg-type]
+        assert IPCCacheEngineKey.Serialize(key) == documented("example engine key")

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_redis.chunks.keys import hash_chunks
+from lmcache_redis.errors import FormatError
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def plain_hash_chunks(tokens: list[int], chunk_size_tokens: int, salt: bytes) -> list[bytes]:
+    """The definition in docs/value-format.md, token by token."""
+
+    def digest(data: bytes) -> bytes:
+        return hashlib.blake2b(data, digest_size=32, person=b"lmcr1.tokens").digest()
+
+    parent = digest(struct.pack("<I", chunk_size_tokens) + salt)
+    hashes = []
+    for start in range(0, len(tokens) - chunk_size_tokens + 1, chunk_size_tokens):
+        chunk = tokens[start : start + chunk_size_tokens]
+        parent = digest(parent + b"".join(struct.pack("<I", token) for token in chunk))
+        hashes.append(parent)
+    return hashes
+
+
+def test_fixed_vectors() -> None:
+    assert [h.hex() for h in hash_chunks([1, 2, 3, 4, 5], 2)] == [
+        "4cc262be69703fe011280ffdb685fec3e8eb70b8649fe773aabeb58cea25c7a5",
+        "cdf1726d8b67820d4314dc9e3b86ea6550d0fd48a21ef7c4f3cdc88051cb15c4",
+    ]
+    assert [h.hex() for h in hash_chunks([2**32 - 1, 0], 2, salt=b"tenant")] == [
+        "7bbe4c6863d922bdb5b3ea805fc8f37cd2bcb22679a49dc821568639593ff72f",
+    ]
+
+
+@settings(deadline=None)
+@given(TOKENS, st.integers(1, 9), st.binary(max_size=70))
+def test_agrees_with_the_plain_definition(tokens: list[int], size: int, salt: bytes) -> None:
+    assert hash_chunks(tokens, size, salt=salt) == plain_hash_chunks(tokens, size, salt)
+
+
+@settings(deadline=None)
+@given(TOKENS, TOKENS, st.integers(1, 9))
+def test_a_hash_depends_on_the_whole_prefix_and_on_nothing_after(
+    head: list[int], tail: list[int], size: int
+) -> None:
+    whole = hash_chunks(head + tail, size)
+    part = hash_chunks(head, size)
+    assert whole[: len(part)] == part
+    if part:
+        changed = hash_chunks([head[0] ^ 1, *head[1:], *tail], size)
+        assert set(changed).isdisjoint(whole)
+
+
+def test_only_full_chunks_are_hashed() -> None:
+    assert hash_chunks([], 4) == []
+    assert hash_chunks([1, 2, 3], 4) == []
+    assert len(hash_chunks(range(4), 4)) == 1
+    assert len(hash_chunks(range(7), 4)) == 1
+    assert len(hash_chunks(range(8), 4)) == 2
+
+
+def test_salt_and_chunk_size_keep_hashes_apart() -> None:
+    tokens = list(range(8))
+    hashes = [
+        *hash_chunks(tokens, 4),
+        *hash_chunks(tokens, 4, salt=b"a"),
+        *hash_chunks(tokens, 4, salt=b"a\0"),
+        *hash_chunks(tokens, 8),
+    ]
+    assert len(set(hashes)) == 7
+    assert {len(h) for h in hashes} == {32}
+
+
+def test_any_sequence_of_ints_gives_the_same_hashes() -> None:
+    tokens = [0, 7, 250, 99]
+    expected = hash_chunks(tokens, 2)
+    assert hash_chunks(tuple(tokens), 2) == expected
+    assert hash_chunks(np.array(tokens, dtype=np.int64), 2) == expected
+    assert hash_chunks(np.array(tokens, dtype=np.int32), 2) == expected
+    assert hash_chunks(iter(tokens), 2) == expected
+    assert hash_chunks(bytes(tokens), 2) == expected
+
+
+@pytest.mark.servers
+def test_another_process_with_another_hash_seed_agrees() -> None:
+    code = (
+        "from lmcache_redis.chunks.keys import hash_chunks;"
+        "print(*[h.hex() for h in hash_chunks(range(64), 16, salt=b's')])"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "4711"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment
+    )
+    assert result.stdout.split() == [h.hex() for h in hash_chunks(range(64), 16, salt=b"s")]
+
+
+@pytest.mark.parametrize("token", [-1, 2**32, 1.5, "a", None])
+def test_a_token_id_out_of_range_is_refused(token: object) -> None:
+    with pytest.raises(FormatError, match="a token id is 0 to"):
+        hash_chunks([1, token], 1)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**32, 1.5, True])
+def test_a_chunk_size_out_of_range_is_refused(size: int) -> None:
+    with pytest.raises(FormatError, match="can be hashed"):
+        hash_chunks([1, 2], size)

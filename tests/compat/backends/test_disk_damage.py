@@ -1,0 +1,398 @@
+"""How the disk tier handles files that are not what it wrote."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import struct
+from hashlib import blake2b
+from pathlib import Path
+
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from lmcache_redis.cache.disk.files import ChunkFiles, read_chunk
+from lmcache_redis.cache.disk.format import PAGE_BYTES, file_path, pack_page
+from lmcache_redis.cache.disk.scan import Scan
+from lmcache_redis.chunks.frame import ChunkFrame, describe_header
+from lmcache_redis.chunks.keys import ObjectKey, key_stem
+from lmcache_redis.chunks.metadata import RemoteMetadata
+from lmcache_redis.chunks.names import TENSORS, ChunkNames
+from lmcache_redis.errors import FormatError
+from tests.compat.backends.contract import get_raw, key_of, metadata_of, same, tensor_of
+from tests.compat.backends.disk_helpers import OpenTier, files_in, fill, held
+
+NAMES = ChunkNames()
+KEY = ObjectKey(bytes(range(32)), "org/model", 0x0201_0201)
+CHUNK_KEY = NAMES.chunk_key(KEY)
+PAYLOAD = bytes(range(1, 200))
+METADATA = metadata_of(len(PAYLOAD))
+
+
+FRAME = NAMES.frame(KEY, METADATA, 64)
+
+
+def file_of(key: ObjectKey, sequence: int) -> str:
+    return file_path(NAMES.chunk_key(key), sequence)
+
+
+@pytest.fixture
+def path(directory: Path) -> Path:
+    """A file of KEY, with no tier open."""
+    directory.mkdir()
+    ChunkFiles(directory, "none").write(CHUNK_KEY, 5, FRAME, [memoryview(PAYLOAD)])
+    (path,) = files_in(directory)
+    return path
+
+
+def is_served(path: Path) -> bool:
+    """Whether a get finds the file valid."""
+    target = bytearray(len(PAYLOAD))
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        read_chunk(fd, CHUNK_KEY, FRAME, [memoryview(target)])
+    except FormatError:
+        return False
+    finally:
+        os.close(fd)
+    assert target == PAYLOAD
+    return True
+
+
+def test_a_file_byte_by_byte(path: Path, directory: Path) -> None:
+    raw = path.read_bytes()
+    header = describe_header(raw)
+    assert header.fingerprint == TENSORS == blake2b(b"lmcr1.tensors", digest_size=32).digest()
+    assert (header.stripe_index, header.stripe_count, header.payload_bytes) == (0, 4, 64)
+    assert header.chunk_bytes == len(PAYLOAD)
+    assert header.checksum == xxh3_64_intdigest(PAYLOAD)
+    assert header.chunk_hash == KEY.chunk_hash
+    assert header.metadata == METADATA
+    page = bytearray(raw[512:4096])
+    magic, version, length, own = struct.unpack_from("<4sHHQ", page)
+    assert (magic, version, length) == (b"LMCK", 2, len(CHUNK_KEY))
+    assert page[16 : 16 + length] == CHUNK_KEY
+    assert key_stem(TENSORS[:16], "org/model", 0x0201_0201, 32) + KEY.chunk_hash == CHUNK_KEY
+    assert not any(page[16 + length :])
+    page[8:16] = bytes(8)
+    assert own == xxh3_64_intdigest(page)
+    assert raw[4096:] == PAYLOAD
+    digest = blake2b(CHUNK_KEY, digest_size=20, person=b"lmcr1.disk").hexdigest()
+    assert path == directory / digest[:2] / f"{digest}-0000000000000005.lmcr"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_of_another_version_is_removed(
+    path: Path, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files of version 1 had another key, and so other names."""
+    raw = bytearray(path.read_bytes())
+    struct.pack_into("<HHQ", raw, 516, 1, len(KEY.to_bytes()), 0)
+    path.write_bytes(raw)
+    assert not is_served(path)
+    assert Scan(directory).found == []
+    assert not path.exists()
+    assert "of version 1" in caplog.text
+
+
+@pytest.mark.parametrize("nbytes", [3568, 3569])
+def test_a_key_fits_or_is_refused(directory: Path, nbytes: int) -> None:
+    frame = ChunkFrame(TENSORS, b"h" * 32, 8, 8, metadata_of(8).serialize())
+    files = ChunkFiles(directory, "none")
+    directory.mkdir()
+    key = b"k" * (nbytes - 32) + b"h" * 32
+    if nbytes == 3569:
+        with pytest.raises(OSError, match="at most 3568 bytes"):
+            files.write(key, 0, frame, [memoryview(bytes(8))])
+        assert files_in(directory) == []
+        return
+    files.write(key, 0, frame, [memoryview(bytes(8))])
+    assert [found.key for found in Scan(directory).found] == [key]
+
+
+def test_every_point_at_which_a_file_may_end(path: Path, directory: Path) -> None:
+    raw = path.read_bytes()
+    for end in range(len(raw)):
+        path.write_bytes(raw[:end])
+        assert not is_served(path)
+        assert Scan(directory).found == []
+        assert not path.exists()
+    for longer in (raw + b"\0", raw + raw):
+        path.write_bytes(longer)
+        assert not is_served(path)
+        assert Scan(directory).found == []
+    path.write_bytes(raw)
+    assert is_served(path)
+    assert [found.key for found in Scan(directory).found] == [CHUNK_KEY]
+
+
+def test_every_byte_that_may_flip(path: Path, directory: Path) -> None:
+    """A scan detects damage to a first page, a get also damage to a payload."""
+    raw = path.read_bytes()
+    for at in range(len(raw)):
+        flipped = bytearray(raw)
+        flipped[at] ^= 1 << at % 8
+        path.write_bytes(flipped)
+        assert not is_served(path)
+        assert len(Scan(directory).found) == (at >= PAGE_BYTES)
+        assert path.exists() == (at >= PAGE_BYTES)
+
+
+@pytest.mark.parametrize("at", [0, 60, 512, 2000, PAGE_BYTES, -1])
+def test_a_damaged_chunk_is_a_miss_and_goes(
+    open_tier: OpenTier, directory: Path, caplog: pytest.LogCaptureFixture, at: int
+) -> None:
+    tier = open_tier()
+    fill(tier, [1, 2])
+    path = directory / file_of(key_of(1), 0)
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 0x10
+    path.write_bytes(raw)
+    caplog.clear()
+    assert tier.contains(key_of(1))
+    assert tier.get(key_of(1)) is None
+    assert len(caplog.records) == 1
+    assert str(path) in caplog.text
+    assert tier.get(key_of(1)) is None
+    assert len(caplog.records) == 1
+    assert not tier.contains(key_of(1))
+    assert not path.exists()
+    assert held(tier) == [2]
+    assert tier.used_bytes == 8192
+    fill(tier, [1])
+    assert same(tier.get(key_of(1)), tensor_of(1, (100,)))
+
+
+def test_the_file_of_another_chunk_is_not_served(open_tier: OpenTier, directory: Path) -> None:
+    tier = open_tier()
+    for rank in (0, 1):
+        # The same hash, the same payload: only the key differs.
+        key = ObjectKey(b"same", "org/model", rank)
+        assert tier.put_bytes(key, METADATA, [memoryview(PAYLOAD)])
+    first, second = (
+        directory / file_of(ObjectKey(b"same", "org/model", rank), rank) for rank in (0, 1)
+    )
+    shutil.copyfile(first, second)
+    assert get_raw(tier, ObjectKey(b"same", "org/model", 1)) is None
+    assert not second.exists()
+    shutil.copyfile(first, second)
+    tier.close()
+    tier = open_tier()
+    assert tier.list() == [ObjectKey(b"same", "org/model", 0)]
+    assert not second.exists()
+
+
+def test_a_header_and_a_key_of_two_chunks_are_no_chunk(path: Path, directory: Path) -> None:
+    """Each is valid by itself."""
+    raw = bytearray(path.read_bytes())
+    other = NAMES.frame(key_of(1), METADATA, 64)
+    raw[:512] = pack_page(CHUNK_KEY, other, xxh3_64_intdigest(PAYLOAD))[:512]
+    path.write_bytes(raw)
+    assert not is_served(path)
+    assert Scan(directory).found == []
+    assert not path.exists()
+
+
+def test_of_two_files_of_a_chunk_the_later_counts(
+    open_tier: OpenTier, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory.mkdir()
+    files = ChunkFiles(directory, "none")
+    for sequence in (7, 300, 12):
+        payload = memoryview(struct.pack("<Q", sequence))
+        files.write(CHUNK_KEY, sequence, NAMES.frame(KEY, metadata_of(8), 8), [payload])
+    tier = open_tier()
+    assert get_raw(tier, KEY) == struct.pack("<Q", 300)
+    assert files_in(directory) == [directory / file_of(KEY, 300)]
+    assert caplog.text.count("stored again") == 2
+    assert tier.put_bytes(KEY, METADATA, [memoryview(PAYLOAD)])
+    assert files_in(directory) == [directory / file_of(KEY, 301)]
+
+
+def test_files_of_others_are_left_alone(
+    open_tier: OpenTier, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    digest = file_of(KEY, 0)[3:43]
+    aa = digest[:2]
+    fanout = directory / aa
+    fanout.mkdir(parents=True)
+    theirs = [
+        directory / "README",
+        directory / f"{digest}-{0:016x}.lmcr",
+        directory / "not" / f"{digest}-{0:016x}.lmcr",
+        fanout / "notes.txt",
+        fanout / f"{digest}.lmcr",
+        fanout / f"{digest}-{0:016x}.lmcr.old",
+        fanout / f"{digest.upper()}-{0:016x}.lmcr",
+        fanout / f"{'0' if aa[0] != '0' else '1'}{digest[1:]}-{0:016x}.lmcr",
+    ]
+    for path in theirs:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("theirs")
+    link = fanout / f"{digest}-{1:016x}.lmcr"
+    link.symlink_to(directory / "README")
+    (fanout / f"{digest}-{2:016x}.lmcr").mkdir()
+    tier = open_tier(4 * 8192)
+    assert "left alone" in caplog.text
+    assert len(caplog.records) == 1
+    fill(tier, range(10))
+    tier.close()
+    assert len(open_tier(4 * 8192).list()) == 4
+    assert all(path.read_text() == "theirs" for path in theirs)
+    assert link.is_symlink()
+
+
+def test_what_was_never_finished_is_removed(
+    open_tier: OpenTier, directory: Path, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    temporary = path.with_name(f"{path.name[:40]}-{9:016x}.lmcr.tmp")
+    temporary.write_bytes(path.read_bytes())
+    tier = open_tier()
+    assert not temporary.exists()
+    assert "never finished" in caplog.text
+    assert get_raw(tier, KEY) == PAYLOAD
+
+
+# ------------------------------------------------------------------ while the tier is open
+
+
+def test_damage_is_not_blamed_on_the_successor(open_tier: OpenTier, directory: Path) -> None:
+    tier = open_tier()
+    fill(tier, [1])
+    (path,) = files_in(directory)
+
+    def meanwhile(metadata: RemoteMetadata) -> list[memoryview]:
+        os.truncate(path, 4100)
+        assert tier.put(key_of(1), tensor_of(2, (50,)))
+        return [memoryview(bytearray(metadata.length))]
+
+    assert tier.get_bytes(key_of(1), meanwhile) is None
+    assert same(tier.get(key_of(1)), tensor_of(2, (50,)))
+
+
+def test_a_file_that_somebody_removed_is_a_miss(
+    open_tier: OpenTier, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = open_tier()
+    fill(tier, range(3))
+    for path in files_in(directory):
+        path.unlink()
+    assert [tier.get(key_of(number)) for number in range(3)] == [None] * 3
+    assert tier.list() == []
+    assert tier.used_bytes == 0
+    assert len(caplog.records) == 1  # one kind
+
+
+def test_a_directory_that_somebody_removed(
+    open_tier: OpenTier, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = open_tier()
+    fill(tier, range(3))
+    shutil.rmtree(directory)
+    caplog.clear()
+    for number in range(3):
+        assert not tier.put(key_of(number), tensor_of(1, (5,)))
+        assert tier.get(key_of(number)) is None
+        assert tier.put(key_of(number), tensor_of(1, (5,)), blocking=False)
+    assert tier.flush(30)
+    assert tier.list() == []
+    assert tier.used_bytes == 0
+    assert len(caplog.records) == 2  # puts and gets
+
+
+@pytest.mark.parametrize(("code", "kept"), [(errno.EIO, False), (errno.ENOMEM, True)])
+def test_a_read_that_fails_is_a_miss(
+    open_tier: OpenTier,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    code: int,
+    kept: bool,
+) -> None:
+    tier = open_tier()
+    fill(tier, [1])
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> int:
+            raise OSError(code, os.strerror(code))
+
+        patch.setattr(os, "preadv", fail)
+        assert tier.get(key_of(1)) is None
+    assert os.strerror(code) in caplog.text
+    assert tier.contains(key_of(1)) == kept
+    assert len(files_in(directory)) == kept
+    assert (tier.get(key_of(1)) is not None) == kept
+
+
+def test_a_file_that_may_not_be_opened_now_is_kept(
+    open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example, too many open files: at a get and at a start."""
+    tier = open_tier()
+    fill(tier, [1])
+    really_open = os.open
+
+    def fail(path: str, *more: int, **where: int) -> int:
+        if str(path).endswith(".lmcr"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return really_open(path, *more, **where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        assert tier.get(key_of(1)) is None
+    assert same(tier.get(key_of(1)), tensor_of(1, (100,)))
+    tier.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        tier = open_tier()
+    assert tier.list() == []
+    tier.close()
+    assert same(open_tier().get(key_of(1)), tensor_of(1, (100,)))
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fsync", "rename", "utime"])
+def test_a_write_that_fails_stores_nothing(
+    open_tier: OpenTier,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+) -> None:
+    tier = open_tier(sync="directory")
+    fill(tier, [1])
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object, **__: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        patch.setattr(os, call, fail)
+        caplog.set_level(logging.WARNING)
+        for number in (1, 2, 3):
+            assert not tier.put(key_of(number), tensor_of(9, (50,)))
+    assert len(caplog.records) == 1
+    assert held(tier) == [1]
+    assert tier.used_bytes == 8192
+    assert len(files_in(directory)) == 1
+    assert same(tier.get(key_of(1)), tensor_of(1, (100,)))
+
+
+def test_a_write_or_read_in_parts_goes_on(
+    open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = {"pwritev": os.pwritev, "preadv": os.preadv}
+
+    def in_parts(name: str) -> None:
+        def call(fd: int, buffers: list[memoryview], offset: int) -> int:
+            first = memoryview(buffers[0])[:777]
+            return really[name](fd, [first], offset)
+
+        monkeypatch.setattr(os, name, call)
+
+    in_parts("pwritev")
+    in_parts("preadv")
+    tier = open_tier()
+    chunk = tensor_of(1, (10_000,))
+    assert tier.put(key_of(1), chunk)
+    assert same(tier.get(key_of(1)), chunk)

@@ -1,0 +1,105 @@
+"""A disk that hangs: calls in flight block, and no other call is started."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcache_redis.compat.backends.disk import LMCLocalDiskBackend
+from lmcache_redis.compat.backends.hybrid import LMCHybridBackend
+from lmcache_redis.compat.backends.local import LMCLocalBackend
+from lmcache_redis.errors import ConfigError
+from tests.compat.backends.contract import key_of, same, tensor_of
+from tests.compat.backends.disk_helpers import OpenTier, fill
+from tests.compat.backends.redis_tiers import wait_until
+
+
+class HungGet:
+    """A get of chunk 1, whose file is a FIFO: opening it blocks until `end`."""
+
+    def __init__(self, tier: LMCLocalDiskBackend, directory: Path) -> None:
+        (self._path,) = directory.rglob("*.lmcr")
+        self._path.unlink()
+        os.mkfifo(self._path)
+        self.found: list[torch.Tensor | None] = []
+        self._thread = threading.Thread(target=lambda: self.found.append(tier.get(key_of(1))))
+        self._thread.start()
+
+    def end(self) -> None:
+        if self._thread.is_alive():
+            os.close(os.open(self._path, os.O_RDWR))
+            self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def tier(open_tier: OpenTier) -> LMCLocalDiskBackend:
+    tier = open_tier(patience_s=0.2)
+    fill(tier, [1])
+    return tier
+
+
+@pytest.fixture
+def hung(tier: LMCLocalDiskBackend, directory: Path) -> Iterator[HungGet]:
+    hung = HungGet(tier, directory)
+    wait_until(lambda: not tier.contains(key_of(1)), "a disk that is given up")
+    yield hung
+    hung.end()
+
+
+def test_no_call_starts_while_another_hangs(
+    tier: LMCLocalDiskBackend, hung: HungGet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None of these calls starts, so none hangs."""
+    assert tier.get(key_of(1)) is None
+    assert not tier.put(key_of(2), tensor_of(2, (100,)))
+    assert not tier.put(key_of(3), tensor_of(3, (100,)), blocking=False)
+    assert tier.flush(0)
+    assert not tier.remove(key_of(1))
+    assert tier.list() == [key_of(1)]
+
+    def said() -> list[str]:
+        records = [*caplog.get_records("setup"), *caplog.get_records("call")]
+        return [each.getMessage() for each in records if "is down" in each.getMessage()]
+
+    wait_until(said, "a warning")  # it comes just after the tier is down
+    assert len(said()) == 1
+    hung.end()
+    assert hung.found == [None], "a FIFO is no chunk"
+    assert tier.put(key_of(2), tensor_of(2, (100,)))
+    assert same(tier.get(key_of(2)), tensor_of(2, (100,)))
+    assert not tier.contains(key_of(3))
+    assert caplog.text.count("the disk tier is back") == 1
+
+
+def test_tiers_above_and_below_go_on(tier: LMCLocalDiskBackend, hung: HungGet) -> None:
+    lower = LMCLocalBackend(1 << 20)
+    backend = LMCHybridBackend((LMCLocalBackend(1 << 20), tier, lower))
+    assert lower.put(key_of(5), tensor_of(5, (100,)))
+    assert same(backend.get(key_of(5)), tensor_of(5, (100,)))
+    assert backend.put(key_of(6), tensor_of(6, (100,)))
+    assert same(lower.get(key_of(6)), tensor_of(6, (100,)))
+    assert backend.remove(key_of(6))
+    assert backend.get(key_of(6)) is None
+    hung.end()
+
+
+def test_close_waits_no_longer_than_it_is_told(
+    tier: LMCLocalDiskBackend, hung: HungGet, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The directory stays locked: the call may still change it."""
+    tier.close(timeout_s=0.05)
+    assert "stays locked" in caplog.text
+    with pytest.raises(ConfigError, match="in use"):
+        LMCLocalDiskBackend(directory, 1 << 20)
+    hung.end()
+
+
+def test_patience_that_makes_no_sense(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="patience_s"):
+        LMCLocalDiskBackend(directory, 1 << 20, patience_s=0)

@@ -1,0 +1,195 @@
+"""Non-blocking puts on disk: their limit, their order, and which are dropped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.cache.disk.files import ChunkFiles
+from lmcache_redis.chunks.frame import ChunkFrame
+from lmcache_redis.compat.backends.disk import LMCLocalDiskBackend
+from lmcache_redis.errors import ConfigError
+from tests.compat.backends.contract import get_raw, key_of, metadata_of, same, tensor_of
+from tests.compat.backends.disk_helpers import OpenTier, files_in
+
+
+class Gate:
+    """Blocks writes of files until the gate is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.entered = threading.Event()
+        self.written: list[tuple[int, int]] = []  # number and first byte of each chunk
+        self.fails_on: int | None = None
+
+    def write(
+        self, files: ChunkFiles, key: bytes, sequence: int, frame: ChunkFrame, views: list[bytes]
+    ) -> None:
+        _really_write(files, key, sequence, frame, views)
+        self.entered.set()
+        assert self.opened.wait(30)
+        number = int.from_bytes(frame.chunk_hash, "big")
+        if number == self.fails_on:
+            raise AssertionError("a bug")
+        self.written.append((number, views[0][0]))
+
+
+_really_write = ChunkFiles.write
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    monkeypatch.setattr(ChunkFiles, "write", lambda *call: gate.write(*call))
+    yield gate
+    gate.opened.set()
+
+
+@pytest.fixture
+def tier(gate: Gate, open_tier: OpenTier) -> LMCLocalDiskBackend:
+    """A backend with room for ten queued puts of ten bytes."""
+    return open_tier(queue_bytes=100)
+
+
+def put(tier: LMCLocalDiskBackend, number: int, value: int = 0, size: int = 10) -> bool:
+    payload = [memoryview(bytes([value]) * size)]
+    return tier.put_bytes(key_of(number), metadata_of(size), payload, blocking=False)
+
+
+def test_puts_are_stored_in_their_order(tier: LMCLocalDiskBackend, gate: Gate) -> None:
+    for number in range(10):
+        assert put(tier, number)
+    gate.opened.set()
+    assert tier.flush(30)
+    assert gate.written == [(number, 0) for number in range(10)]
+
+
+def test_what_does_not_fit_is_refused(tier: LMCLocalDiskBackend, gate: Gate) -> None:
+    assert put(tier, 0)
+    assert gate.entered.wait(30)  # one in flight counts
+    for number in range(1, 10):
+        assert put(tier, number)
+    assert not put(tier, 10)
+    assert not put(tier, 11, size=1)
+    assert tier.remove(key_of(5))  # makes room at once
+    assert not put(tier, 12, size=11)
+    assert put(tier, 13)
+    assert not put(tier, 14, size=1)
+    gate.opened.set()
+    assert tier.flush(30)
+    assert [number for number, _ in gate.written] == [0, 1, 2, 3, 4, 6, 7, 8, 9, 13]
+    assert not put(tier, 15, size=101)
+    assert put(tier, 16, size=100)
+
+
+def test_a_put_dropped_in_flight_still_takes_its_room(
+    tier: LMCLocalDiskBackend, gate: Gate
+) -> None:
+    assert put(tier, 0, size=100)
+    assert gate.entered.wait(30)
+    assert tier.remove(key_of(0))
+    assert not put(tier, 1)
+    gate.opened.set()
+    assert tier.flush(30)
+    assert tier.list() == []
+    assert put(tier, 1, size=100)
+
+
+def test_a_later_put_of_a_key_drops_the_earlier(tier: LMCLocalDiskBackend, gate: Gate) -> None:
+    for value in range(50):
+        assert put(tier, 1, value)
+        assert put(tier, 2, value)
+        if value == 0:
+            assert gate.entered.wait(30)
+    assert tier.remove(key_of(2))
+    assert not tier.remove(key_of(2))
+    gate.opened.set()
+    assert tier.flush(30)
+    assert gate.written == [(1, 0), (1, 49)]
+    assert get_raw(tier, key_of(1)) == bytes([49]) * 10
+    assert tier.list() == [key_of(1)]
+
+
+def test_flush_waits_for_what_was_before_it(tier: LMCLocalDiskBackend, gate: Gate) -> None:
+    assert tier.flush(0)
+    assert put(tier, 1)
+    assert put(tier, 2)
+    assert gate.entered.wait(30)
+    assert tier.remove(key_of(2)), "ends before the other"
+    assert not tier.flush(0.02)
+    gate.opened.set()
+    assert tier.flush(30)
+
+
+def test_a_write_that_fails_by_a_bug_does_not_end_the_thread(
+    tier: LMCLocalDiskBackend, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate.fails_on = 1
+    gate.opened.set()
+    for number in range(3):
+        assert put(tier, number)
+    assert tier.flush(30)
+    assert [number for number, _ in gate.written] == [0, 2]
+    assert "a bug" in caplog.text
+    assert tier.used_bytes == 2 * 8192
+
+
+def test_close_drops_what_is_left_after_its_time(
+    tier: LMCLocalDiskBackend, gate: Gate, directory: Path
+) -> None:
+    """The put in flight is stored later; until then no other tier may open the directory."""
+    for number in range(5):
+        assert put(tier, number)
+    assert gate.entered.wait(30)
+    tier.close(timeout_s=0.02)
+    with pytest.raises(ConfigError, match="in use"):
+        LMCLocalDiskBackend(directory, 1 << 20)
+    with pytest.raises(RuntimeError):
+        put(tier, 9)
+    gate.opened.set()
+    assert len(files_in(directory)) == 1
+
+
+def test_close_gives_the_put_in_flight_its_time(
+    tier: LMCLocalDiskBackend, gate: Gate, open_tier: OpenTier
+) -> None:
+    for number in range(5):
+        assert put(tier, number)
+    assert gate.entered.wait(30)
+    opening = threading.Timer(0.3, gate.opened.set)
+    opening.start()
+    tier.close(timeout_s=0.2)
+    assert open_tier().list() == [key_of(0)]
+    opening.join()
+
+
+def test_a_put_removed_while_it_is_written_is_never_found(
+    tier: LMCLocalDiskBackend, gate: Gate, directory: Path
+) -> None:
+    assert tier.put(key_of(1), tensor_of(1, (100,)), blocking=False)
+    assert gate.entered.wait(30)
+    assert not tier.contains(key_of(1))
+    assert tier.remove(key_of(1))
+    gate.opened.set()
+    assert tier.flush(30)
+    assert tier.get(key_of(1)) is None
+    assert files_in(directory) == []
+    assert tier.used_bytes == 0
+
+
+def test_a_put_that_blocks_overtakes_one_that_is_written(
+    tier: LMCLocalDiskBackend, gate: Gate, directory: Path
+) -> None:
+    assert tier.put(key_of(1), tensor_of(1, (100,)), blocking=False)
+    assert gate.entered.wait(30)
+    overtaking = threading.Thread(target=tier.put, args=(key_of(1), tensor_of(2, (50,))))
+    overtaking.start()
+    gate.opened.set()
+    overtaking.join(30)
+    assert tier.flush(30)
+    assert len(files_in(directory)) == 1
+    # Either may be written first: the later call does not wait for the earlier one.
+    assert same(tier.get(key_of(1)), tensor_of(2, (50,)))

@@ -1,0 +1,156 @@
+"""The memory backend: the contract, its limit and LRU order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from lmcache_redis.chunks.metadata import RemoteMetadata
+from lmcache_redis.compat.backends.local import LMCLocalBackend
+from lmcache_redis.errors import ConfigError
+from tests.compat.backends.contract import (
+    Buffers,
+    MakeBackend,
+    TierContract,
+    get_raw,
+    key_of,
+    same,
+    tensor_of,
+)
+
+
+class TestLocalContract(TierContract):
+    @pytest.fixture
+    def make_backend(self) -> Iterator[MakeBackend]:
+        made: list[LMCLocalBackend] = []
+
+        def make(**options: object) -> LMCLocalBackend:
+            made.append(LMCLocalBackend(64 << 20, **options))
+            return made[-1]
+
+        yield make
+        for backend in made:
+            backend.close()
+
+
+@pytest.fixture
+def small() -> Iterator[LMCLocalBackend]:
+    """A backend with room for ten chunks of 100 bytes."""
+    backend = LMCLocalBackend(1000)
+    yield backend
+    backend.close()
+
+
+def fill(backend: LMCLocalBackend, numbers: range) -> None:
+    for number in numbers:
+        assert backend.put(key_of(number), tensor_of(number, (100,)))
+
+
+def held(backend: LMCLocalBackend) -> list[int]:
+    return sorted(int.from_bytes(key.chunk_hash, "big") for key in backend.list())
+
+
+def test_the_least_recently_used_goes_first(small: LMCLocalBackend) -> None:
+    fill(small, range(10))
+    assert small.used_bytes == 1000
+    assert same(small.get(key_of(0)), tensor_of(0, (100,)))  # touches
+    assert small.contains(key_of(1))  # does not
+    fill(small, range(2, 3))  # counts as a use, and takes no more room
+    assert held(small) == list(range(10))
+    fill(small, range(10, 12))
+    assert held(small) == [0, 2, *range(4, 12)]
+    assert small.used_bytes <= 1000
+
+
+def test_a_large_chunk_takes_the_place_of_several(small: LMCLocalBackend) -> None:
+    fill(small, range(10))
+    assert small.put(key_of(20), tensor_of(20, (950,)))
+    assert held(small) == [20]
+    assert small.used_bytes == 950
+
+
+def test_a_chunk_over_the_limit_is_not_stored(small: LMCLocalBackend) -> None:
+    fill(small, range(10))
+    for blocking in (True, False):
+        assert not small.put(key_of(0), tensor_of(20, (1001,)), blocking)
+        assert not small.put(key_of(20), tensor_of(20, (1001,)), blocking)
+    assert held(small) == list(range(10))
+    assert small.put(key_of(0), tensor_of(20, (1000,)))
+    assert held(small) == [0]
+
+
+def test_the_limit_holds_at_all_times() -> None:
+    backend = LMCLocalBackend(5000)
+    done = threading.Event()
+    most = 0
+
+    def put(seed: int) -> None:
+        for number in range(300):
+            size = (seed * 331 + number * 97) % 2000 + 1
+            assert backend.put(key_of(number % 17), tensor_of(number, (size,)))
+
+    threads = [threading.Thread(target=put, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        most = max(most, backend.used_bytes)
+        done.wait(0.001)
+    assert 2000 < most <= 5000
+    lengths = [len(get_raw(backend, key) or b"") for key in backend.list()]
+    assert backend.used_bytes == sum(lengths)
+    backend.close()
+    assert backend.used_bytes == 0
+
+
+@pytest.mark.parametrize("change", ["evict the others", "replace", "remove", "close"])
+def test_a_chunk_that_is_read_stays_whole(change: str) -> None:
+    """At a size whose memory is reused."""
+    backend = LMCLocalBackend(1_000_000)
+    chunk = tensor_of(3, (100_000,))
+    assert backend.put(key_of(3), chunk)
+    buffers = Buffers()
+
+    def while_it_is_read(metadata: RemoteMetadata) -> list[memoryview]:
+        if change == "remove":
+            assert backend.remove(key_of(3))
+        for number in range(20, 40):
+            key = 3 if change == "replace" else number
+            assert backend.put(key_of(key), tensor_of(number, (100_000,)))
+        assert len(held(backend)) == {"replace": 1, "remove": 10}.get(change, 11)
+        if change == "close":
+            backend.close()
+        return buffers(metadata)
+
+    assert backend.get_bytes(key_of(3), while_it_is_read) is not None
+    assert buffers.data == bytes(chunk.numpy())
+    if change == "evict the others":
+        assert held(backend) == [3, *range(31, 40)], "the last one read is the last to go"
+    assert backend.used_bytes <= 1_000_000
+    backend.close()
+
+
+def test_a_put_that_fails_leaves_nothing(small: LMCLocalBackend) -> None:
+    fill(small, range(1))
+    closed = LMCLocalBackend(1000)
+    fill(closed, range(1))
+    closed.close()
+    with pytest.raises(RuntimeError):
+        fill(closed, range(1))
+    for backend in (small, closed):
+        assert backend._pool.pinned == 0
+
+
+def test_threads_that_evict_find_no_wrong_byte() -> None:
+    backend = LMCLocalBackend(400_000)
+    contract = TierContract()
+    contract.thread_seconds = 0.4
+    contract.test_threads_find_no_wrong_byte(backend)
+    assert backend.used_bytes <= 400_000
+
+
+@pytest.mark.parametrize("limit_bytes", [0, -1])
+def test_a_limit_is_positive(limit_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="limit_bytes"):
+        LMCLocalBackend(limit_bytes)

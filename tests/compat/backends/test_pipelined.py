@@ -1,0 +1,239 @@
+"""The pipelined Redis backend: order, windows, abandoned batches."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.compat.backends.remote import LMCPipelinedRemoteBackend
+from lmcache_redis.errors import ConfigError, FormatError
+from lmcache_redis.resp import RedisOptions
+from tests.compat.backends.contract import MakeBackend, TierContract, key_of, same, tensor_of
+from tests.compat.backends.redis_tiers import SLOT, tier, wait_until
+from tests.resp.proxy import Proxy, Stall
+from tests.servers import RedisServer
+
+
+class TestPipelinedContract(TierContract):
+    @pytest.fixture
+    def make_backend(self, server: RedisServer) -> Iterator[MakeBackend]:
+        made: list[LMCPipelinedRemoteBackend] = []
+
+        def make(**options: object) -> LMCPipelinedRemoteBackend:
+            made.append(LMCPipelinedRemoteBackend(server.url, window_chunks=3, **options))  # type: ignore[arg-type]
+            return made[-1]
+
+        yield make
+        for backend in made:
+            backend.close()
+
+
+def chunks(count: int, nbytes: int = 1000) -> list[tuple[ObjectKey, torch.Tensor]]:
+    return [(key_of(number), tensor_of(number, (nbytes,))) for number in range(count)]
+
+
+def one_by_one(proxy: Proxy) -> RedisOptions:
+    """One connection for GETs, so that the proxy sees them in order."""
+    return RedisOptions(proxy.url, get_connections=1)
+
+
+def test_the_first_is_there_before_the_last_was_sent(server: RedisServer) -> None:
+    pairs = chunks(6)
+    with (
+        Proxy(server.port) as proxy,
+        tier(LMCPipelinedRemoteBackend, one_by_one(proxy), counts_descriptors=False) as backend,
+    ):
+        assert backend.batched_put(pairs) == 6
+        # One GET per chunk; that of the last chunk is never answered.
+        proxy.for_gets.extend([None] * 5 + [Stall(0)])
+        found = backend.batched_get([key for key, _ in pairs])
+        assert same(next(found), pairs[0][1])
+        wait_until(lambda: proxy.gets == 6, "the last is asked for while the first is used")
+        for _, expected in pairs[1:5]:
+            assert same(next(found), expected)
+        assert next(found) is None
+        with pytest.raises(StopIteration):
+            next(found)
+
+
+def test_no_more_is_read_ahead_than_the_window(server: RedisServer) -> None:
+    pairs = chunks(12)
+    taken: list[int] = []
+
+    def keys() -> Iterator[ObjectKey]:
+        for number, (key, _) in enumerate(pairs):
+            taken.append(number)
+            yield key
+
+    for window in ({"window_chunks": 4}, {"window_bytes": 4500}, {"window_bytes": 1}):
+        most = 1 if window == {"window_bytes": 1} else 4
+        with tier(LMCPipelinedRemoteBackend, server.url, **window) as backend:
+            assert backend.batched_put(iter(pairs)) == 12
+            reads = backend._plane.stats
+            for number, tensor in enumerate(backend.batched_get(keys())):
+                assert same(tensor, pairs[number][1])
+                stats = reads()
+                begun = sum(stats.reads.values()) + stats.queued_reads
+                assert begun <= number + most
+        assert taken == list(range(12)), window
+        taken.clear()
+
+
+def test_sizes_that_differ_and_misses_and_doubles(server: RedisServer) -> None:
+    sizes = [1, 70_000, 3, 20_000, 20_000, 5, 100_000]
+    pairs = [(key_of(n), tensor_of(n, (size,))) for n, size in enumerate(sizes)]
+    with tier(LMCPipelinedRemoteBackend, server.url, window_bytes=80_000) as backend:
+        assert backend.batched_put(pairs) == len(pairs)
+        wanted = [0, 99, 1, 1, 1, 2, 98, 97, 3, 6, 4, 6, 0, 5, 96]
+        expected = dict(enumerate(tensor for _, tensor in pairs))
+        found = list(backend.batched_get(key_of(number) for number in wanted))
+        assert len(found) == len(wanted)
+        for number, tensor in zip(wanted, found, strict=True):
+            assert same(tensor, expected.get(number))
+
+
+def test_of_one_key_the_last_put_of_a_batch_is_there(server: RedisServer) -> None:
+    pairs = [(key_of(1), tensor_of(seed, (50_000,))) for seed in range(10)]
+    with tier(LMCPipelinedRemoteBackend, server.url) as backend:
+        assert backend.batched_put(pairs) == 10
+        assert same(backend.get(key_of(1)), pairs[-1][1])
+
+
+def test_a_consumer_may_put_and_remove_what_it_is_getting(server: RedisServer) -> None:
+    pairs = chunks(8)
+    with tier(LMCPipelinedRemoteBackend, server.url, deadline_s=20.0) as backend:
+        assert backend.batched_put(pairs) == 8
+        started = time.monotonic()
+        for number, tensor in enumerate(backend.batched_get([key for key, _ in pairs])):
+            assert tensor is None or same(tensor, pairs[number][1])
+            for key, chunk in pairs:
+                assert backend.put(key, chunk)
+            assert backend.remove(key_of((number + 3) % 8))
+        assert time.monotonic() - started < 15.0
+
+
+@pytest.mark.parametrize("how", ["closed", "forgotten", "never begun", "raised"])
+def test_an_abandoned_batch_leaves_nothing(server: RedisServer, how: str) -> None:
+    pairs = chunks(8, 50 * SLOT)
+    with tier(LMCPipelinedRemoteBackend, server.url) as backend:
+        assert backend.batched_put(pairs) == 8
+        found = backend.batched_get([key for key, _ in pairs])
+        if how != "never begun":
+            first = next(found)
+            assert first is not None
+            memory = weakref.ref(first)
+            del first
+        if how == "closed":
+            found.close()  # type: ignore[attr-defined]
+        elif how == "raised":
+            with pytest.raises(LookupError):
+                found.throw(LookupError("of the consumer"))  # type: ignore[attr-defined]
+        del found
+        gc.collect()
+        wait_until(lambda: backend._plane.stats().queued_reads == 0)
+        if how != "never begun":
+            wait_until(lambda: memory() is None)
+        # The keys are unlocked again.
+        started = time.monotonic()
+        assert all(backend.put(key, chunk) for key, chunk in pairs)
+        assert time.monotonic() - started < 3.0
+
+
+def test_abandoned_while_the_server_holds_back_the_rest(server: RedisServer) -> None:
+    pairs = chunks(4)
+    with (
+        Proxy(server.port) as proxy,
+        tier(LMCPipelinedRemoteBackend, one_by_one(proxy), counts_descriptors=False) as backend,
+    ):
+        assert backend.batched_put(pairs) == 4
+        proxy.for_gets.extend([None, Stall(100), Stall(100), Stall(100)])
+        found = backend.batched_get([key for key, _ in pairs])
+        assert same(next(found), pairs[0][1])
+        started = time.monotonic()
+        found.close()  # type: ignore[attr-defined]
+        assert time.monotonic() - started < 2.0, "a wait for what is not wanted"
+        wait_until(lambda: backend._plane.stats().queued_reads == 0)
+        proxy.for_gets.clear()
+        assert same(backend.get(key_of(3)), pairs[3][1])
+
+
+@pytest.mark.servers
+def test_a_server_killed_in_the_middle_of_a_batch(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        pairs = chunks(30, 10 * SLOT)
+        with tier(LMCPipelinedRemoteBackend, server.url, deadline_s=2.0) as backend:
+            assert backend.batched_put(pairs) == 30
+            found = backend.batched_get([key for key, _ in pairs])
+            assert same(next(found), pairs[0][1])
+            server.kill()
+            started = time.monotonic()
+            rest = list(found)
+            assert len(rest) == 29
+            assert rest[-1] is None
+            assert time.monotonic() - started < 4.0
+            for tensor, (_, expected) in zip(rest, pairs[1:], strict=True):
+                assert tensor is None or same(tensor, expected)
+            assert backend.batched_put(pairs) == 0
+            assert list(backend.batched_get([key for key, _ in pairs])) == [None] * 30
+            server.start()
+
+            def is_back() -> bool:
+                backend.batched_put(pairs)
+                back = list(backend.batched_get([key for key, _ in pairs]))
+                return all(same(a, b) for a, (_, b) in zip(back, pairs, strict=True))
+
+            # The plane may still remove the partial write of a put that failed.
+            wait_until(is_back)
+
+
+def test_an_error_among_puts_is_raised_when_nothing_is_on_its_way(server: RedisServer) -> None:
+    good = chunks(3, 20 * SLOT)
+
+    def pairs() -> Iterator[tuple[ObjectKey, torch.Tensor]]:
+        yield from good
+        yield key_of(9), torch.zeros(3, 0)
+
+    with tier(LMCPipelinedRemoteBackend, server.url) as backend:
+        with pytest.raises(FormatError):
+            backend.batched_put(pairs())
+        assert backend._plane.stats().queued_writes == 0
+        for key, chunk in good:
+            assert same(backend.get(key), chunk)
+
+
+def test_several_batches_at_once(server: RedisServer) -> None:
+    pairs = chunks(20, 3 * SLOT)
+    failures: list[BaseException] = []
+    with tier(LMCPipelinedRemoteBackend, server.url, window_chunks=5) as backend:
+        assert backend.batched_put(pairs) == 20
+
+        def get_all(step: int) -> None:
+            try:
+                order = [(number * step) % 20 for number in range(20)]
+                found = backend.batched_get(key_of(number) for number in order)
+                for number, tensor in zip(order, found, strict=True):
+                    assert same(tensor, pairs[number][1])
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        threads = [threading.Thread(target=get_all, args=(step,)) for step in (1, 3, 7, 19)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not failures
+
+
+def test_windows_that_make_no_sense() -> None:
+    for wrong in ({"window_chunks": 0}, {"window_bytes": 0}):
+        with pytest.raises(ConfigError):
+            LMCPipelinedRemoteBackend("redis://127.0.0.1:1", **wrong)

@@ -1,0 +1,555 @@
+"""The Redis backend: the contract, and faults caused by servers and other clients."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcache_redis.chunks.keys import ObjectKey, parse_stripe_key
+from lmcache_redis.compat.backends.remote import LMCRemoteBackend
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.resp import RedisOptions
+from lmcache_redis.seal import SealKeys
+from tests.compat.backends.contract import (
+    Buffers,
+    MakeBackend,
+    TierContract,
+    get_raw,
+    key_of,
+    metadata_of,
+    raw_of,
+    same,
+    tensor_of,
+)
+from tests.compat.backends.redis_tiers import SLOT, stripes_in, tier, wait_until
+from tests.servers import RedisServer, server_binaries
+from tests.topologies import running_cluster, running_sentinel
+
+BIG = 10 * SLOT
+
+
+class TestRemoteContract(TierContract):
+    @pytest.fixture
+    def make_backend(self, server: RedisServer) -> Iterator[MakeBackend]:
+        made: list[LMCRemoteBackend] = []
+
+        def make(**options: object) -> LMCRemoteBackend:
+            made.append(LMCRemoteBackend(server.url, **options))  # type: ignore[arg-type]
+            return made[-1]
+
+        yield make
+        for backend in made:
+            backend.close()
+
+
+# ------------------------------------------------------------------ stripes and buffers
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (BIG + 17,),
+        (SLOT, SLOT, 2 * SLOT),
+        (1, BIG, 1),
+        (SLOT - 1, 2, SLOT - 1),
+        (5,) * 3000,
+        (3, 3 * SLOT, 100, 7 * SLOT + 1, 64),
+    ],
+)
+def test_buffers_that_do_not_end_where_stripes_do(
+    server: RedisServer, sizes: tuple[int, ...]
+) -> None:
+    raw = raw_of(tensor_of(1, (sum(sizes),)))
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(memoryview(raw)[start : start + size])
+        start += size
+    with tier(LMCRemoteBackend, server.url) as backend:
+        for blocking in (True, False):
+            key = key_of(blocking)
+            assert backend.put_bytes(key, metadata_of(len(raw)), parts, blocking)
+            assert backend.flush(5)
+            assert get_raw(backend, key) == raw
+            scattered = Buffers(*reversed(sizes))
+            assert backend.get_bytes(key, scattered) == metadata_of(len(raw))
+            assert scattered.data == raw
+
+
+def test_what_was_cut_otherwise_is_read_all_the_same(server: RedisServer) -> None:
+    chunk = tensor_of(1, (BIG,))
+    with (
+        tier(LMCRemoteBackend, server.url, slot_bytes=1000) as one,
+        tier(LMCRemoteBackend, server.url, counts_descriptors=False, slot_bytes=1 << 20) as other,
+    ):
+        assert one.put(key_of(1), chunk)
+        assert same(other.get(key_of(1)), chunk)
+        assert other.put(key_of(1), chunk)
+        assert same(one.get(key_of(1)), chunk)
+
+
+def test_tiers_with_different_prefixes_do_not_meet(server: RedisServer) -> None:
+    prefixes = (b"", b"a*", b"[ab]?\\", b"a")
+    for number, prefix in enumerate(prefixes):
+        with tier(LMCRemoteBackend, RedisOptions(server.url, key_prefix=prefix)) as backend:
+            assert not backend.contains(key_of(0))
+            assert backend.put(key_of(0), tensor_of(number, (9,)))
+            assert backend.put(key_of(number), tensor_of(number, (9,)))
+    for number, prefix in enumerate(prefixes):
+        with tier(LMCRemoteBackend, RedisOptions(server.url, key_prefix=prefix)) as backend:
+            assert set(backend.list()) == {key_of(0), key_of(number)}
+            assert same(backend.get(key_of(0)), tensor_of(number, (9,)))
+
+
+def test_sealed_chunks(server: RedisServer) -> None:
+    """Found and described without a key, and read with it alone."""
+    chunk = tensor_of(1, (BIG,))
+    sealed = RedisOptions(server.url, seal_keys=SealKeys([b"k" * 32]))
+    with tier(LMCRemoteBackend, sealed) as backend:
+        assert backend.put(key_of(1), chunk)
+        assert same(backend.get(key_of(1)), chunk)
+    with tier(LMCRemoteBackend, server.url) as plain:
+        assert plain.contains(key_of(1))
+        assert plain.get(key_of(1)) is None
+        assert plain.put(key_of(2), chunk)
+    with tier(LMCRemoteBackend, sealed) as backend:
+        assert backend.get(key_of(2)) is None
+        assert same(backend.get(key_of(1)), chunk)
+
+
+def test_a_list_is_complete_and_holds_nothing_else(server: RedisServer) -> None:
+    with tier(LMCRemoteBackend, server.url, slot_bytes=64) as backend:
+        with server.client() as client:
+            client.mset({f"somebody else's {n}": b"x" for n in range(3000)})
+        expected = [ObjectKey(n.to_bytes(1 + n % 40, "big"), f"m{n % 3}", n) for n in range(250)]
+        assert backend.batched_put((key, tensor_of(1, (200,))) for key in expected) == 250
+        found = backend.list()
+        assert len(found) == 250
+        assert set(found) == set(expected)
+
+
+def test_removal_leaves_no_stripe(server: RedisServer) -> None:
+    with tier(LMCRemoteBackend, server.url, slot_bytes=64) as backend:
+        assert backend.put(key_of(1), tensor_of(1, (64 * 1500,)))
+        assert len(stripes_in(server)) == 1500
+        assert backend.remove(key_of(1))
+        assert stripes_in(server) == []
+        assert not backend.remove(key_of(1))
+
+
+# ------------------------------------------------------------------ what others do
+
+
+def test_single_stripes_that_were_evicted(server: RedisServer) -> None:
+    with tier(LMCRemoteBackend, server.url) as backend:
+        for lost in (0, 1, 9):
+            assert backend.put(key_of(1), tensor_of(1, (BIG,)))
+            names = {parse_stripe_key(name)[2]: name for name in stripes_in(server)}
+            assert len(names) == 10
+            server.command("DEL", names[lost])
+            assert backend.get(key_of(1)) is None
+            # The plane removes its stripes soon, but not at once.
+            wait_until(lambda: not backend.contains(key_of(1)))
+            assert backend.put(key_of(1), tensor_of(2, (BIG,)))
+            server.command("FLUSHALL")
+
+
+def test_another_value_under_the_key(server: RedisServer) -> None:
+    chunk = tensor_of(1, (100,))
+    with tier(LMCRemoteBackend, server.url) as backend:
+        assert backend.put(key_of(1), chunk)
+        assert backend.put(key_of(2), tensor_of(2, (100,)))
+        first, second = stripes_in(server)
+        value = server.command("GET", first)
+        damaged = bytearray(value)
+        damaged[-1] ^= 1
+        foreign = [b"", b"LMCR", b"\0" * 5000, value[:-1], value + b"x", value[:512]]
+        foreign += [bytes(damaged), server.command("GET", second)]
+        for other in foreign:
+            server.command("SET", first, other)
+            assert backend.get(key_of(1)) is None
+            server.command("SET", first, value)
+            assert same(backend.get(key_of(1)), chunk)
+        server.command("DEL", first)
+        server.command("LPUSH", first, "a")
+        assert backend.get(key_of(1)) is None
+        assert backend.remove(key_of(1))
+        assert server.command("EXISTS", first) == 0
+        server.command("LPUSH", first, "a")
+        assert backend.put(key_of(1), chunk)
+        assert same(backend.get(key_of(1)), chunk)
+
+
+def test_two_processes_that_write_the_same_key(server: RedisServer) -> None:
+    """Whole chunks of either process, or misses. Their sizes differ too."""
+    writer = """
+import select, sys
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.compat.backends.remote import LMCRemoteBackend
+backend = LMCRemoteBackend(sys.argv[1], slot_bytes=4096)
+key = ObjectKey((1).to_bytes(8, "big"), "org/model", 0x01000100)
+stored = 0
+while not select.select([sys.stdin], [], [], 0.001 * (stored % 3))[0]:
+    length = 40_000 + 1_000 * (stored % 2)
+    metadata = RemoteMetadata(length, [(length,)], ["uint8"], MemoryFormat.UNDEFINED)
+    payload = bytes([int(sys.argv[2])]) * length
+    stored += backend.put_bytes(key, metadata, [memoryview(payload)])
+backend.close()
+"""
+    command = [sys.executable, "-c", writer, server.url]
+    with contextlib.ExitStack() as stack:
+        backend = stack.enter_context(tier(LMCRemoteBackend, server.url, counts_descriptors=False))
+        # Each writes until its input is closed, also by leaving the stack.
+        writers = [
+            stack.enter_context(subprocess.Popen([*command, str(seed)], stdin=subprocess.PIPE))
+            for seed in (17, 34)
+        ]
+        hits = {17: 0, 34: 0}
+        reads, stop_at = 0, time.monotonic() + 60.0
+        while reads < 300 or min(hits.values()) < 3:
+            assert time.monotonic() < stop_at, hits
+            found = backend.get(key_of(1))
+            reads += max(hits.values()) > 0
+            if found is not None:
+                assert bool((found == found[0]).all())
+                hits[int(found[0])] += 1
+        for process in writers:
+            process.communicate(timeout=60.0)
+            assert process.returncode == 0
+        mine = tensor_of(1, (BIG,))
+        assert backend.put(key_of(1), mine)
+        assert same(backend.get(key_of(1)), mine)
+
+
+# ------------------------------------------------------------------ servers that fail
+
+
+def works_again(backend: LMCRemoteBackend, key: ObjectKey, chunk: torch.Tensor) -> None:
+    """The plane may still remove a failed put's partial write, and with it one more put."""
+    wait_until(lambda: backend.put(key, chunk) and same(backend.get(key), chunk))
+
+
+def answers_in_time(backend: LMCRemoteBackend, within_s: float) -> None:
+    """Gets are misses, puts are not stored, and no call waits."""
+    chunk = tensor_of(1, (BIG,))
+    for call, expected in (
+        (lambda: backend.put(key_of(1), chunk), False),
+        (lambda: backend.get(key_of(1)), None),
+        (lambda: backend.contains(key_of(1)), False),
+        (lambda: backend.remove(key_of(1)), False),
+        (lambda: backend.list(), []),
+        (lambda: backend.flush(1), True),
+    ):
+        started = time.monotonic()
+        assert call() == expected
+        assert time.monotonic() - started < within_s
+
+
+def test_no_server_at_all(caplog: pytest.LogCaptureFixture) -> None:
+    with tier(LMCRemoteBackend, "redis://127.0.0.1:1") as backend:
+        answers_in_time(backend, 2.0)
+        assert not backend.put(key_of(1), tensor_of(1, (9,)), blocking=False)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert backend.list() == []
+        assert len([r for r in caplog.records if r.name.startswith("lmcache_redis")]) == 1
+
+
+def test_killed_and_restarted(own_server: RedisServer) -> None:
+    chunk = tensor_of(1, (BIG,))
+    with tier(LMCRemoteBackend, own_server.url) as backend:
+        for _ in range(2):
+            assert backend.put(key_of(1), chunk)
+            assert same(backend.get(key_of(1)), chunk)
+            own_server.restart()
+            # No call fails because of a connection that was lost while idle.
+            assert backend.get(key_of(1)) is None
+            works_again(backend, key_of(1), chunk)
+            assert backend.list() == [key_of(1)]
+        own_server.kill()
+        answers_in_time(backend, 2.0)
+        own_server.start()
+        works_again(backend, key_of(1), chunk)
+
+
+def test_stopped_past_the_deadline_then_continued(own_server: RedisServer) -> None:
+    chunk = tensor_of(1, (BIG,))
+    with tier(LMCRemoteBackend, own_server.url, deadline_s=0.6) as backend:
+        assert backend.put(key_of(1), chunk)
+        assert same(backend.get(key_of(1)), chunk)
+        own_server.stop()
+        answers_in_time(backend, 0.9)
+        backend.put(key_of(2), chunk, blocking=False)
+        assert backend.flush(2)
+        own_server.cont()
+        works_again(backend, key_of(1), chunk)
+
+
+def test_killed_in_the_middle_of_calls(own_server: RedisServer) -> None:
+    """Threads call while the server is killed and restarted, twice: never a wrong byte."""
+    chunks = {n: tensor_of(n, (BIG + n,)) for n in range(6)}
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def work(backend: LMCRemoteBackend, seed: int) -> None:
+        number = seed
+        try:
+            while not stop.is_set():
+                number = (number + 1) % 6
+                started = time.monotonic()
+                backend.put(key_of(number), chunks[number], blocking=seed % 2 == 0)
+                found = backend.get(key_of(number))
+                assert found is None or same(found, chunks[number])
+                backend.contains(key_of(number))
+                if not number:
+                    backend.list()
+                    backend.remove(key_of(number))
+                assert time.monotonic() - started < 6 * 2.5
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    with tier(LMCRemoteBackend, own_server.url, deadline_s=2.0) as backend:
+        threads = [threading.Thread(target=work, args=(backend, seed)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for _ in range(2):
+            time.sleep(0.15)
+            own_server.kill()
+            time.sleep(0.15)
+            own_server.start()
+        time.sleep(0.2)
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+        assert not failures
+        assert backend.flush(5)
+        works_again(backend, key_of(1), chunks[1])
+
+
+class Interrupted(BaseException):
+    """Like KeyboardInterrupt, it may be raised at any point."""
+
+
+def test_calls_that_are_interrupted(own_server: RedisServer) -> None:
+    """No call gets the reply of an interrupted call, and no key lock is lost."""
+    chunks = {n: tensor_of(n, (BIG,)) for n in range(3)}
+
+    armed = threading.Event()
+
+    def interrupt(_number: int, _frame: object) -> None:
+        if armed.is_set():
+            armed.clear()
+            raise Interrupted
+
+    def was_interrupted(call: Callable[[], object]) -> bool:
+        armed.set()
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            call()
+        except Interrupted:
+            return True
+        armed.clear()
+        return False
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with tier(LMCRemoteBackend, own_server.url) as backend:
+            for number, chunk in chunks.items():
+                assert backend.put(key_of(number), chunk)
+            interrupted = 0
+            for call in (
+                lambda: backend.get(key_of(1)),
+                lambda: backend.put(key_of(1), chunks[1]),
+                lambda: backend.remove(key_of(2)),
+                lambda: backend.list(),
+                lambda: backend.contains(key_of(1)),
+            ):
+                own_server.stop()
+                # The server may still answer until it has stopped.
+                interrupted += was_interrupted(call)
+                own_server.cont()
+                works_again(backend, key_of(1), chunks[1])
+                assert same(backend.get(key_of(0)), chunks[0])
+                assert key_of(0) in backend.list()
+            assert interrupted
+            assert not backend._locks._locks
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_server_that_is_full(own_server: RedisServer) -> None:
+    with tier(LMCRemoteBackend, own_server.url) as backend:
+        used = int(own_server.command("INFO", "memory")["used_memory"])
+        own_server.config_set("maxmemory", str(used + (1 << 20)))
+        assert not backend.put(key_of(1), tensor_of(1, (4 << 20,)))
+        assert backend.get(key_of(1)) is None
+        wait_until(lambda: stripes_in(own_server) == [], "what was sent of it is removed")
+        assert backend.put(key_of(2), tensor_of(2, (1000,)))
+
+
+# ------------------------------------------------------------------ puts that nobody waits for
+
+
+def test_accepted_puts_are_bounded_in_bytes(own_server: RedisServer) -> None:
+    chunk = tensor_of(1, (100_000,))
+    with tier(LMCRemoteBackend, own_server.url, pending_bytes=250_000) as backend:
+        assert not backend.put(key_of(1), tensor_of(1, (250_001,)), blocking=False)
+        assert backend.put(key_of(0), chunk)
+        own_server.stop()
+        accepted = [backend.put(key_of(n), chunk, blocking=False) for n in range(1, 6)]
+        assert accepted == [True, True, False, False, False]
+        assert not backend.flush(0)
+        own_server.cont()
+        assert backend.flush(5)
+        assert same(backend.get(key_of(2)), chunk)
+        assert backend.get(key_of(3)) is None
+        # The whole queue is free again.
+        assert [backend.put(key_of(n), chunk, blocking=False) for n in (7, 8)] == [True, True]
+        assert backend.flush(5)
+        assert same(backend.get(key_of(8)), chunk)
+
+
+def test_an_accepted_put_is_tried_for_no_longer_than_the_deadline(own_server: RedisServer) -> None:
+    chunk = tensor_of(1, (1000,))
+    with tier(LMCRemoteBackend, own_server.url, deadline_s=0.5) as backend:
+        assert backend.put(key_of(0), chunk)
+        own_server.stop()
+        for seed in range(20):
+            backend.put(key_of(1), tensor_of(seed, (1000,)), blocking=False)
+        assert backend.flush(5)  # of ten, if each waited for the one before it
+        own_server.cont()
+
+
+def test_a_removal_drops_what_waits(own_server: RedisServer) -> None:
+    with tier(LMCRemoteBackend, own_server.url) as backend:
+        assert backend.put(key_of(0), tensor_of(0, (10,)))
+        own_server.stop()
+        for seed in range(300):
+            assert backend.put(key_of(1), tensor_of(seed, (1000,)), blocking=False)
+        threading.Timer(0.2, own_server.cont).start()
+        assert backend.remove(key_of(1))
+        assert backend.flush(0)
+        assert backend.get(key_of(1)) is None
+        assert backend.list() == [key_of(0)]
+
+
+def test_what_is_stored_after_a_removal_stays(server: RedisServer) -> None:
+    """The put that the removal dropped was in flight: its sent stripes are removed."""
+    large, chunk = tensor_of(1, (200 * SLOT,)), tensor_of(2, (2 * SLOT,))
+    with tier(LMCRemoteBackend, server.url) as backend:
+        for _ in range(150):
+            assert backend.put(key_of(1), large, blocking=False)
+            backend.remove(key_of(1))
+            assert backend.put(key_of(1), chunk)
+            assert same(backend.get(key_of(1)), chunk)
+
+
+# ------------------------------------------------------------------ other servers
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("kind", [*server_binaries()])
+def test_every_kind_of_server(tmp_path: Path, kind: str) -> None:
+    executable = server_binaries()[kind]
+    if executable is None:
+        pytest.skip(f"needs {kind}")
+    with RedisServer(tmp_path, executable=executable, password="s3cret") as server:
+        options = RedisOptions(server.unix_url, password="s3cret", ttl_s=60, ttl_refresh=True)
+        with tier(LMCRemoteBackend, options) as backend:
+            chunk = tensor_of(1, (4, 5, 6), "bfloat16")
+            assert backend.put(key_of(1), chunk)
+            assert backend.contains(key_of(1))
+            assert same(backend.get(key_of(1)), chunk)
+            assert backend.list() == [key_of(1)]
+            assert 0 < server.command("TTL", *stripes_in(server)) <= 60
+            assert backend.remove(key_of(1))
+            assert backend.list() == []
+
+
+@pytest.mark.servers
+def test_a_cluster(tmp_path: Path) -> None:
+    with running_cluster(tmp_path) as cluster, tier(LMCRemoteBackend, cluster.url) as backend:
+        chunks = {n: tensor_of(n, (BIG + n,)) for n in range(12)}
+        for number, chunk in chunks.items():
+            assert backend.put(key_of(number), chunk, blocking=number % 2 == 0)
+        assert backend.flush(5)
+        assert all(node.command("DBSIZE") for node in cluster.nodes)
+        assert sorted(backend.list()) == [key_of(n) for n in chunks]
+        for number, chunk in chunks.items():
+            assert backend.contains(key_of(number))
+            assert same(backend.get(key_of(number)), chunk)
+        # A slot that migrates: its commands are redirected.
+        name = next(n for n in stripes_in(cluster.nodes[0]) if n.endswith(b"\0\0"))
+        slot = cluster.nodes[0].command("CLUSTER", "KEYSLOT", name)
+        cluster.move(slot, cluster.nodes[0], cluster.nodes[1])
+        _, key, _ = parse_stripe_key(name)
+        assert same(backend.get(key), chunks[int.from_bytes(key.chunk_hash, "big")])
+        for number in chunks:
+            assert backend.remove(key_of(number))
+        assert [node.command("DBSIZE") for node in cluster.nodes] == [0, 0, 0]
+
+
+@pytest.mark.servers
+def test_behind_a_sentinel_that_names_another_master(tmp_path: Path) -> None:
+    with running_sentinel(tmp_path) as watched, tier(LMCRemoteBackend, watched.url) as backend:
+        chunk = tensor_of(1, (BIG,))
+        assert backend.put(key_of(1), chunk)
+        assert same(backend.get(key_of(1)), chunk)
+        before = watched.master.port
+        watched.fail_over()
+        wait_until(lambda: watched.master.port != before)
+        # The former master still takes writes, which are lost, until it is told. A list asks the
+        # new one.
+        wait_until(lambda: backend.put(key_of(2), chunk) and key_of(2) in backend.list())
+        works_again(backend, key_of(1), chunk)
+        assert backend.remove(key_of(1))
+        assert backend.list() == [key_of(2)]
+
+
+# ------------------------------------------------------------------ settings
+
+
+def test_settings_that_make_no_sense() -> None:
+    for wrong in (
+        {"deadline_s": 0},
+        {"deadline_s": 9.0, "list_deadline_s": 1.0},
+        {"slot_bytes": 0},
+        {"pending_bytes": -1},
+    ):
+        with pytest.raises(ConfigError):
+            LMCRemoteBackend("redis://127.0.0.1:1", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        LMCRemoteBackend("http://127.0.0.1")
+
+
+@pytest.mark.servers
+def test_importing_tiers_brings_neither_torch_nor_redis() -> None:
+    code = (
+        "import sys; from lmcache_redis.compat.backends import *; "
+        "print([name for name in ('torch', 'redis') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_tensors_of_a_gpu(server: RedisServer) -> None:
+    chunk = tensor_of(1, (64, 64), "bfloat16").cuda()
+    with tier(LMCRemoteBackend, server.url, dst_device="cuda") as backend:
+        assert backend.put(key_of(1), chunk)
+        found = backend.get(key_of(1))
+        assert found is not None
+        assert found.device.type == "cuda"
+        assert same(found.cpu(), chunk.cpu())

@@ -1,0 +1,209 @@
+"""Who may connect: TLS, networks, the number of clients."""
+
+from __future__ import annotations
+
+import random
+import socket
+import ssl
+from pathlib import Path
+
+import pytest
+
+from lmcache_redis.errors import ConfigError
+from tests.compat.gateway.conftest import NewLoop
+from tests.compat.gateway.serving import DictTier, Serving
+from tests.compat.gateway.wire import GET, KEY, Client, header, put
+from tests.resp.certificates import Authority
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def tls(authority: Authority) -> dict[str, str]:
+    cert, key = authority.issue("server", "localhost")
+    return {"tls_cert": str(cert), "tls_key": str(key)}
+
+
+def trusting(authority: Authority) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=authority.ca)
+
+
+@pytest.mark.servers
+def test_tls(
+    backend: DictTier, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
+) -> None:
+    payload = random.Random(1).randbytes(1 << 19)
+    with (
+        Serving(backend, any_loop, **tls) as serving,
+        serving.client(tls=trusting(authority)) as client,
+    ):
+        assert client.healthy()
+        for key in (KEY, "m@1@0@ab@half"):
+            client.put(key, payload)
+            client.send(header(GET, key) * 3)
+            for _ in range(3):
+                assert client.reply()[:2] == (200, len(payload))
+                assert client.receive(len(payload)) == payload
+        assert client.list() == {KEY, "m@1@0@ab@half"}
+        for byte in put(KEY, b"small"):
+            client.send(bytes([byte]))
+        assert client.get(KEY) == b"small"
+
+
+@pytest.mark.servers
+def test_a_client_with_tls_that_closes_after_its_puts_has_put(
+    backend: DictTier, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
+) -> None:
+    """Also with a gateway that has to wait for room while the end of the stream comes."""
+    with Serving(backend, any_loop, buffer_bytes=1 << 19, **tls) as serving:
+        for nbytes in (10, 5000, 400_000):
+            with serving.client(tls=trusting(authority)) as client:
+                client.put(f"m@1@0@{nbytes:x}@half", bytes(nbytes))
+        serving.until(stored=3)
+        backend.open.clear()
+        for number in range(4):
+            with serving.client(tls=trusting(authority)) as client:
+                client.put(f"m@1@0@{number:x}@half", bytes(400_000))
+                client.put(f"m@2@0@{number:x}@half", bytes(5000))
+        serving.until(slots_in_use=98)
+        backend.open.set()
+        serving.until(stored=11, open_connections=0)
+        assert serving.stats()["abandoned"] == 0
+
+
+@pytest.mark.servers
+def test_without_tls_nobody_gets_in_and_others_go_on(
+    backend: DictTier, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
+) -> None:
+    with Serving(backend, any_loop, **tls) as serving:
+        with serving.client() as plain:
+            plain.send(header(GET))
+            assert plain.ended()
+        with pytest.raises(ssl.SSLError):
+            serving.client(tls=ssl.create_default_context())
+        serving.until(failed_handshakes=2)
+        with serving.client(tls=trusting(authority)) as client:
+            assert client.healthy()
+
+
+@pytest.mark.servers
+def test_a_handshake_that_does_not_go_on_is_cut_off(
+    backend: DictTier, any_loop: NewLoop, tls: dict[str, str]
+) -> None:
+    with (
+        Serving(backend, any_loop, stall_timeout_s=0.3, **tls) as serving,
+        serving.client() as silent,
+    ):
+        assert silent.ended()
+        serving.until(failed_handshakes=1)
+
+
+@pytest.mark.servers
+def test_a_slow_reader_with_tls_is_cut_off(
+    backend: DictTier, any_loop: NewLoop, authority: Authority, tls: dict[str, str]
+) -> None:
+    with (
+        Serving(backend, any_loop, stall_timeout_s=0.5, **tls) as serving,
+        serving.client(tls=trusting(authority)) as slow,
+    ):
+        slow.put(KEY, bytes(1 << 19))
+        slow.send(header(GET) * 40)
+        serving.until(stalled=1, slots_in_use=0)
+
+
+@pytest.mark.servers
+def test_clients_with_certificates(
+    backend: DictTier,
+    any_loop: NewLoop,
+    authority: Authority,
+    tls: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    with Serving(backend, any_loop, tls_client_ca=str(authority.ca), **tls) as serving:
+        known = trusting(authority)
+        known.load_cert_chain(*authority.issue("client", "somebody"))
+        with serving.client(tls=known) as client:
+            assert client.healthy()
+        stranger = trusting(authority)
+        stranger.load_cert_chain(*authority.self_signed("stranger", "stranger"))
+        for context in (stranger, trusting(authority)):
+            with serving.client(tls=context) as client, pytest.raises((EOFError, OSError)):
+                client.healthy()  # with TLS 1.3 the client learns it with its first receive
+        serving.until(failed_handshakes=2)
+
+
+@pytest.mark.servers
+def test_files_that_are_no_certificates(
+    backend: DictTier, authority: Authority, tls: dict[str, str], tmp_path: Path
+) -> None:
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text("nothing")
+    locked = str(authority.encrypt(Path(tls["tls_key"]), "secret"))
+    for settings in (
+        {"tls_cert": str(wrong)},
+        {"tls_cert": str(tmp_path / "missing.pem")},
+        {**tls, "tls_key": locked},
+        {**tls, "tls_client_ca": str(wrong)},
+    ):
+        with pytest.raises(ConfigError, match="--tls-"):
+            Serving(backend, **settings)
+
+
+def test_only_allowed_peers(backend: DictTier, any_loop: NewLoop) -> None:
+    with Serving(backend, any_loop, allowed_peers="127.0.0.2, 10.0.0.0/8") as serving:
+        with serving.client() as client:
+            assert client.ended()
+        with socket.socket() as allowed:
+            allowed.bind(("127.0.0.2", 0))
+            allowed.settimeout(20)
+            allowed.connect(("127.0.0.1", serving.port))
+            allowed.sendall(header(5))
+            assert len(allowed.recv(36)) == 36
+        serving.until(refused_connections=1, healths=1)
+
+
+def test_an_allowed_ipv4_peer_on_an_ipv6_socket(backend: DictTier) -> None:
+    with Serving(backend, listen="lm://[::]:0", allowed_peers="127.0.0.0/8") as serving:
+        with serving.client() as client:
+            assert client.healthy()
+        with Client(serving.port, "::1") as client:
+            assert client.ended()
+
+
+def test_ipv6(backend: DictTier, any_loop: NewLoop) -> None:
+    with Serving(backend, any_loop, listen="lm://[::1]:0") as serving:
+        assert serving.gateway.url == f"lm://[::1]:{serving.port}"
+        with Client(serving.port, "::1") as client:
+            assert client.healthy()
+
+
+def test_one_client_too_many(backend: DictTier, any_loop: NewLoop) -> None:
+    with Serving(backend, any_loop, max_connections=2) as serving:
+        with serving.client() as first, serving.client() as second:
+            assert first.healthy()
+            assert second.healthy()
+            with serving.client() as third:
+                assert third.ended()
+            assert first.healthy()
+        serving.until(open_connections=0)
+        with serving.client() as again:
+            assert again.healthy()
+        assert serving.stats()["refused_connections"] == 1
+
+
+def test_beyond_loopback_for_anyone_where_that_is_meant(backend: DictTier) -> None:
+    with pytest.raises(ConfigError, match="--allow-anyone"):
+        Serving(backend, listen="lm://0.0.0.0:0")
+    with (
+        Serving(backend, listen="lm://0.0.0.0:0", allow_anyone=True) as serving,
+        serving.client() as client,
+    ):
+        assert client.healthy()
+
+
+def test_an_address_in_use_is_a_setting_to_change(backend: DictTier) -> None:
+    with Serving(backend) as serving, pytest.raises(ConfigError, match="--listen"):
+        Serving(backend, listen=f"lm://127.0.0.1:{serving.port}")

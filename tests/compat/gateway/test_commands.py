@@ -1,0 +1,242 @@
+"""Every command, as a client sees it."""
+
+from __future__ import annotations
+
+import random
+import struct
+import threading
+import time
+
+import pytest
+
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from tests.compat.gateway.serving import DictTier, Serving
+from tests.compat.gateway.wire import (
+    BFLOAT16,
+    BINARY,
+    EXIST,
+    FAIL,
+    FAILED,
+    GET,
+    HEALTH,
+    KEY,
+    LIST,
+    PUT,
+    SUCCEEDED,
+    SUCCESS,
+    UINT8,
+    Client,
+    header,
+    put,
+)
+
+
+def test_a_chunk_comes_back_as_it_was_put(client: Client, backend: DictTier) -> None:
+    payload = random.Random(1).randbytes(2 * 3 * 5 * 7 * 2)
+    client.send(header(PUT, KEY, len(payload), 1, BFLOAT16, (2, 3, 5, 7)) + payload)
+    client.send(header(GET, KEY))
+    assert client.reply() == (SUCCESS, len(payload), 1, BFLOAT16, (2, 3, 5, 7), 0)
+    assert client.receive(len(payload)) == payload
+    ((key, (metadata, _)),) = backend.chunks.items()
+    rank = ObjectKey.ComputeKVRank(4, 3, 4, 3)
+    assert key == ObjectKey(bytes.fromhex("00ff5577aa"), "org/model@4@3@@bfloat16", rank)
+    assert metadata == RemoteMetadata(420, [(2, 3, 5, 7)], ["bfloat16"], MemoryFormat.KV_2LTD)
+
+
+@pytest.mark.parametrize(
+    ("length", "fmt", "dtype", "sizes"),
+    [
+        (24, 2, 2, (3, 2, 2, 0)),  # fewer dimensions
+        (24, 2, 1, (3, 2, 2, 0)),  # half
+        (24, 6, 5, (1, 1, 3, 1)),
+        (9, 4, 0, (9, 0, 0, 0)),  # bytes, which have no dtype
+        (9, 5, 6, (77, 0, 3, 0)),
+        (4096, 1, 3, (3, 5, 7, 2)),  # longer than the shape needs
+        (5, 0, 4, (0, 0, 0, 0)),
+        (8, 8, 8, (2, 4, 0, 0)),
+    ],
+)
+def test_whatever_a_request_says_is_in_the_reply(
+    client: Client, length: int, fmt: int, dtype: int, sizes: tuple[int, ...]
+) -> None:
+    payload = random.Random(length).randbytes(length)
+    client.send(header(PUT, KEY, length, fmt, dtype, sizes) + payload)
+    client.send(header(GET, KEY))
+    assert client.reply() == (SUCCESS, length, fmt, 2 if dtype == 1 else dtype, sizes, 0)
+    assert client.receive(length) == payload
+
+
+def test_the_replies_without_a_payload_are_these_bytes(client: Client) -> None:
+    for command, reply in ((GET, FAILED), (EXIST, FAILED), (HEALTH, SUCCEEDED)):
+        client.send(header(command))
+        assert client.receive(36) == reply
+    client.put(KEY, b"x")
+    client.send(header(EXIST))
+    assert client.receive(36) == SUCCEEDED
+    client.send(header(LIST))
+    assert client.receive(36) == struct.pack(
+        "iiiiiiiii", SUCCESS, len(KEY), BINARY, UINT8, len(KEY), 0, 0, 0, 0
+    )
+
+
+def test_a_put_replaces(client: Client) -> None:
+    for payload in (b"first", b"the second one", bytes(100_000)):
+        client.put(KEY, payload)
+        assert client.get(KEY) == payload
+
+
+def test_a_put_of_no_bytes_is_not_stored(client: Client, serving: Serving) -> None:
+    client.put(KEY, b"")
+    assert client.get(KEY) is None
+    client.put(KEY, b"first")
+    client.put(KEY, b"")
+    assert client.get(KEY) == b"first"
+    assert (serving.stats()["stored"], serving.stats()["not_stored"]) == (1, 2)
+
+
+def test_a_chunk_may_fill_the_limit_exactly(client: Client, serving: Serving) -> None:
+    for nbytes in (4095, 4096, 4097, 1 << 19):
+        payload = random.Random(nbytes).randbytes(nbytes)
+        client.put(KEY, payload)
+        assert client.get(KEY) == payload
+    total = 3 * 4096 + (1 << 19)
+    serving.until(payload_bytes_in=total, payload_bytes_out=total)
+
+
+def test_list_names_all_keys_and_no_others(client: Client, backend: DictTier) -> None:
+    assert client.list() == set()
+    keys = {
+        "m@1@0@ab@half", "m@1@0@abc@half", "m@1@0@-ab@half", "m@1@0@ab@half@0",
+        "m@1@0@ab@half@31@who%me@empty%", "ä b@255@255@ab@fp8_e4m3fn",
+    }  # fmt: skip
+    for key in keys:
+        client.put(key, key.encode())
+    for name in ("m", "m@1@0@@half@0@", "m@1@0@~@half", "m@1@0@@half", "m@2@0@@half"):
+        foreign = ObjectKey(b"\xab\xcd\xef", name, ObjectKey.ComputeKVRank(2, 0, 2, 1))
+        backend.chunks[foreign] = RemoteMetadata(1, [], [], MemoryFormat.UNDEFINED), b"x"
+    assert client.list() == keys
+    for key in keys:
+        assert client.exists(key)
+        assert client.get(key) == key.encode()
+
+
+def test_a_long_list(client: Client, backend: DictTier, serving: Serving) -> None:
+    keys = {f"model@1@0@{number:016x}@half" for number in range(12_000)}
+    for key in keys:
+        number = bytes.fromhex(key.split("@")[3])
+        object_key = ObjectKey(number, "model@1@0@@half", ObjectKey.ComputeKVRank(1, 0, 1, 0))
+        backend.chunks[object_key] = RemoteMetadata(0, [], [], MemoryFormat.UNDEFINED), b""
+    assert client.list() == keys
+    for number in range(10_000):
+        object_key = ObjectKey(
+            number.to_bytes(8, "little"), "m@1@0@@half", ObjectKey.ComputeKVRank(1, 0, 1, 0)
+        )
+        backend.chunks[object_key] = RemoteMetadata(0, [], [], MemoryFormat.UNDEFINED), b""
+    client.send(header(LIST))
+    assert client.reply()[0] == FAIL  # over the limit of a payload
+    assert client.healthy()
+    assert serving.stats()["malformed"] == 1
+
+
+def test_one_byte_at_a_time(client: Client) -> None:
+    for byte in put(KEY, b"payload") + header(EXIST) + header(GET):
+        client.send(bytes([byte]))
+    assert client.receive(36) == SUCCEEDED
+    assert client.reply()[:2] == (SUCCESS, 7)
+    assert client.receive(7) == b"payload"
+
+
+@pytest.mark.parametrize("step", [5, 185, 187, 1000, 4096])
+def test_in_pieces_of_any_size(client: Client, step: int) -> None:
+    payloads = [random.Random(n).randbytes(n * 1777) for n in range(1, 7)]
+    stream = b"".join(put(f"m@1@0@{n}0@half", each) for n, each in enumerate(payloads))
+    for at in range(0, len(stream), step):
+        client.send(stream[at : at + step])
+    for number, payload in enumerate(payloads):
+        assert client.get(f"m@1@0@{number}0@half") == payload
+
+
+def test_pipelined_requests_are_answered_in_order(client: Client, serving: Serving) -> None:
+    rounds = 200
+    requests = []
+    for number in range(rounds):
+        key = f"m@1@0@{number:04x}@half"
+        requests += [
+            header(EXIST, key),
+            put(key, key.encode() * (1 + number % 7)),
+            header(GET, key),
+        ]
+        requests += [header(EXIST, key), header(HEALTH, "")]
+    sender = threading.Thread(target=client.send, args=(b"".join(requests),))
+    sender.start()
+    for number in range(rounds):
+        payload = f"m@1@0@{number:04x}@half".encode() * (1 + number % 7)
+        assert client.receive(36) == FAILED
+        assert client.reply()[:2] == (SUCCESS, len(payload))
+        assert client.receive(len(payload)) == payload
+        assert client.receive(72) == SUCCEEDED * 2
+    sender.join()
+    stats = serving.stats()
+    assert (stats["puts"], stats["stored"], stats["hits"]) == (rounds,) * 3
+    assert (stats["exists"], stats["healths"], stats["malformed"]) == (2 * rounds, rounds, 0)
+
+
+def test_a_client_that_closes_after_a_put_has_put(serving: Serving, backend: DictTier) -> None:
+    with serving.client() as client:
+        client.put(KEY, bytes(300_000))
+    serving.until(stored=1, open_connections=0)
+    assert serving.stats()["abandoned"] == 0
+
+
+def test_a_client_that_closes_its_side_gets_its_reply(serving: Serving) -> None:
+    with serving.client() as client:
+        client.send(put(KEY, b"x" * 100_000) + header(GET))
+        client.socket.shutdown(1)
+        assert client.reply()[:2] == (SUCCESS, 100_000)
+        assert client.receive(100_000) == b"x" * 100_000
+        assert client.ended()
+
+
+def test_64_clients_at_once(serving: Serving) -> None:
+    """Each writes and reads its own chunks and one that all share; the buffers hold seven."""
+    problems: list[BaseException] = []
+    shared = random.Random(0).randbytes(70_000)
+
+    def work(number: int) -> None:
+        source = random.Random(number)
+        try:
+            with serving.client() as client:
+                for turn in range(6):
+                    key, payload = f"m@64@{number}@{turn:02x}@half", source.randbytes(150_000)
+                    client.put(key, payload)
+                    client.put("m@1@0@00@half", shared)
+                    assert client.get(key) == payload
+                    assert client.get("m@1@0@00@half") == shared
+                    assert not client.exists(f"m@64@{number}@ff@half")
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    serving.until(open_connections=0, slots_in_use=0)
+    stats = serving.stats()
+    assert (stats["stored"], stats["hits"], stats["errors"]) == (64 * 12, 64 * 12, 0)
+
+
+def test_hundreds_of_idle_clients_hold_nobody_up(serving: Serving) -> None:
+    clients = [serving.client() for _ in range(300)]
+    try:
+        serving.until(open_connections=300)
+        started_s = time.monotonic()
+        clients[150].put(KEY, b"x")
+        serving.until(stored=1)  # of another connection's PUT there is no reply
+        assert clients[-1].exists(KEY)
+        assert time.monotonic() - started_s < 5
+    finally:
+        for client in clients:
+            client.socket.close()

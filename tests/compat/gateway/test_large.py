@@ -1,0 +1,351 @@
+"""Large payloads, which threads move, from and to the memory of a tier."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lmcache_redis.compat.gateway.stream import MOVED_BYTES
+from lmcache_redis.compat.gateway.wire import object_key_of
+from tests.compat.gateway.conftest import NewLoop
+from tests.compat.gateway.serving import WAIT_S, DictTier, Serving
+from tests.compat.gateway.wire import EXIST, FAILED, GET, KEY, PUT, SUCCEEDED, UINT8, header, put
+
+pytestmark = pytest.mark.servers
+
+MIB = 1 << 20
+# Memory has room for eight of the large chunks.
+LARGE = {
+    "buffer_bytes": 64 * MIB, "max_payload_bytes": 16 * MIB, "payload_threads": 1,
+    "memory_bytes": 64 * MIB,
+}  # fmt: skip
+
+
+def key(number: int) -> str:
+    return f"m@1@0@{number:04x}@half"
+
+
+def large(seed: int, nbytes: int = 8 * MIB) -> bytes:
+    """Any piece that moves is of a length at which this does not repeat itself."""
+    block = random.Random(seed).randbytes(65_537)
+    return (block * (nbytes // len(block) + 1))[:nbytes]
+
+
+@pytest.fixture
+def lower() -> DictTier:
+    """A tier below memory, which answers questions while its writes wait."""
+    return DictTier(holds_writes_only=True)
+
+
+@pytest.fixture
+def large_serving(lower: DictTier, any_loop: NewLoop) -> Iterator[Serving]:
+    with Serving(lower, any_loop, **LARGE) as serving:
+        yield serving
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_sizes_around_the_limit_of_what_the_loop_moves(any_loop: NewLoop, memory: bool) -> None:
+    settings = LARGE | {"memory_bytes": 64 * MIB if memory else 0}
+    tiers = [] if memory else [DictTier()]
+    with Serving(tiers, any_loop, **settings) as serving, serving.client() as client:
+        near = (MOVED_BYTES - 37, MOVED_BYTES - 36, MOVED_BYTES - 1, MOVED_BYTES, MOVED_BYTES + 1)
+        for nbytes in (*near, 16 * MIB if memory else 3 * MIB + 5):
+            client.put(KEY, large(nbytes, nbytes))
+            assert client.get(KEY) == large(nbytes, nbytes)
+        serving.until(stored=6, hits=6)
+
+
+@pytest.mark.parametrize("step", [187, 70_001, MIB])
+def test_in_pieces_of_any_size(large_serving: Serving, step: int) -> None:
+    nbytes = MIB if step < 1000 else 3 * MIB
+    stream = b"".join(put(key(n), large(n, nbytes)) for n in range(4))
+    with large_serving.client() as client:
+        for at in range(0, len(stream), step):
+            client.send(stream[at : at + step])
+        for number in range(4):
+            assert client.get(key(number)) == large(number, nbytes)
+
+
+def test_pipelined_requests_are_answered_in_order(large_serving: Serving) -> None:
+    payload = large(1)
+    requests = put(key(1), payload) + header(GET, key(1)) + header(EXIST, key(2))
+    requests += header(GET, key(1)) + header(EXIST, key(1))
+    with large_serving.client() as client:
+        sender = threading.Thread(target=client.send, args=(requests * 3,))
+        sender.start()
+        for _ in range(3):
+            assert client.reply()[:2] == (200, len(payload))
+            assert client.receive(len(payload)) == payload
+            assert client.receive(36) == FAILED
+            assert client.reply()[:2] == (200, len(payload))
+            assert client.receive(len(payload)) == payload
+            assert client.receive(36) == SUCCEEDED
+        sender.join()
+
+
+def test_a_client_that_closes_its_side_gets_its_reply(large_serving: Serving) -> None:
+    payload = large(1)
+    with large_serving.client() as client:
+        client.send(put(KEY, payload) + header(GET))
+        client.socket.shutdown(socket.SHUT_WR)
+        assert client.reply()[:2] == (200, len(payload))
+        assert client.receive(len(payload)) == payload
+        assert client.ended()
+
+
+def test_slow_clients_beside_fast_ones(large_serving: Serving) -> None:
+    """There is one thread for payloads; the slow ones get and give everything in the end."""
+    payload = large(1)
+    with (
+        large_serving.client() as slow_reader,
+        large_serving.client() as slow_writer,
+        large_serving.client() as fast,
+    ):
+        fast.put(key(1), payload)
+        assert fast.exists(key(1))
+        slow_reader.send(header(GET, key(1)))
+        request = put(key(2), payload)
+        slow_writer.send(request[: 3 * MIB])
+        for number in range(10):
+            fast.put(key(3), large(number))
+            assert fast.get(key(3)) == large(number)
+            slow_writer.send(request[(3 * MIB) + number : (3 * MIB) + number + 1])
+        slow_writer.send(request[3 * MIB + 10 :])
+        assert slow_writer.get(key(2)) == payload
+        assert slow_reader.reply()[:2] == (200, len(payload))
+        assert slow_reader.receive(len(payload)) == payload
+
+
+def test_who_does_not_go_on_is_cut_off(lower: DictTier, any_loop: NewLoop) -> None:
+    with (
+        Serving(lower, any_loop, stall_timeout_s=2.0, **LARGE) as serving,
+        serving.client() as reader,
+        serving.client() as writer,
+        serving.client() as idle,
+    ):
+        idle.put(key(1), large(1))
+        assert idle.exists(key(1))
+        reader.send(header(GET, key(1)))
+        writer.send(put(key(2), large(2))[: 2 * MIB])
+        serving.until(stalled=2, open_connections=1, slots_in_use=0)
+        assert writer.ended()
+        assert reader.ended()
+        assert idle.get(key(1)) == large(1)
+        assert not idle.exists(key(2))
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_a_client_that_disappears_leaves_nothing(large_serving: Serving, how: str) -> None:
+    with large_serving.client() as other:
+        for cut_off in (1, MOVED_BYTES, 5 * MIB, 8 * MIB - 1):
+            other.put(key(1), large(1))
+            with large_serving.client() as writer, large_serving.client() as reader:
+                writer.send(put(key(1), large(2))[: 186 + cut_off])
+                reader.send(header(GET, key(1)))
+                reader.receive(cut_off)
+                for client in (writer, reader):
+                    if how == "reset":
+                        linger = struct.pack("ii", 1, 0)
+                        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            large_serving.until(open_connections=1, slots_in_use=0)
+            assert other.get(key(1)) == large(1)
+    large_serving.until(open_connections=0)
+    assert large_serving.stats()["errors"] == 0
+    # Of all the memory that was reserved none is left.
+    assert large_serving.pool.used == large_serving.pool.idle == 8 * MIB
+
+
+@pytest.mark.parametrize("change", ["replace", "remove", "evict"])
+def test_a_chunk_that_goes_while_it_is_sent_is_sent_whole(
+    large_serving: Serving, change: str
+) -> None:
+    payload = large(1)
+    with large_serving.client() as reader, large_serving.client() as other:
+        other.put(key(1), payload)
+        assert other.exists(key(1))
+        reader.send(header(GET, key(1)))
+        assert reader.reply()[:2] == (200, len(payload))
+        if change == "remove":
+            assert large_serving.remove(key(1))
+        for number in range(20):
+            other.put(key(1 if change == "replace" else number + 2), large(number + 2))
+            assert other.exists(key(1 if change == "replace" else number + 2))
+        assert large_serving.pool.pinned == len(payload), "it is still being sent"
+        assert reader.receive(len(payload)) == payload
+        large_serving.until(payload_bytes_out=len(payload))
+        assert other.get(key(1)) == {"replace": large(21), "evict": payload, "remove": None}[change]
+
+
+def test_nobody_sees_the_bytes_of_another(large_serving: Serving) -> None:
+    """Few keys of one size, replaced all the time: every payload says whose it is, throughout."""
+    nbytes, problems = MIB, []
+
+    def work(number: int) -> None:
+        choose = random.Random(number)
+        try:
+            with large_serving.client() as client:
+                for _ in range(40):
+                    which = choose.randrange(3)
+                    if choose.random() < 0.5:
+                        word = bytes((which, choose.randrange(256), choose.randrange(256), number))
+                        client.put(key(which), word * (nbytes // 4))
+                    elif (found := client.get(key(which))) is not None:
+                        assert found == found[:4] * (nbytes // 4)
+                        assert found[0] == which
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert large_serving.stats()["hits"] > 50
+
+
+# ------------------------------------------------------------------ through the tiers
+
+
+def test_the_next_payload_comes_while_one_is_written_through(
+    large_serving: Serving, lower: DictTier
+) -> None:
+    lower.open.clear()
+    with large_serving.client() as client, large_serving.client() as other:
+        client.put(key(1), large(1))
+        large_serving.until(puts=1, payload_bytes_in=8 * MIB)
+        assert client.get(key(1)) == large(1), "from memory, while it is on its way below"
+        assert other.get(key(1)) == large(1)
+        client.put(key(2), large(2))
+        large_serving.until(payload_bytes_in=16 * MIB, stored=0)
+        assert other.get(key(2)) is None, "only one of a connection is on its way"
+        client.send(header(EXIST, key(2)))
+        lower.open.set()
+        assert client.receive(36) == SUCCEEDED
+        large_serving.until(stored=2, slots_in_use=0)
+        assert object_key_of(key(2)) in lower.chunks
+
+
+@pytest.mark.parametrize("question", ["exists", "list", "get"])
+def test_what_is_asked_of_the_tiers_below_waits_for_them(
+    large_serving: Serving, lower: DictTier, question: str
+) -> None:
+    lower.open.clear()
+    answers: list[object] = []
+    with large_serving.client() as client:
+        client.put(key(1), large(1))
+        ask: dict[str, Callable[[], object]] = {
+            "exists": lambda: client.exists(key(1)),
+            "list": client.list,
+            "get": lambda: client.get(key(9)),
+        }
+        thread = threading.Thread(target=lambda: answers.append(ask[question]()))
+        thread.start()
+        time.sleep(0.05)
+        assert thread.is_alive()
+        lower.open.set()
+        thread.join(WAIT_S)
+    assert answers == [{"exists": True, "list": {key(1)}, "get": None}[question]]
+
+
+def test_a_client_that_goes_after_a_put_has_put(large_serving: Serving, lower: DictTier) -> None:
+    lower.open.clear()
+    with large_serving.client() as client:
+        client.put(key(1), large(1))
+    large_serving.until(puts=1, payload_bytes_in=8 * MIB)
+    lower.open.set()
+    large_serving.until(stored=1, open_connections=0, slots_in_use=0)
+    assert object_key_of(key(1)) in lower.chunks
+
+
+def test_a_fault_of_a_tier_below_ends_the_connection(
+    large_serving: Serving, lower: DictTier
+) -> None:
+    lower.error = RuntimeError("a fault")
+    with large_serving.client() as client, large_serving.client() as other:
+        client.put(key(1), large(1))
+        client.send(header(EXIST, key(1)))
+        assert client.ended()
+        lower.error = None
+        other.put(key(1), large(2))
+        assert other.exists(key(1))
+    large_serving.until(errors=1, slots_in_use=0)
+
+
+def test_memory_that_does_not_take_it_leaves_it_to_the_others(
+    lower: DictTier, any_loop: NewLoop
+) -> None:
+    settings = LARGE | {"memory_bytes": MIB}
+    with Serving(lower, any_loop, **settings) as serving, serving.client() as client:
+        client.put(key(1), large(1))
+        assert client.get(key(1)) == large(1)
+        assert client.exists(key(1))
+        serving.until(stored=1, hits=1)
+
+
+# ------------------------------------------------------------------ the end
+
+
+def test_stopping_while_payloads_move(lower: DictTier, any_loop: NewLoop) -> None:
+    with Serving(lower, any_loop, shutdown_deadline_s=0.3, **LARGE) as serving:
+        clients = [serving.client() for _ in range(6)]
+        try:
+            clients[0].put(key(1), large(1))
+            assert clients[0].exists(key(1))
+            for client in clients[:3]:
+                client.send(header(GET, key(1)))
+            for number, client in enumerate(clients[3:]):
+                client.send(header(PUT, key(number + 2), 8 * MIB, 1, UINT8, (8 * MIB, 0, 0, 0)))
+                client.send(bytes(3 * MIB))
+            serving.until(puts=4, gets=3)
+            started_s = time.monotonic()
+            serving.stop()
+            assert time.monotonic() - started_s < 10
+            assert all(client.ended() for client in clients)
+        finally:
+            for client in clients:
+                client.socket.close()
+    assert len(serving.pool) == 1
+    assert serving.pool.used == 8 * MIB
+    assert not [each for each in threading.enumerate() if each.name.startswith("gateway-mover")]
+
+
+def test_stopping_lets_payloads_arrive(lower: DictTier, any_loop: NewLoop) -> None:
+    with (
+        Serving(lower, any_loop, shutdown_deadline_s=10.0, **LARGE) as serving,
+        serving.client() as reader,
+        serving.client() as writer,
+    ):
+        writer.put(key(1), large(1))
+        assert writer.exists(key(1))
+        reader.send(header(GET, key(1)))
+        request = put(key(2), large(2))
+        writer.send(request[: 4 * MIB])
+        serving.until(puts=2, gets=1)
+        stopper = threading.Thread(target=serving.stop)
+        stopper.start()
+        time.sleep(0.1)
+        writer.send(request[4 * MIB :])
+        assert reader.reply()[:2] == (200, 8 * MIB)
+        assert reader.receive(8 * MIB) == large(1)
+        stopper.join(WAIT_S)
+        assert not stopper.is_alive()
+    assert object_key_of(key(2)) in lower.chunks
+
+
+def test_stopping_does_not_wait_for_a_tier_below(lower: DictTier, any_loop: NewLoop) -> None:
+    lower.open.clear()
+    with Serving(lower, any_loop, shutdown_deadline_s=0.2, **LARGE) as serving:
+        with serving.client() as client:
+            client.put(key(1), large(1))
+            serving.until(payload_bytes_in=8 * MIB)
+            started_s = time.monotonic()
+            serving.stop()
+            assert time.monotonic() - started_s < 10
+        lower.open.set()

@@ -1,0 +1,352 @@
+"""Clients that break the protocol, are slow or vanish: only they suffer, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.compat.gateway.wire import object_key_of
+from tests.compat.gateway.conftest import NewLoop
+from tests.compat.gateway.serving import DictTier, Serving
+from tests.compat.gateway.wire import (
+    EXIST,
+    FAILED,
+    GET,
+    HEALTH,
+    KEY,
+    LIST,
+    PUT,
+    SUCCEEDED,
+    UINT8,
+    Client,
+    header,
+    put,
+)
+
+pytestmark = pytest.mark.servers
+
+MALFORMED_KEYS = [
+    b"", b"model", b"m@1@0@ab", b"@1@0@ab@half", b"m@1@0@@half", b"m@1@0@~@half",
+    b"m@256@0@ab@half", b"m@1@256@ab@half", b"m@-1@0@ab@half", b"m@01@0@ab@half",
+    b"m@1@0@AB@half", b"m@1@0@xy@half", b"m@1@0@" + b"ab" * 64 + b"@half",
+    b"m@1@0@" + b"a" * 65 + b"@half", b"m@1@0@ab@", b"m@1@0@ab@Half", b"m@1@0@ab@half@",
+    b"m@1@0@ab@half@01", b"m@1@0@ab@half@1@2", b"m@1@0@ab@half@%v", b"m@1@0@ab@half@t%v@3",
+    b"m\n@1@0@ab@half", b" m@1@0@ab@half", b"m\0@1@0@ab@half", b"\xff@1@0@ab@half",
+    "m\u2028@1@0@ab@half".encode(), "m@\u0661@0@ab@half".encode(), b"m@1@0@ab@half\0\0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", MALFORMED_KEYS)
+def test_a_malformed_key_fails_and_the_connection_goes_on(
+    client: Client, backend: DictTier, serving: Serving, key: bytes
+) -> None:
+    for command in (GET, EXIST):
+        client.send(header(command, key))
+        assert client.receive(36) == FAILED
+    client.send(header(PUT, key, 5, 1, UINT8, (5, 0, 0, 0)) + b"12345")
+    assert client.get(KEY) is None  # still in step
+    assert (backend.chunks, serving.stats()["malformed"]) == ({}, 3)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"fmt": 9}, {"fmt": -1}, {"dtype": 9}, {"dtype": -1}, {"dtype": 64}, {"location": 3},
+        {"location": -1}, {"sizes": (-1, 0, 0, 0)}, {"sizes": (1, 2, 3, -4)},
+    ],
+)  # fmt: skip
+def test_numbers_that_mean_nothing_fail(
+    client: Client, backend: DictTier, wrong: dict[str, int]
+) -> None:
+    for command in (GET, EXIST):
+        client.send(header(command, **wrong))  # type: ignore[arg-type]
+        assert client.receive(36) == FAILED
+    client.send(header(PUT, KEY, 100_000, **wrong) + bytes(100_000))  # type: ignore[arg-type]
+    assert client.healthy()
+    assert client.list() == set()
+
+
+@pytest.mark.parametrize("length", [-1, -(1 << 31), (1 << 19) + 1, (1 << 31) - 1])
+def test_an_impossible_length_ends_the_connection(
+    client: Client, serving: Serving, length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        client.send(header(PUT, KEY, length))
+        assert client.ended()
+        for _ in range(5):
+            with serving.client() as again:
+                again.send(header(PUT, KEY, length))
+                assert again.ended()
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert f"a PUT of {length} bytes" in line
+    assert "--max-payload-bytes" in line
+    with serving.client() as other:
+        assert other.healthy()
+
+
+@pytest.mark.parametrize("command", [0, 6, -1, 1 << 30])
+def test_an_unknown_command_fails_and_ends_the_connection(
+    client: Client, serving: Serving, command: int
+) -> None:
+    client.send(header(command) + bytes(5000))
+    assert client.receive(36) == FAILED
+    assert client.ended()
+    with serving.client() as other:
+        assert other.healthy()
+
+
+def test_what_is_no_request_at_all(serving: Serving) -> None:
+    for words in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 20, b"*1\r\n$4\r\nPING\r\n" * 40):
+        with serving.client() as client:
+            client.send(words)
+            assert client.ended()
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    numbers=st.lists(
+        st.one_of(st.integers(-2, 9), st.integers(-(1 << 31), (1 << 31) - 1)),
+        min_size=9,
+        max_size=9,
+    ),
+    key=st.one_of(
+        st.binary(max_size=150), st.just(KEY.encode()), st.sampled_from(MALFORMED_KEYS),
+        st.text("m@%01af-~ ", max_size=40).map(str.encode),
+    ),
+    payload=st.binary(max_size=300),
+)  # fmt: skip
+def test_any_header_fails_or_ends_the_connection_and_others_go_on(
+    fuzzed: Serving, numbers: list[int], key: bytes, payload: bytes
+) -> None:
+    with fuzzed.client() as other:
+        with fuzzed.client() as client:
+            client.send(struct.pack("iiiiiiiii150s", *numbers, key.ljust(150)) + payload)
+            data = b""
+            try:
+                client.socket.shutdown(socket.SHUT_WR)
+                while part := client.socket.recv(4096):
+                    data += part
+            except OSError:
+                pass  # reset, because the rest was not worth reading
+        if numbers[0] in (GET, EXIST) and data:
+            assert data[:36] in (FAILED, SUCCEEDED)
+        elif numbers[0] == PUT:
+            assert data == b"" or len(payload) > 186
+        assert other.healthy()
+    assert fuzzed.stats()["errors"] == 0
+
+
+@pytest.fixture(scope="module")
+def fuzzed() -> Iterator[Serving]:
+    with Serving(DictTier()) as serving:
+        yield serving
+
+
+def test_a_put_cut_off_anywhere_leaves_nothing(backend: DictTier, any_loop: NewLoop) -> None:
+    """With an orderly end and with a reset, before every byte of header and payload."""
+    request = put(KEY, b"a small payload")
+    with Serving(backend, any_loop) as serving:
+        for at in range(len(request)):
+            for reset in (False, True):
+                with serving.client() as client:
+                    client.send(request[:at])
+                    if reset:
+                        linger = struct.pack("ii", 1, 0)
+                        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        serving.until(connections=2 * len(request), open_connections=0, slots_in_use=0)
+        assert backend.chunks == {}
+        stats = serving.stats()
+        assert stats["errors"] == 0
+        assert stats["abandoned"] >= len(request) - 1
+        with serving.client() as client:
+            assert client.get(KEY) is None
+
+
+def test_who_sends_too_slowly_is_cut_off(backend: DictTier, any_loop: NewLoop) -> None:
+    with (
+        Serving(backend, any_loop, stall_timeout_s=1.5) as serving,
+        serving.client() as in_header,
+        serving.client() as in_payload,
+        serving.client() as in_dropped,
+        serving.client() as idle,
+    ):
+        in_header.send(put(KEY, b"x")[:100])
+        in_payload.send(put(KEY, bytes(1000))[:-1])
+        in_dropped.send(header(PUT, b"malformed", 1000) + b"x")
+        serving.until(slots_in_use=1)
+        assert in_header.ended()
+        assert in_payload.ended()
+        assert in_dropped.ended()
+        serving.until(slots_in_use=0, stalled=3)
+        assert idle.healthy(), "waiting between requests is allowed"
+        assert idle.list() == set()
+
+
+def test_dripping_does_not_count_as_moving(backend: DictTier, any_loop: NewLoop) -> None:
+    with Serving(backend, any_loop, stall_timeout_s=0.3) as serving, serving.client() as client:
+        client.send(header(PUT, KEY, 1000, 1, UINT8, (1000, 0, 0, 0)))
+        with contextlib.suppress(ConnectionError):
+            for _ in range(999):
+                client.send(b"x")
+                time.sleep(0.01)
+        assert serving.stats()["stalled"] == 1
+
+
+def test_a_slow_reader_holds_nobody_up(backend: DictTier, any_loop: NewLoop) -> None:
+    """It asks for more than sockets hold, reads nothing, and is cut off; others do not wait."""
+    payload = bytes(1 << 19)
+    with (
+        Serving(backend, any_loop, stall_timeout_s=2.0, buffer_bytes=4 << 20) as serving,
+        serving.client() as writer,
+        serving.client() as slow,
+    ):
+        writer.put(KEY, payload)
+        assert writer.exists(KEY)
+        slow.send(header(GET, KEY) * 40)
+        time.sleep(0.2)
+        for _ in range(10):
+            assert writer.get(KEY) == payload
+        assert serving.stats()["stalled"] == 0, "nobody had to wait until it was cut off"
+        assert serving.stats()["slots_in_use"] <= 2 * 129
+        serving.until(stalled=1, slots_in_use=0)
+        assert slow.ended()
+        assert writer.healthy()
+
+
+def test_a_reader_that_is_only_slow_gets_everything(backend: DictTier, any_loop: NewLoop) -> None:
+    payload = bytes(range(256)) * 2048
+    with Serving(backend, any_loop, stall_timeout_s=2.0) as serving, serving.client() as client:
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        client.put(KEY, payload)
+        client.send(header(GET, KEY) * 8)
+        for _ in range(8):
+            assert client.reply()[:2] == (200, len(payload))
+            for at in range(0, len(payload), 1 << 16):
+                assert client.receive(1 << 16) == payload[at : at + (1 << 16)]
+                time.sleep(0.015)
+        assert client.healthy()
+
+
+def test_puts_wait_for_room_each_on_its_own_connection(
+    backend: DictTier, any_loop: NewLoop
+) -> None:
+    """The buffers hold one large chunk, and parts of others, which wait; all are stored."""
+    with Serving(backend, any_loop, buffer_bytes=1 << 16, max_payload_bytes=50_000) as serving:
+        backend.open.clear()
+        clients = [serving.client() for _ in range(8)]
+        try:
+            for number, client in enumerate(clients):
+                client.put(f"m@1@0@{number}0@half", bytes([number]) * 50_000)
+            serving.until(puts=8)
+            time.sleep(0.2)
+            assert backend.writes == 1
+            with serving.client() as other:
+                assert other.healthy()
+            backend.open.set()
+            for number, client in enumerate(clients):
+                assert client.get(f"m@1@0@{number}0@half") == bytes([number]) * 50_000
+        finally:
+            for client in clients:
+                client.socket.close()
+
+
+def test_a_get_without_room_waits_for_its_turn(backend: DictTier, any_loop: NewLoop) -> None:
+    with (
+        Serving(backend, any_loop, buffer_bytes=1 << 16, max_payload_bytes=50_000) as serving,
+        serving.client() as reader,
+        serving.client() as writer,
+    ):
+        reader.put(KEY, b"y" * 50_000)
+        assert reader.exists(KEY)
+        half_sent = put("m@1@0@ab@half", bytes(40_000))
+        writer.send(half_sent[:20_000])
+        serving.until(slots_in_use=10)
+        reader.send(header(GET, KEY))
+        serving.until(gets=1)
+        writer.send(half_sent[20_000:])
+        assert reader.reply()[:2] == (200, 50_000)
+        assert reader.receive(50_000) == b"y" * 50_000
+
+
+def test_a_fault_of_a_tier_ends_one_connection(
+    client: Client, backend: DictTier, serving: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving.client() as other:
+        backend.error = RuntimeError("a fault")
+        client.send(put(KEY, b"x" * 5000))
+        assert client.ended()
+        backend.error = None
+        other.put(KEY, b"x")
+        assert other.get(KEY) == b"x"
+    serving.until(slots_in_use=0, errors=1)
+    assert "a fault" in caplog.text
+
+
+def test_a_slow_tier_holds_up_only_those_who_ask_it(
+    client: Client, backend: DictTier, serving: Serving
+) -> None:
+    backend.open.clear()
+    client.send(header(EXIST) + header(HEALTH))
+    with serving.client() as other:
+        assert other.healthy()
+    backend.open.set()
+    assert client.receive(72) == FAILED + SUCCEEDED
+
+
+def test_stopping_finishes_what_has_begun(backend: DictTier, any_loop: NewLoop) -> None:
+    with (
+        Serving(backend, any_loop) as serving,
+        serving.client() as client,
+        serving.client() as idle,
+    ):
+        backend.open.clear()
+        client.put(KEY, b"x" * 10_000)
+        client.send(header(GET))
+        serving.until(slots_in_use=3)
+        stopper = threading.Thread(target=serving.stop)
+        stopper.start()
+        assert idle.ended()
+        backend.open.set()
+        stopper.join()
+        assert serving.stats()["stored"] == 1
+        assert client.ended()
+        with pytest.raises(ConnectionRefusedError):
+            serving.client()
+
+
+def test_stopping_does_not_wait_for_ever(backend: DictTier, any_loop: NewLoop) -> None:
+    with Serving(backend, any_loop, shutdown_deadline_s=0.2) as serving, serving.client() as client:
+        client.send(put(KEY, bytes(1000))[:500])
+        client.send(b"")
+        serving.until(slots_in_use=1)
+        started_s = time.monotonic()
+        serving.stop()
+        assert time.monotonic() - started_s < 10
+        assert client.ended()
+    assert backend.chunks == {}
+
+
+def test_list_does_not_wait_for_who_reads_slowly(backend: DictTier, any_loop: NewLoop) -> None:
+    with (
+        Serving(backend, any_loop, buffer_bytes=4 << 20) as serving,
+        serving.client() as slow,
+        serving.client() as other,
+    ):
+        for number in range(3000):
+            key = object_key_of(f"{'m' * 100}@1@0@{number:04x}@half")
+            backend.chunks[key] = RemoteMetadata(1, [], [], MemoryFormat.UNDEFINED), b"x"
+        slow.send(header(LIST) * 40)
+        for _ in range(3):
+            assert len(other.list()) == 3000

@@ -1,0 +1,566 @@
+"""Chunks of any size by key: found, loaded once, replaced, removed; no change is undone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
+from lmcache_redis.cache.cache import Cache
+from lmcache_redis.chunks.keys import ObjectKey
+from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.chunks.names import ChunkNames
+from lmcache_redis.compat.heap import HeapMemory
+from lmcache_redis.compat.objects import Found, Held, ObjectCache, Places
+from lmcache_redis.errors import FormatError
+from lmcache_redis.tiers import (
+    CallOutcome,
+    ExistsResult,
+    FramesResult,
+    ReadOutcome,
+    RemoveResult,
+    WriteOutcome,
+)
+from tests.cache.played import PlayedTier, World
+
+STRIPE_BYTES = 1024
+KEEPS = 10_000
+NAMES = ChunkNames()
+
+
+def key_of(number: int) -> ObjectKey:
+    return ObjectKey(number.to_bytes(8, "big"), "org/model", 7)
+
+
+def metadata_of(length: int) -> RemoteMetadata:
+    return RemoteMetadata(length, [(length,)], ["uint8"], MemoryFormat.UNDEFINED)
+
+
+A, B = key_of(1), key_of(2)
+A_KEY = NAMES.chunk_key(A)
+
+
+class Objects(World):
+    """An object cache that keeps `KEEPS` bytes, over tiers whose answers the test decides."""
+
+    def __init__(self, *tiers: PlayedTier, keeps: int = KEEPS, capacity: int = 100_000) -> None:
+        self.keeps = keeps
+        self.capacity = capacity
+        counted = [
+            (tier, DISK_COUNTERS if tier.index is not None else REDIS_COUNTERS) for tier in tiers
+        ]
+        super().__init__(counted)
+        self.objects = ObjectCache(self.cache, NAMES, STRIPE_BYTES)
+
+    def make_cache(self, backings: Sequence[Backing], slots: int) -> Cache:
+        return Cache(self.loop, HeapMemory(self.capacity), backings, self.metrics, self.keeps)
+
+    def reserve(self, payload: bytes) -> Held:
+        held = self.objects.reserve(metadata_of(len(payload)))
+        assert held is not None
+        held.payload[:] = payload
+        return held
+
+    def put(self, key: ObjectKey, payload: bytes) -> list[bool]:
+        """The list gets the argument of `written`."""
+        written: list[bool] = []
+        self.objects.publish(key, self.reserve(payload), written.append)
+        return written
+
+    def in_memory(self, key: ObjectKey) -> bytes | None:
+        held = self.objects.hold(key)
+        if held is None:
+            return None
+        payload = bytes(held.payload)
+        self.objects.release(held)
+        return payload
+
+    def find(self, key: ObjectKey, first: int = 0) -> list[Found | None]:
+        found: list[Found | None] = []
+        self.objects.find(key, time.monotonic() + 10, found.append, Places(first=first))
+        self.loop.run_posted()
+        return found
+
+    def load(self, key: ObjectKey, found: Found | None) -> list[Held | None]:
+        assert found is not None
+        loaded: list[Held | None] = []
+        self.objects.load(key, found, time.monotonic() + 10, loaded.append)
+        return loaded
+
+    def remove(self, key: ObjectKey) -> list[bool]:
+        removed: list[bool] = []
+        self.objects.remove(key, time.monotonic() + 10, removed.append)
+        return removed
+
+    def contains(self, key: ObjectKey) -> list[bool]:
+        found: list[bool] = []
+        self.objects.contains(key, time.monotonic() + 10, found.append)
+        return found
+
+    # What the tiers answer.
+
+    def describe(self, tier: PlayedTier, payload: bytes | None, key: ObjectKey = A) -> None:
+        """Answer a `describe`: the frame of this payload, or None."""
+        chunk_key, done = tier.described.pop(0)
+        assert chunk_key == NAMES.chunk_key(key)
+        frame = payload and NAMES.frame(key, metadata_of(len(payload)), 100)
+        done(FramesResult(CallOutcome.DONE, [frame or None]))
+        self.loop.run_posted()
+
+    def end_read(self, tier: PlayedTier, payload: bytes | None) -> None:
+        job = tier.read.pop(0)
+        if payload is not None:
+            whole = memoryview(payload)
+            for view in job.slots:
+                view[:] = whole[: len(view)]
+                whole = whole[len(view) :]
+            assert not whole
+        tier.read_done(job, ReadOutcome.MISSING if payload is None else ReadOutcome.LOADED)
+        self.loop.run_posted()
+
+    def end_write(self, tier: PlayedTier, outcome: WriteOutcome = WriteOutcome.STORED) -> bytes:
+        """What was written."""
+        job = tier.written.pop(0)
+        payload = b"".join(job.slots)
+        tier.write_done(job, outcome)
+        self.loop.run_posted()
+        self.loop.run_posted()
+        return payload
+
+    def end_removal(self, tier: PlayedTier, removed: int = 0) -> None:
+        _, done = tier.removed.pop(0)
+        done(RemoveResult(CallOutcome.DONE, removed))
+        self.loop.run_posted()
+        self.loop.run_posted()
+
+    def loaded_from(self, tier: PlayedTier, payload: bytes) -> Held:
+        (found,) = self._described(tier, payload)
+        loaded = self.load(A, found)
+        self.end_read(tier, payload)
+        (held,) = loaded
+        assert held is not None
+        return held
+
+    def _described(self, tier: PlayedTier, payload: bytes) -> list[Found | None]:
+        found = self.find(A)
+        self.describe(tier, payload)
+        return found
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Objects]]:
+    made: list[Objects] = []
+
+    def make(*tiers: PlayedTier, **settings: Any) -> Objects:
+        made.append(Objects(*tiers, **settings))
+        return made[-1]
+
+    yield make
+    for objects in made:
+        objects.close()
+
+
+def redis() -> PlayedTier:
+    return PlayedTier("Redis")
+
+
+# ------------------------------------------------------------------ memory alone
+
+
+def test_a_put_is_found_with_its_metadata_and_cannot_be_written(
+    make: Callable[..., Objects],
+) -> None:
+    objects = make()
+    held = objects.reserve(b"abc")
+    assert objects.in_memory(A) is None
+    assert objects.contains(A) == [False]
+    written: list[bool] = []
+    objects.objects.publish(A, held, written.append)
+    assert written == [True]
+    found = objects.objects.hold(A)
+    assert found is not None
+    assert (found.metadata, bytes(found.payload)) == (metadata_of(3), b"abc")
+    assert found.payload.readonly
+    objects.objects.release(found)
+    assert objects.contains(A) == [True]
+    assert objects.in_memory(B) is None
+
+
+@pytest.mark.parametrize("change", ["replace", "remove", "evict"])
+def test_what_is_held_stays_whole(make: Callable[..., Objects], change: str) -> None:
+    """At a size whose memory is reused."""
+    size = 100_000
+    objects = make(keeps=3 * size, capacity=100 * size)
+    objects.put(A, b"a" * size)
+    held = objects.objects.hold(A)
+    assert held is not None
+    if change == "remove":
+        assert objects.remove(A) == [True]
+    for number in range(10, 20):
+        objects.put(A if change == "replace" else key_of(number), bytes([number]) * size)
+        assert held.payload == b"a" * size
+    if change == "replace":
+        assert objects.in_memory(A) == bytes([19]) * size
+    else:
+        assert objects.contains(A) == [change == "evict"], "what is held is not evicted"
+    objects.objects.release(held)
+
+
+def test_what_is_abandoned_leaves_nothing(make: Callable[..., Objects]) -> None:
+    objects = make()
+    objects.put(A, b"old")
+    objects.objects.abandon(objects.reserve(b"new"))
+    assert objects.in_memory(A) == b"old"
+    assert objects.cache.pool.used == 3
+
+
+def test_more_than_may_stay_is_evicted_least_recently_used_first(
+    make: Callable[..., Objects],
+) -> None:
+    objects = make()
+    for number in range(4):
+        assert objects.put(key_of(number), bytes(2500)) == [True]
+    assert objects.in_memory(key_of(0)) is not None
+    assert objects.contains(key_of(1)) == [True]  # does not count as a use
+    objects.put(key_of(4), bytes(2500))
+    there = [number for number in range(5) if objects.contains(key_of(number)) == [True]]
+    assert there == [0, 2, 3, 4]
+    assert objects.put(A, bytes(KEEPS + 1)) == [False]
+    assert objects.in_memory(A) is None
+
+
+def test_where_nothing_stays_a_chunk_is_there_as_long_as_it_is_held(
+    make: Callable[..., Objects],
+) -> None:
+    tier = redis()
+    objects = make(tier, keeps=0)
+    written = objects.put(A, b"abc")
+    assert objects.in_memory(A) == b"abc"
+    assert objects.end_write(tier) == b"abc"
+    assert written == [True]
+    assert objects.in_memory(A) is None
+    assert objects.cache.pool.used == 0
+
+
+def test_no_room_beside_what_is_held(make: Callable[..., Objects]) -> None:
+    objects = make(capacity=1000)
+    objects.put(A, bytes(600))
+    held = objects.reserve(bytes(900))  # evicts
+    assert objects.in_memory(A) is None
+    assert objects.objects.reserve(metadata_of(101)) is None
+    assert objects.objects.reserve(metadata_of(0)) is None
+    objects.objects.abandon(held)
+
+
+def test_a_chunk_without_an_encoding_changes_nothing(make: Callable[..., Objects]) -> None:
+    tier = redis()
+    objects = make(tier)
+    objects.objects = ObjectCache(objects.cache, NAMES, 1)
+    objects.put(A, b"old")
+    objects.end_write(tier)
+    held = objects.reserve(bytes(70_000))  # more stripes than can be numbered
+    with pytest.raises(FormatError):
+        objects.objects.publish(A, held, lambda written: None)
+    assert objects.in_memory(A) == b"old"
+    objects.objects.abandon(held)
+
+
+# ------------------------------------------------------------------ tiers
+
+
+def test_a_put_is_written_through_in_stripes_although_a_tier_has_the_key(
+    make: Callable[..., Objects],
+) -> None:
+    disk, below = PlayedTier("disk", {A_KEY}), redis()
+    objects = make(disk, below)
+    payload = bytes(range(250)) * 10
+    written = objects.put(A, payload)
+    assert [len(view) for view in below.written[0].slots] == [896, 896, 708]
+    assert below.written[0].frame == NAMES.frame(A, metadata_of(2500), 896)
+    assert objects.end_write(below) == payload
+    assert written == []
+    assert objects.end_write(disk) == payload
+    assert written == [True]
+    assert objects.cache.pool.pinned == 0
+
+
+def test_a_tier_that_does_not_take_a_chunk_forgets_the_one_before(
+    make: Callable[..., Objects],
+) -> None:
+    disk, below = PlayedTier("disk", set()), redis()
+    objects = make(disk, below)
+    written = objects.put(A, b"abc")
+    objects.end_write(below, WriteOutcome.FULL)
+    objects.end_write(disk)
+    assert below.removed[0][0] == A_KEY
+    assert objects.find(A, first=1) == [None], "what Redis has is being removed"
+    assert written == []
+    objects.end_removal(below)
+    assert written == [True]
+    assert objects.counted("drop") == {"drop_redis_full": 1}
+
+
+def test_a_tier_that_is_down(make: Callable[..., Objects]) -> None:
+    tier = redis()
+    objects = make(tier, keeps=0)
+    tier.is_up = False
+    written = objects.put(A, b"abc")
+    assert tier.written == []
+    objects.end_removal(tier)
+    assert written == [False]
+
+
+def test_found_and_loaded_from_the_first_tier_that_has_it(make: Callable[..., Objects]) -> None:
+    disk, below = PlayedTier("disk", set()), redis()
+    objects = make(disk, below)
+    payload = bytes(range(250))
+    found = objects.find(A)
+    assert disk.described == []
+    objects.describe(below, payload)
+    (each,) = found
+    assert each is not None
+    assert (each.metadata, each.level) == (metadata_of(250), 1)
+    loaded = objects.load(A, each)
+    assert [len(view) for view in below.read[0].slots] == [100, 100, 50]
+    objects.end_read(below, payload)
+    (held,) = loaded
+    assert held is not None
+    assert (held.metadata, bytes(held.payload)) == (metadata_of(250), payload)
+    assert held.payload.readonly
+    # The disk gets it too.
+    objects.loop.run_due()
+    objects.loop.run_posted()
+    assert objects.end_write(disk) == payload
+    objects.objects.release(held)
+    assert objects.in_memory(A) == payload
+
+
+def test_nothing_is_found_that_is_not_ours(make: Callable[..., Objects]) -> None:
+    tier = redis()
+    objects = make(tier)
+    for frame in (
+        None,
+        ChunkNames(bytes(32)).frame(A, metadata_of(5), 5),
+        NAMES.frame(B, metadata_of(5), 5),
+    ):
+        found = objects.find(A)
+        (_, done) = tier.described.pop()
+        done(FramesResult(CallOutcome.DONE, [frame]))
+        objects.loop.run_posted()
+        assert found == [None]
+    found = objects.find(A)
+    tier.described.pop()[1](FramesResult(CallOutcome.TIMED_OUT))
+    objects.loop.run_posted()
+    assert found == [None]
+
+
+def test_those_who_ask_at_the_same_moment_are_one_question_and_one_load(
+    make: Callable[..., Objects],
+) -> None:
+    tier = redis()
+    objects = make(tier)
+    found = [objects.find(A) for _ in range(5)]
+    assert len(tier.described) == 1
+    objects.describe(tier, b"abc")
+    loaded = [objects.load(A, each) for (each,) in found]
+    assert len(tier.read) == 1
+    objects.end_read(tier, b"abc")
+    for (held,) in loaded:
+        assert held is not None
+        assert held.payload == b"abc"
+        objects.objects.release(held)
+    assert objects.find(B) == []
+    objects.describe(tier, None, B)
+
+
+def test_a_miss_may_be_looked_for_in_the_next_tier(make: Callable[..., Objects]) -> None:
+    disk, below = PlayedTier("disk", {A_KEY}), redis()
+    objects = make(disk, below)
+    found = objects.find(A)
+    objects.describe(disk, b"abc")
+    (first,) = found
+    assert first is not None
+    loaded = objects.load(A, first)
+    disk.index = set()
+    objects.end_read(disk, None)
+    # The next tier is read by the same frame.
+    below.read_done(below.read.pop(), ReadOutcome.FOREIGN)
+    objects.loop.run_posted()
+    assert loaded == [None]
+    again = objects.find(A, first.level + 1)
+    objects.describe(below, b"other")
+    loaded = objects.load(A, again[0])
+    objects.end_read(below, b"other")
+    (held,) = loaded
+    assert held is not None
+    assert held.payload == b"other"
+    objects.objects.release(held)
+    objects.run(lambda: disk.written)
+    objects.end_write(disk)
+
+
+def test_a_load_without_room_is_a_miss(make: Callable[..., Objects]) -> None:
+    tier = redis()
+    objects = make(tier, capacity=100)
+    found = objects.find(A)
+    objects.describe(tier, bytes(101))
+    assert objects.load(A, found[0]) == [None]
+
+
+# ------------------------------------------------------------------ nothing is undone
+
+
+def test_a_put_during_a_load_wins_and_is_written_when_the_tier_has_done_with_it(
+    make: Callable[..., Objects],
+) -> None:
+    tier = redis()
+    objects = make(tier)
+    found = objects.find(A)
+    objects.describe(tier, b"old")
+    loaded = objects.load(A, found[0])
+    (job,) = tier.read
+    written = objects.put(A, b"new")
+    assert tier.cancelled == [job]
+    assert tier.written == [], "the tier still reads the key"
+    objects.end_read(tier, b"old")
+    (held,) = loaded
+    assert held is not None
+    assert held.payload == b"new"
+    objects.objects.release(held)
+    objects.loop.run_posted()
+    assert objects.end_write(tier) == b"new"
+    assert written == [True]
+    assert objects.in_memory(A) == b"new"
+
+
+def test_a_removal_during_a_load_wins(make: Callable[..., Objects]) -> None:
+    tier = redis()
+    objects = make(tier)
+    found = objects.find(A)
+    objects.describe(tier, b"old")
+    loaded = objects.load(A, found[0])
+    removed = objects.remove(A)
+    assert tier.removed == []
+    objects.end_read(tier, b"old")
+    assert loaded == [None]
+    objects.loop.run_posted()
+    assert objects.contains(A) == [False], "it is being removed"
+    assert objects.load(A, found[0]) == [None]
+    assert objects.find(A) == [None]
+    objects.end_removal(tier, 1)
+    assert removed == [True]
+    assert objects.in_memory(A) is None
+
+
+def test_a_question_from_before_a_change_is_not_joined_after_it(
+    make: Callable[..., Objects],
+) -> None:
+    tier = redis()
+    objects = make(tier, keeps=0)
+    before = objects.find(A)
+    objects.put(A, b"new")
+    objects.end_write(tier)
+    after = objects.find(A)
+    objects.describe(tier, None)
+    assert (before, after) == ([None], [])
+    objects.describe(tier, b"new")
+    assert after[0] is not None
+
+
+def test_changes_of_a_key_are_carried_out_one_after_the_other(
+    make: Callable[..., Objects],
+) -> None:
+    tier = redis()
+    objects = make(tier)
+    first, second = objects.put(A, b"1"), objects.put(A, b"2")
+    third = objects.put(A, b"3")
+    other = objects.put(B, b"b")
+    assert len(tier.written) == 2, "of each key one"
+    assert objects.end_write(tier) == b"1"
+    # The second was replaced before it got the lock, and is skipped.
+    objects.run(lambda: len(tier.written) == 2)
+    assert objects.end_write(tier) == b"b"
+    assert (first, second, third, other) == ([True], [True], [], [True])
+    removed = objects.remove(A)
+    assert len(tier.cancelled) == 1
+    fourth = objects.put(A, b"4")
+    assert tier.removed == []
+    assert objects.end_write(tier, WriteOutcome.CANCELLED) == b"3"
+    assert (third, removed, tier.written) == ([True], [], [])
+    objects.end_removal(tier, 1)
+    assert removed == [True]
+    assert objects.end_write(tier) == b"4"
+    assert fourth == [True]
+    assert objects.in_memory(A) == b"4"
+
+
+def test_a_write_that_hangs_holds_up_nothing_and_is_not_found_later(
+    make: Callable[..., Objects],
+) -> None:
+    disk = PlayedTier("disk", set())
+    objects = make(disk)
+    written = objects.put(A, b"1")
+    (job,) = disk.written
+    disk.is_up = False
+    disk.stuck(job)
+    removed = objects.remove(A)
+    objects.run(lambda: disk.removed)
+    objects.end_removal(disk)
+    assert removed == [True]
+    assert set(disk.cancelled) == {job}
+    assert objects.cache.pool.pinned == 1
+    objects.end_write(disk, WriteOutcome.CANCELLED)
+    assert written == [True]
+    disk.is_up = True
+    objects.put(A, b"2")
+    assert objects.end_write(disk) == b"2"
+
+
+# ------------------------------------------------------------------ keys, flush
+
+
+def test_contains_asks_the_tiers_in_their_order(make: Callable[..., Objects]) -> None:
+    disk, below = PlayedTier("disk", {A_KEY}), redis()
+    objects = make(disk, below)
+    assert objects.contains(A) == [True]
+    disk.index = set()
+    found = objects.contains(A)
+    below.asked.pop()[1](ExistsResult(CallOutcome.DONE, [True]))
+    objects.loop.run_posted()
+    assert found == [True]
+    found = objects.contains(A)
+    below.asked.pop()[1](ExistsResult(CallOutcome.UNAVAILABLE))
+    objects.loop.run_posted()
+    assert found == [False]
+
+
+def test_keys_of_memory_and_of_all_tiers(make: Callable[..., Objects]) -> None:
+    disk = PlayedTier("disk", {A_KEY, NAMES.chunk_key(key_of(3)), NAMES.common + b"else"})
+    objects = make(disk)
+    objects.put(B, b"b")
+    objects.end_write(disk)
+    held = objects.reserve(b"not yet")
+    listed: list[list[ObjectKey]] = []
+    objects.objects.keys(time.monotonic() + 10, listed.append)
+    objects.run(lambda: listed)
+    assert sorted(listed[0]) == [A, B, key_of(3)]
+    objects.objects.abandon(held)
+
+
+def test_the_backlog_has_writes_and_removals(make: Callable[..., Objects]) -> None:
+    tier = redis()
+    objects = make(tier)
+    cache = objects.objects.cache
+    assert cache.backlog == 0
+    objects.put(A, b"a")
+    objects.remove(B)
+    objects.put(key_of(3), b"c")
+    assert cache.backlog == 3
+    objects.end_write(tier)
+    objects.end_removal(tier)
+    assert cache.backlog == 1
+    objects.end_write(tier)
+    assert cache.backlog == 0
