@@ -11,7 +11,7 @@ The bytes of a chunk are segment-major: all pages of segment 0 in token order, t
 stripe ``i`` fills slot ``i`` from its start. The same plan serves both directions: a gather copies
 from the device to slots, a scatter from slots to the device.
 
-`Planner` lists the copies of a chunk for the CPU; a GPU has a table for its kernels (`table`).
+`CopyPlanner` lists the copies of a chunk for the CPU; a GPU has a table for its kernels (`table`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Copy(NamedTuple):
     nbytes: int
 
 
-class Chunk(NamedTuple):
+class ChunkCopy(NamedTuple):
     """One chunk of a call: its blocks in token order, its slots, and how many blocks to skip."""
 
     block_ids: Sequence[int]
@@ -55,11 +55,11 @@ class Chunk(NamedTuple):
     skip_blocks: int
 
 
-class Call(NamedTuple):
+class CopyCall(NamedTuple):
     """A gather or a scatter: see `DeviceContext`. chunk_bytes: of each of its chunks."""
 
     group: int
-    chunks: list[Chunk]
+    chunks: list[ChunkCopy]
     chunk_bytes: int
     stripe_payload_bytes: int
     event: bytes | None
@@ -149,11 +149,11 @@ class DeviceContext(ABC):
             self._unmap()
 
     @abstractmethod
-    def _gather(self, call: Call, on_blocks_read: Callable[[], None] | None) -> None:
+    def _gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None) -> None:
         """See `gather`. Chunks and slots are checked, block ids and the event are not."""
 
     @abstractmethod
-    def _scatter(self, call: Call) -> None:
+    def _scatter(self, call: CopyCall) -> None:
         """See `scatter`. Chunks and slots are checked, block ids and the event are not."""
 
     @abstractmethod
@@ -161,13 +161,13 @@ class DeviceContext(ABC):
         """Release the memory."""
 
     def _call(
-        self, group: int, chunks: list[Chunk], stripe_bytes: int, event: bytes | None,
+        self, group: int, chunks: list[ChunkCopy], stripe_bytes: int, event: bytes | None,
         until_ns: int | None,
-    ) -> Call:  # fmt: skip
+    ) -> CopyCall:  # fmt: skip
         chunk_bytes = len(chunks[0].block_ids) * self._block_bytes[group]
         for chunk in chunks:
             check_slots(chunk.slots, chunk_bytes, stripe_bytes)
-        return Call(group, chunks, chunk_bytes, stripe_bytes, event, until_ns)
+        return CopyCall(group, chunks, chunk_bytes, stripe_bytes, event, until_ns)
 
     @contextlib.contextmanager
     def _mapped(self) -> Iterator[None]:
@@ -200,7 +200,7 @@ class _Shape(NamedTuple):
     stride: _Int64s
 
 
-class Planner:
+class CopyPlanner:
     """Plans copies for one layout, which must have passed `KVLayout.check`. Thread-safe.
 
     Plans of chunks that have adjacent blocks at the same positions differ only in device offsets.
@@ -307,7 +307,7 @@ def checked_ids(block_ids: Sequence[int], num_blocks: int) -> _Int64s:
 
 def chunks_of_call(
     block_ids: Sequence[int], slots: Sequence[memoryview], skip_blocks: int, chunks: int
-) -> list[Chunk]:
+) -> list[ChunkCopy]:
     """Divide a call's blocks and slots among its chunks, which are equally long.
 
     Raises DeviceError if they do not divide evenly, or ``skip_blocks`` exceeds the number of
@@ -319,7 +319,7 @@ def chunks_of_call(
         raise DeviceError(f"{skip_blocks} of {len(block_ids)} blocks to skip")
     blocks, stripes = len(block_ids) // chunks, len(slots) // chunks
     return [
-        Chunk(
+        ChunkCopy(
             block_ids[n * blocks : (n + 1) * blocks],
             slots[n * stripes : (n + 1) * stripes],
             min(max(0, skip_blocks - n * blocks), blocks),

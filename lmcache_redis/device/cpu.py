@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lmcache_redis import native
-from lmcache_redis.device.calls import Call, Chunk, Copy, DeviceContext, Planner
+from lmcache_redis.device.calls import ChunkCopy, Copy, CopyCall, CopyPlanner, DeviceContext
 from lmcache_redis.device.handles import SharedMemoryHandle, check_exporter, own_process
 from lmcache_redis.device.layout import KVLayout
 from lmcache_redis.errors import DeviceError
@@ -191,7 +191,7 @@ class CpuDevice(DeviceContext):
         for layout in layouts:
             layout.check([handle.size_bytes for handle in handles])
         super().__init__(layouts)
-        self._planners = [Planner(layout) for layout in layouts]
+        self._planners = [CopyPlanner(layout) for layout in layouts]
         self._maps: list[SharedMapping] = []
         try:
             self._maps.extend(map(SharedMapping, handles))
@@ -199,7 +199,7 @@ class CpuDevice(DeviceContext):
             self.close()
             raise
 
-    def _gather(self, call: Call, on_blocks_read: Callable[[], None] | None) -> None:
+    def _gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None) -> None:
         """``on_blocks_read`` is not called: the blocks are read when the call returns."""
         plans = self._plans(call)
         with self._memory() as storages:
@@ -208,7 +208,7 @@ class CpuDevice(DeviceContext):
                 for storage, offset, slot, at, nbytes in _in_time(copies, call.until_ns):
                     targets[slot][at : at + nbytes] = storages[storage][offset : offset + nbytes]
 
-    def _scatter(self, call: Call) -> None:
+    def _scatter(self, call: CopyCall) -> None:
         plans = self._plans(call)
         with self._memory() as storages:
             for chunk, copies in plans:
@@ -220,7 +220,7 @@ class CpuDevice(DeviceContext):
         while self._maps:
             self._maps.pop().close()
 
-    def _plans(self, call: Call) -> list[tuple[Chunk, list[Copy]]]:
+    def _plans(self, call: CopyCall) -> list[tuple[ChunkCopy, list[Copy]]]:
         """Each chunk's copies, all bounds checked."""
         if call.event is not None:
             raise DeviceError("a CUDA event for a KV cache in CPU memory")

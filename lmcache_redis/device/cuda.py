@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmcache_redis.device.calls import Call, DeviceContext
+from lmcache_redis.device.calls import CopyCall, DeviceContext
 from lmcache_redis.device.cuda_copies import page_copies
 from lmcache_redis.device.cuda_ipc import CudaIPCWrapper
 from lmcache_redis.device.handles import CudaIPCHandle
@@ -90,7 +90,7 @@ class CudaDevice(DeviceContext):
             self._gather_streams.put(_CopyStream(self.device))
             self._scatter_streams.put(_CopyStream(self.device))
 
-    def _gather(self, call: Call, on_blocks_read: Callable[[], None] | None) -> None:
+    def _gather(self, call: CopyCall, on_blocks_read: Callable[[], None] | None) -> None:
         """Once the engine's event has happened."""
         ids = self._checked(call)
         with self._stream(self._gather_streams, call) as (stream, staging):
@@ -104,7 +104,7 @@ class CudaDevice(DeviceContext):
                 kernel.synchronize()
                 on_blocks_read()
 
-    def _scatter(self, call: Call) -> None:
+    def _scatter(self, call: CopyCall) -> None:
         """Pages are written after the event."""
         ids = self._checked(call)
         with self._stream(self._scatter_streams, call) as (stream, staging):
@@ -125,7 +125,7 @@ class CudaDevice(DeviceContext):
             self._storages.clear()
             torch.cuda.empty_cache()
 
-    def _checked(self, call: Call) -> _Int64s:
+    def _checked(self, call: CopyCall) -> _Int64s:
         """The ids as a kernel takes them. Raises DeviceError for an invalid argument."""
         ids = pack_ids(
             [chunk.block_ids for chunk in call.chunks],
@@ -139,7 +139,9 @@ class CudaDevice(DeviceContext):
         return ids
 
     @contextmanager
-    def _stream(self, streams: _Streams, call: Call) -> Iterator[tuple[_CopyStream, torch.Tensor]]:
+    def _stream(
+        self, streams: _Streams, call: CopyCall
+    ) -> Iterator[tuple[_CopyStream, torch.Tensor]]:
         """A stream, made current, with staging for the chunks. It is drained at the end."""
         with self._mapped():
             wait_s = _left_s(_STREAM_DEADLINE_S, call.until_ns)
@@ -271,7 +273,7 @@ class PinnedMemory:
             raise DeviceError(f"host memory could not be unpinned: {reason}")
 
 
-def _stripes(staging: torch.Tensor, call: Call) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _stripes(staging: torch.Tensor, call: CopyCall) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each stripe of the staged chunks with its slot, as tensors of one length."""
     staged = staging.split(staging_stride_bytes(call.chunk_bytes))
     for chunk, whole in zip(call.chunks, staged, strict=True):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.device.calls import Chunk, Copy, Planner, check_slots, chunks_of_call
+from lmcache_redis.device.calls import ChunkCopy, Copy, CopyPlanner, check_slots, chunks_of_call
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import DeviceError
 from tests.device.layouts import Paged, blocks_of, empty_slots, filled_slots, paged
@@ -21,7 +21,7 @@ def test_gather_equals_the_reference(case: Paged, data: st.DataObject, stripe: i
     skip = data.draw(st.integers(0, len(ids)))
     expected = case.chunk(ids)
     slots = empty_slots(len(expected), stripe, spare=3)
-    for storage, offset, slot, at, nbytes in Planner(case.layout).copies(ids, stripe, skip):
+    for storage, offset, slot, at, nbytes in CopyPlanner(case.layout).copies(ids, stripe, skip):
         slots[slot][at : at + nbytes] = case.storages[storage][offset : offset + nbytes]
     # Skipped pages stay as they were, as do the bytes behind each stripe.
     untouched = [storage.copy() for storage in case.storages]
@@ -49,7 +49,7 @@ def test_scatter_equals_the_reference(case: Paged, data: st.DataObject, stripe: 
     chunk = np.random.default_rng(stripe).bytes(len(case.chunk(ids)))
     expected = case.with_chunk(ids, chunk, skip)
     slots = filled_slots(chunk, stripe)
-    for storage, offset, slot, at, nbytes in Planner(case.layout).copies(ids, stripe, skip):
+    for storage, offset, slot, at, nbytes in CopyPlanner(case.layout).copies(ids, stripe, skip):
         case.storages[storage][offset : offset + nbytes] = slots[slot][at : at + nbytes]
     for after, want in zip(case.storages, expected, strict=True):
         assert np.array_equal(after, want)
@@ -60,7 +60,7 @@ def test_a_plan_is_in_order_in_bounds_and_within_stripes(
     case: Paged, data: st.DataObject, stripe: int
 ) -> None:
     ids = data.draw(blocks_of(case.layout.num_blocks))
-    copies = Planner(case.layout).copies(ids, stripe)
+    copies = CopyPlanner(case.layout).copies(ids, stripe)
     at = 0
     for copy in copies:
         assert isinstance(copy, Copy)
@@ -76,10 +76,10 @@ def test_a_plan_is_in_order_in_bounds_and_within_stripes(
 def test_a_planner_that_has_planned_before_plans_the_same(
     case: Paged, data: st.DataObject, stripe: int
 ) -> None:
-    planner = Planner(case.layout)
+    planner = CopyPlanner(case.layout)
     for _ in range(3):
         ids = data.draw(blocks_of(case.layout.num_blocks))
-        assert planner.copies(ids, stripe) == Planner(case.layout).copies(ids, stripe)
+        assert planner.copies(ids, stripe) == CopyPlanner(case.layout).copies(ids, stripe)
 
 
 LAYOUT = KVLayout(
@@ -94,7 +94,7 @@ LAYOUT = KVLayout(
 
 class TestRuns:
     def test_neighbouring_blocks_are_one_copy_where_their_pages_touch(self) -> None:
-        assert Planner(LAYOUT).copies([7, 8, 9, 3], 10_000) == [
+        assert CopyPlanner(LAYOUT).copies([7, 8, 9, 3], 10_000) == [
             Copy(0, 7 * 64, 0, 0, 192),
             Copy(0, 3 * 64, 0, 192, 64),
             Copy(0, 6400 + 7 * 64, 0, 256, 192),
@@ -106,49 +106,49 @@ class TestRuns:
         ]
 
     def test_a_new_run_begins_after_the_skipped_blocks(self) -> None:
-        assert Planner(LAYOUT).copies([7, 8, 9], 10_000, 2) == [
+        assert CopyPlanner(LAYOUT).copies([7, 8, 9], 10_000, 2) == [
             Copy(0, 9 * 64, 0, 128, 64),
             Copy(0, 6400 + 9 * 64, 0, 320, 64),
             Copy(1, 9 * 96, 0, 512, 64),
         ]
 
     def test_a_copy_ends_with_its_stripe(self) -> None:
-        assert Planner(LAYOUT).copies([0, 1], 100)[:3] == [
+        assert CopyPlanner(LAYOUT).copies([0, 1], 100)[:3] == [
             Copy(0, 0, 0, 0, 100),
             Copy(0, 100, 1, 0, 28),
             Copy(0, 6400, 1, 28, 72),
         ]
 
     def test_nothing_to_copy(self) -> None:
-        assert Planner(LAYOUT).copies([], 64) == []
-        assert Planner(LAYOUT).copies([5, 6], 64, 2) == []
+        assert CopyPlanner(LAYOUT).copies([], 64) == []
+        assert CopyPlanner(LAYOUT).copies([5, 6], 64, 2) == []
 
     def test_a_large_model_needs_hundreds_of_copies_not_thousands(self) -> None:
         """80 layers, K and V apart, 16 blocks in a row, 2 MiB stripes of a 80 MiB chunk."""
         page = 32 << 10
         segments = tuple(Segment(layer, 0, page, page) for layer in range(160))
         layout = KVLayout((), "uint8", "cpu", 16, 100, segments)
-        assert len(Planner(layout).copies(range(40, 56), 2 << 20)) <= 200
+        assert len(CopyPlanner(layout).copies(range(40, 56), 2 << 20)) <= 200
 
 
 class TestBounds:
     @pytest.mark.parametrize("ids", [[100], [-1], [0, 2**63 - 1], [-(2**63)], [2**63], [2**70]])
     def test_blocks(self, ids: list[int]) -> None:
         with pytest.raises(DeviceError, match="block"):
-            Planner(LAYOUT).copies(ids, 64)
+            CopyPlanner(LAYOUT).copies(ids, 64)
 
     @pytest.mark.parametrize("ids", [["a"], [None], [[1, 2]], [[1], [2]]])
     def test_what_is_no_row_of_blocks(self, ids: list[int]) -> None:
         with pytest.raises(DeviceError, match="block ids"):
-            Planner(LAYOUT).copies(ids, 64)
+            CopyPlanner(LAYOUT).copies(ids, 64)
 
     @pytest.mark.parametrize(("stripe", "skip"), [(0, 0), (-1, 0), (2**63, 0), (64, -1), (64, 3)])
     def test_sizes(self, stripe: int, skip: int) -> None:
         with pytest.raises(DeviceError):
-            Planner(LAYOUT).copies([1, 2], stripe, skip)
+            CopyPlanner(LAYOUT).copies([1, 2], stripe, skip)
 
     def test_a_stripe_may_be_as_large_as_an_address(self) -> None:
-        assert sum(copy.nbytes for copy in Planner(LAYOUT).copies([1, 2], 2**63 - 1)) == 384
+        assert sum(copy.nbytes for copy in CopyPlanner(LAYOUT).copies([1, 2], 2**63 - 1)) == 384
 
     def test_what_does_not_divide_into_chunks(self) -> None:
         slots = empty_slots(4, 1)
@@ -167,8 +167,8 @@ class TestBounds:
     def test_the_chunks_of_a_call(self) -> None:
         slots = empty_slots(4, 1)
         assert chunks_of_call([1, 2, 3, 4], slots, 3, 2) == [
-            Chunk([1, 2], slots[:2], 2),
-            Chunk([3, 4], slots[2:], 1),
+            ChunkCopy([1, 2], slots[:2], 2),
+            ChunkCopy([3, 4], slots[2:], 1),
         ]
 
     def test_slots(self) -> None:

@@ -30,7 +30,7 @@ from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.reports import events
-from lmcache_redis.integrations.vllm.reports.events import Announcer, Chunk, blocks_of
+from lmcache_redis.integrations.vllm.reports.events import AnnouncedChunk, Announcer, blocks_of
 from tests.integrations.test_guard import Broken, config
 from tests.integrations.test_scheduler import (
     BLOCK,
@@ -196,10 +196,10 @@ def test_stored_and_removed(tier: str, place: tuple[str, str]) -> None:
     assert removed.block_hashes == [each for event in stored for each in event.block_hashes]
 
 
-def numbered(tokens: int) -> Chunk:
+def numbered(tokens: int) -> AnnouncedChunk:
     """A chunk whose n-th hash is n."""
     hashes = [bytes([n]) for n in range(tokens // HASH)]
-    return Chunk(5, hashes, b"parent", range(tokens), None, None, ())
+    return AnnouncedChunk(5, hashes, b"parent", range(tokens), None, None, ())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, Tracked, Wishes
 from lmcache_redis.integrations.vllm.groups import layer_groups, left_out_groups
-from lmcache_redis.integrations.vllm.planning import Planner
+from lmcache_redis.integrations.vllm.planning import StepPlanner
 from tests.integrations.test_groups import BLOCK, full, groups, replayed, ring, state, window
 from tests.integrations.test_scheduler import CHUNK, FakeRequest
 
@@ -25,10 +25,10 @@ def pool() -> BlockPool:
     return BlockPool(num_gpu_blocks=128, enable_caching=True, hash_block_size=BLOCK)
 
 
-def planner_of(pool: BlockPool, *specs: Any) -> Planner:
+def planner_of(pool: BlockPool, *specs: Any) -> StepPlanner:
     config = groups(*specs)
     references = BlockReferences(pool, world_size=1)
-    return Planner(references, layer_groups(config), left_out_groups(config), CHUNK)
+    return StepPlanner(references, layer_groups(config), left_out_groups(config), CHUNK)
 
 
 def tracked(chunks: int, request_id: str = "r") -> Tracked:

@@ -16,7 +16,7 @@ from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.worker import Planned
 
 
-class Planner:
+class StepPlanner:
     """Plans for the requests of one engine, and takes the references to their blocks.
 
     groups, left_out, step_tokens: as for `ConnectorScheduler`. needs_all: a prefix needs every

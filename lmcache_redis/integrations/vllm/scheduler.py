@@ -36,7 +36,7 @@ from lmcache_redis.integrations.vllm.bookkeeping import (
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
-from lmcache_redis.integrations.vllm.planning import Planner
+from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.support import MediaNames
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
@@ -91,7 +91,7 @@ class ConnectorScheduler:
     ) -> None:
         self._adapter = adapter
         self._references = references
-        self._planner = Planner(references, groups, left_out, step_tokens)
+        self._planner = StepPlanner(references, groups, left_out, step_tokens)
         self._stale = stale
         self.epochs = epochs
         self._recorder = recorder

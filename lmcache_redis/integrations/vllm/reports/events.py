@@ -42,7 +42,7 @@ _PLACES = {
 }
 
 
-class Chunk(NamedTuple):
+class AnnouncedChunk(NamedTuple):
     """What an event says of a chunk.
 
     number: in the prompt. hashes: as vLLM publishes them, one for each of its units of hashing.
@@ -64,13 +64,13 @@ class Event(NamedTuple):
     stored: bool
     tier: str
     group: int
-    chunk: Chunk
+    chunk: AnnouncedChunk
 
 
-class _Held(NamedTuple):
+class _Followed(NamedTuple):
     """A chunk, and which of its parts are where: bit masks, by tier and group."""
 
-    chunk: Chunk
+    chunk: AnnouncedChunk
     parts: dict[tuple[str, int], int]
 
 
@@ -87,7 +87,7 @@ class Holdings:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._chunks: OrderedDict[bytes, _Held] = OrderedDict()
+        self._chunks: OrderedDict[bytes, _Followed] = OrderedDict()
         self._groups: Sequence[int] = ()
         self._whole: dict[int, int] = {}  # the bit mask of all parts, by group
 
@@ -109,9 +109,9 @@ class Holdings:
             self._chunks.move_to_end(name)
         return is_followed
 
-    def follow(self, name: bytes, chunk: Chunk) -> list[Event]:
+    def follow(self, name: bytes, chunk: AnnouncedChunk) -> list[Event]:
         """Follows another chunk. The one that was named first may be forgotten for it."""
-        self._chunks[name] = _Held(chunk, {})
+        self._chunks[name] = _Followed(chunk, {})
         if len(self._chunks) <= self._limit:
             return []
         return self._removals(self._chunks.popitem(last=False)[1])
@@ -136,7 +136,7 @@ class Holdings:
         self._chunks.clear()
         return events
 
-    def _removals(self, held: _Held) -> list[Event]:
+    def _removals(self, held: _Followed) -> list[Event]:
         return [
             Event(False, tier, group, held.chunk)
             for (tier, group), mask in held.parts.items()
@@ -152,7 +152,7 @@ class Blocks(NamedTuple):
     tokens: slice
 
 
-def blocks_of(chunk: Chunk, group: LayerGroup) -> Blocks:
+def blocks_of(chunk: AnnouncedChunk, group: LayerGroup) -> Blocks:
     """The blocks that the group's part of the chunk holds."""
     chunk_tokens, block_tokens = len(chunk.token_ids), group.block_size_tokens
     part = group.part(0, chunk_tokens)
@@ -228,7 +228,7 @@ class Announcer:
         del self._events[:CHUNKS_PER_STEP]
         return [each for run in in_order(events) for each in self._published(run)]
 
-    def _described(self, request: Request, number: int, chunk_tokens: int) -> Chunk:
+    def _described(self, request: Request, number: int, chunk_tokens: int) -> AnnouncedChunk:
         begin, end = number * chunk_tokens, (number + 1) * chunk_tokens
         first, last = begin // self._hash_tokens, end // self._hash_tokens
         lora = request.lora_request
@@ -236,7 +236,7 @@ class Announcer:
             kv_cache_utils.maybe_convert_block_hash(each)
             for each in request.block_hashes[max(0, first - 1) : last]
         ]
-        return Chunk(
+        return AnnouncedChunk(
             number,
             hashes[1:] if first else hashes,
             hashes[0] if first else None,
