@@ -64,7 +64,7 @@ class Core(EngineCore):
         inner = played.connector._scheduler
         assert inner is not None
         played.connector._engine = engine = Engine(self, played.scheduler)
-        self.epochs = inner.epochs = Epochs(None, run, engine.parameters)
+        self.epochs = inner._names.epochs = Epochs(None, run, engine.parameters)
         # No transfer ends until the test says so.
         self._random = played._rng.random
         self.let_transfers_end(False)

@@ -11,9 +11,15 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, Tracked, Wishes
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.groups import layer_groups, left_out_groups
 from lmcache_redis.integrations.vllm.planning import StepPlanner
+from lmcache_redis.integrations.vllm.requests import (
+    BlockHashing,
+    RequestLookup,
+    RequestOptions,
+    Tracked,
+)
 from tests.integrations.test_groups import BLOCK, full, groups, replayed, ring, state, window
 from tests.integrations.test_scheduler import CHUNK, FakeRequest
 
@@ -33,7 +39,9 @@ def planner_of(pool: BlockPool, *specs: Any) -> StepPlanner:
 
 def tracked(chunks: int, request_id: str = "r") -> Tracked:
     request: Any = FakeRequest(request_id, chunks * CHUNK + 1)
-    return Tracked(request, b"", Wishes(), 1, BLOCK, chunk_tokens=CHUNK)
+    lookup = RequestLookup(0, None)
+    hashing = BlockHashing(1, BLOCK)
+    return Tracked(request, b"", RequestOptions(), hashing, CHUNK, lookup=lookup)
 
 
 def test_operations_name_groups_as_the_agent_numbers_them(pool: BlockPool) -> None:

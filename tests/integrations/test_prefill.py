@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
-from lmcache_redis.integrations.vllm.bookkeeping import PrefillRate, Wishes
+from lmcache_redis.integrations.vllm.bookkeeping import PrefillRate
+from lmcache_redis.integrations.vllm.requests import RequestOptions
 
 
 def test_a_rate_is_the_time_of_steps_by_their_prompt_tokens() -> None:
@@ -58,19 +59,19 @@ def test_new_steps_count_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "wishes"),
+    ("params", "options"),
     [
-        (None, Wishes()),
-        ([], Wishes()),
-        ({"another connector's": 1}, Wishes()),
-        ({"lmcache_redis": {"load": False}}, Wishes(load=False)),
-        ({"lmcache_redis": {"store": False}}, Wishes(store=False)),
-        ({"lmcache_redis": {"max_load_tokens": 512}}, Wishes(max_load_tokens=512)),
-        ({"lmcache_redis": {"max_load_tokens": 0}}, Wishes(max_load_tokens=0)),
+        (None, RequestOptions()),
+        ([], RequestOptions()),
+        ({"another connector's": 1}, RequestOptions()),
+        ({"lmcache_redis": {"load": False}}, RequestOptions(load=False)),
+        ({"lmcache_redis": {"store": False}}, RequestOptions(store=False)),
+        ({"lmcache_redis": {"max_load_tokens": 512}}, RequestOptions(max_load_tokens=512)),
+        ({"lmcache_redis": {"max_load_tokens": 0}}, RequestOptions(max_load_tokens=0)),
     ],
 )
-def test_a_request_may_ask_for_less(params: Any, wishes: Wishes) -> None:
-    assert Wishes.of(params, "r") == wishes
+def test_a_request_may_ask_for_less(params: Any, options: RequestOptions) -> None:
+    assert RequestOptions.of(params, "r") == options
 
 
 @pytest.mark.parametrize(
@@ -88,10 +89,10 @@ def test_a_request_may_ask_for_less(params: Any, wishes: Wishes) -> None:
         ({"max_load_tokens": 1.5}, "got `float` - at `$.max_load_tokens`"),
     ],
 )
-def test_wishes_that_make_no_sense_are_told_and_not_followed(
+def test_options_that_make_no_sense_are_not_followed(
     wish: Any, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert Wishes.of({"lmcache_redis": wish}, "request-7") == Wishes()
+    assert RequestOptions.of({"lmcache_redis": wish}, "request-7") == RequestOptions()
     (record,) = caplog.records
     assert "request-7" in record.getMessage()
     assert words in record.getMessage()

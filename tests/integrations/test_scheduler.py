@@ -25,8 +25,10 @@ from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBl
 from lmcache_redis.integrations.vllm.epoch import Epochs, named_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
+from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
+from lmcache_redis.integrations.vllm.requests import BlockHashing, RequestNames
+from lmcache_redis.integrations.vllm.scheduler import CachePolicy, ConnectorScheduler
 from lmcache_redis.integrations.vllm.worker import StepMetadata, WorkerReport
 
 BLOCK, CHUNK = 16, 64
@@ -161,23 +163,19 @@ def make_scheduler(
     recorder: Recorder | None = None,
     **options: Any,
 ) -> ConnectorScheduler:
-    recorder = recorder or Recorder()
+    groups = options.pop("groups", [LayerGroup(0, (), BLOCK, FULL_REACH, "FullAttentionSpec")])
+    hashing = BlockHashing(options.pop("hash_stride", 1), BLOCK)
+    names = RequestNames(Epochs(None, None, bytes), StaleBlocks(pool), options.pop("media", None))
+    announcer = options.pop("announcer", None)
+    step_tokens = options.pop("step_tokens", 4 * CHUNK)
+    planner = StepPlanner(references, groups, (), step_tokens, options.pop("block_ids", None))
     return ConnectorScheduler(
         adapter,  # type: ignore[arg-type]
-        references,
-        StaleBlocks(pool),
-        Epochs(None, None, bytes),
-        recorder,
-        **{
-            "groups": [LayerGroup(0, (), BLOCK, FULL_REACH, "FullAttentionSpec")],
-            "block_size_tokens": BLOCK,
-            "hash_stride": 1,
-            "loads": True,
-            "stores": True,
-            "step_tokens": 4 * CHUNK,
-            "block_ids": None,
-            **options,
-        },
+        planner,
+        names,
+        CachePolicy(hashing, **options),
+        recorder or Recorder(),
+        announcer,
     )
 
 

@@ -19,9 +19,15 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.core.block_pool import BlockPool
 
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, Tracked, Wishes
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.reports.stats import ConnectorStats, Recorder
+from lmcache_redis.integrations.vllm.requests import (
+    BlockHashing,
+    RequestLookup,
+    RequestOptions,
+    Tracked,
+)
 from lmcache_redis.integrations.vllm.worker import StepMetadata
 from tests.integrations import test_guard, test_scheduler
 from tests.integrations.test_guard import REQUEST, connector
@@ -59,8 +65,9 @@ def test_tokens_before_the_lookup_do_not_count() -> None:
 
 def tokens_by_tier(tokens: range, tiers: list[str], *, first_chunk: int) -> dict[str, int]:
     """Of a load of these tokens, with chunks of four."""
-    tracked = Tracked(Any, None, Wishes(), 1, 4, 4)  # type: ignore[arg-type]
-    tracked.first_chunk, tracked.tiers, tracked.local_tokens = first_chunk, tiers, tokens.start
+    request: Any = None
+    tracked = Tracked(request, None, RequestOptions(), BlockHashing(1, 4), 4)
+    tracked.lookup = RequestLookup(first_chunk, None, tokens.start, tiers)
     return tracked.hit_tokens(len(tokens))
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's bookkeeping: requests, references to blocks, stale blocks, recent chunks.
+"""The scheduler's bookkeeping: references to blocks, stale blocks, recent chunks.
 
 And what computing a prompt costs this engine, from its own steps.
 """
@@ -6,126 +6,26 @@ And what computing a prompt costs this engine, from its own steps.
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
-
-import msgspec
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.request import Request
-
-logger = logging.getLogger("vllm.lmcache_redis")
 
 _REPORT_S = 10.0  # longer than the lease of most transfers
 # A store takes a fraction of this. vLLM waits so long before it preempts a request.
 _FREED_SOON_S = 0.5
 _MAX_RECENT_CHUNKS = 200_000
 _REMEMBERED_S = 60.0
-# A step with fewer prompt tokens takes as long with none.
+# Steps with fewer prompt tokens say nothing about prefill speed.
 _LEAST_TOKENS = 64
-# What the steps before a measured one count, against it.
+# Weight of earlier steps in the average.
 _KEPT = 0.75
-
-
-class Wishes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request asks of the cache: ``kv_transfer_params={"lmcache_redis": {...}}``.
-
-    load, store: whether its prefix may be loaded, and its KV stored. max_load_tokens: the end of
-    the prefix that may be loaded; None: no limit.
-    """
-
-    load: bool = True
-    store: bool = True
-    max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-
-    @staticmethod
-    def of(params: object, request_id: str, *, beside_others: bool = False) -> Wishes:
-        """The wishes of a request. Those that make no sense are logged and not followed.
-
-        beside_others: other connectors transfer KV too. They bring the whole prompt of a request
-        with ``do_remote_prefill``; a hit would replace that by a part of it.
-        """
-        given = params if isinstance(params, Mapping) else {}
-        found = given.get("lmcache_redis")
-        try:
-            wishes = Wishes() if found is None else msgspec.convert(found, Wishes)
-            if beside_others and given.get("do_remote_prefill"):
-                return msgspec.structs.replace(wishes, load=False)
-            return wishes
-        except (msgspec.ValidationError, UnicodeError) as error:
-            logger.warning(
-                "request %s: kv_transfer_params with lmcache_redis=%r are not followed: %s; give "
-                "some of load (bool), store (bool) and max_load_tokens (int)",
-                request_id, found, error,
-            )  # fmt: skip
-            return Wishes()
-
-
-@dataclass(slots=True)
-class Tracked:
-    """One request. Chunk numbers are in units of ``chunk_tokens``.
-
-    hash_stride: vLLM's hashes per block of ``block_size_tokens``.
-    """
-
-    request: Request
-    prefix: bytes | None  # of the names of its chunks; None if it is not cached
-    wishes: Wishes
-    hash_stride: int
-    block_size_tokens: int
-    chunk_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)  # where vLLM does not report them
-    first_chunk: int | None = None  # where its lookup began
-    asked_s: float | None = None  # when its lookup began, until that is answered
-    local_tokens: int = 0  # computed locally when the lookup was answered
-    tiers: Sequence[str] = ()  # of the chunks found, from the first one that was looked up
-    considered_chunks: int = 0  # leading chunks for which a store was planned or ruled out
-    matched: bool = False  # vLLM knows the number of tokens and has not allocated blocks since
-    started: bool = False  # vLLM has allocated blocks for it, perhaps before a preemption
-    loading: frozenset[int] | None = None  # blocks that its load writes
-    computes: bool = False  # the rest, without another lookup
-    # Another connector has loaded KV for it within a step, and may still report that this failed:
-    # nothing is stored until it has more output tokens than these.
-    stored_after: int | None = None
-    canary_chunks: int | None = None  # leading chunks to be compared; None: not decided
-
-    def hashed_tokens(self) -> int:
-        """Its tokens in whole blocks that have a hash."""
-        return len(self.request.block_hashes) // self.hash_stride * self.block_size_tokens
-
-    def names(self) -> Sequence[bytes]:
-        """One name per block; no copy if vLLM's hashes are the names."""
-        hashes: Sequence[bytes] = self.request.block_hashes
-        if self.hash_stride > 1:
-            hashes = hashes[self.hash_stride - 1 :: self.hash_stride]
-        return [self.prefix + each for each in hashes] if self.prefix else hashes
-
-    def chunk_names(self) -> Sequence[bytes]:
-        blocks_per_chunk = self.chunk_tokens // self.block_size_tokens
-        return self.names()[blocks_per_chunk - 1 :: blocks_per_chunk]
-
-    def chunk_hashes(self) -> Sequence[bytes]:
-        """vLLM's hash at the end of each chunk."""
-        stride = self.hash_stride * (self.chunk_tokens // self.block_size_tokens)
-        hashes: Sequence[bytes] = self.request.block_hashes
-        return hashes[stride - 1 :: stride]
-
-    def hit_tokens(self, external_tokens: int) -> dict[str, int]:
-        """How many of the tokens of a load come from each tier, without those that have none."""
-        found: dict[str, int] = {}
-        begin, end = self.local_tokens, self.local_tokens + external_tokens
-        for chunk, tier in enumerate(self.tiers, start=self.first_chunk or 0):
-            first, stop = chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens
-            if (tokens := min(stop, end) - max(first, begin)) > 0:
-                found[tier] = found.get(tier, 0) + tokens
-        return found
 
 
 @dataclass(slots=True)

@@ -43,8 +43,10 @@ from lmcache_redis.integrations.vllm.groups import (
 )
 from lmcache_redis.integrations.vllm.guard import engine_is_failing, guarded, nothing
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id, model_name
+from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
-from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
+from lmcache_redis.integrations.vllm.requests import BlockHashing, RequestNames
+from lmcache_redis.integrations.vllm.scheduler import CachePolicy, ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import (
     MediaNames,
     may_load,
@@ -221,24 +223,24 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             config.weights_run,
             engine.parameters if config.check_weights else bytes,
         )
-        self._scheduler = ConnectorScheduler(
-            adapter,
+        planner = StepPlanner(
             self._references,
-            StaleBlocks(gpu_block_pool),
-            epochs,
-            self._recorder,
-            self._announcer,
-            groups=self._groups,
-            left_out=left_out_groups(self._kv_cache_config),
-            block_size_tokens=block_size,
-            hash_stride=hash_stride,
+            self._groups,
+            left_out_groups(self._kv_cache_config),
+            int(step_tokens),
+            None if manager is None else manager.get_block_ids,
+        )
+        media = MediaNames(self._vllm_config)
+        names = RequestNames(epochs, StaleBlocks(gpu_block_pool), media)
+        policy = CachePolicy(
+            BlockHashing(hash_stride, block_size),
             loads=self._kv_transfer_config.is_kv_consumer and may_load(self._vllm_config),
             stores=self._kv_transfer_config.is_kv_producer,
             load_always=config.load_always,
             beside_others=self._beside_others,
-            media=MediaNames(self._vllm_config),
-            step_tokens=int(step_tokens),
-            block_ids=None if manager is None else manager.get_block_ids,
+        )
+        self._scheduler = ConnectorScheduler(
+            adapter, planner, names, policy, self._recorder, self._announcer
         )
         watch_resets(gpu_block_pool, self._during_reset)
         if not listen(self):

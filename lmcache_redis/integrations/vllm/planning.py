@@ -6,21 +6,25 @@ has allocated blocks for them; a store takes each part that is complete and stil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.client.transfers import LoadStoreOp
-from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks, Tracked
+from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks
 from lmcache_redis.integrations.vllm.groups import LayerGroup
+from lmcache_redis.integrations.vllm.requests import Tracked
 from lmcache_redis.integrations.vllm.worker import Planned
 
 
 class StepPlanner:
     """Plans for the requests of one engine, and takes the references to their blocks.
 
-    groups, left_out, step_tokens: as for `ConnectorScheduler`. needs_all: a prefix needs every
-    block before its end, and nothing else.
+    groups: of the model's layers. left_out: the groups that are not cached, because vLLM computes
+    them again. step_tokens: vLLM computes at most so many tokens of a request before it releases
+    blocks. block_ids: returns a request's current blocks by group, null ones included; None if vLLM
+    does not provide them: then there is one group, and requests keep their blocks until they end.
+    needs_all: a prefix needs every block before its end, and nothing else.
     """
 
     def __init__(
@@ -29,12 +33,14 @@ class StepPlanner:
         groups: Sequence[LayerGroup],
         left_out: Sequence[LayerGroup],
         step_tokens: int,
+        block_ids: Callable[[str], Sequence[Sequence[int]]] | None = None,
     ) -> None:
         self.needs_all = not left_out and all(group.reach == FULL_REACH for group in groups)
         self._references = references
         self._groups = groups
         self._all_groups = (*groups, *left_out)
         self._step_tokens = step_tokens
+        self._block_ids = block_ids
         self._recent = RecentChunks()
         # Blocks that a request needs beyond those of its load, until it is scheduled.
         self._missing_blocks: dict[str, int] = {}
@@ -42,6 +48,20 @@ class StepPlanner:
 
     def begin_step(self) -> None:
         self._is_full = False
+
+    def expects_reports(self) -> bool:
+        """Whether workers will soon report the end of a transfer."""
+        return self._references.expects_reports()
+
+    def blocks_of(self, tracked: Tracked) -> Sequence[Sequence[int]]:
+        """The request's blocks by group."""
+        if self._block_ids is None:
+            return (tracked.block_ids,)
+        return self._block_ids(tracked.request.request_id)
+
+    def tokens_in(self, blocks: Sequence[Sequence[int]]) -> int:
+        """The tokens that the blocks of every group hold."""
+        return min(len(blocks[each.number]) * each.block_size_tokens for each in self._groups)
 
     def has_room(self, tracked: Tracked, end: int) -> bool:
         """Whether the blocks suffice for the request and for those that are loaded or being loaded.
@@ -66,12 +86,14 @@ class StepPlanner:
         self, tracked: Tracked, block_ids: Sequence[Sequence[int]], external_tokens: int
     ) -> Planned:
         """The load of ``external_tokens`` into blocks that vLLM has allocated, by group."""
-        request_id, end = tracked.request.request_id, tracked.local_tokens + external_tokens
+        assert tracked.lookup is not None
+        local_tokens = tracked.lookup.local_tokens
+        request_id, end = tracked.request.request_id, local_tokens + external_tokens
         names = tracked.chunk_names()[: end // tracked.chunk_tokens]
         ops: list[LoadStoreOp] = []
         written: list[int] = []
         for place, group in enumerate(self._groups):
-            op = self._load_of_group(place, tracked, block_ids[group.number], names)
+            op = self._load_of_group(place, local_tokens, tracked, block_ids[group.number], names)
             if op is not None:
                 ops.append(op)
                 written += group.written_by(op)
@@ -100,7 +122,7 @@ class StepPlanner:
         """The comparison of computed ``chunks`` of a canary with what its lookup has pinned."""
         ops = []
         for place, group in enumerate(self._groups):
-            first = group.reach.first_chunk(tracked.canary_chunks or 0, tracked.chunk_tokens)
+            first = group.reach.first_chunk(tracked.canary_chunks, tracked.chunk_tokens)
             pinned = range(max(first, chunks.start), chunks.stop)
             found = dict(self._complete_parts(group, tracked, blocks[group.number], pinned))
             names = tracked.chunk_names()
@@ -133,7 +155,12 @@ class StepPlanner:
         return missing
 
     def _load_of_group(
-        self, place: int, tracked: Tracked, block_ids: Sequence[int], names: Sequence[bytes]
+        self,
+        place: int,
+        local_tokens: int,
+        tracked: Tracked,
+        block_ids: Sequence[int],
+        names: Sequence[bytes],
     ) -> LoadStoreOp | None:
         """The load of the group at this place among the cached; None if it needs none."""
         group = self._groups[place]
@@ -141,7 +168,7 @@ class StepPlanner:
         end = len(names) * chunk_tokens // block_tokens
         # Other requests may be reading local blocks, and blocks before a sliding window are null:
         # the load writes only the blocks after both.
-        first = tracked.local_tokens // block_tokens
+        first = local_tokens // block_tokens
         null = [n for n in range(first, end) if self._references.is_null(block_ids[n])]
         if null:
             first = null[-1] + 1

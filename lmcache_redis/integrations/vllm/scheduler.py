@@ -22,23 +22,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_redis.client.canary import Canaries
 from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
-from lmcache_redis.integrations.vllm.bookkeeping import (
-    BlockReferences,
-    PrefillRate,
-    StaleBlocks,
-    Tracked,
-    Wishes,
-)
+from lmcache_redis.integrations.vllm.bookkeeping import PrefillRate
 from lmcache_redis.integrations.vllm.epoch import Epochs
-from lmcache_redis.integrations.vllm.groups import LayerGroup
-from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
 from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.support import MediaNames
+from lmcache_redis.integrations.vllm.requests import (
+    BlockHashing,
+    RequestLookup,
+    RequestNames,
+    RequestOptions,
+    Tracked,
+)
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 
 if TYPE_CHECKING:
@@ -54,73 +53,65 @@ _IDLE_WAIT_S = 0.005
 _BUSY_WAIT_S = 0.0005
 
 
-class ConnectorScheduler:
-    """Decides on lookups, loads and stores.
+@dataclass(frozen=True)
+class CachePolicy:
+    """What an engine may do with the cache.
 
-    groups: of the model's layers. block_size_tokens: the common multiple of their block sizes.
-    left_out: the groups that are not cached, because vLLM computes them again.
-    hash_stride: block hashes per block of that size.
-    load_always: also what is computed faster. media: None if the model takes none.
-    beside_others: other connectors transfer KV of this engine too.
-    announcer: reports chunks to routers; None if no router listens.
-    step_tokens: vLLM computes at most so many tokens of a request before it releases blocks.
-    block_ids: returns a request's current blocks by group, null ones included; None if vLLM does
-        not provide them: then there is one group, and requests keep their blocks until they end.
+    hashing: of blocks of the common multiple of the groups' block sizes. load_always: also what is
+    computed faster. beside_others: other connectors transfer KV of this engine too.
     """
+
+    hashing: BlockHashing
+    loads: bool = True
+    stores: bool = True
+    load_always: bool = False
+    beside_others: bool = False
+
+
+@dataclass
+class _NextStep:
+    """What the next metadata will have, and how long this step may still wait for lookups."""
+
+    loads: list[Planned] = field(default_factory=list)
+    checks: list[Planned] = field(default_factory=list)
+    wait_budget_s: float = _IDLE_WAIT_S
+    is_idle: bool = False  # the last step ran no model
+
+
+class ConnectorScheduler:
+    """Decides on lookups, loads and stores. announcer: tells routers; None if none listens."""
 
     def __init__(
         self,
-        adapter: LMCacheMPSchedulerAdapter,
-        references: BlockReferences,
-        stale: StaleBlocks,
-        epochs: Epochs,
+        client: LMCacheMPSchedulerAdapter,
+        planner: StepPlanner,
+        names: RequestNames,
+        policy: CachePolicy,
         recorder: Recorder,
         announcer: Announcer | None = None,
-        *,
-        groups: Sequence[LayerGroup],
-        left_out: Sequence[LayerGroup] = (),
-        block_size_tokens: int,
-        hash_stride: int,
-        loads: bool,
-        stores: bool,
-        load_always: bool = False,
-        beside_others: bool = False,
-        media: MediaNames | None = None,
-        step_tokens: int,
-        block_ids: Callable[[str], Sequence[Sequence[int]]] | None,
     ) -> None:
-        self._adapter = adapter
-        self._references = references
-        self._planner = StepPlanner(references, groups, left_out, step_tokens)
-        self._stale = stale
-        self.epochs = epochs
+        self._client = client
+        self._planner = planner
+        self._names = names
+        self._policy = policy
         self._recorder = recorder
         self._announcer = announcer
-        self._groups = groups
-        self._block_size_tokens = block_size_tokens
-        self._hash_stride = hash_stride
-        self._may_load = loads
-        self._may_store = stores
-        self._load_always = load_always
-        self._beside_others = beside_others
-        self._block_ids = block_ids
-        self._media = media
-        self._adapter_digests = AdapterDigests()
         self._tracked: dict[str, Tracked] = {}
         self._resuming: set[str] = set()  # load has ended, not scheduled since
-        self._loads: list[Planned] = []
-        self._checks: list[Planned] = []
+        self._next = _NextStep()
         self._canaries = Canaries()
         self._prefill = PrefillRate()
         self._has_hit = False
-        self._is_idle = False  # the last step ran no model
-        self._wait_budget_s = _IDLE_WAIT_S
+
+    @property
+    def epochs(self) -> Epochs:
+        return self._names.epochs
 
     # Steps
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
         """Tokens beyond ``local_tokens`` that can be loaded; None: vLLM asks again later."""
-        chunk_tokens = self._adapter.chunk_size_tokens()
+        chunk_tokens = self._client.chunk_size_tokens()
         tracked = self._track(request, chunk_tokens)
         self._not_loaded(request.request_id)  # if its load has failed, it holds no blocks
         tokens = self._found_tokens(tracked, local_tokens, chunk_tokens)
@@ -146,82 +137,84 @@ class ConnectorScheduler:
 
     def _stands_still(self) -> bool:
         """Whether no step runs and no transfer will end, so that no block becomes free."""
-        return self._is_idle and not self._references.expects_reports()
+        return self._next.is_idle and not self._planner.expects_reports()
 
     def _found_tokens(self, tracked: Tracked, local_tokens: int, chunk_tokens: int) -> int | None:
         request = tracked.request
         if (
             not chunk_tokens
-            or not self._may_load
+            or not self._policy.loads
             or tracked.computes
             or tracked.prefix is None
-            or not tracked.wishes.load
+            or not tracked.options.load
             or request.skip_reading_prefix_cache
         ):
             return 0
-        if tracked.first_chunk is not None and local_tokens < tracked.first_chunk * chunk_tokens:
+        lookup = tracked.lookup
+        if lookup is not None and local_tokens < lookup.first_chunk * chunk_tokens:
             # Local blocks were evicted since the lookup began.
             self._forget_lookup(tracked)
-        if tracked.first_chunk is None:
+        if tracked.lookup is None:
             limit_tokens = tracked.hashed_tokens()
-            if tracked.wishes.max_load_tokens is not None:
-                limit_tokens = min(limit_tokens, tracked.wishes.max_load_tokens)
+            if tracked.options.max_load_tokens is not None:
+                limit_tokens = min(limit_tokens, tracked.options.max_load_tokens)
             if not self._planner.needs_all:
                 # vLLM computes the last token again. What is before a window, or a state before
                 # its last token, would then be missing.
                 limit_tokens = min(limit_tokens, request.num_tokens - 1)
             if limit_tokens < (local_tokens // chunk_tokens + 1) * chunk_tokens:
                 return 0
-            if not self._adapter.ranks.known():
+            if not self._client.ranks.known():
                 return None  # only for the first requests: vLLM steps, and the workers report
-            tracked.first_chunk = local_tokens // chunk_tokens
-            tracked.asked_s = time.monotonic()
-            self._announce(tracked, range(tracked.first_chunk, limit_tokens // chunk_tokens))
-            self._adapter.maybe_submit_lookup_request(
+            first_chunk = local_tokens // chunk_tokens
+            tracked.lookup = RequestLookup(first_chunk, time.monotonic())
+            self._announce(tracked, range(first_chunk, limit_tokens // chunk_tokens))
+            self._client.maybe_submit_lookup_request(
                 request.request_id,
-                block_hashes=tracked.names()[: limit_tokens // self._block_size_tokens],
-                first_chunk=tracked.first_chunk,
-                token_s=0.0 if self._load_always else self._prefill.token_s,
+                block_hashes=tracked.names()[: limit_tokens // tracked.hashing.block_size_tokens],
+                first_chunk=first_chunk,
+                token_s=0.0 if self._policy.load_always else self._prefill.token_s,
             )
         tokens = self._lookup_result(request.request_id)
         if tokens is None:
             return None
-        tracked.local_tokens = local_tokens
-        if tracked.asked_s is not None:
-            self._recorder.observe("lookup_seconds", time.monotonic() - tracked.asked_s)
-            tracked.asked_s = None
+        lookup = tracked.lookup
+        lookup.local_tokens = local_tokens
+        if lookup.asked_s is not None:
+            self._recorder.observe("lookup_seconds", time.monotonic() - lookup.asked_s)
+            lookup.asked_s = None
         # Chunks that the agent did not find are stored again, even if they are recent.
-        first_miss = max(tracked.first_chunk, tokens // chunk_tokens)
+        first_miss = max(lookup.first_chunk, tokens // chunk_tokens)
         self._planner.missed(tracked.chunk_names()[first_miss:])
-        if self._is_canary(tracked, local_tokens, tokens):
+        if self._is_canary(tracked, lookup, tokens):
             return 0
         return max(0, tokens - local_tokens)
 
-    def _is_canary(self, tracked: Tracked, local_tokens: int, tokens: int) -> bool:
+    def _is_canary(self, tracked: Tracked, lookup: RequestLookup, tokens: int) -> bool:
         """Whether its hit is compared; decided once for each lookup.
 
         tokens: what may be loaded. If nothing may be, comparing costs no prefill.
         """
-        pinned = self._adapter.pinned_tokens(tracked.request.request_id)
-        if local_tokens or tracked.first_chunk or not pinned:
-            tracked.canary_chunks = 0
-        elif tracked.canary_chunks is None:
-            every = self._adapter.canary_every
+        pinned = self._client.pinned_tokens(tracked.request.request_id)
+        if lookup.local_tokens or lookup.first_chunk or not pinned:
+            lookup.canary_chunks = 0
+        elif lookup.canary_chunks is None:
+            every = self._client.canary_every
             taken = bool(every) if tokens < pinned else self._canaries.takes(tokens, every)
-            tracked.canary_chunks = pinned // tracked.chunk_tokens if taken else 0
-        return bool(tracked.canary_chunks)
+            lookup.canary_chunks = pinned // tracked.chunk_tokens if taken else 0
+        return bool(lookup.canary_chunks)
 
     def allocated(
         self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
         """vLLM allocated blocks, by group; ``external_tokens`` tokens are to be loaded."""
-        tracked = self._track(request, self._adapter.chunk_size_tokens())
+        tracked = self._track(request, self._client.chunk_size_tokens())
         tracked.started = True
         tracked.matched = False
         self._not_loaded(request.request_id)
-        if external_tokens and tracked.first_chunk is not None:
-            tracked.tiers = self._adapter.hit_tiers(request.request_id)
-            self._loads.append(self._planner.load(tracked, block_ids, external_tokens))
+        if external_tokens and tracked.lookup is not None:
+            tracked.lookup.tiers = self._client.hit_tiers(request.request_id)
+            self._next.loads.append(self._planner.load(tracked, block_ids, external_tokens))
             tiers = tracked.hit_tokens(external_tokens)
             for tier, tokens in tiers.items():
                 self._recorder.count("hit_tokens", tokens, tier)
@@ -233,8 +226,8 @@ class ConnectorScheduler:
                     ", ".join(f"{tokens} from {tier}" for tier, tokens in tiers.items()),
                 )  # fmt: skip
         elif tracked.loading is None and not tracked.canary_chunks:
-            self._adapter.release_lookup_locks(request.request_id)
-        self._adapter.cleanup_lookup_result(request.request_id)
+            self._client.release_lookup_locks(request.request_id)
+        self._client.cleanup_lookup_result(request.request_id)
 
     def hit_tokens(self, request_id: str, external_tokens: int) -> dict[str, int]:
         """How many tokens of the load that was planned last for a request come from each tier."""
@@ -244,7 +237,7 @@ class ConnectorScheduler:
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """The loads and stores that the workers start in this step."""
         metadata = StepMetadata(idle=output.total_num_scheduled_tokens == 0)
-        metadata.loads, self._loads = self._loads, []
+        metadata.loads, self._next.loads = self._next.loads, []
         self._planner.begin_step()
         for request_id in output.preempted_req_ids or ():
             if (tracked := self._tracked.get(request_id)) is not None:
@@ -258,9 +251,9 @@ class ConnectorScheduler:
             if (tracked := self._tracked.get(new.req_id)) is not None:
                 tracked.block_ids = list(new.block_ids[0])
                 if beside_a_load:
-                    tracked.stored_after = tracked.request.num_output_tokens
+                    tracked.stores.after_output_tokens = tracked.request.num_output_tokens
                 if new.num_computed_tokens:  # others have loaded or computed some
-                    tracked.canary_chunks = 0
+                    tracked.not_a_canary()
                 computed_tokens = new.num_computed_tokens + scheduled[new.req_id]
                 metadata.stores += self._plan_store(tracked, computed_tokens)
         cached = output.scheduled_cached_reqs
@@ -269,7 +262,7 @@ class ConnectorScheduler:
                 if request_id in cached.resumed_req_ids:
                     tracked.block_ids = []
                     if beside_a_load:
-                        tracked.stored_after = tracked.request.num_output_tokens
+                        tracked.stores.after_output_tokens = tracked.request.num_output_tokens
                 if new_ids := cached.new_block_ids[index]:
                     tracked.block_ids.extend(new_ids[0])
                 computed_tokens = cached.num_computed_tokens[index]
@@ -277,17 +270,17 @@ class ConnectorScheduler:
                     prompt_tokens += scheduled[request_id]
                 computed_tokens += scheduled[request_id]
                 metadata.stores += self._plan_store(tracked, computed_tokens)
-        metadata.checks, self._checks = self._checks, []
+        metadata.checks, self._next.checks = self._next.checks, []
         self._canaries.computed(prompt_tokens)
         metadata.number = self._prefill.scheduled(prompt_tokens, time.monotonic())
-        self._is_idle = metadata.idle
-        self._wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
+        self._next.is_idle = metadata.idle
+        self._next.wait_budget_s = _IDLE_WAIT_S if metadata.idle else _BUSY_WAIT_S
         return metadata
 
     def reported(self, report: WorkerReport) -> None:
         """A step has ended. The connector itself releases the blocks of ended transfers."""
         self._prefill.ended(report.step, time.monotonic())
-        self._adapter.ranks.reported(report.places)
+        self._client.ranks.reported(report.places)
         if report.dropped:
             self._planner.store_again()
 
@@ -317,7 +310,7 @@ class ConnectorScheduler:
 
     def finished(self, request: Request) -> None:
         """The request has ended. Stores in flight have their own references on its blocks."""
-        self._adapter.end_session(request.request_id)
+        self._client.end_session(request.request_id)
         self._not_loaded(request.request_id)
         tracked = self._tracked.get(request.request_id)
         # vLLM itself holds the blocks of a load until the load is reported.
@@ -331,7 +324,7 @@ class ConnectorScheduler:
         old, was_own = self.epochs.current, self.epochs.is_own
         self.change_epoch(self.epochs.begin_own, "the cache was cleared")
         if was_own:
-            self._adapter.clear(old)
+            self._client.clear(old)
 
     def change_epoch(self, change: Callable[[], None], why: str) -> None:
         """Calls ``change``, a method of `Epochs`.
@@ -343,7 +336,7 @@ class ConnectorScheduler:
         if self.epochs.current == before:
             return
         logger.info("%s: KV that was cached before is no longer used", why)
-        self._stale.begin_epoch()
+        self._names.begin_epoch()
         self._planner.store_again()
         if self._announcer is not None:
             self._announcer.forget()
@@ -351,7 +344,7 @@ class ConnectorScheduler:
             if tracked.started:
                 tracked.prefix = None
             else:
-                self._adapter.end_session(request_id)
+                self._client.end_session(request_id)
                 del self._tracked[request_id]
 
     def give_up_loads(self) -> list[Request]:
@@ -371,28 +364,20 @@ class ConnectorScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             self.epochs.is_used = True
-            wishes = Wishes.of(
-                request.kv_transfer_params, request.request_id, beside_others=self._beside_others
+            options = RequestOptions.of(
+                request.kv_transfer_params,
+                request.request_id,
+                beside_others=self._policy.beside_others,
             )
-            tracked = Tracked(
-                request, self._prefix(request), wishes, self._hash_stride, self._block_size_tokens
-            )
+            prefix = self._names.prefix(request)
+            tracked = Tracked(request, prefix, options, self._policy.hashing)
             self._tracked[request.request_id] = tracked
         if chunk_tokens and tracked.chunk_tokens != chunk_tokens:
             if tracked.chunk_tokens:  # the agent was restarted with another chunk size
                 self._forget_lookup(tracked)
             tracked.chunk_tokens = chunk_tokens
-            tracked.considered_chunks = 0
+            tracked.stores.considered_chunks = 0
         return tracked
-
-    def _prefix(self, request: Request) -> bytes | None:
-        """The prefix of the names of its chunks; None if its KV cannot be identified."""
-        if self._stale.may_be_hit():
-            return None
-        if self._media is not None and not self._media.are_of_content(request):
-            return None
-        digest = self._adapter_digests.digest(request.lora_request)
-        return None if digest is None else self.epochs.current + digest
 
     def _compute(self, tracked: Tracked) -> None:
         """The rest of the request is computed, without another lookup."""
@@ -401,13 +386,14 @@ class ConnectorScheduler:
         self._forget_lookup(tracked)
 
     def _forget_lookup(self, tracked: Tracked) -> None:
-        tracked.first_chunk = tracked.canary_chunks = None
-        self._adapter.end_session(tracked.request.request_id)
+        tracked.lookup = None
+        self._client.end_session(tracked.request.request_id)
 
     def _lookup_result(self, request_id: str) -> int | None:
         started_s = time.monotonic()
-        tokens = self._adapter.check_lookup_result(request_id, wait_s=self._wait_budget_s)
-        self._wait_budget_s = max(0.0, self._wait_budget_s - (time.monotonic() - started_s))
+        tokens = self._client.check_lookup_result(request_id, wait_s=self._next.wait_budget_s)
+        waited_s = time.monotonic() - started_s
+        self._next.wait_budget_s = max(0.0, self._next.wait_budget_s - waited_s)
         return tokens
 
     def _not_loaded(self, request_id: str) -> None:
@@ -420,41 +406,38 @@ class ConnectorScheduler:
 
         computed_tokens: tokens whose KV is in blocks after the step.
         """
-        chunk_tokens = self._adapter.chunk_size_tokens()
+        chunk_tokens = self._client.chunk_size_tokens()
         if (
             not chunk_tokens
             or tracked.prefix is None
-            or not ((self._may_store and tracked.wishes.store) or tracked.canary_chunks)
+            or not ((self._policy.stores and tracked.options.store) or tracked.canary_chunks)
         ):
             return []
-        request = tracked.request
-        if tracked.stored_after is not None:
-            if request.num_output_tokens <= tracked.stored_after:
+        request, stores = tracked.request, tracked.stores
+        if stores.after_output_tokens is not None:
+            if request.num_output_tokens <= stores.after_output_tokens:
                 return []
-            tracked.stored_after = None
+            stores.after_output_tokens = None
         self._track(request, chunk_tokens)
         # A block has a hash once all its tokens are final. Draft tokens, which may be rejected, and
         # tokens not yet sampled are stored in a later step.
         tokens = min(computed_tokens, tracked.hashed_tokens())
-        if tokens // chunk_tokens <= tracked.considered_chunks:
+        if tokens // chunk_tokens <= stores.considered_chunks:
             return []  # most steps end here
-        blocks: Sequence[Sequence[int]] = (tracked.block_ids,)
-        if self._block_ids is not None:
-            blocks = self._block_ids(request.request_id)
-        held = [len(blocks[each.number]) * each.block_size_tokens for each in self._groups]
-        complete_chunks = min(tokens, *held) // chunk_tokens
-        if complete_chunks <= tracked.considered_chunks:
+        blocks = self._planner.blocks_of(tracked)
+        complete_chunks = min(tokens, self._planner.tokens_in(blocks)) // chunk_tokens
+        if complete_chunks <= stores.considered_chunks:
             return []
-        if tracked.prefix != self._prefix(request):
+        if tracked.prefix != self._names.prefix(request):
             tracked.prefix = None  # its adapter has changed
             return []
-        chunks = range(tracked.considered_chunks, complete_chunks)
-        tracked.considered_chunks = complete_chunks
+        chunks = range(stores.considered_chunks, complete_chunks)
+        stores.considered_chunks = complete_chunks
         self._announce(tracked, chunks)
-        stored_from = min(max(chunks.start, tracked.canary_chunks or 0), chunks.stop)
+        stored_from = min(max(chunks.start, tracked.canary_chunks), chunks.stop)
         if checked := range(chunks.start, stored_from):
-            self._checks += self._planner.compare(tracked, blocks, checked)
-        if not self._may_store or not tracked.wishes.store:
+            self._next.checks += self._planner.compare(tracked, blocks, checked)
+        if not self._policy.stores or not tracked.options.store:
             return []
         return self._planner.store(tracked, blocks, range(stored_from, chunks.stop))
 

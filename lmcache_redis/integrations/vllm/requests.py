@@ -1,0 +1,184 @@
+"""What the scheduler knows of a request: its options, names, lookup and stores."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import msgspec
+
+from lmcache_redis.integrations.vllm.bookkeeping import StaleBlocks
+from lmcache_redis.integrations.vllm.epoch import Epochs
+from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
+from lmcache_redis.integrations.vllm.support import MediaNames
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.lmcache_redis")
+
+
+class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a request asks of the cache: ``kv_transfer_params={"lmcache_redis": {...}}``.
+
+    load, store: whether its prefix may be loaded, and its KV stored. max_load_tokens: the end of
+    the prefix that may be loaded; None: no limit.
+    """
+
+    load: bool = True
+    store: bool = True
+    max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+    @staticmethod
+    def of(params: object, request_id: str, *, beside_others: bool = False) -> RequestOptions:
+        """The options of a request. Those that make no sense are logged and not followed.
+
+        beside_others: other connectors transfer KV too. They bring the whole prompt of a request
+        with ``do_remote_prefill``; a hit would replace that by a part of it.
+        """
+        given = params if isinstance(params, Mapping) else {}
+        found = given.get("lmcache_redis")
+        try:
+            options = RequestOptions() if found is None else msgspec.convert(found, RequestOptions)
+            if beside_others and given.get("do_remote_prefill"):
+                return msgspec.structs.replace(options, load=False)
+            return options
+        except (msgspec.ValidationError, UnicodeError) as error:
+            logger.warning(
+                "request %s: kv_transfer_params with lmcache_redis=%r are not followed: %s; give "
+                "some of load (bool), store (bool) and max_load_tokens (int)",
+                request_id, found, error,
+            )  # fmt: skip
+            return RequestOptions()
+
+
+class BlockHashing(NamedTuple):
+    """vLLM's block hashes. stride: hashes per block of ``block_size_tokens``."""
+
+    stride: int
+    block_size_tokens: int
+
+
+@dataclass(slots=True)
+class RequestLookup:
+    """The lookup of a request, from its question until it is forgotten.
+
+    first_chunk: where it began. asked_s: when, until it is answered (`time.monotonic()`).
+    local_tokens: computed locally when it was answered. tiers: of the chunks found, from the first
+    one. canary_chunks: leading chunks to be compared; None: not decided.
+    """
+
+    first_chunk: int
+    asked_s: float | None
+    local_tokens: int = 0
+    tiers: Sequence[str] = ()
+    canary_chunks: int | None = None
+
+
+@dataclass(slots=True)
+class StoreProgress:
+    """considered_chunks: leading chunks for which a store was planned or ruled out.
+
+    after_output_tokens: another connector has loaded KV for the request within a step, and may
+    still report that this failed: nothing is stored until it has more output tokens than these.
+    """
+
+    considered_chunks: int = 0
+    after_output_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request. Chunk numbers are in units of ``chunk_tokens``.
+
+    prefix: of the names of its chunks; None if it is not cached. block_ids: where vLLM does not
+    report them. matched: vLLM knows the number of tokens to load, and has not allocated blocks
+    since. started: vLLM has allocated blocks for it, perhaps before a preemption. loading: blocks
+    that its load writes. computes: the rest, without another lookup.
+    """
+
+    request: Request
+    prefix: bytes | None
+    options: RequestOptions
+    hashing: BlockHashing
+    chunk_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    lookup: RequestLookup | None = None
+    stores: StoreProgress = field(default_factory=StoreProgress)
+    matched: bool = False
+    started: bool = False
+    loading: frozenset[int] | None = None
+    computes: bool = False
+
+    @property
+    def canary_chunks(self) -> int:
+        """Leading chunks that are compared with what the lookup has pinned."""
+        return (self.lookup.canary_chunks or 0) if self.lookup is not None else 0
+
+    def not_a_canary(self) -> None:
+        """Others have computed some of its tokens: its chunks are not compared."""
+        if self.lookup is not None:
+            self.lookup.canary_chunks = 0
+
+    def hashed_tokens(self) -> int:
+        """Its tokens in whole blocks that have a hash."""
+        stride, block_tokens = self.hashing
+        return len(self.request.block_hashes) // stride * block_tokens
+
+    def names(self) -> Sequence[bytes]:
+        """One name per block; no copy if vLLM's hashes are the names."""
+        hashes: Sequence[bytes] = self.request.block_hashes
+        if (stride := self.hashing.stride) > 1:
+            hashes = hashes[stride - 1 :: stride]
+        return [self.prefix + each for each in hashes] if self.prefix else hashes
+
+    def chunk_names(self) -> Sequence[bytes]:
+        blocks_per_chunk = self.chunk_tokens // self.hashing.block_size_tokens
+        return self.names()[blocks_per_chunk - 1 :: blocks_per_chunk]
+
+    def chunk_hashes(self) -> Sequence[bytes]:
+        """vLLM's hash at the end of each chunk."""
+        stride = self.hashing.stride * (self.chunk_tokens // self.hashing.block_size_tokens)
+        hashes: Sequence[bytes] = self.request.block_hashes
+        return hashes[stride - 1 :: stride]
+
+    def hit_tokens(self, external_tokens: int) -> dict[str, int]:
+        """How many of the tokens of a load come from each tier, without those that have none."""
+        found: dict[str, int] = {}
+        if self.lookup is None:
+            return found
+        begin, end = self.lookup.local_tokens, self.lookup.local_tokens + external_tokens
+        for chunk, tier in enumerate(self.lookup.tiers, start=self.lookup.first_chunk):
+            first, stop = chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens
+            if (tokens := min(stop, end) - max(first, begin)) > 0:
+                found[tier] = found.get(tier, 0) + tokens
+        return found
+
+
+class RequestNames:
+    """What the names of a request's chunks begin with: ``epoch | adapter digest``.
+
+    stale: what vLLM's own prefix cache may hold of an earlier epoch. media: None if the model takes
+    none.
+    """
+
+    def __init__(self, epochs: Epochs, stale: StaleBlocks, media: MediaNames | None = None) -> None:
+        self.epochs = epochs
+        self._stale = stale
+        self._media = media
+        self._adapters = AdapterDigests()
+
+    def prefix(self, request: Request) -> bytes | None:
+        """The prefix of the names of its chunks; None if its KV cannot be identified."""
+        if self._stale.may_be_hit():
+            return None
+        if self._media is not None and not self._media.are_of_content(request):
+            return None
+        digest = self._adapters.digest(request.lora_request)
+        return None if digest is None else self.epochs.current + digest
+
+    def begin_epoch(self) -> None:
+        """Everything in vLLM's own prefix cache now belongs to an earlier epoch."""
+        self._stale.begin_epoch()
