@@ -223,9 +223,9 @@ def test_a_connector_knows_that_it_is_beside_others(tmp_path: Path) -> None:
     Parent.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
     parent = Parent()
     assert parent._kv_transfer_config.kv_load_failure_policy == "recompute"
-    assert parent.child._beside_others
+    assert parent.child._set_up.beside_others
     alone = connector(tmp_path, KVConnectorRole.SCHEDULER)
-    assert not alone._beside_others
+    assert not alone._set_up.beside_others
     assert alone._kv_transfer_config.kv_load_failure_policy == "recompute"
     for made in (parent.child, alone):
         made.shutdown()

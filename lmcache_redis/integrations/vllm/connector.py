@@ -1,14 +1,14 @@
 """``LMCacheRedisConnector``: vLLM's ``KVConnectorBase_V1`` for both roles.
 
 No error of the cache reaches the engine: what is not cached is computed. Every entry point is
-guarded. The loads that vLLM waits for are recorded here, apart from `ConnectorScheduler` and
-`ConnectorWorker`, so that they are reported even after one of these has failed.
+guarded.
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of vLLM 0.27 to 0.33
 (0.33 was read, not run).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -37,25 +37,24 @@ from lmcache_redis.integrations.vllm.engine import (
 )
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.groups import (
-    LayerGroup,
-    common_block_tokens,
     left_out_groups,
 )
 from lmcache_redis.integrations.vllm.guard import engine_is_failing, guarded, nothing
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id, model_name
+from lmcache_redis.integrations.vllm.loads import AwaitedLoads, EndedLoads
 from lmcache_redis.integrations.vllm.planning import StepPlanner
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
 from lmcache_redis.integrations.vllm.requests import BlockHashing, RequestNames
 from lmcache_redis.integrations.vllm.scheduler import CachePolicy, ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import (
     MediaNames,
+    SetUp,
     may_load,
     supported_groups,
 )
 from lmcache_redis.integrations.vllm.updates import UpdateHooks
 from lmcache_redis.integrations.vllm.worker import (
     ConnectorWorker,
-    EndedLoads,
     EventRing,
     StepMetadata,
     WorkerReport,
@@ -93,45 +92,36 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
         self._worker: ConnectorWorker | None = None
         self._adapter: LMCacheMPSchedulerAdapter | WorkerClient | None = None
         self._references: BlockReferences | None = None
-        # Block ids, by request, of loads that vLLM waits for. In the scheduler: not yet sent to
-        # the workers. In a worker: not yet reported to vLLM.
-        self._awaited: dict[str, list[int]] = {}
-        self._failed_blocks: set[int] = set()
+        self._awaited = AwaitedLoads()
         self._ended_step: StepMetadata | None = None  # the last that has asked for ended loads
         self._closing: WorkerClient | None = None  # of a worker that was turned off
         self._kv_caches: dict[str, torch.Tensor] = {}
-        self._asleep = False
-        self._beside_others = False  # in a MultiConnector
-        self._engine: Engine | None = None
-        self.is_paused = False
-        self._groups: Sequence[LayerGroup] = ()
+        self._is_asleep = False
         self._start()
 
     @guarded(nothing)
     def _start(self) -> None:
         by_request = _TransferResults is not None
         try:
-            self._config = ClientConfig.from_extra_config(
-                self._kv_transfer_config.kv_connector_extra_config
-            )
-            self._beside_others = recompute_failed_loads(self)
-            self._groups = supported_groups(
-                self._vllm_config, self._kv_cache_config, takes_failed_loads=by_request
+            self._set_up = set_up = SetUp(
+                ClientConfig.from_extra_config(self._kv_transfer_config.kv_connector_extra_config),
+                recompute_failed_loads(self),
+                supported_groups(
+                    self._vllm_config, self._kv_cache_config, takes_failed_loads=by_request
+                ),
+                engine_id(self._vllm_config),
             )
         except LMCacheRedisError as error:
             logger.error("the cache stays off: %s", error)
             return
-        self._block_size_tokens = common_block_tokens(self._groups)
         parallel = self._vllm_config.parallel_config
-        # vLLM may change it later.
-        self._engine_id = engine_id(self._vllm_config)
         engine: dict[str, Any] = {
-            "endpoint": self._config.endpoint,
+            "endpoint": set_up.config.endpoint,
             "model_name": model_name(self._vllm_config),
             "world_size": parallel.world_size,
-            "block_size_tokens": self._block_size_tokens,
-            "engine_id": self._engine_id,
-            "agent_dead_after_s": self._config.agent_dead_after_s,
+            "block_size_tokens": set_up.block_size_tokens,
+            "engine_id": set_up.engine_id,
+            "agent_dead_after_s": set_up.config.agent_dead_after_s,
         }
         if self.role is KVConnectorRole.SCHEDULER:
             self._adapter = LMCacheMPSchedulerAdapter(**engine)
@@ -157,7 +147,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             " and ".join(part.fingerprint.hex()[:12] for part in place.parts),
             chunk_tokens,
             agent_pid,
-            self._config.endpoint,
+            self._set_up.config.endpoint,
         )
 
     def turn_off(self) -> None:
@@ -182,23 +172,26 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
     @guarded(nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """See the base class (vLLM 0.30 or newer)."""
-        self._kv_cache_manager = kv_cache_manager
-        self.bind_gpu_block_pool(kv_cache_manager.block_pool)
+        self._begin(kv_cache_manager.block_pool, kv_cache_manager)
 
     @guarded(nothing)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """See the base class."""
+        self._begin(gpu_block_pool, None)
+
+    def _begin(self, gpu_block_pool: BlockPool, manager: KVCacheManager | None) -> None:
         """Starts the cache: it needs vLLM's block pool."""
         adapter = self._adapter
         if not isinstance(adapter, LMCacheMPSchedulerAdapter):
             return
-        manager = getattr(self, "_kv_cache_manager", None)
-        if manager is None and any(group.reach != FULL_REACH for group in self._groups):
+        groups = self._set_up.groups
+        if manager is None and any(group.reach != FULL_REACH for group in groups):
             logger.error(
                 "the cache stays off: the model's attention drops blocks, and this vLLM version "
                 "does not tell connectors which blocks; vLLM 0.30 or newer does"
             )
             return
-        block_size = self._block_size_tokens
+        block_size = self._set_up.block_size_tokens
         cache = self._vllm_config.cache_config
         hash_block = (
             getattr(gpu_block_pool, "hash_block_size", None)
@@ -207,7 +200,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             or int(cache.block_size)
         )
         hash_stride = max(1, block_size // hash_block)
-        self._begin_events(adapter, self._groups, block_size // hash_stride)
+        self._begin_events(adapter, groups, block_size // hash_stride)
         self._references = BlockReferences(
             gpu_block_pool, self._vllm_config.parallel_config.world_size
         )
@@ -217,7 +210,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             or self._vllm_config.scheduler_config.max_num_batched_tokens
         )
         self._engine = engine = Engine.found()
-        config = self._config
+        config = self._set_up.config
         epochs = Epochs(
             config.weights_id,
             config.weights_run,
@@ -225,7 +218,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
         )
         planner = StepPlanner(
             self._references,
-            self._groups,
+            groups,
             left_out_groups(self._kv_cache_config),
             int(step_tokens),
             None if manager is None else manager.get_block_ids,
@@ -237,7 +230,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             loads=self._kv_transfer_config.is_kv_consumer and may_load(self._vllm_config),
             stores=self._kv_transfer_config.is_kv_producer,
             load_always=config.load_always,
-            beside_others=self._beside_others,
+            beside_others=self._set_up.beside_others,
         )
         self._scheduler = ConnectorScheduler(
             adapter, planner, names, policy, self._recorder, self._announcer
@@ -267,7 +260,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
         if num_external_tokens:
             # Of one group: vLLM versions that report blocks have no other.
             external_blocks = -(-num_external_tokens // self._vllm_config.cache_config.block_size)
-            self._awaited[request.request_id] = block_ids[0][-external_blocks:]
+            self._awaited.expect({request.request_id: block_ids[0][-external_blocks:]})
         if self._scheduler is not None:
             self._scheduler.allocated(request, block_ids, num_external_tokens)
 
@@ -277,11 +270,11 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
         if self._scheduler is not None:
             metadata = self._scheduler.build_metadata(scheduler_output)
         for load in metadata.loads:
-            self._awaited.pop(load.request_id, None)
+            self._awaited.forget(load.request_id)
         return self._with_lost_loads(metadata)
 
     def _with_lost_loads(self, metadata: StepMetadata) -> StepMetadata:
-        metadata.lost_loads, self._awaited = self._awaited, {}
+        metadata.lost_loads = self._awaited.take_lost()
         return metadata
 
     @guarded(nothing)
@@ -348,9 +341,9 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
                 self._adapter,
                 self._vllm_config,
                 self._kv_cache_config,
-                self._groups,
+                self._set_up.groups,
                 kv_caches,
-                self._config.weights_id,
+                self._set_up.config.weights_id,
             )
         except LMCacheRedisError as error:
             logger.error("the cache stays off: %s", error)
@@ -367,15 +360,15 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
     def unregister_kv_caches(self) -> None:
         """Before the engine sleeps: the agent unmaps the KV cache (vLLM 0.33 or newer)."""
         if isinstance(self._adapter, WorkerClient):
-            self._asleep = True
+            self._is_asleep = True
             if not self._adapter.unregister(_UNMAP_WITHIN_S):
                 logger.warning("the engine sleeps while an agent may still map its KV cache")
 
     @guarded(nothing)
     def restore_kv_caches(self) -> None:
         """After the engine has woken: exports the KV cache again (vLLM 0.33 or newer)."""
-        if self._asleep:
-            self._asleep = False
+        if self._is_asleep:
+            self._is_asleep = False
             self.register_kv_caches(self._kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -407,11 +400,10 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Starts the loads of this step; never waits for them."""
         metadata = self._step()
-        self._awaited.update(metadata.lost_loads)
+        self._awaited.expect(metadata.lost_loads)
         for _, request_id, ops in metadata.loads:
-            self._awaited[request_id] = [
-                block_id for op in ops for block_id in self._groups[op.group].written_by(op)
-            ]
+            written = [self._set_up.groups[op.group].written_by(op) for op in ops]
+            self._awaited.expect({request_id: [*itertools.chain(*written)]})
         if self._worker is not None:
             self._worker.begin_loads(metadata)
 
@@ -437,18 +429,17 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose loads have ended. No request is held for a store."""
         ended = self._ended_loads()
-        self._failed_blocks.update(*ended.failed.values())
+        self._awaited.add_failed(ended)
         return None, ended.requests or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that a load did not fill: vLLM recomputes a request from its first such block."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+        return self._awaited.take_failed_blocks()
 
-    @guarded(lambda self: self._all_failed())
+    @guarded(lambda self: self._awaited.all_failed())
     def _ended_loads(self) -> EndedLoads:
         if self._worker is None:
-            return self._all_failed()
+            return self._awaited.all_failed()
         self._ended_step = self._step()
         if engine_is_failing():
             self._worker.drop_stores(self._step())
@@ -457,13 +448,8 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             ended.requests.add(request_id)
             ended.failed[request_id] = set(block_ids)
         for request_id in ended.requests:
-            self._awaited.pop(request_id, None)
+            self._awaited.forget(request_id)
         return ended
-
-    def _all_failed(self) -> EndedLoads:
-        """Reports all loads that vLLM waits for as failed."""
-        awaited, self._awaited = self._awaited, {}
-        return EndedLoads(set(awaited), {r: set(block_ids) for r, block_ids in awaited.items()})
 
     @guarded(nothing)
     def build_connector_worker_meta(self) -> WorkerReport | None:

@@ -10,11 +10,18 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_redis.integrations.vllm.groups import LayerGroup, Unsupported, layer_groups
+from lmcache_redis.config import ClientConfig
+from lmcache_redis.integrations.vllm.groups import (
+    LayerGroup,
+    Unsupported,
+    common_block_tokens,
+    layer_groups,
+)
 from lmcache_redis.integrations.vllm.identity.settings.reading import refusals
 
 if TYPE_CHECKING:
@@ -28,6 +35,20 @@ _HASHES = ("sha256", "sha256_cbor")
 _DEVICES = ("cpu", "cuda")
 # What vLLM's hashers of media return: blake3, sha256 and sha512.
 _DIGEST = re.compile(r"([0-9a-f]{64}){1,2}")
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """beside_others: in a MultiConnector. engine_id: at the start; vLLM may change it later."""
+
+    config: ClientConfig
+    beside_others: bool
+    groups: Sequence[LayerGroup]
+    engine_id: str
+
+    @property
+    def block_size_tokens(self) -> int:
+        return common_block_tokens(self.groups)
 
 
 def supported_groups(

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
     from lmcache_redis.integrations.vllm.engine import Engine
     from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
+    from lmcache_redis.integrations.vllm.support import SetUp
 
 
 class UpdateHooks:
     """A part of the connector, which has the other attributes. See `engine.EngineListener`."""
 
-    is_paused: bool  # a pause empties vLLM's caches
-    _engine: Engine | None
-    _engine_id: str
+    is_paused: bool = False  # a pause empties vLLM's caches
+    _engine: Engine | None = None
+    _set_up: SetUp
     _references: BlockReferences | None
     _scheduler: ConnectorScheduler | None
     _adapter: LMCacheMPSchedulerAdapter | WorkerClient | None
@@ -84,4 +85,4 @@ class UpdateHooks:
     def renamed(self, suffix: str) -> None:
         """This engine is a copy of another, restored from a snapshot (either role)."""
         if self._adapter is not None:
-            self._adapter.link.rename(f"{self._engine_id}/{suffix}")
+            self._adapter.link.rename(f"{self._set_up.engine_id}/{suffix}")

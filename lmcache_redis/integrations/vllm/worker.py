@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -39,12 +39,14 @@ from lmcache_redis.integrations.vllm.identity.engine_identity import (
     engine_identity,
 )
 from lmcache_redis.integrations.vllm.identity.probe import kv_identity
+from lmcache_redis.integrations.vllm.loads import EndedLoads
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+TransferT = TypeVar("TransferT", Store, Retrieve)
 # More than the transfers that an agent works on at a time.
 _EVENTS = 64
 # A step that runs no model waits this long for a load: polling faster would slow the agent.
@@ -76,7 +78,7 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Planned] = field(default_factory=list)
     stores: list[Planned] = field(default_factory=list)
     checks: list[Planned] = field(default_factory=list)
-    lost_loads: dict[str, list[int]] = field(default_factory=dict)
+    lost_loads: dict[str, Sequence[int]] = field(default_factory=dict)
     idle: bool = False
     number: int = 0
 
@@ -107,13 +109,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
             {**self.places, **other.places},
             max(self.step, other.step),
         )
-
-
-class EndedLoads(NamedTuple):
-    """Requests whose loads have ended for vLLM, and the blocks of each that were not filled."""
-
-    requests: set[str]
-    failed: dict[str, set[int]]
 
 
 class RecordedEvent:
@@ -152,6 +147,18 @@ class EventRing:
         return event
 
 
+@dataclass(slots=True)
+class _Begun(Generic[TransferT]):
+    """One transfer of vLLM's: an operation for each group of layers."""
+
+    begun_s: float
+    transfers: Sequence[TransferT]
+
+    @property
+    def is_over(self) -> bool:
+        return all(each.over for each in self.transfers)
+
+
 class ConnectorWorker:
     """The loads and stores of one rank. recorder: counts them.
 
@@ -174,16 +181,13 @@ class ConnectorWorker:
         self._events = events
         self._loads_after: InterprocessEvent | None = None
         self._stored_step: StepMetadata | None = None  # the last whose stores have begun
-        self._label = str(rank)
-        self._begun_s: dict[int, float] = {}  # by transfer
         self._client = client
         self._rank = rank
         self._reallocates = reallocates
-        self._stores: dict[int, list[Store]] = {}
-        self._loads: dict[int, list[Retrieve]] = {}
+        self._stores: dict[int, _Begun[Store]] = {}
+        self._loads: dict[int, _Begun[Retrieve]] = {}
         self._awaited: dict[str, int] = {}  # the load that vLLM waits for, by request
-        self._ended: list[int] = []
-        self._dropped = False
+        self._next = WorkerReport({rank: []})
         self._places: dict[int, RankPlace | None] = {}  # as reported last
 
     def step_begins(self, metadata: StepMetadata) -> None:
@@ -197,9 +201,9 @@ class ConnectorWorker:
         event = self._loads_after
         for transfer_id, request_id, ops in metadata.loads:
             self._awaited[request_id] = transfer_id
-            self._begun_s[transfer_id] = time.monotonic()
-            self._loads[transfer_id] = self._client.begin_retrieves(
-                [request_id] * len(ops), ops, event
+            self._loads[transfer_id] = _Begun(
+                time.monotonic(),
+                self._client.begin_retrieves([request_id] * len(ops), ops, event),
             )
 
     def begin_stores(self, metadata: StepMetadata) -> None:
@@ -210,9 +214,9 @@ class ConnectorWorker:
         begun = [*zip(metadata.stores, repeat(False)), *zip(metadata.checks, repeat(True))]
         event = self._recorded_event() if begun else None
         for (transfer_id, request_id, ops), compare in begun:
-            self._begun_s[transfer_id] = time.monotonic()
-            self._stores[transfer_id] = self._client.begin_stores(
-                [request_id] * len(ops), ops, event, compare=compare
+            self._stores[transfer_id] = _Begun(
+                time.monotonic(),
+                self._client.begin_stores([request_id] * len(ops), ops, event, compare=compare),
             )
 
     def drop_stores(self, metadata: StepMetadata) -> None:
@@ -220,67 +224,71 @@ class ConnectorWorker:
         if metadata is self._stored_step:
             return
         self._stored_step = metadata
-        self._ended += [each.transfer_id for each in (*metadata.stores, *metadata.checks)]
-        self._dropped |= bool(metadata.stores)
+        self._ended.extend(each.transfer_id for each in (*metadata.stores, *metadata.checks))
+        self._next.dropped |= bool(metadata.stores)
 
     def ended_loads(self, metadata: StepMetadata) -> EndedLoads:
         """Loads that have succeeded or failed since the last call."""
         if metadata.idle and self._awaited:
             loads = [self._loads[transfer_id] for transfer_id in self._awaited.values()]
             self._client.link.wait_for(
-                lambda: any(all(each.call.done for each in load) for load in loads), _IDLE_WAIT_S
+                lambda: any(all(each.call.done for each in load.transfers) for load in loads),
+                _IDLE_WAIT_S,
             )
         ended = EndedLoads(set(), {})
         for request_id, transfer_id in list(self._awaited.items()):
             load = self._loads[transfer_id]
-            if not _over(load) and not (self._reallocates and any(each.given_up for each in load)):
+            given_up = self._reallocates and any(each.given_up for each in load.transfers)
+            if not load.is_over and not given_up:
                 continue
             del self._awaited[request_id]
             ended.requests.add(request_id)
-            failed_chunks = sum(len(each.failed_chunks) for each in load)
-            loaded_chunks = sum(each.chunks for each in load) - failed_chunks
+            failed_chunks = sum(len(each.failed_chunks) for each in load.transfers)
+            loaded_chunks = sum(each.chunks for each in load.transfers) - failed_chunks
             self._recorder.count("failed_chunks", failed_chunks, self._label)
             self._recorder.count("loaded_chunks", loaded_chunks, self._label)
-            self._took("load_seconds", transfer_id)
-            if failed_blocks := set().union(*(each.failed_blocks for each in load)):
+            self._took("load_seconds", load.begun_s)
+            if failed_blocks := set().union(*(each.failed_blocks for each in load.transfers)):
                 ended.failed[request_id] = failed_blocks
-        for transfer_id in [t for t, load in self._loads.items() if _over(load)]:
+        for transfer_id in [t for t, load in self._loads.items() if load.is_over]:
             if transfer_id not in self._awaited.values():
                 del self._loads[transfer_id]
                 self._ended.append(transfer_id)
         return ended
 
     def report(self, step: int) -> WorkerReport | None:
-        for transfer_id in [t for t, store in self._stores.items() if _over(store)]:
-            for result in [each.result for each in self._stores.pop(transfer_id)]:
+        for transfer_id in [t for t, store in self._stores.items() if store.is_over]:
+            store = self._stores.pop(transfer_id)
+            for result in [each.result for each in store.transfers]:
                 self._recorder.count("stored_chunks", result.stored, self._label)
                 self._recorder.count("dropped_chunks", result.dropped, self._label)
-                self._dropped |= result.dropped > 0
-            self._took("store_seconds", transfer_id)
+                self._next.dropped |= result.dropped > 0
+            self._took("store_seconds", store.begun_s)
             self._ended.append(transfer_id)
         places = {self._rank: self._client.place}
         if not self._ended and places == self._places and not step:
             return None
-        report = WorkerReport(
-            {self._rank: self._ended},
-            self._dropped,
-            places={} if places == self._places else places,
-            step=step,
-        )
+        report, self._next = self._next, WorkerReport({self._rank: []})
+        report.places = {} if places == self._places else places
+        report.step = step
         self._places = places
-        self._ended, self._dropped = [], False
         return report
 
     def _recorded_event(self) -> InterprocessEvent | None:
         """An event after the queued work of the current stream; None on the CPU."""
         return self._events.record() if self._client.on_cuda else None
 
-    def _took(self, name: str, transfer_id: int) -> None:
-        self._recorder.observe(name, time.monotonic() - self._begun_s.pop(transfer_id), self._label)
+    @property
+    def _ended(self) -> list[int]:
+        """The transfers that the next report names."""
+        return self._next.ended[self._rank]
 
+    @property
+    def _label(self) -> str:
+        return str(self._rank)
 
-def _over(transfers: Sequence[Store] | Sequence[Retrieve]) -> bool:
-    return all(each.over for each in transfers)
+    def _took(self, name: str, begun_s: float) -> None:
+        self._recorder.observe(name, time.monotonic() - begun_s, self._label)
 
 
 def register(
