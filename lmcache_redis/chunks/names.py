@@ -142,7 +142,7 @@ class PartNames:
 
 
 def opaque_pages(nbytes: int) -> RemoteMetadata:
-    """The metadata of pages of which nothing is known. Raises FormatError for a size below 0."""
+    """The metadata of opaque pages. Raises FormatError for a size below 0."""
     return RemoteMetadata(nbytes, [(nbytes,)], ["uint8"], MemoryFormat.PAGES)
 
 

@@ -176,7 +176,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             left = len(self.segments) - len(described)
             described += [page_bytes] * min(max(0, math.prod(each.segments)), left + 1)
         if self.pages and described != [segment.page_bytes for segment in self.segments]:
-            raise DeviceError("a layout whose pages hold other elements than it says")
+            raise DeviceError("the layout's pages do not match its segments")
 
 
 def _fault(segment: Segment, num_blocks: int, storage_sizes: Sequence[int]) -> str | None:
