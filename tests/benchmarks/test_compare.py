@@ -34,7 +34,7 @@ def test_a_peer_is_taken_at_its_best() -> None:
     assert chosen.gb_per_s == max(row.gb_per_s or 0.0 for row in lmcache)
 
 
-def test_ours_is_taken_at_its_defaults_though_another_setting_is_faster() -> None:
+def test_ours_is_taken_at_its_defaults() -> None:
     chosen = best(LOADS, "ours")
     assert chosen is not None
     assert chosen.default

@@ -12,7 +12,7 @@ from benchmarks.plane.run import settings_of_ours
 from lmcache_redis.errors import ConfigError
 
 
-def test_without_anything_defaults_come_first_and_then_one_to_eight_connections() -> None:
+def test_defaults_come_before_one_to_eight_connections() -> None:
     first, *others = settings_of_ours((1, 2, 4, 8))
     assert first == Setting()
     # The defaults are four both ways.

@@ -135,7 +135,7 @@ def test_where_ours_fails_there_is_no_run(redis_server: RedisServer) -> None:
 
 
 @pytest.mark.servers
-def test_a_server_that_cannot_be_limited_is_measured_without_eviction(tmp_path: Path) -> None:
+def test_an_unlimited_server_is_measured_without_eviction(tmp_path: Path) -> None:
     said: list[str] = []
     plan = Plan({OURS: [Setting()]}, [256 * KIB], 1 << 20, 2, 2, ())
     with (

@@ -258,7 +258,7 @@ class TestCheckHeader:
             describe_header(data)
 
     @given(st.integers(0, HEADER_BYTES - 1), st.binary(min_size=1, max_size=16))
-    def test_a_well_sealed_forgery_passes_only_where_a_reader_knows_nothing(
+    def test_a_sealed_forgery_passes_only_an_ignorant_reader(
         self, position: int, patch: bytes
     ) -> None:
         frame, header = frame_of(), header_of(frame_of(), 1)

@@ -94,7 +94,7 @@ def test_every_byte_of_every_block_is_copied_with_its_block(
 
 
 @given(caches(), st.integers(0, 4), st.integers(2, 9))
-def test_the_page_format_knows_the_inside_of_a_block_not_its_place(
+def test_the_page_format_is_of_the_inside_of_a_block(
     case: tuple[list[TensorView], int], shift: int, num_blocks: int
 ) -> None:
     views, old_num_blocks = case
@@ -289,7 +289,7 @@ class TestPageFormat:
         a, b = cache([7, 8], name="a"), cache([7, 8], name="b", storage=1)
         assert find_segments([a, b], 7).page_format != find_segments([b, a], 7).page_format
 
-    def test_is_that_of_chunks_which_k_and_v_outermost_share_whatever_the_number_of_blocks(
+    def test_k_and_v_outermost_share_a_format(
         self,
     ) -> None:
         formats = {find_segments([cache([2, n, 4, 2, 8])], n).page_format for n in (7, 9, 100)}

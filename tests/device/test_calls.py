@@ -93,7 +93,7 @@ LAYOUT = KVLayout(
 
 
 class TestRuns:
-    def test_neighbouring_blocks_are_one_copy_where_their_pages_touch(self) -> None:
+    def test_neighbouring_blocks_with_touching_pages_are_one_copy(self) -> None:
         assert CopyPlanner(LAYOUT).copies([7, 8, 9, 3], 10_000) == [
             Copy(0, 7 * 64, 0, 0, 192),
             Copy(0, 3 * 64, 0, 192, 64),

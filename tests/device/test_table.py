@@ -146,7 +146,7 @@ class TestTiles:
         tiles = SegmentTable(layout, [Storage(address, 1024)]).tiles(n_blocks)
         assert tiles.widths == (width,)
 
-    def test_a_segment_behind_an_odd_one_is_wide_where_its_place_in_the_chunk_allows(self) -> None:
+    def test_a_segment_behind_an_odd_one_is_as_wide_as_it_can(self) -> None:
         odd, wide = Segment(0, 0, 4, 4), Segment(0, 256, 64, 64)
         both = table(512, 64, odd, wide)
         assert both.tiles(16).widths == (16, 4)

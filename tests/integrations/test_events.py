@@ -115,9 +115,7 @@ LORA = LoRARequest("adapter", 3, "/nowhere")
 @pytest.mark.parametrize(
     "group", [FULL, WIDE, WINDOW, STATE], ids=["full", "wide", "window", "state"]
 )
-def test_a_stored_chunk_is_described_as_vllm_describes_its_blocks(
-    group: LayerGroup, options: dict[str, Any]
-) -> None:
+def test_a_stored_chunk_is_described_as_by_vllm(group: LayerGroup, options: dict[str, Any]) -> None:
     request = request_of(3 * CHUNK + 5, **options)
     names = names_of(request)
     watch = ScriptedWatch(groups=(group.number,))
@@ -302,7 +300,7 @@ def test_images_are_told_as_vllm_tells_them() -> None:
     assert sum(each is not None for each in told) == 7
 
 
-def test_requests_name_their_chunks_when_they_are_looked_up_and_stored() -> None:
+def test_requests_name_the_chunks_they_look_up_and_store() -> None:
     named: list[tuple[list[int], int]] = []
     listener = SimpleNamespace(
         named=lambda request, names, chunks, chunk_tokens: named.append(([*chunks], chunk_tokens)),

@@ -90,7 +90,7 @@ def test_what_is_forgotten_counts_as_removed() -> None:
     assert made.changed(0, "host", False, A) is None
 
 
-def test_a_lost_agent_has_nothing_and_its_chunks_are_still_followed() -> None:
+def test_chunks_of_a_lost_agent_are_still_followed() -> None:
     made = holdings()
     made.changed(0, "host", True, A)
     assert [_text(each) for each in made.begin((0, 0))] == ["-host 0 a"]

@@ -203,7 +203,7 @@ def test_local_blocks_are_not_loaded(config_dir: Path, model: str, local_tokens:
     assert engine.counts.loads >= 1
 
 
-def test_requests_that_are_loaded_do_not_wait_for_each_others_blocks(config_dir: Path) -> None:
+def test_loaded_requests_do_not_wait_for_each_other(config_dir: Path) -> None:
     """vLLM reserves too few blocks for the windows of requests whose loads have ended."""
     rng = random.Random(3)
     specs = MODELS["two windows"]

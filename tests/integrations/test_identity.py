@@ -75,7 +75,7 @@ def differ(one: dict[str, str], other: dict[str, str]) -> set[str]:
     return {name for name in one if one[name] != other[name]}
 
 
-def test_the_length_of_the_context_counts_where_it_chooses_the_rotary_factors(
+def test_context_length_counts_with_rotary_factors(
     identity: Identity,
 ) -> None:
     short = identity(PHI3, max_model_len=4096)
@@ -84,7 +84,7 @@ def test_the_length_of_the_context_counts_where_it_chooses_the_rotary_factors(
     assert differ(identity(max_model_len=2048), identity(max_model_len=8192)) == set()
 
 
-def test_a_rotary_embedding_that_is_not_known_counts_with_the_length(
+def test_an_unknown_rotary_embedding_counts_with_the_length(
     identity: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -181,7 +181,7 @@ def test_code_and_processors_that_come_with_the_model_count(
     assert differ(with_code, identity()) == {"weights"}
 
 
-def test_a_model_that_cannot_be_identified_is_not_cached_without_a_name(
+def test_an_unidentified_model_is_not_cached_without_a_name(
     identity: Identity, tmp_path: Path
 ) -> None:
     identity()
@@ -221,7 +221,7 @@ def test_a_draft_of_another_revision_has_other_weights(identity: Identity, tmp_p
     assert differ(*found) == {"draft"}
 
 
-def test_settings_that_are_not_as_expected_never_reach_the_engine() -> None:
+def test_unexpected_settings_never_reach_the_engine() -> None:
     with pytest.raises(Unidentified, match="cannot be read"):
         engine_identity(SimpleNamespace(), rank=0, backend="")  # type: ignore[arg-type]
 
@@ -238,7 +238,7 @@ backend._get_attn_isa = lambda *args, **kwargs: "vec"
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX")
-def test_a_host_of_another_instruction_set_does_not_read_what_it_cannot(
+def test_another_instruction_set_is_not_asked_for_its_kernels(
     model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
 ) -> None:
     patch = tmp_path / "without_amx.py"

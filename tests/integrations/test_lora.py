@@ -40,7 +40,7 @@ def write_adapter(directory: Path, seed: int) -> None:
     save_file(tensors, directory / "adapter_model.safetensors")
 
 
-def test_an_adapter_that_replaces_another_at_its_path_does_not_hit(
+def test_a_replaced_adapter_does_not_hit(
     model_dir: Path, agent: AgentServer, tmp_path: Path, prompts: Prompts
 ) -> None:
     question = prompts.tokens(2 * CHUNK + 10)

@@ -50,7 +50,7 @@ def test_no_adapter_is_no_bytes() -> None:
     assert digests_now().digest(None) == b""
 
 
-def test_equal_files_are_equal_wherever_they_lie_and_others_are_not(tmp_path: Path) -> None:
+def test_equal_files_are_equal_wherever_they_lie(tmp_path: Path) -> None:
     found = [
         digests_now().digest(request(write_adapter(tmp_path / name, seed, alpha=alpha)))
         for name, seed, alpha in [("a", b"1", 16), ("b", b"1", 16), ("c", b"2", 16), ("d", b"1", 8)]
@@ -62,7 +62,7 @@ def test_equal_files_are_equal_wherever_they_lie_and_others_are_not(tmp_path: Pa
     assert as_3d not in (*found, None)
 
 
-def test_another_adapter_at_the_same_path_is_another_after_a_restart(tmp_path: Path) -> None:
+def test_another_adapter_at_a_path_is_another(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", b"1")
     old = digests_now().digest(request(adapter))
     replace(adapter, by=write_adapter(tmp_path / "new", b"2"))
@@ -72,9 +72,7 @@ def test_another_adapter_at_the_same_path_is_another_after_a_restart(tmp_path: P
 
 
 @pytest.mark.parametrize("how", ["renamed", "rewritten", "config", "gone", "beside", "back"])
-def test_files_that_change_under_an_adapter_in_memory_end_its_caching(
-    tmp_path: Path, how: str
-) -> None:
+def test_changed_files_of_a_loaded_adapter_end_its_caching(tmp_path: Path, how: str) -> None:
     adapter = write_adapter(tmp_path / "adapter", b"1")
     kept = tmp_path / "kept"
     shutil.copytree(adapter, kept)
@@ -234,7 +232,7 @@ def test_nothing_is_believed_of_files_that_are_read_again(tmp_path: Path, files:
     wait_until(lambda: digests.digest(request(adapter)) not in (None, first))
 
 
-def test_a_look_from_before_says_nothing_of_files_that_are_read_again(
+def test_an_earlier_look_says_nothing_of_files_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = write_adapter(tmp_path / "adapter", b"1")

@@ -76,7 +76,7 @@ def wait_registered(agents: list[AgentServer]) -> None:
     wait_until(lambda: [registered(agent) for agent in agents] == [[0], [1]], "both ranks")
 
 
-def test_each_rank_loads_at_the_agent_of_its_node_and_a_lost_agent_costs_one_load(
+def test_each_rank_loads_at_the_agent_of_its_node(
     model_dir: Path, agents: list[AgentServer], tmp_path: Path, prompts: Prompts
 ) -> None:
     questions = [prompts.tokens(2 * CHUNK + 10) for _ in range(2)]

@@ -39,7 +39,7 @@ def test_reports_of_ranks_are_combined() -> None:
     assert report.ended == {0: [], 1: [5], 2: []}
 
 
-def test_engines_with_one_configured_id_and_data_parallel_cores_have_ids_of_their_own() -> None:
+def test_data_parallel_cores_have_ids_of_their_own() -> None:
     def engine_id(instance_id: str, index: int) -> str:
         parallel = SimpleNamespace(data_parallel_rank=0, data_parallel_index=index)
         config: Any = SimpleNamespace(

@@ -28,7 +28,7 @@ def test_small_steps_are_not_measured() -> None:
     assert rate.token_s == 0.0
 
 
-def test_of_steps_that_overlap_each_counts_from_the_end_of_the_one_before() -> None:
+def test_overlapping_steps_count_from_the_last_end() -> None:
     """vLLM schedules a step while the one before it is running."""
     rate = PrefillRate()
     first = rate.scheduled(1000, 0.0)

@@ -145,7 +145,7 @@ def test_the_engines_cache_and_state_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("why", ["no method", "raises", "no layer", "shape", "scale"])
-def test_what_cannot_be_probed_is_named_by_its_backend_and_said_once(
+def test_what_cannot_be_probed_is_named_by_its_backend(
     why: str,
 ) -> None:
     layers = {f"layer.{number}": cpu_layer("vec") for number in range(3)}

@@ -240,7 +240,7 @@ def test_only_what_is_not_computed_locally_is_loaded(
     assert scheduler.build_metadata(step()).loads == []
 
 
-def test_a_request_that_no_blocks_are_free_for_lets_one_go_on_that_has_loaded(
+def test_a_request_without_blocks_lets_a_loaded_one_go_on(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter
 ) -> None:
     """vLLM 0.27 to 0.30 stop for ever at the first request that they cannot allocate blocks for."""
@@ -258,7 +258,7 @@ def test_a_request_that_no_blocks_are_free_for_lets_one_go_on_that_has_loaded(
     assert scheduler.matched_tokens(blocked, 0) == 4 * CHUNK
 
 
-def test_local_blocks_that_were_evicted_meanwhile_are_looked_up_again(
+def test_evicted_local_blocks_are_looked_up_again(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter
 ) -> None:
     request = FakeRequest()
@@ -277,7 +277,7 @@ def test_prompts_shorter_than_a_chunk_are_not_looked_up(
     assert adapter.lookups == []
 
 
-def test_nothing_is_looked_up_without_an_agent_or_when_the_request_says_so(
+def test_no_lookup_without_an_agent_or_against_the_request(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter
 ) -> None:
     assert scheduler.matched_tokens(FakeRequest(skip_reading_prefix_cache=True), 0) == 0
@@ -336,7 +336,7 @@ def test_what_was_loaded_is_not_stored_again(
     assert list(only_store(metadata).block_ids) == blocks[12:16]
 
 
-def test_blocks_have_a_reference_until_every_worker_has_read_them(
+def test_blocks_are_referenced_until_all_workers_read_them(
     scheduler: ConnectorScheduler, references: BlockReferences, pool: BlockPool
 ) -> None:
     request = FakeRequest(tokens=CHUNK + 1)
@@ -444,7 +444,7 @@ def test_a_failed_load_is_not_tried_again(
         assert len(only_store(metadata).block_ids) == 16
 
 
-def test_a_request_that_is_aborted_while_it_loads_is_only_reported_as_loaded(
+def test_a_request_aborted_in_its_load_is_reported_loaded(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter, references: BlockReferences
 ) -> None:
     request = FakeRequest()
@@ -565,7 +565,7 @@ def test_names_begin_with_the_epoch_and_the_adapter(
     assert names == [epoch + b"A" * 16 + h for h in plain]
 
 
-def test_a_request_that_computes_across_a_new_epoch_is_not_cached_any_more(
+def test_a_request_across_epochs_is_not_cached(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter
 ) -> None:
     """Its blocks hold KV of two weights."""
@@ -586,7 +586,7 @@ def test_a_request_that_computes_across_a_new_epoch_is_not_cached_any_more(
     assert adapter.lookups == [("r", 0), ("s", 0), ("s", 0)]
 
 
-def test_nothing_is_stored_while_vllm_itself_may_hit_what_old_weights_computed(
+def test_nothing_is_stored_while_vllm_may_hit_old_kv(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter, pool: BlockPool
 ) -> None:
     from vllm.v1.core.kv_cache_utils import BlockHash
@@ -607,7 +607,7 @@ def test_nothing_is_stored_while_vllm_itself_may_hit_what_old_weights_computed(
     assert store_of(scheduler, "u").stores
 
 
-def test_a_request_that_began_before_an_epoch_does_not_load_after_it(
+def test_a_request_from_before_an_epoch_does_not_load(
     scheduler: ConnectorScheduler, adapter: ScriptedAdapter
 ) -> None:
     """Preempted at once, before any store told it that its names are old."""

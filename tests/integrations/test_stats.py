@@ -71,7 +71,7 @@ def tokens_by_tier(tokens: range, tiers: list[str], *, first_chunk: int) -> dict
     return tracked.hit_tokens(len(tokens))
 
 
-def test_counts_of_workers_and_scheduler_are_added_up_and_gauges_replaced() -> None:
+def test_counts_are_added_up_and_gauges_replaced() -> None:
     scheduler, workers = Recorder(), [Recorder(), Recorder()]
     scheduler.count("hit_tokens", 256, "redis")
     scheduler.observe("lookup_seconds", 0.25)

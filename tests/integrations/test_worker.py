@@ -176,7 +176,7 @@ def test_a_lost_retrieve_fails_the_load_and_its_blocks_stay_held(lost: int) -> N
     assert ended_transfers(worker) == [7]
 
 
-def test_where_vllm_computes_into_the_same_blocks_a_lost_load_is_awaited() -> None:
+def test_a_lost_load_into_the_same_blocks_is_awaited() -> None:
     worker, retrieves = begun(reallocates=False)
     for retrieve in retrieves:
         retrieve.given_up = retrieve.failed = True
@@ -186,7 +186,7 @@ def test_where_vllm_computes_into_the_same_blocks_a_lost_load_is_awaited() -> No
     assert ended.failed == {"r": {block for op in OPS for block in op.block_ids}}
 
 
-def test_a_store_ends_when_all_its_parts_are_over_and_one_drop_is_reported() -> None:
+def test_a_store_ends_when_all_its_parts_are_over() -> None:
     client, recorder = Client(), Recorder()
     worker = ConnectorWorker(client, 0, recorder, RING, reallocates=True)  # type: ignore[arg-type]
     worker.report(0)
@@ -212,7 +212,7 @@ def test_a_store_ends_when_all_its_parts_are_over_and_one_drop_is_reported() -> 
         ([ring(8), full()], [{"layer.1": 16}]),
     ],
 )
-def test_the_memory_of_groups_that_are_left_out_is_not_registered(
+def test_memory_of_left_out_groups_is_not_registered(
     tmp_path: Path, specs: list[Any], registered: list[dict[str, int]]
 ) -> None:
     LlamaConfig(
@@ -293,7 +293,7 @@ def test_a_load_waits_for_what_is_queued_before_the_forward() -> None:
     ]
 
 
-def test_stores_of_a_step_that_is_not_finished_begin_with_the_next() -> None:
+def test_stores_of_an_unfinished_step_begin_with_the_next() -> None:
     """Pipeline stages before the last, with speculation on vLLM's V1 runner."""
     queued: list[str] = []
     connector, client = on_cuda(queued)
