@@ -11,8 +11,7 @@
 
 `engine` is an engine without a model; `servers` starts Redis; `fetch` downloads LMCache's wheel,
 `lmcache_mp` starts its server; `report` has statistics, tables and JSON; `plots` draws. None of
-this is in the package's wheel: `lmcache-redis bench` (`lmcache_redis.bench`) measures a server in
-use.
+this is in the package's wheel.
 """
 
 from pathlib import Path

@@ -22,18 +22,20 @@ from __future__ import annotations
 import contextlib
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import redis
 
+from benchmarks.plane.client import PlaneClient
+from benchmarks.plane.values import Arena
 from benchmarks.report import ratios, rotated
 from demo.agent import AgentServer
 from demo.engine import Answer, EngineProcess
 from demo.model import CPU_SHAPE, make_model, make_prompts
 from lmcache_redis.agent.embedded import embedded_redis
-from lmcache_redis.bench.run import Plan, measure
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.resp import RedisOptions
 
@@ -69,9 +71,25 @@ def run(
             job.from_redis()
             say("loading the same bytes with the data plane alone")
             chunk_bytes = 256 * CPU_SHAPE.kv_bytes_per_token
-            plan = Plan(chunk_bytes, prompt_tokens // 256, rounds)
-            found = measure(RedisOptions(url, op_timeout_s=10.0), plan)["rows"]
-    return _rows(job.times, next(row["ms"] / 1e3 for row in found if row["op"] == "read"))
+            plane_s = _plane_alone(url, chunk_bytes, prompt_tokens // 256, rounds)
+    return _rows(job.times, plane_s)
+
+
+def _plane_alone(url: str, chunk_bytes: int, chunks: int, rounds: int) -> float:
+    """The median of the seconds in which the data plane loads so many chunks."""
+    values = Arena(chunk_bytes * chunks).values(chunk_bytes, chunks, DEFAULT_SLOT_BYTES)
+    seconds = []
+    options = RedisOptions(url, op_timeout_s=10.0)
+    with contextlib.closing(PlaneClient(options, DEFAULT_SLOT_BYTES)) as client:
+        for number in range(rounds + 1):
+            client.prepare(f"main-job/{number}", values)
+            client.store()
+            values.wipe()
+            started_s = time.perf_counter()
+            client.load()
+            seconds.append(time.perf_counter() - started_s)
+            values.check()
+    return statistics.median(seconds[1:])  # the first opens connections
 
 
 def _fill(url: str) -> None:

@@ -16,7 +16,7 @@ Order of events
    ``WELCOME`` answers with the agent's identity (``agent_id`` is new in every process), its process
    and its chunk size. Any other message from an unknown peer is answered by
    ``FAILURE(UNKNOWN_PEER)``, which tells a client that the agent was restarted. ``PING``,
-   ``STATUS``, ``GET_CHUNK_SIZE``, ``WARM`` and ``TRUST``, which tools send, need no ``HELLO``.
+   ``STATUS``, ``GET_CHUNK_SIZE`` and ``TRUST``, which tools send, need no ``HELLO``.
 2. A worker sends ``REGISTER_KV_CACHE``: the layout of each group of its layers, the layout's
    fingerprint, and handles to its memory. A chunk has one part for each group. The agent maps the
    memory before it answers ``DONE``. Until then, the worker's stores and retrieves fail, and
@@ -96,17 +96,16 @@ Failures
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES, IPCCacheEngineKey
-from lmcache_redis.chunks.metadata import MAX_METADATA_BYTES, RemoteMetadata
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.device.handles import StorageHandle as StorageHandle  # a field type below
 from lmcache_redis.device.layout import KVLayout
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAGIC = b"LMCR-MP"
 PREAMBLE = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 MAX_MESSAGE_BYTES = 16 << 20
@@ -118,7 +117,6 @@ Epoch = Annotated[bytes, msgspec.Meta(max_length=EPOCH_BYTES)]
 # The bytes after the epoch: a block hash, or an adapter digest and a block hash.
 HASH_BYTES_OF_AN_EPOCH = (32, 48)
 MAX_REMOTE_PARTS = 1 << 13
-MAX_WARM_CHUNKS = 1 << 10
 TokenSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
 ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTES)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -294,30 +292,6 @@ class Clear(Message, frozen=True, tag="CLEAR"):
     remote: AllRemoteParts = ()
 
 
-class WarmChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a chunk as a tool finds it in Redis: its name, and the metadata of its header."""
-
-    model_name: Name
-    kv_rank: int
-    fingerprint: Fingerprint
-    chunk_hash: ChunkHash
-    metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Raises FormatError if the metadata is malformed."""
-        return RemoteMetadata.deserialize(self.metadata).length
-
-
-class Warm(Message, frozen=True, tag="WARM"):
-    """Loads chunks into the free part of the host pool, in this order. Evicts nothing.
-
-    Waits while lookups load. The agent answers within seconds, also if it had to leave some.
-    """
-
-    chunks: Annotated[tuple[WarmChunk, ...], msgspec.Meta(max_length=MAX_WARM_CHUNKS)]
-
-
 class Trust(Message, frozen=True, tag="TRUST"):
     """An operator says that loads of all layouts are right; ``DONE`` counts the distrusted ones."""
 
@@ -423,18 +397,6 @@ class RetrieveResult(Message, frozen=True, tag="RETRIEVE_RESULT"):
     failed_chunks: tuple[int, ...]
 
 
-# A chunk is: loaded; in the host pool already, or on its way; left because the pool has no free
-# slots, or because there was no time for it; not in Redis any more, or in part; in Redis, and not
-# what its name says; not loaded for another reason.
-WarmOutcome = Literal["loaded", "held", "full", "busy", "missing", "damaged", "failed"]
-
-
-class Warmed(Message, frozen=True, tag="WARMED"):
-    """Answers ``WARM``: what became of each of ``chunks``."""
-
-    outcomes: tuple[WarmOutcome, ...]
-
-
 class StatusReport(Message, frozen=True, tag="STATUS_REPORT"):
     """Answers ``STATUS``: a JSON document."""
 
@@ -463,9 +425,9 @@ FAILED = "FAILED"
 
 Question = (
     Hello | GetChunkSize | RegisterKVCache | UnregisterKVCache | Lookup | Watch | Store | Compare
-    | Retrieve | ReleaseLocks | EndSession | Goodbye | Clear | Warm | Trust | Status | Ping
+    | Retrieve | ReleaseLocks | EndSession | Goodbye | Clear | Trust | Status | Ping
 )  # fmt: skip
 Answer = (
-    Welcome | ChunkSize | Done | LookupResult | Changes | StoreResult | RetrieveResult | Warmed
+    Welcome | ChunkSize | Done | LookupResult | Changes | StoreResult | RetrieveResult
     | StatusReport | Pong | Failure
 )  # fmt: skip

@@ -25,7 +25,6 @@ _context.set_forkserver_preload(
         "lmcache_redis.admin.doctor",
         "lmcache_redis.admin.purge",
         "lmcache_redis.admin.report",
-        "lmcache_redis.admin.warm",
         "tests.frozen",
     ]
 )

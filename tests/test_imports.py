@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
     {"cli"},
     {"compat"},
-    {"integrations", "bench"},
+    {"integrations"},
     {"client"},
     {"agent", "admin"},
     {"messages", "transport"},

@@ -50,7 +50,6 @@ QUESTIONS: list[m.Message] = [
     m.Goodbye(10),
     m.Clear(11),
     m.Clear(11, b"e" * 8, (m.RemoteParts(1, 7, b"f" * 32, Reach()),)),
-    m.Warm(11, (m.WarmChunk("model", 7, b"f" * 32, b"h" * 32, b"m" * 56),)),
     m.Trust(11),
     m.Status(12),
     m.Ping(13),
@@ -65,7 +64,6 @@ ANSWERS: list[m.Message] = [
     m.Changes(4, (m.Change(0, "h", True, (b"h" * 32, b"i" * 48)),), True),
     m.StoreResult(5, 1, 2, 3),
     m.RetrieveResult(6, (0, 5)),
-    m.Warmed(6, ("loaded", "held", "full", "busy", "missing", "damaged", "failed")),
     m.StatusReport(7, b"{}"),
     m.Pong(8, 1, "0.1.0"),
     m.Failure(9, m.REFUSED, "because"),
@@ -88,7 +86,7 @@ def test_answers_survive_the_wire(message: m.Message) -> None:
 
 def test_a_message_in_bytes() -> None:
     assert transport.encode(m.Ping(7)) == [
-        b"LMCR-MP\x00\x04",
+        b"LMCR-MP\x00\x05",
         bytes.fromhex("82 a4 74797065 a4 50494e47 a7 63616c6c5f6964 07"),
     ]
 
@@ -166,7 +164,7 @@ def test_changed_messages_raise_only_wire_errors(message: m.Message, data: st.Da
 
 # Of the names, types and bounds of every message. Both sides refuse what they do not know, so any
 # change of them is another version of the protocol.
-SCHEMAS = {3: "0fb9dc40b9e5286b", 4: "ee3b37c67e1175b8"}
+SCHEMAS = {3: "0fb9dc40b9e5286b", 4: "ee3b37c67e1175b8", 5: "fa5353464bed5829"}
 
 
 def test_a_change_of_a_message_changes_the_version() -> None:

@@ -36,8 +36,8 @@ from benchmarks.plane.peers import CEILING, GLIDE, LMCACHE, OURS
 from benchmarks.plane.process import WorkerFailed, WorkerProcess
 from benchmarks.plane.rows import CACHED, SCAN, Case, Samples, size_text
 from benchmarks.plane.server import Server
+from benchmarks.plane.values import PAGE_BYTES
 from benchmarks.report import rotated
-from lmcache_redis.bench.values import PAGE_BYTES
 from lmcache_redis.errors import ConfigError, RedisUnavailable
 
 # The length of our keys, which the rows of scans name as their size.

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks import ROOT
 from benchmarks.plane.messages import Setting
 from benchmarks.plane.peers import Client, Threads
-from lmcache_redis.bench.values import Values
+from benchmarks.plane.values import Values
 from lmcache_redis.errors import RedisUnavailable
 
 _FRESH, _AGAIN, _SEND, _DROP = b"F", b"A", b"S", b"D"

@@ -12,10 +12,10 @@ import redis
 from redis.connection import parse_url
 
 from benchmarks.fetch import HOW_TO_FETCH, find_client
+from benchmarks.plane.client import PlaneClient
 from benchmarks.plane.messages import Setting
 from benchmarks.plane.peers import Client, ScanningClient, Threads
-from lmcache_redis.bench.client import PlaneClient
-from lmcache_redis.bench.values import Values
+from benchmarks.plane.values import Values
 from lmcache_redis.chunks.keys import stripe_key
 from lmcache_redis.errors import ConfigError, RedisUnavailable
 from lmcache_redis.resp import RedisOptions

@@ -11,7 +11,7 @@ from redis.connection import parse_url
 
 from benchmarks.fetch import HOW_TO_FETCH, find_client
 from benchmarks.plane.messages import Setting
-from lmcache_redis.bench.values import Values
+from benchmarks.plane.values import Values
 
 OURS = "ours"
 LMCACHE = "lmcache"

@@ -18,7 +18,7 @@ import redis
 
 from benchmarks.plane.messages import Batch, Load, Measured, PrepareScan, Request, Setting, Store
 from benchmarks.plane.peers import OURS, Client, ScanningClient, make_client
-from lmcache_redis.bench.values import Arena, Values
+from benchmarks.plane.values import Arena, Values
 from lmcache_redis.errors import RedisUnavailable
 
 

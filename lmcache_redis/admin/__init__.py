@@ -1,4 +1,4 @@
-"""Tools for the operators of the Redis behind the cache: inspect, purge, warm, doctor.
+"""Tools for the operators of the Redis behind the cache: inspect, purge, doctor.
 
 server      connections to the servers that a URL names
 names       keys, layouts, sizes and ages as text
@@ -6,8 +6,7 @@ stripes     reads the values of stripe keys and judges them by their headers
 survey      which chunks a server holds, by SCAN, and how large they are
 inspect     explains one key, or summarises the cache by model and layout
 purge       selects chunks and removes them
-pace        keeps a rate: keys or bytes a second
-warm        chooses the chunks that a new agent should load, the most used ones first
+pace        keeps a rate, in keys a second
 facts       reads the settings and the state of a server
 rules       judges facts: what to change, and why
 node        reads the facts of this node: its agent, its engines; node_rules judges them

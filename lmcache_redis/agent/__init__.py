@@ -9,6 +9,6 @@ engine's memory), `peers` (pins of a request), `transfers` (stores and retrieves
 (canaries; `trust` remembers what they have found). The chunks are in `lmcache_redis.cache`.
 
 Beside that way: `agent` (what an agent consists of, its status), `main` (start, reload, stop),
-`warming` and `watching` (chunks loaded ahead of lookups, and reported to schedulers), `exported`
-(metrics for Prometheus), `embedded` (a Redis of the agent).
+`watching` (chunks reported to schedulers), `exported` (metrics for Prometheus), `embedded` (a Redis
+of the agent).
 """

@@ -17,7 +17,6 @@ from lmcache_redis.agent.comparing import CompareJob
 from lmcache_redis.agent.peers import MAX_CHUNKS, Peer, Registration, Session
 from lmcache_redis.agent.registering import Registering
 from lmcache_redis.agent.transfers import CopyJob, Reply, RetrieveJob, StoreJob, because
-from lmcache_redis.agent.warming import Warming
 from lmcache_redis.agent.watching import Watches
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES, IPCCacheEngineKey, hash_chunks
@@ -49,7 +48,6 @@ class Handlers:
         self._peers = agent.peers
         self._letters = agent.tier_letters
         self._registering = Registering(agent)
-        self._warming = Warming(agent)
         self._watches = Watches(agent)
 
     def answer_anyone(self, question: m.Question, reply: Reply) -> bool:
@@ -61,8 +59,6 @@ class Handlers:
         elif isinstance(question, m.Status):
             report = status_report(self._agent)
             reply(m.StatusReport(0, msgspec.json.encode(report)))
-        elif isinstance(question, m.Warm):
-            self._warming.warm(question, reply)
         elif isinstance(question, m.Trust):
             reply(m.Done(0, self._agent.trust.restore()))
         else:

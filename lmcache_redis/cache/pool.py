@@ -57,8 +57,6 @@ class Entry:
         stored_in: bit n: the chunk is known to be in tier n.
         wanted: whether a lookup has asked for it since it is in the pool.
         position: its number in the prompt that it was stored for.
-        is_ahead: loaded before a lookup asked for it. Until one does, it is evicted before all
-            others, the one loaded last first.
         watchers: told how the filling ends; None: it has ended.
         cancel: ends the filling early; None if it cannot be cancelled, or has been.
         tag: for the caller that reserved the entry.
@@ -72,7 +70,6 @@ class Entry:
     stored_in: int = 0
     wanted: bool = False
     position: int = 0
-    is_ahead: bool = False
     watchers: list[Watcher] | None = field(default_factory=list)
     cancel: Callable[[], None] | None = None
     tag: object = None
@@ -93,9 +90,9 @@ class HostPool:
     and whether the chunk is there: when that changes in the pool, and when it turns out of a tier
     (`known_in`, `seen`).
 
-    `get` makes an entry the most recently used. The release of its last pin does so too, except for
-    one that `is_ahead`. Misuse (unpin without a pin, publish twice, reserve a key that is in the
-    pool) raises RuntimeError and changes nothing: it is a bug of the caller.
+    `get` and the release of the last pin make an entry the most recently used. Misuse (unpin
+    without a pin, publish twice, reserve a key that is in the pool) raises RuntimeError and changes
+    nothing: it is a bug of the caller.
 
     Attributes, in units: free; idle: of READY entries without pins.
     """
@@ -136,10 +133,8 @@ class HostPool:
     def get(self, key: bytes) -> Entry | None:
         """The entry of a key, FILLING or READY, or None. A READY one becomes most recently used."""
         entry = self._index.get(key)
-        if entry is not None:
-            entry.is_ahead = False
-            if entry.pins == 0:
-                self._idle.move_to_end(key)
+        if entry is not None and entry.pins == 0:
+            self._idle.move_to_end(key)
         return entry
 
     def peek(self, key: bytes) -> Entry | None:
@@ -299,8 +294,6 @@ class HostPool:
         self.on_room()
         if entry.state is EntryState.READY:
             self._idle[entry.key] = entry
-            if entry.is_ahead:
-                self._idle.move_to_end(entry.key, last=False)
             self.idle += entry.units
             if entry.units > self.idle_limit:
                 self.discard(entry)

@@ -12,10 +12,8 @@ from rich.console import Console
 
 from lmcache_redis import __version__
 from lmcache_redis.cli import admin
-from lmcache_redis.cli.bench import bench
 from lmcache_redis.cli.options import AsJson, Endpoint, config_from, takes_options_of
 from lmcache_redis.cli.top import top
-from lmcache_redis.cli.warm import warm
 from lmcache_redis.compat.gateway.config import GatewayConfig
 from lmcache_redis.config import AgentConfig, default_endpoint
 from lmcache_redis.errors import ConfigError, LMCacheRedisError
@@ -114,11 +112,9 @@ def trust(endpoint: Endpoint = None, timeout_s: TimeoutOption = 2.0) -> None:
 
 
 app.command()(top)
-app.command()(warm)
 app.command()(admin.inspect)
 app.command()(admin.purge)
 app.command()(admin.doctor)
-app.command()(bench)
 
 
 @app.command()

@@ -1,9 +1,8 @@
-"""Requests of command-line tools to an agent: ping, status, warm and trust."""
+"""Requests of command-line tools to an agent: ping, status and trust."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,10 +11,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.errors import LMCacheRedisError, WireError
-
-# An agent answers within 15 s, see `agent.warming`; one that ends is noticed at once.
-_WARM_TIMEOUT_S = 30.0
+from lmcache_redis.errors import LMCacheRedisError
 
 _A = TypeVar("_A", bound=m.Message)
 
@@ -42,16 +38,6 @@ class ControlClient:
         report: dict[str, Any] = msgspec.json.decode(self._ask(m.Status(1), m.StatusReport).report)
         return report
 
-    def warm(self, chunks: Sequence[m.WarmChunk]) -> tuple[m.WarmOutcome, ...]:
-        """Has the agent load chunks into its host pool; what became of each.
-
-        Waits longer than other requests. Raises ``AgentUnreachable``.
-        """
-        warmed = self._ask(m.Warm(1, tuple(chunks)), m.Warmed, _WARM_TIMEOUT_S)
-        if len(warmed.outcomes) != len(chunks):
-            raise WireError(f"{len(warmed.outcomes)} outcomes of {len(chunks)} chunks")
-        return warmed.outcomes
-
     def trust(self) -> int:
         """Has the agent load everything again; how many layouts it did not. See `agent.trust`.
 
@@ -59,8 +45,7 @@ class ControlClient:
         """
         return self._ask(m.Trust(1), m.Done).count
 
-    def _ask(self, question: m.Message, expected: type[_A], answer_timeout_s: float = 0.0) -> _A:
-        """answer_timeout_s: the least time for the answer, once the agent is connected."""
+    def _ask(self, question: m.Message, expected: type[_A]) -> _A:
         with zmq.Context() as context:
             dealer, monitor = transport.connect_watched_dealer(context, self._endpoint)
             try:
@@ -68,7 +53,6 @@ class ControlClient:
                 if not dealer.poll(_left_ms(deadline_s), zmq.POLLOUT):
                     raise self._unreachable()
                 dealer.send_multipart(transport.encode(question))
-                deadline_s = max(deadline_s, time.monotonic() + answer_timeout_s)
                 frames = self._receive(dealer, monitor, deadline_s)
             finally:
                 dealer.disable_monitor()

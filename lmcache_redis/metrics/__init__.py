@@ -46,7 +46,6 @@ COUNTERS: Final = MappingProxyType(
         # Redis to host pool
         "loaded_chunks": "chunks read from Redis into the host pool",
         "loaded_bytes": "payload bytes of the chunks read from Redis",
-        "warmed_chunks": "chunks loaded before anyone asked for them, by `lmcache-redis warm`",
         # disk to host pool, and back
         "disk_loaded_chunks": "chunks read from disk into the host pool",
         "disk_loaded_bytes": "payload bytes of the chunks read from disk",

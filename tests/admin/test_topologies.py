@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.admin import doctor, warm
+from lmcache_redis.admin import doctor
 from lmcache_redis.admin.doctor import diagnose
 from lmcache_redis.admin.facts import Need
 from lmcache_redis.admin.inspect import ChunkReport, Verdict, explain, summarise
@@ -20,7 +20,7 @@ from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import RedisUnavailable
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.topology import slot_of
-from tests.admin.cache import PAYLOAD_BYTES, Cached, age
+from tests.admin.cache import Cached
 from tests.resp.certificates import Authority
 from tests.servers import RedisServer, free_port, server_binaries, speaks_tls
 from tests.topologies import Cluster, keys_on, running_cluster, running_sentinel
@@ -61,20 +61,6 @@ def test_a_cluster_is_looked_at_as_one(cluster: Cluster) -> None:
             report = explain(server, chunk.keys[7], b"", True)
             assert isinstance(report, ChunkReport)
             assert report.verdict is verdict
-
-
-def test_chunks_of_a_whole_cluster_are_ranked(cluster: Cluster) -> None:
-    chunks = [Cached(number, stripe_count=3) for number in range(6)]
-    for chunk in chunks:
-        put(cluster, chunk)
-    order = (3, 0, 5, 2, 4, 1)
-    for rank, number in enumerate(order):
-        first = chunks[number].keys[0]
-        with cluster.node_of(first).client() as client:
-            age(client, first, 1000 * rank)
-    with open_server(RedisOptions(cluster.url)) as server:
-        choice = warm.choose(server, b"", PAYLOAD_BYTES)
-    assert [each.name.key.chunk_hash[-1] for each in choice.candidates] == [*order]
 
 
 def test_a_purge_reaches_every_node(cluster: Cluster) -> None:

@@ -195,21 +195,6 @@ class TestHostPool:
         assert pool.reserve(b"d", 1) is not None
         assert b"a" not in pool
 
-    def test_what_nobody_has_asked_for_goes_first_the_last_of_it_before_the_others(self) -> None:
-        pool = HostPool(slots(4))
-        for key in (b"a", b"b", b"c", b"d"):
-            entry = pool.reserve(key, 1)
-            assert entry is not None
-            entry.is_ahead = key != b"a"
-            pool.publish(entry)
-            pool.unpin(entry)
-            pool.pin(entry)  # a write is no use
-            pool.unpin(entry)
-        assert pool.get(b"c") is not None
-        for number, gone in enumerate((b"d", b"b", b"a", b"c")):
-            ready(pool, bytes([number]))
-            assert gone not in pool
-
     def test_all_or_nothing(self) -> None:
         pool = HostPool(slots(4))
         ready(pool, b"a", 2)

@@ -76,7 +76,7 @@ def test_the_agent_runs_under_its_setting_for_copies_unless_there_is_one(
 def test_the_help_says_what_to_do_first() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for command in ("agent", "status", "ping", "warm", "bench", "version"):
+    for command in ("agent", "status", "ping", "version"):
         assert re.search(rf"^\W*{command} ", done.stdout, flags=re.MULTILINE), command
     assert '{"kv_connector":"LMCacheRedisConnector","kv_role":"kv_both"}' in done.stdout
 

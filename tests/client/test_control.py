@@ -13,9 +13,7 @@ import zmq
 from lmcache_redis import messages as m
 from lmcache_redis import transport
 from lmcache_redis.client.control import AgentUnreachable, ControlClient
-from lmcache_redis.errors import LMCacheRedisError, WireError
-
-CHUNK = m.WarmChunk("model", 0, bytes(32), b"hash", b"")
+from lmcache_redis.errors import LMCacheRedisError
 
 
 @contextmanager
@@ -45,31 +43,18 @@ def agent_that(
         context.term()
 
 
-def test_outcomes(tmp_path: Path) -> None:
-    with agent_that(tmp_path, lambda question: m.Warmed(1, ("loaded", "held"))) as client:
-        assert client.warm([CHUNK, CHUNK]) == ("loaded", "held")
-
-
-def test_too_few_outcomes(tmp_path: Path) -> None:
-    with (
-        agent_that(tmp_path, lambda question: m.Warmed(1, ("loaded",))) as client,
-        pytest.raises(WireError, match="1 outcomes of 2 chunks"),
-    ):
-        client.warm([CHUNK, CHUNK])
-
-
 def test_an_agent_that_goes_away_is_noticed_at_once(tmp_path: Path) -> None:
     with (
         agent_that(tmp_path, lambda question: None) as client,
         pytest.raises(AgentUnreachable, match="went away before it answered"),
     ):
-        client.warm([CHUNK])
+        client.trust()
 
 
 def test_an_agent_that_does_not_know_the_question(tmp_path: Path) -> None:
-    refused = m.Failure(1, m.BAD_MESSAGE, "Invalid value 'WARM'")
+    refused = m.Failure(1, m.BAD_MESSAGE, "Invalid value 'TRUST'")
     with (
         agent_that(tmp_path, lambda question: refused) as client,
-        pytest.raises(LMCacheRedisError, match=r"Invalid value 'WARM' \(is it of another version"),
+        pytest.raises(LMCacheRedisError, match=r"Invalid value 'TRUST' \(is it of another version"),
     ):
-        client.warm([CHUNK])
+        client.trust()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from lmcache_redis.bench.values import Values
+from benchmarks.plane.values import Values
 from lmcache_redis.chunks.frame import FINGERPRINT_BYTES, ChunkFrame, stripe_payload_bytes
 from lmcache_redis.chunks.keys import NAMESPACE_BYTES, key_stem
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
@@ -21,12 +21,10 @@ from lmcache_redis.resp import (
     ScanResult,
     WriteOutcome,
 )
-from lmcache_redis.tiers import RemoveResult
 
 _HASH_BYTES = 32
 _DEADLINE_S = 60.0
 _START_S = 10.0
-_REMOVE_S = 10.0
 
 
 class PlaneClient:
@@ -96,16 +94,6 @@ class PlaneClient:
         if result.outcome is not CallOutcome.DONE:
             raise RedisUnavailable(f"a lookup failed: {result.outcome.value}")
         return result.prefix_length
-
-    def remove(self) -> None:
-        """Removes the prepared chunks; on return their keys are gone."""
-        results: SimpleQueue[RemoveResult] = SimpleQueue()
-        deadline = time.monotonic() + _REMOVE_S
-        for key, frame, _ in self._chunks:
-            self._plane.unlink(key, frame.stripe_count, deadline, results.put)
-        outcomes = [results.get().outcome for _ in self._chunks]
-        if left := len(outcomes) - outcomes.count(CallOutcome.DONE):
-            raise RedisUnavailable(f"{left} chunks could not be removed: they expire")
 
     def _move(self, submit: Callable[..., None], good: object) -> None:
         finished = threading.Event()

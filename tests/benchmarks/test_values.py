@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lmcache_redis.bench.values import PAGE_BYTES, Arena
+from benchmarks.plane.values import PAGE_BYTES, Arena
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisUnavailable
 
