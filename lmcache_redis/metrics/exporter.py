@@ -9,10 +9,12 @@ families.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -35,7 +37,9 @@ from lmcache_redis.metrics import Distribution
 logger = logging.getLogger(__name__)
 
 PREFIX = "lmcache_redis_"
-_TIMEOUT_S = 10.0
+_MOST_CONNECTIONS = 8
+_DEADLINE_S = 5.0
+_NO_DESCRIPTOR_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +168,19 @@ def _metric(family: Family, values: Mapping[tuple[str, ...], float | Distributio
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """A thread for each of a few connections, which have one deadline; others are closed at once.
+
+    Anyone on the node may connect, and the process needs its threads and descriptors.
+    """
+
     daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._deadlines: dict[socket.socket, float] = {}  # of the requests in progress
+        self._lock = threading.Lock()
+        super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
         # That of HTTPServer asks DNS for the name of the address, which may take seconds.
@@ -173,14 +189,43 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.server_name, self.server_port = str(host), int(port)
         self.setup_environ()
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return self.socket.accept()
+        except OSError:
+            time.sleep(_NO_DESCRIPTOR_PAUSE_S)  # else this thread would spin
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        with self._lock:
+            if len(self._deadlines) >= _MOST_CONNECTIONS:
+                return False
+            self._deadlines[request] = time.monotonic() + _DEADLINE_S
+            return True
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._deadlines.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Twice a second. A thread that waits for an overdue client sees the connection's end."""
+        now_s = time.monotonic()
+        with self._lock:
+            for request, deadline_s in self._deadlines.items():
+                if now_s > deadline_s:
+                    with contextlib.suppress(OSError):
+                        request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a client of /metrics went away", exc_info=True)
+
 
 class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _TIMEOUT_S
-
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug(format, *args)
 
@@ -223,7 +268,7 @@ class Exporter:
         host, _ = self.address
         is_ipv6 = ":" in host
         try:
-            self._server = (_Server6 if is_ipv6 else _Server)(self.address, _Handler)
+            self._server = (_Server6 if is_ipv6 else _Server)(self.address)
         except OSError as error:
             raise ConfigError(f"--metrics: {host} port {self.address[1]}: {error}") from error
         self._server.set_app(app)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from lmcache_redis.agent.exported import FAMILIES
 from lmcache_redis.compat.gateway import exported
 from lmcache_redis.config import AgentConfig, parse_address
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.metrics.exporter import Exporter, Family, NoReading, OwnerSource, Values
+from lmcache_redis.metrics.exporter import Family
 from tests.harness import AgentServer, Engine, wait_until
 from tests.scraping import get, metrics_table, port_in, samples_in
 from tests.servers import RedisServer
@@ -94,43 +93,6 @@ def test_loads_from_redis_are_measured(tmp_path: Path, redis_server: RedisServer
         wait_until(lambda: not agent.status()["redis"]["up"], what="Redis down")
         assert get(port_in(agent.log), "/healthz") == (200, "ok\n")
         assert samples_in(get(port_in(agent.log), "/metrics")[1])["lmcache_redis_redis_up", ()] == 0
-
-
-def test_an_agent_whose_loop_does_not_turn_is_not_healthy() -> None:
-    def source() -> Values:
-        raise NoReading("the agent's loop has not turned for 2 s")
-
-    with Exporter(("127.0.0.1", 0), FAMILIES, source) as exporter:
-        for path in ("/healthz", "/metrics"):
-            code, text = get(exporter.port, path)
-            assert (code, text) == (503, "the agent's loop has not turned for 2 s\n")
-
-
-def test_ipv6_and_an_address_in_use() -> None:
-    def source() -> Values:
-        return {"a": {(): 1.0}}
-
-    with Exporter(("::1", 0), (Family("a", "gauge", "A."),), source) as exporter:
-        assert "lmcache_redis_a 1.0" in get(exporter.port, "/metrics", "[::1]")[1]
-        with (
-            pytest.raises(ConfigError, match=f"--metrics: ::1 port {exporter.port}: .*in use"),
-            Exporter(("::1", exporter.port), (), source),
-        ):
-            pass
-
-
-def test_a_loop_that_hangs_is_found() -> None:
-    with pytest.raises(NoReading, match=r"has not turned for 0\.01 s"):
-        OwnerSource(lambda action: None, dict, answer_s=0.01)()
-
-
-def test_a_reading_that_fails_is_told() -> None:
-    def post(action: Callable[[], None]) -> None:
-        with contextlib.suppress(ZeroDivisionError):
-            action()
-
-    with pytest.raises(NoReading, match="could not be read"):
-        OwnerSource(post, lambda: {"a": {(): 1 / 0}})()
 
 
 @pytest.mark.parametrize("families", [FAMILIES, exported.FAMILIES], ids=["agent", "gateway"])

@@ -1,0 +1,126 @@
+"""The HTTP server of /metrics: what it serves, and that its clients cost little."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lmcache_redis.errors import ConfigError
+from lmcache_redis.metrics import exporter
+from lmcache_redis.metrics.exporter import Exporter, Family, NoReading, OwnerSource, Values
+from tests.scraping import get
+from tests.servers import wait_until
+
+FAMILIES = (Family("a", "gauge", "A."),)
+
+
+def values() -> Values:
+    return {"a": {(): 1.0}}
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with Exporter(("127.0.0.1", 0), FAMILIES, values) as served:
+        yield served.port
+
+
+def connected(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), 30)
+
+
+def is_closed(client: socket.socket) -> bool:
+    """By the server; a client that is served has nothing to read yet."""
+    client.settimeout(0.1)
+    try:
+        return client.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def serving() -> int:
+    """Threads that serve a client."""
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+
+
+def test_75_idle_clients_cost_8_threads_and_descriptors(port: int) -> None:
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connected(port)) for _ in range(75)]
+        assert sum(map(is_closed, clients)) == 75 - exporter._MOST_CONNECTIONS
+        assert serving() == exporter._MOST_CONNECTIONS
+    wait_until(lambda: not serving(), "the end of what served them")
+    assert get(port, "/metrics")[0] == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: a\r\n"])
+def test_a_client_that_says_too_little_is_dropped(
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    sent: bytes,
+) -> None:
+    monkeypatch.setattr(exporter, "_DEADLINE_S", 0.05)
+    with connected(port) as client:
+        client.sendall(sent)
+        while client.recv(1 << 16):  # ends, and so the server has closed it
+            pass
+    wait_until(lambda: not serving(), "the end of what served it")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_client_that_trickles_is_dropped_in_all(
+    port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each byte is in time, the request is not."""
+    monkeypatch.setattr(exporter, "_DEADLINE_S", 0.05)
+    with connected(port) as client:
+
+        def trickle() -> None:
+            while True:
+                client.sendall(b"G")
+                time.sleep(0.01)
+
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            trickle()
+    wait_until(lambda: not serving(), "the end of what served it")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_loop_that_does_not_turn_is_not_healthy() -> None:
+    def source() -> Values:
+        raise NoReading("the agent's loop has not turned for 2 s")
+
+    with Exporter(("127.0.0.1", 0), FAMILIES, source) as served:
+        for path in ("/healthz", "/metrics"):
+            code, text = get(served.port, path)
+            assert (code, text) == (503, "the agent's loop has not turned for 2 s\n")
+
+
+def test_ipv6_and_an_address_in_use() -> None:
+    with Exporter(("::1", 0), FAMILIES, values) as served:
+        assert "lmcache_redis_a 1.0" in get(served.port, "/metrics", "[::1]")[1]
+        with (
+            pytest.raises(ConfigError, match=f"--metrics: ::1 port {served.port}: .*in use"),
+            Exporter(("::1", served.port), FAMILIES, values),
+        ):
+            pass
+
+
+def test_a_loop_that_hangs_is_found() -> None:
+    with pytest.raises(NoReading, match=r"has not turned for 0\.01 s"):
+        OwnerSource(lambda action: None, dict, answer_s=0.01)()
+
+
+def test_a_reading_that_fails_is_told() -> None:
+    def post(action: Callable[[], None]) -> None:
+        with contextlib.suppress(ZeroDivisionError):
+            action()
+
+    with pytest.raises(NoReading, match="could not be read"):
+        OwnerSource(post, lambda: {"a": {(): 1 / 0}})()
