@@ -473,12 +473,6 @@ def test_an_unreachable_server_is_one_sentence(tmp_path: Path) -> None:
         assert "Traceback" not in agent.log
 
 
-def children_of(pid: int) -> list[int]:
-    """The children of all threads."""
-    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(child) for text in lists for child in text.split()]
-
-
 @pytest.mark.servers
 @pytest.mark.parametrize("url", [None, ""], ids=["no option", "an empty one"])
 def test_without_a_url_the_agent_brings_its_own_redis_and_ends_it(
@@ -490,7 +484,7 @@ def test_without_a_url_the_agent_brings_its_own_redis_and_ends_it(
         engine.store("r1", HASHES, range(8))
         agent.wait_idle()
         assert agent.counter("stored_chunks") == 2
-        (child,) = children_of(agent.pid)
+        (child,) = agent.children()
         server = Path(f"/proc/{child}")
         assert agent.terminate() == 0
         wait_until(lambda: not server.exists(), what="the end of the embedded Redis")
@@ -501,12 +495,12 @@ def test_a_killed_embedded_redis_is_started_again(tmp_path: Path) -> None:
     """As the kernel does when memory runs out. Nothing but the chunks in Redis is lost."""
     agent = AgentServer(tmp_path / "agent", None, embedded_memory_bytes="64MiB")
     with agent, Engine(agent.endpoint) as engine:
-        (first,) = children_of(agent.pid)
+        (first,) = agent.children()
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: "the embedded Redis runs again" in agent.log, what="another server")
         assert "the embedded Redis has ended: killed by SIGKILL" in agent.log
         wait_until(lambda: bool(agent.status()["redis"]["up"]), what="Redis up")
-        (second,) = children_of(agent.pid)
+        (second,) = agent.children()
         assert second != first
         engine.randomize(range(8))
         engine.store("r1", HASHES, range(8))
