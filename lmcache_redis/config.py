@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.processes import memory_limit_bytes
 
 _LETTERS = "KMGTPE"
 _UNITS = {"": 1, "B": 1}
@@ -58,9 +59,8 @@ def format_size(size_bytes: int) -> str:
 
 
 def machine_share(most_bytes: int) -> int:
-    """A quarter of the machine's memory in whole MiB, ``most_bytes`` at most."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(most_bytes, memory // 4 >> 20 << 20)
+    """A quarter of the memory that there is in whole MiB, ``most_bytes`` at most."""
+    return min(most_bytes, memory_limit_bytes() // 4 >> 20 << 20)
 
 
 def private_directory() -> Path:
@@ -197,7 +197,7 @@ class AgentConfig(TierSettings):
     pool_bytes: int = setting(
         "memory of the host pool, a hard limit",
         lambda: machine_share(4 << 30),
-        shown="4GiB, at most a quarter of the machine's memory",
+        shown="4GiB, at most a quarter of the machine's or container's memory",
         size=True,
     )
     slot_bytes: int = setting(
@@ -215,7 +215,7 @@ class AgentConfig(TierSettings):
     embedded_memory_bytes: int = setting(
         "memory limit of the embedded Redis",
         lambda: machine_share(8 << 30),
-        shown="8GiB, at most a quarter of the machine's memory",
+        shown="8GiB, at most a quarter of the machine's or container's memory",
         size=True,
     )
     lookup_deadline_s: float = setting(

@@ -1,4 +1,4 @@
-"""Other processes as ``/proc`` (Linux) shows them, and how to end one that we started.
+"""Processes as ``/proc`` (Linux) shows them, their memory limit, and how to end one.
 
 A process is identified by its id and its start time, because the kernel reuses ids. A process in
 another PID namespace is invisible.
@@ -6,7 +6,11 @@ another PID namespace is invisible.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
+from pathlib import Path
 
 
 def process_start_time(pid: int) -> int | None:
@@ -49,6 +53,41 @@ def end_process(process: subprocess.Popen[bytes], grace_s: float) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def ended_how(returncode: int) -> str:
+    """A return code of `subprocess.Popen` in words: an exit status or a signal's name."""
+    if returncode >= 0:
+        return f"exit status {returncode}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-returncode).name}"
+    return f"killed by signal {-returncode}"
+
+
+def memory_limit_bytes(
+    groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """The memory that this process may use: the machine's, or a limit of its control groups.
+
+    A group is limited by its parents too. A container sees its own group at the mount point, and
+    may not see the path that ``/proc`` gives.
+    Source: proc_pid_cgroup(5), and ``memory.max`` and ``memory.limit_in_bytes`` in cgroups(7).
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError, ValueError):
+        for line in groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:  # version 2
+                root, name = mount, "memory.max"
+            elif "memory" in controllers.split(","):
+                root, name = mount / "memory", "memory.limit_in_bytes"
+            else:
+                continue
+            inner = Path(path.lstrip("/"))
+            for group in (inner, *inner.parents):
+                with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+                    limits.append(int((root / group / name).read_text()))
+    return min(limits)
 
 
 def _runs(pid: int, start_time: int) -> bool:

@@ -62,6 +62,11 @@ class AgentServer(agent.AgentServer):
         self.process.send_signal(signal.SIGCONT)
         return self.process.wait(WAIT_S)
 
+    def children(self) -> list[int]:
+        """Processes that any of its threads has started."""
+        lists = [each.read_text() for each in Path(f"/proc/{self.pid}/task").glob("*/children")]
+        return [int(child) for text in lists for child in text.split()]
+
     def stop(self) -> None:
         """Return when every thread has stopped."""
         os.kill(self.pid, signal.SIGSTOP)

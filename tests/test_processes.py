@@ -8,10 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from lmcache_redis.processes import end_process, has_ended, is_running, process_start_time
+from lmcache_redis.processes import (
+    end_process,
+    ended_how,
+    has_ended,
+    is_running,
+    memory_limit_bytes,
+    process_start_time,
+)
 
 NO_PID = 2**22 + 1  # above the largest id that Linux gives
 
@@ -75,3 +83,49 @@ def test_a_process_that_ignores_sigterm_is_killed(handler: str, number: signal.S
         process.stdout.readline()
         end_process(process, 0.2 if number == signal.SIGKILL else 60.0)
     assert process.returncode == -number
+
+
+@pytest.mark.parametrize(
+    ("returncode", "said"),
+    [(0, "exit status 0"), (3, "exit status 3"), (-9, "killed by SIGKILL"), (-99, "signal 99")],
+)
+def test_an_end_in_words(returncode: int, said: str) -> None:
+    assert ended_how(returncode).endswith(said)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        # version 2: a group of its own, its parent's limit, and a container's view
+        ("0::/pod/box", {"pod/box/memory.max": 64}, 64),
+        ("0::/pod/box", {"pod/box/memory.max": 64, "pod/memory.max": 32}, 32),
+        ("0::/pod/box", {"pod/box/memory.max": "max", "pod/memory.max": 32}, 32),
+        ("0::/", {"memory.max": 48}, 48),
+        ("0::/../../other", {"memory.max": 48}, 48),
+        # version 1, and both at once
+        ("4:cpu,memory:/box", {"memory/box/memory.limit_in_bytes": 64}, 64),
+        ("4:memory:/docker/1f", {"memory/memory.limit_in_bytes": 40}, 40),
+        ("4:memory:/a\n0::/a", {"memory/a/memory.limit_in_bytes": 64, "a/memory.max": 8}, 8),
+        # none
+        ("0::/pod/box", {"pod/box/memory.max": "max"}, None),
+        ("4:memory:/", {"memory/memory.limit_in_bytes": 1 << 43}, None),
+        ("4:cpuset:/box", {"memory/box/memory.limit_in_bytes": 64}, None),
+        ("nonsense", {}, None),
+        (None, {}, None),
+    ],
+)
+def test_memory_is_that_of_the_control_group(
+    tmp_path: Path, groups: str | None, limits: dict[str, int | str], expected: int | None
+) -> None:
+    if groups is not None:
+        (tmp_path / "cgroup").write_text(f"{groups}\n")
+    for name, limit in limits.items():
+        path = tmp_path / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{limit if isinstance(limit, str) else limit * MIB}\n")
+    found = memory_limit_bytes(tmp_path / "cgroup", tmp_path / "fs")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert found == (machine if expected is None else expected * MIB)

@@ -1,7 +1,8 @@
 """The agent's own Redis, for a node without a server.
 
 It listens on a unix socket in a private directory, keeps nothing on disk, evicts the least
-recently used keys at its memory limit, and ends when the process that started it ends.
+recently used keys at its memory limit, and ends when the process that started it ends. If it ends
+before that (the kernel ran out of memory), it is started again, empty.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.processes import end_process
+from lmcache_redis.processes import end_process, ended_how
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,9 @@ OLDEST_VERSION = (6, 2)
 _START_DEADLINE_S = 30.0
 _STOP_DEADLINE_S = 5.0
 _REPLY_DEADLINE_S = 1.0
+_POLL_S = 0.2
+# Between an end and the next start: doubled until a server has run for the longest pause.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 _MAX_SOCKET_PATH_BYTES = 107
 _WHAT_TO_DO = (
     "run `apt-get install redis-server`, or `pip install 'lmcache-redis[embedded]'`, "
@@ -99,10 +105,10 @@ def _environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def embedded_redis(memory_bytes: int) -> Iterator[str]:
-    """Runs a server with this memory limit, and yields its URL when it answers.
+    """Keeps a server with this memory limit running, and yields its URL when it answers.
 
-    Enter it on a thread that lives as long as the server: the kernel kills the server when that
-    thread ends. Raises ``ConfigError`` if no server is installed or it does not start.
+    A server that ends is started again, empty. Raises ``ConfigError`` if no server is installed or
+    the first one does not start.
     """
     binary = find_server_binary()
     with tempfile.TemporaryDirectory(prefix="lmcache-redis-") as made:
@@ -112,9 +118,60 @@ def embedded_redis(memory_bytes: int) -> Iterator[str]:
             raise ConfigError(
                 f"{socket_path} is too long for a unix socket: set TMPDIR to a shorter path"
             )
-        launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())]
+        supervisor = _Supervisor([binary, *_arguments(directory, memory_bytes)], directory)
+        try:
+            supervisor.start()
+            supervisor.first_start.result()
+            logger.info("embedded Redis (%s) with a limit of %d MiB", binary, memory_bytes >> 20)
+            yield f"unix://{socket_path}"
+        finally:
+            supervisor.stop()
+
+
+class _Supervisor(threading.Thread):
+    """Runs a server, and starts it again whenever it has ended.
+
+    One thread starts all of them and outlives them: the kernel kills a server when the thread that
+    started it ends. `first_start` raises what kept the first server from starting.
+    """
+
+    def __init__(self, command: Sequence[str], directory: Path) -> None:
+        super().__init__(name="lmcache-redis-embedded", daemon=True)
+        self._command = command
+        self._directory = directory
+        self._stopping = threading.Event()
+        self.first_start: Future[None] = Future()
+
+    def stop(self) -> None:
+        """Ends the server, and waits for that."""
+        self._stopping.set()
+        if self.ident is not None:
+            self.join()
+
+    def run(self) -> None:
+        pause_s = 0.0
+        while not self._stopping.wait(pause_s):
+            started_s = time.monotonic()
+            try:
+                with self._server() as process:
+                    if self.first_start.done():
+                        logger.warning("the embedded Redis runs again, empty")
+                    else:
+                        self.first_start.set_result(None)
+                    self._wait_end(process)
+            except Exception as error:  # a server that cannot be started now may be later
+                if not self.first_start.done():
+                    self.first_start.set_exception(error)
+                    return
+                logger.error("the embedded Redis was not started again: %s", error)
+            lasted = time.monotonic() - started_s > _LONGEST_PAUSE_S
+            pause_s = _FIRST_PAUSE_S if lasted or not pause_s else 2 * pause_s
+            pause_s = min(pause_s, _LONGEST_PAUSE_S)
+
+    @contextlib.contextmanager
+    def _server(self) -> Iterator[subprocess.Popen[bytes]]:
         process = subprocess.Popen(
-            [*launcher, binary, *_arguments(directory, memory_bytes)],
+            [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *self._command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -122,23 +179,28 @@ def embedded_redis(memory_bytes: int) -> Iterator[str]:
             start_new_session=True,  # Ctrl-C is for the agent, which stops the server in order
         )
         try:
-            _wait_answering(process, directory)
-            logger.info("embedded Redis (%s) with a limit of %d MiB", binary, memory_bytes >> 20)
-            yield f"unix://{socket_path}"
+            self._wait_answering(process)
+            yield process
         finally:
             end_process(process, _STOP_DEADLINE_S)
 
+    def _wait_answering(self, process: subprocess.Popen[bytes]) -> None:
+        deadline_s = time.monotonic() + _START_DEADLINE_S
+        while not _answers(self._directory / "redis.sock"):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise ConfigError(
+                    f"the embedded Redis did not start: {_last_line(self._directory / 'redis.log')}"
+                    "; name a server with --redis-url"
+                )
+            # The server does not announce that it listens: poll.
+            if self._stopping.wait(0.005):
+                raise ConfigError("the embedded Redis was stopped while it started")
 
-def _wait_answering(process: subprocess.Popen[bytes], directory: Path) -> None:
-    deadline_s = time.monotonic() + _START_DEADLINE_S
-    while not _answers(directory / "redis.sock"):
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            raise ConfigError(
-                f"the embedded Redis did not start: {_last_line(directory / 'redis.log')}; "
-                "name a server with --redis-url"
-            )
-        # The server does not announce that it listens: poll.
-        time.sleep(0.005)
+    def _wait_end(self, process: subprocess.Popen[bytes]) -> None:
+        while process.poll() is None:
+            if self._stopping.wait(_POLL_S):
+                return
+        logger.error("the embedded Redis has ended: %s", ended_how(process.returncode))
 
 
 def _answers(socket_path: Path) -> bool:

@@ -97,11 +97,12 @@ def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = Non
 
 
 def _exporter(address: str, agent: Agent) -> contextlib.AbstractContextManager[object]:
-    # Costs a tenth of a second of the start.
-    from lmcache_redis.agent.exported import FAMILIES, source_of
+    # Most agents have none: an HTTP server is not worth its imports then.
+    from lmcache_redis.agent.exported import collector_of
     from lmcache_redis.metrics.exporter import Exporter
 
-    return Exporter(parse_address(address), FAMILIES, source_of(agent))
+    counted = agent.cache.metrics.registry
+    return Exporter(parse_address(address), collector_of(agent), counted)
 
 
 def _arena(config: AgentConfig) -> Arena:

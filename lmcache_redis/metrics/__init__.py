@@ -1,160 +1,242 @@
-"""The agent's counters and histograms: closed sets of names, each with a description.
+"""Every counter and histogram of an agent, declared once.
 
-A counter only grows, from the start of the process. The sets and their order are fixed, so that a
-misspelled name raises. STATUS and the log lines report `Metrics.snapshot()`; `/metrics` reports
-histograms too.
+`Metrics` makes them with prometheus_client, a set for each cache. Code and STATUS know each by a
+name of its own, because several are one exposed metric with a label. What else is exposed is
+declared where its values are: `agent.exported`, `compat.gateway.exported`, and
+`integrations.vllm.reports.stats`.
 """
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final, NamedTuple
 
-COUNTERS: Final = MappingProxyType(
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+PREFIX: Final = "lmcache_redis_"
+
+
+class Declared(NamedTuple):
+    """A metric before it is made.
+
+    kind: Counter, Gauge or Histogram. name: as exposed, without `PREFIX` and ``_total``. parts: for
+    each name in code, the value of the label, and what it counts; empty for the metric as a whole.
+    """
+
+    kind: type
+    name: str
+    meaning: str
+    label: str = ""
+    parts: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    buckets: tuple[float, ...] = ()
+
+    def make(self, kind: Any = None, labels: Sequence[str] = (), **more: Any) -> Any:
+        """kind: in place of its own. labels: before its own."""
+        if self.buckets:
+            more["buckets"] = self.buckets
+        names = [*labels, *filter(None, [self.label])]
+        make = kind or self.kind
+        return make(name=PREFIX + self.name, documentation=self.meaning, labelnames=names, **more)
+
+    def meanings(self) -> dict[str, str]:
+        """By names in code."""
+        parts = {name: meaning for name, (_, meaning) in self.parts.items()}
+        return parts or {self.name: self.meaning}
+
+
+def _parts(prefix: str, **meanings: str) -> dict[str, tuple[str, str]]:
+    """By value of the label, which follows the prefix in code."""
+    return {prefix + value: (value, meaning) for value, meaning in meanings.items()}
+
+
+def _tiers(name: str, redis: str, disk: str) -> dict[str, tuple[str, str]]:
+    return {name: ("redis", redis), f"disk_{name}": ("disk", disk)}
+
+
+def _steps(first: int, end: int) -> tuple[float, ...]:
+    """1, 2.5 and 5 times each power of ten."""
+    return tuple(float(f"{n}e{power}") for power in range(first, end) for n in ("1", "2.5", "5"))
+
+
+SECONDS: Final = _steps(-4, 2)
+
+# Counters without a label.
+_ALONE: Final = {
+    # engines and sessions
+    "registrations": "KV caches registered by engine workers",
+    "unregistrations": "KV caches unregistered, by their engine or because it went away",
+    "heartbeat_losses": "engine workers dropped: silent for too long, or ended",
+    "sessions_opened": "sessions (one a request) opened by a lookup",
+    "sessions_ended": "sessions ended by their engine",
+    "sessions_timed_out": "sessions that the agent ended because their engine did not",
+    "wire_errors": "messages refused because they broke the protocol",
+    # lookups
+    "lookups": "lookups answered",
+    "lookup_chunks": "chunks asked for by lookups",
+    "probes": "chunks loaded to measure a tier from which nothing was worth loading",
+    # host pool to engine, and back
+    "retrieves": "retrieve jobs finished",
+    "retrieves_failed": "retrieve jobs with at least one chunk not delivered",
+    "retrieved_chunks": "chunks scattered into blocks of an engine",
+    "retrieved_bytes": "bytes scattered into blocks of an engine",
+    "stores": "store jobs finished",
+    "gathered_chunks": "chunks gathered from blocks of an engine",
+    "gathered_bytes": "bytes gathered from blocks of an engine",
+    "skipped_chunks": "chunks not stored again because the host pool or Redis had them",
+    # canaries: chunks that an engine computed although they were cached
+    "compared_chunks": "parts of chunks compared with what an engine has computed",
+    "differing_chunks": "parts of chunks that were not what an engine has computed",
+    "uncompared_chunks": "parts of canaries not compared: no longer in the host pool, not read "
+    "in time, or without numbers",
+    # host pool and connections
+    "evictions": "chunks evicted from the host pool to make room",
+    "clears": "CLEAR requests carried out in the host pool",
+    "clears_failed": "CLEAR requests that failed in Redis",
+    "cleared_keys": "keys removed from Redis by CLEAR requests",
+    "redis_connects": "connections to Redis made",
+    "redis_reconnects": "connections to Redis lost; they are made again",
+    "redis_errors": "failed Redis operations of any kind",
+}
+
+DECLARED: Final = (
+    *(Declared(Counter, name, meaning) for name, meaning in _ALONE.items()),
+    Declared(
+        Counter, "hit_chunks", "chunks found by lookups, by the tier that had them", "tier",
+        {
+            "hit_chunks_pool": ("host", "chunks found in the host pool"),
+            "hit_chunks_redis": ("redis", "chunks found in Redis and loaded into the host pool"),
+            "hit_chunks_disk": ("disk", "chunks found on disk and loaded into the host pool"),
+        },
+    ),
+    Declared(
+        Counter, "cut_lookups", "lookups answered with fewer chunks than found, by reason",
+        "reason",
+        {
+            "lookups_cut": ("slower", "lookups cut short because their loads fell behind"),
+            "lookups_timed_out": ("deadline", "lookups cut short by their deadline"),
+        },
+    ),
+    Declared(
+        Counter, "missed_chunks",
+        "chunks not loaded, by reason (the counters `miss_*` of `status`)", "reason",
+        _parts(
+            "miss_",
+            absent="chunks neither in the host pool nor in Redis",
+            incomplete="chunks with missing stripes (evicted, or only partly written)",
+            mixed_stores="chunks whose stripes came from two different stores",
+            corrupt="chunks with a wrong checksum, a damaged header or a wrong size",
+            foreign="chunks of another layout, another key or an unknown format version",
+            sealed="chunks sealed with a key that is not in the key file, or not sealed",
+            redis_error="chunks not loaded because Redis failed or could not be reached",
+            deadline="chunks not loaded before the lookup deadline",
+            pool_full="chunks not loaded because every slot of the host pool was in use",
+            slower="chunks not loaded because computing them was expected to be faster",
+            disk="chunks whose file could not be loaded; Redis was asked instead",
+        ),
+    ),
+    Declared(
+        Counter, "dropped_chunks",
+        "chunks not stored, by reason (the counters `drop_*` of `status`)", "reason",
+        _parts(
+            "drop_",
+            queue_full="chunks not written because the write queue was full",
+            pool_full="chunks not stored because every slot of the host pool was in use",
+            redis_error="chunks not written because Redis failed or could not be reached",
+            redis_full="chunks not written because Redis was at its memory limit",
+            lease="chunks not stored because their blocks were read too late",
+            device_error="chunks not stored because an engine's blocks could not be read",
+            shutdown="chunks not stored because the agent was shut down",
+            disk="chunks not written to disk: its queue was full, or the disk failed",
+        ),
+    ),
+    Declared(
+        Counter, "loaded_chunks", "chunks read into memory", "tier",
+        _tiers("loaded_chunks", "chunks read from Redis", "chunks read from disk"),
+    ),
+    Declared(
+        Counter, "loaded_bytes", "payload bytes read into memory", "tier",
+        _tiers("loaded_bytes", "payload bytes read from Redis", "payload bytes read from disk"),
+    ),
+    Declared(
+        Counter, "stored_chunks", "chunks written completely", "tier",
+        _tiers("stored_chunks", "chunks written to Redis completely", "chunks written to disk"),
+    ),
+    Declared(
+        Counter, "stored_bytes", "payload bytes of chunks written", "tier",
+        _tiers("stored_bytes", "payload bytes written to Redis", "payload bytes written to disk"),
+    ),
+    Declared(
+        Histogram, "lookup_seconds",
+        "from a lookup to its answer, loads included; the request waits", buckets=SECONDS,
+    ),
+    Declared(
+        Histogram, "lookup_hit_chunks", "chunks of a lookup that hit",
+        parts={"hit_chunks": ("", "")}, buckets=tuple(float(1 << power) for power in range(13)),
+    ),
+    Declared(
+        Histogram, "load_seconds",
+        "of one chunk into the host pool, with its wait for the chunks before it", "tier",
+        {"redis_load_seconds": ("redis", ""), "disk_load_seconds": ("disk", "")}, SECONDS,
+    ),
+    Declared(
+        Histogram, "load_rate_bytes_per_second",
+        "rate of the tier's loads, measured whenever a chunk arrives", "tier",
+        {"redis_load_rate": ("redis", ""), "disk_load_rate": ("disk", "")}, _steps(6, 11),
+    ),
+    Declared(
+        Histogram, "store_seconds", "for which a store held an engine's blocks", buckets=SECONDS
+    ),
+    Declared(
+        Histogram, "retrieve_seconds", "from a retrieve to filled blocks", buckets=SECONDS
+    ),
+    Declared(
+        Histogram, "canary_distance",
+        "between cached KV and what an engine has computed, of one part of a chunk",
+        buckets=_steps(-4, 1),
+    ),
+)  # fmt: skip
+
+# By names in code, which are those in STATUS.
+COUNTERS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        # engines and sessions
-        "registrations": "KV caches registered by engine workers",
-        "unregistrations": "KV caches unregistered, by their engine or because it went away",
-        "heartbeat_losses": "engine workers dropped: silent for too long, or ended",
-        "sessions_opened": "sessions (one a request) opened by a lookup",
-        "sessions_ended": "sessions ended by their engine",
-        "sessions_timed_out": "sessions that the agent ended because their engine did not",
-        "wire_errors": "messages refused because they broke the protocol",
-        # lookups
-        "lookups": "lookups answered",
-        "lookup_chunks": "chunks asked for by lookups",
-        "hit_chunks_pool": "chunks found in the host pool",
-        "hit_chunks_redis": "chunks found in Redis and loaded into the host pool",
-        "hit_chunks_disk": "chunks found on disk and loaded into the host pool",
-        "lookups_cut": "lookups answered with fewer chunks than found: their loads fell behind",
-        "lookups_timed_out": "lookups answered with fewer chunks than found: the deadline passed",
-        # misses by cause
-        "miss_absent": "chunks neither in the host pool nor in Redis",
-        "miss_incomplete": "chunks with missing stripes (evicted, or only partly written)",
-        "miss_mixed_stores": "chunks whose stripes came from two different stores",
-        "miss_corrupt": "chunks with a wrong checksum, a damaged header or a wrong size",
-        "miss_foreign": "chunks of another layout, another key or an unknown format version",
-        "miss_sealed": "chunks sealed with a key that is not in the key file, or not sealed",
-        "miss_redis_error": "chunks not loaded because Redis failed or could not be reached",
-        "miss_deadline": "chunks not loaded before the lookup deadline",
-        "miss_pool_full": "chunks not loaded because every slot of the host pool was in use",
-        "miss_slower": "chunks not loaded because computing them was expected to be faster",
-        "probes": "chunks loaded to measure a tier from which nothing was worth loading",
-        # Redis to host pool
-        "loaded_chunks": "chunks read from Redis into the host pool",
-        "loaded_bytes": "payload bytes of the chunks read from Redis",
-        # disk to host pool, and back
-        "disk_loaded_chunks": "chunks read from disk into the host pool",
-        "disk_loaded_bytes": "payload bytes of the chunks read from disk",
-        "disk_stored_chunks": "chunks written to disk",
-        "disk_stored_bytes": "payload bytes of the chunks written to disk",
-        "miss_disk": "chunks whose file could not be loaded; Redis was asked instead",
-        "drop_disk": "chunks not written to disk: its queue was full, or the disk failed",
-        # host pool to engine
-        "retrieves": "retrieve jobs finished",
-        "retrieves_failed": "retrieve jobs with at least one chunk not delivered",
-        "retrieved_chunks": "chunks scattered into blocks of an engine",
-        "retrieved_bytes": "bytes scattered into blocks of an engine",
-        # engine to host pool
-        "stores": "store jobs finished",
-        "gathered_chunks": "chunks gathered from blocks of an engine",
-        "gathered_bytes": "bytes gathered from blocks of an engine",
-        # canaries: chunks that an engine computed although they were cached
-        "compared_chunks": "parts of chunks compared with what an engine has computed",
-        "differing_chunks": "parts of chunks that were not what an engine has computed",
-        "uncompared_chunks": "parts of canaries not compared: no longer in the host pool, not read "
-        "in time, or without numbers",
-        # host pool to Redis
-        "stored_chunks": "chunks written to Redis completely",
-        "stored_bytes": "payload bytes of the chunks written to Redis",
-        "skipped_chunks": "chunks not stored again because the host pool or Redis had them",
-        # drops by cause
-        "drop_queue_full": "chunks not written because the write queue was full",
-        "drop_pool_full": "chunks not stored because every slot of the host pool was in use",
-        "drop_redis_error": "chunks not written because Redis failed or could not be reached",
-        "drop_redis_full": "chunks not written because Redis was at its memory limit",
-        "drop_lease": "chunks not stored because their blocks were read too late",
-        "drop_device_error": "chunks not stored because an engine's blocks could not be read",
-        "drop_shutdown": "chunks not stored because the agent was shut down",
-        # host pool and connections
-        "evictions": "chunks evicted from the host pool to make room",
-        "clears": "CLEAR requests carried out in the host pool",
-        "clears_failed": "CLEAR requests that failed in Redis",
-        "cleared_keys": "keys removed from Redis by CLEAR requests",
-        "redis_connects": "connections to Redis made",
-        "redis_reconnects": "connections to Redis lost; they are made again",
-        "redis_errors": "failed Redis operations of any kind",
+        name: meaning
+        for each in DECLARED
+        if each.kind is Counter
+        for name, meaning in each.meanings().items()
     }
 )
-
-
-_SECONDS: Final = tuple(n * 10.0**power for power in range(-4, 2) for n in (1, 2.5, 5))
-_BYTES_PER_SECOND: Final = tuple(n * 10.0**power for power in range(6, 11) for n in (1, 2.5, 5))
-_DISTANCES: Final = tuple(n * 10.0**power for power in range(-4, 1) for n in (1, 2.5, 5))
-_CHUNKS: Final = tuple(float(1 << power) for power in range(13))
-
-# The upper bounds of the buckets of each histogram; the last bucket has none.
-HISTOGRAMS: Final = MappingProxyType(
-    {
-        "lookup_seconds": _SECONDS,
-        "hit_chunks": _CHUNKS,
-        "redis_load_seconds": _SECONDS,
-        "disk_load_seconds": _SECONDS,
-        "redis_load_rate": _BYTES_PER_SECOND,
-        "disk_load_rate": _BYTES_PER_SECOND,
-        "store_seconds": _SECONDS,
-        "retrieve_seconds": _SECONDS,
-        "canary_distance": _DISTANCES,
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """What a histogram has seen. counts: of each bucket alone, the one without a bound last."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
 
 
 class Metrics:
-    """Counters and histograms of one process. Every method may be called from any thread."""
+    """The metrics of one cache. Every method may be called from any thread."""
 
-    __slots__ = ("_buckets", "_lock", "_totals", "_values")
+    __slots__ = ("_by_name", "registry")
 
     def __init__(self) -> None:
-        self._values = dict.fromkeys(COUNTERS, 0)
-        self._buckets = {name: [0] * (len(each) + 1) for name, each in HISTOGRAMS.items()}
-        self._totals = dict.fromkeys(HISTOGRAMS, 0.0)
-        self._lock = threading.Lock()
-
-    def observe(self, name: str, value: float) -> None:
-        """Adds a value to the histogram `name`, which must be one of HISTOGRAMS."""
-        bucket = bisect_left(HISTOGRAMS[name], value)
-        with self._lock:
-            self._buckets[name][bucket] += 1
-            self._totals[name] += value
-
-    def distributions(self) -> dict[str, Distribution]:
-        """Every histogram at one moment, in the order of HISTOGRAMS."""
-        with self._lock:
-            return {
-                name: Distribution(bounds, tuple(self._buckets[name]), self._totals[name])
-                for name, bounds in HISTOGRAMS.items()
-            }
+        self.registry = CollectorRegistry()
+        self._by_name: dict[str, Any] = {}
+        for each in DECLARED:
+            made = each.make(registry=self.registry)
+            for name in each.meanings():
+                self._by_name[name] = made.labels(each.parts[name][0]) if each.label else made
 
     def count(self, name: str, n: int = 1) -> None:
         """Adds `n` (zero or more) to the counter `name`, which must be one of COUNTERS."""
-        if n < 0:
-            raise ValueError(f"counter {name} only grows, it cannot take {n}")
-        with self._lock:
-            self._values[name] += n
+        self._by_name[name].inc(n)
+
+    def observe(self, name: str, value: float) -> None:
+        """Adds a value to a histogram."""
+        self._by_name[name].observe(value)
+
+    def raise_to(self, name: str, total: int) -> None:
+        """Sets a counter that something else counts. Call it on one thread."""
+        self.count(name, total - self._value(name))
 
     def snapshot(self) -> dict[str, int]:
-        """Every counter at one moment, in the order of COUNTERS."""
-        with self._lock:
-            return dict(self._values)
+        """Every counter, in the order of COUNTERS."""
+        return {name: self._value(name) for name in COUNTERS}
+
+    def _value(self, name: str) -> int:
+        (metric,) = self._by_name[name].collect()
+        return int(metric.samples[0].value)

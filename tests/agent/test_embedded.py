@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -17,6 +18,7 @@ import redis
 from lmcache_redis.agent import embedded
 from lmcache_redis.agent.embedded import embedded_redis, find_server_binary, server_version
 from lmcache_redis.errors import ConfigError
+from tests.servers import wait_until
 
 pytestmark = pytest.mark.servers
 
@@ -40,6 +42,12 @@ def only_on_the_path(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
 def pid_of(url: str) -> int:
     with redis.Redis.from_url(url) as client:
         return int(client.info("server")["process_id"])
+
+
+def is_another(url: str, pid: int) -> bool:
+    with contextlib.suppress(redis.ConnectionError):
+        return pid_of(url) != pid
+    return False
 
 
 def wait_for_end(pid: int) -> bool:
@@ -103,6 +111,23 @@ def test_it_ends_and_leaves_nothing() -> None:
         pid = pid_of(url)
     assert not directory.exists()
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_server_that_ends_is_replaced_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(embedded, "_FIRST_PAUSE_S", 0.01)
+    seen = set()
+    with embedded_redis(LIMIT_BYTES) as url:
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            seen.add(pid := pid_of(url))
+            os.kill(pid, number)
+            wait_until(lambda pid=pid: is_another(url, pid), "another server")
+        pid = pid_of(url)
+    assert len(seen | {pid}) == 3
+    assert not Path(f"/proc/{pid}").exists()
+    ends = [each.getMessage() for each in caplog.records if "has ended" in each.getMessage()]
+    assert [end.rpartition(": ")[2] for end in ends] == ["killed by SIGKILL", "exit status 0"]
 
 
 def test_a_server_that_ignores_the_request_to_end_is_killed(
@@ -172,6 +197,25 @@ def test_a_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path
         ):
             pass
         assert not os.listdir(temporary)
+
+
+def test_a_start_that_fails_is_tried_again_until_it_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(embedded, "_FIRST_PAUSE_S", 0.01)
+    real, broken = find_server_binary(), tmp_path / "broken"
+    binary = script(
+        tmp_path / "bin" / "redis-server",
+        f"case $1 in --version) exec {real} --version; esac\n[ -e {broken} ] && exit 3\n"
+        f'exec {real} "$@"',
+    )
+    monkeypatch.setattr(embedded, "find_server_binary", lambda: str(binary))
+    with embedded_redis(LIMIT_BYTES) as url:
+        broken.touch()
+        os.kill(pid_of(url), signal.SIGKILL)
+        wait_until(lambda: caplog.text.count("was not started again") > 1, "failures")
+        broken.unlink()
+        wait_until(lambda: is_another(url, 0), "another server")
 
 
 def test_the_binary_is_new_enough() -> None:

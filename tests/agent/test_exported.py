@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache_redis.agent.exported import FAMILIES
-from lmcache_redis.compat.gateway import exported
+from lmcache_redis.agent.exported import metrics_of
 from lmcache_redis.config import AgentConfig, parse_address
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.metrics.exporter import Exporter, Family, NoReading, OwnerSource, Values
+from lmcache_redis.metrics import Metrics
 from tests.harness import AgentServer, Engine, wait_until
-from tests.scraping import get, metrics_table, port_in, samples_in
+from tests.scraping import get, port_in, samples_in, undocumented
 from tests.servers import RedisServer
 
-ROOT = Path(__file__).parent.parent.parent
 HASHES = [bytes([n]) * 32 for n in range(8)]
 
 
@@ -71,7 +69,8 @@ def test_a_scrape_says_what_status_says(tmp_path: Path, redis_server: RedisServe
         assert exposed == sum(counters.values())
         assert 0 < found["lmcache_redis_lookup_seconds_sum", ()] < 60
         names = {family.name for family in text_string_to_metric_families(text)}
-        assert {family.exposed_name.removesuffix("_total") for family in FAMILIES} <= names
+        assert {metric.name for metric in all_metrics() if "disk_u" not in metric.name} <= names
+        assert "_created" not in text
 
 
 @pytest.mark.servers
@@ -96,48 +95,66 @@ def test_loads_from_redis_are_measured(tmp_path: Path, redis_server: RedisServer
         assert samples_in(get(port_in(agent.log), "/metrics")[1])["lmcache_redis_redis_up", ()] == 0
 
 
-def test_an_agent_whose_loop_does_not_turn_is_not_healthy() -> None:
-    def source() -> Values:
-        raise NoReading("the agent's loop has not turned for 2 s")
-
-    with Exporter(("127.0.0.1", 0), FAMILIES, source) as exporter:
-        for path in ("/healthz", "/metrics"):
-            code, text = get(exporter.port, path)
-            assert (code, text) == (503, "the agent's loop has not turned for 2 s\n")
-
-
-def test_ipv6_and_an_address_in_use() -> None:
-    def source() -> Values:
-        return {"a": {(): 1.0}}
-
-    with Exporter(("::1", 0), (Family("a", "gauge", "A."),), source) as exporter:
-        assert "lmcache_redis_a 1.0" in get(exporter.port, "/metrics", "[::1]")[1]
-        with (
-            pytest.raises(ConfigError, match=f"--metrics: ::1 port {exporter.port}: .*in use"),
-            Exporter(("::1", exporter.port), (), source),
-        ):
-            pass
+STATUS: dict[str, Any] = {
+    "version": "1",
+    "pool": {"slots": 4, "slot_bytes": 10, "used_slots": 3, "pinned_slots": 2},
+    "disk": {"up": True, "used_bytes": 7},
+    "loads": {"waiting": 1, "tiers": {"Redis": {"bytes_per_s": 5, "is_slow": True}}},
+    "queues": {"write_bytes": 9},
+    "sessions": 6,
+    "redis": {"up": False},
+    "canaries": {"distrusted": ["one"]},
+    "engines": [{"model": "m", "layout": "l", "ready": ready} for ready in (True, True, False)],
+    "models": {
+        "m": {
+            "lookups": 1, "lookup_tokens": 2, "hit_tokens": 3, "retrieved_bytes": 4,
+            "gathered_bytes": 5,
+        }
+    },
+}  # fmt: skip
 
 
-def test_a_loop_that_hangs_is_found() -> None:
-    with pytest.raises(NoReading, match=r"has not turned for 0\.01 s"):
-        OwnerSource(lambda action: None, dict, answer_s=0.01)()
+def all_metrics() -> list[Metric]:
+    return [*Metrics().registry.collect(), *metrics_of(STATUS)]
 
 
-def test_a_reading_that_fails_is_told() -> None:
-    def post(action: Callable[[], None]) -> None:
-        with contextlib.suppress(ZeroDivisionError):
-            action()
+def test_values_of_a_status() -> None:
+    found = {
+        (sample.name.removeprefix("lmcache_redis_"), *sample.labels.values()): sample.value
+        for metric in metrics_of(STATUS)
+        for sample in metric.samples
+    }
+    assert found == {
+        ("info", "1"): 1,
+        ("pool_size_bytes",): 40,
+        ("pool_used_bytes",): 30,
+        ("pool_pinned_bytes",): 20,
+        ("queue_bytes",): 9,
+        ("waiting_lookups",): 1,
+        ("sessions",): 6,
+        ("redis_up",): 0,
+        ("disk_up",): 1,
+        ("disk_used_bytes",): 7,
+        ("load_bytes_per_second", "redis"): 5,
+        ("tier_slow", "redis"): 1,
+        ("distrusted_layouts",): 1,
+        ("engines", "m", "l", "yes"): 2,
+        ("engines", "m", "l", "no"): 1,
+        ("model_lookups_total", "m"): 1,
+        ("model_lookup_tokens_total", "m"): 2,
+        ("model_hit_tokens_total", "m"): 3,
+        ("model_retrieved_bytes_total", "m"): 4,
+        ("model_gathered_bytes_total", "m"): 5,
+    }
 
-    with pytest.raises(NoReading, match="could not be read"):
-        OwnerSource(post, lambda: {"a": {(): 1 / 0}})()
+
+def test_an_agent_without_a_disk_tier_has_no_metrics_of_it() -> None:
+    names = {metric.name for metric in metrics_of({**STATUS, "disk": None})}
+    assert not {name for name in names if "disk" in name}
 
 
-@pytest.mark.parametrize("families", [FAMILIES, exported.FAMILIES], ids=["agent", "gateway"])
-def test_the_page_has_every_family_once(families: Sequence[Family]) -> None:
-    names = [family.name for family in families]
-    assert len(set(names)) == len(names)
-    assert metrics_table(families) in (ROOT / "docs" / "metrics.md").read_text()
+def test_the_page_has_every_metric_once() -> None:
+    assert undocumented(all_metrics(), "Of an agent") == set()
 
 
 @pytest.mark.parametrize(

@@ -484,8 +484,29 @@ def test_without_a_url_the_agent_brings_its_own_redis_and_ends_it(
         engine.store("r1", HASHES, range(8))
         agent.wait_idle()
         assert agent.counter("stored_chunks") == 2
-        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-        assert len(children) == 1
-        server = Path(f"/proc/{children[0]}")
+        (child,) = agent.children()
+        server = Path(f"/proc/{child}")
         assert agent.terminate() == 0
         wait_until(lambda: not server.exists(), what="the end of the embedded Redis")
+
+
+@pytest.mark.servers
+def test_a_killed_embedded_redis_is_started_again(tmp_path: Path) -> None:
+    """As the kernel does when memory runs out. Nothing but the chunks in Redis is lost."""
+    agent = AgentServer(tmp_path / "agent", None, embedded_memory_bytes="64MiB")
+    with agent, Engine(agent.endpoint) as engine:
+        (first,) = agent.children()
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: "the embedded Redis runs again" in agent.log, what="another server")
+        assert "the embedded Redis has ended: killed by SIGKILL" in agent.log
+        wait_until(lambda: bool(agent.status()["redis"]["up"]), what="Redis up")
+        (second,) = agent.children()
+        assert second != first
+        engine.randomize(range(8))
+        engine.store("r1", HASHES, range(8))
+        wait_until(lambda: agent.counter("stored_chunks") == 2, what="the chunks in Redis")
+        # An end in order leaves nothing behind, and starts nothing.
+        os.kill(second, signal.SIGKILL)
+        assert agent.terminate() == 0
+        assert "Traceback" not in agent.log
+        assert not Path(f"/proc/{second}").exists()

@@ -68,8 +68,8 @@ def test_the_agent_runs_under_its_setting_for_copies_unless_there_is_one(
     monkeypatch.setenv(starting.TUNABLES_VARIABLE, own)
     with StartedAgent(tmp_path / "agent", None) as other:
         assert environment_of(other.pid)[starting.TUNABLES_VARIABLE] == own
-        (server,) = Path(f"/proc/{other.pid}/task/{other.pid}/children").read_text().split()
-        assert starting.TUNABLES_VARIABLE not in environment_of(int(server))
+        (server,) = other.children()
+        assert starting.TUNABLES_VARIABLE not in environment_of(server)
 
 
 @pytest.mark.servers

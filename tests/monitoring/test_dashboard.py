@@ -19,6 +19,7 @@ from demo.dashboard import (
     variables,
 )
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
+from tests.scraping import exposed_name
 from tests.servers import RedisServer
 
 # Counters since the first scrape.
@@ -69,8 +70,8 @@ def test_every_panel_has_data(tmp_path: Path, redis_server: RedisServer) -> None
 
 
 def test_the_dashboard_asks_only_for_what_exists() -> None:
-    from lmcache_redis.agent.exported import FAMILIES
+    from tests.agent.test_exported import all_metrics
 
-    known = {family.exposed_name for family in FAMILIES}
+    known = {exposed_name(metric) for metric in all_metrics()}
     used = set(re.findall(r"\b(lmcache_redis_\w+)", DASHBOARD.read_text()))
     assert {re.sub(r"_bucket$", "", name) for name in used} <= known

@@ -62,14 +62,10 @@ def shown(agent: AgentServer) -> str:
     for words in (["status"], ["status", "--json"]):
         done = forks.run([*words, "--endpoint", agent.endpoint], os.environ, 60.0)
         told += [done.stdout, done.stderr]
-    for process in [str(agent.pid), *children(agent.pid)]:
+    for process in [agent.pid, *agent.children()]:
         told.append(Path(f"/proc/{process}/cmdline").read_bytes().decode())
         told.append(Path(f"/proc/{process}/comm").read_text())
     return "\n".join(told)
-
-
-def children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def check_untold(text: str) -> None:

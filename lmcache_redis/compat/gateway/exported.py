@@ -1,94 +1,76 @@
-"""What a gateway exports to Prometheus: its families, and their values."""
+"""What a gateway exposes to Prometheus: its own counts, and those of its tiers."""
 
 from __future__ import annotations
 
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
 from typing import Final
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from lmcache_redis import __version__
 from lmcache_redis.compat.gateway.server import Gateway
-from lmcache_redis.metrics import Metrics
-from lmcache_redis.metrics.exporter import TIER_FAMILIES, ByLabel, Family, Values, labelled
+from lmcache_redis.metrics import PREFIX, Metrics
+from lmcache_redis.metrics.exporter import gauge, labelled
 
-_BY_LABEL: Final[ByLabel] = MappingProxyType(
-    {
-        Family("gateway_requests", "counter", "requests, by command", ("command",)): {
-            "put": "puts",
-            "get": "gets",
-            "exist": "exists",
-            "list": "lists",
-            "health": "healths",
-        },
-        Family("gateway_gets", "counter", "GETs answered, by outcome", ("outcome",)): {
-            "hit": "hits",
-            "miss": "misses",
-        },
-        Family(
-            "gateway_puts",
-            "counter",
-            "PUTs, by outcome",
-            ("outcome",),
-            "`not_stored`: no tier took the chunk, for lack of room or of a server",
-        ): {"stored": "stored", "not_stored": "not_stored"},
-        Family("gateway_payload_bytes", "counter", "payload moved", ("direction",)): {
-            "in": "payload_bytes_in",
-            "out": "payload_bytes_out",
-        },
-        Family(
-            "gateway_closed_connections",
-            "counter",
-            "connections closed before their client ended them properly, by reason",
-            ("reason",),
-            "`refused`: not in `--allowed-peers`, or over `--max-connections`. `handshake`: TLS "
-            "fails. `stalled`, `abandoned`: clients or their network hang or die. `error`: a fault "
-            "of the gateway, see its log.",
-        ): {
-            "refused": "refused_connections",
-            "handshake": "failed_handshakes",
-            "stalled": "stalled",
-            "idle": "idle",
-            "abandoned": "abandoned",
-            "error": "errors",
-        },
-    }
-)
-_ALONE: Final = MappingProxyType(
-    {
-        "connections": Family("gateway_connections", "counter", "connections accepted"),
-        "malformed": Family(
-            "gateway_malformed_requests",
-            "counter",
-            "requests that failed, or whose connection was closed",
-            high="a client speaks another version of the protocol",
-        ),
-    }
-)
-_GAUGES: Final = (
-    Family("gateway_info", "gauge", "1; the version of the gateway", ("version",)),
-    Family("gateway_open_connections", "gauge", "clients now"),
-    Family("gateway_buffer_size_bytes", "gauge", "`--buffer-bytes`, in whole slots"),
-    Family(
-        "gateway_buffer_used_bytes",
-        "gauge",
-        "payload in flight",
-        high="near the size: clients wait for space; a larger `--buffer-bytes`",
+# Name, meaning, label; for each of its values, the name in `Gateway.stats`.
+_COUNTERS: Final[tuple[tuple[str, str, str, Mapping[str, str]], ...]] = (
+    (
+        "requests", "requests, by command", "command",
+        {"put": "puts", "get": "gets", "exist": "exists", "list": "lists", "health": "healths"},
     ),
-    Family("gateway_up", "gauge", "1 if the last tier answers, as the command HEALTH says"),
-)
+    ("gets", "GETs answered, by outcome", "outcome", {"hit": "hits", "miss": "misses"}),
+    ("puts", "PUTs, by outcome", "outcome", {"stored": "stored", "not_stored": "not_stored"}),
+    (
+        "payload_bytes", "payload moved", "direction",
+        {"in": "payload_bytes_in", "out": "payload_bytes_out"},
+    ),
+    (
+        "closed_connections",
+        "connections closed before their client ended them properly, by reason", "reason",
+        {
+            "refused": "refused_connections", "handshake": "failed_handshakes",
+            "stalled": "stalled", "idle": "idle", "abandoned": "abandoned", "error": "errors",
+        },
+    ),
+)  # fmt: skip
+_OF_TIERS: Final = ("loaded_chunks", "loaded_bytes", "stored_chunks", "stored_bytes")
 
-FAMILIES: Final = (*_BY_LABEL, *_ALONE.values(), *_GAUGES, *TIER_FAMILIES)
+
+def counted(metrics: Metrics) -> Collector:
+    """The counters of an agent that a gateway's cache raises too."""
+    names = [f"{PREFIX}{name}_total" for name in _OF_TIERS]
+    restricted: Collector = metrics.registry.restricted_registry(names)
+    return restricted
 
 
-def values_of(gateway: Gateway, metrics: Metrics, *, is_up: bool) -> Values:
-    """The values of FAMILIES. On the gateway's loop."""
+def metrics_of(gateway: Gateway, *, is_up: bool) -> Iterator[Metric]:
+    """On the gateway's loop."""
     stats, slot_bytes = gateway.stats(), gateway.config.slot_bytes
-    return {
-        **labelled(_BY_LABEL, stats),
-        **labelled(TIER_FAMILIES, metrics.snapshot()),
-        **{family.name: {(): stats[name]} for name, family in _ALONE.items()},
-        "gateway_info": {(__version__,): 1},
-        "gateway_open_connections": {(): stats["open_connections"]},
-        "gateway_buffer_size_bytes": {(): stats["slots"] * slot_bytes},
-        "gateway_buffer_used_bytes": {(): stats["slots_in_use"] * slot_bytes},
-        "gateway_up": {(): is_up},
-    }
+    for name, meaning, label, values in _COUNTERS:
+        found = {(value,): stats[counter] for value, counter in values.items()}
+        yield labelled(CounterMetricFamily, f"gateway_{name}", meaning, [label], found)
+    for name, meaning, counter in (
+        ("connections", "connections accepted", "connections"),
+        (
+            "malformed_requests",
+            "requests that failed, or whose connection was closed",
+            "malformed",
+        ),
+    ):
+        yield CounterMetricFamily(f"{PREFIX}gateway_{name}", meaning, value=stats[counter])
+    yield labelled(
+        GaugeMetricFamily,
+        "gateway_info",
+        "1; the version of the gateway",
+        ["version"],
+        {(__version__,): 1},
+    )
+    yield gauge("gateway_open_connections", "clients now", stats["open_connections"])
+    yield gauge(
+        "gateway_buffer_size_bytes", "`--buffer-bytes`, in whole slots", stats["slots"] * slot_bytes
+    )
+    yield gauge(
+        "gateway_buffer_used_bytes", "payload in flight", stats["slots_in_use"] * slot_bytes
+    )
+    yield gauge("gateway_up", "1 if the last tier answers, as the command HEALTH says", is_up)

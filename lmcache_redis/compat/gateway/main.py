@@ -125,16 +125,12 @@ def _started_plane(config: GatewayConfig) -> RedisPlane | None:
 def _exporter(
     address: str, gateway: Gateway, objects: ObjectCache
 ) -> contextlib.AbstractContextManager[object]:
-    # Costs a tenth of a second of the start.
-    from lmcache_redis.compat.gateway.exported import FAMILIES, values_of
-    from lmcache_redis.metrics.exporter import Exporter, OwnerSource, Values
+    from lmcache_redis.compat.gateway.exported import counted, metrics_of
+    from lmcache_redis.metrics.exporter import Exporter, OwnerCollector
 
     cache = objects.cache
-
-    def read() -> Values:
-        return values_of(gateway, cache.metrics, is_up=objects.is_up)
-
-    return Exporter(parse_address(address), FAMILIES, OwnerSource(cache.owner.post, read))
+    owner = OwnerCollector(cache.owner.post, lambda: metrics_of(gateway, is_up=objects.is_up))
+    return Exporter(parse_address(address), owner, counted(cache.metrics))
 
 
 async def _run(config: GatewayConfig) -> int:

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.compat.backends.redis_tiers import wait_until
 from tests.compat.gateway.wire import GET, KEY, Client, header
-from tests.scraping import get, port_in, samples_in
+from tests.scraping import get, port_in, samples_in, undocumented
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.servers
@@ -117,6 +118,9 @@ def test_a_scrape_says_what_was_served(tmp_path: Path) -> None:
                 "stored_bytes_total redis": 300_000,
             }
             assert {name: found()[name] for name in expected} == expected
+            page = text_string_to_metric_families(get(port, "/metrics")[1])
+            own = [metric for metric in page if metric.name.startswith("lmcache_redis_")]
+            assert undocumented(own, "Of a gateway") == set()
             assert get(port, "/healthz") == (200, "ok\n")
             redis.kill()
             wait_until(lambda: found()["gateway_up"] == 0)

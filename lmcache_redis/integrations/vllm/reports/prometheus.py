@@ -10,23 +10,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import prometheus_client
+from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from lmcache_redis.integrations.vllm.reports.stats import FAMILIES, KINDS, PREFIX, TIERS
-from lmcache_redis.metrics import HISTOGRAMS, exporter
+from lmcache_redis.integrations.vllm.reports.stats import DECLARED, TIERS
+from lmcache_redis.metrics import PREFIX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.lmcache_redis")
-
-_KINDS = {
-    "counter": prometheus_client.Counter,
-    "gauge": prometheus_client.Gauge,
-    "histogram": prometheus_client.Histogram,
-}
-_BUCKETS = HISTOGRAMS["retrieve_seconds"]
 
 
 class ConnectorMetrics(KVConnectorPromMetrics):
@@ -44,24 +37,14 @@ class ConnectorMetrics(KVConnectorPromMetrics):
         self._metrics: dict[str, Any] = {}
         _forget_former()
         workers = [str(rank) for rank in range(vllm_config.parallel_config.world_size)]
-        values = {"worker": workers, "tier": TIERS}
-        for family in FAMILIES:
-            more: dict[str, Any] = {}
-            if family.kind == "histogram":
-                more["buckets"] = _BUCKETS
-            elif family.kind == "gauge":
-                more["multiprocess_mode"] = "mostrecent"
-            metric = self._metrics[family.name.removeprefix(PREFIX)] = metric_types[
-                _KINDS[family.kind]
-            ](
-                name=family.exposed_name,
-                documentation=family.meaning,
-                labelnames=[*labelnames, *family.labels],
-                **more,
-            )
+        values = {"worker": workers, "tier": TIERS, "": [""]}
+        for name, declared in DECLARED.items():
+            more = {"multiprocess_mode": "mostrecent"} if declared.kind is Gauge else {}
+            metric = declared.make(metric_types[declared.kind], labelnames, **more)
+            self._metrics[name] = metric
             # So that each is there from the start, as 0.
             for engine in per_engine_labelvalues.values():
-                for label in values[family.labels[0]] if family.labels else ("",):
+                for label in values[declared.label]:
                     _child(metric, engine, label)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -76,12 +59,12 @@ class ConnectorMetrics(KVConnectorPromMetrics):
 
     def _observe(self, data: Mapping[str, Mapping[str, Any]], engine: Sequence[object]) -> None:
         for name, values in data.items():
-            metric, kind = self._metrics[name], KINDS[name]
+            metric, kind = self._metrics[name], DECLARED[name].kind
             for label, value in values.items():
                 child = _child(metric, engine, label)
-                if kind == "counter":
+                if kind is Counter:
                     child.inc(value)
-                elif kind == "gauge":
+                elif kind is Gauge:
                     child.set(value)
                 else:
                     for each in value:
@@ -94,7 +77,7 @@ def _child(metric: Any, engine: Sequence[object], label: str) -> Any:
 
 def _forget_former() -> None:
     """Unregisters the metrics of an earlier engine of this process, as vLLM does with its own."""
-    prefix = exporter.PREFIX + PREFIX
-    for collector in list(prometheus_client.REGISTRY._collector_to_names):
+    prefix = f"{PREFIX}vllm_"
+    for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "").startswith(prefix):
-            prometheus_client.REGISTRY.unregister(collector)
+            REGISTRY.unregister(collector)

@@ -7,72 +7,47 @@ processes as msgpack.
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Any, Final
 
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from lmcache_redis.metrics.exporter import Family
+from lmcache_redis.metrics import SECONDS, Declared
 
-PREFIX: Final = "vllm_"
 # Label values of ``hit_tokens``.
 TIERS: Final = ("host", "disk", "redis")
 
-_WORKER = ("worker",)
-
-FAMILIES: Final = (
-    Family(
-        "vllm_hit_tokens",
-        "counter",
-        "prompt tokens to load, by the tier that had them",
-        ("tier",),
-    ),
-    Family(
-        "vllm_lookup_seconds",
-        "histogram",
-        "from a lookup to its answer, as vLLM's steps see it; the request waits",
-        high="as `lookup_seconds` of the agent",
-    ),
-    Family("vllm_loaded_chunks", "counter", "chunks loaded into the worker's blocks", _WORKER),
-    Family(
-        "vllm_failed_chunks",
-        "counter",
-        "chunks whose load failed; vLLM computes their requests",
-        _WORKER,
-        "the agent was lost, or chunks were gone between lookup and load: see the agent's log",
-    ),
-    Family("vllm_stored_chunks", "counter", "chunks that the agent took", _WORKER),
-    Family(
-        "vllm_dropped_chunks",
-        "counter",
-        "chunks that the agent did not take",
-        _WORKER,
-        "`dropped_chunks` of the agent says why",
-    ),
-    Family(
-        "vllm_load_seconds",
-        "histogram",
-        "from a load to its end, as vLLM's steps see it; the request waits",
-        _WORKER,
-        "as `retrieve_seconds` of the agent",
-    ),
-    Family(
-        "vllm_store_seconds",
-        "histogram",
-        "for which a store held blocks, as vLLM's steps see it",
-        _WORKER,
-        "as `store_seconds` of the agent",
-    ),
-    Family(
-        "vllm_registered",
-        "gauge",
-        "1: an agent has mapped the worker's KV cache; 0: nothing is cached. As of the last step",
-        _WORKER,
-    ),
-)
-
 # By the names in ``ConnectorStats.data``.
-KINDS: Final = MappingProxyType({each.name.removeprefix(PREFIX): each.kind for each in FAMILIES})
+DECLARED: Final = {
+    name: Declared(kind, f"vllm_{name}", meaning, label, buckets=buckets)
+    for name, kind, label, buckets, meaning in (
+        ("hit_tokens", Counter, "tier", (), "prompt tokens to load, by the tier that had them"),
+        (
+            "lookup_seconds", Histogram, "", SECONDS,
+            "from a lookup to its answer, as vLLM's steps see it; the request waits",
+        ),
+        ("loaded_chunks", Counter, "worker", (), "chunks loaded into the worker's blocks"),
+        (
+            "failed_chunks", Counter, "worker", (),
+            "chunks whose load failed; vLLM computes their requests",
+        ),
+        ("stored_chunks", Counter, "worker", (), "chunks that the agent took"),
+        ("dropped_chunks", Counter, "worker", (), "chunks that the agent did not take"),
+        (
+            "load_seconds", Histogram, "worker", SECONDS,
+            "from a load to its end, as vLLM's steps see it; the request waits",
+        ),
+        (
+            "store_seconds", Histogram, "worker", SECONDS,
+            "for which a store held blocks, as vLLM's steps see it",
+        ),
+        (
+            "registered", Gauge, "worker", (),
+            "1: an agent has mapped the worker's KV cache; 0: nothing is cached. As of the last "
+            "step",
+        ),
+    )
+}  # fmt: skip
 
 
 class ConnectorStats(KVConnectorStats):
@@ -87,7 +62,7 @@ class ConnectorStats(KVConnectorStats):
         for name, values in other.data.items():
             merged = data.setdefault(name, {})
             for label, value in values.items():
-                if label in merged and KINDS[name] != "gauge":
+                if label in merged and DECLARED[name].kind is not Gauge:
                     value = merged[label] + value
                 merged[label] = value
         return ConnectorStats(data)
@@ -97,7 +72,7 @@ class ConnectorStats(KVConnectorStats):
         return {
             f"lmcache_redis {name.replace('_', ' ')}": sum(values.values())
             for name, values in self.data.items()
-            if KINDS[name] == "counter"
+            if DECLARED[name].kind is Counter
         }
 
     def is_empty(self) -> bool:
