@@ -288,21 +288,24 @@ class Connection:
         return 0 if self._stream is None else self._stream.send_at_once(request)
 
     def receive(self, deadline: float, least: int, most: int) -> list[Reply]:
-        """The next replies, at least `least` and at most `most`."""
+        """The next replies, at least `least` and at most `most`.
+
+        If it is called again for the rest of them, they contain no arrays.
+        """
         stream, view = self.stream, self._view
         replies: list[Reply] = []
         try:
             stream.arm(deadline)
             # The minimum size of `least` replies, in one call: otherwise they arrive in pieces.
-            wanted = LEAST_REPLY_BYTES * least - self._replies.pending_bytes
-            if least > 1 and 0 < wanted <= view.nbytes:
+            wanted = LEAST_REPLY_BYTES * least
+            if least > 1 and wanted <= view.nbytes and not self._replies.has_rest:
                 stream.receive_exactly(view[:wanted])
                 self._replies.feed(view[:wanted])
-                replies = self._replies.take()
+                replies = self._replies.take(most)
             while len(replies) < least:
                 self._replies.feed(view[: stream.receive_some(view)])
-                replies += self._replies.take()
-            if len(replies) > most or (len(replies) == most and self._replies.pending_bytes):
+                replies += self._replies.take(most - len(replies))
+            if len(replies) > most or (len(replies) == most and self._replies.has_rest):
                 raise RedisProtocolError("more replies came than were asked for")
         except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
             self.fail(error)
@@ -320,7 +323,7 @@ class Connection:
     def ping(self, deadline: float) -> None:
         """Raises what `call` raises unless the server answers PONG."""
         if self.call(PING_COMMAND, 1, deadline) != [PONG]:
-            self.fail(RedisProtocolError("the reply to a PING is no PONG"))
+            self.fail(RedisProtocolError("malformed reply to PING: expected PONG"))
 
 
 class Pipeline:

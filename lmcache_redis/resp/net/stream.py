@@ -308,14 +308,12 @@ def greet(stream: Stream, endpoint: Endpoint, client_name: str, deadline: float)
     replied = 0
     while replied < len(commands):
         buffer.feed(view[: stream.receive_some(view)])
-        for reply in buffer.take():
-            if replied == len(commands):
-                raise RedisProtocolError("the server sent something that was not asked for")
+        for reply in buffer.take(len(commands) - replied):
             name = commands[replied][0]
             replied += 1
             if isinstance(reply, ErrorReply):
                 _judge(reply, name, endpoint)
-    if buffer.pending_bytes or not stream.is_quiet():
+    if buffer.has_rest or not stream.is_quiet():
         raise RedisProtocolError("the server sent something that was not asked for")
 
 
