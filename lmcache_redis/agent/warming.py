@@ -85,7 +85,7 @@ class Warming:
         )
         return (
             loading > self.in_flight_bytes  # lookups load
-            or len(cache.line) > 0
+            or len(cache.waiting) > 0
             or disk_is_behind
             or (self.in_flight_bytes > 0 and self.in_flight_bytes + nbytes > _WINDOW_BYTES)
         )

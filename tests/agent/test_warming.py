@@ -211,11 +211,11 @@ def test_a_lookup_joins_a_load_that_was_begun_to_warm(world: Warmed) -> None:
 
 
 def test_loads_wait_while_lookups_wait_for_room(world: Warmed) -> None:
-    world.cache.line.wait("a lookup", 1, lambda: None)
+    world.cache.waiting.wait("a lookup", 1, lambda: None)
     world.warm(CHUNKS[0])
     world.run_polls()
     assert world.reading == []
-    world.cache.line.leave("a lookup")
+    world.cache.waiting.leave("a lookup")
     world.run_polls()
     world.arrive()
     assert world.outcomes == ("loaded",)
@@ -224,12 +224,12 @@ def test_loads_wait_while_lookups_wait_for_room(world: Warmed) -> None:
 def test_who_waits_too_long_is_told(world: Warmed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warming, "_BEGIN_WITHIN_S", 0.0)
     world.warm(CHUNKS[0])
-    world.cache.line.wait("a lookup", 1, lambda: None)
+    world.cache.waiting.wait("a lookup", 1, lambda: None)
     world.arrive()
     world.answers.clear()
     world.warm(*CHUNKS)
     assert world.outcomes == ("held", "busy", "busy", "busy", "busy")
-    world.cache.line.leave("a lookup")
+    world.cache.waiting.leave("a lookup")
 
 
 def test_few_bytes_are_in_flight_at_a_time(world: Warmed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -415,7 +415,7 @@ def test_the_deadline_ends_the_wait(make: Callable[..., Tiers]) -> None:
     assert waiting.reasons == {"the host pool was full", "the lookup deadline passed"}
     behind.cancel()
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert not len(tiers.cache.line)
+    assert not len(tiers.cache.waiting)
 
 
 # ------------------------------------------------------------------- the bet
