@@ -41,7 +41,7 @@ from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.compat.backends.buffers import StripeSlots, allocated_views
 from lmcache_redis.compat.backends.interface import Allocate, TensorAllocation
 from lmcache_redis.compat.backends.keylocks import Grant, KeyLocks
-from lmcache_redis.compat.backends.tiered import Put, TierBackend, answer_of, names_of, never_stuck
+from lmcache_redis.compat.backends.tiered import Put, TierBackend, answer_of, names_of
 from lmcache_redis.config import DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
@@ -258,7 +258,7 @@ class LMCRemoteBackend(TierBackend):
                         break
                 loads.append(self._load(key, frame, allocate, deadline))
             begun = [load for load in loads if load is not None]
-            self._tier.load_all(begun, self._ended, never_stuck)
+            self._tier.load_all(begun, self._ended)
             for load in begun:
                 locked.remove(load.key)
             return loads
@@ -296,7 +296,7 @@ class LMCRemoteBackend(TierBackend):
             return False
         with self._released_on_error(store.key):
             store.stripes.gather()
-            self._tier.store_all((store,), self._ended, never_stuck)
+            self._tier.store_all((store,), self._ended)
         return True
 
     def _is_stored(self, store: Transfer) -> bool:
@@ -346,7 +346,7 @@ class LMCRemoteBackend(TierBackend):
                 done(chunk, WriteOutcome.CANCELLED)
                 return
             try:
-                self._tier.store_all((chunk,), end, never_stuck)
+                self._tier.store_all((chunk,), end)
             except RuntimeError:  # the plane is closed
                 end(chunk, WriteOutcome.CANCELLED)
 

@@ -207,7 +207,7 @@ class TierBackend(LMCBackendInterface):
 
     def _write(self, chunk: ChunkIO, done: WriteDone) -> None:
         """Begin to write a copy. For one key, called in the order in which puts were accepted."""
-        self._tier.store_all((chunk,), done, never_stuck)
+        self._tier.store_all((chunk,), done)
 
     def _cancel(self, chunk: ChunkIO) -> None:
         """A later call replaces the copy: do not write it, or do not make it visible."""
@@ -219,10 +219,6 @@ def answer_of(ask: Callable[[Callable[[ResultT], None]], None]) -> ResultT:
     answer: SimpleQueue[ResultT] = SimpleQueue()
     ask(answer.put)
     return answer.get()
-
-
-def never_stuck(_chunk: ChunkIO) -> None:
-    """The `stuck` callback of jobs that the caller waits for to their end."""
 
 
 def names_of(layout: bytes | None, key_prefix: bytes) -> ChunkNames:
