@@ -89,13 +89,20 @@ class PrefixLookup:
         self._deadline = cache.owner.at(request.deadline_s, self._expire)
         self._wake: Timer | None = None
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether it was answered or cancelled."""
+        return self._state is _State.ENDED
+
     def start(self) -> None:
         """Pins the chunks in the host pool and looks for the others."""
-        wanted = self._parts.hold_first()
-        now_s, slow = time.monotonic(), [rate for rate in self._cache.rates if rate.is_slow]
-        if slow and not any(rate.may_probe(now_s) for rate in slow) and self._decide():
-            # No tier is asked about what would not be loaded.
-            wanted = [each for each in wanted if each[0][0] < self.bound]
+        wanted, worth, now_s = self._parts.hold_first(), self._worth, time.monotonic()
+        if worth is not None:
+            slow = [rate for rate in self._cache.rates if not worth.is_quick(rate)]
+            asks = any(rate.may_probe(now_s) for rate in slow)
+            if slow and not asks and self._decide(asks=True):
+                # No tier is asked about what would not be loaded.
+                wanted = [each for each in wanted if each[0][0] < self.bound]
         self._find(wanted, 0)
         self._check()
 
@@ -255,15 +262,19 @@ class PrefixLookup:
             self._wake_in(worth.measured_until_s - now_s, self._check)
         return waits
 
-    def _decide(self) -> bool:
+    def _decide(self, *, asks: bool = False) -> bool:
         """Ends the prefix before what is not worth loading; returns whether that made it shorter.
 
-        What a tier has not been asked about yet counts as found.
+        asks: what a tier has not been asked about yet counts as found, after a question.
         """
         if self._worth is None:
             return False
         now_s = time.monotonic()
-        length = self._worth.prefix(self._load_times(now_s), now_s)
+        loads = self._load_times(now_s)
+        if asks:
+            question_s = max(rate.latency_s for rate in self._cache.rates)
+            loads = ((length, load_s and load_s + question_s) for length, load_s in loads)
+        length = self._worth.prefix(loads, now_s)
         for level, part in self._first_awaited().items():
             self._cache.rates[level].is_slow = is_slow = part[0] >= length
             if is_slow:
@@ -357,6 +368,8 @@ class PrefixLookup:
 
     def _end_now(self, event: str, miss: str, reason: str) -> None:
         """Answers with the parts that are READY. event, miss: counters of lookups and chunks."""
+        if self._state is _State.ENDED:
+            return
         self._cache.metrics.count(event)
         self.reasons.add(reason)
         self._state = _State.SETTLING

@@ -98,6 +98,7 @@ class TransferRate:
         Loads in flight count as if all had arrived in twice the time since the last arrival, until
         others arrive. Without any, nothing is known any more.
         """
+        self.is_slow = True
         stalled_s = self.stalled_s(now_s)
         is_lower = self.in_flight_bytes * self._busy_s < 2 * stalled_s * self._bytes
         if not self.in_flight_bytes:
@@ -188,6 +189,10 @@ class WorthLoading:
     def compute_s(self, chunks: float, now_s: float) -> float:
         """The seconds until the engine could have computed ``chunks`` of the prompt."""
         return self._computing.free_in_s(now_s) + chunks * self.chunk_s
+
+    def is_quick(self, rate: TransferRate) -> bool:
+        """Whether a question to a tier costs next to nothing, and is asked before any decision."""
+        return not rate.is_slow and rate.latency_s <= self._chunks * self.chunk_s * _SHARE
 
     def patience_s(self, rate: TransferRate, now_s: float) -> float:
         """How long a question to a tier is worth waiting for."""
