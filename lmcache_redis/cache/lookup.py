@@ -36,7 +36,7 @@ counters of reads (``loaded_chunks``, and misses of reads that fail) are parts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
 
@@ -330,7 +330,9 @@ class PrefixLookup:
 
     def _answered(self, wanted: list[Wanted], level: int, result: ExistsResult) -> None:
         if result.outcome is CallOutcome.DONE:
-            there = [each for each, is_there in zip(wanted, result.present, strict=True) if is_there]
+            there = [
+                each for each, is_there in zip(wanted, result.present, strict=True) if is_there
+            ]
             gone = [e for e, is_there in zip(wanted, result.present, strict=True) if not is_there]
             self._parts.found(there, level)
             self._parts.absent(gone, level)

@@ -201,11 +201,11 @@ class WorthLoading:
 
     def waits_for(self, rate: TransferRate, now_s: float) -> bool:
         """Whether to wait for the load in flight that shows a rate."""
-        patience_s = self.patience_s(rate, now_s)
         if self.measured_until_s is None:
-            self.measured_until_s = now_s + patience_s
-        is_new = rate.in_flight_bytes > 0 and rate.stalled_s(now_s) <= patience_s
-        return is_new and now_s < self.measured_until_s
+            patience_s = self.patience_s(rate, now_s)
+            is_new = rate.stalled_s(now_s) <= patience_s
+            self.measured_until_s = now_s + patience_s * is_new
+        return rate.in_flight_bytes > 0 and now_s < self.measured_until_s
 
     def prefix(self, loads: Iterable[tuple[int, float]], now_s: float) -> int:
         """The length worth loading. loads: see `prefix_worth_loading`."""

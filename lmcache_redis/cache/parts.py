@@ -372,10 +372,10 @@ class LookupParts:
         local, last = len(self._request.forms), len(self._cache.tiers) - 1
         found = []
         for part, state in self._states.items():
-            if state.watcher is not None or (state.is_needed and state.entry is None):
-                if part[1] < local:
-                    level = state.level if state.load is None else state.load.level
-                    found.append((part, state, last if level is None else level))
+            is_missing = state.is_needed and state.entry is None
+            if (is_missing or state.watcher is not None) and part[1] < local:
+                level = state.level if state.load is None else state.load.level
+                found.append((part, state, last if level is None else level))
         if self.needs.bounded:
             found.sort(key=lambda each: each[0])
         return found

@@ -63,8 +63,8 @@ class Clock:
 class Link(PlayedTier):
     """A server that has everything, behind a link.
 
-    bytes_per_s: of chunks of ``CHUNK_BYTES``, although fewer bytes are copied. latency_s: of a round trip. burst_bytes: that pass at once after a
-    pause.
+    bytes_per_s: of chunks of ``CHUNK_BYTES``, although fewer bytes are copied. latency_s: of a
+    round trip. burst_bytes: that pass at once after a pause.
     """
 
     def __init__(
