@@ -244,6 +244,7 @@ def test_waiting_costs_nothing_while_the_engine_computes_others() -> None:
     worth, rate = worth_loading(free_in_s=30), TransferRate()
     assert worth.patience_s(rate, 100.0) == pytest.approx(31.0)
     rate.begun(MB, 100.0)
+    assert worth.waits_for(rate, 100.0)
     assert worth.waits_for(rate, 130.0)
 
 
