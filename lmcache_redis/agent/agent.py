@@ -190,7 +190,7 @@ def _loads(agent: Agent) -> dict[str, Any]:
         for peer in agent.peers
         if peer.computing.token_s
     }
-    return {"tiers": tiers, "waiting": len(cache.line), "prefill_tokens_per_s": engines}
+    return {"tiers": tiers, "waiting": len(cache.waiting), "prefill_tokens_per_s": engines}
 
 
 def _redis(agent: Agent) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from lmcache_redis.agent.registering import Registering
 from lmcache_redis.agent.transfers import CopyJob, Reply, RetrieveJob, StoreJob, because
 from lmcache_redis.agent.watching import Watches
 from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.chunks.keys import MAX_HASH_BYTES, IPCCacheEngineKey, hash_chunks
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, PartNames
 from lmcache_redis.errors import DeviceError, FormatError, WireError
@@ -191,17 +192,11 @@ class Handlers:
             if session.cancel_lookup == found.cancel:
                 session.cancel_lookup = None
 
-        lookup = PrefixLookup(
-            self._cache,
-            forms,
-            hashes,
-            deadline_s,
-            answer,
-            first_chunk=question.first_chunk,
-            chunk_tokens=chunk_tokens,
-            remote=[*stems.values()],
-            computing=peer.computing,
-        )
+        request = LookupRequest(
+            forms, hashes, deadline_s, question.first_chunk, chunk_tokens,
+            remote=[*stems.values()], computing=peer.computing,
+        )  # fmt: skip
+        lookup = PrefixLookup(self._cache, request, answer)
         session.positions = {each: question.first_chunk + n for n, each in enumerate(hashes)}
         # The session takes over the pins, and cancels the lookup if it ends before.
         session.cancel_lookup = lookup.cancel

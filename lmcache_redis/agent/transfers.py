@@ -19,6 +19,7 @@ from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import CopyOutcome
 from lmcache_redis.agent.peers import MAX_CHUNKS, Registration, Session
 from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.errors import DeviceError
@@ -359,7 +360,8 @@ class RetrieveJob(CopyJob):
         deadline_s = min(lease_s, time.monotonic() + self._config.lookup_deadline_s)
         form = replace(self._form, reach=FULL_REACH)
         hashes = [self._hashes[chunk] for chunk in piece]
-        lookup = PrefixLookup(self._cache, [form], hashes, deadline_s, loaded, urgent=True)
+        request = LookupRequest([form], hashes, deadline_s, urgent=True)
+        lookup = PrefixLookup(self._cache, request, loaded)
         try:
             lookup.start()
         except Exception:

@@ -50,8 +50,8 @@ the meaning of the bytes differs)::
     cache.pool.clear()                              # as another process would find it
     pins = []
     hashes = [b"hash 1", b"hash 2"]                 # of a prompt's chunks, in order
-    lookup = PrefixLookup(cache, [form], hashes, time.monotonic() + 5.0,
-                          done=lambda found: pins.append(found.take()))
+    request = LookupRequest([form], hashes, deadline_s=time.monotonic() + 5.0)
+    lookup = PrefixLookup(cache, request, done=lambda found: pins.append(found.take()))
     lookup.start()
     run(lambda: pins)
     (held,) = pins                                  # the cached prefix, by chunk and rank
@@ -64,6 +64,7 @@ from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.memory import Arena
+from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
 from lmcache_redis.cache.threads import Owner, OwnerLoop
 
@@ -76,6 +77,7 @@ __all__ = [
     "Entry",
     "EntryState",
     "HostPool",
+    "LookupRequest",
     "Owner",
     "OwnerLoop",
     "PrefixLookup",

@@ -14,7 +14,7 @@ from functools import partial
 
 from lmcache_redis.cache.backing import Backing
 from lmcache_redis.cache.memory import Memory
-from lmcache_redis.cache.pacing import Line, TransferRate
+from lmcache_redis.cache.pacing import TransferRate, WaitQueue
 from lmcache_redis.cache.pool import Entry, EntryState, Filled, HostPool
 from lmcache_redis.cache.threads import Action, Owner
 from lmcache_redis.cache.writebehind import WriteBehind
@@ -60,7 +60,7 @@ class Cache:
     backings: the tiers, in the order in which they are asked. idle_limit: see `HostPool`.
 
     Attributes:
-        rates: of the tiers' loads. line: the lookups that wait for room in the pool.
+        rates: of the tiers' loads. waiting: lookups that wait for room in the pool.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Cache:
         self._is_closed = False
         self.pool = HostPool(memory, idle_limit)
         self.pool.on_evicted = partial(metrics.count, "evictions")
-        self.line = Line(owner, self.pool)
+        self.waiting = WaitQueue(owner, self.pool)
         self.tiers = tuple(backing.tier for backing in backings)
         self.rates = tuple(TransferRate() for _ in backings)
         self.counters = tuple(backing.counters for backing in backings)
@@ -210,7 +210,7 @@ class Cache:
     def probe(self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int) -> None:
         """Loads a chunk that no lookup waits for, now and then, to learn a slow tier's rate."""
         now_s = time.monotonic()
-        if key in self.pool or len(self.line) or not self.rates[level].may_probe(now_s):
+        if key in self.pool or len(self.waiting) or not self.rates[level].may_probe(now_s):
             return
         job = self.prepare_load(form, key, chunk_hash, level, now_s + _PROBE_DEADLINE_S)
         if job is not None:

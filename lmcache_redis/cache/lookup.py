@@ -2,10 +2,10 @@
 
     find     chunks in the host pool are pinned; each tier in order is asked about the others,
              through its index or by one scan of the rest of the prefix
-    settle   how much of the prefix is worth loading (`pacing`; what a tier was found too slow
+    settle   how much of the prefix is worth loading (`pacing.WorthLoading`; what a tier is too slow
              for is not even looked for), and whether the pool has room: until it has, the lookup
-             waits in a line and pins nothing (`Line`). If the prefix is larger than the pool, its
-             end is only found: the engine's retrieve loads it in pieces
+             waits in a queue and pins nothing (`pacing.WaitQueue`). If the prefix is larger than
+             the pool, its end is only found: the engine's retrieve loads it in pieces
     load     the parts that the prefix needs are read into slots in prefix order; a part that a
              tier fails to deliver in time is read from the next tier
     answer   when every part of the prefix is READY; with those that are, at the deadline or when
@@ -17,7 +17,7 @@ a needed part is missing, is not worth loading, or fails to load. A shorter pref
 parts of bounded rows, those that do not need all chunks: then the lookup settles again.
 
 A tier without an index gets at most three questions, unless parts are evicted from the pool while
-the lookup waits in the line:
+the lookup waits for room:
 
     1   a scan of the rows that need all chunks: how long the prefix can be
     2   a scan of the parts that the bounded rows need for that prefix
@@ -36,15 +36,15 @@ counters of reads (``loaded_chunks``, and misses of reads that fail) are parts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from enum import Enum
 from functools import partial
 
 from lmcache_redis.cache.cache import Cache
-from lmcache_redis.cache.pacing import Computing, prefix_worth_loading
-from lmcache_redis.cache.parts import LookupParts, Part, PrefixNeeds, Wanted
+from lmcache_redis.cache.pacing import WorthLoading
+from lmcache_redis.cache.parts import LookupParts, LookupRequest, Part, Wanted
 from lmcache_redis.cache.pool import Entry, Filled
-from lmcache_redis.cache.threads import Timer
-from lmcache_redis.chunks.names import ChunkForm, PartNames
+from lmcache_redis.cache.threads import Action, Timer
 from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, ScanResult
 
 _PROBE_POLL_S = 0.01
@@ -53,15 +53,18 @@ _SHORTEST_LOAD_S = 0.02
 _LONGEST_WAIT_S = 60.0
 
 
+class _State(Enum):
+    ASKING = "a tier has not answered yet"
+    SETTLING = "the prefix may change, or waits for room or for the rate of a tier"
+    LOADING = "every part that the prefix needs is held, and some may be being filled"
+    ENDED = "answered or cancelled"
+
+
 class PrefixLookup:
     """One lookup. Owned by the cache's owner thread.
 
-    forms: one per row. deadline_s: `time.monotonic()`. done: called once, unless the lookup is
-    cancelled. It may call `take` to keep the pins; otherwise they are released after it.
-    first_chunk: the number in the prompt of the first chunk. chunk_tokens: the tokens of a chunk;
-    may be 0 if every row needs all chunks. remote: further rows, whose parts must exist in the last
-    tier and are not loaded. computing: of the engine; None: everything is worth loading. urgent:
-    waits for room before those that are not: the engine holds blocks for its chunks.
+    done: called once, unless the lookup is cancelled. It may call `take` to keep the pins;
+    otherwise they are released after it.
 
     Attributes:
         bound: the length of the prefix in chunks.
@@ -69,80 +72,56 @@ class PrefixLookup:
     """
 
     def __init__(
-        self,
-        cache: Cache,
-        forms: Sequence[ChunkForm],
-        hashes: Sequence[bytes],
-        deadline_s: float,
-        done: Callable[[PrefixLookup], None],
-        *,
-        first_chunk: int = 0,
-        chunk_tokens: int = 0,
-        remote: Sequence[PartNames] = (),
-        computing: Computing | None = None,
-        urgent: bool = False,
+        self, cache: Cache, request: LookupRequest, done: Callable[[PrefixLookup], None]
     ) -> None:
-        self.bound = len(hashes)
+        self.bound = len(request.hashes)
         self.reasons: set[str] = set()
         self._cache = cache
-        self._hashes = hashes
-        self._deadline_s = deadline_s
+        self._request = request
         self._done = done
-        reaches = [row.reach for row in (*forms, *remote)]
-        self._needs = PrefixNeeds(reaches, first_chunk, chunk_tokens)
-        self._parts = LookupParts(
-            cache, forms, remote, hashes, self._needs, deadline_s, self._filled
-        )
-        self._asking = False
-        self._ended = False
-        self._is_settled = False
-        self._settled_for = self.bound  # the prefix whose parts are those held and missing
-        self._is_scanned = self._is_all_known = False  # what `_settle` asks about
+        self._parts = LookupParts(cache, request, self._filled)
+        self._state = _State.SETTLING
+        self._questions = 0  # that `_ask` may leave out: 1: the scan; 2: all is known
         self._gap = "miss_absent"  # the counter of chunks lost because a part is not there
-        self._computing = computing
-        self._urgent = urgent
-        self._chunk_tokens = chunk_tokens
-        self._chunk_s = computing.token_s * chunk_tokens if computing is not None else 0.0
-        self._timer = cache.owner.at(deadline_s, self._expire)
-        self._bet_timer: Timer | None = None  # looks again at what is expected of the load
+        engine, self._worth = request.computing, None
+        if engine is not None and engine.token_s and request.chunk_tokens:
+            self._worth = WorthLoading(engine, self.bound, request.chunk_tokens)
+        self._deadline = cache.owner.at(request.deadline_s, self._expire)
+        self._wake: Timer | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether it was answered or cancelled."""
+        return self._state is _State.ENDED
 
     def start(self) -> None:
         """Pins the chunks in the host pool and looks for the others."""
-        if self._computing is not None:
-            # A tier that takes so long to answer is given up.
-            free_in_s = self._computing.free_in_s(time.monotonic())
-            self._look_again_in(free_in_s + self.bound * self._chunk_s)
-        wanted = self._parts.hold_first()
-        now_s, slow = time.monotonic(), [rate for rate in self._cache.rates if rate.is_slow]
-        if slow and not any(rate.is_probe_due(now_s) for rate in slow) and self._decide():
-            # No tier is asked about what would not be loaded.
-            wanted = [each for each in wanted if each[0][0] < self.bound]
+        wanted, worth, now_s = self._parts.hold_first(), self._worth, time.monotonic()
+        if worth is not None:
+            slow = [rate for rate in self._cache.rates if not worth.is_quick(rate)]
+            asks = any(rate.may_probe(now_s) for rate in slow)
+            if slow and not asks and self._decide(asks=True):
+                # No tier is asked about what would not be loaded.
+                wanted = [each for each in wanted if each[0][0] < self.bound]
         self._find(wanted, 0)
         self._check()
 
     def cancel(self) -> None:
         """Ends the lookup and releases all pins; without an answer, if there was none yet."""
-        self._ended = True
-        self._timer.cancel()
-        if self._bet_timer is not None:
-            self._bet_timer.cancel()
-        self._parts.let_go()
-        self._cache.line.leave(self)
+        self._state = _State.ENDED
+        self._deadline.cancel()
+        if self._wake is not None:
+            self._wake.cancel()
+        self._parts.release_all()
+        self._cache.waiting.leave(self)
 
     def take(self) -> dict[Part, Entry]:
         """The entries that the prefix needs, whose pins now belong to the caller."""
-        held, self._parts.held = self._parts.held, {}
-        return held
+        return self._parts.take()
 
     def levels(self) -> dict[int, int]:
         """The tiers of the chunks that were not in the host pool; of several of one, the last."""
-        levels: dict[int, int] = {}
-        parts = [(part, load.level) for part, load in self._parts.loads.items()]
-        parts += [(part, self._parts.levels.get(part, 0)) for part in self._parts.later]
-        for (chunk, _), level in parts:
-            if chunk < self.bound:
-                levels[chunk] = max(level, levels.get(chunk, 0))
-        return levels
+        return self._parts.levels()
 
     # ----------------------------------------------------------------- find
 
@@ -153,34 +132,42 @@ class PrefixLookup:
         if level == len(self._cache.tiers):
             self._ends_at(wanted[0][0][0], "miss_absent")
         elif self._cache.tiers[level].lookup(wanted[0][1]) is None:
+            self._state = _State.ASKING
+            self._give_up_in_time(level)
             self._scan(wanted, level)
         else:
             self._find(self._parts.look_up(wanted, level), level + 1)
 
     def _scan(self, wanted: list[Wanted], level: int) -> None:
-        if self._ended:
+        if self._state is not _State.ASKING:
             return
-        self._asking = True
-        tier, owner = self._cache.tiers[level], self._cache.owner
+        tier, owner, now_s = self._cache.tiers[level], self._cache.owner, time.monotonic()
         if not tier.state.probed:
             # The owner has just started, and does not know yet whether the server is up.
             owner.after(_PROBE_POLL_S, partial(self._scan, wanted, level))
             return
         tier.scan(
             [key for _, key in wanted],
-            self._deadline_s,
-            lambda result: owner.post(partial(self._scanned, wanted, level, result)),
+            self._request.deadline_s,
+            lambda result: owner.post(partial(self._scanned, wanted, level, now_s, result)),
         )
 
-    def _scanned(self, wanted: list[Wanted], level: int, result: ScanResult) -> None:
-        if self._ended:
-            return
-        self._asking = False
+    def _scanned(
+        self, wanted: list[Wanted], level: int, asked_s: float, result: ScanResult
+    ) -> None:
+        rate, is_over = self._cache.rates[level], self._state is not _State.ASKING
         found, rest = wanted[: result.prefix_length], wanted[result.prefix_length :]
-        self._cache.pool.seen(level, (key for _, key in found))
-        if rest and result.outcome is CallOutcome.DONE:
-            self._cache.pool.seen(level, (rest[0][1],), there=False)
-        self._parts.levels.update((part, level) for part, _ in found)
+        if result.outcome is CallOutcome.DONE:
+            rate.answered(time.monotonic() - asked_s)
+            if rest:
+                self._parts.absent(rest[:1], level)
+        self._parts.found(found, level)
+        if is_over:
+            # It took too long for this lookup: the next one knows better.
+            if found and self._worth is not None and not self._parts.is_remote(found[0][0]):
+                self._parts.probe(found[0][0], level)
+            return
+        self._state = _State.SETTLING
         if level + 1 < len(self._cache.tiers):
             self._find(rest, level + 1)
         elif rest:
@@ -210,16 +197,20 @@ class PrefixLookup:
         Counts the room before it loads anything, so that a full pool loses no load that has begun.
         Loads that are being cancelled still take theirs.
         """
-        pool, line, parts = self._cache.pool, self._cache.line, self._parts
-        parts.hold_pooled(parts.missing)
+        pool, waiting, parts = self._cache.pool, self._cache.waiting, self._parts
+        urgent = self._request.urgent
+        parts.hold_pooled(parts.missing())
         while True:
-            if self._is_all_known:
-                self._ends_at(self._needs.longest(self.bound, parts.is_found), self._gap)
-            parts.shrink(self._settled_for, self.bound)
-            self._settled_for = self.bound
+            if self._questions == 2:
+                self._ends_at(parts.needs.longest(self.bound, parts.is_found), self._gap)
+            parts.shrink(self.bound)
+            missing = parts.missing()
+            if not missing and not parts.filling:
+                self._begin_loads()
+                return
             units, held, units_per_chunk = parts.units()
             lacking = units - pool.free - pool.idle
-            can_wait = not parts.loads  # else it would give those up
+            can_wait = not parts.has_loads  # else it would give those up
             too_many = units + held - pool.capacity
             if too_many > 0 and units_per_chunk > pool.capacity:
                 self._no_room(self.bound)
@@ -228,97 +219,128 @@ class PrefixLookup:
             elif lacking > 0 and not can_wait:
                 # At least so many: a chunk that is dropped gives back its own parts at most.
                 self._no_room(-(-lacking // units_per_chunk))
-            elif unknown := [part for part in parts.missing if not parts.is_found(part)]:
+            elif unknown := [part for part in missing if not parts.is_found(part)]:
                 self._ask(unknown)
-                if self._asking:
+                if self._state is _State.ASKING:
                     return
+            elif self._is_measuring():
+                return
             elif self._decide():
                 pass
-            elif units and can_wait and (lacking > 0 or not line.is_turn_of(self, self._urgent)):
-                self._wait_in_line()
+            elif units and can_wait and (lacking > 0 or not waiting.is_turn_of(self, urgent)):
+                self._wait_for_room()
                 return
-            elif parts.load_missing():
-                self._is_settled = True
-                line.leave(self)
-                self._look_again_in(1.25 * self._left_s())
+            elif self._begin_loads():
                 return
             else:
                 self._no_room()
 
-    def _decide(self) -> bool:
+    def _begin_loads(self) -> bool:
+        """Begins to load what is missing, if there is room."""
+        if not self._parts.load_missing():
+            return False
+        self._state = _State.LOADING
+        self._cache.waiting.leave(self)
+        if self._parts.filling:
+            self._wake_in(1.25 * self._left_s(ahead=True), self._recheck)
+        return True
+
+    def _is_measuring(self) -> bool:
+        """Whether to wait for the first load from a tier whose rate is not known."""
+        worth, now_s, waits = self._worth, time.monotonic(), False
+        if worth is None:
+            return False
+        for level, part in self._first_awaited().items():
+            rate = self._cache.rates[level]
+            if not rate.per_second():
+                if worth.measured_until_s is None:
+                    self._parts.probe(part, level)
+                if worth.waits_for(rate, now_s):
+                    rate.when_one_ends(lambda: self._cache.owner.post(self._check))
+                    waits = True
+        if waits and worth.measured_until_s is not None:
+            self._wake_in(worth.measured_until_s - now_s, self._check)
+        return waits
+
+    def _decide(self, *, asks: bool = False) -> bool:
         """Ends the prefix before what is not worth loading; returns whether that made it shorter.
 
-        What a tier has not been asked about yet counts as found.
+        asks: what a tier has not been asked about yet counts as found, after a question.
         """
-        computing = self._computing
-        if computing is None or not self._chunk_s:
+        if self._worth is None:
             return False
         now_s = time.monotonic()
-        worth = prefix_worth_loading(
-            self._load_times(now_s), len(self._hashes), self._chunk_s, computing.free_in_s(now_s)
-        )
-        first: dict[int, Part] = {}  # to be loaded, by tier
-        for level, part, _ in self._parts.awaited():
-            first.setdefault(level, part)
-        for level, part in first.items():
-            self._cache.rates[level].is_slow = is_slow = part[0] >= worth
+        loads = self._load_times(now_s)
+        if asks:
+            question_s = max(rate.latency_s for rate in self._cache.rates)
+            loads = ((length, load_s and load_s + question_s) for length, load_s in loads)
+        length = self._worth.prefix(loads, now_s)
+        for level, part in self._first_awaited().items():
+            self._cache.rates[level].is_slow = is_slow = part[0] >= length
             if is_slow:
                 self._parts.probe(part, level)
-        if worth == self.bound:
+        if length == self.bound:
             return False
-        self._ends_at(worth, "miss_slower")
+        self._ends_at(length, "miss_slower")
         self.reasons.add("computing was faster")
         return True
 
+    def _first_awaited(self) -> dict[int, Part]:
+        """The first part to be loaded from each tier."""
+        first: dict[int, Part] = {}
+        for part, _, level in self._parts.awaited():
+            first.setdefault(level, part)
+        return first
+
     def _load_times(self, now_s: float) -> Iterator[tuple[int, float]]:
-        before = self._cache.line.bytes_before(self)
+        before = self._cache.waiting.bytes_before(self)
         return self._parts.load_times(self.bound, before, now_s)
 
-    def _left_s(self) -> float:
-        """The seconds until the prefix is loaded."""
-        *_, (_, load_s) = self._load_times(time.monotonic())
-        return load_s
-
-    def _wait_in_line(self) -> None:
+    def _wait_for_room(self) -> None:
         """Waits for room, without pins: others may need theirs."""
         self.reasons.add("the host pool was full")
-        if self._parts.held:
-            self._parts.let_go()
-            self._is_all_known = False
-        nbytes = sum(self._parts.awaited_bytes())
-        self._cache.line.wait(self, nbytes, self._check, self._urgent)
-        self._look_again_in(1.25 * self._left_s())
+        if self._parts.release_all():
+            self._questions = min(self._questions, 1)
+        nbytes = sum(map(sum, self._parts.bytes_left()))
+        self._cache.waiting.wait(self, nbytes, self._check, self._request.urgent)
+        self._wake_in(1.25 * self._left_s(ahead=True), self._recheck)
 
     def _ask(self, unknown: list[Part]) -> None:
         """Asks the tier without an index, if there is one; see the module."""
-        tiers, owner, some_key = self._cache.tiers, self._cache.owner, self._parts.key(unknown[0])
+        tiers, owner, parts = self._cache.tiers, self._cache.owner, self._parts
+        some_key = parts.key(unknown[0])
         level = next((n for n, tier in enumerate(tiers) if tier.lookup(some_key) is None), None)
         if level is None:
-            self._is_all_known = True
+            self._questions = 2
             return
-        if not self._is_scanned:
-            self._is_scanned = True
-            self._scan([(part, self._parts.key(part)) for part in sorted(unknown)], level)
+        self._state = _State.ASKING
+        self._give_up_in_time(level)
+        if not self._questions:
+            self._questions = 1
+            self._scan([(part, parts.key(part)) for part in unknown], level)
             return
-        self._asking = True
-        every = self._needs.parts_of_any(self.bound)
-        parts = sorted({*unknown, *(part for part in every if not self._parts.is_found(part))})
+        every = parts.needs.parts_of_any(self.bound)
+        asked = sorted({*unknown, *(part for part in every if not parts.is_found(part))})
+        wanted = [(part, parts.key(part)) for part in asked]
         tiers[level].exists(
-            [self._parts.key(part) for part in parts],
-            self._deadline_s,
-            lambda result: owner.post(partial(self._answered, parts, level, result)),
+            [key for _, key in wanted],
+            self._request.deadline_s,
+            lambda result: owner.post(partial(self._answered, wanted, level, result)),
         )
 
-    def _answered(self, parts: list[Part], level: int, result: ExistsResult) -> None:
-        if self._ended:
-            return
-        self._asking = False
-        self._is_all_known = True
-        self._gap = self._miss(level, result.outcome)
+    def _answered(self, wanted: list[Wanted], level: int, result: ExistsResult) -> None:
         if result.outcome is CallOutcome.DONE:
-            found = zip(parts, result.present, strict=True)
-            self._parts.levels.update((part, level) for part, is_there in found if is_there)
-        self._check()
+            there = [
+                each for each, is_there in zip(wanted, result.present, strict=True) if is_there
+            ]
+            gone = [e for e, is_there in zip(wanted, result.present, strict=True) if not is_there]
+            self._parts.found(there, level)
+            self._parts.absent(gone, level)
+        if self._state is _State.ASKING:
+            self._state = _State.SETTLING
+            self._questions = 2
+            self._gap = self._miss(level, result.outcome)
+            self._check()
 
     def _no_room(self, chunks: int = 1) -> None:
         self._cache.metrics.count("miss_pool_full", chunks)
@@ -329,7 +351,7 @@ class PrefixLookup:
         if filled is not Filled.READY:
             self.reasons.add("a chunk could not be loaded")
             self._shrink(part[0])
-        if self._is_settled:
+        if self._state is _State.LOADING:
             self._check()
         else:
             # Posted: loads often fail together, also in the middle of `begin_loads`.
@@ -340,57 +362,77 @@ class PrefixLookup:
     def _shrink(self, bound: int) -> None:
         """The prefix ends before chunk number ``bound``."""
         self.bound = min(self.bound, bound)
-        self._is_settled = False
+        if self._state is _State.LOADING:
+            self._state = _State.SETTLING
 
     def _expire(self) -> None:
         self._end_now("lookups_timed_out", "miss_deadline", "the lookup deadline passed")
 
     def _end_now(self, event: str, miss: str, reason: str) -> None:
         """Answers with the parts that are READY. event, miss: counters of lookups and chunks."""
+        if self._state is _State.ENDED:
+            return
         self._cache.metrics.count(event)
         self.reasons.add(reason)
-        self._asking = False
-        self._ends_at(self._needs.longest(self.bound, self._parts.is_ready), miss)
+        self._state = _State.SETTLING
+        self._ends_at(self._parts.needs.longest(self.bound, self._parts.is_ready), miss)
         self._check()
 
-    def _look_again_in(self, wait_s: float) -> None:
-        """Looks again whether to wait, when the load should have ended."""
-        if self._chunk_s:
-            if self._bet_timer is not None:
-                self._bet_timer.cancel()
-            wait_s = min(max(wait_s, _SHORTEST_LOAD_S), _LONGEST_WAIT_S)
-            self._bet_timer = self._cache.owner.after(wait_s, self._look_again)
+    def _wake_in(self, wait_s: float, action: Action) -> None:
+        """Instead of what it was to be woken for. Without anything to decide, only events wake."""
+        if self._worth is not None:
+            if self._wake is not None:
+                self._wake.cancel()
+            self._wake = self._cache.owner.after(min(wait_s, _LONGEST_WAIT_S), action)
 
-    def _look_again(self) -> None:
-        """Gives up what has not been loaded if computing it is faster now."""
-        assert self._computing is not None, "else nothing is looked at again"
-        now_s = time.monotonic()
-        loads = [*zip(self._cache.rates, self._parts.awaited_bytes(), strict=True)]
-        if self._is_settled:
-            # What was in flight before has ended, and what is behind does not count.
-            times_s = [rate.seconds(nbytes, now_s, behind=False) for rate, nbytes in loads]
-            load_s = max(times_s, default=0.0)
-        else:
-            load_s = self._left_s()
-        chunks = self.bound - self._needs.longest(self.bound, self._parts.is_ready)
-        compute_s = self._computing.free_in_s(now_s) + chunks * self._chunk_s
-        if not self._asking and load_s <= compute_s:
-            self._look_again_in(load_s / 2)
+    def _give_up_in_time(self, level: int) -> None:
+        """Does not wait for a tier's answer until the deadline if computing is faster."""
+
+        def give_up() -> None:
+            if self._state is _State.ASKING:
+                self._cache.rates[level].gave_up(time.monotonic())
+                self._end_now("lookups_cut", "miss_slower", "a question took too long")
+
+        if self._worth is not None:
+            patience_s = self._worth.patience_s(self._cache.rates[level], time.monotonic())
+            self._wake_in(patience_s, give_up)
+
+    def _left_s(self, *, ahead: bool) -> float:
+        """The seconds until the prefix is loaded. ahead: behind what is in flight or waits."""
+        now_s, rates = time.monotonic(), self._cache.rates
+        longest_s = 0.0
+        for level, (missing, filling) in enumerate(self._parts.bytes_left()):
+            if missing or filling:
+                rate, nbytes = rates[level], missing + filling
+                if ahead:
+                    nbytes = missing + rate.in_flight_bytes
+                    if level == len(rates) - 1:
+                        nbytes += self._cache.waiting.bytes_before(self)
+                longest_s = max(longest_s, rate.seconds(nbytes, now_s))
+        return longest_s
+
+    def _recheck(self) -> None:
+        """The prefix should be loaded by now: ends it if computing the rest is faster."""
+        now_s, is_loading = time.monotonic(), self._state is _State.LOADING
+        if self._worth is None or self._state is _State.ASKING:
             return
-        for rate, nbytes in loads:
-            if nbytes and self._is_settled:  # else the line or a question was too slow
-                rate.fell_behind(now_s)
+        # What was in flight before a load has ended, and what is behind does not count.
+        left_s = self._left_s(ahead=not is_loading)
+        ready = self._parts.needs.longest(self.bound, self._parts.is_ready)
+        if left_s <= self._worth.compute_s(self.bound - ready, now_s):
+            self._wake_in(max(left_s / 2, _SHORTEST_LOAD_S), self._recheck)
+            return
+        for rate, nbytes in zip(self._cache.rates, self._parts.bytes_left(), strict=True):
+            if is_loading and any(nbytes):  # else others kept the pool full
+                rate.gave_up(now_s)
         self._end_now("lookups_cut", "miss_slower", "loading fell behind")
 
     def _check(self) -> None:
-        if self._ended or self._asking:
-            return
-        if not self._is_settled:
+        if self._state is _State.SETTLING:
             self._settle()
-        if self._is_settled and not self._parts.filling:
-            if self._computing is not None:
-                chunks = len(self._hashes) - self.bound
-                self._computing.add(chunks * self._chunk_tokens, time.monotonic())
+        if self._state is _State.LOADING and not self._parts.filling:
+            if self._worth is not None:
+                self._worth.computes(self.bound, time.monotonic())
             # If it raises, the pins are still held, and the caller's `cancel` releases them.
             self._done(self)
             self.cancel()

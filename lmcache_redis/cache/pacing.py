@@ -1,12 +1,13 @@
 """What moves between the host pool and the tiers, and when: decisions without I/O.
 
-Which loads are worth it. A tier and an engine are two queues. A tier loads the bytes in flight
-before it loads others (`TransferRate`), an engine computes the prompts that it has before it
-computes others (`Computing`). A request whose prefix is loaded has its first token when both are
+What is worth loading (`WorthLoading`). A tier and an engine are two queues. A tier loads the bytes
+in flight before it loads others (`TransferRate`), an engine computes the prompts that it has before
+it computes others (`Computing`). A request whose prefix is loaded has its first token when both are
 ready and the rest of the prompt is computed; `prefix_worth_loading` finds the prefix for which that
-is soonest. Nothing that is not measured yet counts: the first loads are begun, and measured.
+is soonest. From a tier whose rate is not known one chunk is loaded first. For an engine that has
+not measured itself everything is loaded.
 
-Which lookup loads next, if the pool has no room for all (`Line`).
+Which lookup loads next, if the pool has no room for all (`WaitQueue`).
 
 Which writes a tier begins, and when (`Turns`). Chunks that a lookup has asked for are written
 first; then those at the beginning of their prompts, without which no later chunk is a hit. Few
@@ -23,17 +24,20 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
 from lmcache_redis.cache.pool import Entry, HostPool
-from lmcache_redis.cache.threads import Owner
+from lmcache_redis.cache.threads import Action, Owner
 from lmcache_redis.tiers import ChunkIO
 
-# What a tier did so much busy time ago, or so much idle time, counts half: as so much busy time at
-# most, so that one chunk after a pause shows that the tier has become faster.
+# Half-life of a sample: 0.15 s of transfers, or 2 s of idle time. After a pause, history weighs at
+# most one half-life, so one chunk shows that the tier has become faster.
 _HALF_LIFE_S = 0.15
 _IDLE_HALF_LIFE_S = 2.0
 _LEAST_WEIGHT_S = 0.001
-# A tier that was too slow has to be so much faster than needed: else it changes with every load.
-_HYSTERESIS = 1.25
-_PROBE_EVERY_S = 10.0
+# The most of a load's time that is taken for latency: a question may have been answered late.
+_MOST_LATENCY = 0.75
+# A rate that is worth no load is measured again.
+_OLD_S = 10.0
+# Of a prompt's computing time: for an answer or a load that shows the rate of a tier.
+_SHARE = 1 / 24
 # The writes in flight: what the tier writes in this time, but not more bytes.
 _IN_FLIGHT_S = 0.25
 _IN_FLIGHT_BYTES = 32 << 20
@@ -42,20 +46,28 @@ GIVE_WAY_S = 1.0
 
 
 class TransferRate:
-    """The bytes per second that a tier delivers, from its loads.
+    """How fast a tier delivers, from its loads and from how soon it answers questions.
 
     Attributes:
         in_flight_bytes: of the loads that have begun and not ended.
-        is_slow: computing was faster when it was last asked.
+        latency_s: from a question to its answer, at its shortest of late.
+        is_slow: computing was faster when they were last compared.
     """
 
     def __init__(self) -> None:
         self.in_flight_bytes = 0
+        self.latency_s = 0.0
         self.is_slow = False
         self._bytes = 0.0
         self._busy_s = 0.0
-        self._since_s = 0.0  # while loads are in flight: when the last one arrived
-        self._probed_s = -math.inf
+        self._since_s = 0.0  # the last arrival; without loads in flight, the end of the last one
+        self._unpaid_s = 0.0  # of the latency: the first arrival after a pause has it too
+        self._waiting: list[Action] = []
+
+    def answered(self, took_s: float) -> None:
+        """The tier has answered a question that moves few bytes."""
+        rises = self.latency_s and took_s > self.latency_s
+        self.latency_s = self.latency_s * 0.95 + took_s * 0.05 if rises else took_s
 
     def begun(self, nbytes: int, now_s: float) -> None:
         if not self.in_flight_bytes:
@@ -63,7 +75,7 @@ class TransferRate:
             weight_s = max(kept * _HALF_LIFE_S, _LEAST_WEIGHT_S)
             if self._busy_s > weight_s:
                 self._keep(weight_s / self._busy_s)
-            self._since_s = now_s
+            self._since_s, self._unpaid_s = now_s, self.latency_s
         self.in_flight_bytes += nbytes
 
     def ended(self, nbytes: int, now_s: float, *, arrived: bool) -> None:
@@ -72,55 +84,61 @@ class TransferRate:
         if arrived:
             self._add(nbytes, now_s)
         self._since_s = now_s
+        waiting, self._waiting = self._waiting, []
+        for action in waiting:
+            action()
 
-    def fell_behind(self, now_s: float) -> None:
-        """The loads in flight are given up because nothing has arrived for too long.
+    def when_one_ends(self, action: Action) -> None:
+        """Calls ``action``, once, when a load in flight has ended."""
+        self._waiting.append(action)
 
-        From then on they count as if all had arrived in twice that time, until some arrive.
+    def gave_up(self, now_s: float) -> None:
+        """A lookup does not wait any longer for its loads, or for its answer.
+
+        Loads in flight count as if all had arrived in twice the time since the last arrival, until
+        others arrive. Without any, nothing is known any more.
         """
-        stalled_s = self._stalled_s(now_s)
+        self.is_slow = True
+        stalled_s = self.stalled_s(now_s)
         is_lower = self.in_flight_bytes * self._busy_s < 2 * stalled_s * self._bytes
-        if stalled_s and (is_lower or not self._busy_s):
+        if not self.in_flight_bytes:
+            self._keep(0.0)
+        elif stalled_s and (is_lower or not self._busy_s):
             self._bytes, self._busy_s = self.in_flight_bytes, 2 * stalled_s
 
     def per_second(self) -> float:
-        """Bytes per second; 0.0 if nothing has arrived yet."""
+        """Bytes per second; 0.0 if that is not known."""
         return self._bytes / self._busy_s if self._busy_s else 0.0
 
-    def seconds(self, nbytes: int, now_s: float, *, behind: bool = True) -> float:
-        """The expected time to load so many bytes, behind those in flight if ``behind``.
+    def seconds(self, nbytes: int, now_s: float) -> float:
+        """The expected time to load so many bytes, of which some may be in flight.
 
-        If nothing has arrived for longer than all in flight should take, or without a rate: at
-        least as long again.
+        If nothing has arrived for longer than all in flight should take: at least as long again.
         """
-        rate, stalled_s = self.per_second(), self._stalled_s(now_s)
+        rate, stalled_s = self.per_second(), self.stalled_s(now_s)
         if not rate:
-            return stalled_s
-        load_s = (nbytes + (self.in_flight_bytes if behind else 0)) / rate
-        if stalled_s > self.in_flight_bytes / rate:
+            return math.inf
+        load_s = self.latency_s + nbytes / rate
+        if stalled_s > self.latency_s + self.in_flight_bytes / rate:
             load_s = max(load_s, stalled_s)
-        return load_s * (_HYSTERESIS if self.is_slow else 1.0)
+        return load_s
 
-    def is_probe_due(self, now_s: float) -> bool:
-        """Whether it is time for a load that shows whether the tier has become faster."""
-        return now_s >= self._probed_s + _PROBE_EVERY_S
-
-    def may_probe(self, now_s: float) -> bool:
-        """Whether such a load may begin now. True once each time."""
-        if self.in_flight_bytes or not self.is_probe_due(now_s):
-            return False
-        self._probed_s = now_s
-        return True
-
-    def _stalled_s(self, now_s: float) -> float:
+    def stalled_s(self, now_s: float) -> float:
+        """For how long nothing has arrived although loads are in flight."""
         return now_s - self._since_s if self.in_flight_bytes else 0.0
 
+    def may_probe(self, now_s: float) -> bool:
+        """Whether a load that no lookup waits for would show what is not known, or not any more."""
+        is_old = not self._busy_s or now_s >= self._since_s + _OLD_S
+        return is_old and not self.in_flight_bytes
+
     def _add(self, nbytes: int, now_s: float) -> None:
-        busy_s = max(1e-6, now_s - self._since_s)
+        busy_s = now_s - self._since_s
+        busy_s = max(1e-6, busy_s - min(self._unpaid_s, _MOST_LATENCY * busy_s))
+        self._unpaid_s = 0.0
         self._keep(0.5 ** (busy_s / _HALF_LIFE_S))
         self._bytes += nbytes
         self._busy_s += busy_s
-        self._since_s = now_s
 
     def _keep(self, share: float) -> None:
         """Older transfers count less; the rate is the same."""
@@ -140,12 +158,63 @@ class Computing:
         self._free_s = 0.0
 
     def add(self, tokens: int, now_s: float) -> None:
-        """The engine has been told to compute so many tokens."""
+        """Adds ``tokens`` to what the engine has to compute."""
         self._free_s = max(self._free_s, now_s) + tokens * self.token_s
 
     def free_in_s(self, now_s: float) -> float:
         """When it could begin to compute another prompt."""
         return max(0.0, self._free_s - now_s)
+
+
+class WorthLoading:
+    """How much of one lookup's prefix is worth loading: what gives the earliest first token.
+
+    An engine that waits for a tier does not compute. So the rate of a tier is known before a
+    prefix is loaded from it: if it is not, one chunk is loaded first (a probe). Whatever only tells
+    what is known of a tier may take a small share of the prompt's computing time; if it takes
+    longer, the engine computes, and the next lookup has the rate.
+
+    Attributes:
+        chunk_s: the seconds to compute a chunk.
+        measured_until_s: how long a probe is waited for; None: none was needed yet.
+    """
+
+    def __init__(self, computing: Computing, chunks: int, chunk_tokens: int) -> None:
+        self.chunk_s = computing.token_s * chunk_tokens
+        self.measured_until_s: float | None = None
+        self._computing = computing
+        self._chunks = chunks
+        self._chunk_tokens = chunk_tokens
+
+    def compute_s(self, chunks: float, now_s: float) -> float:
+        """The seconds until the engine could have computed ``chunks`` of the prompt."""
+        return self._computing.free_in_s(now_s) + chunks * self.chunk_s
+
+    def is_quick(self, rate: TransferRate) -> bool:
+        """Whether a question to a tier costs next to nothing, and is asked before any decision."""
+        return not rate.is_slow and rate.latency_s <= self._chunks * self.chunk_s * _SHARE
+
+    def patience_s(self, rate: TransferRate, now_s: float) -> float:
+        """How long a question to a tier is worth waiting for."""
+        share = 1.0 if rate.per_second() and not rate.is_slow else _SHARE
+        return self.compute_s(self._chunks * share, now_s)
+
+    def waits_for(self, rate: TransferRate, now_s: float) -> bool:
+        """Whether to wait for the load in flight that shows a rate."""
+        if self.measured_until_s is None:
+            patience_s = self.patience_s(rate, now_s)
+            is_new = rate.stalled_s(now_s) <= patience_s
+            self.measured_until_s = now_s + patience_s * is_new
+        return rate.in_flight_bytes > 0 and now_s < self.measured_until_s
+
+    def prefix(self, loads: Iterable[tuple[int, float]], now_s: float) -> int:
+        """The length worth loading. loads: see `prefix_worth_loading`."""
+        free_in_s = self._computing.free_in_s(now_s)
+        return prefix_worth_loading(loads, self._chunks, self.chunk_s, free_in_s)
+
+    def computes(self, chunks: int, now_s: float) -> None:
+        """The engine is told to compute the rest behind so many chunks."""
+        self._computing.add((self._chunks - chunks) * self._chunk_tokens, now_s)
 
 
 def prefix_worth_loading(
@@ -170,7 +239,7 @@ class _Place(NamedTuple):
     urgent: bool
 
 
-class Line:
+class WaitQueue:
     """Lookups that wait for room in the host pool: the urgent before the others, in their order.
 
     They hold no pins while they wait, so no two wait for each other's memory. Owned by the owner's
@@ -187,7 +256,7 @@ class Line:
         return len(self._waiting)
 
     def is_turn_of(self, who: Hashable, urgent: bool = False) -> bool:
-        """Whether ``who``, in the line or not yet, would be the next one."""
+        """Whether ``who``, in the queue or not yet, would be the next one."""
         for each, place in self._waiting.items():
             return each == who or (urgent and not place.urgent)
         return True
@@ -204,7 +273,7 @@ class Line:
     def wait(
         self, who: Hashable, nbytes: int, again: Callable[[], None], urgent: bool = False
     ) -> None:
-        """Enters the line, or keeps its place. The first in it is told of more room by ``again``.
+        """Enters the queue, or keeps its place. The first one is told of more room by ``again``.
 
         nbytes: what it wants to load.
         """
@@ -214,7 +283,7 @@ class Line:
             self._waiting = dict(sorted(self._waiting.items(), key=lambda each: not each[1].urgent))
 
     def leave(self, who: Hashable) -> None:
-        """Leaves the line, if it is in it."""
+        """Leaves the queue, if it is in it."""
         if self._waiting.pop(who, None) is not None:
             self._wake()
 

@@ -15,9 +15,11 @@ engine has those before it: they are never needed. Windows count from the prompt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from lmcache_redis.cache.cache import Cache, Load, load_of
+from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.cache.pool import Entry, EntryState, Filled
 from lmcache_redis.chunks.names import ChunkForm, PartNames, Reach
 from lmcache_redis.tiers import ChunkIO
@@ -110,6 +112,47 @@ class PrefixNeeds:
         return length
 
 
+@dataclass(frozen=True, slots=True)
+class LookupRequest:
+    """What a lookup looks for.
+
+    forms: one per row of this node. deadline_s: `time.monotonic()`. first_chunk: the number in the
+    prompt of the first chunk. chunk_tokens: the tokens of a chunk; may be 0 if every row needs all
+    chunks. remote: further rows, whose parts must exist in the last tier and are not loaded.
+    computing: of the engine; None: everything is worth loading. urgent: waits for room before those
+    that are not: the engine holds blocks for its chunks.
+    """
+
+    forms: Sequence[ChunkForm]
+    hashes: Sequence[bytes]
+    deadline_s: float
+    first_chunk: int = 0
+    chunk_tokens: int = 0
+    remote: Sequence[PartNames] = ()
+    computing: Computing | None = None
+    urgent: bool = False
+
+
+class PartState:
+    """One part of a lookup. The defaults are those of a part that the prefix does not need.
+
+    Attributes:
+        is_needed: by the prefix. Such a part is held or missing.
+        is_later: it is missing, and loaded when the engine retrieves it.
+        entry: it is held: the entry has a pin for it.
+        watcher: of an entry that is being filled.
+        level: a tier that has it; of parts that were not in the host pool, and of remote ones.
+        load: by this lookup.
+    """
+
+    is_needed = False
+    is_later = False
+    entry: Entry | None = None
+    watcher: Callable[[Filled], None] | None = None
+    level: int | None = None
+    load: Load | None = None
+
+
 class LookupParts:
     """Pins, watches and loads the parts of one lookup. Owned by the cache's owner thread.
 
@@ -117,142 +160,171 @@ class LookupParts:
     neither held nor loaded. filled: told how the filling of a held part has ended.
 
     Attributes:
-        held: the entries of parts, each with a pin.
-        filling: those held that are being filled, with their watchers.
-        missing: parts that the prefix needs and that are not held.
-        later: those missing that are to be loaded when the engine retrieves them.
-        levels: tiers that have the parts, of those not in the host pool and of all remote ones.
-        loads: of those that this lookup loads or has loaded.
+        needs: what prefixes need.
+        length: of the prefix whose parts are needed, in chunks.
+        filling: the number of held parts that are being filled.
+        has_loads: whether it has begun any.
     """
 
     def __init__(
-        self,
-        cache: Cache,
-        forms: Sequence[ChunkForm],
-        remote: Sequence[PartNames],
-        hashes: Sequence[bytes],
-        needs: PrefixNeeds,
-        deadline_s: float,
-        filled: Callable[[Part, Filled], None],
+        self, cache: Cache, request: LookupRequest, filled: Callable[[Part, Filled], None]
     ) -> None:
-        self.held: dict[Part, Entry] = {}
-        self.filling: dict[Part, partial[None]] = {}
-        self.missing: set[Part] = set()
-        self.later: set[Part] = set()
-        self.levels: dict[Part, int] = {}
-        self.loads: dict[Part, Load] = {}
+        rows = [*request.forms, *request.remote]
+        reaches = [row.reach for row in rows]
+        self.needs = PrefixNeeds(reaches, request.first_chunk, request.chunk_tokens)
+        self.length = len(request.hashes)
+        self.filling = 0
+        self.has_loads = False
+        self._states: dict[Part, PartState] = {}
         self._cache = cache
-        self._forms = forms
-        self._rows: Sequence[PartNames] = [*forms, *remote]
-        self._hashes = hashes
-        self._needs = needs
-        self._deadline_s = deadline_s
+        self._request = request
+        self._stems = [row.stem(len(request.hashes[0])) for row in rows]
+        self._units = [*map(cache.units, request.forms), *(0 for _ in request.remote)]
         self._on_filled = filled
-        self._prepared: list[ChunkIO] = []
-        self._units = [*(cache.units(form) for form in forms), *(0 for _ in remote)]
 
     def key(self, part: Part) -> bytes:
         """The part's name in the pool and in tiers."""
         chunk, row = part
-        return self._rows[row].key(self._hashes[chunk])
+        return self._stems[row] + self._request.hashes[chunk]
 
     def is_remote(self, part: Part) -> bool:
         """Whether another node loads the part."""
-        return part[1] >= len(self._forms)
+        return part[1] >= len(self._request.forms)
+
+    def missing(self) -> list[Part]:
+        """The parts that the prefix needs and that are not held, in order."""
+        states = self._states.items()
+        found = [part for part, state in states if state.is_needed and state.entry is None]
+        return sorted(found)
+
+    def take(self) -> dict[Part, Entry]:
+        """The entries held, whose pins now belong to the caller."""
+        held = {part: s.entry for part, s in self._states.items() if s.entry is not None}
+        for part in held:
+            self._states[part].entry = None
+        return held
+
+    def levels(self) -> dict[int, int]:
+        """The tiers of the chunks that were not in the host pool; of several of one, the last."""
+        levels: dict[int, int] = {}
+        for (chunk, _), state in self._states.items():
+            if chunk < self.length and (state.load is not None or state.is_later):
+                level = state.load.level if state.load is not None else state.level or 0
+                levels[chunk] = max(level, levels.get(chunk, 0))
+        return levels
 
     # ------------------------------------------------------------- the pool
 
     def hold_first(self) -> list[Wanted]:
         """Holds what the pool has of the rows that need all chunks; returns the rest in order."""
         wanted: list[Wanted] = []
-        get = self._cache.pool.get
-        nbytes = len(self._hashes[0])
-        bounded = self._needs.bounded
-        stems = [(r, row.stem(nbytes)) for r, row in enumerate(self._rows) if r not in bounded]
-        local = [each for each in stems if each[0] < len(self._forms)]
-        remote = stems[len(local) :]
-        for chunk, chunk_hash in enumerate(self._hashes):
-            for row, stem in local:
-                key = stem + chunk_hash
-                entry = get(key)
-                if entry is not None:
-                    self._hold((chunk, row), entry)
+        states, get, hold = self._states, self._cache.pool.get, self._hold
+        local, bounded = len(self._request.forms), self.needs.bounded
+        rows = [(row, stem) for row, stem in enumerate(self._stems) if row not in bounded]
+        for chunk, chunk_hash in enumerate(self._request.hashes):
+            for row, stem in rows:
+                part, key = (chunk, row), stem + chunk_hash
+                states[part] = state = PartState()
+                state.is_needed = True
+                entry = get(key) if row < local else None
+                if entry is None:
+                    wanted.append((part, key))
                 else:
-                    wanted.append(((chunk, row), key))
-            wanted += [((chunk, row), stem + chunk_hash) for row, stem in remote]
+                    hold(part, state, entry)
         if bounded:
-            self.missing = {*self._needs.parts(len(self._hashes))} - self.held.keys()
-        else:
-            self.missing = {part for part, _ in wanted}
+            self._need(self.needs.parts(self.length))
         return wanted
 
     def hold_pooled(self, missing: Iterable[Part]) -> None:
         """Holds those of the missing parts that the pool has."""
-        for part in [each for each in missing if not self.is_remote(each)]:
-            entry = self._cache.pool.get(self.key(part))
+        get, key = self._cache.pool.get, self.key
+        for part in missing:
+            entry = None if self.is_remote(part) else get(key(part))
             if entry is not None:
-                self.missing.remove(part)
-                self.later.discard(part)
-                self._hold(part, entry)
+                self._hold(part, self._states[part], entry)
 
-    def shrink(self, longer: int, shorter: int) -> None:
+    def shrink(self, length: int) -> None:
         """Releases what a shorter prefix no longer needs; holds what it needs and the pool has."""
-        if longer == shorter:
+        if length == self.length:
             return
-        dropped, added = self._needs.between(longer, shorter)
-        self.missing.difference_update(dropped)
-        self.later.difference_update(dropped)
+        dropped, added = self.needs.between(self.length, length)
+        self.length = length
         for part in dropped:
-            self.release(part)
-        self.missing.update(added)
+            state = self._states[part]
+            state.is_needed = state.is_later = False
+            self._release(state)
+        self._need(added)
         self.hold_pooled(added)
 
-    def release(self, part: Part) -> None:
-        """Releases the pin of a part, if it is held. A load without watchers is cancelled."""
-        entry = self.held.pop(part, None)
-        if entry is not None:
-            watcher = self.filling.pop(part, None)
-            if watcher is not None:
-                self._cache.pool.unwatch(entry, watcher)
-            self._cache.pool.unpin(entry)
+    def release_all(self) -> bool:
+        """Releases what is held, which is missing then; returns whether anything was.
 
-    def let_go(self) -> None:
-        """Releases all that is held: it is missing then."""
-        for part in [*self.held]:
-            self.release(part)
-            self.missing.add(part)
+        A load without watchers is cancelled.
+        """
+        held = [state for state in self._states.values() if state.entry is not None]
+        for state in held:
+            self._release(state)
+        return bool(held)
 
-    def _hold(self, part: Part, entry: Entry) -> None:
+    def _need(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            self._state(part).is_needed = True
+
+    def _state(self, part: Part) -> PartState:
+        state = self._states.get(part)
+        if state is None:
+            state = self._states[part] = PartState()
+        return state
+
+    def _hold(self, part: Part, state: PartState, entry: Entry) -> None:
         self._cache.pool.pin(entry)
         entry.wanted = True
-        self.held[part] = entry
+        state.entry, state.is_later = entry, False
         if entry.state is EntryState.FILLING:
-            self.filling[part] = watcher = partial(self._filled, part)
+            self.filling += 1
+            state.watcher = watcher = partial(self._filled, part)
             self._cache.pool.watch(entry, watcher)
 
+    def _release(self, state: PartState) -> None:
+        entry, state.entry = state.entry, None
+        if entry is None:
+            return
+        watcher, state.watcher = state.watcher, None
+        if watcher is not None:
+            self.filling -= 1
+            self._cache.pool.unwatch(entry, watcher)
+        self._cache.pool.unpin(entry)
+
     def _filled(self, part: Part, filled: Filled) -> None:
-        self.filling.pop(part, None)
+        self._states[part].watcher = None
+        self.filling -= 1
         self._on_filled(part, filled)
 
     def units(self) -> tuple[int, int, int]:
         """The units of memory of the parts to be loaded now, of those held, and of a chunk."""
-        missing = sum(self._units[row] for _, row in self.missing - self.later)
-        held = sum(entry.units for entry in self.held.values()) if missing else 0
+        missing = held = 0
+        for (_, row), state in self._states.items():
+            if state.entry is not None:
+                held += state.entry.units
+            elif state.is_needed and not state.is_later:
+                missing += self._units[row]
         return missing, held, sum(self._units)
 
     def defer(self, units: int) -> None:
         """Loads the last of the missing parts later, so that the others take fewer units now."""
-        for part in sorted(self.missing - self.later, reverse=True):
-            if units > 0 and not self.is_remote(part):
-                self.later.add(part)
+        for part in reversed(self.missing()):
+            state = self._states[part]
+            if units > 0 and not state.is_later and not self.is_remote(part):
+                state.is_later = True
                 units -= self._units[part[1]]
 
     def is_ready(self, part: Part) -> bool:
         """Whether the part is READY in the pool; of a remote one, whether it was found."""
-        if part in self.held:
-            return part not in self.filling
+        state = self._states.get(part)
+        if state is not None and state.entry is not None:
+            return state.watcher is None
         if self.is_remote(part):
-            return part in self.levels
+            return state is not None and state.level is not None
         entry = self._cache.pool.peek(self.key(part))
         return entry is not None and entry.state is EntryState.READY
 
@@ -266,13 +338,23 @@ class LookupParts:
         for each in wanted:
             is_here = lookup(each[1]) and (is_last or not self.is_remote(each[0]))
             (here if is_here else rest).append(each)
-        self.levels.update((part, level) for part, _ in here)
-        self._cache.pool.seen(level, (key for _, key in here))
+        self.found(here, level)
         return rest
+
+    def found(self, here: Iterable[Wanted], level: int) -> None:
+        """A tier has these parts."""
+        for part, _ in here:
+            self._state(part).level = level
+        self._cache.pool.seen(level, (key for _, key in here))
+
+    def absent(self, wanted: Sequence[Wanted], level: int) -> None:
+        """A tier does not have these parts. Whether it has what is behind the first is unknown."""
+        self._cache.pool.seen(level, (key for _, key in wanted), there=False)
 
     def is_found(self, part: Part) -> bool:
         """Whether the part is in memory, or a tier is known to have it."""
-        if part in self.held or part in self.levels:
+        state = self._state(part)
+        if state.entry is not None or state.level is not None:
             return True
         if self.is_remote(part):
             return False
@@ -282,79 +364,81 @@ class LookupParts:
         level = self._cache.level_of(key)
         if level is None or self._cache.tiers[level].lookup(key) is None:
             return False
-        self.levels[part] = level
+        state.level = level
         return True
 
-    def awaited(self) -> Iterator[tuple[int, Part, int]]:
-        """Parts to be loaded or being filled, in order: number of the tier, part, bytes."""
-        last = len(self._cache.tiers) - 1
-        for part in sorted({*self.missing, *self.filling}):
-            if not self.is_remote(part):
-                load = self.loads.get(part)
-                level = self.levels.get(part, last) if load is None else load.level
-                yield level, part, self._forms[part[1]].chunk_bytes
+    def awaited(self) -> list[tuple[Part, PartState, int]]:
+        """Parts to be loaded or being filled, in order, with the number of their tier."""
+        local, last = len(self._request.forms), len(self._cache.tiers) - 1
+        found = []
+        for part, state in self._states.items():
+            is_missing = state.is_needed and state.entry is None
+            if (is_missing or state.watcher is not None) and part[1] < local:
+                level = state.level if state.load is None else state.load.level
+                found.append((part, state, last if level is None else level))
+        if self.needs.bounded:
+            found.sort(key=lambda each: each[0])
+        return found
 
-    def awaited_bytes(self) -> list[int]:
-        """The bytes of these parts by number of the tier."""
-        nbytes = [0] * len(self._cache.tiers)
-        for level, _, part_bytes in self.awaited():
-            nbytes[level] += part_bytes
-        return nbytes
+    def bytes_left(self) -> list[tuple[int, int]]:
+        """By the number of the tier: the bytes to be loaded, and those being filled."""
+        left = [[0, 0] for _ in self._cache.tiers]
+        for (_, row), state, level in self.awaited():
+            left[level][state.watcher is not None] += self._request.forms[row].chunk_bytes
+        return [(missing, filling) for missing, filling in left]
 
     def load_times(self, bound: int, before: int, now_s: float) -> Iterator[tuple[int, float]]:
         """Prefixes that may be worth loading, with the seconds until each is loaded.
 
         bound: the longest, which is the last. before: bytes that the last tier loads before.
         """
-        rates, needs = self._cache.rates, self._needs
-        nbytes = [0] * len(rates)
+        rates, needs, forms = self._cache.rates, self.needs, self._request.forms
+        nbytes = [rate.in_flight_bytes for rate in rates]
         if rates:
-            nbytes[-1] = before
+            nbytes[-1] += before
         load_s = 0.0
         if needs.bounded:
             # A shorter prefix needs other parts: only the one that needs no loads is compared.
             yield needs.longest(bound, self.is_ready), load_s
-        for level, part, part_bytes in self.awaited():
+        for (chunk, row), state, level in self.awaited():
             if not needs.bounded:
-                yield part[0], load_s
-            if part in self.missing:
-                nbytes[level] += part_bytes
+                yield chunk, load_s
+            if state.watcher is None:
+                nbytes[level] += forms[row].chunk_bytes
             load_s = max(load_s, rates[level].seconds(nbytes[level], now_s))
         yield bound, load_s
 
     def probe(self, part: Part, level: int) -> None:
+        """Begins the load of one part, which no lookup waits for, if that shows a rate."""
         chunk, row = part
-        self._cache.probe(self._forms[row], self.key(part), self._hashes[chunk], level)
+        form, chunk_hash = self._request.forms[row], self._request.hashes[chunk]
+        self._cache.probe(form, self.key(part), chunk_hash, level)
 
     def load_missing(self) -> bool:
         """Begins to load what is missing; returns False if there is no room."""
-        now = self.missing - self.later
-        missing = [part for part in sorted(now) if not self.is_remote(part)]
-        for level in sorted({self.levels[part] for part in missing}):
-            for part in [part for part in missing if self.levels[part] == level]:
-                entry = self._load(part, level)
-                if entry is None:
-                    self._begin_prepared()
+        by_level: dict[int, list[tuple[Part, PartState]]] = {}
+        for part, state, level in self.awaited():
+            if state.entry is None and not state.is_later:
+                by_level.setdefault(level, []).append((part, state))
+        return all(self._load(parts, level) for level, parts in sorted(by_level.items()))
+
+    def _load(self, parts: Sequence[tuple[Part, PartState]], level: int) -> bool:
+        request, prepared, stripes = self._request, list[ChunkIO](), 0
+        try:
+            for part, state in parts:
+                form, chunk_hash = request.forms[part[1]], request.hashes[part[0]]
+                job = self._cache.prepare_load(
+                    form, self.key(part), chunk_hash, level, request.deadline_s
+                )
+                if job is None:
                     return False
-                self.missing.remove(part)
-                self._hold(part, entry)
-            self._begin_prepared()  # a batch is from one tier
-        return True
-
-    def _load(self, part: Part, level: int) -> Entry | None:
-        chunk, row = part
-        form = self._forms[row]
-        job = self._cache.prepare_load(
-            form, self.key(part), self._hashes[chunk], level, self._deadline_s
-        )
-        if job is None:
-            return None
-        load = self.loads[part] = load_of(job)
-        self._prepared.append(job)
-        if len(self._prepared) * form.stripe_count >= _BATCH_STRIPES:
-            self._begin_prepared()
-        return load.entry
-
-    def _begin_prepared(self) -> None:
-        prepared, self._prepared = self._prepared, []
-        self._cache.begin_loads(prepared)
+                state.load, self.has_loads = load_of(job), True
+                self._hold(part, state, state.load.entry)
+                prepared.append(job)
+                stripes += form.stripe_count
+                if stripes >= _BATCH_STRIPES:
+                    batch, prepared, stripes = prepared, [], 0
+                    self._cache.begin_loads(batch)
+            return True
+        finally:
+            self._cache.begin_loads(prepared)

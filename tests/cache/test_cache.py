@@ -14,6 +14,7 @@ from lmcache_redis import cache as package
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
@@ -86,7 +87,8 @@ class Both(World):
                 assert payload == HASHES[chunk][:1] * FORM.chunk_bytes
                 self.cache.pool.unpin(entry)
 
-        PrefixLookup(self.cache, [FORM], HASHES, time.monotonic() + 15, done).start()
+        request = LookupRequest([FORM], HASHES, time.monotonic() + 15)
+        PrefixLookup(self.cache, request, done).start()
         self.run(lambda: found)
         self.run(lambda: not self.cache.backlog)
         return found[0]

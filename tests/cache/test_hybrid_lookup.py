@@ -16,7 +16,7 @@ from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.memory import Arena
-from lmcache_redis.cache.parts import Part, PrefixNeeds
+from lmcache_redis.cache.parts import LookupRequest, Part, PrefixNeeds
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, Reach, opaque_pages
 from lmcache_redis.resp import RedisOptions, RedisPlane
@@ -110,6 +110,10 @@ class StoredTier(PlayedTier):
             self.read_done(job, ReadOutcome.CANCELLED if job in self.cancelled else outcome)
 
 
+def later_parts(lookup: PrefixLookup) -> list[Part]:
+    return [part for part, state in lookup._parts._states.items() if state.is_later]
+
+
 class Model(World):
     """Groups of layers, a disk with an index and Redis, in which nothing is stored yet."""
 
@@ -133,7 +137,7 @@ class Model(World):
     def begin(self, *, first_chunk: int = 0, chunks: int = 16) -> PrefixLookup:
         def done(found: PrefixLookup) -> None:
             needs = PrefixNeeds(self.reaches, first_chunk, CHUNK)
-            held, later = found.take(), found._parts.later
+            held, later = found.take(), later_parts(found)
             assert sorted([*held, *later]) == sorted(needs.parts(found.bound)), "and no more"
             assert not later or len(held) + len(later) > self.cache.pool.capacity
             for (chunk, row), entry in held.items():
@@ -143,10 +147,8 @@ class Model(World):
             self.answers.append((found.bound, held, loaded_from(found)))
 
         deadline_s = time.monotonic() + 60.0
-        lookup = PrefixLookup(
-            self.cache, self.forms, HASHES[:chunks], deadline_s, done,
-            first_chunk=first_chunk, chunk_tokens=CHUNK,
-        )  # fmt: skip
+        request = LookupRequest(self.forms, HASHES[:chunks], deadline_s, first_chunk, CHUNK)
+        lookup = PrefixLookup(self.cache, request, done)
         lookup.start()
         return lookup
 
@@ -570,9 +572,9 @@ def test_lookups_side_by_side_end_in_any_order_of_events(
     for step in steps:
         if step < 6:
             model.redis.end_reads(step)
-        elif step == 6 and not lookups[0]._ended:
+        elif step == 6 and not lookups[0].is_ended:
             lookups[0]._expire()
-        elif step == 7 and not lookups[1]._ended:
+        elif step == 7 and not lookups[1].is_ended:
             lookups[1].cancel()
             ended = 1
         else:
@@ -586,7 +588,7 @@ def test_lookups_side_by_side_end_in_any_order_of_events(
             for entry in held.values():
                 model.cache.pool.unpin(entry)
         released = len(model.answers)
-    assert all(lookup._ended for lookup in lookups)
+    assert all(lookup.is_ended for lookup in lookups)
     assert len(model.answers) == 2 - ended
     model.check_no_pins()
 
@@ -633,7 +635,8 @@ class Served(World):
             found.append((lookup.bound, loaded_from(lookup)))
 
         deadline_s = time.monotonic() + 15
-        PrefixLookup(self.cache, self.forms, HASHES, deadline_s, done, chunk_tokens=CHUNK).start()
+        request = LookupRequest(self.forms, HASHES, deadline_s, chunk_tokens=CHUNK)
+        PrefixLookup(self.cache, request, done).start()
         self.run(lambda: found)
         self.run(lambda: not self.cache.backlog)
         return found[0]

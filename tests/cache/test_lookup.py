@@ -12,6 +12,7 @@ import pytest
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pacing import Computing
+from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry, EntryState
 from lmcache_redis.chunks.names import ChunkForm, opaque_pages
 from lmcache_redis.tiers import (
@@ -51,10 +52,11 @@ class Tiers(World):
             self.held.append(lookup.take())
 
         deadline_s = time.monotonic() + within_s
-        lookup = PrefixLookup(
-            self.cache, forms or (FORM,), hashes, deadline_s, done,
+        request = LookupRequest(
+            forms or (FORM,), hashes, deadline_s,
             chunk_tokens=16, computing=computing, urgent=urgent,
         )  # fmt: skip
+        lookup = PrefixLookup(self.cache, request, done)
         lookup.start()
         return lookup
 
@@ -387,15 +389,15 @@ def test_the_deadline_ends_the_wait(make: Callable[..., Tiers]) -> None:
     assert waiting.reasons == {"the host pool was full", "the lookup deadline passed"}
     behind.cancel()
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert not len(tiers.cache.line)
+    assert not len(tiers.cache.waiting)
 
 
 # ------------------------------------------------------------------- the bet
 
 
-def measured(tiers: Tiers, bytes_per_s: float) -> None:
-    """Redis has delivered so many bytes per second so far."""
-    now_s = time.monotonic()
+def measured(tiers: Tiers, bytes_per_s: float, ago_s: float = 0.0) -> None:
+    """Redis has delivered this many bytes per second."""
+    now_s = time.monotonic() - ago_s
     (_, rate) = tiers.cache.rates
     rate.begun(int(bytes_per_s), now_s - 1.0)
     rate.ended(int(bytes_per_s), now_s, arrived=True)
@@ -408,7 +410,7 @@ def computing(chunk_s: float) -> Computing:
 
 
 def test_what_is_faster_computed_is_not_loaded_but_probed(tiers: Tiers) -> None:
-    measured(tiers, FORM.chunk_bytes / 2.0)
+    measured(tiers, FORM.chunk_bytes / 2.0, ago_s=60.0)
     tiers.hold(HASHES[0])
     engine = computing(1.0)
     lookup = tiers.look_up(computing=engine)
@@ -465,9 +467,8 @@ def test_a_load_that_falls_behind_is_cut(tiers: Tiers) -> None:
     # The rate has the time in which nothing arrived.
     tiers.cache.pool.clear()
     tiers.look_up(computing=computing(1e-7))
-    tiers.answer_scan(5)
+    assert tiers.redis.scanned == []
     assert tiers.found[1:] == [(0, {"disk": 0, "Redis": 0})]
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
 
 
 def test_a_tier_that_does_not_answer_is_given_up(tiers: Tiers) -> None:
@@ -475,7 +476,13 @@ def test_a_tier_that_does_not_answer_is_given_up(tiers: Tiers) -> None:
     tiers.run(lambda: tiers.found)
     assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
     assert tiers.counted() == {"lookups_cut": 1, "miss_slower": 5}
+    # The answer comes late, and the next lookup has a rate.
     tiers.answer_scan(5)
+    assert [job.key for job in tiers.redis.read] == [KEYS[0]]
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    (_, rate) = tiers.cache.rates
+    assert rate.per_second() > 0
+    assert tiers.found == [(0, {"disk": 0, "Redis": 0})]
 
 
 def test_what_was_given_up_is_loaded_anew(tiers: Tiers) -> None:

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.cache.pacing import Computing, TransferRate, prefix_worth_loading
+from lmcache_redis.cache.pacing import (
+    Computing,
+    TransferRate,
+    WorthLoading,
+    prefix_worth_loading,
+)
 
 MB = 1 << 20
 
@@ -58,7 +63,7 @@ def test_it_is_never_expected_later_than_by_computing(
 
 def test_a_rate_is_the_bytes_that_arrived_in_busy_time() -> None:
     rate = TransferRate()
-    assert (rate.per_second(), rate.seconds(MB, 0.0)) == (0.0, 0.0), "nothing is known"
+    assert (rate.per_second(), rate.seconds(MB, 0.0)) == (0.0, math.inf), "nothing is known"
     for second in range(100):
         at_s = second * 10.0  # idle most of the time
         rate.begun(MB, at_s)
@@ -67,9 +72,6 @@ def test_a_rate_is_the_bytes_that_arrived_in_busy_time() -> None:
         rate.ended(MB, at_s + 0.2, arrived=True)
     assert rate.per_second() == pytest.approx(10 * MB)
     assert rate.seconds(5 * MB, 1000.0) == pytest.approx(0.5)
-    rate.begun(5 * MB, 1000.0)
-    assert rate.seconds(5 * MB, 1000.0) == pytest.approx(1.0), "behind what is in flight"
-    assert rate.seconds(5 * MB, 1000.0, behind=False) == pytest.approx(0.5)
 
 
 def test_a_rate_follows_a_change_within_seconds() -> None:
@@ -109,8 +111,39 @@ def test_a_stall_is_expected_to_last_as_long_again() -> None:
     rate.begun(100 * MB, 0.0)
     rate.ended(100 * MB, 1.0, arrived=True)
     rate.begun(10 * MB, 2.0)
-    assert rate.seconds(0, 2.05) == pytest.approx(0.1), "it may arrive in time"
-    assert rate.seconds(0, 5.0) == pytest.approx(3.0)
+    assert rate.seconds(10 * MB, 2.05) == pytest.approx(0.1), "it may arrive in time"
+    assert rate.seconds(10 * MB, 5.0) == pytest.approx(3.0)
+
+
+def test_the_latency_is_not_part_of_the_rate() -> None:
+    """Else a far server would never be worth it: one chunk is mostly latency."""
+    rate = TransferRate()
+    rate.answered(0.1)
+    for second in range(10):
+        rate.begun(MB, second)
+        rate.begun(MB, second)
+        rate.ended(MB, second + 0.15, arrived=True)
+        rate.ended(MB, second + 0.2, arrived=True)
+    assert rate.per_second() == pytest.approx(20 * MB)
+    assert rate.seconds(10 * MB, 20.0) == pytest.approx(0.6)
+
+
+def test_a_question_that_was_answered_late_does_not_raise_a_rate_much() -> None:
+    rate = TransferRate()
+    rate.answered(5.0)
+    rate.begun(MB, 0.0)
+    rate.ended(MB, 0.1, arrived=True)
+    assert rate.per_second() == pytest.approx(40 * MB)
+
+
+def test_the_latency_is_that_of_quick_answers() -> None:
+    rate = TransferRate()
+    for took_s in (0.5, 0.01, 0.4, 0.01, 0.4):
+        rate.answered(took_s)
+    assert 0.01 < rate.latency_s < 0.03
+    for _ in range(100):
+        rate.answered(0.4)
+    assert rate.latency_s > 0.3, "the way has become longer"
 
 
 def test_loads_that_were_given_up_lower_the_rate_until_others_arrive() -> None:
@@ -118,7 +151,7 @@ def test_loads_that_were_given_up_lower_the_rate_until_others_arrive() -> None:
     rate.begun(1000 * MB, 0.0)
     rate.ended(1000 * MB, 1.0, arrived=True)
     rate.begun(10 * MB, 2.0)
-    rate.fell_behind(4.0)
+    rate.gave_up(4.0)
     rate.ended(10 * MB, 4.0, arrived=False)
     assert rate.per_second() == pytest.approx(2.5 * MB)
     rate.begun(100 * MB, 5.0)
@@ -131,17 +164,17 @@ def test_giving_up_does_not_raise_a_rate() -> None:
     rate.begun(MB, 0.0)
     rate.ended(MB, 1.0, arrived=True)
     rate.begun(1000 * MB, 2.0)
-    rate.fell_behind(2.1)
+    rate.gave_up(2.1)
     assert rate.per_second() == pytest.approx(MB)
 
 
-def test_without_a_rate_a_load_takes_as_long_as_it_has_taken() -> None:
+def test_a_server_that_does_not_answer_is_no_longer_known() -> None:
     rate = TransferRate()
-    rate.begun(MB, 5.0)
-    assert rate.seconds(0, 7.0) == 2.0
-    rate.fell_behind(7.0)
-    rate.ended(MB, 7.0, arrived=False)
-    assert rate.per_second() == pytest.approx(MB / 4)
+    rate.begun(MB, 0.0)
+    rate.ended(MB, 1.0, arrived=True)
+    rate.gave_up(2.0)
+    assert (rate.per_second(), rate.is_slow) == (0.0, True)
+    assert rate.may_probe(2.0)
 
 
 def test_what_is_cancelled_says_nothing() -> None:
@@ -153,22 +186,93 @@ def test_what_is_cancelled_says_nothing() -> None:
     assert rate.per_second() == pytest.approx(MB)
 
 
-def test_a_slow_tier_has_to_become_clearly_faster() -> None:
+def test_what_is_not_known_or_old_is_measured_alone() -> None:
+    rate = TransferRate()
+    assert rate.may_probe(100.0)
+    rate.begun(MB, 100.0)
+    assert not rate.may_probe(130.0), "what is in flight shows the rate"
+    rate.ended(MB, 130.0, arrived=True)
+    assert not rate.may_probe(139.9)
+    assert rate.may_probe(140.0)
+    rate.begun(MB, 140.0)
+    assert not rate.may_probe(180.0)
+
+
+def test_who_waits_for_a_load_is_told_once() -> None:
+    rate, told = TransferRate(), list[str]()
+    rate.begun(2 * MB, 0.0)
+    rate.when_one_ends(lambda: told.append("first"))
+    rate.ended(MB, 1.0, arrived=False)
+    rate.ended(MB, 2.0, arrived=True)
+    assert told == ["first"]
+
+
+# ------------------------------------------------------------ worth loading
+
+
+def worth_loading(free_in_s: float = 0.0) -> WorthLoading:
+    """A prompt that is computed in 24 s, after ``free_in_s``; the share of it is a second."""
+    engine = Computing()
+    engine.token_s = 1.0
+    engine.add(int(free_in_s), 100.0)
+    return WorthLoading(engine, 6, 4)
+
+
+def known_rate() -> TransferRate:
     rate = TransferRate()
     rate.begun(MB, 0.0)
     rate.ended(MB, 1.0, arrived=True)
-    fast = rate.seconds(MB, 2.0)
+    return rate
+
+
+def test_a_tier_that_is_not_known_gets_a_share_of_the_computing() -> None:
+    worth, rate = worth_loading(), TransferRate()
+    assert worth.patience_s(rate, 100.0) == pytest.approx(1.0)
+    assert not worth.waits_for(rate, 100.0), "nothing is in flight"
+    rate.begun(MB, 100.5)
+    assert worth.waits_for(rate, 100.9)
+    assert not worth.waits_for(rate, 101.1), "since it began to wait"
+
+
+def test_what_has_stalled_before_is_not_waited_for() -> None:
+    worth, rate = worth_loading(), TransferRate()
+    rate.begun(MB, 98.9)
+    assert not worth.waits_for(rate, 100.0)
+
+
+def test_waiting_costs_nothing_while_the_engine_computes_others() -> None:
+    worth, rate = worth_loading(free_in_s=30), TransferRate()
+    assert worth.patience_s(rate, 100.0) == pytest.approx(31.0)
+    rate.begun(MB, 100.0)
+    assert worth.waits_for(rate, 100.0)
+    assert worth.waits_for(rate, 130.0)
+
+
+def test_a_tier_that_is_fast_may_answer_as_late_as_computing_takes() -> None:
+    worth, rate = worth_loading(), known_rate()
+    assert worth.patience_s(rate, 100.0) == pytest.approx(24.0)
     rate.is_slow = True
-    assert rate.seconds(MB, 2.0) == pytest.approx(1.25 * fast)
+    assert worth.patience_s(rate, 100.0) == pytest.approx(1.0)
 
 
-def test_probes_are_rare_and_alone() -> None:
-    rate = TransferRate()
-    assert rate.may_probe(100.0)
-    assert not rate.may_probe(105.0)
-    assert rate.may_probe(110.0)
-    rate.begun(MB, 111.0)
-    assert not rate.may_probe(130.0), "what is in flight shows the rate"
+def test_a_server_far_away_is_asked_only_if_that_is_worth_it() -> None:
+    worth, rate = worth_loading(), known_rate()
+    assert worth.is_quick(rate)
+    rate.answered(2.0)
+    assert not worth.is_quick(rate)
+
+
+def test_what_is_not_loaded_is_computed() -> None:
+    engine = Computing()
+    engine.token_s = 0.5
+    worth = WorthLoading(engine, 6, 4)
+    worth.computes(4, 100.0)
+    assert engine.free_in_s(100.0) == pytest.approx(4.0)
+    assert worth.compute_s(3, 100.0) == pytest.approx(10.0)
+    assert worth.prefix([(0, 0.0), (3, 4.0), (6, 30.0)], 100.0) == 3
+
+
+# -------------------------------------------------------------------- engines
 
 
 def test_an_engine_computes_one_prompt_after_the_other() -> None:

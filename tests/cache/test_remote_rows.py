@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.cache.parts import Part, PrefixNeeds
+from lmcache_redis.cache.parts import LookupRequest, Part, PrefixNeeds
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.chunks.names import ChunkForm, PartNames, Reach
 from lmcache_redis.tiers import CallOutcome
@@ -58,14 +58,15 @@ class Nodes(World):
     def look_up(self, deadline_s: float = 60.0) -> int:
         """The length found. Checks that only this node's parts are held; releases them."""
         answers: list[tuple[int, dict[Part, Entry]]] = []
-        lookup = PrefixLookup(
-            self.cache,
+        request = LookupRequest(
             self.forms[: self.local],
             HASHES,
             time.monotonic() + deadline_s,
-            lambda found: answers.append((found.bound, found.take())),
             chunk_tokens=CHUNK,
             remote=[names_of(form) for form in self.forms[self.local :]],
+        )
+        lookup = PrefixLookup(
+            self.cache, request, lambda found: answers.append((found.bound, found.take()))
         )
         lookup.start()
         self.run(lambda: answers and not self.cache.backlog and not self.loop._posted)

@@ -11,6 +11,7 @@ import pytest
 from lmcache_redis.cache import pacing
 from lmcache_redis.cache.backing import REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.cache.writebehind import WriteBehind
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, opaque_pages
@@ -49,7 +50,8 @@ class Queue(World):
 
     def lookup(self, name: bytes) -> None:
         """Looks up a chunk that is in the pool."""
-        PrefixLookup(self.cache, [FORM], [name], math.inf, lambda found: None).start()
+        request = LookupRequest([FORM], [name], math.inf)
+        PrefixLookup(self.cache, request, lambda found: None).start()
 
     def load(self, name: bytes) -> None:
         """Loads a chunk that is not in the pool, in vain."""

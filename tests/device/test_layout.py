@@ -90,7 +90,7 @@ class TestMetadata:
         ],
     )
     def test_that_contradicts_the_segments_is_refused(self, pages: tuple[Pages, ...]) -> None:
-        with pytest.raises(DeviceError, match="layout('s| whose) pages"):
+        with pytest.raises(DeviceError, match=r"layout('s| whose) pages"):
             changed(pages=pages).check([64 * 4, 40 * 4])
 
 
