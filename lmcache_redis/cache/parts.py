@@ -27,6 +27,9 @@ from lmcache_redis.tiers import ChunkIO
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
 _BATCH_STRIPES = 32
 
+# Then others of the owner's actions have a turn: a lookup may have tens of thousands of parts.
+_SOME_PARTS = 512
+
 Part = tuple[int, int]  # chunk, row
 Wanted = tuple[Part, bytes]  # and its key
 
@@ -153,6 +156,9 @@ class PartState:
     load: Load | None = None
 
 
+Awaited = tuple[Part, PartState, int]  # and the number of the tier
+
+
 class LookupParts:
     """Pins, watches and loads the parts of one lookup. Owned by the cache's owner thread.
 
@@ -163,7 +169,8 @@ class LookupParts:
         needs: what prefixes need.
         length: of the prefix whose parts are needed, in chunks.
         filling: the number of held parts that are being filled.
-        has_loads: whether it has begun any.
+        to_load: parts whose loads are to be begun.
+        has_loads: whether any load has begun.
     """
 
     def __init__(
@@ -174,6 +181,7 @@ class LookupParts:
         self.needs = PrefixNeeds(reaches, request.first_chunk, request.chunk_tokens)
         self.length = len(request.hashes)
         self.filling = 0
+        self.to_load: list[Awaited] = []
         self.has_loads = False
         self._states: dict[Part, PartState] = {}
         self._cache = cache
@@ -343,8 +351,9 @@ class LookupParts:
 
     def found(self, here: Iterable[Wanted], level: int) -> None:
         """A tier has these parts."""
+        states = self._states
         for part, _ in here:
-            self._state(part).level = level
+            states[part].level = level
         self._cache.pool.seen(level, (key for _, key in here))
 
     def absent(self, wanted: Sequence[Wanted], level: int) -> None:
@@ -367,7 +376,7 @@ class LookupParts:
         state.level = level
         return True
 
-    def awaited(self) -> list[tuple[Part, PartState, int]]:
+    def awaited(self) -> list[Awaited]:
         """Parts to be loaded or being filled, in order, with the number of their tier."""
         local, last = len(self._request.forms), len(self._cache.tiers) - 1
         found = []
@@ -387,7 +396,9 @@ class LookupParts:
             left[level][state.watcher is not None] += self._request.forms[row].chunk_bytes
         return [(missing, filling) for missing, filling in left]
 
-    def load_times(self, bound: int, before: int, now_s: float) -> Iterator[tuple[int, float]]:
+    def load_times(
+        self, awaited: Sequence[Awaited], bound: int, before: int, now_s: float
+    ) -> Iterator[tuple[int, float]]:
         """Prefixes that may be worth loading, with the seconds until each is loaded.
 
         bound: the longest, which is the last. before: bytes that the last tier loads before.
@@ -396,17 +407,23 @@ class LookupParts:
         nbytes = [rate.in_flight_bytes for rate in rates]
         if rates:
             nbytes[-1] += before
-        load_s = 0.0
+        used: set[int] = set()
+
+        def load_s() -> float:
+            return max((rates[n].seconds(nbytes[n], now_s) for n in used), default=0.0)
+
         if needs.bounded:
             # A shorter prefix needs other parts: only the one that needs no loads is compared.
-            yield needs.longest(bound, self.is_ready), load_s
-        for (chunk, row), state, level in self.awaited():
-            if not needs.bounded:
-                yield chunk, load_s
+            yield needs.longest(bound, self.is_ready), 0.0
+        before_chunk = -1
+        for (chunk, row), state, level in awaited:
+            if chunk != before_chunk and not needs.bounded:
+                yield chunk, load_s()
+                before_chunk = chunk
+            used.add(level)
             if state.watcher is None:
                 nbytes[level] += forms[row].chunk_bytes
-            load_s = max(load_s, rates[level].seconds(nbytes[level], now_s))
-        yield bound, load_s
+        yield bound, load_s()
 
     def probe(self, part: Part, level: int) -> None:
         """Begins the load of one part, which no lookup waits for, if that shows a rate."""
@@ -414,31 +431,44 @@ class LookupParts:
         form, chunk_hash = self._request.forms[row], self._request.hashes[chunk]
         self._cache.probe(form, self.key(part), chunk_hash, level)
 
-    def load_missing(self) -> bool:
-        """Begins to load what is missing; returns False if there is no room."""
-        by_level: dict[int, list[tuple[Part, PartState]]] = {}
-        for part, state, level in self.awaited():
-            if state.entry is None and not state.is_later:
-                by_level.setdefault(level, []).append((part, state))
-        return all(self._load(parts, level) for level, parts in sorted(by_level.items()))
+    def queue_loads(self, awaited: Sequence[Awaited]) -> None:
+        """What is missing now is to be loaded, from one tier after the other."""
+        missing = [e for e in awaited if e[1].entry is None and not e[1].is_later]
+        self.to_load = sorted(missing, key=lambda each: each[2])
 
-    def _load(self, parts: Sequence[tuple[Part, PartState]], level: int) -> bool:
-        request, prepared, stripes = self._request, list[ChunkIO](), 0
+    def begin_some(self) -> bool:
+        """Begins to load some of what is to be loaded; returns False if there is no room."""
+        some, self.to_load = self.to_load[:_SOME_PARTS], self.to_load[_SOME_PARTS:]
+        jobs: list[ChunkIO] = []
+        stripes = jobs_level = 0
         try:
-            for part, state in parts:
-                form, chunk_hash = request.forms[part[1]], request.hashes[part[0]]
-                job = self._cache.prepare_load(
-                    form, self.key(part), chunk_hash, level, request.deadline_s
-                )
-                if job is None:
-                    return False
-                state.load, self.has_loads = load_of(job), True
-                self._hold(part, state, state.load.entry)
-                prepared.append(job)
-                stripes += form.stripe_count
-                if stripes >= _BATCH_STRIPES:
-                    batch, prepared, stripes = prepared, [], 0
+            for part, state, level in some:
+                if stripes >= _BATCH_STRIPES or level != jobs_level:
+                    batch, jobs = jobs, []
                     self._cache.begin_loads(batch)
+                    stripes, jobs_level = 0, level
+                if state.entry is not None or not state.is_needed:
+                    continue  # that has changed since
+                job = self._prepare(part, state, level)
+                if job is not None:
+                    jobs.append(job)
+                    stripes += job.frame.stripe_count
+                elif state.entry is None:
+                    return False
             return True
         finally:
-            self._cache.begin_loads(prepared)
+            self._cache.begin_loads(jobs)
+
+    def _prepare(self, part: Part, state: PartState, level: int) -> ChunkIO | None:
+        """Holds a part and returns its load; None if another lookup loads it, or without room."""
+        request, key = self._request, self.key(part)
+        entry, job = self._cache.pool.get(key), None
+        if entry is None:
+            form, chunk_hash = request.forms[part[1]], request.hashes[part[0]]
+            job = self._cache.prepare_load(form, key, chunk_hash, level, request.deadline_s)
+            if job is None:
+                return None
+            state.load, self.has_loads = load_of(job), True
+            entry = state.load.entry
+        self._hold(part, state, entry)
+        return job
