@@ -100,9 +100,11 @@ class PrefixLookup:
         if worth is not None:
             slow = [rate for rate in self._cache.rates if not worth.is_quick(rate)]
             asks = any(rate.may_probe(now_s) for rate in slow)
-            if slow and not asks and self._decide(self._parts.awaited(), asks=True):
-                # No tier is asked about what would not be loaded.
-                wanted = [each for each in wanted if each[0][0] < self.bound]
+            if slow and not asks:
+                awaited = self._parts.awaited()
+                if self._decide(awaited, self._parts.first(awaited), asks=True):
+                    # No tier is asked about what would not be loaded.
+                    wanted = [each for each in wanted if each[0][0] < self.bound]
         self._find(wanted, 0)
         self._check()
 
@@ -219,13 +221,13 @@ class PrefixLookup:
             elif lacking > 0 and not can_wait:
                 # At least so many: a chunk that is dropped gives back its own parts at most.
                 self._no_room(-(-lacking // units_per_chunk))
-            elif unknown := [part for part in missing if not parts.is_found(part)]:
+            elif unknown := parts.unknown(missing):
                 self._ask(unknown)
                 if self._state is _State.ASKING:
                     return
-            elif self._is_measuring(awaited := parts.awaited()):
+            elif self._is_measuring(first := parts.first(awaited := parts.awaited())):
                 return
-            elif self._decide(awaited):
+            elif self._decide(awaited, first):
                 pass
             elif units and can_wait and (lacking > 0 or not waiting.is_turn_of(self, urgent)):
                 self._wait_for_room()
@@ -242,8 +244,8 @@ class PrefixLookup:
             return False
         self._state = _State.LOADING
         self._cache.waiting.leave(self)
-        if awaited:
-            self._wake_in(1.25 * self._left_s(ahead=True), self._recheck)
+        if awaited and self._worth is not None:
+            self._wake_in(1.25 * self._worth.expected_s, self._recheck)
         return True
 
     def _load_some(self) -> bool:
@@ -257,12 +259,12 @@ class PrefixLookup:
             self._no_room()
             self._check()
 
-    def _is_measuring(self, awaited: list[Awaited]) -> bool:
+    def _is_measuring(self, first: dict[int, Part]) -> bool:
         """Whether to wait for the first load from a tier whose rate is not known."""
         worth, now_s, waits = self._worth, time.monotonic(), False
         if worth is None:
             return False
-        for level, part in _first_by_tier(awaited).items():
+        for level, part in first.items():
             rate = self._cache.rates[level]
             if not rate.per_second():
                 if worth.measured_until_s is None:
@@ -274,7 +276,9 @@ class PrefixLookup:
             self._wake_in(worth.measured_until_s - now_s, self._check)
         return waits
 
-    def _decide(self, awaited: list[Awaited], *, asks: bool = False) -> bool:
+    def _decide(
+        self, awaited: list[Awaited], first: dict[int, Part], *, asks: bool = False
+    ) -> bool:
         """Ends the prefix before what is not worth loading; returns whether that made it shorter.
 
         asks: what a tier has not been asked about yet counts as found, after a question.
@@ -288,7 +292,7 @@ class PrefixLookup:
             question_s = max(rate.latency_s for rate in self._cache.rates)
             loads = ((length, load_s and load_s + question_s) for length, load_s in loads)
         length = self._worth.prefix(loads, now_s)
-        for level, part in _first_by_tier(awaited).items():
+        for level, part in first.items():
             self._cache.rates[level].is_slow = is_slow = part[0] >= length
             if is_slow:
                 self._parts.probe(part, level)
@@ -305,7 +309,8 @@ class PrefixLookup:
             self._questions = min(self._questions, 1)
         nbytes = sum(map(sum, self._parts.bytes_left()))
         self._cache.waiting.wait(self, nbytes, self._check, self._request.urgent)
-        self._wake_in(1.25 * self._left_s(ahead=True), self._recheck)
+        if self._worth is not None:
+            self._wake_in(1.25 * self._worth.expected_s, self._recheck)
 
     def _ask(self, unknown: list[Part]) -> None:
         """Asks the tier without an index, if there is one; see the module."""
@@ -438,8 +443,3 @@ class PrefixLookup:
             # If it raises, the pins are still held, and the caller's `cancel` releases them.
             self._done(self)
             self.cancel()
-
-
-def _first_by_tier(awaited: list[Awaited]) -> dict[int, Part]:
-    """The first part to be loaded from each tier."""
-    return {level: part for part, _, level in reversed(awaited)}

@@ -177,11 +177,13 @@ class WorthLoading:
     Attributes:
         chunk_s: the seconds to compute a chunk.
         measured_until_s: how long a probe is waited for; None: none was needed yet.
+        expected_s: what loading takes, as it was decided.
     """
 
     def __init__(self, computing: Computing, chunks: int, chunk_tokens: int) -> None:
         self.chunk_s = computing.token_s * chunk_tokens
         self.measured_until_s: float | None = None
+        self.expected_s = 0.0
         self._computing = computing
         self._chunks = chunks
         self._chunk_tokens = chunk_tokens
@@ -209,8 +211,10 @@ class WorthLoading:
 
     def prefix(self, loads: Iterable[tuple[int, float]], now_s: float) -> int:
         """The length worth loading. loads: see `prefix_worth_loading`."""
-        free_in_s = self._computing.free_in_s(now_s)
-        return prefix_worth_loading(loads, self._chunks, self.chunk_s, free_in_s)
+        free_in_s, times = self._computing.free_in_s(now_s), dict(loads)
+        length = prefix_worth_loading(times.items(), self._chunks, self.chunk_s, free_in_s)
+        self.expected_s = times[length]
+        return length
 
     def computes(self, chunks: int, now_s: float) -> None:
         """The engine is told to compute the rest behind so many chunks."""

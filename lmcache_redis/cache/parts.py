@@ -27,6 +27,8 @@ from lmcache_redis.tiers import ChunkIO
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
 _BATCH_STRIPES = 32
 
+# Of prompts with more chunks, not every prefix is compared.
+_MOST_PREFIXES = 512
 # Then others of the owner's actions have a turn: a lookup may have tens of thousands of parts.
 _SOME_PARTS = 512
 
@@ -260,7 +262,8 @@ class LookupParts:
         for part in dropped:
             state = self._states[part]
             state.is_needed = state.is_later = False
-            self._release(state)
+            if state.entry is not None:
+                self._release(state, state.entry)
         self._need(added)
         self.hold_pooled(added)
 
@@ -271,7 +274,8 @@ class LookupParts:
         """
         held = [state for state in self._states.values() if state.entry is not None]
         for state in held:
-            self._release(state)
+            if state.entry is not None:
+                self._release(state, state.entry)
         return bool(held)
 
     def _need(self, parts: Iterable[Part]) -> None:
@@ -293,11 +297,8 @@ class LookupParts:
             state.watcher = watcher = partial(self._filled, part)
             self._cache.pool.watch(entry, watcher)
 
-    def _release(self, state: PartState) -> None:
-        entry, state.entry = state.entry, None
-        if entry is None:
-            return
-        watcher, state.watcher = state.watcher, None
+    def _release(self, state: PartState, entry: Entry) -> None:
+        watcher, state.watcher, state.entry = state.watcher, None, None
         if watcher is not None:
             self.filling -= 1
             self._cache.pool.unwatch(entry, watcher)
@@ -360,6 +361,11 @@ class LookupParts:
         """A tier does not have these parts. Whether it has what is behind the first is unknown."""
         self._cache.pool.seen(level, (key for _, key in wanted), there=False)
 
+    def unknown(self, parts: Iterable[Part]) -> list[Part]:
+        """Those that are neither in memory nor known to be in a tier."""
+        states, is_found = self._states, self.is_found
+        return [part for part in parts if states[part].level is None and not is_found(part)]
+
     def is_found(self, part: Part) -> bool:
         """Whether the part is in memory, or a tier is known to have it."""
         state = self._state(part)
@@ -389,6 +395,11 @@ class LookupParts:
             found.sort(key=lambda each: each[0])
         return found
 
+    @staticmethod
+    def first(awaited: Sequence[Awaited]) -> dict[int, Part]:
+        """The first part from each tier."""
+        return {level: part for part, _, level in reversed(awaited)}
+
     def bytes_left(self) -> list[tuple[int, int]]:
         """By the number of the tier: the bytes to be loaded, and those being filled."""
         left = [[0, 0] for _ in self._cache.tiers]
@@ -415,11 +426,11 @@ class LookupParts:
         if needs.bounded:
             # A shorter prefix needs other parts: only the one that needs no loads is compared.
             yield needs.longest(bound, self.is_ready), 0.0
-        before_chunk = -1
+        next_chunk = len(self._request.hashes) if needs.bounded else 0
         for (chunk, row), state, level in awaited:
-            if chunk != before_chunk and not needs.bounded:
+            if chunk >= next_chunk:
                 yield chunk, load_s()
-                before_chunk = chunk
+                next_chunk = chunk + 1 + bound // _MOST_PREFIXES
             used.add(level)
             if state.watcher is None:
                 nbytes[level] += forms[row].chunk_bytes
