@@ -84,9 +84,10 @@ class TransferRate:
         if arrived:
             self._add(nbytes, now_s)
         self._since_s = now_s
-        waiting, self._waiting = self._waiting, []
-        for action in waiting:
-            action()
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for action in waiting:
+                action()
 
     def when_one_ends(self, action: Action) -> None:
         """Calls ``action``, once, when a load in flight has ended."""

@@ -139,7 +139,7 @@ class LookupRequest:
 
 
 class PartState:
-    """One part of a lookup. The defaults are those of a part that the prefix does not need.
+    """One part of a lookup. The defaults are those of a part that is missing.
 
     Attributes:
         is_needed: by the prefix. Such a part is held or missing.
@@ -150,7 +150,7 @@ class PartState:
         load: by this lookup.
     """
 
-    is_needed = False
+    is_needed = True
     is_later = False
     entry: Entry | None = None
     watcher: Callable[[Filled], None] | None = None
@@ -209,9 +209,10 @@ class LookupParts:
 
     def take(self) -> dict[Part, Entry]:
         """The entries held, whose pins now belong to the caller."""
-        held = {part: s.entry for part, s in self._states.items() if s.entry is not None}
-        for part in held:
-            self._states[part].entry = None
+        held: dict[Part, Entry] = {}
+        for part, state in self._states.items():
+            if state.entry is not None:
+                held[part], state.entry = state.entry, None
         return held
 
     def levels(self) -> dict[int, int]:
@@ -228,19 +229,22 @@ class LookupParts:
     def hold_first(self) -> list[Wanted]:
         """Holds what the pool has of the rows that need all chunks; returns the rest in order."""
         wanted: list[Wanted] = []
-        states, get, hold = self._states, self._cache.pool.get, self._hold
+        states, pool, filling = self._states, self._cache.pool, EntryState.FILLING
+        get, pin = pool.get, pool.pin
         local, bounded = len(self._request.forms), self.needs.bounded
         rows = [(row, stem) for row, stem in enumerate(self._stems) if row not in bounded]
         for chunk, chunk_hash in enumerate(self._request.hashes):
             for row, stem in rows:
                 part, key = (chunk, row), stem + chunk_hash
                 states[part] = state = PartState()
-                state.is_needed = True
                 entry = get(key) if row < local else None
                 if entry is None:
                     wanted.append((part, key))
+                elif entry.state is filling:
+                    self._hold(part, state, entry)
                 else:
-                    hold(part, state, entry)
+                    pin(entry)
+                    entry.wanted, state.entry = True, entry
         if bounded:
             self._need(self.needs.parts(self.length))
         return wanted
@@ -251,6 +255,7 @@ class LookupParts:
         for part in missing:
             entry = None if self.is_remote(part) else get(key(part))
             if entry is not None:
+                self._states[part].is_later = False
                 self._hold(part, self._states[part], entry)
 
     def shrink(self, length: int) -> None:
@@ -286,12 +291,13 @@ class LookupParts:
         state = self._states.get(part)
         if state is None:
             state = self._states[part] = PartState()
+            state.is_needed = False
         return state
 
     def _hold(self, part: Part, state: PartState, entry: Entry) -> None:
         self._cache.pool.pin(entry)
         entry.wanted = True
-        state.entry, state.is_later = entry, False
+        state.entry = entry
         if entry.state is EntryState.FILLING:
             self.filling += 1
             state.watcher = watcher = partial(self._filled, part)
