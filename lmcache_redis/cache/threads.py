@@ -105,44 +105,30 @@ def _run(action: Action) -> None:
         logger.exception("an action of the loop failed")  # our own bug: only that action fails
 
 
-class KeyLock:
-    """Locks that serialise the changes of a key without blocking a thread.
+class OneTimer:
+    """A timer that is set again and again. Owned by the owner's thread."""
 
-    Owned by the owner's thread. Unlocked keys use no memory.
-    """
-
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Owner, action: Action) -> None:
         self._owner = owner
-        self._held: dict[bytes, deque[Action] | None] = {}  # waiters of each; None: no waiters yet
+        self._action = action
+        self._due_s = math.inf
+        self._timer: Timer | None = None
 
-    def try_acquire(self, key: bytes) -> bool:
-        if key in self._held:
-            return False
-        self._held[key] = None
-        return True
+    def fire_at(self, due_s: float) -> None:
+        """Run the action at that time (`time.monotonic()`) and not before. Infinity: do not."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due_s = due_s
+        self._timer = self._owner.at(due_s, self._fire) if due_s < math.inf else None
 
-    def wait(self, key: bytes, acquired: Action) -> None:
-        """Waits for a lock that is held: posts ``acquired`` when the caller has it."""
-        waiting = self._held[key]
-        if waiting is None:
-            waiting = self._held[key] = deque()
-        waiting.append(acquired)
+    def fire_by(self, due_s: float) -> None:
+        """Run the action at that time, or earlier if it is set so."""
+        if due_s < self._due_s:
+            self.fire_at(due_s)
 
-    def acquire(self, key: bytes, acquired: Action) -> None:
-        """Calls ``acquired`` when the caller has the lock: at once if it is free, else posted."""
-        if self.try_acquire(key):
-            acquired()
-        else:
-            self.wait(key, acquired)
-
-    def release(self, key: bytes) -> None:
-        """Passes the lock to the longest waiter, or frees it."""
-        waiting = self._held[key]
-        if waiting:
-            # Posted: if many waiters release at once, calling each from here would nest them.
-            self._owner.post(waiting.popleft())
-        else:
-            del self._held[key]
+    def _fire(self) -> None:
+        self._due_s, self._timer = math.inf, None
+        self._action()
 
 
 class _Task(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.cache import pacing
+from lmcache_redis.cache import schedule
 from lmcache_redis.cache.backing import REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Entry
@@ -37,7 +37,7 @@ class Queue(World):
         self.loop.run_due()
 
     def answer(self, result: ExistsResult) -> None:
-        _, done = self.tier.asked.pop()
+        _, done = self.tier.refreshed.pop()
         done(result)
         self.loop.run_posted()
 
@@ -72,8 +72,8 @@ def queue() -> Iterator[Queue]:
 
 def test_a_tier_is_asked_once_about_all_chunks_that_are_due_together(queue: Queue) -> None:
     queue.enqueue()
-    keys = [FORM.key(name) for name in HASHES]
-    assert [asked for asked, _ in queue.tier.asked] == [keys]
+    chunks = [(FORM.key(name), FORM.stripe_count) for name in HASHES]
+    assert [asked for asked, _ in queue.tier.refreshed] == [chunks]
     assert queue.written() == []
     queue.answer(ExistsResult(CallOutcome.DONE, [True, False, True, False, False]))
     has, lacks = queue.entries[0:3:2], [queue.entries[n] for n in (1, 3, 4)]
@@ -86,8 +86,13 @@ def test_a_tier_is_asked_once_about_all_chunks_that_are_due_together(queue: Queu
         "stored_bytes": 3 * FORM.chunk_bytes,
         "skipped_chunks": 2,
     }
-    queue.enqueue()  # known to be there: not asked again
-    assert (len(queue.writes), queue.tier.asked) == (0, [])
+    queue.enqueue()  # the tier may have lost it since
+    queue.answer(ExistsResult(CallOutcome.DONE, [True] * 4 + [False]))
+    assert [entry.stored_in for entry in queue.entries] == [1, 1, 1, 1, 0]
+    assert queue.written()[3:] == [queue.entries[4]]
+    queue.tier.write_done(queue.tier.written[3], WriteOutcome.STORED)
+    queue.loop.run_posted()
+    assert len(queue.writes) == 0
 
 
 @pytest.mark.parametrize("outcome", [CallOutcome.TIMED_OUT, CallOutcome.UNAVAILABLE])
@@ -101,7 +106,7 @@ def test_where_a_tier_does_not_say_what_it_has_the_write_decides(
     assert queue.counted() == {"drop_redis_error": len(HASHES)}
     assert all(FORM.key(name) in queue.cache.pool for name in HASHES)
     queue.enqueue()  # the next store does so
-    assert len(queue.tier.asked) == 1
+    assert len(queue.tier.refreshed) == 1
     queue.answer(ExistsResult(CallOutcome.DONE, [True] * len(HASHES)))
 
 
@@ -133,15 +138,15 @@ def test_a_chunk_that_is_cleared_is_not_written(queue: Queue) -> None:
 
 def test_a_delay_ends_by_itself_or_when_the_owner_stops(queue: Queue) -> None:
     queue.enqueue(delay_s=0.05)
-    assert queue.tier.asked == []
-    queue.run(lambda: queue.tier.asked)
+    assert queue.tier.refreshed == []
+    queue.run(lambda: queue.tier.refreshed)
     queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
     queue.end(WriteOutcome.UNAVAILABLE)
     queue.tier.written.clear()
     queue.enqueue(delay_s=60)
-    assert queue.tier.asked == []
+    assert queue.tier.refreshed == []
     queue.cache.begin_writes()
-    assert [len(keys) for keys, _ in queue.tier.asked] == [len(HASHES)]
+    assert [len(keys) for keys, _ in queue.tier.refreshed] == [len(HASHES)]
     queue.answer(ExistsResult(CallOutcome.DONE, [True] * len(HASHES)))
 
 
@@ -164,21 +169,23 @@ def test_a_full_queue_and_a_tier_that_is_down_take_nothing(queue: Queue) -> None
 def test_chunks_that_were_asked_for_and_first_chunks_are_written_first(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pacing, "_IN_FLIGHT_BYTES", 2 * FORM.chunk_bytes)
+    monkeypatch.setattr(schedule, "IN_FLIGHT_BYTES", 2 * FORM.chunk_bytes)
     for entry, position in zip(queue.entries, [3, 0, 1, 2, 4], strict=True):
         entry.position = position
-    queue.lookup(HASHES[4])
     queue.enqueue()
-    queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
-    order = [queue.entries[n] for n in (4, 1, 2, 3, 0)]
+    queue.lookup(HASHES[4])
+    queue.answer(ExistsResult(CallOutcome.DONE, [False] * 2))
+    order = [queue.entries[n] for n in (1, 2, 4, 3, 0)]
     assert queue.written() == order[:2]  # no more are in flight
     queue.tier.write_done(queue.tier.written[0], WriteOutcome.STORED)
-    queue.run(lambda: len(queue.tier.written) > 2)
+    queue.run(lambda: queue.tier.refreshed)
+    queue.answer(ExistsResult(CallOutcome.DONE, [False]))
     assert queue.written() == order[:3]
     assert queue.cache.clear([order[3].key]) == 1  # not written any more
     for job in queue.tier.written[1:]:
         queue.tier.write_done(job, WriteOutcome.STORED)
-    queue.run(lambda: len(queue.tier.written) > 3)
+    queue.run(lambda: queue.tier.refreshed)
+    queue.answer(ExistsResult(CallOutcome.DONE, [False]))
     assert queue.written() == [*order[:3], order[4]]
     queue.tier.write_done(queue.tier.written[3], WriteOutcome.STORED)
     queue.loop.run_posted()
@@ -232,11 +239,11 @@ def test_writes_wait_for_loads_but_not_for_ever(
     queue.tier.written.clear()
     loads.begun(1, monotonic())
     queue.enqueue()
-    queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
-    assert queue.written() == []
-    later_s = pacing.GIVE_WAY_S
+    assert queue.tier.refreshed == []
+    later_s = schedule.GIVE_WAY_S
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + later_s)
     queue.loop.run_due()
+    queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
     assert queue.written() == queue.entries
     queue.end(WriteOutcome.UNAVAILABLE)
     loads.ended(1, monotonic(), arrived=False)
@@ -251,10 +258,10 @@ def test_writes_begin_when_the_loads_have_ended_or_the_owner_stops(queue: Queue)
         queue.tier.written.clear()
         loads.begun(1, time.monotonic())
         queue.enqueue()
-        queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
-        assert queue.written() == []
+        assert queue.tier.refreshed == []
         loads.ended(1, time.monotonic(), arrived=False)
         begin()
+        queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
         assert queue.written() == queue.entries
         queue.end(WriteOutcome.UNAVAILABLE)
 
@@ -272,7 +279,7 @@ def test_a_failure_is_said_once_and_again_after_a_success(
     assert caplog.text.count("chunks are not written to Redis: it is full") == 2
 
 
-@pytest.mark.parametrize("broken", ["exists", "store_all"])
+@pytest.mark.parametrize("broken", ["refresh", "store_all"])
 def test_a_write_that_cannot_begin_gives_back_what_it_held(
     queue: Queue, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

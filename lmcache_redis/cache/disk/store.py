@@ -171,6 +171,13 @@ class DiskStore:
         with self._lock:
             return self.index.get(key)
 
+    def keep(self, key: bytes) -> None:
+        """Make the chunk the most recently used."""
+        with self._lock:
+            file = self.index.get(key)
+            if file is not None:
+                self.index.touch(key, file)
+
     def write(
         self,
         key: bytes,

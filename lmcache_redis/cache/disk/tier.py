@@ -155,6 +155,14 @@ class DiskTier:
         present = [self.lookup(key) for key in keys]
         done(ExistsResult(self._answer_now, present if self._is_up else ()))
 
+    def refresh(
+        self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
+    ) -> None:
+        """See the contract. No I/O: after a restart the use is forgotten."""
+        for key, _ in chunks:
+            self.store.keep(key)
+        self.exists([key for key, _ in chunks], deadline, done)
+
     def describe(self, keys: Keys, deadline: float, done: Done[FramesResult]) -> None:
         found = ((key, self.store.find(key)) for key in keys)
         frames = [file.cut.frame(key) if file else None for key, file in found]
