@@ -69,7 +69,12 @@ class Agent:
         if config.disk_path is not None:
             # At most half of a lookup's time is for the disk; the rest is for Redis.
             patience_s = min(DEFAULT_PATIENCE_S, config.lookup_deadline_s / 2)
-            disk = DiskTier(config.disk_path, config.disk_size, read_patience_s=patience_s)
+            disk = DiskTier(
+                config.disk_path,
+                config.disk_size,
+                read_patience_s=patience_s,
+                in_background=True,
+            )
             backings.insert(0, Backing(disk, DISK_COUNTERS, limit_bytes))
         wakeup = Wakeup()
         loop = OwnerLoop(wakeup.set)

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -258,6 +259,7 @@ class HangDetector:
         self._calls: dict[object, _Call] = {}
         self._next_look_s = math.inf
         self._closed = False
+        self._hangs = False
         self.reason = ""
         self.since_s = time.monotonic()  # when the present state began
         self._thread = threading.Thread(target=self._watch, name="lmcache-redis-watch", daemon=True)
@@ -276,6 +278,20 @@ class HangDetector:
             return call()
         finally:
             self._returned(me)
+
+    def hold_down(self, reason: str) -> Action:
+        """Start no call until the returned action is called, once, on any thread."""
+        me = object()
+        with self._changed:
+            self._calls[me] = _Call(reason, math.inf, math.inf)
+            self.reason, self.since_s = reason, time.monotonic()
+        return partial(self._returned, me)
+
+    def stay_down(self, reason: str) -> None:
+        """Instead of the action that `hold_down` returned: no call is ever started."""
+        with self._changed:
+            self._calls.clear()
+            self.reason = reason
 
     def look_at(self, time_s: float) -> None:
         """Have `on_time` called at that time, or earlier."""
@@ -296,8 +312,8 @@ class HangDetector:
         """
         with self._changed:
             self._closed = True
-            self._changed.wait_for(lambda: self.reason or not self._calls, timeout_s)
-            ended = not self.reason and not self._calls
+            self._changed.wait_for(lambda: self._hangs or not self._calls, timeout_s)
+            ended = not self._calls
         self.look_at(-math.inf)
         self._thread.join()
         return ended
@@ -320,8 +336,10 @@ class HangDetector:
         action = self._on_return()
         if action is None:
             now_s = time.monotonic()
-            logger.warning("the %s is back after %.1f s", self._what, now_s - self.since_s)
-            self.reason, self.since_s = "", now_s
+            how = "back" if self._hangs else "up"
+            level = logging.WARNING if self._hangs else logging.INFO
+            logger.log(level, "the %s is %s after %.1f s", self._what, how, now_s - self.since_s)
+            self.reason, self.since_s, self._hangs = "", now_s, False
         return action
 
     def _watch(self) -> None:
@@ -342,7 +360,7 @@ class HangDetector:
             return math.inf
         if first.due_s > time.monotonic():
             return first.due_s
-        self.since_s = time.monotonic()
+        self.since_s, self._hangs = time.monotonic(), True
         self.reason = f"{first.what} has not returned within {first.limit_s:g} s"
         logger.warning("the %s is down: %s", self._what, self.reason)
         self._changed.notify_all()

@@ -140,6 +140,7 @@ def test_one_batch_is_asked_about_at_a_time(hot: Hot, monkeypatch: pytest.Monkey
     monkeypatch.setattr(refreshing, "_BATCH_CHUNKS", 2)
     monkeypatch.setattr(refreshing, "_MOST_WAITING", 4)
     hot.look_up()
+    hot.cache.keep([])
     for batch in (CHUNKS[:2], CHUNKS[2:4]):
         assert [chunks for chunks, _ in hot.redis.refreshed] == [batch]
         hot.answer(hot.redis, ExistsResult(CallOutcome.DONE, [True] * len(batch)))

@@ -154,12 +154,11 @@ class DiskStore:
         long_ago = time.monotonic() - TOUCH_INTERVAL_S
         for found in scan.found:
             file = StoredFile(found.sequence, found.cut, long_ago)
-            evicted = self.index.reserve(file.nbytes)
-            if evicted is None:
-                self._unlink([(found.key, file)])
-                continue
-            self.index.fill(found.key, file)
-            self._unlink(evicted)
+            with self._lock:
+                evicted = self.index.reserve(file.nbytes)
+                if evicted is not None:
+                    self.index.fill(found.key, file)
+            self._unlink([(found.key, file)] if evicted is None else evicted)
 
     def keys(self, prefix: bytes = b"") -> list[bytes]:
         with self._lock:
