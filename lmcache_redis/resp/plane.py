@@ -31,8 +31,6 @@ from lmcache_redis.resp.reading import Read
 from lmcache_redis.resp.writing import Write
 from lmcache_redis.tiers import (
     ChunkIO,
-    Done,
-    ExistsResult,
     PlaneState,
     PlaneStats,
     ReadDone,
@@ -151,12 +149,6 @@ class RedisPlane(KeyCalls):
 
     def lookup(self, key: bytes) -> None:
         """None for every key: only the servers know."""
-
-    def refresh(
-        self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
-    ) -> None:
-        """Asks for stripe 0 of each chunk."""
-        self.exists([key for key, _ in chunks], deadline, done)
 
     def read(self, chunk: ChunkIO, done: ReadDone) -> None:
         """Load a chunk into its slots, which belong to the plane until `done`."""
