@@ -163,6 +163,7 @@ class PrefixLookup:
             rate.answered(time.monotonic() - asked_s)
             if rest:
                 self._parts.absent(rest[:1], level)
+                self._parts.doubt(rest, level)
         self._parts.found(found, level)
         if is_over:
             # It took too long for this lookup: the next one knows better.
@@ -443,3 +444,5 @@ class PrefixLookup:
             # If it raises, the pins are still held, and the caller's `cancel` releases them.
             self._done(self)
             self.cancel()
+            # After the answer, which does not wait for it.
+            self._cache.keep(self._parts.pooled(self._cache.refreshed_before_s))

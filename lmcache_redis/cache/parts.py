@@ -21,6 +21,7 @@ from functools import partial
 from lmcache_redis.cache.cache import Cache, Load, load_of
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.cache.pool import Entry, EntryState, Filled
+from lmcache_redis.cache.refreshing import PooledChunk
 from lmcache_redis.chunks.names import ChunkForm, PartNames, Reach
 from lmcache_redis.tiers import ChunkIO
 
@@ -186,6 +187,7 @@ class LookupParts:
         self.to_load: list[Awaited] = []
         self.has_loads = False
         self._states: dict[Part, PartState] = {}
+        self._is_taken = False
         self._cache = cache
         self._request = request
         self._stems = [row.stem(len(request.hashes[0])) for row in rows]
@@ -209,11 +211,18 @@ class LookupParts:
 
     def take(self) -> dict[Part, Entry]:
         """The entries held, whose pins now belong to the caller."""
-        held: dict[Part, Entry] = {}
-        for part, state in self._states.items():
-            if state.entry is not None:
-                held[part], state.entry = state.entry, None
-        return held
+        self._is_taken = True
+        return {part: s.entry for part, s in self._states.items() if s.entry is not None}
+
+    def pooled(self, before_s: float) -> list[PooledChunk]:
+        """What was taken from the host pool and the tiers were last told to keep before then."""
+        forms, hashes = self._request.forms, self._request.hashes
+        return [
+            PooledChunk(forms[row], hashes[chunk], state.entry)
+            for (chunk, row), state in self._states.items()
+            if state.entry is not None and state.load is None
+            if state.entry.refreshed_s <= before_s
+        ]
 
     def levels(self) -> dict[int, int]:
         """The tiers of the chunks that were not in the host pool; of several of one, the last."""
@@ -230,7 +239,7 @@ class LookupParts:
         """Holds what the pool has of the rows that need all chunks; returns the rest in order."""
         wanted: list[Wanted] = []
         states, pool, filling = self._states, self._cache.pool, EntryState.FILLING
-        get, pin = pool.get, pool.pin
+        get, pin, want = pool.get, pool.pin, pool.want
         local, bounded = len(self._request.forms), self.needs.bounded
         rows = [(row, stem) for row, stem in enumerate(self._stems) if row not in bounded]
         for chunk, chunk_hash in enumerate(self._request.hashes):
@@ -244,7 +253,8 @@ class LookupParts:
                     self._hold(part, state, entry)
                 else:
                     pin(entry)
-                    entry.wanted, state.entry = True, entry
+                    want(entry)
+                    state.entry = entry
         if bounded:
             self._need(self.needs.parts(self.length))
         return wanted
@@ -277,11 +287,13 @@ class LookupParts:
 
         A load without watchers is cancelled.
         """
-        held = [state for state in self._states.values() if state.entry is not None]
-        for state in held:
-            if state.entry is not None:
-                self._release(state, state.entry)
-        return bool(held)
+        if self._is_taken:
+            return False
+        held = [(state, state.entry) for state in self._states.values()]
+        for state, entry in held:
+            if entry is not None:
+                self._release(state, entry)
+        return any(entry is not None for _, entry in held)
 
     def _need(self, parts: Iterable[Part]) -> None:
         for part in parts:
@@ -296,7 +308,7 @@ class LookupParts:
 
     def _hold(self, part: Part, state: PartState, entry: Entry) -> None:
         self._cache.pool.pin(entry)
-        entry.wanted = True
+        self._cache.pool.want(entry)
         state.entry = entry
         if entry.state is EntryState.FILLING:
             self.filling += 1
@@ -361,11 +373,23 @@ class LookupParts:
         states = self._states
         for part, _ in here:
             states[part].level = level
-        self._cache.pool.seen(level, (key for _, key in here))
+        self._cache.pool.seen(level, [key for _, key in here])
 
     def absent(self, wanted: Sequence[Wanted], level: int) -> None:
-        """A tier does not have these parts. Whether it has what is behind the first is unknown."""
-        self._cache.pool.seen(level, (key for _, key in wanted), there=False)
+        """A tier does not have these parts."""
+        self._cache.pool.seen(level, [key for _, key in wanted], there=False)
+
+    def doubt(self, rest: Sequence[Wanted], level: int) -> None:
+        """A scan of a tier has ended before these parts: what was known of them is old.
+
+        So is what was known of the parts in the host pool behind them, which were not asked for.
+        """
+        first = rest[0][0][0]
+        keys = [key for _, key in rest]
+        for part, state in self._states.items():
+            if state.entry is not None and part[0] >= first:
+                keys.append(state.entry.key)
+        self._cache.pool.forget(level, keys)
 
     def unknown(self, parts: Iterable[Part]) -> list[Part]:
         """Those that are neither in memory nor known to be in a tier."""
