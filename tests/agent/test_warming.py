@@ -15,6 +15,7 @@ from lmcache_redis.agent import warming
 from lmcache_redis.agent.warming import Warming
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.chunks.names import opaque_pages
 from lmcache_redis.errors import WireError
 from lmcache_redis.tiers import CallOutcome, ReadOutcome, ScanResult, WriteOutcome
@@ -173,7 +174,8 @@ def test_engines_evict_what_was_warmed_first_the_least_used_of_it() -> None:
 
 def test_loads_wait_while_a_lookup_loads(world: Warmed) -> None:
     found: list[PrefixLookup] = []
-    lookup = PrefixLookup(world.cache, [FORM], HASHES[:2], time.monotonic() + 60, found.append)
+    request = LookupRequest([FORM], HASHES[:2], time.monotonic() + 60)
+    lookup = PrefixLookup(world.cache, request, found.append)
     lookup.start()
     ((_, scanned),) = world.redis.scanned
     scanned(ScanResult(CallOutcome.DONE, 2))
@@ -195,13 +197,8 @@ def test_loads_wait_while_a_lookup_loads(world: Warmed) -> None:
 def test_a_lookup_joins_a_load_that_was_begun_to_warm(world: Warmed) -> None:
     world.warm(CHUNKS[0])
     found: list[int] = []
-    PrefixLookup(
-        world.cache,
-        [FORM],
-        HASHES[:1],
-        time.monotonic() + 60,
-        lambda done: found.append(done.bound),
-    ).start()
+    request = LookupRequest([FORM], HASHES[:1], time.monotonic() + 60)
+    PrefixLookup(world.cache, request, lambda done: found.append(done.bound)).start()
     world.arrive()
     assert found == [1]
     assert world.outcomes == ("loaded",)

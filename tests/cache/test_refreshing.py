@@ -10,6 +10,7 @@ import pytest
 from lmcache_redis.cache import refreshing
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.cache.parts import LookupRequest
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, WriteOutcome
 from tests.cache.played import FORM, HASHES, PlayedTier, World
@@ -36,7 +37,7 @@ class Hot(World):
             asked.extend(len(tier.refreshed) for tier in (self.disk, self.redis))
             self.held = lookup.take()
 
-        PrefixLookup(self.cache, [FORM], HASHES, math.inf, answer).start()
+        PrefixLookup(self.cache, LookupRequest([FORM], HASHES, math.inf), answer).start()
         for entry in self.held.values():
             self.cache.pool.unpin(entry)
         return asked
@@ -122,9 +123,8 @@ def test_what_is_loaded_is_not_reported(hot: Hot) -> None:
     hot.redis.index = {CHUNKS[0][0]}
     hot.disk.index = {key for key, _ in CHUNKS[1:]}
     held: list[Entry] = []
-    PrefixLookup(
-        hot.cache, [FORM], HASHES, math.inf, lambda found: held.extend(found.take().values())
-    ).start()
+    request = LookupRequest([FORM], HASHES, math.inf)
+    PrefixLookup(hot.cache, request, lambda found: held.extend(found.take().values())).start()
     (job,) = hot.redis.read
     hot.redis.read_done(job, ReadOutcome.LOADED)
     hot.run(lambda: held)
