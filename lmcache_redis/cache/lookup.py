@@ -36,13 +36,13 @@ counters of reads (``loaded_chunks``, and misses of reads that fail) are parts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.pacing import WorthLoading
-from lmcache_redis.cache.parts import LookupParts, LookupRequest, Part, Wanted
+from lmcache_redis.cache.parts import Awaited, LookupParts, LookupRequest, Part, Wanted
 from lmcache_redis.cache.pool import Entry, Filled
 from lmcache_redis.cache.threads import Action, Timer
 from lmcache_redis.tiers import CallOutcome, ExistsResult, ReadOutcome, ScanResult
@@ -100,9 +100,11 @@ class PrefixLookup:
         if worth is not None:
             slow = [rate for rate in self._cache.rates if not worth.is_quick(rate)]
             asks = any(rate.may_probe(now_s) for rate in slow)
-            if slow and not asks and self._decide(asks=True):
-                # No tier is asked about what would not be loaded.
-                wanted = [each for each in wanted if each[0][0] < self.bound]
+            if slow and not asks:
+                awaited = self._parts.awaited()
+                if self._decide(awaited, self._parts.first(awaited), asks=True):
+                    # No tier is asked about what would not be loaded.
+                    wanted = [each for each in wanted if each[0][0] < self.bound]
         self._find(wanted, 0)
         self._check()
 
@@ -161,6 +163,7 @@ class PrefixLookup:
             rate.answered(time.monotonic() - asked_s)
             if rest:
                 self._parts.absent(rest[:1], level)
+                self._parts.doubt(rest, level)
         self._parts.found(found, level)
         if is_over:
             # It took too long for this lookup: the next one knows better.
@@ -206,7 +209,7 @@ class PrefixLookup:
             parts.shrink(self.bound)
             missing = parts.missing()
             if not missing and not parts.filling:
-                self._begin_loads()
+                self._load([])
                 return
             units, held, units_per_chunk = parts.units()
             lacking = units - pool.free - pool.idle
@@ -219,38 +222,50 @@ class PrefixLookup:
             elif lacking > 0 and not can_wait:
                 # At least so many: a chunk that is dropped gives back its own parts at most.
                 self._no_room(-(-lacking // units_per_chunk))
-            elif unknown := [part for part in missing if not parts.is_found(part)]:
+            elif unknown := parts.unknown(missing):
                 self._ask(unknown)
                 if self._state is _State.ASKING:
                     return
-            elif self._is_measuring():
+            elif self._is_measuring(first := parts.first(awaited := parts.awaited())):
                 return
-            elif self._decide():
+            elif self._decide(awaited, first):
                 pass
             elif units and can_wait and (lacking > 0 or not waiting.is_turn_of(self, urgent)):
                 self._wait_for_room()
                 return
-            elif self._begin_loads():
+            elif self._load(awaited):
                 return
             else:
                 self._no_room()
 
-    def _begin_loads(self) -> bool:
-        """Begins to load what is missing, if there is room."""
-        if not self._parts.load_missing():
+    def _load(self, awaited: list[Awaited]) -> bool:
+        """Begins to load what is missing; returns False if there is no room."""
+        self._parts.queue_loads(awaited)
+        if not self._load_some():
             return False
         self._state = _State.LOADING
         self._cache.waiting.leave(self)
-        if self._parts.filling:
-            self._wake_in(1.25 * self._left_s(ahead=True), self._recheck)
+        if awaited and self._worth is not None:
+            self._wake_in(1.25 * self._worth.expected_s, self._recheck)
         return True
 
-    def _is_measuring(self) -> bool:
+    def _load_some(self) -> bool:
+        has_room = self._parts.begin_some()
+        if has_room and self._parts.to_load:
+            self._cache.owner.post(self._load_more)
+        return has_room
+
+    def _load_more(self) -> None:
+        if self._state is _State.LOADING and not self._load_some():
+            self._no_room()
+            self._check()
+
+    def _is_measuring(self, first: dict[int, Part]) -> bool:
         """Whether to wait for the first load from a tier whose rate is not known."""
         worth, now_s, waits = self._worth, time.monotonic(), False
         if worth is None:
             return False
-        for level, part in self._first_awaited().items():
+        for level, part in first.items():
             rate = self._cache.rates[level]
             if not rate.per_second():
                 if worth.measured_until_s is None:
@@ -262,7 +277,9 @@ class PrefixLookup:
             self._wake_in(worth.measured_until_s - now_s, self._check)
         return waits
 
-    def _decide(self, *, asks: bool = False) -> bool:
+    def _decide(
+        self, awaited: list[Awaited], first: dict[int, Part], *, asks: bool = False
+    ) -> bool:
         """Ends the prefix before what is not worth loading; returns whether that made it shorter.
 
         asks: what a tier has not been asked about yet counts as found, after a question.
@@ -270,12 +287,13 @@ class PrefixLookup:
         if self._worth is None:
             return False
         now_s = time.monotonic()
-        loads = self._load_times(now_s)
+        before = self._cache.waiting.bytes_before(self)
+        loads = self._parts.load_times(awaited, self.bound, before, now_s)
         if asks:
             question_s = max(rate.latency_s for rate in self._cache.rates)
             loads = ((length, load_s and load_s + question_s) for length, load_s in loads)
         length = self._worth.prefix(loads, now_s)
-        for level, part in self._first_awaited().items():
+        for level, part in first.items():
             self._cache.rates[level].is_slow = is_slow = part[0] >= length
             if is_slow:
                 self._parts.probe(part, level)
@@ -285,17 +303,6 @@ class PrefixLookup:
         self.reasons.add("computing was faster")
         return True
 
-    def _first_awaited(self) -> dict[int, Part]:
-        """The first part to be loaded from each tier."""
-        first: dict[int, Part] = {}
-        for part, _, level in self._parts.awaited():
-            first.setdefault(level, part)
-        return first
-
-    def _load_times(self, now_s: float) -> Iterator[tuple[int, float]]:
-        before = self._cache.waiting.bytes_before(self)
-        return self._parts.load_times(self.bound, before, now_s)
-
     def _wait_for_room(self) -> None:
         """Waits for room, without pins: others may need theirs."""
         self.reasons.add("the host pool was full")
@@ -303,7 +310,8 @@ class PrefixLookup:
             self._questions = min(self._questions, 1)
         nbytes = sum(map(sum, self._parts.bytes_left()))
         self._cache.waiting.wait(self, nbytes, self._check, self._request.urgent)
-        self._wake_in(1.25 * self._left_s(ahead=True), self._recheck)
+        if self._worth is not None:
+            self._wake_in(1.25 * self._worth.expected_s, self._recheck)
 
     def _ask(self, unknown: list[Part]) -> None:
         """Asks the tier without an index, if there is one; see the module."""
@@ -430,9 +438,11 @@ class PrefixLookup:
     def _check(self) -> None:
         if self._state is _State.SETTLING:
             self._settle()
-        if self._state is _State.LOADING and not self._parts.filling:
+        if self._state is _State.LOADING and not (self._parts.filling or self._parts.to_load):
             if self._worth is not None:
                 self._worth.computes(self.bound, time.monotonic())
             # If it raises, the pins are still held, and the caller's `cancel` releases them.
             self._done(self)
             self.cancel()
+            # After the answer, which does not wait for it.
+            self._cache.keep(self._parts.pooled(self._cache.refreshed_before_s))

@@ -9,11 +9,6 @@ not measured itself everything is loaded.
 
 Which lookup loads next, if the pool has no room for all (`WaitQueue`).
 
-Which writes a tier begins, and when (`Turns`). Chunks that a lookup has asked for are written
-first; then those at the beginning of their prompts, without which no later chunk is a hit. Few
-bytes are in flight, so that loads never wait for a long queue and this order matters. While chunks
-are loaded from the tier no write begins; but loads are not waited for longer than a second.
-
 Times are those of `time.monotonic()`.
 """
 
@@ -23,9 +18,8 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
-from lmcache_redis.cache.pool import Entry, HostPool
+from lmcache_redis.cache.pool import HostPool
 from lmcache_redis.cache.threads import Action, Owner
-from lmcache_redis.tiers import ChunkIO
 
 # Half-life of a sample: 0.15 s of transfers, or 2 s of idle time. After a pause, history weighs at
 # most one half-life, so one chunk shows that the tier has become faster.
@@ -38,11 +32,6 @@ _MOST_LATENCY = 0.75
 _OLD_S = 10.0
 # Of a prompt's computing time: for an answer or a load that shows the rate of a tier.
 _SHARE = 1 / 24
-# The writes in flight: what the tier writes in this time, but not more bytes.
-_IN_FLIGHT_S = 0.25
-_IN_FLIGHT_BYTES = 32 << 20
-# Loads are never waited for longer.
-GIVE_WAY_S = 1.0
 
 
 class TransferRate:
@@ -84,9 +73,10 @@ class TransferRate:
         if arrived:
             self._add(nbytes, now_s)
         self._since_s = now_s
-        waiting, self._waiting = self._waiting, []
-        for action in waiting:
-            action()
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for action in waiting:
+                action()
 
     def when_one_ends(self, action: Action) -> None:
         """Calls ``action``, once, when a load in flight has ended."""
@@ -177,11 +167,13 @@ class WorthLoading:
     Attributes:
         chunk_s: the seconds to compute a chunk.
         measured_until_s: how long a probe is waited for; None: none was needed yet.
+        expected_s: what loading takes, as it was decided.
     """
 
     def __init__(self, computing: Computing, chunks: int, chunk_tokens: int) -> None:
         self.chunk_s = computing.token_s * chunk_tokens
         self.measured_until_s: float | None = None
+        self.expected_s = 0.0
         self._computing = computing
         self._chunks = chunks
         self._chunk_tokens = chunk_tokens
@@ -209,8 +201,10 @@ class WorthLoading:
 
     def prefix(self, loads: Iterable[tuple[int, float]], now_s: float) -> int:
         """The length worth loading. loads: see `prefix_worth_loading`."""
-        free_in_s = self._computing.free_in_s(now_s)
-        return prefix_worth_loading(loads, self._chunks, self.chunk_s, free_in_s)
+        free_in_s, times = self._computing.free_in_s(now_s), dict(loads)
+        length = prefix_worth_loading(times.items(), self._chunks, self.chunk_s, free_in_s)
+        self.expected_s = times[length]
+        return length
 
     def computes(self, chunks: int, now_s: float) -> None:
         """The engine is told to compute the rest behind so many chunks."""
@@ -297,62 +291,3 @@ class WaitQueue:
         first = next(iter(self._waiting), None)
         if first is not None:
             self._waiting[first].again()  # if it leaves, the next is served
-
-
-def order(entry: Entry) -> tuple[bool, int]:
-    """Entries with lower values are written earlier."""
-    return not entry.wanted, entry.position
-
-
-class Turns:
-    """The writes of one tier that are ready or in flight. loads: from the same tier.
-
-    Attributes:
-        ready: writes that have not begun.
-    """
-
-    def __init__(self, loads: TransferRate) -> None:
-        self.ready: dict[Entry, ChunkIO] = {}
-        self._loads = loads
-        self._rate = TransferRate()
-        self._in_flight: set[ChunkIO] = set()
-        self._begun_s = -math.inf
-
-    def begin(self, now_s: float) -> list[ChunkIO]:
-        """The writes that begin now, which are in flight from then on."""
-        if self.waits_until(now_s) > now_s:
-            return []
-        rate, limit = self._rate.per_second(), _IN_FLIGHT_BYTES
-        if rate:
-            limit = min(limit, int(rate * _IN_FLIGHT_S))
-        # A batch costs less for each chunk, so there is none for every write that ends.
-        if not self.ready or self._rate.in_flight_bytes > limit // 2:
-            return []
-        begun = []
-        for entry in sorted(self.ready, key=order):
-            nbytes = self.ready[entry].frame.chunk_bytes
-            if self._rate.in_flight_bytes and self._rate.in_flight_bytes + nbytes > limit:
-                break
-            job = self.ready.pop(entry)
-            self._in_flight.add(job)
-            self._rate.begun(nbytes, now_s)
-            begun.append(job)
-        if begun:
-            self._begun_s = now_s
-        return begun
-
-    def begin_all(self) -> list[ChunkIO]:
-        """All that are ready, whatever is in flight."""
-        jobs = [*self.ready.values()]
-        self.ready.clear()
-        return jobs
-
-    def waits_until(self, now_s: float) -> float:
-        """Until when no write begins because of loads; not later than now: none waits."""
-        return self._begun_s + GIVE_WAY_S if self._loads.in_flight_bytes else now_s
-
-    def ended(self, job: ChunkIO, now_s: float, *, is_stored: bool) -> None:
-        """A write is no longer in flight. Does nothing if it was not."""
-        if job in self._in_flight:
-            self._in_flight.remove(job)
-            self._rate.ended(job.frame.chunk_bytes, now_s, arrived=is_stored)

@@ -21,11 +21,17 @@ from functools import partial
 from lmcache_redis.cache.cache import Cache, Load, load_of
 from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.cache.pool import Entry, EntryState, Filled
+from lmcache_redis.cache.refreshing import PooledChunk
 from lmcache_redis.chunks.names import ChunkForm, PartNames, Reach
 from lmcache_redis.tiers import ChunkIO
 
 # Loads begin in batches: the first are in flight while slots are reserved for the next.
 _BATCH_STRIPES = 32
+
+# Of prompts with more chunks, not every prefix is compared.
+_MOST_PREFIXES = 512
+# Then others of the owner's actions have a turn: a lookup may have tens of thousands of parts.
+_SOME_PARTS = 512
 
 Part = tuple[int, int]  # chunk, row
 Wanted = tuple[Part, bytes]  # and its key
@@ -134,7 +140,7 @@ class LookupRequest:
 
 
 class PartState:
-    """One part of a lookup. The defaults are those of a part that the prefix does not need.
+    """One part of a lookup. The defaults are those of a part that is missing.
 
     Attributes:
         is_needed: by the prefix. Such a part is held or missing.
@@ -145,12 +151,15 @@ class PartState:
         load: by this lookup.
     """
 
-    is_needed = False
+    is_needed = True
     is_later = False
     entry: Entry | None = None
     watcher: Callable[[Filled], None] | None = None
     level: int | None = None
     load: Load | None = None
+
+
+Awaited = tuple[Part, PartState, int]  # and the number of the tier
 
 
 class LookupParts:
@@ -163,7 +172,8 @@ class LookupParts:
         needs: what prefixes need.
         length: of the prefix whose parts are needed, in chunks.
         filling: the number of held parts that are being filled.
-        has_loads: whether it has begun any.
+        to_load: parts whose loads are to be begun.
+        has_loads: whether any load has begun.
     """
 
     def __init__(
@@ -174,8 +184,10 @@ class LookupParts:
         self.needs = PrefixNeeds(reaches, request.first_chunk, request.chunk_tokens)
         self.length = len(request.hashes)
         self.filling = 0
+        self.to_load: list[Awaited] = []
         self.has_loads = False
         self._states: dict[Part, PartState] = {}
+        self._is_taken = False
         self._cache = cache
         self._request = request
         self._stems = [row.stem(len(request.hashes[0])) for row in rows]
@@ -199,10 +211,18 @@ class LookupParts:
 
     def take(self) -> dict[Part, Entry]:
         """The entries held, whose pins now belong to the caller."""
-        held = {part: s.entry for part, s in self._states.items() if s.entry is not None}
-        for part in held:
-            self._states[part].entry = None
-        return held
+        self._is_taken = True
+        return {part: s.entry for part, s in self._states.items() if s.entry is not None}
+
+    def pooled(self, before_s: float) -> list[PooledChunk]:
+        """What was taken from the host pool and the tiers were last told to keep before then."""
+        forms, hashes = self._request.forms, self._request.hashes
+        return [
+            PooledChunk(forms[row], hashes[chunk], state.entry)
+            for (chunk, row), state in self._states.items()
+            if state.entry is not None and state.load is None
+            if state.entry.refreshed_s <= before_s
+        ]
 
     def levels(self) -> dict[int, int]:
         """The tiers of the chunks that were not in the host pool; of several of one, the last."""
@@ -218,19 +238,23 @@ class LookupParts:
     def hold_first(self) -> list[Wanted]:
         """Holds what the pool has of the rows that need all chunks; returns the rest in order."""
         wanted: list[Wanted] = []
-        states, get, hold = self._states, self._cache.pool.get, self._hold
+        states, pool, filling = self._states, self._cache.pool, EntryState.FILLING
+        get, pin, want = pool.get, pool.pin, pool.want
         local, bounded = len(self._request.forms), self.needs.bounded
         rows = [(row, stem) for row, stem in enumerate(self._stems) if row not in bounded]
         for chunk, chunk_hash in enumerate(self._request.hashes):
             for row, stem in rows:
                 part, key = (chunk, row), stem + chunk_hash
                 states[part] = state = PartState()
-                state.is_needed = True
                 entry = get(key) if row < local else None
                 if entry is None:
                     wanted.append((part, key))
+                elif entry.state is filling:
+                    self._hold(part, state, entry)
                 else:
-                    hold(part, state, entry)
+                    pin(entry)
+                    want(entry)
+                    state.entry = entry
         if bounded:
             self._need(self.needs.parts(self.length))
         return wanted
@@ -241,6 +265,7 @@ class LookupParts:
         for part in missing:
             entry = None if self.is_remote(part) else get(key(part))
             if entry is not None:
+                self._states[part].is_later = False
                 self._hold(part, self._states[part], entry)
 
     def shrink(self, length: int) -> None:
@@ -252,7 +277,8 @@ class LookupParts:
         for part in dropped:
             state = self._states[part]
             state.is_needed = state.is_later = False
-            self._release(state)
+            if state.entry is not None:
+                self._release(state, state.entry)
         self._need(added)
         self.hold_pooled(added)
 
@@ -261,10 +287,13 @@ class LookupParts:
 
         A load without watchers is cancelled.
         """
-        held = [state for state in self._states.values() if state.entry is not None]
-        for state in held:
-            self._release(state)
-        return bool(held)
+        if self._is_taken:
+            return False
+        held = [(state, state.entry) for state in self._states.values()]
+        for state, entry in held:
+            if entry is not None:
+                self._release(state, entry)
+        return any(entry is not None for _, entry in held)
 
     def _need(self, parts: Iterable[Part]) -> None:
         for part in parts:
@@ -274,22 +303,20 @@ class LookupParts:
         state = self._states.get(part)
         if state is None:
             state = self._states[part] = PartState()
+            state.is_needed = False
         return state
 
     def _hold(self, part: Part, state: PartState, entry: Entry) -> None:
         self._cache.pool.pin(entry)
-        entry.wanted = True
-        state.entry, state.is_later = entry, False
+        self._cache.pool.want(entry)
+        state.entry = entry
         if entry.state is EntryState.FILLING:
             self.filling += 1
             state.watcher = watcher = partial(self._filled, part)
             self._cache.pool.watch(entry, watcher)
 
-    def _release(self, state: PartState) -> None:
-        entry, state.entry = state.entry, None
-        if entry is None:
-            return
-        watcher, state.watcher = state.watcher, None
+    def _release(self, state: PartState, entry: Entry) -> None:
+        watcher, state.watcher, state.entry = state.watcher, None, None
         if watcher is not None:
             self.filling -= 1
             self._cache.pool.unwatch(entry, watcher)
@@ -343,13 +370,31 @@ class LookupParts:
 
     def found(self, here: Iterable[Wanted], level: int) -> None:
         """A tier has these parts."""
+        states = self._states
         for part, _ in here:
-            self._state(part).level = level
-        self._cache.pool.seen(level, (key for _, key in here))
+            states[part].level = level
+        self._cache.pool.seen(level, [key for _, key in here])
 
     def absent(self, wanted: Sequence[Wanted], level: int) -> None:
-        """A tier does not have these parts. Whether it has what is behind the first is unknown."""
-        self._cache.pool.seen(level, (key for _, key in wanted), there=False)
+        """A tier does not have these parts."""
+        self._cache.pool.seen(level, [key for _, key in wanted], there=False)
+
+    def doubt(self, rest: Sequence[Wanted], level: int) -> None:
+        """A scan of a tier has ended before these parts: what was known of them is old.
+
+        So is what was known of the parts in the host pool behind them, which were not asked for.
+        """
+        first = rest[0][0][0]
+        keys = [key for _, key in rest]
+        for part, state in self._states.items():
+            if state.entry is not None and part[0] >= first:
+                keys.append(state.entry.key)
+        self._cache.pool.forget(level, keys)
+
+    def unknown(self, parts: Iterable[Part]) -> list[Part]:
+        """Those that are neither in memory nor known to be in a tier."""
+        states, is_found = self._states, self.is_found
+        return [part for part in parts if states[part].level is None and not is_found(part)]
 
     def is_found(self, part: Part) -> bool:
         """Whether the part is in memory, or a tier is known to have it."""
@@ -367,7 +412,7 @@ class LookupParts:
         state.level = level
         return True
 
-    def awaited(self) -> list[tuple[Part, PartState, int]]:
+    def awaited(self) -> list[Awaited]:
         """Parts to be loaded or being filled, in order, with the number of their tier."""
         local, last = len(self._request.forms), len(self._cache.tiers) - 1
         found = []
@@ -380,6 +425,11 @@ class LookupParts:
             found.sort(key=lambda each: each[0])
         return found
 
+    @staticmethod
+    def first(awaited: Sequence[Awaited]) -> dict[int, Part]:
+        """The first part from each tier."""
+        return {level: part for part, _, level in reversed(awaited)}
+
     def bytes_left(self) -> list[tuple[int, int]]:
         """By the number of the tier: the bytes to be loaded, and those being filled."""
         left = [[0, 0] for _ in self._cache.tiers]
@@ -387,7 +437,9 @@ class LookupParts:
             left[level][state.watcher is not None] += self._request.forms[row].chunk_bytes
         return [(missing, filling) for missing, filling in left]
 
-    def load_times(self, bound: int, before: int, now_s: float) -> Iterator[tuple[int, float]]:
+    def load_times(
+        self, awaited: Sequence[Awaited], bound: int, before: int, now_s: float
+    ) -> Iterator[tuple[int, float]]:
         """Prefixes that may be worth loading, with the seconds until each is loaded.
 
         bound: the longest, which is the last. before: bytes that the last tier loads before.
@@ -396,17 +448,23 @@ class LookupParts:
         nbytes = [rate.in_flight_bytes for rate in rates]
         if rates:
             nbytes[-1] += before
-        load_s = 0.0
+        used: set[int] = set()
+
+        def load_s() -> float:
+            return max((rates[n].seconds(nbytes[n], now_s) for n in used), default=0.0)
+
         if needs.bounded:
             # A shorter prefix needs other parts: only the one that needs no loads is compared.
-            yield needs.longest(bound, self.is_ready), load_s
-        for (chunk, row), state, level in self.awaited():
-            if not needs.bounded:
-                yield chunk, load_s
+            yield needs.longest(bound, self.is_ready), 0.0
+        next_chunk = len(self._request.hashes) if needs.bounded else 0
+        for (chunk, row), state, level in awaited:
+            if chunk >= next_chunk:
+                yield chunk, load_s()
+                next_chunk = chunk + 1 + bound // _MOST_PREFIXES
+            used.add(level)
             if state.watcher is None:
                 nbytes[level] += forms[row].chunk_bytes
-            load_s = max(load_s, rates[level].seconds(nbytes[level], now_s))
-        yield bound, load_s
+        yield bound, load_s()
 
     def probe(self, part: Part, level: int) -> None:
         """Begins the load of one part, which no lookup waits for, if that shows a rate."""
@@ -414,31 +472,44 @@ class LookupParts:
         form, chunk_hash = self._request.forms[row], self._request.hashes[chunk]
         self._cache.probe(form, self.key(part), chunk_hash, level)
 
-    def load_missing(self) -> bool:
-        """Begins to load what is missing; returns False if there is no room."""
-        by_level: dict[int, list[tuple[Part, PartState]]] = {}
-        for part, state, level in self.awaited():
-            if state.entry is None and not state.is_later:
-                by_level.setdefault(level, []).append((part, state))
-        return all(self._load(parts, level) for level, parts in sorted(by_level.items()))
+    def queue_loads(self, awaited: Sequence[Awaited]) -> None:
+        """What is missing now is to be loaded, from one tier after the other."""
+        missing = [e for e in awaited if e[1].entry is None and not e[1].is_later]
+        self.to_load = sorted(missing, key=lambda each: each[2])
 
-    def _load(self, parts: Sequence[tuple[Part, PartState]], level: int) -> bool:
-        request, prepared, stripes = self._request, list[ChunkIO](), 0
+    def begin_some(self) -> bool:
+        """Begins to load some of what is to be loaded; returns False if there is no room."""
+        some, self.to_load = self.to_load[:_SOME_PARTS], self.to_load[_SOME_PARTS:]
+        jobs: list[ChunkIO] = []
+        stripes = jobs_level = 0
         try:
-            for part, state in parts:
-                form, chunk_hash = request.forms[part[1]], request.hashes[part[0]]
-                job = self._cache.prepare_load(
-                    form, self.key(part), chunk_hash, level, request.deadline_s
-                )
-                if job is None:
-                    return False
-                state.load, self.has_loads = load_of(job), True
-                self._hold(part, state, state.load.entry)
-                prepared.append(job)
-                stripes += form.stripe_count
-                if stripes >= _BATCH_STRIPES:
-                    batch, prepared, stripes = prepared, [], 0
+            for part, state, level in some:
+                if stripes >= _BATCH_STRIPES or level != jobs_level:
+                    batch, jobs = jobs, []
                     self._cache.begin_loads(batch)
+                    stripes, jobs_level = 0, level
+                if state.entry is not None or not state.is_needed:
+                    continue  # that has changed since
+                job = self._prepare(part, state, level)
+                if job is not None:
+                    jobs.append(job)
+                    stripes += job.frame.stripe_count
+                elif state.entry is None:
+                    return False
             return True
         finally:
-            self._cache.begin_loads(prepared)
+            self._cache.begin_loads(jobs)
+
+    def _prepare(self, part: Part, state: PartState, level: int) -> ChunkIO | None:
+        """Holds a part and returns its load; None if another lookup loads it, or without room."""
+        request, key = self._request, self.key(part)
+        entry, job = self._cache.pool.get(key), None
+        if entry is None:
+            form, chunk_hash = request.forms[part[1]], request.hashes[part[0]]
+            job = self._cache.prepare_load(form, key, chunk_hash, level, request.deadline_s)
+            if job is None:
+                return None
+            state.load, self.has_loads = load_of(job), True
+            entry = state.load.entry
+        self._hold(part, state, entry)
+        return job

@@ -20,7 +20,7 @@ for a chunk that a store is gathering. Whoever waits pins the entry and watches 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -54,8 +54,9 @@ class Entry:
         block: its block of the pool's memory.
         units: the size of the block.
         pins: while there are any, the entry is not evicted and its memory is not reused.
-        stored_in: bit n: the chunk is known to be in tier n.
-        wanted: whether a lookup has asked for it since it is in the pool.
+        stored_in: bit n: the chunk was in tier n when it was last heard of.
+        refreshed_s: when the tiers were last told to keep it (`time.monotonic()`).
+        wanted: whether a lookup has asked for it since it is in the pool (`HostPool.want`).
         position: its number in the prompt that it was stored for.
         watchers: told how the filling ends; None: it has ended.
         cancel: ends the filling early; None if it cannot be cancelled, or has been.
@@ -68,6 +69,7 @@ class Entry:
     pins: int = 1
     state: EntryState = EntryState.FILLING
     stored_in: int = 0
+    refreshed_s: float = 0.0
     wanted: bool = False
     position: int = 0
     watchers: list[Watcher] | None = field(default_factory=list)
@@ -86,9 +88,9 @@ class HostPool:
 
     idle_limit: the units that unpinned READY entries may hold together; None: all of the memory.
     ``on_room`` is called when the last pin of an entry is released, ``on_evicted`` after each
-    eviction. ``on_change``, if it is set, is called with a key, a place (None: the pool; n: tier n)
-    and whether the chunk is there: when that changes in the pool, and when it turns out of a tier
-    (`known_in`, `seen`).
+    eviction, ``on_wanted`` when a lookup asks for an entry for the first time. ``on_change``, if it
+    is set, is called with a key, a place (None: the pool; n: tier n) and whether the chunk is
+    there: when that changes in the pool, and when it turns out of a tier (`known_in`, `seen`).
 
     `get` and the release of the last pin make an entry the most recently used. Misuse (unpin
     without a pin, publish twice, reserve a key that is in the pool) raises RuntimeError and changes
@@ -104,6 +106,7 @@ class HostPool:
         self.evictions = 0
         self.on_room: Callable[[], None] = lambda: None
         self.on_evicted: Callable[[], None] = lambda: None
+        self.on_wanted: Callable[[Entry], None] = lambda entry: None
         self.on_change: Change | None = None
         self.free = self.capacity
         self._index: dict[bytes, Entry] = {}
@@ -254,19 +257,34 @@ class HostPool:
         self.idle -= entry.units
         self._give_back(entry)
 
+    def want(self, entry: Entry) -> None:
+        """A lookup has asked for the chunk."""
+        if not entry.wanted:
+            entry.wanted = True
+            self.on_wanted(entry)
+
     def known_in(self, entry: Entry, tier: int) -> None:
         """A tier has the chunk."""
         entry.stored_in |= 1 << tier
         self.seen(tier, (entry.key,))
 
-    def seen(self, tier: int, keys: Iterable[bytes], *, there: bool = True) -> None:
+    def seen(self, tier: int, keys: Collection[bytes], *, there: bool = True) -> None:
         """A tier has these chunks, or has none of them."""
+        if not there:
+            self.forget(tier, keys)
         if self.on_change is not None:
             for key in keys:
                 self.on_change(key, tier, there)
 
-    def seen_again(self, entry: Entry) -> None:
-        """Names a READY entry and the tiers known to have it, for who has not heard of it yet."""
+    def forget(self, tier: int, keys: Iterable[bytes]) -> None:
+        """Whether a tier has these chunks is not known any more."""
+        for key in keys:
+            entry = self._index.get(key)
+            if entry is not None:
+                entry.stored_in &= ~(1 << tier)
+
+    def report_again(self, entry: Entry) -> None:
+        """Reports a READY entry and its tiers again, for watchers that started later."""
         if self.on_change is not None:
             self.on_change(entry.key, None, True)
             for tier in range(entry.stored_in.bit_length()):

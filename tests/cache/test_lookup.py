@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_redis.cache import parts
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pacing import Computing
@@ -102,12 +103,12 @@ def make() -> Iterator[Callable[..., Tiers]]:
         for queue in tiers.cache.queues:
             queue.begin_all()
         for tier in (tiers.disk, tiers.redis):
-            while tier.asked:
-                keys, done = tier.asked.pop()
-                done(ExistsResult(CallOutcome.DONE, [True] * len(keys)))
-            tiers.loop.run_posted()
+            while tier.refreshed:
+                chunks, done = tier.refreshed.pop()
+                done(ExistsResult(CallOutcome.DONE, [True] * len(chunks)))
+                tiers.loop.run_posted()
             for job in tier.written:
-                if job.tag in tiers.cache.queues[tier is tiers.redis]._jobs:
+                if job.tag in tiers.cache.queues[tier is tiers.redis]._pending:
                     tier.write_done(job, WriteOutcome.STORED)
         tiers.loop.run_posted()
         tiers.close()
@@ -213,6 +214,28 @@ def test_a_deadline_answers_with_what_is_held(tiers: Tiers) -> None:
     assert tiers.counted("miss_") == {"miss_deadline": 3}
     assert [job.key for job in tiers.redis.cancelled] == KEYS[2:]
     tiers.end(tiers.redis, rest=ReadOutcome.CANCELLED)
+
+
+def test_the_deadline_is_that_of_the_request(tiers: Tiers) -> None:
+    """To the owner's timer, the tier's questions and its loads."""
+    before_s = time.monotonic()
+    lookup = tiers.look_up(within_s=500.0)
+    tiers.answer_scan(5)
+    due_s = [due_s for due_s, _, timer in tiers.loop._heap if timer.action == lookup._expire]
+    assert len(due_s) == 1
+    assert before_s + 500.0 <= due_s[0] < before_s + 501.0
+    assert {job.deadline for job in tiers.redis.read} == {due_s[0]}
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+
+
+def test_an_answer_after_the_end_changes_nothing(tiers: Tiers) -> None:
+    tiers.hold(HASHES[0])
+    lookup = tiers.look_up()
+    lookup.cancel()
+    tiers.answer_scan(4)
+    assert (tiers.found, tiers.redis.read, lookup.bound) == ([], [], 5)
+    assert tiers.counted() == {}
+    assert tiers.cache.pool.pinned == 0
 
 
 def test_a_deadline_before_the_scan_answers_with_the_pool(tiers: Tiers) -> None:
@@ -372,6 +395,82 @@ def test_who_waits_holds_nothing_and_asks_again_about_what_was_evicted(
     assert [job.key for job in tiers.redis.read] == KEYS
     tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
     assert tiers.found[-1] == (5, {"disk": 0, "Redis": 5})
+
+
+def test_who_leaves_the_queue_wakes_the_next(make: Callable[..., Tiers]) -> None:
+    """The first one waits for more room than there is, the next one for less."""
+    tiers = make(15)
+    tiers.disk.is_up = False
+    tiers.look_up(hashes=block_hashes("another", 3))
+    tiers.answer_scan(3)
+    first = tiers.look_up()
+    tiers.answer_scan(5)
+    tiers.look_up(hashes=block_hashes("next", 2))
+    tiers.answer_scan(2)
+    assert len(tiers.redis.read) == 3, "it is not its turn"
+    first.cancel()
+    tiers.loop.run_posted()
+    assert len(tiers.redis.read) == 3 + 2
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    assert [length for length, _ in tiers.found] == [3, 2]
+
+
+def test_many_parts_begin_in_slices(
+    make: Callable[..., Tiers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other actions of the owner have their turns, and nothing is answered before the last."""
+    monkeypatch.setattr(parts, "_SOME_PARTS", 2)
+    tiers = make()
+    tiers.disk.is_up = False
+    tiers.look_up()
+    tiers.answer_scan(5)
+    assert [job.key for job in tiers.redis.read] == KEYS[:2]
+    tiers.loop.run_posted()
+    assert [job.key for job in tiers.redis.read] == KEYS[:4]
+    for job in tiers.redis.read:
+        tiers.redis.read_done(job, ReadOutcome.LOADED)
+    tiers.redis.read.clear()
+    tiers.loop.run_posted()
+    assert tiers.found == []
+    assert [job.key for job in tiers.redis.read] == KEYS[4:]
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    assert tiers.found == [(5, {"disk": 0, "Redis": 5})]
+
+
+def test_a_part_that_another_lookup_loads_meanwhile_is_shared(
+    make: Callable[..., Tiers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_SOME_PARTS", 2)
+    tiers = make()
+    tiers.disk.is_up = False
+    tiers.look_up()
+    tiers.look_up(hashes=HASHES[3:])
+    while tiers.redis.scanned:
+        tiers.answer_scan(len(tiers.redis.scanned[0][0]))
+    tiers.loop.run_posted()
+    assert sorted(job.key for job in tiers.redis.read) == sorted(KEYS)
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    assert sorted(tiers.found) == [(2, {"disk": 0, "Redis": 1}), (5, {"disk": 0, "Redis": 4})]
+
+
+def test_room_that_is_gone_before_the_last_slice_ends_the_prefix(
+    make: Callable[..., Tiers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_SOME_PARTS", 2)
+    tiers = make(15)
+    tiers.disk.is_up = False
+    tiers.look_up()
+    _, done = tiers.redis.scanned.pop(0)
+    done(ScanResult(CallOutcome.DONE, 5))
+    tiers.loop._posted.append(lambda: tiers.cache.pool.pin(tiers.hold(b"o" * 32)))
+    tiers.loop.run_posted()
+    tiers.loop.run_posted()
+    tiers.loop.run_posted()
+    assert len(tiers.redis.read) == 4
+    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
+    assert tiers.found == [(4, {"disk": 0, "Redis": 4})]
+    assert tiers.counted("miss_") == {"miss_pool_full": 1}
+    tiers.cache.pool.unpin(tiers.cache.pool.peek(FORM.key(b"o" * 32)))  # type: ignore[arg-type]
 
 
 def test_the_deadline_ends_the_wait(make: Callable[..., Tiers]) -> None:

@@ -20,6 +20,7 @@ from tests.harness import block_hashes
 
 CHUNK = 256
 HASHES = block_hashes("prompt", 8)
+KEYS_OF_ROW_0 = [(chunk, 0) for chunk in range(8)]
 ALL, STATE, WINDOW = Reach(), Reach("state"), Reach("window", 512)
 
 
@@ -99,6 +100,19 @@ def test_what_this_node_has_in_memory_or_on_disk_does_not_count_for_others() -> 
     nodes.store(1, range(5))
     assert nodes.look_up() == 5
     assert nodes.redis.loaded == nodes.disk.loaded == []
+
+
+def test_what_the_pool_has_behind_a_gap_is_not_believed_to_be_in_redis() -> None:
+    """Redis lost the chunks of all nodes: the next store of this one writes its own again."""
+    nodes = Nodes([ALL], [ALL])
+    nodes.hold_all(0)
+    for entry in nodes.cache.pool:
+        nodes.cache.pool.known_in(entry, 0)
+        nodes.cache.pool.known_in(entry, 1)
+    nodes.store(1, range(3))
+    assert nodes.look_up() == 3
+    stored_in = [nodes.cache.pool.peek(key).stored_in for key in nodes.keys(*KEYS_OF_ROW_0)]  # type: ignore[union-attr]
+    assert stored_in == [0b11] * 3 + [0b01] * 5
 
 
 def test_windows_and_states_of_other_nodes_are_asked_about_and_not_loaded() -> None:

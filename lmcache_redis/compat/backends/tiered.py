@@ -23,7 +23,14 @@ from lmcache_redis.chunks.names import ChunkNames
 from lmcache_redis.compat.backends.buffers import StripeSlots, gathered, payload_views
 from lmcache_redis.compat.backends.interface import LMCBackendInterface
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.tiers import CallOutcome, ChunkIO, ExistsResult, Tier, WriteDone, WriteOutcome
+from lmcache_redis.tiers import (
+    CallOutcome,
+    ChunkIO,
+    ExistsResult,
+    KeyedTier,
+    WriteDone,
+    WriteOutcome,
+)
 
 ResultT = TypeVar("ResultT")
 
@@ -118,7 +125,7 @@ class TierBackend(LMCBackendInterface):
 
     def __init__(
         self,
-        tier: Tier,
+        tier: KeyedTier,
         names: ChunkNames,
         slot_bytes: int,
         queue_bytes: int,
