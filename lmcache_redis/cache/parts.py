@@ -225,7 +225,10 @@ class LookupParts:
 
     def _hold(self, part: Part, entry: Entry) -> None:
         self._cache.pool.pin(entry)
-        self._cache.pool.want(entry)
+        if not entry.wanted:
+            entry.wanted = True
+            if entry.pins > 1:
+                self._cache.pool.on_wanted(entry)
         self.held[part] = entry
         if entry.state is EntryState.FILLING:
             self.filling[part] = watcher = partial(self._filled, part)
