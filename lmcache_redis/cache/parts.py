@@ -239,7 +239,7 @@ class LookupParts:
         """Holds what the pool has of the rows that need all chunks; returns the rest in order."""
         wanted: list[Wanted] = []
         states, pool, filling = self._states, self._cache.pool, EntryState.FILLING
-        get, pin, want = pool.get, pool.pin, pool.want
+        get, hold = pool.get, pool.hold
         local, bounded = len(self._request.forms), self.needs.bounded
         rows = [(row, stem) for row, stem in enumerate(self._stems) if row not in bounded]
         for chunk, chunk_hash in enumerate(self._request.hashes):
@@ -252,8 +252,7 @@ class LookupParts:
                 elif entry.state is filling:
                     self._hold(part, state, entry)
                 else:
-                    pin(entry)
-                    want(entry)
+                    hold(entry)
                     state.entry = entry
         if bounded:
             self._need(self.needs.parts(self.length))
@@ -307,8 +306,7 @@ class LookupParts:
         return state
 
     def _hold(self, part: Part, state: PartState, entry: Entry) -> None:
-        self._cache.pool.pin(entry)
-        self._cache.pool.want(entry)
+        self._cache.pool.hold(entry)
         state.entry = entry
         if entry.state is EntryState.FILLING:
             self.filling += 1

@@ -56,7 +56,7 @@ class Entry:
         pins: while there are any, the entry is not evicted and its memory is not reused.
         stored_in: bit n: the chunk was in tier n when it was last heard of.
         refreshed_s: when the tiers were last told to keep it (`time.monotonic()`).
-        wanted: whether a lookup has asked for it since it is in the pool (`HostPool.want`).
+        wanted: whether a lookup has asked for it since it is in the pool.
         position: its number in the prompt that it was stored for.
         watchers: told how the filling ends; None: it has ended.
         cancel: ends the filling early; None if it cannot be cancelled, or has been.
@@ -88,8 +88,8 @@ class HostPool:
 
     idle_limit: the units that unpinned READY entries may hold together; None: all of the memory.
     ``on_room`` is called when the last pin of an entry is released, ``on_evicted`` after each
-    eviction, ``on_wanted`` when a lookup asks for an entry for the first time. ``on_change``, if it
-    is set, is called with a key, a place (None: the pool; n: tier n) and whether the chunk is
+    eviction, ``on_wanted`` when a lookup asks for a pinned entry for the first time. ``on_change``,
+    if it is set, is called with a key, a place (None: the pool; n: tier n) and whether the chunk is
     there: when that changes in the pool, and when it turns out of a tier (`known_in`, `seen`).
 
     `get` and the release of the last pin make an entry the most recently used. Misuse (unpin
@@ -257,12 +257,6 @@ class HostPool:
         self.idle -= entry.units
         self._give_back(entry)
 
-    def want(self, entry: Entry) -> None:
-        """A lookup has asked for the chunk."""
-        if not entry.wanted:
-            entry.wanted = True
-            self.on_wanted(entry)
-
     def known_in(self, entry: Entry, tier: int) -> None:
         """A tier has the chunk."""
         entry.stored_in |= 1 << tier
@@ -299,6 +293,14 @@ class HostPool:
             del self._idle[entry.key]
             self.idle -= entry.units
         entry.pins += 1
+
+    def hold(self, entry: Entry) -> None:
+        """Pin an entry for a lookup. ``on_wanted`` is told of the first, if others have pins."""
+        self.pin(entry)
+        if not entry.wanted:
+            entry.wanted = True
+            if entry.pins > 1:
+                self.on_wanted(entry)
 
     def unpin(self, entry: Entry) -> None:
         """Release a pin. The last one makes a READY entry evictable and frees a DISCARDED one."""
