@@ -19,8 +19,9 @@ from lmcache_redis.resp.control import Controller
 from lmcache_redis.resp.health import Health, Worker
 from lmcache_redis.resp.jobs import Jobs, Stop, Task, TaskQueue, joined
 from lmcache_redis.resp.net.connection import Connector
-from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, RedisOptions, Topology
+from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, Topology
 from lmcache_redis.resp.net.topology import Routes, ServerMap, find_servers, next_hop
+from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.reading import Read, Reader
 from lmcache_redis.resp.writing import Writer
 from lmcache_redis.tiers import PlaneState

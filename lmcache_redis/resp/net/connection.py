@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
+from lmcache_redis.resp.net.credentials import auth_command
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.net.stream import PlainStream, Stream, TlsStream, greet, translated
 from lmcache_redis.resp.net.wire import (
@@ -89,12 +90,14 @@ class Connector:
         """A new connection: authenticated, database selected, named `client_name` if allowed.
 
         Raises RedisUnavailable, RedisTimeout, RedisAuthError or RedisProtocolError with a sentence
-        that says what to change, or ConfigError if a TLS file is unreadable.
+        that says what to change, or ConfigError if a TLS file is unreadable. A credential provider
+        is called first, on this thread, and has no time-out.
         """
+        auth = auth_command(self.endpoint.credentials)
         try:
             stream = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
             try:
-                greet(stream, self.endpoint, client_name, deadline)
+                greet(stream, self.endpoint, auth, client_name, deadline)
             except BaseException:
                 self.discard(stream)
                 raise

@@ -292,12 +292,19 @@ def _after(parts: Sequence[Buffer], nbytes: int) -> list[memoryview]:
 # ---------------------------------------------------------------- the greeting
 
 
-def greet(stream: Stream, endpoint: Endpoint, client_name: str, deadline: float) -> None:
+def greet(
+    stream: Stream,
+    endpoint: Endpoint,
+    auth: tuple[str, ...] | None,
+    client_name: str,
+    deadline: float,
+) -> None:
     """Authenticate on a connected stream, select the database, name the connection.
 
-    Raises RedisError with a sentence that says what to change, or as the stream does.
+    auth: the words of AUTH. Raises RedisError with a sentence that says what to change, or as the
+    stream does.
     """
-    commands = _commands(endpoint, client_name)
+    commands = _commands(endpoint, auth, client_name)
     stream.arm(deadline)
     request = b"".join([pack_command(*words) for words in commands])
     # A server at its maxclients says so and closes: its reply may have arrived.
@@ -317,14 +324,10 @@ def greet(stream: Stream, endpoint: Endpoint, client_name: str, deadline: float)
         raise RedisProtocolError("the server sent something that was not asked for")
 
 
-def _commands(endpoint: Endpoint, client_name: str) -> list[tuple[str, ...]]:
-    commands: list[tuple[str, ...]] = []
-    username, password = endpoint.username or "", endpoint.password or ""
-    if endpoint.protocol == 3:
-        with_auth = ("AUTH", username or "default", password) if username or password else ()
-        commands.append(("HELLO", "3", *with_auth))
-    elif username or password:
-        commands.append(("AUTH", username, password) if username else ("AUTH", password))
+def _commands(
+    endpoint: Endpoint, auth: tuple[str, ...] | None, client_name: str
+) -> list[tuple[str, ...]]:
+    commands = [auth] if auth is not None else []
     if endpoint.db:
         commands.append(("SELECT", str(endpoint.db)))
     commands.append(("CLIENT", "SETNAME", client_name))
@@ -340,10 +343,10 @@ def _judge(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
     if reply.code == "LOADING":
         raise RedisUnavailable(f"{at} is still loading its data")
     if isinstance(error, RedisAuthError) or name == "AUTH":
-        if not endpoint.password:
+        if endpoint.credentials is None:
             raise RedisAuthError(f"{at} wants a password: put one into the Redis URL")
         raise RedisAuthError(
-            f"{at} refuses the user or the password: correct them in the Redis URL "
+            f"{at} refuses the user or the password: correct them where they are set "
             f"({_brief(reply.text)})"
         )
     if name != "CLIENT" or reply.code not in _TOLERATED:
