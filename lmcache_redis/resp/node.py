@@ -200,12 +200,17 @@ class Nodes:
         if not nodes:
             return PlaneState(False, self._mapped.is_set(), self._map_error, self._map_error_since)
         states = [node.health.state for node in nodes]
-        if len(states) == 1:
+        unplaced = self.routes.unplaced
+        if len(states) == 1 and not unplaced:
             return states[0]
         down = [state for state in states if not state.up]
         reason = next((state.reason for state in down or states if state.reason), "")
         if down:
             reason = f"{len(down)} of {len(states)} shards are down: {reason}"
+        if unplaced:
+            where = ", ".join(f"{first}-{last}" for first, last in unplaced[:4])
+            more = " ..." if len(unplaced) > 4 else ""
+            reason = f"the cluster does not name the servers of slots {where}{more}. {reason}"
         return PlaneState(
             up=len(down) < len(states),
             probed=all(state.probed for state in states),

@@ -32,6 +32,7 @@ from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.net.stream import PlainStream, Stream, TlsStream, greet, translated
 from lmcache_redis.resp.net.wire import (
     LEAST_REPLY_BYTES,
+    MAX_REPLY_BYTES,
     PING_COMMAND,
     PONG,
     Reply,
@@ -233,13 +234,15 @@ class Connection:
 
     __slots__ = ("_connector", "_name", "_replies", "_stream", "_view", "is_open", "opened_at")
 
-    def __init__(self, connector: Connector, name: str) -> None:
+    def __init__(
+        self, connector: Connector, name: str, most_reply_bytes: int = MAX_REPLY_BYTES
+    ) -> None:
         self.is_open = False
         self.opened_at = 0.0
         self._connector = connector
         self._name = name
         self._stream: Stream | None = None
-        self._replies = ReplyBuffer()
+        self._replies = ReplyBuffer(most_reply_bytes)
         self._view = memoryview(bytearray(_RECEIVE_BYTES))
 
     @property
