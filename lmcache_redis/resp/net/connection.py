@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import math
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +29,7 @@ from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, R
 from lmcache_redis.resp.net.credentials import auth_command
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.net.stream import PlainStream, Stream, TlsStream, greet, translated
+from lmcache_redis.resp.net.tls import tls_context
 from lmcache_redis.resp.net.wire import (
     LEAST_REPLY_BYTES,
     MAX_REPLY_BYTES,
@@ -50,11 +50,6 @@ _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
-_VERIFY_MODES = {
-    "none": ssl.CERT_NONE,
-    "optional": ssl.CERT_OPTIONAL,
-    "required": ssl.CERT_REQUIRED,
-}
 _RECEIVE_BYTES = 64 << 10
 # How many requests `send_at_once` sends on the caller's thread.
 _AT_ONCE = 2
@@ -161,7 +156,7 @@ class Connector:
                 for option in _TCP_OPTIONS:
                     sock.setsockopt(*option)
             if endpoint.transport is Transport.TLS:
-                sock = _tls_context(endpoint).wrap_socket(
+                sock = tls_context(endpoint.tls).wrap_socket(
                     sock, server_hostname=endpoint.host, do_handshake_on_connect=False
                 )
                 return TlsStream(sock, endpoint.where, self._op_timeout_s)
@@ -205,23 +200,6 @@ class Connector:
         host, port = self.endpoint.host, self.endpoint.port
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
         return [(family, address) for family, _, _, _, address in found]
-
-
-def _tls_context(endpoint: Endpoint) -> ssl.SSLContext:
-    """Made for each connection: certificates may have been renewed. Raises OSError."""
-    given: dict[str, Any] = dict(endpoint.tls)
-    context = ssl.create_default_context()
-    mode = _VERIFY_MODES[given.get("ssl_cert_reqs", "required")]
-    context.check_hostname = mode != ssl.CERT_NONE and given.get("ssl_check_hostname", True)
-    context.verify_mode = mode
-    certificate = given.get("ssl_certfile") or given.get("ssl_keyfile")
-    if certificate is not None:
-        # Without a password OpenSSL would ask for one on the terminal.
-        password = given.get("ssl_password", "")
-        context.load_cert_chain(certificate, given.get("ssl_keyfile"), password)
-    if "ssl_ca_certs" in given or "ssl_ca_path" in given:
-        context.load_verify_locations(given.get("ssl_ca_certs"), given.get("ssl_ca_path"))
-    return context
 
 
 class Connection:

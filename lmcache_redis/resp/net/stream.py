@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import select
 import socket
 import ssl
@@ -36,6 +35,7 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
+from lmcache_redis.resp.net.tls import tls_advice
 from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of, pack_command
 
 Buffer = bytes | bytearray | memoryview
@@ -48,7 +48,6 @@ _TLS_TOGETHER_BYTES = 4096
 _TIMEVAL = struct.Struct("@ll")
 # Errors of CLIENT SETNAME that are ignored: the user may not be allowed to call it.
 _TOLERATED = ("NOPERM", "ERR")
-_OF_CERTIFICATES = re.compile("ALERT_(CERTIFICATE|UNKNOWN_CA|BAD_CERTIFICATE|NO_CERTIFICATE)")
 
 
 class Stream(ABC):
@@ -366,7 +365,7 @@ def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError
     if endpoint.transport is Transport.TLS and isinstance(error, FileNotFoundError):
         return ConfigError("a TLS file that the Redis URL names cannot be read")
     if isinstance(error, ssl.SSLError):
-        return RedisUnavailable(f"{at} cannot be reached over TLS: {_tls_advice(error)}")
+        return RedisUnavailable(f"{at} cannot be reached over TLS: {tls_advice(error)}")
     if isinstance(error, (socket.gaierror, UnicodeError)):
         return RedisUnavailable(f"{at}: this host name is unknown: correct the Redis URL")
     code = error.errno if isinstance(error, OSError) else None
@@ -378,21 +377,6 @@ def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError
         return RedisUnavailable(f"{at} may not be used by this user: see its permissions")
     known = errno.errorcode.get(code, code) if code is not None else _brief(str(error))
     return RedisUnavailable(f"{at} cannot be reached: {known}")
-
-
-def _tls_advice(error: ssl.SSLError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"{error.verify_message} (ssl_ca_certs names the CA, ssl_check_hostname the check)"
-    if _OF_CERTIFICATES.search(error.reason or ""):
-        return (
-            f"it refuses our certificate ({error.reason}): ssl_certfile and ssl_keyfile name one "
-            "that its CA has signed"
-        )
-    if "PEM lib" in str(error) or error.reason in ("BAD_DECRYPT", "BAD_PASSWORD_READ"):
-        return "the key of ssl_keyfile cannot be read; if it is locked, ssl_password opens it"
-    if error.reason == "WRONG_VERSION_NUMBER":
-        return "the server does not speak TLS there: use redis:// or its TLS port"
-    return f"{error.reason or error}"
 
 
 def _brief(text: str) -> str:

@@ -103,11 +103,13 @@ def test_the_state_names_slots_without_a_server() -> None:
         asked.append(time.monotonic())
         return slots([(0, 99, [(b"?", 6379)]), (100, SLOTS - 1, [(None, server.port)])])
 
-    with LyingServer(answer) as server:
-        with running(server.url.replace("redis", "redis+cluster")) as plane:
-            assert plane.state.up
-            assert "does not name the servers of slots 0-99" in plane.state.reason
-            of_servers = [name for name in plane_threads() if "health" in name]
-            time.sleep(1.0)
-            assert len(of_servers) == 1
-            assert len(asked) <= 2
+    with (
+        LyingServer(answer) as server,
+        running(server.url.replace("redis", "redis+cluster")) as plane,
+    ):
+        assert plane.state.up
+        assert "does not name the servers of slots 0-99" in plane.state.reason
+        of_servers = [name for name in plane_threads() if "health" in name]
+        time.sleep(1.0)
+        assert len(of_servers) == 1
+        assert len(asked) <= 2
