@@ -30,7 +30,7 @@ typedef struct {
 static Guard guards[MOST_GUARDS];
 static _Atomic(int) used; /* no entry from this index on was ever used */
 static struct sigaction others[2]; /* the handlers that ours has replaced: the first, the last */
-static _Atomic(int) waiting;       /* so many of them have not been called since */
+static _Atomic(int) waiting;       /* how many of them have not been called since */
 
 static Guard *guard_of(uintptr_t address, uintptr_t *start, size_t *nbytes)
 {
@@ -77,7 +77,7 @@ static void on_sigbus(int signum, siginfo_t *info, void *Py_UNUSED(context))
     errno = saved_errno;
 }
 
-/* Unless it is there. A system call of a tenth of a microsecond. */
+/* Unless it is there. A system call, 0.6 us. */
 static bool install(void)
 {
     static bool was_installed;
@@ -131,7 +131,7 @@ static Guard *numbered(PyObject *args)
         return NULL;
     }
     if (number < 0 || number >= MOST_GUARDS || atomic_load(&guards[number].start) == 0) {
-        PyErr_Format(PyExc_ValueError, "%d is no guarded mapping", number);
+        PyErr_Format(PyExc_ValueError, "%d is not a guarded mapping", number);
         return NULL;
     }
     return &guards[number];

@@ -7,7 +7,6 @@ here: that takes 0.15 s.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,7 +63,7 @@ def load_provider(path: str) -> Credentials:
     if not (module and colon and name):
         raise ConfigError(f"the credential provider is {path!r}: write PACKAGE.MODULE:FACTORY")
     try:
-        factory: Callable[[], Any] = importlib.import_module(module)
+        factory: Any = importlib.import_module(module)
         for attribute in name.split("."):
             factory = getattr(factory, attribute)
         provider = factory()

@@ -262,7 +262,7 @@ def _address(text: str, default_port: int) -> tuple[str, int]:
     try:
         host.encode("idna")
     except UnicodeError:
-        raise ConfigError(f"the host in the Redis URL is no host name: {_ESCAPE}") from None
+        raise ConfigError(f"the host in the Redis URL is not a host name: {_ESCAPE}") from None
     return host, int(port)
 
 

@@ -38,7 +38,7 @@ from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.net.tls import tls_advice
 from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of, pack_command
 
-Buffer = bytes | bytearray | memoryview
+BytesLike = bytes | bytearray | memoryview
 
 # The kernel may overrun a deadline by this: it saves a system call for every stripe.
 _SLACK_S = 0.005
@@ -65,11 +65,11 @@ class Stream(ABC):
     # ------------------------------------------------------ what subclasses do
 
     @abstractmethod
-    def send_some(self, parts: Sequence[Buffer], skip: int = 0) -> int:
+    def send_some(self, parts: Sequence[BytesLike], skip: int = 0) -> int:
         """Send at least one byte after the first `skip` bytes; return how many."""
 
     @abstractmethod
-    def send_at_once(self, part: Buffer) -> int:
+    def send_at_once(self, part: BytesLike) -> int:
         """Send as much as possible without blocking; return how many bytes, 0 if it is lost."""
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Stream(ABC):
         if self._deadline <= now:
             raise self._late()
 
-    def send(self, parts: Sequence[Buffer], nbytes: int) -> None:
+    def send(self, parts: Sequence[BytesLike], nbytes: int) -> None:
         sent = 0
         while sent < nbytes:
             sent += self.send_some(parts, sent)
@@ -173,7 +173,7 @@ class PlainStream(Stream):
         super().connect(address, deadline)
         self._sock.settimeout(None)
 
-    def send_some(self, parts: Sequence[Buffer], skip: int = 0) -> int:
+    def send_some(self, parts: Sequence[BytesLike], skip: int = 0) -> int:
         left = _after(parts, skip) if skip else parts
         try:
             if not self._is_unix:
@@ -191,7 +191,7 @@ class PlainStream(Stream):
         except OSError as error:
             raise self._lost(error) from None
 
-    def send_at_once(self, part: Buffer) -> int:
+    def send_at_once(self, part: BytesLike) -> int:
         try:
             return self._sock.sendmsg((part,), (), socket.MSG_DONTWAIT)
         except OSError:
@@ -246,7 +246,7 @@ class TlsStream(Stream):
         # The time-out is for the whole handshake.
         self._tls.do_handshake()
 
-    def send_some(self, parts: Sequence[Buffer], skip: int = 0) -> int:
+    def send_some(self, parts: Sequence[BytesLike], skip: int = 0) -> int:
         views = _after(parts, skip)
         # Small parts are joined: every send is a record, and often a packet, of its own.
         small = b""
@@ -260,7 +260,7 @@ class TlsStream(Stream):
         except OSError as error:
             raise self._lost(error) from None
 
-    def send_at_once(self, part: Buffer) -> int:
+    def send_at_once(self, part: BytesLike) -> int:
         return 0
 
     def plain_fileno(self) -> int:
@@ -277,7 +277,7 @@ class TlsStream(Stream):
         return self.receive_some(next(part for part in parts if part.nbytes))
 
 
-def _after(parts: Sequence[Buffer], nbytes: int) -> list[memoryview]:
+def _after(parts: Sequence[BytesLike], nbytes: int) -> list[memoryview]:
     """Views of `parts` after their first `nbytes` bytes, without copies."""
     left: list[memoryview] = []
     for part in parts:
