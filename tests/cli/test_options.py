@@ -18,11 +18,12 @@ from lmcache_redis.resp.net.credentials import StaticPassword
 from lmcache_redis.resp.net.endpoint import parse_deployment
 
 PASSWORD = "LMCACHE_REDIS_PASSWORD"
+PROVIDER = "LMCACHE_REDIS_CREDENTIAL_PROVIDER"
 
 
 @pytest.fixture(autouse=True)
 def _no_settings_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (PASSWORD, f"{PASSWORD}_FILE", "LMCACHE_REDIS_URL"):
+    for name in (PASSWORD, f"{PASSWORD}_FILE", PROVIDER, "LMCACHE_REDIS_URL"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -159,6 +160,15 @@ def test_a_password_comes_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv(PASSWORD, "the variable wins")
     options = redis_options(redis_url="redis://h")
     assert parse_deployment(options).server.credentials == StaticPassword(None, "the variable wins")
+
+
+def test_every_command_takes_a_credential_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROVIDER, "redis.credentials:UsernamePasswordCredentialProvider")
+    options = redis_options(redis_url="redis://h")
+    assert type(options.credential_provider).__name__ == "UsernamePasswordCredentialProvider"
+    monkeypatch.setenv(PROVIDER, "redis.credentials:Missing")
+    with pytest.raises(ConfigError, match=r"redis\.credentials:Missing cannot be made"):
+        redis_options(redis_url="redis://h")
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
