@@ -27,7 +27,7 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp.bulk import receive_value
 from lmcache_redis.resp.net.connection import Connection, Connector
-from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, RedisOptions, parse_deployment
+from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, parse_deployment
 from lmcache_redis.resp.net.topology import Routes, Routing, find_servers
 from lmcache_redis.resp.net.wire import (
     ErrorReply,
@@ -37,6 +37,7 @@ from lmcache_redis.resp.net.wire import (
     get_command,
     pack_command,
 )
+from lmcache_redis.resp.options import RedisOptions
 
 CLIENT_NAME = "lmcache-redis-admin"
 CONNECT_TIMEOUT_S = 3.0

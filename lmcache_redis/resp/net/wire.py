@@ -1,7 +1,7 @@
 """RESP as bytes: commands packed, replies parsed by hiredis behind bounds. Pure, strict.
 
 The size of a reply and the length of an array are bounded, so that the receiver's memory is, too.
-Types that only RESP3 has are parsed as hiredis does; whoever asked checks the type of a reply.
+Simple types of RESP3 are parsed as hiredis does; whoever asked checks the type of a reply.
 
 https://redis.io/docs/latest/develop/reference/protocol-spec/. Payloads are not parsed here: `bulk`
 receives them straight into slots. Malformed bytes raise RedisProtocolError and nothing else.
@@ -42,9 +42,9 @@ MAX_VALUE_BYTES: Final = 1 << 40
 
 # As servers write them: without a leading zero.
 _INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
-# The head of an array (in RESP3 also of a map, a set, a push, attributes) of 1,000 elements or
-# more, or bytes of a string that look like it; and what may become one.
-_LONG_ARRAY = re.compile(rb"[*%~>|]([0-9]{4,19})")
+# The head of an array of 1,000 elements or more, of a map, a set or a push of RESP3, or bytes of a
+# string that look like it; and what may become one.
+_SUSPECT = re.compile(rb"[*%~>|](?:(?<=\*)([0-9]{4,19})|(?<!\*)[0-9])")
 _HEAD = re.compile(rb"[*%~>|][0-9]{0,19}\Z")
 _HEAD_BYTES = 20
 _INCOMPLETE = object()
@@ -231,8 +231,9 @@ class ReplyBuffer:
     """Bytes in, complete replies out. Raises RedisProtocolError for malformed bytes.
 
     hiredis parses them. It allocates a list as long as an array says it is, and bounds only their
-    depth (1,024). So the lengths of long arrays are added up before hiredis sees their heads, and
-    no reply has more than `most_bytes`.
+    depth (1,024). So the lengths of long arrays are added up before hiredis sees their heads. Maps,
+    sets and pushes of RESP3 are refused: 4 bytes of an empty set would cost 240. No reply has more
+    than `most_bytes`.
     """
 
     __slots__ = ("_early", "_elements", "_fed_bytes", "_head", "_most_bytes", "_reader")
@@ -260,7 +261,7 @@ class ReplyBuffer:
         if self._head:
             data, self._head = b"".join((self._head, data)), b""
         start, end = 0, len(data)
-        for suspect in _LONG_ARRAY.finditer(data):
+        for suspect in _SUSPECT.finditer(data):
             if suspect.end() == end:
                 break  # more digits may follow
             self._reader.feed(data[start : suspect.start()])
@@ -268,6 +269,8 @@ class ReplyBuffer:
             self._early += self._parsed()
             # If hiredis has bytes left, it waits for more of a string, and this is a part of it.
             if not self._reader.has_data():
+                if suspect[1] is None:
+                    raise RedisProtocolError("a map, a set or a push of RESP3 in a reply")
                 self._elements += int(suspect[1])
                 if self._elements > MAX_ELEMENTS:
                     raise RedisProtocolError(f"a reply of more than {MAX_ELEMENTS} elements")
@@ -289,7 +292,7 @@ class ReplyBuffer:
         try:
             return list(itertools.islice(iter(self._reader.gets, _INCOMPLETE), most))
         except (TypeError, ValueError) as error:
-            # Of RESP3: a key of a map that is a list, a number that Python does not read.
+            # Of RESP3: what Python does not read.
             raise RedisProtocolError(f"malformed reply: {error}") from None
 
 
