@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -14,8 +13,7 @@ from lmcache_redis.chunks.frame import ChunkFrame, StripeHeader
 from lmcache_redis.chunks.keys import KEY_MAGIC, stripe_key
 from lmcache_redis.resp.control import (
     STEP_KEYS,
-    Question,
-    Removal,
+    KeyQuestion,
     Steps,
     ask_each,
     count_prefix,
@@ -25,10 +23,10 @@ from lmcache_redis.resp.control import (
     parse_header,
     walk_keys,
 )
-from lmcache_redis.resp.jobs import Job, Jobs
-from lmcache_redis.resp.net.topology import Part, Routing
+from lmcache_redis.resp.jobs import Jobs
+from lmcache_redis.resp.net.topology import KeyGroup, Routing
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
-from lmcache_redis.resp.node import Node, Nodes
+from lmcache_redis.resp.node import DataNode, DataNodes
 from lmcache_redis.tiers import (
     CallOutcome,
     Done,
@@ -47,9 +45,6 @@ _UNLINKS = partial(
     ask_each, partial(keys_commands, b"UNLINK", group_keys=1), parse_count, step_keys=STEP_KEYS
 )
 _HEADERS = partial(ask_each, header_commands, parse_header)
-# A partial write is removed soon or not at all: later, the chunk may have been stored again.
-_REMOVE_WITHIN_S = 10.0
-_MAX_PENDING_REMOVALS = 1024
 # A part's failure is the outcome of the call only if no part is DONE. The gravest is first.
 _FAILURES = (CallOutcome.CANCELLED, CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT)
 
@@ -62,10 +57,9 @@ class KeyCalls:
     if any shard answered.
     """
 
-    def __init__(self, nodes: Nodes, jobs: Jobs) -> None:
+    def __init__(self, nodes: DataNodes, jobs: Jobs) -> None:
         self._nodes = nodes
         self._jobs = jobs
-        self._removals = Removals(jobs.transfers)
 
     def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
         """How many of the leading chunks exist, up to the first gap."""
@@ -79,7 +73,7 @@ class KeyCalls:
             self._exists(keys, deadline, lambda outcome, n: answer(outcome, [*n, 0].index(0)))
         else:
             steps = partial(count_prefix, keys, _FIRST_STRIPE)
-            question = Question(steps, deadline, answer, is_urgent=True)
+            question = KeyQuestion(steps, deadline, answer, is_urgent=True)
             self._submit(question, self._nodes.routes.node_of(b""))
 
     def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
@@ -134,37 +128,15 @@ class KeyCalls:
         self._ask(_HEADERS, _first_stripes((key,)), deadline, None, answer)
 
     def unlink(
-        self,
-        chunk_key: bytes,
-        stripe_count: int,
-        deadline: float | None = None,
-        done: Done[RemoveResult] | None = None,
+        self, chunk_key: bytes, stripe_count: int, deadline: float, done: Done[RemoveResult]
     ) -> None:
-        """UNLINK the stripes of a chunk, stripe 0 first.
-
-        Without `done`, in the background: within ten seconds or not at all, and not while the chunk
-        is being stored, which replaces all of it.
-        """
-        jobs = self._jobs
-        if done is None and (
-            not jobs.started
-            or jobs.closing
-            or not self._nodes.state.up
-            or jobs.count(Removal) >= _MAX_PENDING_REMOVALS
-        ):
-            return
+        """UNLINK the stripes of a chunk, stripe 0 first."""
 
         def answer(outcome: CallOutcome, removed: Sequence[int]) -> None:
-            self._removals.end(chunk_key)
-            if done is not None:
-                done(RemoveResult(outcome, sum(removed)))
+            done(RemoveResult(outcome, sum(removed)))
 
-        if deadline is None:
-            deadline = time.monotonic() + _REMOVE_WITHIN_S
         stripes = [stripe_key(chunk_key, index) for index in range(stripe_count)]
-        jobs.check_usable()
-        if self._removals.begin(chunk_key, unless_stored=done is None):
-            self._ask(_UNLINKS, stripes, deadline, 0, answer, Removal)
+        self._ask(_UNLINKS, stripes, deadline, 0, answer, is_urgent=False)
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK every key that begins with `key_prefix`, in small steps, after scans.
@@ -213,7 +185,7 @@ class KeyCalls:
         deadline: float,
         missing: Any,
         done: Callable[[CallOutcome, Sequence[Any]], None],
-        kind: Callable[..., Question] = Question,
+        is_urgent: bool = True,
     ) -> None:
         """Ask each node for its keys, and follow redirections.
 
@@ -226,14 +198,15 @@ class KeyCalls:
         outcomes: set[CallOutcome] = set()
         open_parts = len(routing.parts)
 
-        def ask(part: Part[Node]) -> None:
+        def ask(part: KeyGroup[DataNode]) -> None:
             some = [keys[index] for index in part.indexes]
             steps = partial(make_steps, some, asking=part.hop is not None and part.hop.asking)
-            is_urgent = kind is not Removal
             answer = partial(answered, part)
-            self._submit(kind(steps, deadline, answer, is_urgent=is_urgent), part.node)
+            self._submit(KeyQuestion(steps, deadline, answer, is_urgent=is_urgent), part.node)
 
-        def answered(part: Part[Node], outcome: CallOutcome, results: Sequence[Any] | None) -> None:
+        def answered(
+            part: KeyGroup[DataNode], outcome: CallOutcome, results: Sequence[Any] | None
+        ) -> None:
             nonlocal open_parts
             redirected = routing.answered(part, results or ())
             with lock:
@@ -273,64 +246,14 @@ class KeyCalls:
             done(next(failures, CallOutcome.DONE))
 
         for node in nodes:
-            self._submit(Question(make_steps, deadline, answer, is_urgent=False), node)
+            self._submit(KeyQuestion(make_steps, deadline, answer, is_urgent=False), node)
 
-    def _submit(self, question: Question, node: Node | None) -> None:
+    def _submit(self, question: KeyQuestion, node: DataNode | None) -> None:
         question.nodes = (node,)
         if self._jobs.enter((question,)) and node is not None:
             node.ask(question)
             # The server may have gone down, or the plane been closed, in the meantime.
             self._jobs.refuse((question,))
-
-
-class Removals:
-    """The removals in flight. No removal takes a stripe of a later store. Thread-safe.
-
-    Removals and stores of one chunk use different connections: a store waits until the removals of
-    its chunk are answered, and a chunk that is being stored is not removed because of a failed read
-    or an earlier store. transfers: `Jobs.transfers`; a store is added to it before `is_empty` and
-    `wait`.
-    """
-
-    def __init__(self, transfers: Mapping[Any, Job[Any]]) -> None:
-        self._transfers = transfers
-        self._lock = threading.Lock()
-        # By chunk key: how many removals, and the stores that wait for them.
-        self._removals: dict[bytes, tuple[int, list[Callable[[], None]]]] = {}
-
-    def begin(self, chunk_key: bytes, unless_stored: bool) -> bool:
-        """Note a removal before it is queued; False: do not queue it, the chunk is being stored."""
-        with self._lock:
-            if unless_stored:
-                transfers = list(self._transfers.items())
-                if any(chunk.key == chunk_key and job.is_store for chunk, job in transfers):
-                    return False
-            count, waiting = self._removals.get(chunk_key, (0, []))
-            self._removals[chunk_key] = count + 1, waiting
-            return True
-
-    def end(self, chunk_key: bytes) -> None:
-        """A removal was answered, or will not be sent."""
-        with self._lock:
-            count, waiting = self._removals.pop(chunk_key)
-            if count > 1:
-                self._removals[chunk_key] = count - 1, waiting
-                return
-        for start in waiting:
-            start()
-
-    def is_empty(self) -> bool:
-        """Whether no removal is in flight; then the stores in `transfers` need not wait."""
-        with self._lock:
-            return not self._removals
-
-    def wait(self, chunk_key: bytes, start: Callable[[], None]) -> bool:
-        """Call `start` once the removals of the chunk have ended; False if none is in flight."""
-        with self._lock:
-            if chunk_key not in self._removals:
-                return False
-            self._removals[chunk_key][1].append(start)
-            return True
 
 
 def _first_stripes(keys: Sequence[bytes]) -> list[bytes]:

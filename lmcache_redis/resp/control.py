@@ -27,8 +27,7 @@ from lmcache_redis.errors import (
     RedisRedirect,
     RedisUnavailable,
 )
-from lmcache_redis.resp.health import Server, Worker
-from lmcache_redis.resp.jobs import Job, TaskQueue
+from lmcache_redis.resp.jobs import Job
 from lmcache_redis.resp.net.connection import Connection, Pipeline
 from lmcache_redis.resp.net.wire import (
     ASKING_COMMAND,
@@ -40,6 +39,8 @@ from lmcache_redis.resp.net.wire import (
     pack_command,
     without_errors,
 )
+from lmcache_redis.resp.queues import TaskQueue
+from lmcache_redis.resp.worker import DataServer, Worker
 from lmcache_redis.tiers import CallOutcome
 
 ResultT = TypeVar("ResultT")
@@ -141,7 +142,7 @@ def _counts(
     for reply in replies:
         most = min(group_keys, len(keys) - before)
         if not isinstance(reply, int) or not 0 <= reply <= most:
-            raise RedisProtocolError("the reply to an EXISTS is no count of its keys")
+            raise RedisProtocolError("malformed reply to EXISTS: expected a count of its keys")
         yield reply
         before += group_keys
 
@@ -207,7 +208,7 @@ def walk_keys(
             pipeline = yield iter((request,)), -(-len(unwanted) // group_keys)
             for count in without_errors(pipeline.receive_all()):
                 if not isinstance(count, int) or count < 0:
-                    raise RedisProtocolError("the reply to an UNLINK is no count")
+                    raise RedisProtocolError("malformed reply to UNLINK: expected a count")
                 removed(count)
 
 
@@ -215,13 +216,13 @@ def parse_count(reply: Reply) -> int:
     """The reply to an EXISTS or UNLINK of one key."""
     if isinstance(reply, int) and 0 <= reply <= 1:
         return reply
-    raise RedisProtocolError("the reply to a command with one key is no count of it")
+    raise RedisProtocolError("expected 0 or 1 from a command with one key")
 
 
 def parse_header(reply: Reply) -> StripeHeader | None:
     """The header in the reply to a GETRANGE; None if it is no header."""
     if not isinstance(reply, bytes):
-        raise RedisProtocolError("the reply to a GETRANGE is no string")
+        raise RedisProtocolError("malformed reply to GETRANGE: expected a string")
     try:
         return describe_header(reply)
     except FormatError:
@@ -235,7 +236,7 @@ def header_commands(keys: Sequence[bytes]) -> bytes:
 # --------------------------------------------------- the connection and its thread
 
 
-class Question(Job[CallOutcome]):
+class KeyQuestion(Job[CallOutcome]):
     """Steps on the control connection of one server.
 
     make_steps: called for each attempt. done: called with the outcome and the result of the steps,
@@ -281,25 +282,18 @@ class Question(Job[CallOutcome]):
         self._done(outcome, self._result if outcome is CallOutcome.DONE else None)
 
 
-class Removal(Question):
-    """The removal of a chunk. `RedisPlane.close` finishes removals first."""
-
-    __slots__ = ()
-
-
 class Controller(Worker):
     """The control connection of a server and its thread."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: DataServer) -> None:
         super().__init__("control", server)
-        self.queue: TaskQueue[Question] = TaskQueue()
-        self._op_timeout_s = server.options.op_timeout_s
+        self.queue: TaskQueue[KeyQuestion] = TaskQueue()
         # Held while a thread sends or receives: callers may use an idle connection.
         self._in_use = threading.Lock()
         self._connection: Connection | None = None
-        self._asked: tuple[Question, Pipeline] | None = None
+        self._asked: tuple[KeyQuestion, Pipeline] | None = None
 
-    def put(self, question: Question) -> None:
+    def put(self, question: KeyQuestion) -> None:
         """Enqueue a question. If it is urgent and the connection is idle, send its first request.
 
         The server works on it while the control thread wakes up. Called on any thread; does not
@@ -307,8 +301,14 @@ class Controller(Worker):
         """
         if question.is_urgent and self._in_use.acquire(blocking=False):
             try:
-                if self._connection is not None and self._asked is None and not len(self.queue):
-                    pipeline = self._new_pipeline(self._connection, question)
+                connection = self._connection
+                if (
+                    connection is not None
+                    and self._asked is None
+                    and not len(self.queue)
+                    and not self._is_outdated(connection)
+                ):
+                    pipeline = self._new_pipeline(connection, question)
                     pipeline.send_at_once(*question.first_request())
                     self._asked = question, pipeline
             finally:
@@ -323,25 +323,30 @@ class Controller(Worker):
                 if question is None:
                     return False
                 with self._in_use:
+                    if self._asked is None and self._is_outdated(connection):
+                        connection.close()
                     self._take_turn(connection, question)
             return True
         finally:
             with self._in_use:
                 self._connection = self._asked = None
 
-    def _take_turn(self, connection: Connection, question: Question) -> None:
+    def _is_outdated(self, connection: Connection) -> bool:
+        return self._server.write_state.is_outdated(connection.opened_at)
+
+    def _take_turn(self, connection: Connection, question: KeyQuestion) -> None:
         """A step of the question that a caller sent, whose replies come first, and of this one."""
         asked, self._asked = self._asked, None
         if asked is not None:
-            self._step(connection, *asked)
+            self._take_step(connection, *asked)
         if asked is None or question is not asked[0]:
             if connection.is_open:
-                self._step(connection, question)
+                self._take_step(connection, question)
             else:
                 self.queue.put((question,), urgent=True)
 
-    def _step(
-        self, connection: Connection, question: Question, asked: Pipeline | None = None
+    def _take_step(
+        self, connection: Connection, question: KeyQuestion, asked: Pipeline | None = None
     ) -> None:
         """Take a step. asked: the pipeline in which the first request was sent."""
         if self._jobs.begin(question):
@@ -366,7 +371,7 @@ class Controller(Worker):
         elif asked is not None:
             self._finish(connection, asked)
 
-    def _fail(self, connection: Connection, question: Question, error: RedisError) -> None:
+    def _fail(self, connection: Connection, question: KeyQuestion, error: RedisError) -> None:
         self._judge(error, connection)
         if isinstance(error, RedisUnavailable) and self._may_retry(question, connection):
             # From the first step: cursors and counts are those of the lost server.
@@ -375,18 +380,22 @@ class Controller(Worker):
         else:
             self._jobs.end(question, CallOutcome[self._stop_for(error).name])
 
-    def _new_pipeline(self, connection: Connection, question: Question) -> Pipeline:
+    def _new_pipeline(self, connection: Connection, question: KeyQuestion) -> Pipeline:
         """A step has one deadline for all its round trips."""
-        return Pipeline(connection, min(question.deadline, time.monotonic() + self._op_timeout_s))
+        return Pipeline(connection, min(question.deadline, self._op_deadline))
+
+    @property
+    def _op_deadline(self) -> float:
+        return time.monotonic() + self._server.options.op_timeout_s
 
     def _finish(self, connection: Connection, pipeline: Pipeline) -> None:
         """Receive and drop the replies that the question did not need."""
         if pipeline.outstanding and connection.is_open:
             try:
-                pipeline.finish(time.monotonic() + self._op_timeout_s)
+                pipeline.finish(self._op_deadline)
             except RedisError as error:
                 self._judge(error, connection)
 
-    def _put_back(self, question: Question) -> None:
+    def _put_back(self, question: KeyQuestion) -> None:
         self._jobs.release((question,))
         self.queue.put((question,), urgent=question.is_urgent)

@@ -14,7 +14,7 @@ from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.net.topology import (
     MAX_HOPS,
     SLOTS,
-    Part,
+    KeyGroup,
     Routes,
     Routing,
     ServerMap,
@@ -82,7 +82,7 @@ def routing_of(asked: Sequence[bytes]) -> Routing[str]:
     return Routing(routes, asked, follow, "missing")
 
 
-def part_of(parts: Sequence[Part[str]], node: str) -> Part[str]:
+def part_of(parts: Sequence[KeyGroup[str]], node: str) -> KeyGroup[str]:
     (part,) = [part for part in parts if part.node == node]
     return part
 

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple, TypeVar
 from lmcache_redis import native
 from lmcache_redis.errors import (
     RedisAuthError,
+    RedisClusterDown,
     RedisError,
     RedisFull,
     RedisProtocolError,
@@ -25,6 +26,7 @@ from lmcache_redis.errors import (
     RedisRedirect,
     RedisReplyError,
     RedisUnavailable,
+    RedisWriteRefused,
 )
 
 CRLF: Final = b"\r\n"
@@ -48,9 +50,8 @@ _INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
 # Only counts, as the replies to a scan: 32 of them are parsed in 5 µs instead of 35.
 _COUNTS = re.compile(rb"(?::(?:0|[1-9][0-9]{0,17})\r\n)+")
 _CODE = re.compile(r"[A-Z]{2,20}")
-_UNAVAILABLE_CODES = frozenset(
-    {"LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS"}
-)
+_UNAVAILABLE_CODES = frozenset({"LOADING", "BUSY", "MASTERDOWN", "TRYAGAIN"})
+_NO_WRITES_CODES = frozenset({"NOREPLICAS", "MISCONF"})
 _AUTH_CODES = frozenset({"NOAUTH", "WRONGPASS"})
 _IS_A_CLUSTER: Final = "(a Redis Cluster: write redis+cluster://HOST:PORT)"
 
@@ -201,8 +202,12 @@ def error_of(reply: ErrorReply) -> RedisError:
         return _redirect(reply, f"{said} {_IS_A_CLUSTER}")
     if reply.code == "CROSSSLOT":
         return RedisReplyError(f"{said} {_IS_A_CLUSTER}")
+    if reply.code == "CLUSTERDOWN":
+        return RedisClusterDown(said)
     if reply.code == "READONLY":
         return RedisReadOnly(said)
+    if reply.code in _NO_WRITES_CODES:
+        return RedisWriteRefused(said)
     if reply.code == "NOPERM":
         return RedisReplyError(
             f"{said} (allow GET, SET, EXISTS, UNLINK, SCAN, PING on our keys, "
