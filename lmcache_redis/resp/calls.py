@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -11,22 +12,24 @@ from typing import Any
 
 from lmcache_redis.chunks.frame import ChunkFrame, StripeHeader
 from lmcache_redis.chunks.keys import KEY_MAGIC, stripe_key
-from lmcache_redis.resp.control import (
-    STEP_KEYS,
-    KeyQuestion,
-    Steps,
-    ask_each,
-    count_prefix,
-    find_present,
-    header_commands,
-    parse_count,
-    parse_header,
-    walk_keys,
-)
+from lmcache_redis.resp.control import KeyQuestion
 from lmcache_redis.resp.jobs import Jobs
 from lmcache_redis.resp.net.topology import KeyGroup, Routing
 from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
 from lmcache_redis.resp.node import DataNode, DataNodes
+from lmcache_redis.resp.steps import (
+    STEP_KEYS,
+    Steps,
+    ask_each,
+    count_prefix,
+    expire_commands,
+    find_present,
+    header_commands,
+    parse_count,
+    parse_header,
+    touch_chunks,
+    walk_keys,
+)
 from lmcache_redis.tiers import (
     CallOutcome,
     Done,
@@ -39,6 +42,10 @@ from lmcache_redis.tiers import (
 logger = logging.getLogger(__name__)
 
 _FIRST_STRIPE = stripe_key(b"", 0)
+# Of a cluster, keys in the first round of a scan, in that of other questions, and in any round.
+_FIRST_ROUND_KEYS = 256
+_MANY_KEYS = 4096
+_MOST_ROUND_KEYS = 16384
 # A command for each key: whether it exists, UNLINK, and its header; None: no value, or no header.
 _EXISTS = partial(ask_each, partial(keys_commands, b"EXISTS", group_keys=1), parse_count)
 _UNLINKS = partial(
@@ -69,8 +76,15 @@ class KeyCalls:
 
         self._jobs.check_usable()
         if self._nodes.routes.is_cluster:
-            # The first gap, or the end.
-            self._exists(keys, deadline, lambda outcome, n: answer(outcome, [*n, 0].index(0)))
+
+            def counted(outcome: CallOutcome, counts: Sequence[int]) -> None:
+                # The first gap, or the end.
+                answer(outcome, [*counts, 0].index(0))
+
+            rounds = _Rounds(
+                keys, counted, _FIRST_ROUND_KEYS, suffix=_FIRST_STRIPE, only_prefix=True
+            )
+            self._ask_in_rounds(_EXISTS, rounds, deadline)
         else:
             steps = partial(count_prefix, keys, _FIRST_STRIPE)
             question = KeyQuestion(steps, deadline, answer, is_urgent=True)
@@ -84,6 +98,39 @@ class KeyCalls:
             done(ExistsResult(outcome, [count > 0 for count in counts] if is_done and keys else ()))
 
         self._exists(keys, deadline, answer)
+
+    def refresh(
+        self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
+    ) -> None:
+        """Keep chunks from eviction and expiry: their keys, and how many stripes each has.
+
+        `present` says of each chunk whether all of its stripes exist. Uses TOUCH, or EXPIRE if a
+        load restarts the TTL. After scans.
+        """
+        options = self._nodes.options
+        if chunks and not options.ttl_refresh and not self._nodes.routes.is_cluster:
+            # A command for each chunk.
+            steps = partial(touch_chunks, chunks)
+
+            def touched(outcome: CallOutcome, present: Sequence[bool] | None) -> None:
+                done(ExistsResult(outcome, present or ()))
+
+            self._jobs.check_usable()
+            question = KeyQuestion(steps, deadline, touched, is_urgent=False)
+            self._submit(question, self._nodes.routes.node_of(b""))
+            return
+
+        def counted(outcome: CallOutcome, counts: Sequence[int]) -> None:
+            left = iter(counts)
+            present = [sum(itertools.islice(left, stripes)) == stripes for _, stripes in chunks]
+            done(ExistsResult(outcome, present if outcome is CallOutcome.DONE else ()))
+
+        keys = [stripe_key(key, index) for key, stripes in chunks for index in range(stripes)]
+        pack = partial(keys_commands, b"TOUCH", group_keys=1)
+        if options.ttl_refresh:
+            pack = partial(expire_commands, options.ttl_s)
+        ask = partial(ask_each, pack, parse_count, step_keys=STEP_KEYS)
+        self._ask_in_rounds(ask, _Rounds(keys, counted), deadline, is_urgent=False)
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks, whatever their layout. Uses GETRANGE."""
@@ -172,11 +219,26 @@ class KeyCalls:
         done: Callable[[CallOutcome, Sequence[int]], None],
     ) -> None:
         if self._nodes.routes.is_cluster:
-            self._ask(_EXISTS, _first_stripes(keys), deadline, 0, done)
+            self._ask_in_rounds(_EXISTS, _Rounds(keys, done, suffix=_FIRST_STRIPE), deadline)
         else:
             self._ask(
                 lambda some, asking: find_present(some, _FIRST_STRIPE), keys, deadline, 0, done
             )
+
+    def _ask_in_rounds(
+        self,
+        make_steps: Callable[..., Steps[Sequence[int]]],
+        rounds: _Rounds,
+        deadline: float,
+        is_urgent: bool = True,
+    ) -> None:
+        """Ask for some keys after the other: routing all at once would hold up the caller."""
+
+        def answered(outcome: CallOutcome, counts: Sequence[int]) -> None:
+            if rounds.goes_on(outcome, counts):
+                self._ask_in_rounds(make_steps, rounds, deadline, is_urgent)
+
+        self._ask(make_steps, rounds.next_keys(), deadline, 0, answered, is_urgent)
 
     def _ask(
         self,
@@ -254,6 +316,53 @@ class KeyCalls:
             node.ask(question)
             # The server may have gone down, or the plane been closed, in the meantime.
             self._jobs.refuse((question,))
+
+
+class _Rounds:
+    """Keys that are asked for in rounds, each four times as large as the last, up to a limit.
+
+    suffix: at the end of each key.
+
+    done: called at the end, with a count for each key; 0 for keys after the first gap with
+    `only_prefix`, and for those of which no server said anything.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        done: Callable[[CallOutcome, Sequence[int]], None],
+        first_keys: int = _MANY_KEYS,
+        suffix: bytes = b"",
+        only_prefix: bool = False,
+    ) -> None:
+        self._keys = keys
+        self._suffix = suffix
+        self._done = done
+        self._size = first_keys
+        self._only_prefix = only_prefix
+        self._counts: list[int] = []
+        self._has_answer = False
+
+    def next_keys(self) -> Sequence[bytes]:
+        start = len(self._counts)
+        some = self._keys[start : start + self._size]
+        return [key + self._suffix for key in some] if self._suffix else some
+
+    def goes_on(self, outcome: CallOutcome, counts: Sequence[int]) -> bool:
+        """Take the counts of a round; return whether another one follows."""
+        self._counts += counts
+        self._size = min(4 * self._size, _MOST_ROUND_KEYS)
+        is_done = outcome is CallOutcome.DONE
+        has_gap = self._only_prefix and 0 in counts
+        left = len(self._keys) - len(self._counts)
+        if is_done and left and not has_gap:
+            self._has_answer = True
+            return True
+        if self._has_answer and outcome is not CallOutcome.CANCELLED:
+            # What is known stands.
+            outcome = CallOutcome.DONE
+        self._done(outcome, self._counts + [0] * left)
+        return False
 
 
 def _first_stripes(keys: Sequence[bytes]) -> list[bytes]:

@@ -95,8 +95,14 @@ class Routes(Generic[NodeT]):
         if self._by_slot is None:
             return {self._single: list(range(len(keys)))} if keys else {}
         by_node: dict[NodeT | None, list[int]] = {}
+        by_slot, crc = self._by_slot, binascii.crc_hqx
         for index, key in enumerate(keys):
-            by_node.setdefault(self._by_slot[slot_of(key)], []).append(index)
+            slot = slot_of(key) if b"{" in key else crc(key, 0) % SLOTS
+            node = by_slot[slot]
+            if node in by_node:
+                by_node[node].append(index)
+            else:
+                by_node[node] = [index]
         return by_node
 
 
