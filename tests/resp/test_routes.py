@@ -115,6 +115,20 @@ def test_keys_are_asked_of_their_nodes_and_redirections_followed() -> None:
     assert routing.results == asked
 
 
+def test_an_ask_and_a_moved_are_asked_apart() -> None:
+    """Only one of the two wants ASKING before its command."""
+    routing = routing_of([b"a", b"b", b"c", b"d"])
+    part = max(routing.parts, key=lambda part: len(part.indexes))
+    first, second = part.indexes[:2]
+    asks, moved = routing.answered(part, [redirect(3, asking=True), redirect(3)])
+    assert (asks.node, asks.indexes, asks.hop and asks.hop.asking) == ("node-3", [first], True)
+    assert (moved.node, moved.indexes, moved.hop and moved.hop.asking) == (
+        "node-3",
+        [second],
+        False,
+    )
+
+
 def test_a_redirection_that_leads_nowhere_leaves_the_key_missing() -> None:
     routing = routing_of([b"a"])
     (part,) = routing.parts
