@@ -156,7 +156,7 @@ class RedisPlane(KeyCalls):
     def lookup(self, key: bytes) -> None:
         """None for every key: only the servers know."""
 
-    def load_all(self, chunks: Sequence[ChunkIO], done: ReadDone, stuck: object = None) -> None:
+    def load_all(self, chunks: Sequence[ChunkIO], done: ReadDone) -> None:
         """Load chunks into their slots, in this order; `done` is called for each.
 
         Slots belong to the plane until `done`. Many chunks at once are cheaper than one by one.
@@ -170,7 +170,7 @@ class RedisPlane(KeyCalls):
             # A server may have gone down, or the plane been closed, in the meantime.
             self._jobs.refuse(accepted)
 
-    def store_all(self, chunks: Sequence[ChunkIO], done: WriteDone, stuck: object = None) -> None:
+    def store_all(self, chunks: Sequence[ChunkIO], done: WriteDone) -> None:
         """Store chunks from their slots, in this order; `done` is called for each.
 
         Slots must not change until `done`.

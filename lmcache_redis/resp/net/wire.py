@@ -210,8 +210,8 @@ def error_of(reply: ErrorReply) -> RedisError:
         return RedisWriteRefused(said)
     if reply.code == "NOPERM":
         return RedisReplyError(
-            f"{said} (allow GET, SET, EXISTS, UNLINK, SCAN, PING on our keys, "
-            "and GETEX where a TTL is refreshed)"
+            f"{said} (allow GET, SET, EXISTS, TOUCH, UNLINK, SCAN, PING on our keys, "
+            "and GETEX and EXPIRE where a TTL is refreshed)"
         )
     return RedisReplyError(said)
 
