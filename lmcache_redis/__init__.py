@@ -11,7 +11,7 @@ The path of a chunk, from an engine to Redis and back into another engine:
  6. each slot becomes one value: a header, then the payload;
     stripe 0 is written last and makes the chunk visible           resp.writing, chunks
  7. another engine, later: its scheduler sends LOOKUP              client.scheduler, messages
- 8. one grouped EXISTS finds how long the cached prefix is         cache.lookup, resp.control
+ 8. one grouped EXISTS finds how long the cached prefix is         cache.lookup, resp.steps
  9. its stripes are received straight into slots and verified      resp.reading, chunks
 10. the answer names only chunks that sit pinned in the host pool  cache.lookup, agent.peers
 11. vLLM allocates blocks; each worker sends RETRIEVE              integrations.vllm.worker

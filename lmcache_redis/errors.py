@@ -37,6 +37,10 @@ class RedisUnavailable(RedisError):
     """No usable connection: refused, reset, a server that is starting, an unresolvable name."""
 
 
+class RedisClusterDown(RedisUnavailable):
+    """A shard refuses keys because its cluster is not complete; the shard itself is well."""
+
+
 class RedisTimeout(RedisError):
     """The deadline of an operation passed before its reply was complete."""
 
@@ -57,7 +61,11 @@ class RedisReplyError(RedisError):
     """Any other error reply of the server; the connection stays usable."""
 
 
-class RedisReadOnly(RedisReplyError):
+class RedisWriteRefused(RedisReplyError):
+    """The server takes no writes for now (NOREPLICAS, MISCONF); it serves reads."""
+
+
+class RedisReadOnly(RedisWriteRefused):
     """A write was refused because the server is a replica."""
 
 

@@ -69,8 +69,8 @@ class End(enum.IntEnum):
 # A failure: how the stripe ended; errno if LOST (0: closed); the line, or the first bytes of the
 # value. Otherwise the result is the store id of a loaded stripe, or its header if it is sealed and
 # has yet to be opened; it is empty for a stored one.
-Failure = tuple[int, int, bytes]
-Result = bytes | Failure
+StripeFailure = tuple[int, int, bytes]
+Result = bytes | StripeFailure
 Handle = tuple[Any, Any]
 
 
@@ -86,7 +86,7 @@ class Moved(NamedTuple):
     sending: int
 
 
-class Call(NamedTuple):
+class MoveCall(NamedTuple):
     """What a mover is to do.
 
     lanes: handles; the first `in_flight` tasks are on the first of them. is_sending: the last of
@@ -115,10 +115,10 @@ class NativeMover:
     def handle(self, stream: Stream) -> Handle:
         return stream.plain_fileno(), bytearray(self._moves.PROGRESS_BYTES)
 
-    def load(self, call: Call) -> Moved:
+    def load(self, call: MoveCall) -> Moved:
         return Moved(*self._moves.load(*call))
 
-    def store(self, call: Call) -> Moved:
+    def store(self, call: MoveCall) -> Moved:
         return Moved(*self._moves.store(*call))
 
 
@@ -145,10 +145,10 @@ class PythonMover:
     def handle(self, stream: Stream) -> Handle:
         return stream, _Progress()
 
-    def load(self, call: Call) -> Moved:
+    def load(self, call: MoveCall) -> Moved:
         return _move(call, is_load=True)
 
-    def store(self, call: Call) -> Moved:
+    def store(self, call: MoveCall) -> Moved:
         return _move(call, is_load=False)
 
 
@@ -162,7 +162,7 @@ def mover_for(stream: Stream) -> Mover:
     return NativeMover()
 
 
-def _move(call: Call, is_load: bool) -> Moved:
+def _move(call: MoveCall, is_load: bool) -> Moved:
     lanes, tasks, in_flight, is_sending, drain, until, verify, quiet_ms = call
     sending = errno.EAGAIN if is_sending else 0
     lane_of = list(range(in_flight))
@@ -269,7 +269,7 @@ def _receive_line(stream: Stream, progress: _Progress, kinds: bytes, until: floa
     while True:
         data = progress.first
         if progress.got and data[0] not in kinds:
-            raise RedisProtocolError("the reply to a GET or SET is none")
+            raise RedisProtocolError("malformed reply to GET or SET")
         end = data.find(CRLF, 0, progress.got)
         if end >= 0:
             return bytes(data[:end])
@@ -336,7 +336,7 @@ def receive_value(connection: Connection, payload: memoryview, deadline: float) 
 # -------------------------------------------------------------------- failures
 
 
-def error_in(failure: Failure, stream: Stream) -> RedisError | None:
+def error_in(failure: StripeFailure, stream: Stream) -> RedisError | None:
     """The error of the connection or the server; None if the failure is about the value."""
     end, error_number, data = failure
     if end == End.LINE:
@@ -344,12 +344,12 @@ def error_in(failure: Failure, stream: Stream) -> RedisError | None:
             return RedisProtocolError("the reply to a SET is neither OK nor an error")
         return error_of(parse_error(data))
     if end == End.GARBAGE:
-        return RedisProtocolError("the reply to a GET or SET is none")
+        return RedisProtocolError("malformed reply to GET or SET")
     if end == End.LOST:
         return RedisUnavailable(data.decode()) if data else stream.lost(error_number)
     return None
 
 
-def is_other_type(failure: Failure) -> bool:
+def is_other_type(failure: StripeFailure) -> bool:
     """Whether the key has a value that is not a string."""
     return failure[0] == End.LINE and failure[2].startswith(b"-WRONGTYPE")

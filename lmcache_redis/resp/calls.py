@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from lmcache_redis.chunks.frame import ChunkFrame, StripeHeader
 from lmcache_redis.chunks.keys import KEY_MAGIC, stripe_key
-from lmcache_redis.resp.control import (
+from lmcache_redis.resp.control import KeyQuestion
+from lmcache_redis.resp.jobs import Jobs
+from lmcache_redis.resp.net.topology import KeyGroup, Routing
+from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
+from lmcache_redis.resp.node import DataNode, DataNodes
+from lmcache_redis.resp.steps import (
     STEP_KEYS,
-    Question,
-    Removal,
     Steps,
     ask_each,
     count_prefix,
+    expire_commands,
     find_present,
     header_commands,
     parse_count,
     parse_header,
+    touch_chunks,
     walk_keys,
 )
-from lmcache_redis.resp.jobs import Job, Jobs
-from lmcache_redis.resp.net.topology import Part, Routing
-from lmcache_redis.resp.net.wire import escape_pattern, keys_commands
-from lmcache_redis.resp.node import Node, Nodes
 from lmcache_redis.tiers import (
     CallOutcome,
     Done,
@@ -41,15 +42,16 @@ from lmcache_redis.tiers import (
 logger = logging.getLogger(__name__)
 
 _FIRST_STRIPE = stripe_key(b"", 0)
+# Of a cluster, keys in the first round of a scan, in that of other questions, and in any round.
+_FIRST_ROUND_KEYS = 256
+_MANY_KEYS = 4096
+_MOST_ROUND_KEYS = 16384
 # A command for each key: whether it exists, UNLINK, and its header; None: no value, or no header.
 _EXISTS = partial(ask_each, partial(keys_commands, b"EXISTS", group_keys=1), parse_count)
 _UNLINKS = partial(
     ask_each, partial(keys_commands, b"UNLINK", group_keys=1), parse_count, step_keys=STEP_KEYS
 )
 _HEADERS = partial(ask_each, header_commands, parse_header)
-# A partial write is removed soon or not at all: later, the chunk may have been stored again.
-_REMOVE_WITHIN_S = 10.0
-_MAX_PENDING_REMOVALS = 1024
 # A part's failure is the outcome of the call only if no part is DONE. The gravest is first.
 _FAILURES = (CallOutcome.CANCELLED, CallOutcome.UNAVAILABLE, CallOutcome.TIMED_OUT)
 
@@ -62,10 +64,9 @@ class KeyCalls:
     if any shard answered.
     """
 
-    def __init__(self, nodes: Nodes, jobs: Jobs) -> None:
+    def __init__(self, nodes: DataNodes, jobs: Jobs) -> None:
         self._nodes = nodes
         self._jobs = jobs
-        self._removals = Removals(jobs.transfers)
 
     def scan(self, keys: Sequence[bytes], deadline: float, done: Done[ScanResult]) -> None:
         """How many of the leading chunks exist, up to the first gap."""
@@ -75,11 +76,18 @@ class KeyCalls:
 
         self._jobs.check_usable()
         if self._nodes.routes.is_cluster:
-            # The first gap, or the end.
-            self._exists(keys, deadline, lambda outcome, n: answer(outcome, [*n, 0].index(0)))
+
+            def counted(outcome: CallOutcome, counts: Sequence[int]) -> None:
+                # The first gap, or the end.
+                answer(outcome, [*counts, 0].index(0))
+
+            rounds = _Rounds(
+                keys, counted, _FIRST_ROUND_KEYS, suffix=_FIRST_STRIPE, only_prefix=True
+            )
+            self._ask_in_rounds(_EXISTS, rounds, deadline)
         else:
             steps = partial(count_prefix, keys, _FIRST_STRIPE)
-            question = Question(steps, deadline, answer, is_urgent=True)
+            question = KeyQuestion(steps, deadline, answer, is_urgent=True)
             self._submit(question, self._nodes.routes.node_of(b""))
 
     def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
@@ -94,8 +102,35 @@ class KeyCalls:
     def refresh(
         self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
     ) -> None:
-        """Asks for stripe 0 of each chunk, until the branch `resp` is merged."""
-        self.exists([key for key, _ in chunks], deadline, done)
+        """Keep chunks from eviction and expiry: their keys, and how many stripes each has.
+
+        `present` says of each chunk whether all of its stripes exist. Uses TOUCH, or EXPIRE if a
+        load restarts the TTL. After scans.
+        """
+        options = self._nodes.options
+        if chunks and not options.ttl_refresh and not self._nodes.routes.is_cluster:
+            # A command for each chunk.
+            steps = partial(touch_chunks, chunks)
+
+            def touched(outcome: CallOutcome, present: Sequence[bool] | None) -> None:
+                done(ExistsResult(outcome, present or ()))
+
+            self._jobs.check_usable()
+            question = KeyQuestion(steps, deadline, touched, is_urgent=False)
+            self._submit(question, self._nodes.routes.node_of(b""))
+            return
+
+        def counted(outcome: CallOutcome, counts: Sequence[int]) -> None:
+            left = iter(counts)
+            present = [sum(itertools.islice(left, stripes)) == stripes for _, stripes in chunks]
+            done(ExistsResult(outcome, present if outcome is CallOutcome.DONE else ()))
+
+        keys = [stripe_key(key, index) for key, stripes in chunks for index in range(stripes)]
+        pack = partial(keys_commands, b"TOUCH", group_keys=1)
+        if options.ttl_refresh:
+            pack = partial(expire_commands, options.ttl_s)
+        ask = partial(ask_each, pack, parse_count, step_keys=STEP_KEYS)
+        self._ask_in_rounds(ask, _Rounds(keys, counted), deadline, is_urgent=False)
 
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks, whatever their layout. Uses GETRANGE."""
@@ -140,37 +175,15 @@ class KeyCalls:
         self._ask(_HEADERS, _first_stripes((key,)), deadline, None, answer)
 
     def unlink(
-        self,
-        chunk_key: bytes,
-        stripe_count: int,
-        deadline: float | None = None,
-        done: Done[RemoveResult] | None = None,
+        self, chunk_key: bytes, stripe_count: int, deadline: float, done: Done[RemoveResult]
     ) -> None:
-        """UNLINK the stripes of a chunk, stripe 0 first.
-
-        Without `done`, in the background: within ten seconds or not at all, and not while the chunk
-        is being stored, which replaces all of it.
-        """
-        jobs = self._jobs
-        if done is None and (
-            not jobs.started
-            or jobs.closing
-            or not self._nodes.state.up
-            or jobs.count(Removal) >= _MAX_PENDING_REMOVALS
-        ):
-            return
+        """UNLINK the stripes of a chunk, stripe 0 first."""
 
         def answer(outcome: CallOutcome, removed: Sequence[int]) -> None:
-            self._removals.end(chunk_key)
-            if done is not None:
-                done(RemoveResult(outcome, sum(removed)))
+            done(RemoveResult(outcome, sum(removed)))
 
-        if deadline is None:
-            deadline = time.monotonic() + _REMOVE_WITHIN_S
         stripes = [stripe_key(chunk_key, index) for index in range(stripe_count)]
-        jobs.check_usable()
-        if self._removals.begin(chunk_key, unless_stored=done is None):
-            self._ask(_UNLINKS, stripes, deadline, 0, answer, Removal)
+        self._ask(_UNLINKS, stripes, deadline, 0, answer, is_urgent=False)
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """UNLINK every key that begins with `key_prefix`, in small steps, after scans.
@@ -206,11 +219,26 @@ class KeyCalls:
         done: Callable[[CallOutcome, Sequence[int]], None],
     ) -> None:
         if self._nodes.routes.is_cluster:
-            self._ask(_EXISTS, _first_stripes(keys), deadline, 0, done)
+            self._ask_in_rounds(_EXISTS, _Rounds(keys, done, suffix=_FIRST_STRIPE), deadline)
         else:
             self._ask(
                 lambda some, asking: find_present(some, _FIRST_STRIPE), keys, deadline, 0, done
             )
+
+    def _ask_in_rounds(
+        self,
+        make_steps: Callable[..., Steps[Sequence[int]]],
+        rounds: _Rounds,
+        deadline: float,
+        is_urgent: bool = True,
+    ) -> None:
+        """Ask for some keys after the other: routing all at once would hold up the caller."""
+
+        def answered(outcome: CallOutcome, counts: Sequence[int]) -> None:
+            if rounds.goes_on(outcome, counts):
+                self._ask_in_rounds(make_steps, rounds, deadline, is_urgent)
+
+        self._ask(make_steps, rounds.next_keys(), deadline, 0, answered, is_urgent)
 
     def _ask(
         self,
@@ -219,7 +247,7 @@ class KeyCalls:
         deadline: float,
         missing: Any,
         done: Callable[[CallOutcome, Sequence[Any]], None],
-        kind: Callable[..., Question] = Question,
+        is_urgent: bool = True,
     ) -> None:
         """Ask each node for its keys, and follow redirections.
 
@@ -232,14 +260,15 @@ class KeyCalls:
         outcomes: set[CallOutcome] = set()
         open_parts = len(routing.parts)
 
-        def ask(part: Part[Node]) -> None:
+        def ask(part: KeyGroup[DataNode]) -> None:
             some = [keys[index] for index in part.indexes]
             steps = partial(make_steps, some, asking=part.hop is not None and part.hop.asking)
-            is_urgent = kind is not Removal
             answer = partial(answered, part)
-            self._submit(kind(steps, deadline, answer, is_urgent=is_urgent), part.node)
+            self._submit(KeyQuestion(steps, deadline, answer, is_urgent=is_urgent), part.node)
 
-        def answered(part: Part[Node], outcome: CallOutcome, results: Sequence[Any] | None) -> None:
+        def answered(
+            part: KeyGroup[DataNode], outcome: CallOutcome, results: Sequence[Any] | None
+        ) -> None:
             nonlocal open_parts
             redirected = routing.answered(part, results or ())
             with lock:
@@ -279,9 +308,9 @@ class KeyCalls:
             done(next(failures, CallOutcome.DONE))
 
         for node in nodes:
-            self._submit(Question(make_steps, deadline, answer, is_urgent=False), node)
+            self._submit(KeyQuestion(make_steps, deadline, answer, is_urgent=False), node)
 
-    def _submit(self, question: Question, node: Node | None) -> None:
+    def _submit(self, question: KeyQuestion, node: DataNode | None) -> None:
         question.nodes = (node,)
         if self._jobs.enter((question,)) and node is not None:
             node.ask(question)
@@ -289,54 +318,51 @@ class KeyCalls:
             self._jobs.refuse((question,))
 
 
-class Removals:
-    """The removals in flight. No removal takes a stripe of a later store. Thread-safe.
+class _Rounds:
+    """Keys that are asked for in rounds, each four times as large as the last, up to a limit.
 
-    Removals and stores of one chunk use different connections: a store waits until the removals of
-    its chunk are answered, and a chunk that is being stored is not removed because of a failed read
-    or an earlier store. transfers: `Jobs.transfers`; a store is added to it before `is_empty` and
-    `wait`.
+    suffix: at the end of each key.
+
+    done: called at the end, with a count for each key; 0 for keys after the first gap with
+    `only_prefix`, and for those of which no server said anything.
     """
 
-    def __init__(self, transfers: Mapping[Any, Job[Any]]) -> None:
-        self._transfers = transfers
-        self._lock = threading.Lock()
-        # By chunk key: how many removals, and the stores that wait for them.
-        self._removals: dict[bytes, tuple[int, list[Callable[[], None]]]] = {}
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        done: Callable[[CallOutcome, Sequence[int]], None],
+        first_keys: int = _MANY_KEYS,
+        suffix: bytes = b"",
+        only_prefix: bool = False,
+    ) -> None:
+        self._keys = keys
+        self._suffix = suffix
+        self._done = done
+        self._size = first_keys
+        self._only_prefix = only_prefix
+        self._counts: list[int] = []
+        self._has_answer = False
 
-    def begin(self, chunk_key: bytes, unless_stored: bool) -> bool:
-        """Note a removal before it is queued; False: do not queue it, the chunk is being stored."""
-        with self._lock:
-            if unless_stored:
-                transfers = list(self._transfers.items())
-                if any(chunk.key == chunk_key and job.is_store for chunk, job in transfers):
-                    return False
-            count, waiting = self._removals.get(chunk_key, (0, []))
-            self._removals[chunk_key] = count + 1, waiting
+    def next_keys(self) -> Sequence[bytes]:
+        start = len(self._counts)
+        some = self._keys[start : start + self._size]
+        return [key + self._suffix for key in some] if self._suffix else some
+
+    def goes_on(self, outcome: CallOutcome, counts: Sequence[int]) -> bool:
+        """Take the counts of a round; return whether another one follows."""
+        self._counts += counts
+        self._size = min(4 * self._size, _MOST_ROUND_KEYS)
+        is_done = outcome is CallOutcome.DONE
+        has_gap = self._only_prefix and 0 in counts
+        left = len(self._keys) - len(self._counts)
+        if is_done and left and not has_gap:
+            self._has_answer = True
             return True
-
-    def end(self, chunk_key: bytes) -> None:
-        """A removal was answered, or will not be sent."""
-        with self._lock:
-            count, waiting = self._removals.pop(chunk_key)
-            if count > 1:
-                self._removals[chunk_key] = count - 1, waiting
-                return
-        for start in waiting:
-            start()
-
-    def is_empty(self) -> bool:
-        """Whether no removal is in flight; then the stores in `transfers` need not wait."""
-        with self._lock:
-            return not self._removals
-
-    def wait(self, chunk_key: bytes, start: Callable[[], None]) -> bool:
-        """Call `start` once the removals of the chunk have ended; False if none is in flight."""
-        with self._lock:
-            if chunk_key not in self._removals:
-                return False
-            self._removals[chunk_key][1].append(start)
-            return True
+        if self._has_answer and outcome is not CallOutcome.CANCELLED:
+            # What is known stands.
+            outcome = CallOutcome.DONE
+        self._done(outcome, self._counts + [0] * left)
+        return False
 
 
 def _first_stripes(keys: Sequence[bytes]) -> list[bytes]:

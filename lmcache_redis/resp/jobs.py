@@ -8,28 +8,25 @@ slots. All jobs of a plane share one lock, which is taken once for all stripes o
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from lmcache_redis.resp.net.topology import Hop
-from lmcache_redis.tiers import ReadOutcome, WriteOutcome
+from lmcache_redis.resp.queues import Timekeeper
+from lmcache_redis.tiers import ChunkIO, ReadOutcome, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
 OutcomeT = TypeVar("OutcomeT", bound=enum.Enum)
 TaskT = TypeVar("TaskT")
 # A stripe: the job of its chunk, its index, and its last redirection, if any.
-Task = tuple[Any, int, Hop | None]
-# The longest wait without a look at the clock.
-_LONGEST_WAIT_S = 3600.0
+StripeTask = tuple[Any, int, Hop | None]
 
 
 class Stop(enum.Enum):
@@ -43,7 +40,7 @@ class Stop(enum.Enum):
 class Job(ABC, Generic[OutcomeT]):
     """Ends `good` after its steps, or with the first other outcome of a step or a stop.
 
-    deadline: `time.monotonic()` seconds. nodes: each `Node` that it needs (None: one that is
+    deadline: `time.monotonic()` seconds. nodes: each `DataNode` that it needs (None: one that is
     missing). in_flight: steps whose memory a socket may use. Fields change under the lock of
     `Jobs`.
     """
@@ -58,7 +55,6 @@ class Job(ABC, Generic[OutcomeT]):
         "steps_left",
     )
     good: ClassVar[enum.Enum]
-    is_store: ClassVar[bool] = False
 
     def __init__(self, steps: int, deadline: float, created_at: float) -> None:
         self.deadline = deadline
@@ -190,11 +186,11 @@ class Jobs:
         self.conclude(jobs)
 
     def stop_all(
-        self, reason: Stop, but: tuple[type[Job[Any]], ...] = (), node: object = None
+        self, reason: Stop, but: type[Job[Any]] | None = None, node: object = None
     ) -> None:
-        """Stop every job except those of some kinds, or every job that needs `node`."""
+        """Stop every job except those of a kind, or every job that needs `node`."""
         some = [job for job in list(self._jobs) if node is None or node in job.nodes]
-        self.stop([job for job in some if not isinstance(job, but)], reason)
+        self.stop([job for job in some if but is None or not isinstance(job, but)], reason)
 
     def conclude(self, jobs: Iterable[Job[Any]]) -> None:
         """Answer the jobs that have an outcome and no step in flight."""
@@ -218,9 +214,6 @@ class Jobs:
         """Whether a job that is not answered needs the node."""
         return any(node in job.nodes for job in list(self._jobs))
 
-    def count(self, kind: type[Job[Any]]) -> int:
-        return sum(isinstance(job, kind) for job in list(self._jobs))
-
     def wait_empty(self, deadline: float) -> bool:
         """Wait until every job is answered; False if the deadline passes first."""
         with self._emptied:
@@ -238,161 +231,35 @@ class Jobs:
         return min([job.deadline for job in jobs if job.deadline > now], default=None)
 
 
+class ChunkJob(Job[OutcomeT]):
+    """A chunk in flight; a step is a stripe. done: called with the chunk and the outcome."""
+
+    __slots__ = ("_done", "chunk", "chunk_key")
+
+    def __init__(
+        self, chunk: ChunkIO, done: Callable[[ChunkIO, OutcomeT], None], now: float
+    ) -> None:
+        super().__init__(chunk.frame.stripe_count, chunk.deadline, now)
+        self.chunk = chunk
+        self.chunk_key = chunk.key
+        self._done = done
+
+    def leave(self, jobs: Jobs) -> None:
+        jobs.transfers.pop(self.chunk, None)
+        outcome: Any = self.outcome
+        jobs.counts[outcome] += 1
+        if outcome is self.good:
+            jobs.moved_bytes[outcome] += self.chunk.frame.chunk_bytes
+
+    def answer(self, outcome: OutcomeT) -> None:
+        chunk = self.chunk
+        del self.chunk  # a queue may still hold the job, but must not hold a slot
+        self._done(chunk, outcome)
+
+
 def _answer(job: Job[Any]) -> None:
     try:
         job.answer(job.outcome)
     except Exception:
         # A caller's bug must not end a thread that serves others.
         logger.exception("the callback of a Redis job failed")
-
-
-class TaskQueue(Generic[TaskT]):
-    """First in, first out; urgent tasks go first. Thread-safe.
-
-    Each change is one operation of a deque, in C, and a thread waits on a lock of its own: a
-    `threading.Condition` would add several hundredths of a millisecond to a scan of keys.
-    """
-
-    __slots__ = ("_ordinary", "_urgent", "_waiters", "closed")
-
-    def __init__(self) -> None:
-        self._ordinary: deque[TaskT] = deque()
-        self._urgent: deque[TaskT] = deque()
-        self._waiters: deque[threading.Lock] = deque()
-        self.closed = False
-
-    def put(self, tasks: Iterable[TaskT], urgent: bool = False) -> None:
-        (self._urgent if urgent else self._ordinary).extend(tasks)
-        if self.closed:
-            self.close()
-        self._wake_all()
-
-    def take(self) -> TaskT | None:
-        """Wait for the next task. None: the queue is closed."""
-        while self.wait():
-            # Another thread may take it first.
-            task = _pop(self._urgent)
-            if task is None:
-                task = _pop(self._ordinary)
-            if task is not None:
-                return task
-        return None
-
-    def take_some(self, most: int) -> list[TaskT]:
-        """Up to `most` tasks, without waiting."""
-        some: list[TaskT] = []
-        for tasks in (self._urgent, self._ordinary):
-            with contextlib.suppress(IndexError):
-                while len(some) < most:
-                    some.append(tasks.popleft())
-        return some
-
-    def put_back(self, tasks: Sequence[TaskT]) -> None:
-        """Return tasks that were taken: they precede all but the urgent ones."""
-        self._ordinary.extendleft(reversed(tasks))
-        self.put(())
-
-    def wait(self) -> bool:
-        """Wait until there is a task, which another thread may take first; False if closed."""
-        while not self.closed:
-            if self._urgent or self._ordinary:
-                return True
-            waiter = threading.Lock()
-            waiter.acquire()
-            # Enqueue, then look again: a task put before that did not wake this thread.
-            self._waiters.append(waiter)
-            if self.closed or self._urgent or self._ordinary:
-                self._wake_all()
-            waiter.acquire()
-        return False
-
-    def _wake_all(self) -> None:
-        while (waiter := _pop(self._waiters)) is not None:
-            waiter.release()
-
-    def __len__(self) -> int:
-        return len(self._urgent) + len(self._ordinary)
-
-    def close(self) -> None:
-        """Drop all tasks, also those put later, and wake all threads."""
-        self.closed = True
-        self._ordinary.clear()
-        self._urgent.clear()
-        self._wake_all()
-
-
-def _pop(items: deque[TaskT]) -> TaskT | None:
-    try:
-        return items.popleft()
-    except IndexError:
-        return None
-
-
-class Timekeeper:
-    """A thread that ends late jobs, while other threads wait for the network.
-
-    It also runs actions that must not run on the caller's thread. expire: called with the time;
-    ends what is late and returns the next deadline, or None.
-    """
-
-    def __init__(self, expire: Callable[[float], float | None]) -> None:
-        self._expire = expire
-        self._changed = threading.Condition(threading.Lock())
-        self._posts: deque[Callable[[], None]] = deque()
-        self._wake_at = float("inf")
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="lmcr-time", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def watch(self, deadline: float) -> None:
-        """Call `expire` when `deadline` passes."""
-        with self._changed:
-            if deadline < self._wake_at:
-                self._wake_at = deadline
-                self._changed.notify()
-
-    def post(self, action: Callable[[], None]) -> None:
-        """Run `action` soon. Raises RuntimeError when closed."""
-        with self._changed:
-            if self._closed:
-                raise RuntimeError("the Redis plane is closed")
-            self._posts.append(action)
-            self._changed.notify()
-
-    def close(self, timeout_s: float) -> bool:
-        """Run what was posted, then end the thread. False if it takes longer than `timeout_s`."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        return joined(self._thread, timeout_s)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._posts and not self._closed:
-                    left = self._wake_at - time.monotonic()
-                    if left <= 0:
-                        break
-                    self._changed.wait(min(left, _LONGEST_WAIT_S))
-                posts, self._posts = self._posts, deque()
-                if self._closed and not posts:
-                    return
-                late = self._wake_at <= time.monotonic()
-                if late:
-                    # A deadline that is set while `expire` runs is not lost.
-                    self._wake_at = float("inf")
-            for action in posts:
-                action()
-            if late:
-                soonest = self._expire(time.monotonic())
-                if soonest is not None:
-                    self.watch(soonest)
-
-
-def joined(thread: threading.Thread, timeout_s: float) -> bool:
-    """Wait for the end of a thread, if it was started; False if it takes longer."""
-    if thread.ident is not None:
-        thread.join(timeout_s)
-    return not thread.is_alive()

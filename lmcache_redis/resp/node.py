@@ -1,10 +1,10 @@
 """The data servers of a plane: their queues, threads and health.
 
-A `Node` is one server: the only one, the master of Sentinels, or a shard of a cluster. `Nodes`
-starts and retires them by the map. With Sentinel or Cluster a thread looks the map up at the start,
-every few seconds, soon after a hint that it is outdated (a redirection, a server that went down, a
-master that is a replica), and more often while a server is down or none is known. A look-up that
-fails changes nothing.
+A `DataNode` is one server: the only one, the master of Sentinels, or a shard of a cluster.
+`DataNodes` starts and retires them by the map, which `maps` looks up.
+
+A redirection is followed only to servers that the map names. Otherwise the stripe waits for a new
+map: what a single reply says opens no connection, and sends no password anywhere.
 """
 
 from __future__ import annotations
@@ -14,78 +14,139 @@ import threading
 import time
 from collections.abc import Sequence
 
-from lmcache_redis.errors import ConfigError, RedisError, RedisRedirect
-from lmcache_redis.resp.control import Controller
-from lmcache_redis.resp.health import Health, Worker
-from lmcache_redis.resp.jobs import Jobs, Stop, Task, TaskQueue, joined
+from lmcache_redis.errors import (
+    RedisClusterDown,
+    RedisError,
+    RedisFull,
+    RedisReadOnly,
+    RedisRedirect,
+    RedisUnavailable,
+    RedisWriteRefused,
+)
+from lmcache_redis.resp.control import Controller, KeyQuestion
+from lmcache_redis.resp.health import Health, WriteState
+from lmcache_redis.resp.jobs import Jobs, Stop, StripeTask
+from lmcache_redis.resp.loops import LoopThread
+from lmcache_redis.resp.maps import MapWatcher
 from lmcache_redis.resp.net.connection import Connector
 from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, Topology
-from lmcache_redis.resp.net.topology import Routes, ServerMap, find_servers, next_hop
+from lmcache_redis.resp.net.topology import Routes, ServerMap, next_hop
 from lmcache_redis.resp.options import RedisOptions
+from lmcache_redis.resp.queues import TaskQueue
 from lmcache_redis.resp.reading import Read, Reader
+from lmcache_redis.resp.worker import Worker
 from lmcache_redis.resp.writing import Writer
-from lmcache_redis.tiers import PlaneState
+from lmcache_redis.tiers import PlaneState, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
-# A cluster announces changes of its map by redirections; Sentinel does not.
-_REFRESH_S = {Topology.SENTINEL: 1.0, Topology.CLUSTER: 15.0}
-# Hints come in bursts: a resharding redirects every key of a slot.
-_LEAST_PAUSE_S = 0.1
 # A shard that lost its last slot still answers earlier requests, with redirections.
 _GRACE_S = 5.0
-_REPEAT_AFTER_S = 60.0
+# Until a map names the server of a redirection.
+_MOST_LOOK_UPS = 5
+# More nodes than this are not recommended in a cluster; each costs threads and connections.
+_MOST_SERVERS = 1000
 
 
-class Node:
+class DataNode:
     """One server. Queues work whether it is up or not."""
 
-    def __init__(self, endpoint: Endpoint, nodes: Nodes) -> None:
+    def __init__(self, endpoint: Endpoint, nodes: DataNodes) -> None:
         options = self.options = nodes.options
-        self.endpoint = endpoint
         self.jobs = nodes.jobs
         self._nodes = nodes
         self.connector = Connector(endpoint, options.connect_timeout_s, options.op_timeout_s)
-        self.health = Health(self.connector, options, on_down=lambda: nodes.node_is_down(self))
-        self.reads: TaskQueue[Task] = TaskQueue()
+        self.write_state = WriteState()
+        self.health = Health(
+            self.connector, options, self.write_state, on_down=lambda: nodes.node_is_down(self)
+        )
+        self.reads: TaskQueue[StripeTask] = TaskQueue()
         self._controller = Controller(self)
-        self.ask = self._controller.put
         readers = _shares(options.get_connections, nodes.shards, options.network_threads)
         writers = _shares(options.set_connections, nodes.shards, options.network_threads)
-        self._writes: list[TaskQueue[Task]] = [TaskQueue() for _ in writers]
+        self._writes: list[TaskQueue[StripeTask]] = [TaskQueue() for _ in writers]
         self._workers: list[Worker] = [
             self._controller,
             *[Reader(f"get-{n}", self, self.reads, count) for n, count in enumerate(readers)],
             *[Writer(f"set-{n}", self, self._writes[n], count) for n, count in enumerate(writers)],
         ]
-        self._threads = [self.health.thread, *[worker.thread for worker in self._workers]]
 
-    def put_writes(self, tasks: Sequence[Task], urgent: bool = False) -> None:
+    def ask(self, question: KeyQuestion) -> None:
+        """Queue a question about keys."""
+        self._controller.put(question)
+
+    def put_writes(self, tasks: Sequence[StripeTask], urgent: bool = False) -> None:
         """Queue stripes to store. One thread gets all stripes of a chunk for this server."""
         if len(self._writes) == 1:
             self._writes[0].put(tasks, urgent)
             return
-        by_queue: dict[TaskQueue[Task], list[Task]] = {}
+        by_queue: dict[TaskQueue[StripeTask], list[StripeTask]] = {}
         for task in tasks:
             queue = self._writes[hash(task[0].chunk_key) % len(self._writes)]
             by_queue.setdefault(queue, []).append(task)
         for queue, some in by_queue.items():
             queue.put(some, urgent)
 
-    def redirect(self, task: Task, redirect: RedisRedirect) -> bool:
+    # ------------------------------------------------- of the threads of a node
+
+    def redirect(self, task: StripeTask, redirect: RedisRedirect) -> bool:
         job, index, hop = task
         hop = next_hop(hop, redirect)
-        target = self._nodes.follow(self, redirect) if hop is not None else None
-        if target is None:
+        if hop is None or not self._nodes.routes.is_cluster:
             return False
-        if target not in job.nodes:
-            job.nodes = (*job.nodes, target)
-        put = target.reads.put if isinstance(job, Read) else target.put_writes
-        put(((job, index, hop),), urgent=True)
+        task = (job, index, hop)
+        target = self._nodes.follow(self, redirect)
+        if target is not None:
+            target.put_redirected(task)
+        else:
+            self._redirect_by_map(task, redirect, _MOST_LOOK_UPS)
         return True
 
-    def is_replica(self) -> None:
+    def _redirect_by_map(self, task: StripeTask, redirect: RedisRedirect, look_ups: int) -> None:
+        """Redirect a stripe after one of the next look-ups: other nodes may not know it yet."""
+
+        def mapped() -> None:
+            target = self._nodes.target_of(self, redirect)
+            if target is not None:
+                target.put_redirected(task)
+            elif look_ups > 1 and task[0].outcome is None:
+                self._redirect_by_map(task, redirect, look_ups - 1)
+            else:
+                self.jobs.stop((task[0],), Stop.UNAVAILABLE)
+
+        self._nodes.when_mapped(mapped)
+
+    def put_redirected(self, task: StripeTask) -> None:
+        """Queue a stripe that another node has redirected to this one."""
+        job = task[0]
+        if self not in job.nodes:
+            job.nodes = (*job.nodes, self)
+        put = self.reads.put if isinstance(job, Read) else self.put_writes
+        put((task,), urgent=True)
+
+    def refuses_writes(self, error: RedisError) -> WriteOutcome:
+        self.health.note(error)
+        refusal = WriteOutcome.REJECTED
+        if isinstance(error, RedisFull):
+            refusal = WriteOutcome.FULL
+        elif isinstance(error, RedisClusterDown):
+            refusal = WriteOutcome.UNAVAILABLE
+            self.map_is_old()
+        elif not isinstance(error, RedisWriteRefused):
+            # About this write alone, as far as one can tell.
+            return refusal
+        self.write_state.pause(refusal)
+        if isinstance(error, RedisReadOnly):
+            self.map_is_old()
+            if self._nodes.deployment.topology is Topology.STANDALONE:
+                # Its name, or what is between, may lead to another server by now.
+                self.write_state.renew_connections()
+        return refusal
+
+    def map_is_old(self) -> None:
         self._nodes.map_is_old()
+
+    # ------------------------------------------------------- state, life cycle
 
     @property
     def is_up(self) -> bool:
@@ -95,11 +156,21 @@ class Node:
     def counts(self) -> tuple[int, int, int]:
         """Since the start: connections made, connections lost, errors."""
         lost = sum(worker.connections_lost for worker in self._workers)
-        return self.connector.connects, lost, self.health.errors
+        return self.connector.connects, lost, self.health.notes.count
+
+    @property
+    def _threads(self) -> list[LoopThread]:
+        return [self.health.thread, *[worker.thread for worker in self._workers]]
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        """Start all threads or none. Raises RuntimeError if the process may not have them."""
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.stop()
+            self.join()
+            raise
 
     def stop(self) -> None:
         """Drop what is queued and end the threads."""
@@ -112,7 +183,7 @@ class Node:
     def join(self) -> int:
         """Wait for the threads; return how many did not end in time."""
         timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
-        return [joined(thread, timeout_s) for thread in self._threads].count(False)
+        return [thread.join(timeout_s) for thread in self._threads].count(False)
 
 
 def _shares(connections: int, shards: int, threads: int) -> list[int]:
@@ -122,7 +193,7 @@ def _shares(connections: int, shards: int, threads: int) -> list[int]:
     return [(connections + number) // threads for number in range(threads)]
 
 
-class Nodes:
+class DataNodes:
     """All nodes. Thread-safe. routes: by the current map."""
 
     def __init__(self, deployment: Deployment, options: RedisOptions, jobs: Jobs) -> None:
@@ -130,65 +201,62 @@ class Nodes:
         self.options = options
         self.jobs = jobs
         self.shards = 1
-        self.routes: Routes[Node] = Routes(ServerMap(()), {})
+        self.routes: Routes[DataNode] = Routes(ServerMap(()), {})
         self._lock = threading.RLock()
-        self._nodes: dict[Endpoint, Node] = {}
-        self._retiring: dict[Node, float] = {}  # until when they may be needed
+        self._nodes: dict[Endpoint, DataNode] = {}
+        self._retiring: dict[DataNode, float] = {}  # until when they may be needed
         self._retired_counts = (0, 0, 0)
-        self._map_error = "the servers have not been looked up yet"
-        self._map_error_since = time.monotonic()
-        self._said_at = 0.0
-        self._mapped = threading.Event()
-        self._hinted = threading.Event()
-        self._closing = threading.Event()
-        self._is_watched = deployment.topology is not Topology.STANDALONE
-        self._thread = threading.Thread(target=self._watch, name="lmcr-topology", daemon=True)
+        self._closing = False
+        self._watcher = MapWatcher(deployment, options.connect_timeout_s, self)
+        self.when_mapped = self._watcher.when_mapped
+        self.map_is_old = self._watcher.hint
 
     # ------------------------------------------------------------- life cycle
 
     def start(self) -> None:
-        if self._is_watched:
-            self._thread.start()
+        """Raises RuntimeError if the process may not have the threads."""
+        if self.deployment.topology is Topology.STANDALONE:
+            self.adopt(ServerMap((self.deployment.server,)))
+            self._watcher.mapped.set()
         else:
-            self._adopt(ServerMap((self.deployment.server,)))
+            self._watcher.thread.start()
 
     def close(self, timeout_s: float) -> int:
         """End all threads; return how many did not end in time."""
         with self._lock:
-            self._closing.set()
+            self._closing = True
             nodes = self._all()
-        self._hinted.set()
+        self._watcher.close()
         for node in nodes:
             node.stop()
         left = sum(node.join() for node in nodes)
         # A look-up in flight ends by its time-out.
-        return left + (not joined(self._thread, timeout_s))
+        return left + (not self._watcher.thread.join(timeout_s))
 
     # ------------------------------------------------------------- any thread
 
-    def follow(self, node: Node, redirect: RedisRedirect) -> Node | None:
-        """The node that `node` redirects to, added if it is not on the map; None: not a cluster."""
+    def follow(self, node: DataNode, redirect: RedisRedirect) -> DataNode | None:
+        """The node that `node` redirects to; None if the map, which is looked up, lacks it."""
+        target = self.target_of(node, redirect)
+        if self.routes.is_cluster and (target is None or not redirect.asking):
+            self.map_is_old()
+        return target
+
+    def target_of(self, node: DataNode, redirect: RedisRedirect) -> DataNode | None:
         if not self.routes.is_cluster:
             return None
-        if not redirect.asking:
-            self.map_is_old()
-        target = self.deployment.at(redirect.host or node.endpoint.host, redirect.port)
-        with self._lock:
-            return self._nodes.get(target) or self._add(target)
+        host = redirect.host or node.connector.endpoint.host
+        return self._nodes.get(self.deployment.at(host, redirect.port))
 
-    def node_is_down(self, node: Node) -> None:
+    def node_is_down(self, node: DataNode) -> None:
         """Called on any thread when the node has gone down."""
         self.jobs.stop_all(Stop.UNAVAILABLE, node=node)
         self.map_is_old()
 
-    def map_is_old(self) -> None:
-        """Have the servers looked up soon."""
-        self._hinted.set()
-
     def wait_probed(self, timeout_s: float) -> PlaneState:
         """Wait until every server was probed, at most `timeout_s`; return the state then."""
         deadline = time.monotonic() + timeout_s
-        self._mapped.wait(timeout_s)
+        self._watcher.mapped.wait(timeout_s)
         for node in self.routes.nodes:
             node.health.wait_probed(max(0.0, deadline - time.monotonic()))
         return self.state
@@ -198,7 +266,7 @@ class Nodes:
         """Up or down, and why. A cluster is up while any of its shards is."""
         nodes = self.routes.nodes
         if not nodes:
-            return PlaneState(False, self._mapped.is_set(), self._map_error, self._map_error_since)
+            return self._watcher.state
         states = [node.health.state for node in nodes]
         unplaced = self.routes.unplaced
         if len(states) == 1 and not unplaced:
@@ -227,73 +295,54 @@ class Nodes:
         """The sums of the nodes' counts, retired nodes included."""
         return _sums(self._retired_counts, *[node.counts for node in self._all()])
 
-    def _all(self) -> list[Node]:
+    def _all(self) -> list[DataNode]:
         with self._lock:
             return [*self._nodes.values(), *self._retiring]
 
-    def _add(self, server: Endpoint) -> Node:
-        """Under the lock. The node is not started if the plane is being closed."""
-        node = self._nodes[server] = Node(server, self)
-        if not self._closing.is_set():
-            node.start()
-        return node
+    # ------------------------------------------------------ the watcher's thread
 
-    # ------------------------------------------------------- watcher's thread
+    def servers(self, up: bool = False) -> list[Endpoint]:
+        return [node.connector.endpoint for node in self.routes.nodes if node.is_up or not up]
 
-    def _watch(self) -> None:
-        while not self._closing.is_set():
-            self._hinted.clear()
-            try:
-                known = [node.endpoint for node in self.routes.nodes if node.is_up]
-                timeout_s, closing = self.options.connect_timeout_s, self._closing.is_set
-                self._adopt(find_servers(self.deployment, known, timeout_s, closing=closing))
-            except (RedisError, ConfigError) as error:
-                self._not_found(error)
-            except Exception:
-                logger.exception("the servers could not be looked up")
-            nodes = self.routes.nodes
-            pause_s = _REFRESH_S[self.deployment.topology]
-            if not nodes or not all(node.is_up for node in nodes):
-                pause_s = self.options.probe_interval_s
-            if not self._closing.wait(_LEAST_PAUSE_S):
-                self._hinted.wait(max(0.0, pause_s - _LEAST_PAUSE_S))
+    def adopt(self, found: ServerMap) -> bool:
+        """Use the servers of a map from now on; return whether they are others than before.
 
-    def _adopt(self, found: ServerMap) -> None:
+        Raises RuntimeError if the process may not have the threads of a new server, and
+        RedisUnavailable if there are too many servers; then the last map stays.
+        """
+        if len(found.servers) > _MOST_SERVERS:
+            raise RedisUnavailable(
+                f"{self.deployment.where} names {len(found.servers)} servers, more than "
+                f"{_MOST_SERVERS}"
+            )
+        self.shards = max(1, len(found.servers))
+        before = self.routes
+        for server in found.servers:
+            if server not in self._nodes:
+                self._add(server)
         with self._lock:
-            if self._closing.is_set():
-                return
-            self.shards = max(1, len(found.servers))
-            before = self.routes.nodes
-            for server in found.servers:
-                if server not in self._nodes:
-                    self._add(server)
+            if self._closing:
+                return False
             self.routes = Routes(found, self._nodes)
             grace_s = _GRACE_S if found.ranges is not None else 0.0
             until = time.monotonic() + grace_s
             for server in [server for server in self._nodes if server not in found.servers]:
                 self._retiring[self._nodes.pop(server)] = until
-        if found.servers:
-            self._map_error = ""
-        elif not self._map_error:
-            self._map_error = "Sentinel names a server as master that is a replica"
-            self._map_error_since = time.monotonic()
-        if self._is_watched and set(before) != set(self.routes.nodes):
+        is_new = set(before.nodes) != set(self.routes.nodes)
+        if is_new and self.deployment.topology is not Topology.STANDALONE:
             places = ", ".join(server.where for server in found.servers) or "no server"
             logger.info("%s: the data is with %s", self.deployment.where, places)
-        self._sweep()
-        self._mapped.set()
+        return is_new or before.ranges != self.routes.ranges
 
-    def _not_found(self, error: RedisError | ConfigError) -> None:
-        self._sweep()
-        if not self.routes.nodes:
-            self._map_error = str(error)
-        now = time.monotonic()
-        if now - self._said_at > _REPEAT_AFTER_S:
-            self._said_at = now
-            logger.warning("%s: the servers cannot be looked up: %s", self.deployment.where, error)
-        self._mapped.set()
+    def _add(self, server: Endpoint) -> None:
+        node = DataNode(server, self)
+        with self._lock:
+            if self._closing:
+                return
+            node.start()
+            self._nodes[server] = node
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """End retired nodes that are down, not needed, or past their grace period."""
         now = time.monotonic()
         for node, until in list(self._retiring.items()):

@@ -1,6 +1,6 @@
 """The Redis data plane: chunks between slots and Redis; every call is answered.
 
-Each data server is a `Node` with threads and connections of its own: readers, writers, one
+Each data server is a `DataNode` with threads and connections of its own: readers, writers, one
 controller, one health prober. A timekeeper without a connection answers jobs that are late or
 cannot be tried. Callers submit jobs from any thread without blocking. Each callback is called
 exactly once, on a thread of the plane, by the job's deadline (a wait on a socket may overrun it by
@@ -23,10 +23,9 @@ from typing import Any
 from lmcache_redis import native
 from lmcache_redis.chunks.frame import STORE_ID_BYTES
 from lmcache_redis.resp.calls import KeyCalls
-from lmcache_redis.resp.control import Removal
-from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop, Task
+from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop, StripeTask
 from lmcache_redis.resp.net.endpoint import parse_deployment
-from lmcache_redis.resp.node import Nodes
+from lmcache_redis.resp.node import DataNodes
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.reading import Read
 from lmcache_redis.resp.writing import Write
@@ -59,17 +58,19 @@ class RedisPlane(KeyCalls):
         self.options = options
         self.deployment = parse_deployment(options)
         jobs = Jobs()
-        super().__init__(Nodes(self.deployment, options, jobs), jobs)
+        super().__init__(DataNodes(self.deployment, options, jobs), jobs)
         # Seeded by the operating system: no two planes give a store the same id.
         self._random = random.Random()
 
     # ------------------------------------------------------------- life cycle
 
     def start(self) -> None:
-        """Start the threads. Returns at once, whether the server is reachable or not."""
+        """Start the threads. Returns at once, whether the server is reachable or not.
+
+        Raises RuntimeError if the process may not have the threads.
+        """
         if self._jobs.started:
             raise RuntimeError("a Redis plane is started once")
-        self._jobs.started = True
         if (keys := self.options.seal_keys) is not None:
             others = ", ".join(key_id.hex() for key_id in keys.ids[1:]) or "no other"
             logger.info(
@@ -80,7 +81,12 @@ class RedisPlane(KeyCalls):
         if native.moves is None:
             logger.warning("Stripes are moved by Python, which is slower: %s", native.why_not)
         self._jobs.timekeeper.start()
-        self._nodes.start()
+        try:
+            self._nodes.start()
+        except BaseException:
+            self._jobs.timekeeper.close(self.options.op_timeout_s)
+            raise
+        self._jobs.started = True
 
     def wait_probed(self, timeout_s: float) -> PlaneState:
         """Wait until every server was probed, at most `timeout_s`; return the state then."""
@@ -99,7 +105,7 @@ class RedisPlane(KeyCalls):
         deadline = time.monotonic() + deadline_s
         # Every callback is called on a thread of the plane: the timekeeper stops the jobs.
         post = jobs.timekeeper.post
-        post(lambda: jobs.stop_all(Stop.CANCELLED, but=(Write, Removal)))
+        post(lambda: jobs.stop_all(Stop.CANCELLED, but=Write))
         jobs.wait_empty(deadline)
         post(lambda: jobs.stop_all(Stop.CANCELLED))
         timeout_s = self.options.connect_timeout_s + self.options.op_timeout_s
@@ -151,31 +157,26 @@ class RedisPlane(KeyCalls):
     def lookup(self, key: bytes) -> None:
         """None for every key: only the servers know."""
 
-    def read(self, chunk: ChunkIO, done: ReadDone) -> None:
-        """Load a chunk into its slots, which belong to the plane until `done`."""
-        self.load_all((chunk,), done)
+    def load_all(self, chunks: Sequence[ChunkIO], done: ReadDone) -> None:
+        """Load chunks into their slots, in this order; `done` is called for each.
 
-    def load_all(self, chunks: Sequence[ChunkIO], done: ReadDone, stuck: object = None) -> None:
-        """Load chunks, in this order; `done` is called for each. Cheaper than one by one."""
+        Slots belong to the plane until `done`. Many chunks at once are cheaper than one by one.
+        """
         self._check(chunks, writable=True)
-        ttl_s = self.options.ttl_s if self.options.ttl_refresh else 0
-        remove = self.unlink
         for some in _batches(chunks):
             now = time.monotonic()
-            accepted = self._enter(some, [Read(chunk, done, remove, now, ttl_s) for chunk in some])
+            accepted = self._enter(some, [Read(chunk, done, now) for chunk in some])
             for node, tasks in _by_node(accepted).items():
                 node.reads.put(tasks)
             # A server may have gone down, or the plane been closed, in the meantime.
             self._jobs.refuse(accepted)
 
-    def write(self, chunk: ChunkIO, done: WriteDone) -> None:
-        """Store a chunk from its slots, which must not change until `done`."""
-        self.store_all((chunk,), done)
+    def store_all(self, chunks: Sequence[ChunkIO], done: WriteDone) -> None:
+        """Store chunks from their slots, in this order; `done` is called for each.
 
-    def store_all(self, chunks: Sequence[ChunkIO], done: WriteDone, stuck: object = None) -> None:
-        """Store chunks, in this order; `done` is called for each. Cheaper than one by one."""
+        Slots must not change until `done`.
+        """
         self._check(chunks, writable=False)
-        remove = self.unlink
         for some in _batches(chunks):
             now = time.monotonic()
             unix_ms = max(0, int(time.time() * 1000))
@@ -185,23 +186,17 @@ class RedisPlane(KeyCalls):
             for chunk in some:
                 if chunk.frame.stripe_count > 1:
                     store_id = self._new_store_id()
-                jobs.append(Write(chunk, done, remove, now, store_id, unix_ms))
+                jobs.append(Write(chunk, done, now, store_id, unix_ms))
             # Those that must be sealed, and whose headers have no room for it.
             is_sealed = self.options.seal_keys is not None
             unfit = [job for job in jobs if is_sealed and not job.chunk.frame.has_room_for_seal]
-            ready = accepted = self._enter(some, jobs)
+            accepted = self._enter(some, jobs)
             if unfit:
                 self._jobs.timekeeper.post(
                     partial(self._jobs.stop, unfit, WriteOutcome.NO_ROOM_FOR_SEAL)
                 )
-                ready = accepted = [job for job in accepted if job not in unfit]
-            if not self._removals.is_empty():
-                ready = [
-                    job
-                    for job in accepted
-                    if not self._removals.wait(job.chunk_key, partial(_put_writes, (job,)))
-                ]
-            _put_writes(ready)
+                accepted = [job for job in accepted if job not in unfit]
+            _put_writes(accepted)
             self._jobs.refuse(accepted)
 
     def cancel(self, chunk: ChunkIO) -> None:
@@ -239,9 +234,9 @@ def _put_writes(jobs: Sequence[Write]) -> None:
         node.put_writes([task for task in tasks if task[1] or len(task[0].nodes) == 1])
 
 
-def _by_node(jobs: Sequence[Job[Any]]) -> dict[Any, list[Task]]:
+def _by_node(jobs: Sequence[Job[Any]]) -> dict[Any, list[StripeTask]]:
     """The stripes of the jobs, in order."""
-    by_node: dict[Any, list[Task]] = defaultdict(list)
+    by_node: dict[Any, list[StripeTask]] = defaultdict(list)
     for job in jobs:
         for index, node in enumerate(job.nodes):
             by_node[node].append((job, index, None))

@@ -2,18 +2,16 @@
 
 Stripes are taken from one queue in chunk order, so that the stripes of a chunk arrive over all
 connections at once. One GET is outstanding on each: a server that has to queue copies of values is
-slower. A chunk is LOADED if all its stripes are good and of one store. Otherwise what was found is
-removed, if it is ours.
+slower. A chunk is LOADED if all its stripes are good and of one store. A reader deletes nothing:
+whoever computes the chunk that it missed stores it again.
 
 A value counts only if its header is exactly the expected one and its payload has the checksum that
-the header names. A wrong value is ours beyond doubt if it has a whole header of this very chunk
-(cut into stripes otherwise, or moved), or a damaged one with our magic and version. Then its chunk
-is removed. Any other may belong to other clients, and stays: another type, another magic or
-version, another layout or chunk, no header at all.
+the header names. A wrong value that is ours beyond doubt, because it has a damaged header with our
+magic and version, is CORRUPT. Any other is FOREIGN: another type, another magic or version, another
+layout or chunk, cut into stripes otherwise, no header at all.
 
-A reader with keys expects sealed values, and removes plain ones and those of other keys: as long as
-they are there, the chunk is not stored sealed. A reader without keys leaves sealed ones there. A
-payload is opened in its slot, by the thread that received it, while the kernel receives others.
+A reader with keys expects sealed values, one without keys plain ones. A payload is opened in its
+slot, by the thread that received it, while the kernel receives others.
 """
 
 from __future__ import annotations
@@ -29,25 +27,21 @@ from lmcache_redis.chunks.frame import (
     STORE_ID,
     ChunkFrame,
     Verdict,
-    describe_header,
 )
 from lmcache_redis.chunks.keys import stripe_key
 from lmcache_redis.errors import (
-    FormatError,
     RedisError,
     RedisRedirect,
     RedisUnavailable,
+    RedisWriteRefused,
 )
-from lmcache_redis.resp.bulk import MOST_TASKS, End, Failure, Packed, is_other_type
-from lmcache_redis.resp.health import Server
-from lmcache_redis.resp.jobs import Stop, Task, TaskQueue
-from lmcache_redis.resp.lanes import BulkWorker, Lane, Remove, Transfer
+from lmcache_redis.resp.bulk import MOST_TASKS, End, Packed, StripeFailure, is_other_type
+from lmcache_redis.resp.jobs import ChunkJob, Stop, StripeTask
+from lmcache_redis.resp.lanes import BulkWorker, Lane
 from lmcache_redis.resp.net.wire import get_command, value_head
 from lmcache_redis.seal import Opened, SealKeys
 from lmcache_redis.tiers import ChunkIO, ReadDone, ReadOutcome
 
-# A header that names this chunk, but not this stripe of it.
-_OF_THIS_CHUNK = frozenset({Verdict.WRONG_SIZE, Verdict.WRONG_STRIPE})
 # Stripes that are received, then opened together: meanwhile the kernel receives the next.
 _OPENED_TOGETHER = 4
 # The rest of an unused reply arrives within this time, or the connection is closed.
@@ -57,19 +51,17 @@ _DROP_WITHIN_S = 0.1
 class Verified(NamedTuple):
     """The verdict on what was found for a stripe.
 
-    outcome: None if the stripe is good; store_id is its store then. remove_stripes: how many
-    stripes of the chunk to remove.
+    outcome: None if the stripe is good; store_id is its store then.
     """
 
     outcome: ReadOutcome | None
     store_id: bytes = b""
-    remove_stripes: int = 0
 
 
 def verify(
     frame: ChunkFrame,
     index: int,
-    failure: Failure,
+    failure: StripeFailure,
     payload: memoryview,
     checksums: bool = True,
     is_sealed: bool = False,
@@ -81,7 +73,7 @@ def verify(
     """
     end, _, data = failure
     if end == End.NOTHING:
-        return Verified(ReadOutcome.INCOMPLETE, remove_stripes=frame.stripe_count)
+        return Verified(ReadOutcome.INCOMPLETE)
     if is_other_type(failure):
         return Verified(ReadOutcome.FOREIGN)
     if end not in (End.MISMATCH, End.OTHER_LENGTH):
@@ -90,60 +82,47 @@ def verify(
     if check.ok and end == End.MISMATCH and not is_sealed:
         if not checksums or xxh3_64_intdigest(payload) == check.checksum:
             return Verified(None, check.store_id)
-        return Verified(ReadOutcome.CORRUPT, remove_stripes=frame.stripe_count)
-    if check.verdict in _OF_THIS_CHUNK:
-        return Verified(ReadOutcome.FOREIGN, remove_stripes=_stripes(frame, data))
-    if check.verdict is Verdict.NOT_SEALED:
-        return Verified(ReadOutcome.NOT_OPENED, remove_stripes=frame.stripe_count)
-    if check.verdict is Verdict.SEALED:
+        return Verified(ReadOutcome.CORRUPT)
+    if check.verdict in (Verdict.NOT_SEALED, Verdict.SEALED):
         return Verified(ReadOutcome.NOT_OPENED)
     # A header cut short before the version is CORRUPT_HEADER, too: the magic decides.
     if check.ok or (check.verdict is Verdict.CORRUPT_HEADER and data[: len(MAGIC)] == MAGIC):
-        return Verified(ReadOutcome.CORRUPT, remove_stripes=frame.stripe_count)
+        return Verified(ReadOutcome.CORRUPT)
     return Verified(ReadOutcome.FOREIGN)
 
 
-def _judge_opened(opened: Opened, frame: ChunkFrame, header: bytes) -> Verified:
+def _judge_opened(opened: Opened, header: bytes) -> Verified:
     """Judge a stripe whose header is the expected one, after an attempt to open its payload."""
     if opened is Opened.OK:
         return Verified(None, header[STORE_ID])
     unknown = opened is Opened.UNKNOWN_KEY
-    outcome = ReadOutcome.NOT_OPENED if unknown else ReadOutcome.CORRUPT
-    return Verified(outcome, remove_stripes=frame.stripe_count)
+    return Verified(ReadOutcome.NOT_OPENED if unknown else ReadOutcome.CORRUPT)
 
 
-def _stripes(frame: ChunkFrame, header: bytes) -> int:
-    """How many stripes the chunk has at most, by its frame or by the header found."""
-    try:
-        return max(frame.stripe_count, describe_header(header).stripe_count)
-    except FormatError:
-        return frame.stripe_count
+class Read(ChunkJob[ReadOutcome]):
+    """One chunk being read."""
 
-
-class Read(Transfer[ReadOutcome]):
-    """One chunk being read. ttl_s: see `wire.get_command`."""
-
-    __slots__ = ("_first_is_there", "_hole", "_store_id", "_ttl_s")
+    __slots__ = ("_first_is_there", "_has_gap", "_store_id")
     good = ReadOutcome.LOADED
 
-    def __init__(self, chunk: ChunkIO, done: ReadDone, remove: Remove, now: float, ttl_s: int):
-        super().__init__(chunk, done, remove, now)
-        self._ttl_s = ttl_s
+    def __init__(self, chunk: ChunkIO, done: ReadDone, now: float) -> None:
+        super().__init__(chunk, done, now)
         self._store_id = b""
         self._first_is_there = False
-        self._hole = 0  # stripes to remove if stripe 0 exists, but another one does not
+        # A stripe is missing, and nothing is known of stripe 0.
+        self._has_gap = False
 
-    def pack(self, index: int, is_sealed: bool) -> Packed:
-        """What a mover needs to load stripe `index`."""
+    def pack(self, index: int, is_sealed: bool, ttl_s: int) -> Packed:
+        """What a mover needs to load stripe `index`. ttl_s: see `wire.get_command`."""
         chunk = self.chunk
         payload = chunk.slots[index]
         header = chunk.frame.bare_header(index, is_sealed=is_sealed)
         expected = value_head(HEADER_BYTES + payload.nbytes) + header
-        return get_command(stripe_key(chunk.key, index), self._ttl_s), expected, payload, b""
+        return get_command(stripe_key(chunk.key, index), ttl_s), expected, payload, b""
 
     def loaded(self, index: int, store_id: bytes) -> None:
         """Under the lock: stripe `index` was in flight, and is in its slot, undamaged."""
-        is_only = self.steps_left == 1 and not self._store_id and not self._hole
+        is_only = self.steps_left == 1 and not self._store_id and not self._has_gap
         if is_only or (store_id == self._store_id and index):
             self.in_flight -= 1
             self.advance()
@@ -152,29 +131,22 @@ class Read(Transfer[ReadOutcome]):
 
     def ended(self, index: int, verified: Verified) -> None:
         """Under the lock: stripe `index` was in flight, and has ended, well or not."""
-        outcome, store_id, remove_stripes = verified
+        outcome, store_id = verified
         if outcome is None and not self._store_id:
             self._store_id = store_id
         elif outcome is None and store_id != self._store_id:
-            outcome, remove_stripes = ReadOutcome.TORN, self.chunk.frame.stripe_count
-        elif outcome is ReadOutcome.INCOMPLETE:
-            outcome, remove_stripes = self._one_is_missing(index, remove_stripes)
+            outcome = ReadOutcome.TORN
+        elif outcome is ReadOutcome.INCOMPLETE and index == 0:
+            outcome = ReadOutcome.MISSING
+        elif outcome is ReadOutcome.INCOMPLETE and not self._first_is_there:
+            # MISSING if stripe 0 is, too: a store may be in flight.
+            self._has_gap, outcome = True, None
         if index == 0 and outcome is not ReadOutcome.MISSING:
             self._first_is_there = True
-            if outcome is None and self._hole:
-                outcome, remove_stripes = ReadOutcome.INCOMPLETE, self._hole
-        self._remove_stripes = max(self._remove_stripes, remove_stripes)
+            if outcome is None and self._has_gap:
+                outcome = ReadOutcome.INCOMPLETE
         self.in_flight -= 1
         self.advance(outcome)
-
-    def _one_is_missing(self, index: int, remove_stripes: int) -> tuple[ReadOutcome | None, int]:
-        """It is a hole only if stripe 0 exists: otherwise a store may be in flight."""
-        if index == 0:
-            return ReadOutcome.MISSING, 0
-        if self._first_is_there:
-            return ReadOutcome.INCOMPLETE, remove_stripes
-        self._hole = remove_stripes
-        return None, 0
 
 
 class Reader(BulkWorker):
@@ -184,22 +156,29 @@ class Reader(BulkWorker):
     # Receives what is left of unused replies.
     _scratch = memoryview(b"")
 
-    def __init__(self, name: str, server: Server, queue: TaskQueue[Task], connections: int) -> None:
-        super().__init__(name, server, queue, connections)
-        self._seal_keys = server.options.seal_keys
+    @property
+    def _seal_keys(self) -> SealKeys | None:
+        return self._server.options.seal_keys
+
+    @property
+    def _checksums(self) -> bool:
         # A sealed payload is verified by its tag.
-        self._checksums = server.options.verify_checksums and self._seal_keys is None
+        return self._server.options.verify_checksums and self._seal_keys is None
 
     @property
     def _most_tasks(self) -> int:
         return MOST_TASKS if self._seal_keys is None else _OPENED_TOGETHER
 
-    def _pack(self, task: Task) -> Packed:
+    def _pack(self, task: StripeTask) -> Packed:
         job, index, _ = task
-        packed: Packed = job.pack(index, self._seal_keys is not None)
+        options = self._server.options
+        # A server that takes no writes takes no GETEX either.
+        refreshes = options.ttl_refresh and self._server.write_state.refusal is None
+        ttl_s = options.ttl_s if refreshes else 0
+        packed: Packed = job.pack(index, options.seal_keys is not None, ttl_s)
         return packed
 
-    def _succeeded(self, done: Sequence[tuple[Task, bytes]]) -> None:
+    def _succeeded(self, done: Sequence[tuple[StripeTask, bytes]]) -> None:
         if self._seal_keys is not None:
             self._open_all(self._seal_keys, done)
             return
@@ -208,17 +187,19 @@ class Reader(BulkWorker):
                 job.loaded(index, store_id)
         self._jobs.conclude([job for (job, _, _), _ in done])
 
-    def _open_all(self, keys: SealKeys, done: Sequence[tuple[Task, bytes]]) -> None:
+    def _open_all(self, keys: SealKeys, done: Sequence[tuple[StripeTask, bytes]]) -> None:
         """The headers are the expected ones; the payloads are in their slots, still sealed."""
         for (job, index, _), header in done:
             chunk: ChunkIO = job.chunk
             key, payload = stripe_key(chunk.key, index), chunk.slots[index]
-            verified = _judge_opened(keys.open(key, header, payload), chunk.frame, header)
+            verified = _judge_opened(keys.open(key, header, payload), header)
             with self._jobs.lock:
                 job.ended(index, verified)
             self._jobs.conclude((job,))
 
-    def _failed(self, lane: Lane, task: Task, failure: Failure, error: RedisError | None) -> None:
+    def _failed(
+        self, lane: Lane, task: StripeTask, failure: StripeFailure, error: RedisError | None
+    ) -> None:
         job, index, _ = task
         verified = verify(
             job.chunk.frame,
@@ -235,13 +216,18 @@ class Reader(BulkWorker):
         elif error is not None:
             self._lost(lane, task, error)
 
-    def _lost(self, lane: Lane, task: Task, error: RedisError) -> None:
+    def _lost(self, lane: Lane, task: StripeTask, error: RedisError) -> None:
         job = task[0]
         self._jobs.release((job,))
         if isinstance(error, RedisRedirect):
             if not self._server.redirect(task, error):
                 self._health.note(error)
                 self._jobs.stop((job,), Stop.UNAVAILABLE)
+            return
+        if isinstance(error, RedisWriteRefused) and self._server.options.ttl_refresh:
+            # It refuses the GETEX: a GET follows.
+            self._server.refuses_writes(error)
+            self._queue.put((task,), urgent=True)
             return
         self._judge(error, lane.connection)
         if isinstance(error, RedisUnavailable) and self._may_retry(job, lane.connection):
@@ -251,7 +237,7 @@ class Reader(BulkWorker):
 
     def _release_ended(self, now: float) -> None:
         ended: list[Read] = []
-        for lane in self._busy:
+        for lane in self._lanes.busy:
             if lane.task is None:
                 continue
             job = lane.task[0]

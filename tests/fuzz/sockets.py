@@ -15,8 +15,8 @@ from lmcache_redis.chunks.frame import HEADER_BYTES, STORE_ID_BYTES, ChunkFrame
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.errors import RedisError
 from lmcache_redis.resp.bulk import (
-    Call,
     End,
+    MoveCall,
     Mover,
     NativeMover,
     PythonMover,
@@ -217,7 +217,7 @@ def _load(
     done: Sequence[Result] = ()
     while not done:
         # As if sent: the peer may be gone. A busy machine takes more than one call.
-        done = mover.load(Call(lanes, [task], 1, False, True, deadline, not is_sealed)).done
+        done = mover.load(MoveCall(lanes, [task], 1, False, True, deadline, not is_sealed)).done
     (result,) = done
     if isinstance(result, bytes):
         # A sealed one has yet to be opened.

@@ -17,9 +17,9 @@ from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
 from lmcache_redis.errors import RedisTimeout
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
-from lmcache_redis.resp.bulk import Call, End, Mover, Packed, Result
+from lmcache_redis.resp.bulk import End, MoveCall, Mover, Packed, Result
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.tiers import FramesResult
+from lmcache_redis.tiers import FramesResult, RemoveResult
 from tests.servers import RedisServer
 from tests.servers import wait_until as wait_until
 
@@ -200,6 +200,14 @@ def describe(plane: RedisPlane, keys: list[bytes], within_s: float = PATIENCE_S)
     return answers.get(timeout=PATIENCE_S)
 
 
+def unlink(plane: RedisPlane, chunk: Chunk, within_s: float = PATIENCE_S) -> RemoveResult:
+    answers = Answers()
+    deadline = time.monotonic() + within_s
+    plane.unlink(chunk.key, chunk.stripe_count, deadline, answers.callback("unlink"))
+    result: RemoveResult = answers.wait(1)[0]
+    return result
+
+
 def clear(plane: RedisPlane, prefix: bytes) -> Any:
     answers = Answers()
     plane.clear(prefix, time.monotonic() + PATIENCE_S, answers.callback("clear"))
@@ -224,7 +232,7 @@ def finish(
     lanes = [mover.handle(connection.stream)]
     in_flight, is_sending = 0, False
     while time.monotonic() < deadline:
-        call = Call(lanes, [task], in_flight, is_sending, True, deadline)
+        call = MoveCall(lanes, [task], in_flight, is_sending, True, deadline)
         moved = mover.load(call) if is_load else mover.store(call)
         if moved.done:
             return moved.done[0]

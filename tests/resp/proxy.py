@@ -14,7 +14,6 @@ from types import TracebackType
 
 _NAME = re.compile(rb"SETNAME\r\n\$\d+\r\nlmcache-redis:([a-z0-9-]+)")
 _GET = b"*2\r\n$3\r\nGET\r\n"
-_UNLINK = b"\r\nUNLINK\r\n"
 _SET = re.compile(rb"\*3\r\n\$3\r\nSET\r\n\$(\d+)\r\n")
 
 
@@ -63,8 +62,8 @@ class Proxy:
 
     for_gets: what to do with the next GETs, one action each; None forwards. While
     `acknowledge` is not set, replies to SET connections are held back; `hold_after` so many of
-    them it is cleared. While `removals` is not set, a control connection is held from its next
-    UNLINK on. `stripes_set` has (chunk key, stripe index) of all SETs in the order they were sent.
+    them it is cleared. `stripes_set` has (chunk key, stripe index) of all SETs in the order they
+    were sent.
     """
 
     def __init__(self, port: int) -> None:
@@ -75,9 +74,6 @@ class Proxy:
         self.for_gets: deque[Action | None] = deque()
         self.acknowledge = threading.Event()
         self.acknowledge.set()
-        self.removals = threading.Event()
-        self.removals.set()
-        self.removals_seen = 0
         self.stripes_set: list[tuple[bytes, int]] = []
         self.acknowledged = 0
         self.hold_after: int | None = None
@@ -100,7 +96,6 @@ class Proxy:
     ) -> None:
         self._closing = True
         self.acknowledge.set()
-        self.removals.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self.cut_all()
@@ -146,9 +141,6 @@ class Proxy:
                     link.name = found.group(1).decode()
                 if link.name.startswith("set"):
                     self._note_sets(link, data)
-                if _UNLINK in data:
-                    self.removals_seen += 1
-                    self.removals.wait()
                 if data.startswith(_GET):
                     self.gets += 1
                     action = self.for_gets.popleft() if self.for_gets else None

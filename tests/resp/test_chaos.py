@@ -45,9 +45,9 @@ class Traffic:
             io = chunk.io(self._random.choice([0.05, 0.2, 1.0, 3.0]))
             self._expect(io, io.deadline)
             if stores:
-                self._plane.write(io, self._written)
+                self._plane.store_all((io,), self._written)
             else:
-                self._plane.read(io, self._read)
+                self._plane.load_all((io,), self._read)
             if self._random.random() < 0.1:
                 self._plane.cancel(io)
         token = object()

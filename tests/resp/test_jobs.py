@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_redis.resp.jobs import Job, Jobs, Stop, TaskQueue, Timekeeper
+from lmcache_redis.resp.jobs import Job, Jobs, Stop
 from tests.resp.helpers import wait_until
 
 
@@ -151,7 +151,7 @@ def test_the_late_are_stopped_in_time(jobs: Jobs) -> None:
     second, first = Sample(jobs, within_s=0.03), Sample(jobs, within_s=0.01)
     wait_until(lambda: late.answers and first.answers and second.answers)
     assert time.monotonic() >= second.deadline
-    assert jobs.count(Sample) == 0
+    assert jobs.wait_empty(0)
 
 
 def test_what_cannot_be_tried_is_answered(jobs: Jobs) -> None:
@@ -165,47 +165,3 @@ def test_what_cannot_be_tried_is_answered(jobs: Jobs) -> None:
     jobs.closing = True
     other = Sample(jobs)
     wait_until(lambda: other.answers == [Outcome.CANCELLED])
-
-
-def test_the_urgent_go_first() -> None:
-    queue: TaskQueue[int] = TaskQueue()
-    queue.put([1, 2])
-    queue.put([3], urgent=True)
-    assert queue.take_some(2) == [3, 1]
-    queue.put([4], urgent=True)
-    queue.put_back([3, 1])
-    assert queue.take_some(5) == [4, 3, 1, 2]
-    assert queue.take_some(5) == []
-    queue.put([4])
-    queue.close()
-    assert queue.take() is None
-    assert queue.closed
-
-
-def test_a_waiting_thread_gets_a_task_and_the_end() -> None:
-    queue: TaskQueue[int] = TaskQueue()
-    got: list[int | None] = []
-
-    def consume() -> None:
-        while (task := queue.take()) is not None:
-            got.append(task)
-        got.append(None)
-
-    thread = threading.Thread(target=consume)
-    thread.start()
-    queue.put([1])
-    wait_until(lambda: got == [1])
-    queue.close()
-    thread.join()
-    assert got == [1, None]
-
-
-def test_the_timekeeper_runs_posts_until_it_is_closed() -> None:
-    keeper = Timekeeper(lambda now: None)
-    keeper.start()
-    ran = threading.Event()
-    keeper.post(ran.set)
-    assert ran.wait(10)
-    assert keeper.close(10)
-    with pytest.raises(RuntimeError):
-        keeper.post(ran.set)

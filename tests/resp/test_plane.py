@@ -28,6 +28,7 @@ from tests.resp.helpers import (
     read,
     running,
     scan,
+    unlink,
     wait_until,
     write,
 )
@@ -104,9 +105,10 @@ def test_remove_and_clear(plane: RedisPlane, server: RedisServer) -> None:
     with server.client() as client:
         client.mset(dict.fromkeys(foreign, b"x"))
     assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
-    plane.unlink(chunks[0].key, chunks[0].stripe_count)
-    keys = 29 * chunks[0].stripe_count
-    wait_until(lambda: server.command("DBSIZE") == keys + len(foreign))
+    each = chunks[0].stripe_count
+    assert unlink(plane, chunks[0]) == (CallOutcome.DONE, each)
+    keys = 29 * each
+    assert server.command("DBSIZE") == keys + len(foreign)
     assert clear(plane, b"lmcr1:" + NAMESPACE) == (CallOutcome.DONE, keys)
     with server.client() as client:
         assert sorted(client.keys()) == sorted(foreign)
@@ -144,7 +146,7 @@ def test_slots_that_do_not_fit_are_refused_at_once(plane: RedisPlane) -> None:
     words = [memoryview(bytearray(slot.nbytes)).cast("H") for slot in chunk.slots[:2]]
     for slots in (chunk.slots[:-1], chunk.slots[::-1], readonly, strided, words):
         with pytest.raises(ValueError, match="slot"):
-            plane.read(ChunkIO(chunk.key, chunk.frame, slots, time.monotonic() + 1), answers)
+            plane.load_all((ChunkIO(chunk.key, chunk.frame, slots, time.monotonic() + 1),), answers)
     assert len(answers) == 0
 
 
@@ -153,9 +155,9 @@ def test_a_chunk_moves_once_at_a_time(own_server: RedisServer) -> None:
         own_server.stop()
         io = Chunk(1, 100, SLOT).io(0.05)
         answers = Answers()
-        plane.read(io, answers)
+        plane.load_all((io,), answers)
         with pytest.raises(RuntimeError, match="already"):
-            plane.read(io, answers)
+            plane.load_all((io,), answers)
         answers.wait(1)
         own_server.cont()
 
@@ -174,9 +176,9 @@ def test_stripe_0_waits_for_all_others_and_the_next_chunk_does_not(
         proxy.stripes_set.clear()
         proxy.acknowledge.clear()
         answers = Answers()
-        plane.write(one.io(), answers)
+        plane.store_all((one.io(),), answers)
         wait_until(lambda: len(proxy.stripes_set) == 3)
-        plane.write(two.io(), answers)
+        plane.store_all((two.io(),), answers)
         # Now three replies and no more: stripe 4 of the first chunk stays unacknowledged.
         proxy.hold_after = proxy.acknowledged + 3
         proxy.acknowledge.set()
@@ -235,9 +237,9 @@ def test_close_finishes_writes_and_cancels_the_rest(server: RedisServer) -> None
     plane.wait_probed(PATIENCE_S)
     written, loaded = Answers(), Answers()
     for number in range(20):
-        plane.write(Chunk(number, 40_000, SLOT, seed=number).io(), written)
+        plane.store_all((Chunk(number, 40_000, SLOT, seed=number).io(),), written)
     for number in range(200):
-        plane.read(Chunk(number, 40_000, SLOT).io(), loaded)
+        plane.load_all((Chunk(number, 40_000, SLOT).io(),), loaded)
     assert plane.close(PATIENCE_S)
     assert set(written.wait(20, 0)) == {WriteOutcome.STORED}
     assert set(loaded.wait(200, 0)) <= {
@@ -249,7 +251,7 @@ def test_close_finishes_writes_and_cancels_the_rest(server: RedisServer) -> None
     assert plane_threads() == []
     assert plane.close(0)
     with pytest.raises(RuntimeError):
-        plane.read(Chunk(1, 100, SLOT).io(), loaded)
+        plane.load_all((Chunk(1, 100, SLOT).io(),), loaded)
 
 
 def test_close_does_not_wait_for_a_server_that_is_stopped(own_server: RedisServer) -> None:
@@ -259,8 +261,8 @@ def test_close_does_not_wait_for_a_server_that_is_stopped(own_server: RedisServe
     own_server.stop()
     answers = Answers()
     for number in range(5):
-        plane.write(Chunk(number, 40_000, SLOT).io(), answers)
-        plane.read(Chunk(number, 40_000, SLOT).io(), answers)
+        plane.store_all((Chunk(number, 40_000, SLOT).io(),), answers)
+        plane.load_all((Chunk(number, 40_000, SLOT).io(),), answers)
     started = time.monotonic()
     assert plane.close(0.05)
     assert time.monotonic() - started < 30
@@ -277,7 +279,7 @@ def test_cancel_ends_queued_reads_and_leaves_others_alone(proxy: Proxy) -> None:
         answers = Answers()
         ios = [chunk.io() for chunk in chunks]
         for io in ios:
-            plane.read(io, answers)
+            plane.load_all((io,), answers)
         wait_until(lambda: proxy.gets == 1)
         plane.cancel(ios[1])
         assert answers.wait(1) == [ReadOutcome.CANCELLED]
@@ -313,6 +315,6 @@ def test_callbacks_come_in_chunk_order_when_all_is_well(plane: RedisPlane) -> No
         answers(io, outcome)
 
     for chunk in chunks:
-        plane.write(chunk.io(), done)
+        plane.store_all((chunk.io(),), done)
     answers.wait(50)
     assert all(a < b for a, b in pairwise(order))

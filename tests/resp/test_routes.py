@@ -14,7 +14,7 @@ from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.net.topology import (
     MAX_HOPS,
     SLOTS,
-    Part,
+    KeyGroup,
     Routes,
     Routing,
     ServerMap,
@@ -82,7 +82,7 @@ def routing_of(asked: Sequence[bytes]) -> Routing[str]:
     return Routing(routes, asked, follow, "missing")
 
 
-def part_of(parts: Sequence[Part[str]], node: str) -> Part[str]:
+def part_of(parts: Sequence[KeyGroup[str]], node: str) -> KeyGroup[str]:
     (part,) = [part for part in parts if part.node == node]
     return part
 
@@ -113,6 +113,20 @@ def test_keys_are_asked_of_their_nodes_and_redirections_followed() -> None:
     assert (part.indexes, part.hop and part.hop.asking) == (asks, True)
     assert routing.answered(part, [asked[asks[0]]]) == []
     assert routing.results == asked
+
+
+def test_an_ask_and_a_moved_are_asked_apart() -> None:
+    """Only one of the two wants ASKING before its command."""
+    routing = routing_of([b"a", b"b", b"c", b"d"])
+    part = max(routing.parts, key=lambda part: len(part.indexes))
+    first, second = part.indexes[:2]
+    asks, moved = routing.answered(part, [redirect(3, asking=True), redirect(3)])
+    assert (asks.node, asks.indexes, asks.hop and asks.hop.asking) == ("node-3", [first], True)
+    assert (moved.node, moved.indexes, moved.hop and moved.hop.asking) == (
+        "node-3",
+        [second],
+        False,
+    )
 
 
 def test_a_redirection_that_leads_nowhere_leaves_the_key_missing() -> None:

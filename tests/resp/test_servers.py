@@ -92,7 +92,7 @@ def test_wrong_password(tmp_path: Path, binary: str) -> None:
         test_faults.test_stopped_past_the_deadline_then_continued,
         test_faults.test_too_few_connections,
         test_faults.test_full_without_eviction,
-        test_faults.test_full_while_replacing_leaves_no_mixture,
+        test_faults.test_full_while_replacing_delivers_no_mixture,
         test_faults.test_single_stripes_evicted,
         test_faults.test_a_server_busy_with_a_script,
         test_faults.test_a_read_only_replica_rejects_writes,

@@ -206,7 +206,7 @@ def test_full_speed_again_after_its_return(
     wait_until(lambda: not our_connections(own_server), "a connection outlived the plane")
 
 
-def test_a_length_that_no_server_writes_removes_nothing(server: RedisServer, proxy: Proxy) -> None:
+def test_a_length_that_no_server_writes(server: RedisServer, proxy: Proxy) -> None:
     with running(proxy.url, get_connections=1) as plane:
         chunk = Chunk(99, 16_384, 4096, seed=99)
         assert write(plane, chunk) == [WriteOutcome.STORED]

@@ -37,6 +37,7 @@ from tests.resp.helpers import (
     read,
     running,
     scan,
+    unlink,
     wait_until,
     write,
 )
@@ -383,8 +384,7 @@ def _check_call(plane: RedisPlane, name: bytes, caplog: pytest.LogCaptureFixture
     elif name == b"GETRANGE":
         assert describe(plane, [chunk_key(1)], DEADLINE_S).outcome.name == late
     else:
-        # Nobody is told; the scan behind it has its answer when the removal's time is over.
-        plane.unlink(chunk_key(1), 1)
+        assert unlink(plane, chunk, DEADLINE_S).outcome.name == late
         assert scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 0)
 
 
@@ -403,9 +403,9 @@ def test_a_plane_is_closed_in_the_middle_of_a_trickle(name: bytes) -> None:
             if name == b"EXISTS":
                 plane.scan([chunk_key(1)], time.monotonic() + 60.0, answers.callback("scan"))
             elif name == b"GET":
-                plane.read(chunk.io(60.0), answers)
+                plane.load_all((chunk.io(60.0),), answers)
             else:
-                plane.write(chunk.io(60.0), answers)
+                plane.store_all((chunk.io(60.0),), answers)
             wait_until(lambda: any(words[0] == name for words in server.commands))
         with over_in_time():
             assert plane.close(0.1)
@@ -515,8 +515,7 @@ def test_no_reply_without_end_to_a_plane(name: bytes, endless: Endless) -> None:
         elif name == b"GETRANGE":
             assert describe(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
         else:
-            plane.unlink(chunk_key(1), 1)
-            wait_until(lambda: plane.stats().connections_lost)
+            assert unlink(plane, chunk).outcome is CallOutcome.UNAVAILABLE
 
 
 # --------------------------------------------------- others with the same reader

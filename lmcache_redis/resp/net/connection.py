@@ -177,10 +177,16 @@ class Connector:
             self._check_wanted()
             look_up = self._look_up
             if look_up is None or look_up.done():
-                look_up = self._look_up = concurrent.futures.Future()
-                threading.Thread(
-                    target=self._look_up_name, args=(look_up,), name="redis-name", daemon=True
-                ).start()
+                look_up = concurrent.futures.Future()
+                args = (look_up,)
+                try:
+                    threading.Thread(
+                        target=self._look_up_name, args=args, name="redis-name", daemon=True
+                    ).start()
+                except RuntimeError as error:
+                    where = self.endpoint.where
+                    raise RedisUnavailable(f"{where} cannot be looked up: {error}") from None
+                self._look_up = look_up
         try:
             return list(look_up.result(max(0.0, deadline - time.monotonic())))
         except concurrent.futures.CancelledError:

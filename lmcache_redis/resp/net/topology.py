@@ -13,6 +13,7 @@ from __future__ import annotations
 import binascii
 import contextlib
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ MAX_MAP_BYTES = 16 << 20
 MAX_HOPS = 5
 NodeT = TypeVar("NodeT")
 _CONNECTION_NAME = "lmcache-redis:topology"
+# Of a Sentinel and the master, or of a node.
+_MOST_KEPT = 2
 
 
 class ServerMap(NamedTuple):
@@ -66,10 +69,11 @@ class Routes(Generic[NodeT]):
     unplaced: see `ServerMap`.
     """
 
-    __slots__ = ("_by_slot", "_single", "nodes", "unplaced")
+    __slots__ = ("_by_slot", "_single", "nodes", "ranges", "unplaced")
 
     def __init__(self, server_map: ServerMap, nodes: Mapping[Endpoint, NodeT]) -> None:
         self.nodes: tuple[NodeT, ...] = tuple(nodes[server] for server in server_map.servers)
+        self.ranges = server_map.ranges
         self.unplaced = server_map.unplaced
         self._single = self.nodes[0] if self.nodes and server_map.ranges is None else None
         self._by_slot: list[NodeT | None] | None = None
@@ -99,13 +103,19 @@ class Routes(Generic[NodeT]):
         if self._by_slot is None:
             return {self._single: list(range(len(keys)))} if keys else {}
         by_node: dict[NodeT | None, list[int]] = {}
+        by_slot, crc = self._by_slot, binascii.crc_hqx
         for index, key in enumerate(keys):
-            by_node.setdefault(self._by_slot[slot_of(key)], []).append(index)
+            slot = slot_of(key) if b"{" in key else crc(key, 0) % SLOTS
+            node = by_slot[slot]
+            if node in by_node:
+                by_node[node].append(index)
+            else:
+                by_node[node] = [index]
         return by_node
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part(Generic[NodeT]):
+class KeyGroup(Generic[NodeT]):
     """Some keys of a `Routing`, all asked of one node.
 
     indexes: of the keys. hop: the redirection that led here; if it is an ASK, an ASKING precedes
@@ -134,12 +144,12 @@ class Routing(Generic[NodeT]):
     ) -> None:
         self.results: list[Any] = [missing] * len(keys)
         by_node = routes.split(keys)
-        self.parts = [Part(node, some) for node, some in by_node.items() if node is not None]
+        self.parts = [KeyGroup(node, some) for node, some in by_node.items() if node is not None]
         self._follow = follow
 
-    def answered(self, part: Part[NodeT], results: Sequence[Any]) -> list[Part[NodeT]]:
+    def answered(self, part: KeyGroup[NodeT], results: Sequence[Any]) -> list[KeyGroup[NodeT]]:
         """Take the results of a part, none if it failed; return the parts to ask next."""
-        parts: dict[tuple[NodeT, bool], Part[NodeT]] = {}
+        parts: dict[tuple[NodeT, bool], KeyGroup[NodeT]] = {}
         for index, result in zip(part.indexes, results, strict=False):
             if not isinstance(result, RedisRedirect):
                 self.results[index] = result
@@ -148,7 +158,7 @@ class Routing(Generic[NodeT]):
             node = self._follow(part.node, result) if hop is not None else None
             if node is not None:
                 place = (node, result.asking)
-                parts.setdefault(place, Part(node, [], hop)).indexes.append(index)
+                parts.setdefault(place, KeyGroup(node, [], hop)).indexes.append(index)
         return list(parts.values())
 
 
@@ -170,77 +180,122 @@ def find_servers(
     known: Iterable[Endpoint],
     timeout_s: float,
     deadline: float = math.inf,
-    closing: Callable[[], bool] = lambda: False,
 ) -> ServerMap:
-    """Ask Sentinels or a cluster once; a single server is what the URL says.
-
-    Raises RedisError or ConfigError with a sentence that says what to change.
-
-    known: servers of the last map, asked before the seeds, which may have left the cluster.
-    timeout_s: for all questions to one server; deadline (`time.monotonic()`): for all servers.
-    closing: called before each server; True ends the look-up.
-    """
-    if deployment.topology is Topology.STANDALONE:
-        return ServerMap((deployment.server,))
-    is_sentinel = deployment.topology is Topology.SENTINEL
-    ask_one = _master if is_sentinel else _shards
-    servers = deployment.seeds if is_sentinel else (*known, *deployment.seeds)
-    failure: RedisError | ConfigError = RedisUnavailable(f"{deployment.where} has no servers")
-    for endpoint in dict.fromkeys(servers):
-        until = min(deadline, time.monotonic() + timeout_s)
-        if closing() or until <= time.monotonic():
-            break
-        try:
-            return ask_one(deployment, endpoint, until)
-        except (RedisError, ConfigError) as error:
-            failure = error
-        except (TypeError, ValueError, IndexError, AttributeError):
-            command = "SENTINEL" if is_sentinel else "CLUSTER SLOTS"
-            failure = RedisUnavailable(f"malformed {command} reply from {endpoint.where}")
-    raise failure
-
-
-def _ask(endpoint: Endpoint, deadline: float, *words: str) -> Any:
-    """The reply to one command on a connection of its own. Raises RedisError and ConfigError."""
-    connection = Connection(Connector(endpoint, _FAR_S, _FAR_S), _CONNECTION_NAME, MAX_MAP_BYTES)
+    """`ServerFinder.find`, once."""
+    finder = ServerFinder(deployment, timeout_s)
     try:
-        connection.open(deadline)
-        return connection.call(pack_command(*words), 1, deadline)[0]
+        return finder.find(known, deadline)
     finally:
-        connection.close()
+        finder.close()
 
 
-def _master(deployment: Deployment, endpoint: Endpoint, deadline: float) -> ServerMap:
-    found = _ask(endpoint, deadline, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", deployment.service)
-    if not found:
-        raise RedisUnavailable(
-            f"Sentinel at {endpoint.where} watches no master named {deployment.service}: "
-            "correct the name in the Redis URL"
-        )
-    master = deployment.at(_text(found[0]), int(found[1]))
-    # Sentinel may be outdated: the server must agree.
-    return ServerMap((master,) if _is_master(master, deadline) else ())
+class ServerFinder:
+    """Asks Sentinels or a cluster which servers there are. Keeps the connections that answered.
 
+    timeout_s: for all questions to one server. One thread uses it.
+    """
 
-def _is_master(server: Endpoint, deadline: float) -> bool:
-    """False only if the server says so; one that does not answer counts as the master."""
-    with contextlib.suppress(RedisError, ConfigError):
-        role = _ask(server, deadline, "ROLE")
-        return bool(role) and _text(role[0]) == "master"
-    return True
+    def __init__(self, deployment: Deployment, timeout_s: float) -> None:
+        self._deployment = deployment
+        self._timeout_s = timeout_s
+        self._kept: dict[Endpoint, Connection] = {}
 
+    def find(
+        self,
+        known: Iterable[Endpoint] = (),
+        deadline: float = math.inf,
+        closing: Callable[[], bool] = lambda: False,
+    ) -> ServerMap:
+        """Ask once; a single server is what the URL says.
 
-def _shards(deployment: Deployment, endpoint: Endpoint, deadline: float) -> ServerMap:
-    try:
-        rows = _ask(endpoint, deadline, "CLUSTER", "SLOTS")
-    except RedisError as error:
-        if "cluster support disabled" in str(error):
-            raise ConfigError(
-                f"Redis at {endpoint.where} is no cluster: write redis:// instead of "
-                "redis+cluster://"
-            ) from None
-        raise
-    return _read_slots(deployment, endpoint, rows)
+        Raises RedisError or ConfigError with a sentence that says what to change.
+
+        known: servers of the last map. One that answered is asked again; then they are asked in any
+        order, then the seeds, which may have left the cluster. deadline: `time.monotonic()`, for
+        all servers. closing: called before each server; True ends the look-up.
+        """
+        deployment = self._deployment
+        if deployment.topology is Topology.STANDALONE:
+            return ServerMap((deployment.server,))
+        is_sentinel = deployment.topology is Topology.SENTINEL
+        ask_one = self._master if is_sentinel else self._shards
+        failure: RedisError | ConfigError = RedisUnavailable(f"{deployment.where} has no servers")
+        for endpoint in self._in_order(() if is_sentinel else known):
+            until = min(deadline, time.monotonic() + self._timeout_s)
+            if closing() or until <= time.monotonic():
+                break
+            try:
+                return ask_one(endpoint, until)
+            except (RedisError, ConfigError) as error:
+                failure = error
+            except (TypeError, ValueError, IndexError, AttributeError):
+                command = "SENTINEL" if is_sentinel else "CLUSTER SLOTS"
+                failure = RedisUnavailable(f"malformed {command} reply from {endpoint.where}")
+            self._drop(endpoint)
+        raise failure
+
+    def close(self) -> None:
+        for endpoint in list(self._kept):
+            self._drop(endpoint)
+
+    def _in_order(self, known: Iterable[Endpoint]) -> Iterable[Endpoint]:
+        first, second = list(known), list(self._deployment.seeds)
+        random.shuffle(first)
+        random.shuffle(second)
+        servers = dict.fromkeys((*first, *second))
+        return dict.fromkeys((*[each for each in self._kept if each in servers], *servers))
+
+    def _drop(self, endpoint: Endpoint) -> None:
+        if (connection := self._kept.pop(endpoint, None)) is not None:
+            connection.close()
+
+    def _ask(self, endpoint: Endpoint, deadline: float, *words: str) -> Any:
+        """The reply to one command. Raises RedisError and ConfigError."""
+        connection = self._kept.pop(endpoint, None)
+        if connection is not None:
+            connection.check_idle()
+        if connection is None or not connection.is_open:
+            connector = Connector(endpoint, _FAR_S, _FAR_S)
+            connection = Connection(connector, _CONNECTION_NAME, MAX_MAP_BYTES)
+        # The one used last is the last.
+        self._kept[endpoint] = connection
+        if len(self._kept) > _MOST_KEPT:
+            self._drop(next(iter(self._kept)))
+        if not connection.is_open:
+            connection.open(deadline)
+        return connection.call(pack_command(*words), 1, deadline)[0]
+
+    def _master(self, endpoint: Endpoint, deadline: float) -> ServerMap:
+        deployment = self._deployment
+        words = "SENTINEL", "GET-MASTER-ADDR-BY-NAME", deployment.service
+        found = self._ask(endpoint, deadline, *words)
+        if not found:
+            raise RedisUnavailable(
+                f"Sentinel at {endpoint.where} watches no master named {deployment.service}: "
+                "correct the name in the Redis URL"
+            )
+        master = deployment.at(_text(found[0]), int(found[1]))
+        # Sentinel may be outdated: the server must agree.
+        return ServerMap((master,) if self._is_master(master, deadline) else ())
+
+    def _is_master(self, server: Endpoint, deadline: float) -> bool:
+        """False only if the server says so; one that does not answer counts as the master."""
+        with contextlib.suppress(RedisError, ConfigError):
+            role = self._ask(server, deadline, "ROLE")
+            return bool(role) and _text(role[0]) == "master"
+        return True
+
+    def _shards(self, endpoint: Endpoint, deadline: float) -> ServerMap:
+        try:
+            rows = self._ask(endpoint, deadline, "CLUSTER", "SLOTS")
+        except RedisError as error:
+            if "cluster support disabled" in str(error):
+                raise ConfigError(
+                    f"Redis at {endpoint.where} is no cluster: write redis:// instead of "
+                    "redis+cluster://"
+                ) from None
+            raise
+        return _read_slots(self._deployment, endpoint, rows)
 
 
 def _read_slots(deployment: Deployment, asked: Endpoint, rows: list[list[Any]]) -> ServerMap:

@@ -20,6 +20,7 @@ import hiredis
 from lmcache_redis import native
 from lmcache_redis.errors import (
     RedisAuthError,
+    RedisClusterDown,
     RedisError,
     RedisFull,
     RedisProtocolError,
@@ -27,6 +28,7 @@ from lmcache_redis.errors import (
     RedisRedirect,
     RedisReplyError,
     RedisUnavailable,
+    RedisWriteRefused,
 )
 
 CRLF: Final = b"\r\n"
@@ -49,9 +51,8 @@ _HEAD = re.compile(rb"[*%~>|][0-9]{0,19}\Z")
 _HEAD_BYTES = 20
 _INCOMPLETE = object()
 _CODE = re.compile(r"[A-Z]{2,20}")
-_UNAVAILABLE_CODES = frozenset(
-    {"LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS"}
-)
+_UNAVAILABLE_CODES = frozenset({"LOADING", "BUSY", "MASTERDOWN", "TRYAGAIN"})
+_NO_WRITES_CODES = frozenset({"NOREPLICAS", "MISCONF"})
 _AUTH_CODES = frozenset({"NOAUTH", "WRONGPASS"})
 _IS_A_CLUSTER: Final = "(a Redis Cluster: write redis+cluster://HOST:PORT)"
 
@@ -200,12 +201,16 @@ def error_of(reply: ErrorReply) -> RedisError:
         return _redirect(reply, f"{said} {_IS_A_CLUSTER}")
     if reply.code == "CROSSSLOT":
         return RedisReplyError(f"{said} {_IS_A_CLUSTER}")
+    if reply.code == "CLUSTERDOWN":
+        return RedisClusterDown(said)
     if reply.code == "READONLY":
         return RedisReadOnly(said)
+    if reply.code in _NO_WRITES_CODES:
+        return RedisWriteRefused(said)
     if reply.code == "NOPERM":
         return RedisReplyError(
-            f"{said} (allow GET, SET, EXISTS, UNLINK, SCAN, PING on our keys, "
-            "and GETEX where a TTL is refreshed)"
+            f"{said} (allow GET, SET, EXISTS, TOUCH, UNLINK, SCAN, PING on our keys, "
+            "and GETEX and EXPIRE where a TTL is refreshed)"
         )
     return RedisReplyError(said)
 

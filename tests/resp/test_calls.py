@@ -1,0 +1,159 @@
+"""Calls about keys: rounds of a cluster's questions, and chunks that are kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from lmcache_redis.resp import CallOutcome, ExistsResult, RedisPlane, WriteOutcome
+from lmcache_redis.resp.calls import _Rounds
+from tests.resp.helpers import PATIENCE_S, Answers, Chunk, chunk_key, exists, running, scan, write
+from tests.resp.test_node import cluster_url, shard
+from tests.resp.trickling import Answer
+from tests.servers import RedisServer
+from tests.topologies import Cluster, running_cluster
+
+SLOT = 4096
+BIG = 40_000
+KEYS = [chunk_key(number) for number in range(20_000)]
+
+
+# ------------------------------------------------------------------------ rounds
+
+
+@pytest.mark.parametrize("present", [0, 255, 256, 300, 5000, 20_000])
+def test_a_scan_of_a_cluster_asks_about_a_growing_prefix(present: int) -> None:
+    asked: list[bytes] = []
+    there = {key + bytes(2) for key in KEYS[:present]}
+
+    def answer(words: list[bytes]) -> Answer:
+        if words[0] != b"EXISTS":
+            return None
+        asked.append(words[1])
+        return b":%d\r\n" % (words[1] in there)
+
+    with shard(answer) as server, running(cluster_url(server)) as plane:
+        assert scan(plane, KEYS) == (CallOutcome.DONE, present)
+        assert len(asked) == len(set(asked))
+        assert len(asked) <= 256 + 5 * present
+        if present in (0, 5000):
+            found = exists(plane, KEYS)
+            assert found.present == [number < present for number in range(len(KEYS))]
+
+
+def test_what_an_earlier_round_has_found_stands() -> None:
+    ends: list[tuple[CallOutcome, Sequence[int]]] = []
+    keys = KEYS[:6]
+    rounds = _Rounds(keys, lambda *end: ends.append(end), first_keys=1, only_prefix=True)
+    assert rounds.next_keys() == keys[:1]
+    assert rounds.goes_on(CallOutcome.DONE, [1])
+    assert rounds.next_keys() == keys[1:5]
+    assert not rounds.goes_on(CallOutcome.TIMED_OUT, [0, 0, 0, 0])
+    assert ends == [(CallOutcome.DONE, [1, 0, 0, 0, 0, 0])]
+    ends.clear()
+    rounds = _Rounds(keys, lambda *end: ends.append(end), first_keys=1)
+    assert rounds.goes_on(CallOutcome.DONE, [0])
+    assert not rounds.goes_on(CallOutcome.CANCELLED, [0, 0, 0, 0])
+    assert ends == [(CallOutcome.CANCELLED, [0] * 6)]
+    ends.clear()
+    rounds = _Rounds(keys, lambda *end: ends.append(end))
+    assert not rounds.goes_on(CallOutcome.UNAVAILABLE, [0] * 6)
+    assert ends == [(CallOutcome.UNAVAILABLE, [0] * 6)]
+
+
+# ----------------------------------------------------------------------- refresh
+
+
+def refresh(
+    plane: RedisPlane, chunks: Sequence[Chunk], within_s: float = PATIENCE_S
+) -> ExistsResult:
+    answers = Answers()
+    named = [(chunk.key, chunk.stripe_count) for chunk in chunks]
+    plane.refresh(named, time.monotonic() + within_s, answers.callback("refresh"))
+    result: ExistsResult = answers.wait(1)[0]
+    return result
+
+
+def some_chunks(count: int, stripes: int = 10) -> list[Chunk]:
+    return [Chunk(number, stripes * 1000, 1000, seed=number) for number in range(count)]
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+def idle_s(server: RedisServer, chunk: Chunk) -> list[int]:
+    return [int(server.command("OBJECT", "IDLETIME", key)) for key in chunk.stripe_keys()]
+
+
+def test_a_chunk_that_is_refreshed_was_used(server: RedisServer) -> None:
+    kept, other = some_chunks(2)
+    with running(server.url) as plane:
+        assert set(write(plane, kept, other)) == {WriteOutcome.STORED}
+        time.sleep(2.1)
+        assert min(idle_s(server, kept)) >= 2
+        assert refresh(plane, [kept]) == (CallOutcome.DONE, [True])
+        assert max(idle_s(server, kept)) <= 1
+        assert min(idle_s(server, other)) >= 2
+
+
+def test_a_chunk_that_lacks_a_stripe_is_not_present(server: RedisServer) -> None:
+    chunks = some_chunks(120)
+    with running(server.url) as plane:
+        assert refresh(plane, []) == (CallOutcome.DONE, [])
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        server.command("UNLINK", chunks[0].stripe_keys()[-1], chunks[77].stripe_keys()[0])
+        server.command("CONFIG", "RESETSTAT")
+        assert refresh(plane, chunks).present == [n not in (0, 77) for n in range(120)]
+        assert server.command("INFO", "commandstats")["cmdstat_touch"]["calls"] == 120
+        # More stripes than fit a step.
+        large = Chunk(500, 1000 * 64, 64, seed=1)
+        assert write(plane, large) == [WriteOutcome.STORED]
+        assert refresh(plane, [chunks[1], large, chunks[0]]).present == [True, True, False]
+
+
+def test_a_refresh_begins_the_time_anew(server: RedisServer) -> None:
+    chunk, gone = some_chunks(2)
+    with running(server.url, ttl_s=5000, ttl_refresh=True) as plane:
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        for key in chunk.stripe_keys():
+            server.command("EXPIRE", key, 100)
+        assert refresh(plane, [gone, chunk]) == (CallOutcome.DONE, [False, True])
+        left = [int(server.command("TTL", key)) for key in chunk.stripe_keys()]
+        assert min(left) > 4900
+    with running(server.url, ttl_s=5000) as plane:
+        for key in chunk.stripe_keys():
+            server.command("EXPIRE", key, 100)
+        assert refresh(plane, [chunk]) == (CallOutcome.DONE, [True])
+        assert max(int(server.command("TTL", key)) for key in chunk.stripe_keys()) <= 100
+
+
+@pytest.mark.parametrize("ttl_s", [0, 5000])
+@pytest.mark.servers
+def test_a_refresh_reaches_every_shard(shared_cluster: Cluster, ttl_s: int) -> None:
+    for node in shared_cluster.nodes:
+        node.command("FLUSHALL")
+    chunks = some_chunks(60)
+    settings = {"ttl_s": ttl_s, "ttl_refresh": True} if ttl_s else {}
+    with running(shared_cluster.url, **settings) as plane:
+        assert set(write(plane, *chunks)) == {WriteOutcome.STORED}
+        lost = chunks[7].stripe_keys()[3]
+        shared_cluster.node_of(lost).command("UNLINK", lost)
+        if not ttl_s:
+            time.sleep(2.1)
+        assert refresh(plane, chunks) == (CallOutcome.DONE, [n != 7 for n in range(60)])
+        for key in chunks[5].stripe_keys():
+            node = shared_cluster.node_of(key)
+            if ttl_s:
+                assert int(node.command("TTL", key)) > 4900
+            else:
+                assert int(node.command("OBJECT", "IDLETIME", key)) <= 1
+
+
+def test_a_refresh_of_a_server_that_is_gone() -> None:
+    with running("redis://127.0.0.1:1") as plane:
+        assert refresh(plane, some_chunks(1)) == (CallOutcome.UNAVAILABLE, ())

@@ -1,0 +1,322 @@
+"""Servers of a plane: redirections, threads that cannot start, a primary that moves."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lmcache_redis.resp import (
+    CallOutcome,
+    ReadOutcome,
+    RedisOptions,
+    RedisPlane,
+    WriteOutcome,
+)
+from lmcache_redis.resp.loops import LoopThread
+from lmcache_redis.resp.net.endpoint import parse_deployment
+from lmcache_redis.resp.net.topology import ServerFinder
+from tests.resp.helpers import (
+    Chunk,
+    chunk_key,
+    exists,
+    our_connections,
+    plane_threads,
+    read,
+    running,
+    scan,
+    wait_until,
+    write,
+)
+from tests.resp.trickling import Answer, LyingServer
+from tests.servers import RedisServer
+
+SECRET = "s3cret"
+
+
+def bulk(text: object) -> bytes:
+    data = str(text).encode()
+    return b"$%d\r\n%b\r\n" % (len(data), data)
+
+
+def slots_of(*ports: int) -> bytes:
+    """The reply to CLUSTER SLOTS of shards on loopback with equal shares."""
+    rows = []
+    for number, port in enumerate(ports):
+        first, last = (16384 * n // len(ports) for n in (number, number + 1))
+        rows.append(
+            b"*3\r\n:%d\r\n:%d\r\n*2\r\n" % (first, last - 1)
+            + bulk("127.0.0.1")
+            + b":%d\r\n" % port
+        )
+    return b"*%d\r\n" % len(rows) + b"".join(rows)
+
+
+def shard(answers: Callable[[list[bytes]], Answer] = lambda words: None) -> LyingServer:
+    """The only shard of a cluster."""
+
+    def answer(words: list[bytes]) -> Answer:
+        return slots_of(server.port) if words[0] == b"CLUSTER" else answers(words)
+
+    server = LyingServer(answer)
+    return server
+
+
+def cluster_url(server: LyingServer) -> str:
+    return f"redis+cluster://agent:{SECRET}@127.0.0.1:{server.port}"
+
+
+# ------------------------------------------------------------------ redirections
+
+
+@pytest.mark.parametrize("kind", [b"MOVED", b"ASK"])
+def test_invented_addresses_get_neither_threads_nor_the_password(kind: bytes) -> None:
+    ports = itertools.count(20_000)
+
+    def answer(words: list[bytes]) -> Answer:
+        if words[0] not in (b"EXISTS", b"GET", b"SET"):
+            return None
+        port = other.port if next(ports) % 2 else next(ports)
+        return b"-%b 1 127.0.0.1:%d\r\n" % (kind, port)
+
+    with LyingServer() as other, shard(answer) as server, running(cluster_url(server)) as plane:
+        threads = len(plane_threads())
+        keys = [chunk_key(number) for number in range(300)]
+        assert scan(plane, keys) == (CallOutcome.DONE, 0)
+        assert exists(plane, keys) == (CallOutcome.DONE, [False] * 300)
+        chunk = Chunk(1, 100, 4096)
+        assert read(plane, chunk) == [ReadOutcome.UNAVAILABLE]
+        assert write(plane, chunk) == [WriteOutcome.UNAVAILABLE]
+        assert len(plane_threads()) == threads
+        assert other.commands == []
+        assert plane.state.up
+        assert any(SECRET.encode() in words for words in server.commands)
+
+
+def test_a_redirection_is_followed_once_a_map_names_its_server() -> None:
+    def one(words: list[bytes]) -> Answer:
+        if words[0] == b"CLUSTER":
+            # Another node tells the news later.
+            return slots_of(*(first.port, second.port) if moved else (first.port,))
+        if words[0] == b"GET":
+            asked.append(1)
+            if len(asked) > 2:
+                moved.append(1)
+            return b"-MOVED 1 127.0.0.1:%d\r\n" % second.port
+        return None
+
+    asked: list[int] = []
+    moved: list[int] = []
+
+    with (
+        LyingServer(lambda words: b"$-1\r\n" if words[0] == b"GET" else None) as second,
+        LyingServer(one) as first,
+        running(cluster_url(first)) as plane,
+    ):
+        moved.append(1)
+        assert read(plane, Chunk(1, 100, 4096)) == [ReadOutcome.MISSING]
+        assert b"GET" in {words[0] for words in second.commands}
+
+
+def test_a_cluster_that_is_down_keeps_its_connections() -> None:
+    def answer(words: list[bytes]) -> Answer:
+        if words[0] in (b"EXISTS", b"GET", b"SET"):
+            return b"-CLUSTERDOWN Hash slot not served\r\n"
+        return None
+
+    with shard(answer) as server, running(cluster_url(server)) as plane:
+        chunk = Chunk(1, 100, 4096)
+        for _ in range(20):
+            assert scan(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
+            assert read(plane, chunk) == [ReadOutcome.UNAVAILABLE]
+            assert write(plane, chunk) == [WriteOutcome.UNAVAILABLE]
+        assert plane.state.up
+        assert "CLUSTERDOWN" in plane.state.reason
+        stats = plane.stats()
+        assert (stats.connects, stats.connections_lost) == (4, 0)
+        sets = [words for words in server.commands if words[0] == b"SET"]
+        assert len(sets) < 20
+
+
+# ------------------------------------------------------------------ looking up
+
+
+def test_a_finder_keeps_its_connection_and_many_spread() -> None:
+    servers = [LyingServer(lambda words: slots_of(*ports)) for _ in range(3)]
+    ports = [server.port for server in servers]
+    seeds = ",".join(f"127.0.0.1:{port}" for port in ports)
+    deployment = parse_deployment(RedisOptions(f"redis+cluster://{seeds}"))
+    with servers[0], servers[1], servers[2]:
+        finder = ServerFinder(deployment, 5.0)
+        for _ in range(20):
+            assert len(finder.find().servers) == 3
+        names = [words for each in servers for words in each.commands if words[0] == b"CLIENT"]
+        assert len(names) == 1
+        finder.close()
+        for _ in range(40):
+            other = ServerFinder(deployment, 5.0)
+            other.find()
+            other.close()
+        assert all(each.commands for each in servers)
+
+
+def test_known_servers_are_asked_when_the_seeds_have_gone() -> None:
+    with LyingServer(lambda words: slots_of(7000)) as left:
+        deployment = parse_deployment(RedisOptions("redis+cluster://127.0.0.1:1"))
+        finder = ServerFinder(deployment, 5.0)
+        known = deployment.at("127.0.0.1", left.port)
+        assert [each.port for each in finder.find([known]).servers] == [7000]
+        finder.close()
+
+
+@pytest.mark.parametrize(("role", "count"), [(b"master", 1), (b"slave", 0)])
+def test_a_sentinel_is_not_believed_against_the_server(role: bytes, count: int) -> None:
+    def answer(words: list[bytes]) -> Answer:
+        if words[0] == b"SENTINEL":
+            return b"*2\r\n" + bulk("127.0.0.1") + bulk(server.port)
+        return b"*1\r\n" + bulk(role.decode()) if words[0] == b"ROLE" else None
+
+    with LyingServer(answer) as server:
+        url = f"redis+sentinel://127.0.0.1:{server.port}/main"
+        finder = ServerFinder(parse_deployment(RedisOptions(url)), 5.0)
+        assert len(finder.find().servers) == count
+        finder.close()
+
+
+def test_more_servers_than_a_cluster_has_are_refused() -> None:
+    with LyingServer(lambda words: slots_of(*range(10_000, 11_001))) as server:
+        plane = RedisPlane(RedisOptions(cluster_url(server)))
+        plane.start()
+        wait_until(lambda: plane.state.probed)
+        assert "names 1001 servers" in plane.state.reason
+        assert plane_threads() == ["lmcr-time", "lmcr-topology"]
+        assert plane.close(1.0)
+
+
+# ------------------------------------------------------------- too few threads
+
+
+def failing_start(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """Threads of this name cannot start, until what is returned is not empty."""
+    again: list[int] = []
+    start = threading.Thread.start
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if thread.name == name and not again:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    return again
+
+
+@pytest.mark.parametrize("name", ["lmcr-health", "lmcr-set-0"])
+def test_a_plane_without_threads_does_not_start(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    failing_start(monkeypatch, name)
+    plane = RedisPlane(RedisOptions("redis://127.0.0.1:1"))
+    with pytest.raises(RuntimeError, match="can't start"):
+        plane.start()
+    wait_until(lambda: plane_threads() == [])
+    with pytest.raises(RuntimeError, match="not running"):
+        scan(plane, [chunk_key(1)])
+    assert plane.close(1.0)
+
+
+def test_a_shard_starts_when_there_are_threads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = failing_start(monkeypatch, "lmcr-set-0")
+    with shard() as server, running(cluster_url(server)) as plane:
+        assert scan(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
+        assert set(plane_threads()) == {"lmcr-time", "lmcr-topology"}
+        again.append(1)
+        wait_until(lambda: scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 0))
+
+
+def test_a_name_that_could_not_be_looked_up_is_looked_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    again = failing_start(monkeypatch, "redis-name")
+    with LyingServer() as server:
+        url = server.url.replace("127.0.0.1", "localhost")
+        with running(url, connect_timeout_s=60.0) as plane:
+            assert "cannot be looked up: can't start" in plane.state.reason
+            assert scan(plane, [chunk_key(1)]).outcome is CallOutcome.UNAVAILABLE
+            again.append(1)
+            wait_until(lambda: scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 0))
+
+
+def test_no_thread_of_a_plane_ends_by_an_exception(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever each of them was doing."""
+    failed: set[str] = set()
+    open_original = socket.socket.connect
+
+    def connect(sock: socket.socket, address: Any) -> None:
+        name = threading.current_thread().name
+        if name.startswith("lmcr-") and name not in failed:
+            failed.add(name)
+            raise MemoryError
+        open_original(sock, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    with shard() as server, running(cluster_url(server)) as plane:
+        wait_until(lambda: plane.open_streams == 4)
+        assert failed == {
+            "lmcr-topology",
+            "lmcr-health",
+            "lmcr-control",
+            "lmcr-get-0",
+            "lmcr-set-0",
+        }
+        assert scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 0)
+        assert caplog.text.count("internal error in a Redis plane thread") == 5
+
+
+def test_loop_threads_are_all_threads_of_a_plane() -> None:
+    with shard() as server, running(cluster_url(server)):
+        ours = [each for each in threading.enumerate() if each.name.startswith("lmcr-")]
+        assert ours
+        for thread in ours:
+            target = thread._target  # type: ignore[attr-defined]
+            assert isinstance(getattr(target, "__self__", None), LoopThread), thread.name
+
+
+# --------------------------------------------------------- a primary that moves
+
+
+def test_a_primary_that_moves_behind_its_name(
+    own_server: RedisServer, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections stay when it becomes a replica; the name leads to another server by then."""
+    primary = [own_server.port]
+    look_up = socket.getaddrinfo
+
+    def resolve(host: str, *args: Any, **kwargs: Any) -> Any:
+        if host != "primary.test":
+            return look_up(host, *args, **kwargs)
+        if kwargs["flags"]:
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", primary[0]))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    chunk = Chunk(1, 40_000, 4096, seed=1)
+    with running("redis://primary.test:6379", heartbeat_s=0.1) as plane:
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        assert read(plane, chunk) == [ReadOutcome.LOADED]
+        own_server.command("REPLICAOF", "127.0.0.1", str(server.port))
+        assert write(plane, chunk) == [WriteOutcome.REJECTED]
+        primary[0] = server.port
+        # The questions that find their connection outdated are answered by the next one.
+        for _ in range(20):
+            assert scan(plane, [chunk_key(1)]).outcome is CallOutcome.DONE
+            assert read(plane, chunk)[0] in (ReadOutcome.LOADED, ReadOutcome.MISSING)
+        wait_until(lambda: write(plane, chunk) == [WriteOutcome.STORED])
+        assert server.command("EXISTS", *chunk.stripe_keys()) == chunk.stripe_count
+        assert read(plane, chunk) == [ReadOutcome.LOADED]
+        assert scan(plane, [chunk_key(1)]) == (CallOutcome.DONE, 1)
+        wait_until(lambda: not our_connections(own_server))
+        assert plane.state.up

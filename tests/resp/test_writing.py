@@ -1,0 +1,192 @@
+"""Stores: stripe 0 last, one run of a server's process, buffers of sealed stripes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from lmcache_redis.chunks.frame import HEADER_BYTES
+from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, WriteOutcome, health
+from lmcache_redis.resp.jobs import Jobs, Stop
+from lmcache_redis.resp.net.endpoint import parse_deployment
+from lmcache_redis.resp.node import DataNode, DataNodes
+from lmcache_redis.resp.queues import TaskQueue
+from lmcache_redis.resp.writing import Write, Writer, _Sealer, _ServerRun
+from lmcache_redis.seal import SealKeys
+from tests.resp.helpers import Chunk, read, running, wait_until, write
+from tests.resp.proxy import Proxy
+from tests.servers import RedisServer
+
+
+class Queued:
+    """A node that notes what it is to store."""
+
+    is_up = True
+
+    def __init__(self) -> None:
+        self.indexes: list[int] = []
+
+    def put_writes(self, tasks: Any, urgent: bool = False) -> None:
+        self.indexes += [index for _, index, _ in tasks]
+
+
+def new_write(stripes: int, number: int = 1) -> Write:
+    job = Write(Chunk(number, stripes * 64, 64).io(), lambda chunk, outcome: None, 0.0, b"", 0)
+    job.nodes = (Queued(),) * stripes
+    return job
+
+
+def acknowledge(jobs: Jobs, job: Write) -> None:
+    with jobs.lock:
+        job.acknowledged()
+
+
+def test_stripe_0_follows_the_last_of_the_others() -> None:
+    jobs, job = Jobs(), new_write(3)
+    acknowledge(jobs, job)
+    assert job.nodes[0].indexes == []
+    acknowledge(jobs, job)
+    assert job.nodes[0].indexes == [0]
+    acknowledge(jobs, job)
+    assert job.outcome is WriteOutcome.STORED
+
+
+def test_a_chunk_that_has_failed_gets_no_stripe_0() -> None:
+    jobs, job = Jobs(), new_write(3)
+    acknowledge(jobs, job)
+    jobs.stop((job,), Stop.TIMED_OUT)
+    acknowledge(jobs, job)
+    assert job.nodes[0].indexes == []
+    assert job.outcome is WriteOutcome.TIMED_OUT
+
+
+def test_what_is_half_stored_is_kept_whatever_its_number() -> None:
+    jobs, run = Jobs(), _ServerRun()
+    half = [new_write(2, number) for number in range(100)]
+    for job in half:
+        acknowledge(jobs, job)
+        run.add([job])
+    assert run.acknowledged == set(half)
+    assert not run.is_whole
+    for job in half[1:]:
+        acknowledge(jobs, job)
+    assert not run.is_whole
+    # Those that are stored are dropped.
+    run.add([half[0]])
+    assert run.acknowledged == {half[0]}
+    acknowledge(jobs, half[0])
+    assert run.is_whole
+
+
+class Harness:
+    """A writer without its thread."""
+
+    def __init__(self) -> None:
+        options = RedisOptions("redis://127.0.0.1:1")
+        self.jobs = Jobs()
+        nodes = DataNodes(parse_deployment(options), options, self.jobs)
+        self.node = DataNode(nodes.deployment.server, nodes)
+        self.writer = Writer("set-0", self.node, TaskQueue(), 4)
+
+
+def test_no_connection_is_added_while_a_chunk_is_half_stored() -> None:
+    harness, job = Harness(), new_write(2)
+    assert harness.writer._may_widen
+    acknowledge(harness.jobs, job)
+    harness.writer._run.add([job])
+    assert not harness.writer._may_widen
+    acknowledge(harness.jobs, job)
+    assert harness.writer._may_widen
+
+
+def test_a_sealed_stripe_that_was_sent_in_part_is_left_alone() -> None:
+    sealer = _Sealer(SealKeys([bytes(range(32))]), 5)
+
+    def seal(number: int) -> memoryview:
+        payload = memoryview(bytes([number]) * 1000)
+        return sealer.seal(b"key", bytearray(HEADER_BYTES), payload)
+
+    seal(0)
+    kept = sealer.kept = seal(1)
+    before = bytes(kept)
+    for number in range(20):
+        seal(number)
+    assert bytes(kept) == before
+
+
+# ---------------------------------------------------------------- real servers
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_nothing_is_sent_after_a_connection_was_lost(own_server: RedisServer) -> None:
+    """Until every reply in flight has arrived: the server may have been restarted."""
+    chunk = Chunk(1, 200 * 4096, 4096, seed=1)
+    with Proxy(own_server.port) as proxy, running(proxy.url, set_connections=4) as plane:
+        assert write(plane, Chunk(2, 40 * 4096, 4096, seed=2)) == [WriteOutcome.STORED]
+        before = len(proxy.stripes_set)
+        proxy.hold_after = proxy.acknowledged + 20
+        answers: list[WriteOutcome] = []
+
+        def done(io: ChunkIO, outcome: WriteOutcome) -> None:
+            answers.append(outcome)
+
+        plane.store_all((chunk.io(),), done)
+        wait_until(lambda: not proxy.acknowledge.is_set())
+        wait_until(lambda: len(proxy.stripes_set) >= before + 20 + 4)
+        links = [link for link in proxy._links if link.name.startswith("set")]
+        sent = len(proxy.stripes_set)
+        links[0].close()
+        time.sleep(0.1)
+        assert len(proxy.stripes_set) <= sent + 1
+        proxy.acknowledge.set()
+        wait_until(lambda: answers)
+        assert answers == [WriteOutcome.UNAVAILABLE]
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_reads_go_on_while_the_server_takes_no_writes(own_server: RedisServer) -> None:
+    chunk = Chunk(1, 40_000, 4096, seed=1)
+    with running(own_server.url) as plane:
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        assert read(plane, chunk) == [ReadOutcome.LOADED]
+        connects = plane.stats().connects
+        own_server.config_set("min-replicas-to-write", "1")
+        for number in range(10):
+            assert write(plane, Chunk(2 + number, 40_000, 4096)) == [WriteOutcome.REJECTED]
+            assert read(plane, chunk) == [ReadOutcome.LOADED]
+            time.sleep(0.1)
+        assert plane.state.up
+        assert "NOREPLICAS" in plane.state.reason
+        assert (plane.stats().connects, plane.stats().connections_lost) == (connects, 0)
+        own_server.config_set("min-replicas-to-write", "0")
+        wait_until(lambda: write(plane, chunk) == [WriteOutcome.STORED])
+
+
+def test_a_load_that_restarts_the_ttl_goes_on_too(own_server: RedisServer) -> None:
+    """A GETEX is a write."""
+    chunk = Chunk(1, 40_000, 4096, seed=1)
+    with running(own_server.url, ttl_s=1000, ttl_refresh=True) as plane:
+        assert write(plane, chunk) == [WriteOutcome.STORED]
+        own_server.config_set("min-replicas-to-write", "1")
+        for _ in range(5):
+            loaded = Chunk(1, 40_000, 4096)
+            assert read(plane, loaded) == [ReadOutcome.LOADED]
+            assert loaded.content == chunk.content
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_a_full_server_is_not_sent_every_stripe(
+    own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "WRITE_PAUSE_S", 2.0)
+    with Proxy(own_server.port) as proxy, running(proxy.url) as plane:
+        own_server.config_set("maxmemory", "1mb")
+        assert write(plane, Chunk(1, 40_000, 4096)) == [WriteOutcome.FULL]
+        sent = len(proxy.stripes_set)
+        chunks = [Chunk(n, 40_000, 4096) for n in range(2, 20)]
+        assert set(write(plane, *chunks)) == {WriteOutcome.FULL}
+        assert len(proxy.stripes_set) == sent
+        own_server.config_set("maxmemory", "0")
+        wait_until(lambda: set(write(plane, *chunks)) == {WriteOutcome.STORED})
