@@ -19,9 +19,7 @@ BLOCKS = range(16)  # four chunks
 OTHERS = range(20, 36)
 
 
-def test_a_new_agent_hits_what_the_last_one_stored(
-    tmp_path: Path, fake: FakeRedisServer
-) -> None:
+def test_a_new_agent_hits_what_the_last_one_stored(tmp_path: Path, fake: FakeRedisServer) -> None:
     hashes = block_hashes("a prompt", len(BLOCKS))
     agent = AgentServer(tmp_path / "agent", fake.url)
     with agent, Engine(agent.endpoint) as engine:
