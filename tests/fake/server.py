@@ -3,8 +3,8 @@
 What it does otherwise than Redis 7, in what the data plane, the library and an agent use (found by
 sending both the same commands; `tests/resp` has the tests that need the real behaviour):
 
-- Bulk strings without CR and LF, such as GET's value or GETRANGE's empty one, are answered as simple
-  strings (``+``), which the data plane refuses. Corrected here.
+- Bulk strings without CR and LF, such as a GET of zeros or GETRANGE's empty one, are answered as
+  simple strings (``+``), which the data plane refuses. Corrected here.
 - An error reply closes the connection, and commands sent after it are not answered.
 - Some errors have another code: ``ERR WRONGTYPE``, and NOAUTH for an AUTH without a password set.
 - ROLE, INFO, CONFIG, TOUCH, OBJECT, MEMORY and CLUSTER do not exist.
