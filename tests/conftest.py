@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is no garbage: collections, of which tests ask many, pass over it."""
+    """Later garbage collections skip what was imported."""
     gc.freeze()
     gc.enable()
 

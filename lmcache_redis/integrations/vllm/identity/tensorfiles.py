@@ -177,7 +177,7 @@ class _Gguf:
             value = self._value(kind)
             if name == b"general.alignment":
                 alignment = max(1, int.from_bytes(value, "little"))
-        offsets = []
+        offsets: list[int] = []
         for _ in range(tensors):
             self._string()
             (dimensions,) = self._unpack("<I")
