@@ -30,7 +30,7 @@ FROM python:${PYTHON_TAG} AS agent
 ARG EXTRAS=[torch,seal]
 # Triton compiles its binding to the driver of the GPU (one C file) when the first engine registers.
 # It looks it up by its own version, its options and the directory of libcuda, which only the running
-# container has, so it cannot be compiled here. Without a compiler torch copies the pages, slower.
+# container has, so it cannot be compiled here.
 # hadolint ignore=DL3008
 RUN case "${EXTRAS}" in *torch*) \
         apt-get update \

@@ -257,7 +257,7 @@ class AgentConfig(TierSettings):
     )
     device: str = setting("memory that engines may register: auto, cpu or cuda", "auto")
     canary_every: int = setting(
-        "one hit in so many is computed and compared with what is cached; 0: none", 1000
+        "one hit in this many is computed and compared with the cached KV; 0: never", 1000
     )
 
     def __post_init__(self) -> None:

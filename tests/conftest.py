@@ -1,6 +1,7 @@
 """The layers of tests, and what applies to all of them.
 
     unit      no other process: what `pytest` runs by default
+    fake      starts agents, which use a Redis of this process: needs no server binary
     servers   starts redis-servers, agents, gateways or other processes
     engine    starts a real vLLM
     matrix    does so for every vLLM version, model and server: scripts/test --matrix
@@ -32,7 +33,7 @@ gc.disable()
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
-LAYERS = ("unit", "servers", "engine", "matrix")
+LAYERS = ("unit", "fake", "servers", "engine", "matrix")
 # Fixtures that start servers, and so mark the tests that use them.
 SERVERS = {
     "agent",
@@ -65,7 +66,7 @@ def _execute_child_of_its_layer(
     # The first plot of some versions of matplotlib lists the fonts.
     lists_fonts = isinstance(words, list) and words[:1] == ["fc-list"]
     if _in_a_unit_test and not lists_fonts:
-        pytest.fail("a unit test starts no process: mark it with pytest.mark.servers")
+        pytest.fail("a unit test starts no process: mark it with pytest.mark.servers or fake")
     return _execute_child(self, words, *args, **named)
 
 
@@ -83,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is no garbage: collections, of which tests ask many, pass over it."""
+    """Later garbage collections skip what was imported."""
     gc.freeze()
     gc.enable()
 

@@ -37,7 +37,16 @@ def test_scripts_run_from_anywhere(path: Path) -> None:
 
 def test_the_scripts_are_there() -> None:
     assert {"setup", "test", "check", "demo", "bench"} <= {path.name for path in SCRIPTS}
-    assert "\n./scripts/test\n" in (ROOT / ".ci" / "run").read_text()
+    assert "\n./scripts/test\n./scripts/test --lowest\n" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_every_dependency_has_both_bounds() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.findall(r'^ *"([\w-]+)([<>=][^";]*)[;"]', text, re.MULTILINE)
+    listed += re.findall(r'= \["([\w-]+)(>=[^"]*)"', text)
+    assert len(listed) > 20
+    for name, bounds in listed:
+        assert re.fullmatch(r">=\d[\d.]*,<\d+ ?", bounds), f"{name}{bounds}"
 
 
 def test_no_script_names_a_registry() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.engine import Shape
 from benchmarks.gpu.rows import GATHER, MIB, SCATTER, Options, Row, row_of
-from benchmarks.gpu.timing import Launch, Measure, captured, queued, wait_for_all
+from benchmarks.gpu.timing import Launch, Measure, captured, wait_for_all
 from benchmarks.report import rotated
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.device.table import BlockIds, pack_ids, staging_stride_bytes
@@ -64,7 +64,8 @@ class Case:
     def __init__(self, shape: Shape, most_chunks: int, device: torch.device) -> None:
         import torch
 
-        from lmcache_redis.device.cuda_copies import IndexedCopies, page_copies
+        from benchmarks.gpu.reference import ReferenceCopies
+        from lmcache_redis.device.cuda_copies import page_copies
 
         self.shape = shape
         self.device = device
@@ -83,7 +84,7 @@ class Case:
         )
         self.layout = KVLayout((), "uint8", "cuda", shape.block_tokens, self.num_blocks, segments)
         self.copies: PageCopies = page_copies(self.layout, [self.cache])
-        self.torch_alone: PageCopies = IndexedCopies(self.layout, [self.cache])
+        self.reference: PageCopies = ReferenceCopies(self.layout, [self.cache])
         order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(1))
         self._chunks = order.view(self.pool_chunks, shape.blocks_per_chunk).tolist()
 
@@ -109,7 +110,7 @@ class Case:
         return found
 
     def check(self, chunks: int) -> None:
-        """Raises WrongBytes unless gather and scatter move what torch alone moves.
+        """Raises WrongBytes unless gather and scatter move what the reference moves.
 
         The scattered bytes differ from those before, and are restored afterwards.
         """
@@ -119,7 +120,7 @@ class Case:
         here = self.staging[: chunks * self.stride]
         there = torch.zeros_like(here)
         before = self.cache.clone()
-        self.torch_alone.gather(ids, there)
+        self.reference.gather(ids, there)
         here.zero_()
         self.copies.gather(ids, here)
         if not torch.equal(here, there):
@@ -127,7 +128,7 @@ class Case:
         here.bitwise_xor_(0x5A)
         self.copies.scatter(ids, here)
         there.copy_(here)
-        self.torch_alone.gather(ids, there)
+        self.reference.gather(ids, there)
         right = torch.equal(here, there)
         here.bitwise_xor_(0x5A)
         self.copies.scatter(ids, here)
@@ -146,12 +147,10 @@ def _measure_one(case: Case, chunks: int, options: Options, peak: float) -> list
         _call(staging[:nbytes].copy_, case.cache[source : source + nbytes])
         for _, staging, source in turns
     ]
-    alone = [_call(case.torch_alone.gather, ids, staging) for ids, staging, _ in turns]
     timed: dict[str, Measure] = {
         "copy": captured(copies, case.device),
         GATHER: captured(gathers, case.device),
         SCATTER: captured(scatters, case.device),
-        "alone": queued(alone, case.device),
     }
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     for number in range(options.rounds):
@@ -169,7 +168,6 @@ def _measure_one(case: Case, chunks: int, options: Options, peak: float) -> list
             speeds["copy"],
             "device copy of the same bytes",
             of_peak=median(speeds[what]) / peak,
-            torch_alone=median(speeds["alone"]) if what == GATHER else None,
             launch_us=launch_us if what == GATHER else None,
         )
         for what in (GATHER, SCATTER)

@@ -99,7 +99,6 @@ class Row:
     target: float | None
     rounds: int
     of_peak: float | None = None
-    torch_alone: float | None = None
     launch_us: float | None = None
 
     @property

@@ -174,7 +174,6 @@ def _kernel_cells(row: Row) -> dict[str, Any]:
         "ratio": row.ratio,
         "worst round": row.worst,
         "of peak": row.of_peak,
-        "torch alone": None if row.torch_alone is None else f"{row.torch_alone:.0f}",
         "launch, us": None if row.launch_us is None else f"{row.launch_us:.0f}",
         "target": row.verdict(),
     }

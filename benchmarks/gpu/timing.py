@@ -56,24 +56,6 @@ def captured(launches: Sequence[Launch], device: torch.device) -> Measure:
     return lambda: replay(times) / (times * len(launches))
 
 
-def queued(launches: Sequence[Launch], device: torch.device) -> Measure:
-    """As `captured`, but launched from Python each time: the time of the launches counts."""
-    if device.type == "cpu":
-        return lambda: _on_the_cpu(launches)
-    import torch
-
-    def measure() -> float:
-        torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        for launch in launches:
-            launch()
-        torch.cuda.synchronize(device)
-        return (time.perf_counter() - started) / len(launches)
-
-    measure()
-    return measure
-
-
 def wait_for_all(device: torch.device) -> None:
     """Waits until the GPU has done all work that this process has queued."""
     if device.type != "cpu":

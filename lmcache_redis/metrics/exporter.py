@@ -92,7 +92,7 @@ class OwnerCollector(Collector):
         return []
 
 
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
+class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
     """A thread for each of a few connections, which have one deadline; others are closed at once.
 
     Anyone on the node may connect, and the process needs its threads and descriptors.
@@ -105,7 +105,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def __init__(self, address: tuple[str, int]) -> None:
         self._deadlines: dict[socket.socket, float] = {}  # of the requests in progress
         self._lock = threading.Lock()
-        super().__init__(address, _Handler)
+        super().__init__(address, _MetricsRequest)
 
     def server_bind(self) -> None:
         # That of HTTPServer asks DNS for the name of the address, which may take seconds.
@@ -146,11 +146,11 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         logger.debug("a client of /metrics went away", exc_info=True)
 
 
-class _Server6(_Server):
+class _MetricsServer6(_MetricsServer):
     address_family = socket.AF_INET6
 
 
-class _Handler(WSGIRequestHandler):
+class _MetricsRequest(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug(format, *args)
 
@@ -165,7 +165,7 @@ class Exporter:
     address: tuple[str, int]
     owner: OwnerCollector
     counted: Collector
-    _server: _Server = field(init=False, repr=False)
+    _server: _MetricsServer = field(init=False, repr=False)
 
     @property
     def port(self) -> int:
@@ -198,7 +198,7 @@ class Exporter:
         host, _ = self.address
         is_ipv6 = ":" in host
         try:
-            self._server = (_Server6 if is_ipv6 else _Server)(self.address)
+            self._server = (_MetricsServer6 if is_ipv6 else _MetricsServer)(self.address)
         except OSError as error:
             raise ConfigError(f"--metrics: {host} port {self.address[1]}: {error}") from error
         self._server.set_app(app)

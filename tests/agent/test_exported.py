@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +97,28 @@ def test_loads_from_redis_are_measured(tmp_path: Path, redis_server: RedisServer
         wait_until(lambda: not agent.status()["redis"]["up"], what="Redis down")
         assert get(port_in(agent.log), "/healthz") == (200, "ok\n")
         assert samples_in(get(port_in(agent.log), "/metrics")[1])["lmcache_redis_redis_up", ()] == 0
+
+
+@pytest.mark.servers
+def test_idle_scrapers_do_not_take_the_agent_its_descriptors(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """ZeroMQ aborts a process that cannot accept an engine for lack of them."""
+    with (
+        AgentServer(tmp_path / "agent", redis_server.unix_url, metrics="127.0.0.1:0") as agent,
+        contextlib.ExitStack() as idle,
+    ):
+        with Engine(agent.endpoint):  # opens what the first engine opens
+            pass
+        port, opened = port_in(agent.log), len(os.listdir(f"/proc/{agent.pid}/fd"))
+        resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, (opened + 40, opened + 40))
+        for _ in range(75):
+            idle.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+        with Engine(agent.endpoint) as engine:
+            engine.store("r1", HASHES, range(8))
+            assert engine.lookup("r2", HASHES) == 128
+        assert agent.running
+        assert "Traceback" not in agent.log
 
 
 STATUS: dict[str, Any] = {

@@ -127,7 +127,7 @@ def test_redis_is_full_and_evicts_nothing(
     other = block_hashes("other", 8)
     stored.store("r1", other, range(8))
     wait_until(lambda: agent.counter("drop_redis_full") == 2, what="two dropped chunks")
-    assert "memory limit" in agent.log
+    assert "it is full" in agent.log
     redis_server.config_set("maxmemory", "0")
     assert stored.lookup("r2", HASHES) == 128
     assert stored.retrieve("r2", HASHES, range(20, 28)) == set()

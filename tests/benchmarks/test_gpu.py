@@ -17,6 +17,7 @@ from benchmarks.__main__ import main
 from benchmarks.engine import Engine, EngineFailed, Shape
 from benchmarks.gpu import decode, kernels, run, transfers
 from benchmarks.gpu.plot import write_plot
+from benchmarks.gpu.reference import ReferenceCopies
 from benchmarks.gpu.rows import (
     DECODE,
     GATHER,
@@ -36,7 +37,6 @@ from benchmarks.gpu.rows import (
 from benchmarks.gpu.timing import captured
 from benchmarks.report import percentile
 from lmcache_redis.device import cuda_copies
-from lmcache_redis.device.cuda_copies import IndexedCopies
 from lmcache_redis.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -114,7 +114,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernels of Triton: outside its interpreter they take a GPU."""
-    monkeypatch.setattr(cuda_copies, "page_copies", IndexedCopies)
+    monkeypatch.setattr(cuda_copies, "page_copies", ReferenceCopies)
 
 
 def measured(*shapes: Shape, room: int = 1 << 30, say: Callable[[str], None] = print) -> list[Row]:
@@ -139,7 +139,6 @@ class TestKernels:
             assert 0 < row.worst <= row.ratio
             assert row.value > 0
             assert row.target == 0.6
-            assert (row.torch_alone is not None) == (row.what == GATHER)
         assert sum("copied by torch" in line for line in said) == 6
 
     def test_what_does_not_fit_is_left_out(self) -> None:
@@ -166,7 +165,7 @@ class TestKernels:
         case = kernels.Case(shape, 2, CPU)
         case.check(2)
 
-        class Wrong(IndexedCopies):
+        class Wrong(ReferenceCopies):
             def gather(self, block_ids: Any, staging: torch.Tensor) -> None:
                 super().gather(block_ids, staging)
                 staging[5] ^= wrong == GATHER
@@ -250,7 +249,7 @@ class TestRun:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         pytest.importorskip("matplotlib")
-        monkeypatch.setattr(cuda_copies, "page_copies", IndexedCopies)
+        monkeypatch.setattr(cuda_copies, "page_copies", ReferenceCopies)
         monkeypatch.setattr(run, "find_gpu", lambda: CPU)
         monkeypatch.setattr(run, "room_bytes", lambda device: 64 * MIB)
         plot, rows = tmp_path / "plot.png", tmp_path / "rows.json"
@@ -273,7 +272,7 @@ class TestRun:
         def fail(*_: Any) -> list[Row]:
             raise EngineFailed("the agent did not map the engine's KV cache")
 
-        monkeypatch.setattr(cuda_copies, "page_copies", IndexedCopies)
+        monkeypatch.setattr(cuda_copies, "page_copies", ReferenceCopies)
         monkeypatch.setattr(run, "_beside_agent", fail)
         said: list[str] = []
         rows = run.measure(self.OPTIONS, CPU, 64 * MIB, said.append)

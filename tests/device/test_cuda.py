@@ -16,9 +16,9 @@ import pytest
 import torch
 from hypothesis import given
 
+from benchmarks.gpu.reference import ReferenceCopies
 from lmcache_redis.device import cuda
 from lmcache_redis.device.cuda import CudaDevice, PinnedMemory, open_flat
-from lmcache_redis.device.cuda_copies import IndexedCopies
 from lmcache_redis.device.handles import CudaIPCHandle
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import DeviceError
@@ -28,7 +28,7 @@ from tests.device.layouts import Call, Paged, calls, check_call, empty_slots, fi
 
 @pytest.fixture(scope="class")
 def without_gpu() -> Iterator[None]:
-    with gpu_is_cpu(IndexedCopies):
+    with gpu_is_cpu(ReferenceCopies):
         yield
 
 
@@ -144,7 +144,7 @@ class TestOverCpuTensors:
         def fail(*args: Any) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-        monkeypatch.setattr(IndexedCopies, "gather", fail)
+        monkeypatch.setattr(ReferenceCopies, "gather", fail)
         for _ in range(5):
             with pytest.raises(DeviceError, match="illegal memory access"):
                 device.gather([0], empty_slots(8, 8), 8)
@@ -181,7 +181,7 @@ class TestOverCpuTensors:
             assert go_on.wait(30)
             assert device._storages
 
-        monkeypatch.setattr(IndexedCopies, "gather", pause)
+        monkeypatch.setattr(ReferenceCopies, "gather", pause)
         copy = threading.Thread(target=device.gather, args=([0], empty_slots(8, 8), 8))
         copy.start()
         assert copying.wait(30)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lmcache_redis.device.cuda_copies import IndexedCopies, PageCopies, page_copies
+from lmcache_redis.device.cuda_copies import PageCopies, page_copies
 from lmcache_redis.device.layout import KVLayout, Segment
 from tests.device.layouts import Paged
 from tests.device.moves import (
@@ -102,7 +102,7 @@ def chosen(layout: KVLayout, storages: Sequence[torch.Tensor]) -> PageCopies:
 
 
 class TestOnAGpu:
-    """The same cases as under the interpreter, with the fallback beside."""
+    """The same cases as under the interpreter."""
 
     pytestmark = needs_gpu
 
@@ -110,13 +110,11 @@ class TestOnAGpu:
     @given(moves(unique=False, skip=True))
     def test_gather_equals_the_reference(self, move: Move) -> None:
         check_gather(chosen, move, "cuda")
-        check_gather(IndexedCopies, move, "cuda")
 
     @settings(max_examples=100)
     @given(moves(unique=True, skip=True))
     def test_scatter_equals_the_reference(self, move: Move) -> None:
         check_scatter(chosen, move, "cuda")
-        check_scatter(IndexedCopies, move, "cuda")
 
     @pytest.mark.parametrize("page_bytes", [2048, 16384, 16384 + 16, 40_000, 73_728, 1001, 132])
     def test_pages_of_real_sizes(self, page_bytes: int) -> None:

@@ -13,8 +13,6 @@ import msgspec
 import prometheus_client
 import pytest
 
-from lmcache_redis.integrations.vllm.reports.stats import DECLARED
-
 pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
@@ -22,7 +20,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
-from lmcache_redis.integrations.vllm.reports.stats import ConnectorStats, Recorder
+from lmcache_redis.integrations.vllm.reports.stats import DECLARED, ConnectorStats, Recorder
 from lmcache_redis.integrations.vllm.requests import (
     BlockHashing,
     RequestLookup,

@@ -109,6 +109,19 @@ def test_a_table_is_read_whole_and_a_large_tensor_at_more_places(tmp_path: Path)
     assert digest_files(path) != before
 
 
+def test_a_fine_tune_of_norms_alone_is_seen(tmp_path: Path) -> None:
+    """Tensors of a few KiB between large ones, each at any place."""
+    path = tmp_path / "model.safetensors"
+    sizes = [3 << 20, 8192, 3 << 20, 2048, 3 << 20]
+    begins = write_safetensors(path, sizes)
+    digests = {digest_files(path)}
+    for number in (1, 3):
+        for offset in range(0, sizes[number], 1000):
+            change(path, begins[number] + offset)
+            digests.add(digest_files(path))
+    assert len(digests) == 1 + 9 + 3
+
+
 def test_a_change_between_the_samples_is_not_seen(tmp_path: Path) -> None:
     """docs/identity.md says so."""
     path = tmp_path / "model.safetensors"
@@ -173,7 +186,8 @@ def test_files_elsewhere_are_the_same_names_count(tmp_path: Path) -> None:
         struct.pack("<Q", 11) + b'{"a":[1,2]}',
         struct.pack("<Q", 40) + b'{"a":{"data_offsets":[0,999999999999]}} '.ljust(40),
         struct.pack("<Q", 40) + b'{"a":{"data_offsets":[-9,12]}}'.ljust(40),
-        struct.pack("<Q", 40) + b'{"a":{"data_offsets":[1]}}'.ljust(40),
+        struct.pack("<Q", 40) + b'{"a":{"data_offsets":[]}}'.ljust(40),
+        struct.pack("<Q", 40) + b'{"a":{"data_offsets":[Infinity,1]}}'.ljust(40),
         b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1),
         b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + struct.pack("<Q", 1 << 60),
         b"GGUF" + struct.pack("<IQQ", 9, 1, 1),

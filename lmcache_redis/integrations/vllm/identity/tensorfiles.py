@@ -1,10 +1,10 @@
 """A digest of one weights file that reads only a small part of it.
 
-The table of a file locates its tensors (safetensors, GGUF, the zip files of ``torch.save``). The
-digest covers the whole table, with names, shapes and the CRCs of a zip file, and the first, the
-middle and the last bytes of every tensor. Large tensors have more, evenly spread samples: training
-changes every tensor, and almost every number in it. A file without a valid table is sampled more
-densely. A small file is read whole.
+The table of a file (safetensors, GGUF, the zip files of ``torch.save``) says where its tensors
+begin. The digest covers the whole table, with names, shapes and the CRCs of a zip file, and the
+first, the middle and the last bytes of every tensor, because a fine-tune may change norms or biases
+only. Large tensors have more, evenly spread samples: training changes almost every number. A file
+without a valid table is sampled more densely. A small file is read whole.
 
 Tables are untrusted: every offset is checked against the file's size.
 """
@@ -17,21 +17,21 @@ import os
 import stat
 import struct
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeAlias
 
 _WHOLE_BYTES = 4 << 20
 _SAMPLE_BYTES = 4096
 _SAMPLE_EVERY_BYTES = 8 << 20  # of a tensor, besides the three samples of each
 _UNKNOWN_EVERY_BYTES = 1 << 18  # of a file without a table
 _MAX_HEADER_BYTES = 1 << 30
+_MAX_VALUE_BYTES = 64 << 20
 
 # Bytes of GGUF's metadata types by number; 8 is a string, 9 an array.
 _GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_GGUF_STRING, _GGUF_ARRAY, _GGUF_UINT32 = 8, 9, 4
-_ZIP_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_GGUF_STRING, _GGUF_ARRAY = 8, 9
 
 
 class Extent(NamedTuple):
@@ -41,12 +41,8 @@ class Extent(NamedTuple):
     size: int
 
 
-class _Table(NamedTuple):
-    """A file's description of itself (``facts``, and the bytes of ``whole``), and its tensors."""
-
-    facts: bytes
-    whole: Extent
-    tensors: Sequence[Extent]
+# What a file says of itself, and where its tensors begin. Each ends where the next begins.
+_Table: TypeAlias = tuple[bytes, list[int]]
 
 
 class _NoTable(Exception):
@@ -76,13 +72,15 @@ def _parts(file: BinaryIO, size_bytes: int) -> Iterator[bytes | Extent]:
         yield whole_file
         return
     try:
-        table = _table(file, size_bytes)
+        described, begins = _table(file, size_bytes)
+        if not begins or min(begins) < 0 or max(begins) > size_bytes:
+            raise _NoTable
     except _NoTable:
         yield from _spread(whole_file, 2 + size_bytes // _UNKNOWN_EVERY_BYTES)
         return
-    yield struct.pack("<Q", len(table.facts)) + table.facts
-    yield table.whole
-    for tensor in table.tensors:
+    yield struct.pack("<Q", len(described)) + described
+    for begin, end in pairwise(sorted([*begins, size_bytes])):
+        tensor = Extent(begin, end - begin)
         yield from _spread(tensor, 3 + 2 * (tensor.size // (2 * _SAMPLE_EVERY_BYTES)))
 
 
@@ -119,14 +117,8 @@ def _table(file: BinaryIO, size_bytes: int) -> _Table:
     if magic == b"GGUF":
         return _Gguf(file, size_bytes).table()
     if magic[:2] == b"PK":
-        return _zip_table(file, size_bytes)
+        return _zip_table(file)
     return _safetensors_table(file, size_bytes)
-
-
-def _within(extent: Extent, size_bytes: int) -> Extent:
-    if extent.offset < 0 or extent.size < 0 or extent.offset + extent.size > size_bytes:
-        raise _NoTable
-    return extent
 
 
 def _safetensors_table(file: BinaryIO, size_bytes: int) -> _Table:
@@ -134,25 +126,25 @@ def _safetensors_table(file: BinaryIO, size_bytes: int) -> _Table:
     header_bytes = struct.unpack("<Q", _read(file, Extent(0, 8)))[0]
     if header_bytes > min(size_bytes - 8, _MAX_HEADER_BYTES):
         raise _NoTable
-    whole = Extent(0, 8 + header_bytes)
+    header = _read(file, Extent(0, 8 + header_bytes))
     try:
-        header = json.loads(_read(file, whole)[8:])
-        spans = sorted(
-            (begin, end)
-            for name, tensor in header.items()
+        return header, [
+            len(header) + int(tensor["data_offsets"][0])
+            for name, tensor in json.loads(header[8:]).items()
             if name != "__metadata__"
-            for begin, end in [map(int, tensor["data_offsets"])]
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _NoTable from error
-    ends = [0, *(end for _, end in spans)]
-    if [*(begin for begin, _ in spans), size_bytes - whole.size] != ends:
-        raise _NoTable  # the format allows no gaps
-    tensors = [_within(Extent(whole.size + a, b - a), size_bytes) for a, b in spans]
-    return _Table(b"", whole, tensors)
+        ]
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as e:
+        raise _NoTable from e
 
 
-def _zip_table(file: BinaryIO, size_bytes: int) -> _Table:
+def _zip_table(file: BinaryIO) -> _Table:
     """The central directory has a CRC of every member, and so covers every tensor.
 
     Samples are read too, because ``torch.save`` may leave CRCs out.
@@ -162,91 +154,62 @@ def _zip_table(file: BinaryIO, size_bytes: int) -> _Table:
             members = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         raise _NoTable from error
-    facts = bytearray()
-    tensors = []
-    for member in members:
-        facts += f"{member.filename}\0{member.CRC}\0{member.file_size}\0".encode(
-            errors="surrogateescape"
-        )
-        header = _within(Extent(member.header_offset, _ZIP_LOCAL_HEADER.size), size_bytes)
-        magic, name_bytes, extra_bytes = _ZIP_LOCAL_HEADER.unpack(_read(file, header))
-        if magic != b"PK\3\4":
-            raise _NoTable
-        begin = header.offset + header.size + name_bytes + extra_bytes
-        tensors.append(_within(Extent(begin, member.compress_size), size_bytes))
-    return _Table(bytes(facts), Extent(0, 0), tensors)
+    described = "".join(f"{each.filename}\0{each.CRC}\0{each.file_size}\0" for each in members)
+    begins = [each.header_offset for each in members]
+    return described.encode(errors="surrogateescape"), begins
 
 
 class _Gguf:
-    """https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
-
-    Only the offsets of tensors are used: each tensor ends where the next begins, so the sizes of
-    quantization types are not needed.
-    """
+    """https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3."""
 
     def __init__(self, file: BinaryIO, size_bytes: int) -> None:
         self._file = file
         self._size_bytes = size_bytes
-        self._alignment = 32
 
     def table(self) -> _Table:
         self._file.seek(4)
         version, tensors, pairs = self._unpack("<IQQ")
         if version not in (2, 3) or max(tensors, pairs) > self._size_bytes:
             raise _NoTable
+        alignment = 32
         for _ in range(pairs):
-            self._metadata()
-        begins = [0]
+            name, (kind,) = self._string(), self._unpack("<I")
+            value = self._value(kind)
+            if name == b"general.alignment":
+                alignment = max(1, int.from_bytes(value, "little"))
+        offsets: list[int] = []
         for _ in range(tensors):
             self._string()
             (dimensions,) = self._unpack("<I")
-            self._skip(8 * dimensions + 4)
-            begins.append(self._unpack("<Q")[0])
+            self._take(8 * dimensions + 4)
+            offsets += self._unpack("<Q")
         header_bytes = self._file.tell()
-        data = -(-header_bytes // self._alignment) * self._alignment
-        begins.sort()
-        extents = [
-            _within(Extent(data + begin, end - begin), self._size_bytes)
-            for begin, end in pairwise([*begins, self._size_bytes - data])
-        ]
-        return _Table(b"", Extent(0, header_bytes), extents)
+        data = -(-header_bytes // alignment) * alignment
+        begins = [data + offset for offset in offsets]
+        return _read(self._file, Extent(0, header_bytes)), begins
 
-    def _metadata(self) -> None:
-        name = self._string()
-        (kind,) = self._unpack("<I")
-        if name == b"general.alignment" and kind == _GGUF_UINT32:
-            self._alignment = max(1, self._unpack("<I")[0])
-        elif kind == _GGUF_ARRAY:
-            self._skip_values(*self._unpack("<IQ"))
-        else:
-            self._skip_values(kind, 1)
-
-    def _skip_values(self, kind: int, count: int) -> None:
+    def _value(self, kind: int) -> bytes:
         if kind == _GGUF_STRING:
-            for _ in range(count):
-                self._string()
-        elif kind in _GGUF_SIZES:
-            self._skip(count * _GGUF_SIZES[kind])
-        else:
+            return self._string()
+        count = 1
+        if kind == _GGUF_ARRAY:
+            kind, count = self._unpack("<IQ")
+            if kind == _GGUF_STRING:
+                for _ in range(count):
+                    self._string()
+                return b""
+        if kind not in _GGUF_SIZES:
             raise _NoTable
+        return self._take(count * _GGUF_SIZES[kind])
 
     def _string(self) -> bytes:
-        (length,) = self._unpack("<Q")
-        if length > 256:
-            self._skip(length)
-            return b""
-        return self._take(length)
+        return self._take(*self._unpack("<Q"))
 
     def _unpack(self, form: str) -> tuple[int, ...]:
         return struct.unpack(form, self._take(struct.calcsize(form)))
 
     def _take(self, count: int) -> bytes:
-        found = self._file.read(count)
+        found = self._file.read(count) if count <= _MAX_VALUE_BYTES else b""
         if len(found) != count:
             raise _NoTable
         return found
-
-    def _skip(self, count: int) -> None:
-        if count > self._size_bytes - self._file.tell():
-            raise _NoTable
-        self._file.seek(count, os.SEEK_CUR)
