@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_redis import __version__
-from lmcache_redis.admin.server import Server
+from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.survey import headers_of, survey
 from lmcache_redis.chunks.frame import StripeHeader
 from lmcache_redis.errors import RedisError
@@ -63,7 +63,7 @@ class NodeFacts:
     stored: tuple[tuple[str, StripeHeader], ...]
 
 
-def look(report: Mapping[str, Any], server: Server, prefix: bytes) -> NodeFacts:
+def look(report: Mapping[str, Any], server: PrimaryServers, prefix: bytes) -> NodeFacts:
     """The facts of the node whose agent has sent ``report``. Raises RedisError."""
     shm = shutil.disk_usage("/dev/shm")
     # An agent of an older version, which is one of the findings, does not name them.
@@ -128,7 +128,7 @@ def _vllm_version() -> str | None:
     return None
 
 
-def _clock_ahead_s(server: Server) -> float | None:
+def _clock_ahead_s(server: PrimaryServers) -> float | None:
     """How far the server's clock is ahead of this machine's."""
     began_s = time.time()
     try:
@@ -138,7 +138,7 @@ def _clock_ahead_s(server: Server) -> float | None:
     return int(seconds) + int(microseconds) / 1e6 - (began_s + time.time()) / 2
 
 
-def _stored(server: Server, prefix: bytes) -> Iterator[tuple[str, StripeHeader]]:
+def _stored(server: PrimaryServers, prefix: bytes) -> Iterator[tuple[str, StripeHeader]]:
     """A sample of what is stored: one header of each layout, model and worker.
 
     Before Redis 7.2 that counts as a use of the chunk.

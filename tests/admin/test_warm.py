@@ -9,7 +9,7 @@ import pytest
 
 from lmcache_redis.admin.names import read_layout
 from lmcache_redis.admin.report import as_json, choice_lines
-from lmcache_redis.admin.server import Server, open_server
+from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.admin.stripes import Use
 from lmcache_redis.admin.survey import SeenChunk
 from lmcache_redis.admin.warm import Candidate, Choice, choose, most_used_first
@@ -26,7 +26,7 @@ def numbers(choice: Choice) -> list[int]:
     return [each.name.key.chunk_hash[-1] for each in choice.candidates]
 
 
-def chosen(server: Server, *models: str, **given: Any) -> Choice:
+def chosen(server: PrimaryServers, *models: str, **given: Any) -> Choice:
     return choose(server, given.pop("prefix", b""), PAYLOAD_BYTES, models, **given)
 
 
@@ -36,7 +36,7 @@ def idle(client: Any, chunk: Cached, seconds: int) -> None:
         age(client, key, seconds)
 
 
-def test_the_least_idle_come_first(server: Server, client: Any) -> None:
+def test_the_least_idle_come_first(server: PrimaryServers, client: Any) -> None:
     for number, seconds in ((1, 500), (2, 100), (3, 9000), (4, 300)):
         idle(client, Cached(number), seconds)
     assert numbers(chosen(server)) == [2, 4, 1, 3]
@@ -64,7 +64,9 @@ def test_the_order_of_use() -> None:
     assert [chunks.index(each) for each in most_used_first(chunks, uses)] == [4, 2, 3, 0]
 
 
-def test_a_candidate_has_what_its_name_and_size_follow_from(server: Server, client: Any) -> None:
+def test_a_candidate_has_what_its_name_and_size_follow_from(
+    server: PrimaryServers, client: Any
+) -> None:
     chunk = Cached(7, rank=1, prefix=b"ours:")
     chunk.put(client)
     Cached(8).put(client)
@@ -78,7 +80,7 @@ def test_a_candidate_has_what_its_name_and_size_follow_from(server: Server, clie
     )
 
 
-def test_models_and_layouts(server: Server, client: Any) -> None:
+def test_models_and_layouts(server: PrimaryServers, client: Any) -> None:
     for number, model in enumerate(("a", "b", "c")):
         Cached(number, model=model).put(client)
     second = Cached(9, model="a", layout="second")
@@ -90,7 +92,7 @@ def test_models_and_layouts(server: Server, client: Any) -> None:
         chosen(server, "b", "x")
 
 
-def test_an_empty_server(server: Server, client: Any) -> None:
+def test_an_empty_server(server: PrimaryServers, client: Any) -> None:
     assert chosen(server) == Choice()
     with pytest.raises(ConfigError, match="it has chunks of no model"):
         chosen(server, "x")
@@ -112,7 +114,7 @@ def value_of(chunk: Cached, index: int, fmt: MemoryFormat) -> bytes:
     return bytes(header) + frame[HEADER_BYTES:]
 
 
-def test_what_an_agent_would_not_find_is_left(server: Server, client: Any) -> None:
+def test_what_an_agent_would_not_find_is_left(server: PrimaryServers, client: Any) -> None:
     whole = Cached(1)
     whole.put(client)
     Cached(2).put(client, 0, 1)
@@ -133,7 +135,7 @@ def test_what_an_agent_would_not_find_is_left(server: Server, client: Any) -> No
     }
 
 
-def test_another_slot_size(server: Server, client: Any) -> None:
+def test_another_slot_size(server: PrimaryServers, client: Any) -> None:
     Cached(1).put(client)
     choice = choose(server, b"", 2 * PAYLOAD_BYTES)
     assert not choice.candidates
