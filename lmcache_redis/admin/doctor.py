@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lmcache_redis.admin.facts import Facts, Need, gather
-from lmcache_redis.admin.node import NodeFacts, look
-from lmcache_redis.admin.node_rules import judge_node
+from lmcache_redis.admin.node import NodeFacts, judge_node, look
 from lmcache_redis.admin.rules import Finding, Severity, judge
 from lmcache_redis.admin.server import (
     CLIENT_NAME,

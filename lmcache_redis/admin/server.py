@@ -71,10 +71,14 @@ class BoundedSocket:
 
     def __init__(self, connected: socket) -> None:
         self._socket = connected
+        self._timeout_s = OP_TIMEOUT_S
         self._allow()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._socket, name)
+
+    def settimeout(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
 
     def sendall(self, data: bytes) -> None:
         self._socket.settimeout(OP_TIMEOUT_S)
@@ -82,7 +86,8 @@ class BoundedSocket:
         self._allow()
 
     def recv_into(self, buffer: bytearray) -> int:
-        self._socket.settimeout(max(0.001, self._until_s - time.monotonic()))
+        left_s = max(0.001, self._until_s - time.monotonic())
+        self._socket.settimeout(min(left_s, self._timeout_s))
         received = self._socket.recv_into(buffer)
         self._left_bytes -= received
         if self._left_bytes < 0:
