@@ -24,15 +24,8 @@ from redis.connection import Connection, SSLConnection
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
-from lmcache_redis.errors import (
-    RedisAuthError,
-    RedisError,
-    RedisFull,
-    RedisProtocolError,
-    RedisReplyError,
-    RedisTimeout,
-    RedisUnavailable,
-)
+from lmcache_redis.admin.sentences import sentence_of
+from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
 from lmcache_redis.resp.net.endpoint import (
     Deployment,
     Endpoint,
@@ -41,7 +34,6 @@ from lmcache_redis.resp.net.endpoint import (
     Transport,
     parse_deployment,
 )
-from lmcache_redis.resp.net.stream import translated
 
 CLIENT_NAME = "lmcache-redis-admin"
 CONNECT_TIMEOUT_S = 3.0
@@ -159,7 +151,7 @@ class Primary:
                 if follow is not None and isinstance(reply, _REDIRECTIONS):
                     replies[index] = reply = follow(commands[index])
                 if isinstance(reply, Exception):
-                    replies[index] = _sentence_of(reply, self.endpoint)
+                    replies[index] = sentence_of(reply, self.endpoint)
         return replies
 
     def scan(self, pattern: bytes, step_keys: int) -> Iterator[tuple[list[bytes], bool]]:
@@ -194,7 +186,7 @@ class Primary:
             self._client.connection_pool.disconnect()
             if not isinstance(error, _FAILURES):
                 raise
-            raise _sentence_of(error, self.endpoint, opening) from None
+            raise sentence_of(error, self.endpoint, opening) from None
 
 
 class PrimaryServers:
@@ -328,7 +320,7 @@ def _cluster(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServ
             **_of_all(first),
         )
     except _FAILURES as error:
-        raise _sentence_of(error, first, opening=True) from None
+        raise sentence_of(error, first, opening=True) from None
     nodes = [
         Primary(deployment.at(node.host, node.port), cluster.get_redis_connection(node))
         for node in cluster.get_primaries()
@@ -374,61 +366,6 @@ def _introduce(stack: contextlib.ExitStack, connection: Any) -> None:
         connection.send_command(*command, check_health=False)
         with contextlib.suppress(exceptions.ResponseError):
             connection.read_response()
-
-
-# -------------------------------------------------------------------- sentences
-
-# In this order: a class before those that it is one of.
-_SENTENCES: tuple[tuple[type, type[RedisError], str], ...] = (
-    (exceptions.ClusterError, RedisUnavailable, "{at} cannot serve its cluster just now: {text}"),
-    (
-        exceptions.AuthenticationError, RedisAuthError,
-        "{at} refuses the user or the password: {text}",
-    ),
-    (
-        exceptions.NoPermissionError, RedisAuthError,
-        "{at} does not allow it to this user ({text}): inspect and purge need +@read and "
-        "+unlink on the agents' keys, and in a cluster +command and +cluster|slots",
-    ),
-    (exceptions.OutOfMemoryError, RedisFull, "{at} is full and evicts nothing: {text}"),
-    (exceptions.BusyLoadingError, RedisUnavailable, "{at} is still loading its data: try again"),
-    (
-        exceptions.ConnectionError, RedisUnavailable,
-        "the connection to {at} was lost: try again ({text})",
-    ),
-    (exceptions.ResponseError, RedisReplyError, "{at} says: {text}"),
-)  # fmt: skip
-
-
-def _sentence_of(error: BaseException, endpoint: Endpoint, opening: bool = False) -> RedisError:
-    """The error of redis-py as one sentence that says what to change."""
-    at = f"Redis at {endpoint.where}"
-    text = " ".join(str(error).split())[:160]
-    if endpoint.password:
-        text = text.replace(endpoint.password, "***")
-    reason = error.__cause__ or error.__context__
-    if isinstance(error, exceptions.RedisClusterException) and reason is not None:
-        return _sentence_of(reason, endpoint, opening)
-    if isinstance(error, RedisError):
-        return error
-    if isinstance(error, exceptions.TimeoutError):
-        if opening:
-            return RedisTimeout(str(translated(TimeoutError(), endpoint)))
-        return RedisTimeout(f"{at} did not answer within {OP_TIMEOUT_S:g} s: is it overloaded?")
-    if isinstance(error, exceptions.AuthenticationError) and not endpoint.password:
-        return RedisAuthError(f"{at} wants a password: put one into the Redis URL")
-    if "max number of clients" in text:
-        return RedisUnavailable(f"{at} has no connection left: raise its maxclients")
-    if "cluster support disabled" in text:
-        return RedisUnavailable(f"{at} is no cluster: write redis:// instead of redis+cluster://")
-    if opening and isinstance(reason, OSError):
-        return RedisUnavailable(str(translated(reason, endpoint)))
-    for kind, ours, sentence in _SENTENCES:
-        if isinstance(error, kind):
-            return ours(sentence.format(at=at, text=text))
-    if opening:
-        return RedisProtocolError(str(translated(RedisProtocolError(), endpoint)))
-    return RedisProtocolError(f"{at} sent what is no reply of Redis: {text}")
 
 
 def _unless_error(reply: Any) -> Any:
