@@ -116,7 +116,7 @@ def choose(server: PrimaryServers, prefix: bytes, selection: Selection) -> Plan:
     if both and not server.untouched:
         raise ConfigError(
             f"{server.where} counts the reading of a header as a use (CLIENT NO-TOUCH needs "
-            "Redis 7.2 and the right to call it): give --idle-longer-than or "
+            "Redis 7.2, no cluster, and +client|no-touch and +info): give --idle-longer-than or "
             "--stored-longer-than, not both"
         )
     found = survey(server, prefix, namespaces=selection.namespaces)

@@ -107,7 +107,8 @@ class Primary:
     """One server that holds keys, and redis-py's client of it.
 
     untouched: reading a value does not count as a use (CLIENT NO-TOUCH, Redis 7.2): inspection
-    changes neither idle times nor the order of eviction.
+    changes neither idle times nor the order of eviction. Never on a node of a cluster: it ends a
+    Redis 8.2 that is asked for a key of a slot that is being moved.
     """
 
     def __init__(self, endpoint: Endpoint, client: redis.Redis) -> None:
@@ -126,7 +127,9 @@ class Primary:
         """Raises RedisError; the message says what to change."""
         with self.errors(opening=True):
             self._client.ping()
-        self.untouched = not isinstance(self.ask_all([_NO_TOUCH])[0], RedisError)
+        (info,) = self.ask_all([("INFO", "cluster")])
+        if isinstance(info, dict) and info.get("cluster_enabled") == 0:
+            self.untouched = not isinstance(self.ask_all([_NO_TOUCH])[0], RedisError)
 
     def ask(self, *command: bytes | str | int) -> Any:
         """The reply to one command, as redis-py reads it. Raises RedisError."""
@@ -143,10 +146,11 @@ class Primary:
         fails.
         """
         pipeline = self._client.pipeline(transaction=False)
-        for command in commands:
+        before = [_NO_TOUCH] if self.untouched else []
+        for command in (*before, *commands):
             pipeline.execute_command(*command)
         with self.errors():
-            replies: list[Any] = pipeline.execute(raise_on_error=False)
+            replies: list[Any] = pipeline.execute(raise_on_error=False)[len(before) :]
             for index, reply in enumerate(replies):
                 if follow is not None and isinstance(reply, _REDIRECTIONS):
                     replies[index] = reply = follow(commands[index])
@@ -360,12 +364,11 @@ def _of_one(endpoint: Endpoint, stack: contextlib.ExitStack) -> dict[str, Any]:
 
 
 def _introduce(stack: contextlib.ExitStack, connection: Any) -> None:
-    """Names a new connection, whose reads are no uses. Either may be forbidden or unknown."""
+    """Names a new connection, which may be forbidden."""
     stack.callback(connection.disconnect)
-    for command in (("CLIENT", "SETNAME", CLIENT_NAME), _NO_TOUCH):
-        connection.send_command(*command, check_health=False)
-        with contextlib.suppress(exceptions.ResponseError):
-            connection.read_response()
+    connection.send_command("CLIENT", "SETNAME", CLIENT_NAME, check_health=False)
+    with contextlib.suppress(exceptions.ResponseError):
+        connection.read_response()
 
 
 def _unless_error(reply: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -91,7 +92,16 @@ def test_a_purge_reaches_every_node(cluster: Cluster) -> None:
     assert left == set(stay.keys)
 
 
-def test_redirections_are_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["redis", "redis-newest", "valkey-newest"])
+def test_redirections_are_followed(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After CLIENT NO-TOUCH, Redis 8.2 crashed here."""
+    executable = server_binaries()[name]
+    if executable is None:
+        pytest.skip(f"there is no {name} here")
+    (tmp_path / "redis-server").symlink_to(executable)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     chunk = Cached(1, stripe_count=12)
     with ExitStack() as stack:
         own = Cluster(tmp_path, stack)

@@ -69,7 +69,8 @@ class Tree:
     def run(self, path: str, timeout_s: float, caches: bool = False) -> int | None:
         """The exit status of pytest; None if it took too long."""
         words = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-        words += ["-m", "unit or servers", "--basetemp", str(self._base), path]
+        words += ["-p", "tests.mutants.no_shrinking", "-m", "unit or servers"]
+        words += ["--basetemp", str(self._base), path]
         # No bytecode of mutants: two of one size may be written within a second.
         without = {} if caches else {"PYTHONDONTWRITEBYTECODE": "1"}
         environment = {**os.environ, "PYTHONPATH": str(self.root), **without}

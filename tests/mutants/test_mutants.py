@@ -111,6 +111,8 @@ def test_mutants_are_killed_or_survive(tmp_path: Path, monkeypatch: pytest.Monke
         '[tool.pytest.ini_options]\nmarkers = ["unit", "servers"]\n'
         'addopts = ["--import-mode=importlib"]\n'
     )
+    (root / "tests" / "mutants").mkdir()
+    (root / "tests" / "mutants" / "no_shrinking.py").write_text("")
     (root / "conftest.py").write_text(
         "import pytest\ndef pytest_collection_modifyitems(items):\n"
         "    [item.add_marker('unit') for item in items]\n"
