@@ -33,6 +33,12 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 MIN_SLOT_BYTES = 4096
 # With a header of 512 bytes a value stays just under 1 MiB, a size class of Redis's allocator.
 DEFAULT_SLOT_BYTES = (1 << 20) - 4096
+# Why these values: docs/data-plane.md.
+DEFAULT_GET_CONNECTIONS = 4
+DEFAULT_SET_CONNECTIONS = 4
+DEFAULT_NETWORK_THREADS = 1
+MAX_CONNECTIONS = 64
+MAX_TTL_S = 10 * 366 * 86_400
 
 
 def parse_size(text: str | int) -> int:
@@ -155,10 +161,18 @@ class TierSettings:
     )
     redis_username: str | None = setting("ACL user, if not in the URL", None)
     redis_password: str | None = setting(
-        "password, if not in the URL; ..._PASSWORD_FILE names a file that contains it",
+        "password, if not in the URL",
         None,
         environment_only="LMCACHE_REDIS_PASSWORD",
         repr=False,
+    )
+    redis_password_file: str | None = setting(
+        "file that contains the password, read again at each connect", None
+    )
+    redis_credential_provider: str | None = setting(
+        "PACKAGE.MODULE:FACTORY: called at the start, returns a CredentialProvider of redis-py, "
+        "which is asked for user and password at each connect",
+        None,
     )
     seal_key_file: str | None = setting(
         "file of the keys that values are sealed with (AES-256-GCM), one a line: the first seals, "
@@ -228,10 +242,11 @@ class AgentConfig(TierSettings):
         "time after which the chunks pinned by a request are released", 60.0
     )
     heartbeat_timeout_s: float = setting("time after which a silent engine is unregistered", 10.0)
-    get_connections: int = setting("connections for loads", 4)
-    set_connections: int = setting("connections for stores", 4)
+    get_connections: int = setting("connections for loads", DEFAULT_GET_CONNECTIONS)
+    set_connections: int = setting("connections for stores", DEFAULT_SET_CONNECTIONS)
     network_threads: int = setting(
-        "threads for the load connections, and as many for the store connections", 1
+        "threads for the load connections, and as many for the store connections",
+        DEFAULT_NETWORK_THREADS,
     )
     ttl_s: int = setting("seconds until a stored chunk expires; 0: never", 0)
     ttl_refresh: bool = setting("restart a chunk's TTL when it is loaded", False)
@@ -257,11 +272,8 @@ class AgentConfig(TierSettings):
             check_between(name, getattr(self, name), 0.01, 600)
         for name in ("session_timeout_s", "heartbeat_timeout_s"):
             check_between(name, getattr(self, name), 1, 86_400)
-        check_between("ttl_s", self.ttl_s, 0, 10 * 366 * 86_400)
-        if self.ttl_refresh and not self.ttl_s:
-            raise ConfigError("--ttl-refresh needs a --ttl-s: set that as well")
-        for name in ("get_connections", "set_connections", "network_threads", "copy_threads"):
-            check_between(name, getattr(self, name), 1, 64)
+        check_redis(self)
+        check_between("copy_threads", self.copy_threads, 1, 64)
         check_one_of("device", self.device, ("auto", "cpu", "cuda"))
         check_between("canary_every", self.canary_every, 0, 1_000_000_000)
 
@@ -370,6 +382,21 @@ def check_between(name: str, value: Any, least: float, most: float) -> None:
             format_size(n) if is_size and type(n) is int else repr(n) for n in (value, least, most)
         )
         raise ConfigError(f"{option_name(name)} is {given}: set it to between {low} and {high}")
+
+
+def check_redis(settings: Any) -> None:
+    """Raises ``ConfigError`` unless connections, threads and TTL are possible.
+
+    settings: of an agent, or ``RedisOptions``.
+    """
+    for name in ("get_connections", "set_connections", "network_threads", "ttl_s"):
+        count = getattr(settings, name)
+        if type(count) is not int:
+            raise ConfigError(f"{option_name(name)} is {count!r}: set it to a whole number")
+        least, most = (0, MAX_TTL_S) if name == "ttl_s" else (1, MAX_CONNECTIONS)
+        check_between(name, count, least, most)
+    if settings.ttl_refresh and not settings.ttl_s:
+        raise ConfigError("--ttl-refresh needs a --ttl-s: set that as well")
 
 
 def check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

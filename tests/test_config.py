@@ -288,7 +288,7 @@ def test_the_table_has_every_setting_once() -> None:
     assert all(line.count(" | ") == 2 for line in lines[:1] + lines[2:])
     assert "`--pool-bytes`" in settings_table()
     # A password on a command line can be read by everybody on the machine.
-    assert "--redis-password" not in settings_table()
+    assert "`--redis-password`" not in settings_table()
     assert "`$LMCACHE_REDIS_PASSWORD`" in settings_table()
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import msgspec
 
-from lmcache_redis.config import DEFAULT_SLOT_BYTES
-from lmcache_redis.resp.net.endpoint import (
+from lmcache_redis.config import (
     DEFAULT_GET_CONNECTIONS,
     DEFAULT_NETWORK_THREADS,
     DEFAULT_SET_CONNECTIONS,
+    DEFAULT_SLOT_BYTES,
 )
 
 MIB = 1 << 20

@@ -28,11 +28,10 @@ from lmcache_redis.admin.server import (
 )
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.chunks.keys import KEY_MAGIC
-from lmcache_redis.config import DEFAULT_SLOT_BYTES
+from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
 from lmcache_redis.resp.bulk import receive_value
 from lmcache_redis.resp.net.connection import Connection, Connector
-from lmcache_redis.resp.net.endpoint import DEFAULT_GET_CONNECTIONS
 from lmcache_redis.resp.net.wire import (
     ErrorReply,
     end_of_command,

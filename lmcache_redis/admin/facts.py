@@ -133,7 +133,7 @@ def gather(
         transport=endpoint.transport,
         local=local,
         private=private,
-        has_password=endpoint.password is not None,
+        has_password=endpoint.credentials is not None,
         certificate_checked=dict(endpoint.tls).get("ssl_cert_reqs", "required") == "required",
         nodes=len(server.nodes),
         as_cluster=server.is_cluster,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from redis import exceptions
 
 from lmcache_redis.errors import (
@@ -13,6 +15,7 @@ from lmcache_redis.errors import (
     RedisTimeout,
     RedisUnavailable,
 )
+from lmcache_redis.resp.net.credentials import PasswordFile, StaticPassword
 from lmcache_redis.resp.net.endpoint import Endpoint
 from lmcache_redis.resp.net.stream import translated
 
@@ -38,12 +41,20 @@ _SENTENCES: tuple[tuple[type, type[RedisError], str], ...] = (
 )  # fmt: skip
 
 
+def _without_secrets(text: str, endpoint: Endpoint) -> str:
+    """A server may repeat what it was asked."""
+    credentials = endpoint.credentials
+    if isinstance(credentials, StaticPassword | PasswordFile):
+        with contextlib.suppress(RedisAuthError):
+            return text.replace(credentials.get_credentials()[-1], "***")
+    # A provider is not asked for this: its next token may be another one.
+    return "(not shown)" if credentials is not None and "AUTH" in text else text
+
+
 def sentence_of(error: BaseException, endpoint: Endpoint, opening: bool = False) -> RedisError:
     """The error of redis-py as one sentence that says what to change."""
     at = f"Redis at {endpoint.where}"
-    text = " ".join(str(error).split())[:160]
-    if endpoint.password:
-        text = text.replace(endpoint.password, "***")
+    text = _without_secrets(" ".join(str(error).split()), endpoint)[:160]
     reason = error.__cause__ or error.__context__
     if isinstance(error, exceptions.RedisClusterException) and reason is not None:
         return sentence_of(reason, endpoint, opening)
@@ -53,7 +64,7 @@ def sentence_of(error: BaseException, endpoint: Endpoint, opening: bool = False)
         if opening:
             return RedisTimeout(str(translated(TimeoutError(), endpoint)))
         return RedisTimeout(f"{at} did not answer within its time: is it overloaded?")
-    if isinstance(error, exceptions.AuthenticationError) and not endpoint.password:
+    if isinstance(error, exceptions.AuthenticationError) and endpoint.credentials is None:
         return RedisAuthError(f"{at} wants a password: put one into the Redis URL")
     if "max number of clients" in text:
         return RedisUnavailable(f"{at} has no connection left: raise its maxclients")

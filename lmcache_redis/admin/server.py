@@ -21,19 +21,21 @@ from redis import exceptions
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import Connection, SSLConnection
+from redis.credentials import CredentialProvider
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
 from lmcache_redis.admin.sentences import sentence_of
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisUnavailable
+from lmcache_redis.resp.net.credentials import auth_command
 from lmcache_redis.resp.net.endpoint import (
     Deployment,
     Endpoint,
-    RedisOptions,
     Topology,
     Transport,
     parse_deployment,
 )
+from lmcache_redis.resp.options import RedisOptions
 
 CLIENT_NAME = "lmcache-redis-admin"
 CONNECT_TIMEOUT_S = 3.0
@@ -339,11 +341,20 @@ _CLIENTS_OF = {
 }
 
 
+class _Credentials(CredentialProvider):  # type: ignore[misc]
+    """A server's credentials, asked at each connect: all that they may raise is a RedisError."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    def get_credentials(self) -> tuple[str, ...]:
+        return (auth_command(self._endpoint.credentials) or ())[1:]
+
+
 def _of_all(endpoint: Endpoint) -> dict[str, Any]:
     """Options of connections by their names in redis-py."""
     return {
-        "username": endpoint.username,
-        "password": endpoint.password,
+        "credential_provider": _Credentials(endpoint) if endpoint.credentials else None,
         "protocol": 2,  # replies of RESP3 have other types
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
         "socket_timeout": OP_TIMEOUT_S,

@@ -26,7 +26,7 @@ from lmcache_redis.config import (
     parse_address,
 )
 from lmcache_redis.errors import ConfigError, DeviceError
-from lmcache_redis.resp.net.endpoint import RedisOptions
+from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.systemd import ServiceManager
 from lmcache_redis.transport import bind_router

@@ -28,7 +28,13 @@ from lmcache_redis.errors import ConfigError
 if TYPE_CHECKING:
     from lmcache_redis.resp import RedisOptions
 
-_ENVIRONMENT = {"redis_url": URL_VARIABLE, "seal_key_file": SEAL_KEY_FILE_VARIABLE}
+# Read for every command: those with few options have only these.
+_ENVIRONMENT = {
+    "redis_url": URL_VARIABLE,
+    "redis_password_file": "LMCACHE_REDIS_PASSWORD_FILE",
+    "redis_credential_provider": "LMCACHE_REDIS_CREDENTIAL_PROVIDER",
+    "seal_key_file": SEAL_KEY_FILE_VARIABLE,
+}
 _TYPES = {"int": int, "float": float, "bool": bool}
 _Config = TypeVar("_Config")
 _Command = Callable[..., None]
@@ -43,7 +49,7 @@ RedisUrl = Annotated[
         envvar=URL_VARIABLE,
         show_envvar=True,
         help="URL of the server, as for the agent. The password may come from "
-        "LMCACHE_REDIS_PASSWORD or LMCACHE_REDIS_PASSWORD_FILE.",
+        "LMCACHE_REDIS_PASSWORD, LMCACHE_REDIS_PASSWORD_FILE or LMCACHE_REDIS_CREDENTIAL_PROVIDER.",
     ),
 ]
 RedisUsername = Annotated[
@@ -120,14 +126,17 @@ def config_from(config: type[_Config], options: Mapping[str, Any]) -> _Config:
     Reads the file each time. Raises ``ConfigError``.
     """
     given = {name: value for name, value in options.items() if value is not None}
+    for name, variable in _ENVIRONMENT.items():
+        if os.environ.get(variable):
+            given.setdefault(name, os.environ[variable])
     settings: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(config)  # type: ignore[arg-type]
     if (path := given.pop(_CONFIG_FILE, None)) is not None:
         named = {s.name: s for s in settings if not s.metadata["environment_only"]}
         given = _read_settings(path, named) | given
     for setting in settings:
         variable = setting.metadata["environment_only"]
-        if variable and (secret := _secret(variable)):
-            given[setting.name] = secret
+        if variable and os.environ.get(variable):
+            given[setting.name] = os.environ[variable]
         if setting.name in given and setting.metadata["size"]:
             given[setting.name] = size_of(option_name(setting.name), given[setting.name])
     if "key_prefix" in given:
@@ -201,17 +210,3 @@ def redis_options(**given: Any) -> RedisOptions:
             "shows the URL of an agent's embedded Redis)"
         )
     return RedisOptions.of_agent(config, config.redis_url)
-
-
-def _secret(variable: str) -> str | None:
-    """The value of a variable, or the content of the file that ``VARIABLE_FILE`` names."""
-    path = os.environ.get(f"{variable}_FILE")
-    if os.environ.get(variable) or not path:
-        return os.environ.get(variable)
-    try:
-        return Path(path).read_text(encoding="utf-8").rstrip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"the file {path} that {variable}_FILE names cannot be read ({error}): "
-            f"name another one, or set {variable}"
-        ) from error

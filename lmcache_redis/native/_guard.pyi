@@ -8,7 +8,10 @@ def add(address: int, nbytes: int, /) -> int:
     """Guard a mapping of whole pages until `drop`; return its number. OSError: too many guards."""
 
 def is_lost(number: int, /) -> bool:
-    """Whether pages of the mapping were missing when they were accessed."""
+    """Whether pages of the mapping were missing when they were accessed.
+
+    Call it before an access, too: another handler of SIGBUS may have replaced the guard's.
+    """
 
 def drop(number: int, /) -> None:
     """Stop guarding the mapping; call this before unmapping."""

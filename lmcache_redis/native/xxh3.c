@@ -4,6 +4,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -152,6 +154,47 @@ __attribute__((target("avx512f"))) static void scramble_avx512(uint64_t *lanes)
     _mm512_store_si512(lanes, value);
 }
 
+#elif defined(__aarch64__)
+
+static inline uint64x2_t load_neon(const uint8_t *at)
+{
+    return vreinterpretq_u64_u8(vld1q_u8(at));
+}
+
+static void accumulate_neon(uint64_t *lanes, const uint8_t *data, const uint8_t *secret,
+                            size_t count)
+{
+    uint64x2_t sums[4];
+    for (int pair = 0; pair < 4; pair++) {
+        sums[pair] = vld1q_u64(lanes + 2 * pair);
+    }
+    for (; count; count--, data += STRIPE_BYTES, secret += SECRET_STEP) {
+        prefetch(data);
+        for (int pair = 0; pair < 4; pair++) {
+            const uint64x2_t value = load_neon(data + 16 * pair);
+            const uint64x2_t key = veorq_u64(value, load_neon(secret + 16 * pair));
+            const uint64x2_t sum = vaddq_u64(sums[pair], vextq_u64(value, value, 1));
+            sums[pair] = vmlal_u32(sum, vmovn_u64(key), vshrn_n_u64(key, 32));
+        }
+    }
+    for (int pair = 0; pair < 4; pair++) {
+        vst1q_u64(lanes + 2 * pair, sums[pair]);
+    }
+}
+
+static void scramble_neon(uint64_t *lanes)
+{
+    const uint32x2_t prime = vdup_n_u32((uint32_t)PRIME32_1);
+    for (int pair = 0; pair < 4; pair++) {
+        uint64x2_t value = vld1q_u64(lanes + 2 * pair);
+        value = veorq_u64(value, vshrq_n_u64(value, 47));
+        value = veorq_u64(value, load_neon(SCRAMBLE_SECRET + 16 * pair));
+        const uint64x2_t upper = vmull_u32(vshrn_n_u64(value, 32), prime);
+        value = vmlal_u32(vshlq_n_u64(upper, 32), vmovn_u64(value), prime);
+        vst1q_u64(lanes + 2 * pair, value);
+    }
+}
+
 #endif
 
 bool xxh3_use(const char *vectors)
@@ -171,6 +214,12 @@ bool xxh3_use(const char *vectors)
     if (strcmp(vectors, "avx512") == 0 && __builtin_cpu_supports("avx512f")) {
         accumulate = accumulate_avx512;
         scramble = scramble_avx512;
+        return true;
+    }
+#elif defined(__aarch64__) /* every such processor has them */
+    if (strcmp(vectors, "neon") == 0) {
+        accumulate = accumulate_neon;
+        scramble = scramble_neon;
         return true;
     }
 #endif

@@ -19,7 +19,7 @@ typedef struct {
     size_t blocks; /* consumed so far */
 } __attribute__((aligned(64))) Xxh3;
 
-/* Use "plain", "avx2" or "avx512" from now on; false if the processor does not have it. */
+/* Use "plain", "avx2", "avx512" or "neon" from now on; false if the processor does not have it. */
 bool xxh3_use(const char *vectors);
 
 void xxh3_begin(Xxh3 *hash);

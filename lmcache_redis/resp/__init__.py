@@ -12,7 +12,8 @@ jobs                work that is answered exactly once, at its deadline by the t
 net                 URLs, connections and RESP
 """
 
-from lmcache_redis.resp.net.endpoint import RedisOptions, check_url
+from lmcache_redis.resp.net.endpoint import check_url
+from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.tiers import (
     CallOutcome,

@@ -30,7 +30,7 @@ from lmcache_redis.errors import (
 )
 from lmcache_redis.resp.jobs import Job, Jobs, Stop, Task
 from lmcache_redis.resp.net.connection import Connection, Connector
-from lmcache_redis.resp.net.endpoint import RedisOptions
+from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.tiers import PlaneState
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,9 @@ from lmcache_redis.resp.control import Controller
 from lmcache_redis.resp.health import Health, Worker
 from lmcache_redis.resp.jobs import Jobs, Stop, Task, TaskQueue, joined
 from lmcache_redis.resp.net.connection import Connector
-from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, RedisOptions, Topology
+from lmcache_redis.resp.net.endpoint import Deployment, Endpoint, Topology
 from lmcache_redis.resp.net.topology import Routes, ServerMap, find_servers, next_hop
+from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.reading import Read, Reader
 from lmcache_redis.resp.writing import Writer
 from lmcache_redis.tiers import PlaneState
@@ -199,12 +200,17 @@ class Nodes:
         if not nodes:
             return PlaneState(False, self._mapped.is_set(), self._map_error, self._map_error_since)
         states = [node.health.state for node in nodes]
-        if len(states) == 1:
+        unplaced = self.routes.unplaced
+        if len(states) == 1 and not unplaced:
             return states[0]
         down = [state for state in states if not state.up]
         reason = next((state.reason for state in down or states if state.reason), "")
         if down:
             reason = f"{len(down)} of {len(states)} shards are down: {reason}"
+        if unplaced:
+            where = ", ".join(f"{first}-{last}" for first, last in unplaced[:4])
+            more = " ..." if len(unplaced) > 4 else ""
+            reason = f"the cluster does not name the servers of slots {where}{more}. {reason}"
         return PlaneState(
             up=len(down) < len(states),
             probed=all(state.probed for state in states),

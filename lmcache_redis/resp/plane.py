@@ -25,8 +25,9 @@ from lmcache_redis.chunks.frame import STORE_ID_BYTES
 from lmcache_redis.resp.calls import KeyCalls
 from lmcache_redis.resp.control import Removal
 from lmcache_redis.resp.jobs import Job, Jobs, JobT, Stop, Task
-from lmcache_redis.resp.net.endpoint import RedisOptions, parse_deployment
+from lmcache_redis.resp.net.endpoint import parse_deployment
 from lmcache_redis.resp.node import Nodes
+from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.reading import Read
 from lmcache_redis.resp.writing import Write
 from lmcache_redis.tiers import (

@@ -8,6 +8,7 @@ import pytest
 
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import (
+    ConfigError,
     RedisAuthError,
     RedisError,
     RedisProtocolError,
@@ -122,12 +123,18 @@ def test_no_password_in_what_a_server_echoes(tmp_path: Path) -> None:
     def echo(words: list[bytes]) -> bytes | None:
         return b"-ERR no: %b\r\n" % b" ".join(words) if words[0] == b"AUTH" else None
 
+    path = tmp_path / "password"
+    path.write_text(SECRET)
     with LyingServer(echo) as lying:
-        options = RedisOptions(lying.url, username="user", password=SECRET)
-        with pytest.raises(RedisError) as caught, open_server(options):
-            pass
-    assert "***" in str(caught.value)
-    assert SECRET not in str(caught.value)
+        for options, instead in (
+            (RedisOptions(lying.url, username="user", password=SECRET), "***"),
+            (RedisOptions(lying.url, username="user", password_file=str(path)), "***"),
+            (RedisOptions(lying.url, credential_provider=Rotating(SECRET)), "(not shown)"),
+        ):
+            with pytest.raises(RedisError) as caught, open_server(options):
+                pass
+            assert instead in str(caught.value)
+            assert SECRET not in str(caught.value)
 
 
 def test_what_is_no_redis_and_what_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,3 +169,50 @@ def test_a_user_without_rights_to_name_itself(own_server: RedisServer) -> None:
     with open_server(options) as server:
         assert not server.untouched
         assert server.nodes[0].ask("DBSIZE") == 0
+
+
+class Rotating:
+    """A credential provider whose tokens last for one connect."""
+
+    def __init__(self, *passwords: str) -> None:
+        self.left = list(passwords)
+
+    def get_credentials(self) -> tuple[str, ...]:
+        return "some", self.left.pop(0)
+
+
+def test_credentials_are_asked_at_each_connect(own_server: RedisServer, tmp_path: Path) -> None:
+    own_server.command("ACL", "SETUSER", "some", "on", ">first", "~*", "+@all")
+    path = tmp_path / "password"
+    path.write_text("first\n")
+    rotating = Rotating("first", "second")
+    for options in (
+        RedisOptions(own_server.unix_url, username="some", password_file=str(path)),
+        RedisOptions(own_server.unix_url, credential_provider=rotating),
+    ):
+        own_server.command("ACL", "SETUSER", "some", "resetpass", ">first")
+        with open_server(options) as server:
+            own_server.command("ACL", "SETUSER", "some", "resetpass", ">second")
+            path.write_text("second\n")
+            own_server.command("CLIENT", "KILL", "USER", "some")
+            assert server.nodes[0].ask("DBSIZE") == 0
+        path.write_text("first\n")
+    assert not rotating.left
+
+
+def test_a_provider_that_fails_is_one_sentence(own_server: RedisServer, tmp_path: Path) -> None:
+    failing = RedisOptions(own_server.unix_url, credential_provider=Rotating())
+    with (
+        pytest.raises(RedisAuthError, match="the credential provider failed: IndexError"),
+        open_server(failing),
+    ):
+        pass
+    path = tmp_path / "password"
+    path.write_text("x")
+    gone = RedisOptions(own_server.unix_url, password_file=str(path))
+    path.unlink()
+    with (
+        pytest.raises((RedisAuthError, ConfigError), match=r"password file .* cannot be read"),
+        open_server(gone),
+    ):
+        pass

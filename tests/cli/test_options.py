@@ -10,16 +10,20 @@ from typer.testing import CliRunner
 
 from lmcache_redis.agent import main as agent_main
 from lmcache_redis.cli.app import app
-from lmcache_redis.cli.options import config_from
+from lmcache_redis.cli.options import config_from, redis_options
 from lmcache_redis.config import AgentConfig, option_name
 from lmcache_redis.errors import ConfigError
+from lmcache_redis.resp import RedisOptions, check_url
+from lmcache_redis.resp.net.credentials import StaticPassword
+from lmcache_redis.resp.net.endpoint import parse_deployment
 
 PASSWORD = "LMCACHE_REDIS_PASSWORD"
+PROVIDER = "LMCACHE_REDIS_CREDENTIAL_PROVIDER"
 
 
 @pytest.fixture(autouse=True)
 def _no_settings_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (PASSWORD, f"{PASSWORD}_FILE", "LMCACHE_REDIS_URL"):
+    for name in (PASSWORD, f"{PASSWORD}_FILE", PROVIDER, "LMCACHE_REDIS_URL"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -51,6 +55,8 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
         "endpoint": "ipc:///run/test/agent.sock",
         "redis_url": "redis://cache:6379/2",
         "redis_username": "someone",
+        "redis_password_file": "/run/secrets/password",
+        "redis_credential_provider": "cloud.tokens:Provider",
         "seal_key_file": "/etc/lmcache/seal.keys",
         "key_prefix": "ours:ä:",
         "chunk_size_tokens": "512",
@@ -82,6 +88,8 @@ def test_every_setting_has_its_option(started: list[AgentConfig]) -> None:
             endpoint="ipc:///run/test/agent.sock",
             redis_url="redis://cache:6379/2",
             redis_username="someone",
+            redis_password_file="/run/secrets/password",
+            redis_credential_provider="cloud.tokens:Provider",
             seal_key_file="/etc/lmcache/seal.keys",
             key_prefix="ours:ä:".encode(),
             chunk_size_tokens=512,
@@ -116,7 +124,8 @@ def test_the_help_names_every_option() -> None:
     result = CliRunner().invoke(app, ["agent", "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     for field in dataclasses.fields(AgentConfig):
-        assert (option_name(field.name) in result.output) == (field.name != "redis_password")
+        shown = f"{option_name(field.name)} " in result.output
+        assert shown == (field.name != "redis_password")
 
 
 def test_the_url_may_come_from_the_environment(started: list[AgentConfig]) -> None:
@@ -140,9 +149,26 @@ def test_a_password_comes_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path:
     path = tmp_path / "password"
     path.write_text("sécret word\n", encoding="utf-8")
     monkeypatch.setenv(f"{PASSWORD}_FILE", str(path))
-    assert config_from(AgentConfig, {}).redis_password == "sécret word"
+    config = config_from(AgentConfig, {"redis_url": "redis://h", "redis_username": "me"})
+    assert config.redis_password_file == str(path)
+    options = RedisOptions.of_agent(config, "redis://h")
+    credentials = parse_deployment(options).server.credentials
+    assert credentials is not None
+    assert credentials.get_credentials() == ("me", "sécret word")
+    path.write_text("another")
+    assert credentials.get_credentials() == ("me", "another")
     monkeypatch.setenv(PASSWORD, "the variable wins")
-    assert config_from(AgentConfig, {}).redis_password == "the variable wins"
+    options = redis_options(redis_url="redis://h")
+    assert parse_deployment(options).server.credentials == StaticPassword(None, "the variable wins")
+
+
+def test_every_command_takes_a_credential_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROVIDER, "redis.credentials:UsernamePasswordCredentialProvider")
+    options = redis_options(redis_url="redis://h")
+    assert type(options.credential_provider).__name__ == "UsernamePasswordCredentialProvider"
+    monkeypatch.setenv(PROVIDER, "redis.credentials:Missing")
+    with pytest.raises(ConfigError, match=r"redis\.credentials:Missing cannot be made"):
+        redis_options(redis_url="redis://h")
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
@@ -153,5 +179,5 @@ def test_an_unreadable_password_file_is_refused(
     if content is not None:
         path.write_bytes(content)
     monkeypatch.setenv(f"{PASSWORD}_FILE", str(path))
-    with pytest.raises(ConfigError, match=f"{PASSWORD}_FILE names cannot be read"):
-        config_from(AgentConfig, {})
+    with pytest.raises(ConfigError, match=f"the password file {path} (cannot be read|is not)"):
+        check_url(redis_options(redis_url="redis://h"))

@@ -254,7 +254,7 @@ def test_the_agent_takes_its_settings(
     assert mounted[str(Path(agent["args"][2]).parent)] == "settings"
     monkeypatch.setenv(variable["name"], str(tmp_path / "password"))
     config: AgentConfig = config_from(AgentConfig, {"config": str(path)})
-    assert config.redis_password == "secret"
+    assert config.redis_password_file == str(tmp_path / "password")
     assert config.redis_url == values.get("redis", {}).get(
         "url", "redis://lmcache-redis-valkey:6379"
     )

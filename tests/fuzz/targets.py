@@ -47,6 +47,7 @@ from tests.fuzz.target import ACCEPTED, Target
 
 # ------------------------------------------------------------------ replies
 
+_MOST_REPLIES = 1000
 _REPLIES = (
     b"+OK\r\n",
     b":12\r\n:-3\r\n",
@@ -58,6 +59,8 @@ _REPLIES = (
     b"-LOADING Redis is loading the dataset in memory\r\n",
     b"*-1\r\n*0\r\n",
     b"*3\r\n:1\r\n$5\r\nhello\r\n*1\r\n+x\r\n",
+    b"$9\r\n*12345678\r\n*2\r\n:1\r\n$8\r\n~1234567\r\n",
+    b"%1\r\n+a\r\n,1.5\r\n~2\r\n#t\r\n#f\r\n(123\r\n_\r\n=7\r\ntxt:abc\r\n>1\r\n+x\r\n",
 )
 
 
@@ -65,7 +68,7 @@ def _run_replies(data: bytes, mutator: Mutator) -> str:
     buffer = ReplyBuffer()
     try:
         buffer.feed(data)
-        replies = buffer.take()
+        replies = buffer.take(_MOST_REPLIES)
     except RedisProtocolError:
         return "RedisProtocolError"
     for reply in replies:
@@ -76,10 +79,10 @@ def _run_replies(data: bytes, mutator: Mutator) -> str:
     in_pieces = []
     for piece in mutator.pieces(data):
         again.feed(piece)
-        in_pieces += again.take()
+        in_pieces += again.take(_MOST_REPLIES)
     assert in_pieces == replies
-    assert again.pending_bytes == buffer.pending_bytes
-    return "incomplete" if buffer.pending_bytes else ACCEPTED
+    assert again.has_rest == buffer.has_rest
+    return "incomplete" if buffer.has_rest else ACCEPTED
 
 
 # ------------------------------------------------------------------ headers

@@ -14,11 +14,11 @@ from typing import Any
 from lmcache_redis.chunks.frame import ChunkFrame, stripe_payload_bytes
 from lmcache_redis.chunks.keys import key_stem, stripe_key
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
 from lmcache_redis.errors import RedisTimeout
 from lmcache_redis.resp import ChunkIO, ReadOutcome, RedisOptions, RedisPlane, WriteOutcome
 from lmcache_redis.resp.bulk import Call, End, Mover, Packed, Result
 from lmcache_redis.resp.net.connection import Connection
-from lmcache_redis.resp.net.endpoint import DEFAULT_GET_CONNECTIONS, DEFAULT_SET_CONNECTIONS
 from lmcache_redis.tiers import FramesResult
 from tests.servers import RedisServer
 from tests.servers import wait_until as wait_until

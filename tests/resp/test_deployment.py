@@ -6,6 +6,7 @@ import pytest
 
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, check_url
+from lmcache_redis.resp.net.credentials import StaticPassword
 from lmcache_redis.resp.net.endpoint import Topology, Transport, parse_deployment
 
 
@@ -23,9 +24,9 @@ def test_a_cluster() -> None:
     assert [(s.host, s.port) for s in found.seeds] == [
         ("a", 6379), ("b", 7001), ("::1", 6379), ("fe80::2", 7003),
     ]  # fmt: skip
-    assert {(s.username, s.password, s.db) for s in found.seeds} == {("me", "s@crt", 0)}
+    assert {(s.credentials, s.db) for s in found.seeds} == {(StaticPassword("me", "s@crt"), 0)}
     node = found.at("c", 9)
-    assert (node.host, node.port, node.username, node.password) == ("c", 9, "me", "s@crt")
+    assert (node.host, node.port, node.credentials) == ("c", 9, StaticPassword("me", "s@crt"))
     assert found.where == "cluster at a:6379,b:7001,[::1]:6379,[fe80::2]:7003"
     assert "s@crt" not in repr(found) + found.where
 
@@ -35,9 +36,9 @@ def test_a_master_behind_sentinels() -> None:
     found = parse_deployment(RedisOptions(url + "&ssl_cert_reqs=none"))
     assert (found.topology, found.service) == (Topology.SENTINEL, "my master")
     assert [(s.host, s.port, s.db) for s in found.seeds] == [("a", 26379, 0), ("b", 7, 0)]
-    assert {(s.username, s.password) for s in found.seeds} == {("w", "x")}
+    assert {s.credentials for s in found.seeds} == {StaticPassword("w", "x")}
     server = found.at("c", 9)
-    assert (server.username, server.password, server.db) == ("me", "secret", 3)
+    assert (server.credentials, server.db) == (StaticPassword("me", "secret"), 3)
     for endpoint in (*found.seeds, server):
         assert endpoint.transport is Transport.TLS
         assert dict(endpoint.tls) == {"ssl_cert_reqs": "none"}
@@ -47,8 +48,8 @@ def test_a_master_behind_sentinels() -> None:
 def test_options_override_credentials_of_the_data_servers() -> None:
     options = RedisOptions("redis+sentinel://a/m", username="me", password="secret")
     found = parse_deployment(options)
-    assert found.server.password == "secret"
-    assert found.seeds[0].password is None
+    assert found.server.credentials == StaticPassword("me", "secret")
+    assert found.seeds[0].credentials is None
 
 
 @pytest.mark.parametrize(

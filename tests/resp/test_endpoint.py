@@ -6,7 +6,9 @@ import pytest
 
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.resp import RedisOptions, check_url
-from lmcache_redis.resp.net.endpoint import Endpoint, Transport, parse_deployment, redacted_url
+from lmcache_redis.resp.net.credentials import StaticPassword
+from lmcache_redis.resp.net.endpoint import Endpoint, Transport, parse_deployment
+from lmcache_redis.resp.options import redacted_url
 
 SECRET = "s3cr3t"
 
@@ -23,13 +25,16 @@ SECRET = "s3cr3t"
         ("unix:///run/r%20s?db=2", Endpoint(Transport.UNIX, path="/run/r s", db=2)),
         (
             "redis://u:p%40ss@h",
-            Endpoint(Transport.TCP, "h", 6379, username="u", password="p@ss"),
+            Endpoint(Transport.TCP, "h", 6379, credentials=StaticPassword("u", "p@ss")),
         ),
         (
             "redis://u:[p@h",
-            Endpoint(Transport.TCP, "h", 6379, username="u", password="[p"),
+            Endpoint(Transport.TCP, "h", 6379, credentials=StaticPassword("u", "[p")),
         ),
-        ("unix://:p@/r", Endpoint(Transport.UNIX, path="/r", password="p")),
+        (
+            "unix://:p@/r",
+            Endpoint(Transport.UNIX, path="/r", credentials=StaticPassword(None, "p")),
+        ),
         (
             "rediss://h?ssl_cert_reqs=none&ssl_check_hostname=no",
             Endpoint(
@@ -109,7 +114,7 @@ def test_an_endpoint_shows_no_secret() -> None:
 def test_credentials_of_the_options_win() -> None:
     options = RedisOptions("redis://u:p@h", username="v", password=SECRET)
     endpoint = parse_deployment(options).server
-    assert (endpoint.username, endpoint.password) == ("v", SECRET)
+    assert endpoint.credentials == StaticPassword("v", SECRET)
 
 
 def test_tls_files_are_looked_for(tmp_path: Path) -> None:
@@ -133,5 +138,5 @@ def test_tls_files_are_looked_for(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_options(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
+    with pytest.raises(ConfigError, match=next(iter(wrong)).replace("_", "[-_]")):
         RedisOptions("redis://h", **wrong)  # type: ignore[arg-type]

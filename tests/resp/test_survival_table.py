@@ -47,7 +47,7 @@ def existing() -> set[str]:
     return {
         node.name
         for directory in ("resp", "fuzz")
-        for path in (TESTS / directory).glob("test_*.py")
+        for path in (TESTS / directory).rglob("test_*.py")
         for node in ast.parse(path.read_text(), str(path)).body
         if isinstance(node, ast.FunctionDef)
     }

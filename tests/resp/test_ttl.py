@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lmcache_redis.errors import ConfigError
-from lmcache_redis.resp import CallOutcome, ReadOutcome, RedisOptions, WriteOutcome
-from tests.resp.helpers import Chunk, chunk_key, read, running, scan, write
+from lmcache_redis.resp import ReadOutcome, RedisOptions, WriteOutcome
+from tests.resp.helpers import Chunk, read, running, write
 from tests.servers import RedisServer
 
 SLOT = 4096
@@ -59,29 +59,10 @@ def test_a_load_begins_the_time_anew(server: RedisServer) -> None:
 
 def test_impossible_times() -> None:
     for wrong in (-1, 1.5, True, 1 << 40):
-        with pytest.raises(ConfigError, match="ttl_s"):
+        with pytest.raises(ConfigError, match="ttl-s"):
             RedisOptions("redis://h", ttl_s=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="ttl_refresh needs"):
+    with pytest.raises(ConfigError, match="ttl-refresh needs"):
         RedisOptions("redis://h", ttl_refresh=True)
-
-
-def test_resp3_is_spoken_where_asked_for(server: RedisServer) -> None:
-    chunk, loaded = Chunk(1, 20_000, SLOT, seed=1), Chunk(1, 20_000, SLOT)
-    with running(f"{server.url}?protocol=3", ttl_s=5000, ttl_refresh=True) as plane:
-        with server.client() as client:
-            ours = [c for c in client.client_list() if c["name"].startswith("lmcache-redis:")]
-        assert {c["resp"] for c in ours if "resp" in c} <= {"3"}
-        assert read(plane, loaded) == [ReadOutcome.MISSING]
-        assert write(plane, chunk) == [WriteOutcome.STORED]
-        assert read(plane, loaded) == [ReadOutcome.LOADED]
-        assert loaded.content == chunk.content
-        assert scan(plane, [chunk_key(1), chunk_key(2)]) == (CallOutcome.DONE, 1)
-        with server.client() as client:
-            client.unlink(chunk.stripe_keys()[2])
-        assert read(plane, loaded) == [ReadOutcome.INCOMPLETE]
-        assert plane.stats().connections_lost == 0
-    with pytest.raises(ConfigError, match="2 or 3"), running(f"{server.url}?protocol=4"):
-        pass
 
 
 def test_checksums_can_be_left_out_to_measure_them(server: RedisServer) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -16,10 +17,8 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp.net.wire import (
-    MAX_BULK_BYTES,
-    MAX_DEPTH,
     MAX_ELEMENTS,
-    MAX_LINE_BYTES,
+    MAX_REPLY_BYTES,
     ErrorReply,
     KeyScan,
     Reply,
@@ -34,7 +33,8 @@ from lmcache_redis.resp.net.wire import (
 
 SOME_REPLIES = (
     b"+OK\r\n:12\r\n:-3\r\n$3\r\na\r\n\r\n$-1\r\n*2\r\n$1\r\n0\r\n*2\r\n$1\r\na\r\n$0\r\n\r\n"
-    b"-ERR no\r\n*-1\r\n*0\r\n%1\r\n$1\r\na\r\n*1\r\n:1\r\n"
+    b"-ERR no\r\n*-1\r\n*0\r\n"
+    b"$20\r\n*12345678\r\n\r\n%765432\r\n*2\r\n$1\r\n*\r\n$7\r\n*123456\r\n"
 )
 WHAT_THEY_SAY: list[Reply] = [
     b"OK",
@@ -46,7 +46,8 @@ WHAT_THEY_SAY: list[Reply] = [
     ErrorReply("ERR", "ERR no"),
     None,
     [],
-    [b"a", [1]],
+    b"*12345678\r\n\r\n%765432",
+    [b"*", b"*123456"],
 ]
 
 
@@ -98,9 +99,25 @@ def test_replies_however_they_are_cut(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(SOME_REPLIES)]
     for start, end in pairwise(edges):
         buffer.feed(SOME_REPLIES[start:end])
-        replies += buffer.take()
+        replies += buffer.take(len(WHAT_THEY_SAY) - len(replies))
     assert replies == WHAT_THEY_SAY
-    assert buffer.pending_bytes == 0
+    assert not buffer.has_rest
+
+
+@given(st.integers(1, len(SOME_REPLIES) - 1), st.integers(0, len(WHAT_THEY_SAY)))
+def test_what_follows_the_last_reply_is_a_rest(cut: int, most: int) -> None:
+    buffer = ReplyBuffer()
+    buffer.feed(SOME_REPLIES[:cut])
+    some = buffer.take(most)
+    assert some == WHAT_THEY_SAY[: len(some)]
+    if len(some) == most:
+        buffer.feed(SOME_REPLIES[cut:])
+        assert buffer.take(100) == WHAT_THEY_SAY[most:]
+    for begun in (b"*", b"*1\r\n", b":", b"$1\r\n"):
+        buffer = ReplyBuffer()
+        buffer.feed(b"+OK\r\n" + begun)
+        assert buffer.take(1) == [b"OK"]
+        assert buffer.has_rest
 
 
 @given(
@@ -115,7 +132,7 @@ def test_any_bytes_give_replies_or_our_own_error(data: bytes) -> None:
     buffer = ReplyBuffer()
     try:
         buffer.feed(data)
-        buffer.take()
+        buffer.take(1000)
     except RedisProtocolError:
         pass
 
@@ -130,25 +147,52 @@ def test_any_bytes_give_replies_or_our_own_error(data: bytes) -> None:
         b":1 \r\n",
         b":+1\r\n",
         b"$-2\r\n",
-        b"$1\r\nab\r\n",
-        b"$%d\r\n" % (MAX_BULK_BYTES + 1),
+        b"$1\r\nab\r\n:1\r\n",
         b"$99999999999999999999\r\n",
+        b"*%d\r\n" % (MAX_ELEMENTS + 1),
+        b"*200000\r\n:1\r\n*200000\r\n",
         b"*2147483647\r\n",
-        b"*1\r\n" * (MAX_DEPTH + 1) + b":1\r\n",
+        b"*1\r\n*1000000\r\n",
+        b"%0\r\n",
+        b"*2\r\n~0\r\n",
+        b">1\r\n+a\r\n",
+        b"|1\r\n+a\r\n+b\r\n",
         b"*1\r\n" * 100_000,
-        b"%1\r\n" * (MAX_DEPTH + 1),
-        b"%%%d\r\n" % (MAX_ELEMENTS // 2 + 1),
-        b"*5\r\n" + b"$%d\r\n%b\r\n" % (MAX_BULK_BYTES, bytes(MAX_BULK_BYTES)) * 4,
-        b"+" + b"x" * MAX_LINE_BYTES,
+        b"%1\r\n*0\r\n:1\r\n",
+        b"*5\r\n" + b"$%d\r\n%b\r\n" % (1 << 20, bytes(1 << 20)) * 4,
+        b"+" + b"x" * MAX_REPLY_BYTES,
         b"%x\r\n",
         b"_1\r\n",
     ],
 )
-def test_what_is_no_reply(data: bytes) -> None:
+@pytest.mark.parametrize("pieces", [1, 100])
+def test_what_is_no_reply(data: bytes, pieces: int) -> None:
+    piece_bytes = -(-len(data) // pieces)
     buffer = ReplyBuffer()
-    buffer.feed(data)
-    with pytest.raises(RedisProtocolError):
-        buffer.take()
+    with pytest.raises(RedisProtocolError):  # noqa: PT012
+        for start in range(0, len(data), piece_bytes):
+            buffer.feed(data[start : start + piece_bytes])
+            buffer.take(2)
+
+
+def test_a_long_array_takes_no_memory_before_it_has_come() -> None:
+    """hiredis alone takes 780 MB for the head of an array of 100 million elements."""
+    tracemalloc.start()
+    try:
+        for heads in (b"*100000000\r\n", b"*99999\r\n" * 1000, b"*999\r\n" * 100_000):
+            buffer = ReplyBuffer()
+            with pytest.raises(RedisProtocolError):  # noqa: PT012
+                buffer.feed(heads)
+                buffer.take(1)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_false_of_resp3_is_a_reply() -> None:
+    buffer = ReplyBuffer()
+    buffer.feed(b"#f\r\n+OK\r\n")
+    assert buffer.take(2) == [False, b"OK"]
 
 
 def test_lengths() -> None:
@@ -180,7 +224,7 @@ def test_lengths() -> None:
 def test_errors_by_their_codes(text: str, kind: type[Exception]) -> None:
     buffer = ReplyBuffer()
     buffer.feed(f"-{text}\r\n".encode())
-    (reply,) = buffer.take()
+    (reply,) = buffer.take(1)
     assert isinstance(reply, ErrorReply)
     assert type(error_of(reply)) is kind
 

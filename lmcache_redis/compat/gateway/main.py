@@ -21,7 +21,6 @@ from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.config import DEFAULT_SLOT_BYTES, parse_address
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.resp import RedisOptions, RedisPlane
-from lmcache_redis.seal import read_seal_keys
 
 logger = logging.getLogger(__name__)
 
@@ -110,14 +109,7 @@ def open_cache(config: GatewayConfig) -> ObjectCache:
 def _started_plane(config: GatewayConfig) -> RedisPlane | None:
     if config.redis_url is None:
         return None
-    options = RedisOptions(
-        config.redis_url,
-        config.key_prefix,
-        config.redis_username,
-        config.redis_password,
-        seal_keys=read_seal_keys(config.seal_key_file),
-    )
-    plane = RedisPlane(options)
+    plane = RedisPlane(RedisOptions.of_settings(config, config.redis_url))
     plane.start()
     return plane
 

@@ -20,17 +20,19 @@ import contextlib
 import itertools
 import math
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from lmcache_redis.errors import RedisError, RedisProtocolError, RedisTimeout, RedisUnavailable
+from lmcache_redis.resp.net.credentials import auth_command
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 from lmcache_redis.resp.net.stream import PlainStream, Stream, TlsStream, greet, translated
+from lmcache_redis.resp.net.tls import tls_context
 from lmcache_redis.resp.net.wire import (
     LEAST_REPLY_BYTES,
+    MAX_REPLY_BYTES,
     PING_COMMAND,
     PONG,
     Reply,
@@ -48,11 +50,6 @@ _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
-_VERIFY_MODES = {
-    "none": ssl.CERT_NONE,
-    "optional": ssl.CERT_OPTIONAL,
-    "required": ssl.CERT_REQUIRED,
-}
 _RECEIVE_BYTES = 64 << 10
 # How many requests `send_at_once` sends on the caller's thread.
 _AT_ONCE = 2
@@ -89,12 +86,14 @@ class Connector:
         """A new connection: authenticated, database selected, named `client_name` if allowed.
 
         Raises RedisUnavailable, RedisTimeout, RedisAuthError or RedisProtocolError with a sentence
-        that says what to change, or ConfigError if a TLS file is unreadable.
+        that says what to change, or ConfigError if a TLS file is unreadable. A credential provider
+        is called first, on this thread, and has no time-out.
         """
+        auth = auth_command(self.endpoint.credentials)
         try:
             stream = self._connect(min(deadline, time.monotonic() + self._connect_timeout_s))
             try:
-                greet(stream, self.endpoint, client_name, deadline)
+                greet(stream, self.endpoint, auth, client_name, deadline)
             except BaseException:
                 self.discard(stream)
                 raise
@@ -157,7 +156,7 @@ class Connector:
                 for option in _TCP_OPTIONS:
                     sock.setsockopt(*option)
             if endpoint.transport is Transport.TLS:
-                sock = _tls_context(endpoint).wrap_socket(
+                sock = tls_context(endpoint.tls).wrap_socket(
                     sock, server_hostname=endpoint.host, do_handshake_on_connect=False
                 )
                 return TlsStream(sock, endpoint.where, self._op_timeout_s)
@@ -203,23 +202,6 @@ class Connector:
         return [(family, address) for family, _, _, _, address in found]
 
 
-def _tls_context(endpoint: Endpoint) -> ssl.SSLContext:
-    """Made for each connection: certificates may have been renewed. Raises OSError."""
-    given: dict[str, Any] = dict(endpoint.tls)
-    context = ssl.create_default_context()
-    mode = _VERIFY_MODES[given.get("ssl_cert_reqs", "required")]
-    context.check_hostname = mode != ssl.CERT_NONE and given.get("ssl_check_hostname", True)
-    context.verify_mode = mode
-    certificate = given.get("ssl_certfile") or given.get("ssl_keyfile")
-    if certificate is not None:
-        # Without a password OpenSSL would ask for one on the terminal.
-        password = given.get("ssl_password", "")
-        context.load_cert_chain(certificate, given.get("ssl_keyfile"), password)
-    if "ssl_ca_certs" in given or "ssl_ca_path" in given:
-        context.load_verify_locations(given.get("ssl_ca_certs"), given.get("ssl_ca_path"))
-    return context
-
-
 class Connection:
     """One connection of the Redis plane, used by one thread.
 
@@ -230,13 +212,15 @@ class Connection:
 
     __slots__ = ("_connector", "_name", "_replies", "_stream", "_view", "is_open", "opened_at")
 
-    def __init__(self, connector: Connector, name: str) -> None:
+    def __init__(
+        self, connector: Connector, name: str, most_reply_bytes: int = MAX_REPLY_BYTES
+    ) -> None:
         self.is_open = False
         self.opened_at = 0.0
         self._connector = connector
         self._name = name
         self._stream: Stream | None = None
-        self._replies = ReplyBuffer()
+        self._replies = ReplyBuffer(most_reply_bytes)
         self._view = memoryview(bytearray(_RECEIVE_BYTES))
 
     @property
@@ -288,21 +272,24 @@ class Connection:
         return 0 if self._stream is None else self._stream.send_at_once(request)
 
     def receive(self, deadline: float, least: int, most: int) -> list[Reply]:
-        """The next replies, at least `least` and at most `most`."""
+        """The next replies, at least `least` and at most `most`.
+
+        If it is called again for the rest of them, they contain no arrays.
+        """
         stream, view = self.stream, self._view
         replies: list[Reply] = []
         try:
             stream.arm(deadline)
             # The minimum size of `least` replies, in one call: otherwise they arrive in pieces.
-            wanted = LEAST_REPLY_BYTES * least - self._replies.pending_bytes
-            if least > 1 and 0 < wanted <= view.nbytes:
+            wanted = LEAST_REPLY_BYTES * least
+            if least > 1 and wanted <= view.nbytes and not self._replies.has_rest:
                 stream.receive_exactly(view[:wanted])
                 self._replies.feed(view[:wanted])
-                replies = self._replies.take()
+                replies = self._replies.take(most)
             while len(replies) < least:
                 self._replies.feed(view[: stream.receive_some(view)])
-                replies += self._replies.take()
-            if len(replies) > most or (len(replies) == most and self._replies.pending_bytes):
+                replies += self._replies.take(most - len(replies))
+            if len(replies) > most or (len(replies) == most and self._replies.has_rest):
                 raise RedisProtocolError("more replies came than were asked for")
         except (RedisTimeout, RedisUnavailable, RedisProtocolError) as error:
             self.fail(error)
@@ -320,7 +307,7 @@ class Connection:
     def ping(self, deadline: float) -> None:
         """Raises what `call` raises unless the server answers PONG."""
         if self.call(PING_COMMAND, 1, deadline) != [PONG]:
-            self.fail(RedisProtocolError("the reply to a PING is no PONG"))
+            self.fail(RedisProtocolError("malformed reply to PING: expected PONG"))
 
 
 class Pipeline:

@@ -1,4 +1,4 @@
-"""The options of a plane, and its URL: addresses of servers and credentials. Shows no secret.
+"""The URL of a plane: addresses of servers and credentials. Shows no secret.
 
     redis://[user[:password]@]host[:port][/db]              TCP, IPv4 or IPv6 ([::1])
     unix://[user[:password]@]/path/to/socket                unix socket
@@ -6,11 +6,11 @@
     redis+cluster://[...@]host[:port],...                   all shards; the hosts are the seeds
     rediss://..., rediss+sentinel://..., rediss+cluster://  the same over TLS
 
-Parameters: db (of one server); protocol (2 or 3, the version of RESP); sentinel_username and
-sentinel_password; and for TLS those of redis-py: ssl_ca_certs, ssl_ca_path, ssl_certfile,
-ssl_keyfile, ssl_password, ssl_cert_reqs (required, optional, none), ssl_check_hostname. User,
-password, name and path are percent-decoded. Messages quote only the scheme and names of parameters:
-if a password is not escaped, any other part may contain a piece of it.
+Parameters: db (of one server); sentinel_username and sentinel_password; and for TLS those of
+redis-py: ssl_ca_certs, ssl_ca_path, ssl_certfile, ssl_keyfile, ssl_password, ssl_cert_reqs
+(required, optional, none), ssl_check_hostname. User, password, name and path are percent-decoded.
+Messages quote only the scheme and names of parameters: if a password is not escaped, any other part
+may contain a piece of it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,11 @@ import enum
 import os
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
-from lmcache_redis.errors import ConfigError
-from lmcache_redis.seal import SealKeys, read_seal_keys
-
-if TYPE_CHECKING:
-    from lmcache_redis.config import AgentConfig
-
-# Why these values: docs/data-plane.md.
-DEFAULT_GET_CONNECTIONS = 4
-DEFAULT_SET_CONNECTIONS = 4
-DEFAULT_NETWORK_THREADS = 1
-MAX_CONNECTIONS = 64
-MAX_TTL_S = 10 * 366 * 86_400
+from lmcache_redis.errors import ConfigError, RedisAuthError
+from lmcache_redis.resp.net.credentials import Credentials, PasswordFile, StaticPassword
+from lmcache_redis.resp.options import RedisOptions
 
 WRONG_SCHEME = (
     "the Redis URL must begin with redis://, unix:// (socket path), redis+sentinel:// or "
@@ -49,110 +39,6 @@ _SENTINEL_PARAMETERS = ("sentinel_username", "sentinel_password")
 _PARTS = re.compile(r"(?:([^/?#]*)@)?([^/?#@]*)(/[^?#]*)?(?:\?([^#]*))?")
 # An IPv6 address in brackets or a name, and the port.
 _ADDRESS = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]*))(?::(.*))?")
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class RedisOptions:
-    """The options of a plane, checked on construction.
-
-    url: see the module. key_prefix: precedes every key. username, password: override those of the
-    URL. get_connections, set_connections: connections for stripes, of a server or, divided, of all
-    shards of a cluster. network_threads: threads for each of the two; more than one is for servers
-    that are faster than a thread. connect_timeout_s: for name look-up, connect and TLS handshake
-    together. op_timeout_s: for a request and all of its reply; deadlines of operations shorten it.
-    probe_interval_s: between two probes of a server that is down. heartbeat_s: between two PINGs to
-    a server that is up. ttl_s: seconds until a stored chunk expires (0: never), with ttl_refresh
-    counted from its last load. seal_keys: values are sealed with the first, and only sealed values
-    are loaded. verify_checksums: False loads damaged values as good; only to measure the cost of
-    checksums. Raises ConfigError for impossible values; `check_url` checks the
-    URL.
-    """
-
-    url: str
-    key_prefix: bytes = b""
-    username: str | None = None
-    password: str | None = None
-    get_connections: int = DEFAULT_GET_CONNECTIONS
-    set_connections: int = DEFAULT_SET_CONNECTIONS
-    network_threads: int = DEFAULT_NETWORK_THREADS
-    connect_timeout_s: float = 1.0
-    op_timeout_s: float = 1.0
-    probe_interval_s: float = 0.2
-    heartbeat_s: float = 2.0
-    ttl_s: int = 0
-    ttl_refresh: bool = False
-    seal_keys: SealKeys | None = None
-    verify_checksums: bool = True
-
-    @staticmethod
-    def of_agent(config: AgentConfig, url: str) -> RedisOptions:
-        """The options of an agent, for one server. Raises ConfigError, also for its seal keys."""
-        return RedisOptions(
-            url,
-            config.key_prefix,
-            config.redis_username,
-            config.redis_password,
-            config.get_connections,
-            config.set_connections,
-            config.network_threads,
-            op_timeout_s=config.op_timeout_s,
-            ttl_s=config.ttl_s,
-            ttl_refresh=config.ttl_refresh,
-            seal_keys=read_seal_keys(config.seal_key_file),
-        )
-
-    def __post_init__(self) -> None:
-        for name in ("get_connections", "set_connections", "network_threads"):
-            count = getattr(self, name)
-            if type(count) is not int or not 1 <= count <= MAX_CONNECTIONS:
-                raise ConfigError(
-                    f"{name} is {count!r}: set it to a number from 1 to {MAX_CONNECTIONS}"
-                )
-        if type(self.ttl_s) is not int or not 0 <= self.ttl_s <= MAX_TTL_S:
-            raise ConfigError(
-                f"ttl_s is {self.ttl_s!r}: set it to 0 (never) to {MAX_TTL_S} seconds"
-            )
-        if self.ttl_refresh and not self.ttl_s:
-            raise ConfigError("ttl_refresh needs a ttl_s: set that as well")
-        for name in ("connect_timeout_s", "op_timeout_s", "probe_interval_s", "heartbeat_s"):
-            seconds = getattr(self, name)
-            if not isinstance(seconds, (int, float)) or not 0.001 <= seconds <= 3600:
-                raise ConfigError(f"{name} is {seconds!r}: set it to 0.001 to 3600 seconds")
-
-    def __repr__(self) -> str:
-        return (
-            f"RedisOptions(url={redacted_url(self.url)!r}, key_prefix={self.key_prefix!r}, "
-            f"get_connections={self.get_connections}, set_connections={self.set_connections}, "
-            f"network_threads={self.network_threads}, "
-            f"connect_timeout_s={self.connect_timeout_s}, op_timeout_s={self.op_timeout_s})"
-        )
-
-
-def redacted_url(url: str) -> str:
-    """The URL without credentials and parameters, which may contain secrets.
-
-    Removes everything before the last @, so that no password with an unescaped slash, question
-    mark or hash leaks.
-    """
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return "(not a URL)"
-    if "@" in rest:
-        rest = "***@" + rest.rpartition("@")[2]
-    elif _may_hide_secret(url):
-        return f"{scheme}://***"
-    return f"{scheme}://{rest.partition('?')[0].partition('#')[0]}"
-
-
-def _may_hide_secret(url: str) -> bool:
-    """A URL without @ whose port is not a number: perhaps a truncated password."""
-    try:
-        parts = urlsplit(url)
-        return (
-            parts.scheme != "unix" and parts.port is None and ":" in parts.netloc.rpartition("]")[2]
-        )
-    except ValueError:
-        return True
 
 
 class Transport(enum.Enum):
@@ -176,8 +62,8 @@ _DEFAULT_PORTS = {Topology.STANDALONE: 6379, Topology.SENTINEL: 26379, Topology.
 class Endpoint:
     """One server. host and port for TCP and TLS, path for a unix socket.
 
-    protocol: the version of RESP. tls: TLS parameters by their redis-py names. repr and `where`,
-    the server's name in messages, contain no credentials.
+    credentials: asked at each connect. tls: TLS parameters by their redis-py names. repr and
+    `where`, the server's name in messages, contain no credentials.
     """
 
     transport: Transport
@@ -185,10 +71,8 @@ class Endpoint:
     port: int = 0
     path: str = ""
     db: int = 0
-    username: str | None = field(default=None, repr=False)
-    password: str | None = field(default=None, repr=False)
+    credentials: Credentials | None = field(default=None, repr=False)
     tls: tuple[tuple[str, str | bool], ...] = field(default=(), repr=False)
-    protocol: int = 2
 
     @property
     def where(self) -> str:
@@ -239,15 +123,12 @@ def parse_deployment(options: RedisOptions) -> Deployment:
         raise ConfigError(_UNREADABLE)
     user, hosts, path, query = (part or "" for part in parts.groups())
     parameters = _parameters(query, transport, topology)
-    username, password = _credentials(user, options)
     service, db = _service_and_db(transport, topology, path, parameters)
     server = Endpoint(
         transport,
         db=db,
-        username=username,
-        password=password,
+        credentials=_credentials(user, options),
         tls=_tls(parameters),
-        protocol=_protocol(parameters),
     )
     if transport is Transport.UNIX:
         # unix://redis.sock would name a host, not a path.
@@ -261,11 +142,8 @@ def parse_deployment(options: RedisOptions) -> Deployment:
         ]
     server = seeds[0]
     if topology is Topology.SENTINEL:
-        names = (parameters.get(name) for name in _SENTINEL_PARAMETERS)
-        username, password = names
-        seeds = [
-            dataclasses.replace(seed, db=0, username=username, password=password) for seed in seeds
-        ]
+        credentials = _static(*(parameters.get(name) for name in _SENTINEL_PARAMETERS))
+        seeds = [dataclasses.replace(seed, db=0, credentials=credentials) for seed in seeds]
     return Deployment(topology, tuple(seeds), server, service)
 
 
@@ -289,7 +167,6 @@ def _parameters(query: str, transport: Transport, topology: Topology) -> dict[st
     parameters: dict[str, str] = {}
     allowed = (
         *(("db",) if topology is Topology.STANDALONE else ()),
-        "protocol",
         *(_TLS_PARAMETERS if transport is Transport.TLS else ()),
         *(_SENTINEL_PARAMETERS if topology is Topology.SENTINEL else ()),
     )
@@ -311,13 +188,30 @@ def _parameters(query: str, transport: Transport, topology: Topology) -> dict[st
     return parameters
 
 
-def _credentials(user: str, options: RedisOptions) -> tuple[str | None, str | None]:
+def _credentials(user: str, options: RedisOptions) -> Credentials | None:
     username, _, password = (unquote(part) or None for part in user.partition(":"))
     username = options.username if options.username is not None else username
     password = options.password if options.password is not None else password
+    if options.credential_provider is not None:
+        if user or options.username or options.password or options.password_file:
+            raise ConfigError(
+                "the credential provider names user and password: give neither besides it"
+            )
+        return options.credential_provider
+    if options.password_file is not None and options.password is None:
+        file = PasswordFile(username, options.password_file)
+        try:
+            file.get_credentials()
+        except RedisAuthError as error:
+            raise ConfigError(f"{error}: name another one") from None
+        return file
     if username is not None and password is None:
         raise ConfigError("the Redis URL has a user but no password: set the password as well")
-    return username, password
+    return _static(username, password)
+
+
+def _static(username: str | None, password: str | None) -> StaticPassword | None:
+    return StaticPassword(username, password or "") if username or password else None
 
 
 def _service_and_db(
@@ -368,15 +262,8 @@ def _address(text: str, default_port: int) -> tuple[str, int]:
     try:
         host.encode("idna")
     except UnicodeError:
-        raise ConfigError(f"the host in the Redis URL is no host name: {_ESCAPE}") from None
+        raise ConfigError(f"the host in the Redis URL is not a host name: {_ESCAPE}") from None
     return host, int(port)
-
-
-def _protocol(parameters: dict[str, str]) -> int:
-    text = parameters.get("protocol", "2")
-    if text not in ("2", "3"):
-        raise ConfigError("protocol in the Redis URL must be 2 or 3")
-    return int(text)
 
 
 def _tls(parameters: dict[str, str]) -> tuple[tuple[str, str | bool], ...]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import select
 import socket
 import ssl
@@ -36,9 +35,10 @@ from lmcache_redis.errors import (
     RedisUnavailable,
 )
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
+from lmcache_redis.resp.net.tls import tls_advice
 from lmcache_redis.resp.net.wire import ErrorReply, ReplyBuffer, error_of, pack_command
 
-Buffer = bytes | bytearray | memoryview
+BytesLike = bytes | bytearray | memoryview
 
 # The kernel may overrun a deadline by this: it saves a system call for every stripe.
 _SLACK_S = 0.005
@@ -48,7 +48,6 @@ _TLS_TOGETHER_BYTES = 4096
 _TIMEVAL = struct.Struct("@ll")
 # Errors of CLIENT SETNAME that are ignored: the user may not be allowed to call it.
 _TOLERATED = ("NOPERM", "ERR")
-_OF_CERTIFICATES = re.compile("ALERT_(CERTIFICATE|UNKNOWN_CA|BAD_CERTIFICATE|NO_CERTIFICATE)")
 
 
 class Stream(ABC):
@@ -66,11 +65,11 @@ class Stream(ABC):
     # ------------------------------------------------------ what subclasses do
 
     @abstractmethod
-    def send_some(self, parts: Sequence[Buffer], skip: int = 0) -> int:
+    def send_some(self, parts: Sequence[BytesLike], skip: int = 0) -> int:
         """Send at least one byte after the first `skip` bytes; return how many."""
 
     @abstractmethod
-    def send_at_once(self, part: Buffer) -> int:
+    def send_at_once(self, part: BytesLike) -> int:
         """Send as much as possible without blocking; return how many bytes, 0 if it is lost."""
 
     @abstractmethod
@@ -99,7 +98,7 @@ class Stream(ABC):
         if self._deadline <= now:
             raise self._late()
 
-    def send(self, parts: Sequence[Buffer], nbytes: int) -> None:
+    def send(self, parts: Sequence[BytesLike], nbytes: int) -> None:
         sent = 0
         while sent < nbytes:
             sent += self.send_some(parts, sent)
@@ -174,7 +173,7 @@ class PlainStream(Stream):
         super().connect(address, deadline)
         self._sock.settimeout(None)
 
-    def send_some(self, parts: Sequence[Buffer], skip: int = 0) -> int:
+    def send_some(self, parts: Sequence[BytesLike], skip: int = 0) -> int:
         left = _after(parts, skip) if skip else parts
         try:
             if not self._is_unix:
@@ -192,7 +191,7 @@ class PlainStream(Stream):
         except OSError as error:
             raise self._lost(error) from None
 
-    def send_at_once(self, part: Buffer) -> int:
+    def send_at_once(self, part: BytesLike) -> int:
         try:
             return self._sock.sendmsg((part,), (), socket.MSG_DONTWAIT)
         except OSError:
@@ -247,7 +246,7 @@ class TlsStream(Stream):
         # The time-out is for the whole handshake.
         self._tls.do_handshake()
 
-    def send_some(self, parts: Sequence[Buffer], skip: int = 0) -> int:
+    def send_some(self, parts: Sequence[BytesLike], skip: int = 0) -> int:
         views = _after(parts, skip)
         # Small parts are joined: every send is a record, and often a packet, of its own.
         small = b""
@@ -261,7 +260,7 @@ class TlsStream(Stream):
         except OSError as error:
             raise self._lost(error) from None
 
-    def send_at_once(self, part: Buffer) -> int:
+    def send_at_once(self, part: BytesLike) -> int:
         return 0
 
     def plain_fileno(self) -> int:
@@ -278,7 +277,7 @@ class TlsStream(Stream):
         return self.receive_some(next(part for part in parts if part.nbytes))
 
 
-def _after(parts: Sequence[Buffer], nbytes: int) -> list[memoryview]:
+def _after(parts: Sequence[BytesLike], nbytes: int) -> list[memoryview]:
     """Views of `parts` after their first `nbytes` bytes, without copies."""
     left: list[memoryview] = []
     for part in parts:
@@ -292,12 +291,19 @@ def _after(parts: Sequence[Buffer], nbytes: int) -> list[memoryview]:
 # ---------------------------------------------------------------- the greeting
 
 
-def greet(stream: Stream, endpoint: Endpoint, client_name: str, deadline: float) -> None:
+def greet(
+    stream: Stream,
+    endpoint: Endpoint,
+    auth: tuple[str, ...] | None,
+    client_name: str,
+    deadline: float,
+) -> None:
     """Authenticate on a connected stream, select the database, name the connection.
 
-    Raises RedisError with a sentence that says what to change, or as the stream does.
+    auth: the words of AUTH. Raises RedisError with a sentence that says what to change, or as the
+    stream does.
     """
-    commands = _commands(endpoint, client_name)
+    commands = _commands(endpoint, auth, client_name)
     stream.arm(deadline)
     request = b"".join([pack_command(*words) for words in commands])
     # A server at its maxclients says so and closes: its reply may have arrived.
@@ -308,25 +314,19 @@ def greet(stream: Stream, endpoint: Endpoint, client_name: str, deadline: float)
     replied = 0
     while replied < len(commands):
         buffer.feed(view[: stream.receive_some(view)])
-        for reply in buffer.take():
-            if replied == len(commands):
-                raise RedisProtocolError("the server sent something that was not asked for")
+        for reply in buffer.take(len(commands) - replied):
             name = commands[replied][0]
             replied += 1
             if isinstance(reply, ErrorReply):
                 _judge(reply, name, endpoint)
-    if buffer.pending_bytes or not stream.is_quiet():
+    if buffer.has_rest or not stream.is_quiet():
         raise RedisProtocolError("the server sent something that was not asked for")
 
 
-def _commands(endpoint: Endpoint, client_name: str) -> list[tuple[str, ...]]:
-    commands: list[tuple[str, ...]] = []
-    username, password = endpoint.username or "", endpoint.password or ""
-    if endpoint.protocol == 3:
-        with_auth = ("AUTH", username or "default", password) if username or password else ()
-        commands.append(("HELLO", "3", *with_auth))
-    elif username or password:
-        commands.append(("AUTH", username, password) if username else ("AUTH", password))
+def _commands(
+    endpoint: Endpoint, auth: tuple[str, ...] | None, client_name: str
+) -> list[tuple[str, ...]]:
+    commands = [auth] if auth is not None else []
     if endpoint.db:
         commands.append(("SELECT", str(endpoint.db)))
     commands.append(("CLIENT", "SETNAME", client_name))
@@ -342,10 +342,10 @@ def _judge(reply: ErrorReply, name: str, endpoint: Endpoint) -> None:
     if reply.code == "LOADING":
         raise RedisUnavailable(f"{at} is still loading its data")
     if isinstance(error, RedisAuthError) or name == "AUTH":
-        if not endpoint.password:
+        if endpoint.credentials is None:
             raise RedisAuthError(f"{at} wants a password: put one into the Redis URL")
         raise RedisAuthError(
-            f"{at} refuses the user or the password: correct them in the Redis URL "
+            f"{at} refuses the user or the password: correct them where they are set "
             f"({_brief(reply.text)})"
         )
     if name != "CLIENT" or reply.code not in _TOLERATED:
@@ -365,7 +365,7 @@ def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError
     if endpoint.transport is Transport.TLS and isinstance(error, FileNotFoundError):
         return ConfigError("a TLS file that the Redis URL names cannot be read")
     if isinstance(error, ssl.SSLError):
-        return RedisUnavailable(f"{at} cannot be reached over TLS: {_tls_advice(error)}")
+        return RedisUnavailable(f"{at} cannot be reached over TLS: {tls_advice(error)}")
     if isinstance(error, (socket.gaierror, UnicodeError)):
         return RedisUnavailable(f"{at}: this host name is unknown: correct the Redis URL")
     code = error.errno if isinstance(error, OSError) else None
@@ -377,21 +377,6 @@ def translated(error: Exception, endpoint: Endpoint) -> RedisError | ConfigError
         return RedisUnavailable(f"{at} may not be used by this user: see its permissions")
     known = errno.errorcode.get(code, code) if code is not None else _brief(str(error))
     return RedisUnavailable(f"{at} cannot be reached: {known}")
-
-
-def _tls_advice(error: ssl.SSLError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"{error.verify_message} (ssl_ca_certs names the CA, ssl_check_hostname the check)"
-    if _OF_CERTIFICATES.search(error.reason or ""):
-        return (
-            f"it refuses our certificate ({error.reason}): ssl_certfile and ssl_keyfile name one "
-            "that its CA has signed"
-        )
-    if "PEM lib" in str(error) or error.reason in ("BAD_DECRYPT", "BAD_PASSWORD_READ"):
-        return "the key of ssl_keyfile cannot be read; if it is locked, ssl_password opens it"
-    if error.reason == "WRONG_VERSION_NUMBER":
-        return "the server does not speak TLS there: use redis:// or its TLS port"
-    return f"{error.reason or error}"
 
 
 def _brief(text: str) -> str:

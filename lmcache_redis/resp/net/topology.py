@@ -27,6 +27,8 @@ from lmcache_redis.resp.net.wire import pack_command
 # No time-out: the deadline bounds a look-up.
 _FAR_S = 3600.0
 SLOTS = 16384
+# A range for each slot, each with three replicas and long host names.
+MAX_MAP_BYTES = 16 << 20
 # Redirections that a command follows: one is usual, two while a slot is migrating.
 MAX_HOPS = 5
 NodeT = TypeVar("NodeT")
@@ -37,10 +39,12 @@ class ServerMap(NamedTuple):
     """The data servers, and in a cluster the slots of each.
 
     ranges: (first slot, last slot, number of the server); None: the one server has every key.
+    unplaced: (first slot, last slot) of those whose server the cluster does not name.
     """
 
     servers: tuple[Endpoint, ...]
     ranges: tuple[tuple[int, int, int], ...] | None = None
+    unplaced: tuple[tuple[int, int], ...] = ()
 
 
 class Hop(NamedTuple):
@@ -57,12 +61,16 @@ def next_hop(hop: Hop | None, redirect: RedisRedirect) -> Hop | None:
 
 
 class Routes(Generic[NodeT]):
-    """From keys to nodes; immutable. None: no server has the key."""
+    """From keys to nodes; immutable. None: no server has the key.
 
-    __slots__ = ("_by_slot", "_single", "nodes")
+    unplaced: see `ServerMap`.
+    """
+
+    __slots__ = ("_by_slot", "_single", "nodes", "unplaced")
 
     def __init__(self, server_map: ServerMap, nodes: Mapping[Endpoint, NodeT]) -> None:
         self.nodes: tuple[NodeT, ...] = tuple(nodes[server] for server in server_map.servers)
+        self.unplaced = server_map.unplaced
         self._single = self.nodes[0] if self.nodes and server_map.ranges is None else None
         self._by_slot: list[NodeT | None] | None = None
         if server_map.ranges is not None:
@@ -187,13 +195,14 @@ def find_servers(
         except (RedisError, ConfigError) as error:
             failure = error
         except (TypeError, ValueError, IndexError, AttributeError):
-            failure = RedisUnavailable(f"{endpoint.where} says where the data is, but unreadably")
+            command = "SENTINEL" if is_sentinel else "CLUSTER SLOTS"
+            failure = RedisUnavailable(f"malformed {command} reply from {endpoint.where}")
     raise failure
 
 
 def _ask(endpoint: Endpoint, deadline: float, *words: str) -> Any:
     """The reply to one command on a connection of its own. Raises RedisError and ConfigError."""
-    connection = Connection(Connector(endpoint, _FAR_S, _FAR_S), _CONNECTION_NAME)
+    connection = Connection(Connector(endpoint, _FAR_S, _FAR_S), _CONNECTION_NAME, MAX_MAP_BYTES)
     try:
         connection.open(deadline)
         return connection.call(pack_command(*words), 1, deadline)[0]
@@ -235,21 +244,27 @@ def _shards(deployment: Deployment, endpoint: Endpoint, deadline: float) -> Serv
 
 
 def _read_slots(deployment: Deployment, asked: Endpoint, rows: list[list[Any]]) -> ServerMap:
-    """Rows are [first slot, last slot, [host, port, id, ...] of the master, replicas...]."""
-    servers: dict[Endpoint, int] = {}
+    """Rows are [first slot, last slot, [host, port, id, ...] of the master, replicas...].
+
+    Without a host it is the host that was asked; ? is a host name that is not set, and port 0 a
+    port that is not open (https://redis.io/docs/latest/commands/cluster-slots/).
+    """
+    numbers: dict[tuple[str, int], int] = {}
     ranges: list[tuple[int, int, int]] = []
+    unplaced: list[tuple[int, int]] = []
     for first, last, master, *_ in rows:
-        host = _text(master[0] or b"") or asked.host
-        server = deployment.at(host, int(master[1]))
-        number = servers.setdefault(server, len(servers))
         if not 0 <= first <= last < SLOTS:
             raise ValueError
-        # A node that does not know a shard's address returns ? (or port 0).
-        if host != "?" and 0 < server.port < 1 << 16:
-            ranges.append((first, last, number))
+        host, port = _text(master[0] or b"") or asked.host, int(master[1])
+        if host == "?" or not 0 < port < 1 << 16:
+            unplaced.append((first, last))
+        else:
+            ranges.append((first, last, numbers.setdefault((host, port), len(numbers))))
     if not ranges:
-        raise RedisUnavailable(f"the cluster at {asked.where} has no slots assigned yet")
-    return ServerMap(tuple(servers), tuple(ranges))
+        missing = "does not name its servers (?)" if unplaced else "has no slots assigned yet"
+        raise RedisUnavailable(f"the cluster at {asked.where} {missing}")
+    servers = tuple(deployment.at(host, port) for host, port in numbers)
+    return ServerMap(servers, tuple(ranges), tuple(unplaced))
 
 
 def _text(value: bytes) -> str:

@@ -1,8 +1,7 @@
-"""RESP as bytes: commands packed, replies parsed. Pure, strict, bounded.
+"""RESP as bytes: commands packed, replies parsed by hiredis behind bounds. Pure, strict.
 
-Version 2, and of version 3 the null and the map: replies to our commands have nothing else. A map
-is parsed as an array of its keys and values. Lines, strings, elements, depth and the total size of
-a reply are bounded, so that the receiver's memory is, too.
+The size of a reply and the length of an array are bounded, so that the receiver's memory is, too.
+Simple types of RESP3 are parsed as hiredis does; whoever asked checks the type of a reply.
 
 https://redis.io/docs/latest/develop/reference/protocol-spec/. Payloads are not parsed here: `bulk`
 receives them straight into slots. Malformed bytes raise RedisProtocolError and nothing else.
@@ -11,9 +10,12 @@ receives them straight into slots. Malformed bytes raise RedisProtocolError and 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
+
+import hiredis
 
 from lmcache_redis import native
 from lmcache_redis.errors import (
@@ -31,22 +33,21 @@ CRLF: Final = b"\r\n"
 PING_COMMAND: Final = b"*1\r\n$4\r\nPING\r\n"
 PONG: Final = b"PONG"
 ASKING_COMMAND: Final = b"*1\r\n$6\r\nASKING\r\n"
-MAX_LINE_BYTES: Final = 64 << 10
 LEAST_REPLY_BYTES: Final = 3  # +\r\n
-MAX_BULK_BYTES: Final = 1 << 20
-MAX_ELEMENTS: Final = 1 << 16
-# Arrays in arrays: CLUSTER SLOTS has them four deep (ranges, a range, its nodes, their metadata).
-MAX_DEPTH: Final = 4
 MAX_REPLY_BYTES: Final = 4 << 20
+# In the arrays of a reply that are longer than 999: hiredis allocates 8 bytes for each of them.
+MAX_ELEMENTS: Final = 1 << 18
 # More than a server can store in one string: a longer length is malformed.
 MAX_VALUE_BYTES: Final = 1 << 40
 
-NULL3: Final = b"_"
-
 # As servers write them: without a leading zero.
 _INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
-# Only counts, as the replies to a scan: 32 of them are parsed in 5 µs instead of 35.
-_COUNTS = re.compile(rb"(?::(?:0|[1-9][0-9]{0,17})\r\n)+")
+# The head of an array of 1,000 elements or more, of a map, a set or a push of RESP3, or bytes of a
+# string that look like it; and what may become one.
+_SUSPECT = re.compile(rb"[*%~>|](?:(?<=\*)([0-9]{4,19})|(?<!\*)[0-9])")
+_HEAD = re.compile(rb"[*%~>|][0-9]{0,19}\Z")
+_HEAD_BYTES = 20
+_INCOMPLETE = object()
 _CODE = re.compile(r"[A-Z]{2,20}")
 _UNAVAILABLE_CODES = frozenset(
     {"LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS"}
@@ -162,7 +163,7 @@ class KeyScan:
             case [bytes() as cursor, list() as found] if cursor.isdigit():
                 self._cursor, self.is_over = cursor, cursor == b"0"
                 return [key for key in found if isinstance(key, bytes)]
-        raise RedisProtocolError("the reply to a SCAN is no cursor and keys")
+        raise RedisProtocolError("malformed reply to SCAN: expected a cursor and a list of keys")
 
 
 def escape_pattern(literal: bytes) -> bytes:
@@ -177,15 +178,13 @@ def parse_length(line: bytes) -> int | None:
     """The length in a line `$n` (without CRLF); None for a null."""
     length = _integer(line[1:])
     if line[:1] != b"$" or not -1 <= length <= MAX_VALUE_BYTES:
-        raise RedisProtocolError("the reply to a GET is no string")
+        raise RedisProtocolError("malformed reply to GET: expected a string")
     return None if length < 0 else length
 
 
 def parse_error(line: bytes) -> ErrorReply:
     """The error in a line `-CODE text` (without CRLF)."""
-    text = line[1:].decode("utf-8", "replace")
-    match = _CODE.match(text)
-    return ErrorReply(match.group() if match else "", text)
+    return _error_reply(line[1:].decode("utf-8", "replace"))
 
 
 def error_of(reply: ErrorReply) -> RedisError:
@@ -231,125 +230,78 @@ def _redirect(reply: ErrorReply, said: str) -> RedisReplyError:
 class ReplyBuffer:
     """Bytes in, complete replies out. Raises RedisProtocolError for malformed bytes.
 
-    Each byte is parsed once, however they arrive, and no reply has more of them than
-    MAX_REPLY_BYTES.
+    hiredis parses them. It allocates a list as long as an array says it is, and bounds only their
+    depth (1,024). So the lengths of long arrays are added up before hiredis sees their heads. Maps,
+    sets and pushes of RESP3 are refused: 4 bytes of an empty set would cost 240. No reply has more
+    than `most_bytes`.
     """
 
-    __slots__ = ("_arrays", "_data", "_elements", "_parsed_bytes")
+    __slots__ = ("_early", "_elements", "_fed_bytes", "_head", "_most_bytes", "_reader")
 
-    def __init__(self) -> None:
-        self._data = b""
-        # Of an incomplete reply: its open arrays, outermost first, each with its number of
-        # elements; the sum of these numbers; and the bytes parsed so far.
-        self._arrays: list[tuple[int, list[Reply]]] = []
-        self._elements = 0
-        self._parsed_bytes = 0
-
-    def feed(self, data: bytes | bytearray | memoryview) -> None:
-        self._data = b"".join((self._data, data))
+    def __init__(self, most_bytes: int = MAX_REPLY_BYTES) -> None:
+        self._reader: Any = hiredis.Reader(
+            RedisProtocolError,
+            _error_reply,  # type: ignore[arg-type] # an exception for us, a reply for hiredis
+            notEnoughData=_INCOMPLETE,
+        )
+        self._most_bytes = most_bytes
+        self._fed_bytes = self._elements = 0  # since the last complete reply
+        self._head = b""  # of an array, perhaps: its length has not arrived
+        self._early: list[Reply] = []  # replies before the head of an array
 
     @property
-    def pending_bytes(self) -> int:
-        """Bytes of an incomplete reply."""
-        return self._parsed_bytes + len(self._data)
+    def has_rest(self) -> bool:
+        """Whether bytes follow the replies that `take` returned, if they are all that it may."""
+        return bool(self._early or self._head or self._reader.has_data())
 
-    def take(self) -> list[Reply]:
-        """All complete replies, in order."""
-        if not self._arrays and _COUNTS.fullmatch(self._data):
-            counts = self._data[1:-2].split(b"\r\n:")
-            self._data = b""
-            return list(map(int, counts))
-        replies: list[Reply] = []
-        position = 0
-        while position < len(self._data):
-            parsed = _parse(self._data, position)
-            if parsed is None:
-                break
-            reply, end = parsed
-            self._parsed_bytes += end - position
-            position = end
-            if isinstance(reply, _Array) and self._opens(reply.length):
-                continue
-            whole = self._close([] if isinstance(reply, _Array) else reply)
-            if not self._arrays:
-                replies.append(whole)
-                self._elements = self._parsed_bytes = 0
-        self._data = self._data[position:]
-        if self.pending_bytes > MAX_REPLY_BYTES:
-            raise RedisProtocolError(f"a reply of more than {MAX_REPLY_BYTES} bytes")
+    def feed(self, data: bytes | memoryview) -> None:
+        self._fed_bytes += len(data)
+        if self._fed_bytes > self._most_bytes:
+            raise RedisProtocolError(f"a reply of more than {self._most_bytes} bytes")
+        if self._head:
+            data, self._head = b"".join((self._head, data)), b""
+        start, end = 0, len(data)
+        for suspect in _SUSPECT.finditer(data):
+            if suspect.end() == end:
+                break  # more digits may follow
+            self._reader.feed(data[start : suspect.start()])
+            start = suspect.start()
+            self._early += self._parsed()
+            # If hiredis has bytes left, it waits for more of a string, and this is a part of it.
+            if not self._reader.has_data():
+                if suspect[1] is None:
+                    raise RedisProtocolError("a map, a set or a push of RESP3 in a reply")
+                self._elements += int(suspect[1])
+                if self._elements > MAX_ELEMENTS:
+                    raise RedisProtocolError(f"a reply of more than {MAX_ELEMENTS} elements")
+        if data[-2:] != CRLF and (head := _HEAD.search(data, max(start, end - _HEAD_BYTES))):
+            end = head.start()
+            self._head = bytes(data[end:])
+        self._reader.feed(data[start:end])
+
+    def take(self, most: int) -> list[Reply]:
+        """The next complete replies, `most` at most."""
+        replies = self._parsed(max(0, most - len(self._early)))
+        if self._early:
+            replies, self._early = self._early + replies, []
+        if replies:
+            self._fed_bytes = self._elements = 0
         return replies
 
-    def _opens(self, length: int) -> bool:
-        """Begin an array, unless it is empty."""
-        depth = len(self._arrays)
-        self._elements += length
-        if self._elements > MAX_ELEMENTS or depth == MAX_DEPTH:
-            raise RedisProtocolError(f"an array of {length} elements in a reply, at depth {depth}")
-        if length:
-            self._arrays.append((length, []))
-        return length > 0
-
-    def _close(self, reply: Reply) -> Reply:
-        """Add a reply to its array; return the outermost array that it completes, or itself."""
-        while self._arrays:
-            length, elements = self._arrays[-1]
-            elements.append(reply)
-            if len(elements) < length:
-                break
-            self._arrays.pop()
-            reply = elements
-        return reply
+    def _parsed(self, most: int | None = None) -> list[Reply]:
+        try:
+            return list(itertools.islice(iter(self._reader.gets, _INCOMPLETE), most))
+        except (TypeError, ValueError) as error:
+            # Of RESP3: what Python does not read.
+            raise RedisProtocolError(f"malformed reply: {error}") from None
 
 
-class _Array(NamedTuple):
-    """The head of an array."""
-
-    length: int
-
-
-def _parse(data: bytes, start: int) -> tuple[Reply | _Array, int] | None:
-    """The item that begins at `start`, and its end; None if it is incomplete."""
-    kind = data[start : start + 1]
-    if kind not in (b"+", b"-", b":", b"$", b"*", b"%", NULL3):
-        raise RedisProtocolError(f"a reply begins with {kind!r}: is this a Redis server?")
-    end = data.find(CRLF, start, start + MAX_LINE_BYTES)
-    if end < 0:
-        if len(data) - start >= MAX_LINE_BYTES:
-            raise RedisProtocolError("a line of a reply has no end")
-        return None
-    after = end + 2
-    if kind == b"+":
-        return data[start + 1 : end], after
-    if kind == b"-":
-        return parse_error(data[start:end]), after
-    if kind == NULL3:
-        if end != start + 1:
-            raise RedisProtocolError("a null in a reply is none")
-        return None, after
-    number = _integer(data[start + 1 : end])
-    if kind == b":":
-        return number, after
-    if number == -1 and kind != b"%":
-        return None, after
-    if kind == b"$":
-        return _bulk(data, number, after)
-    if number < 0:
-        raise RedisProtocolError(f"an array of {number} elements in a reply")
-    return _Array(2 * number if kind == b"%" else number), after
-
-
-def _bulk(data: bytes, length: int, start: int) -> tuple[Reply, int] | None:
-    if not 0 <= length <= MAX_BULK_BYTES:
-        raise RedisProtocolError(f"a string of {length} bytes in a reply")
-    end = start + length
-    if len(data) < end + 2:
-        return None
-    if data[end : end + 2] != CRLF:
-        raise RedisProtocolError("a string in a reply is longer than it says")
-    return data[start:end], end + 2
+def _error_reply(text: str) -> ErrorReply:
+    match = _CODE.match(text)
+    return ErrorReply(match.group() if match else "", text)
 
 
 def _integer(digits: bytes) -> int:
     if _INTEGER.fullmatch(digits) is None:
-        raise RedisProtocolError("a number in a reply is none")
+        raise RedisProtocolError("malformed integer in a reply")
     return int(digits)

@@ -118,6 +118,7 @@ def test_a_password_is_not_shown() -> None:
 def test_every_setting_has_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {
         "listen": "lm://[::1]:7", "redis_url": "redis://cache:6379/2", "redis_username": "someone",
+        "redis_password_file": "/run/password", "redis_credential_provider": "a.b:C",
         "seal_key_file": "seal.keys",
         "key_prefix": "ours:", "memory_bytes": "2GiB", "disk_path": "/data", "disk_size": "1TB",
         "buffer_bytes": "64MiB", "slot_bytes": "1MiB", "max_payload_bytes": "32MiB",
