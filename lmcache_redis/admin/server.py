@@ -14,6 +14,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from socket import socket
+from ssl import SSLSocket
 from typing import Any
 
 import redis
@@ -35,6 +36,7 @@ from lmcache_redis.resp.net.endpoint import (
     Transport,
     parse_deployment,
 )
+from lmcache_redis.resp.net.tls import TlsParameters, tls_context
 from lmcache_redis.resp.options import RedisOptions
 
 CLIENT_NAME = "lmcache-redis-admin"
@@ -93,16 +95,24 @@ class BoundedSocket:
         self._left_bytes = MAX_REPLY_BYTES
 
 
-class _BoundedReplies:
+class _BoundedConnection:
+    """What is ours in a connection of redis-py: its socket, and what TLS trusts."""
+
+    host: str
+    tls: TlsParameters
+
     def _connect(self) -> BoundedSocket:
         return BoundedSocket(super()._connect())  # type: ignore[misc]
 
+    def _wrap_socket_with_ssl(self, connected: socket) -> SSLSocket:
+        # redis-py would trust the system's CAs beside those that are named.
+        return tls_context(self.tls).wrap_socket(connected, server_hostname=self.host)
+
 
 @functools.cache
-def _bounded(connection_class: type) -> type:
-    """The class of connections, with a `BoundedSocket` each."""
+def _bounded(connection_class: type, tls: TlsParameters) -> type:
     name = f"Bounded{connection_class.__name__}"
-    return type(name, (_BoundedReplies, connection_class), {})
+    return type(name, (_BoundedConnection, connection_class), {"tls": tls})
 
 
 class Primary:
@@ -118,8 +128,8 @@ class Primary:
         self.untouched = False
         self._client = client
         pool = client.connection_pool
-        if not issubclass(pool.connection_class, _BoundedReplies):
-            pool.connection_class = _bounded(pool.connection_class)
+        if not issubclass(pool.connection_class, _BoundedConnection):
+            pool.connection_class = _bounded(pool.connection_class, endpoint.tls)
 
     @property
     def where(self) -> str:
@@ -319,7 +329,7 @@ def _cluster(deployment: Deployment, stack: contextlib.ExitStack) -> PrimaryServ
             # With a host instead of a URL it ignores the class of connections.
             url=f"redis://{first.where}",
             startup_nodes=[ClusterNode(seed.host, seed.port) for seed in others],
-            connection_class=_bounded(SSLConnection if is_tls else Connection),
+            connection_class=_bounded(SSLConnection if is_tls else Connection, first.tls),
             require_full_coverage=False,
             retry=_RETRY,
             redis_connect_func=functools.partial(_introduce, stack),
@@ -359,7 +369,6 @@ def _of_all(endpoint: Endpoint) -> dict[str, Any]:
         "socket_connect_timeout": CONNECT_TIMEOUT_S,
         "socket_timeout": OP_TIMEOUT_S,
         "encoding_errors": "replace",
-        **dict(endpoint.tls),
     }
 
 

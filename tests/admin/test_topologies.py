@@ -279,3 +279,49 @@ def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             open_server(RedisOptions(url)),
         ):
             pass
+        # A CA that is named is trusted instead of the system's, not beside them.
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.ca))
+        with open_server(RedisOptions(f"{url}?ssl_check_hostname=true")):
+            pass
+        other = Authority(tmp_path / "other").ca
+        with (
+            pytest.raises(RedisUnavailable, match="ssl_ca_certs"),
+            open_server(RedisOptions(f"{url}?ssl_ca_certs={other}")),
+        ):
+            pass
+
+
+def test_a_cluster_over_tls(tmp_path: Path) -> None:
+    executable = server_binaries()["redis"]
+    if executable is None or not speaks_tls(executable):
+        pytest.skip("there is no redis-server with TLS here")
+    authority = Authority(tmp_path / "tls")
+    certificate, key = authority.issue("server", "localhost")
+    port = free_port()
+    while port > 55_000:  # the bus is 10,000 above
+        port = free_port()
+    words = [
+        "--cluster-enabled",
+        "yes",
+        "--tls-cluster",
+        "yes",
+        "--cluster-announce-ip",
+        "127.0.0.1",
+    ]
+    words += ["--tls-port", str(port), "--tls-auth-clients", "no"]
+    words += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    words += ["--tls-ca-cert-file", str(authority.ca)]
+    with RedisServer(tmp_path, tcp=False, args=words, executable=executable) as only:
+        only.command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        wait_until(lambda: b"cluster_state:ok" in only.command("CLUSTER", "INFO"))
+        with only.client() as client:
+            Cached(1).put(client)
+        url = f"rediss+cluster://127.0.0.1:{port}?ssl_ca_certs={authority.ca}"
+        with open_server(RedisOptions(f"{url}&ssl_check_hostname=false")) as server:
+            (group,) = summarise(server, b"", everything=True, verify=True).groups
+            assert (group.chunks, group.damaged, server.is_cluster) == (1, 0, True)
+        with (
+            pytest.raises(RedisUnavailable, match="ssl_check_hostname"),
+            open_server(RedisOptions(url)),
+        ):
+            pass
