@@ -56,7 +56,8 @@ def main() -> int:
             said: list[str] = []
             found = judge(tree, module, options.minutes, options.seed, said.append)
             counts = f"{found.killed:>8}{found.judged:>8}{found.mutants:>8}"
-            print(f"{module:<24}{counts}   {' '.join(found.tests) or 'none that pass'}")
+            unused = f" (and {found.unused} that fail or take too long)" if found.unused else ""
+            print(f"{module:<24}{counts}   {' '.join(found.tests)}{unused}")
             print("".join(f"{each}\n" for each in said), end="", flush=True)
             totals = [totals[0] + found.killed, totals[1] + found.judged]
     print(f"{'all':<24}{totals[0]:>8}{totals[1]:>8}")

@@ -28,12 +28,14 @@ _PASSED = 0
 @dataclass
 class Verdicts:
     """Of the mutants of one module. tests: those that judge, the nearest first, with the seconds
-    that each takes without a mutant."""
+    that each takes without a mutant. unused: how many fail, take too long, or had no time to be
+    tried."""
 
     module: str
     mutants: int = 0
     judged: int = 0
     tests: dict[str, float] = field(default_factory=dict)
+    unused: int = 0
     survivors: list[Mutant] = field(default_factory=list)
 
     @property
@@ -123,6 +125,7 @@ def judge(
     # At most a fifth of the time for learning which tests can judge.
     near = nearest_tests(tree.root, module)
     verdicts.tests = tree.usable(near, began_s + 12 * minutes)
+    verdicts.unused = len(near) - len(verdicts.tests)
     try:
         for mutant in mutants if verdicts.tests else ():
             if time.monotonic() >= until_s:
