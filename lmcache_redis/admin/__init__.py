@@ -1,6 +1,7 @@
 """Tools for the operators of the Redis behind the cache: inspect, purge, doctor.
 
-server      connections to the servers that a URL names
+server      redis-py's clients of the servers that a URL names
+sentences   one sentence for each error of redis-py
 names       keys, layouts, sizes and ages as text
 stripes     reads the values of stripe keys and judges them by their headers
 survey      which chunks a server holds, by SCAN, and how large they are
@@ -9,7 +10,7 @@ purge       selects chunks and removes them
 pace        keeps a rate, in keys a second
 facts       reads the settings and the state of a server
 rules       judges facts: what to change, and why
-node        reads the facts of this node: its agent, its engines; node_rules judges them
+node        reads the facts of this node, its agent and its engines, and judges them
 doctor      facts, measurements and rules together
 report      every report as JSON and as text
 """

@@ -17,10 +17,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lmcache_redis.admin.facts import Facts, Need, gather
-from lmcache_redis.admin.node import NodeFacts, look
-from lmcache_redis.admin.node_rules import judge_node
+from lmcache_redis.admin.node import NodeFacts, judge_node, look
 from lmcache_redis.admin.rules import Finding, Severity, judge
-from lmcache_redis.admin.server import CLIENT_NAME, CONNECT_TIMEOUT_S, OP_TIMEOUT_S, Node, Server
+from lmcache_redis.admin.server import (
+    CLIENT_NAME,
+    CONNECT_TIMEOUT_S,
+    OP_TIMEOUT_S,
+    Primary,
+    PrimaryServers,
+)
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.chunks.keys import KEY_MAGIC
 from lmcache_redis.config import DEFAULT_GET_CONNECTIONS, DEFAULT_SLOT_BYTES
@@ -66,7 +71,7 @@ class Diagnosis:
 
 
 def diagnose(
-    server: Server,
+    server: PrimaryServers,
     prefix: bytes,
     need: Need,
     *,
@@ -91,7 +96,9 @@ def findings_of(facts: Iterable[Facts], node: NodeFacts | None = None) -> tuple[
     return tuple(sorted(found, key=lambda finding: finding.severity))
 
 
-def _examined(server: Server, node: Node, prefix: bytes, need: Need, bandwidth: bool) -> Facts:
+def _examined(
+    server: PrimaryServers, node: Primary, prefix: bytes, need: Need, bandwidth: bool
+) -> Facts:
     facts = replace(gather(server, node, need), ping_s=measure_ping(node))
     if not bandwidth:
         return facts
@@ -102,7 +109,7 @@ def _examined(server: Server, node: Node, prefix: bytes, need: Need, bandwidth: 
     return replace(facts, read_bytes_per_s=read_bytes_per_s, write_bytes_per_s=write_bytes_per_s)
 
 
-def measure_ping(node: Node, pings: int = PINGS) -> float:
+def measure_ping(node: Primary, pings: int = PINGS) -> float:
     """The median round trip in seconds. Raises RedisError."""
     times = []
     for _ in range(pings):
@@ -126,7 +133,7 @@ def probe_keys(prefix: bytes, is_there: Callable[[bytes], bool] = lambda key: Tr
     return keys
 
 
-def measure_bandwidth(server: Server, node: Node, prefix: bytes) -> tuple[float, float]:
+def measure_bandwidth(server: PrimaryServers, node: Primary, prefix: bytes) -> tuple[float, float]:
     """Bytes per second: reads over as many connections as an agent has, writes over one.
 
     Raises RedisError if the server refuses, or takes longer than 20 s.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_redis.admin.names import gigabytes, shown_bytes
-from lmcache_redis.admin.server import Node, Server
+from lmcache_redis.admin.server import Primary, PrimaryServers
 from lmcache_redis.errors import RedisError
 from lmcache_redis.resp.net.endpoint import Endpoint, Transport
 
@@ -107,7 +107,9 @@ _STATED = [f for f in dataclasses.fields(Facts) if f.metadata]
 SETTINGS = [f.metadata["setting"] for f in _STATED if f.metadata["setting"]]
 
 
-def gather(server: Server, node: Node, need: Need, huge_pages: Path = HUGE_PAGES) -> Facts:
+def gather(
+    server: PrimaryServers, node: Primary, need: Need, huge_pages: Path = HUGE_PAGES
+) -> Facts:
     """The facts of one node, without measurements. Raises RedisError if the connection fails."""
     unseen: list[str] = []
     (info,) = node.ask_all([("INFO",)])
@@ -121,7 +123,7 @@ def gather(server: Server, node: Node, need: Need, huge_pages: Path = HUGE_PAGES
     endpoint = node.endpoint
     local, private = _place(endpoint)
     return facts_of(
-        info_of(info) if isinstance(info, bytes) else {},
+        info if isinstance(info, dict) else {},
         {
             name: reply[1].decode("utf-8", "replace")
             for name, reply in zip(SETTINGS, replies, strict=True)
@@ -186,12 +188,6 @@ def _read(kind: str, text: Any) -> Any:
         return None if text is None else _READERS[kind.removesuffix(" | None")](text)
     except ValueError:
         return None
-
-
-def info_of(reply: bytes) -> Mapping[str, str]:
-    """The fields of INFO. Pure."""
-    lines = [line.partition(":") for line in reply.decode("utf-8", "replace").splitlines()]
-    return {name: value for name, colon, value in lines if colon}
 
 
 def _place(endpoint: Endpoint) -> tuple[bool, bool]:

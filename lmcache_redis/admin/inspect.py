@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from redis.utils import str_if_bytes
+
 from lmcache_redis.admin.names import ChunkName, find_name, show_key
-from lmcache_redis.admin.server import Server
+from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import (
     State,
     Stripe,
@@ -25,7 +27,7 @@ from lmcache_redis.admin.stripes import (
 )
 from lmcache_redis.admin.survey import Cut, SeenChunk, Survey, cuts_of, present_of, survey
 from lmcache_redis.chunks.frame import StripeHeader
-from lmcache_redis.errors import FormatError
+from lmcache_redis.errors import FormatError, RedisError
 from lmcache_redis.seal import SealKeys
 
 SAMPLE_CHUNKS = 2000
@@ -87,7 +89,7 @@ class OtherKey:
 
 
 def explain(
-    server: Server, key: bytes, prefix: bytes, verify: bool, keys: SealKeys | None = None
+    server: PrimaryServers, key: bytes, prefix: bytes, verify: bool, keys: SealKeys | None = None
 ) -> ChunkReport | OtherKey:
     """Explains the key of a stripe, or of a chunk (without the stripe index), with any prefix.
 
@@ -96,9 +98,11 @@ def explain(
     try:
         name, index = find_name(key, prefix)
     except FormatError as error:
-        node = server.node_of(key)
-        kind = node.ask("TYPE", key).decode()
-        length = node.ask("STRLEN", key) if kind == "string" else None
+        kind, length = server.ask_all([(key, ("TYPE", key)), (key, ("STRLEN", key))])
+        if isinstance(kind, RedisError):
+            raise kind from None
+        kind = str_if_bytes(kind)
+        length = length if kind == "string" and isinstance(length, int) else None
         return OtherKey(show_key(key), str(error), kind, length)
     found = stripes_of(server, name, index)
     if verify:
@@ -179,7 +183,7 @@ class Summary:
 
 
 def summarise(
-    server: Server,
+    server: PrimaryServers,
     prefix: bytes,
     *,
     everything: bool,
@@ -188,10 +192,9 @@ def summarise(
 ) -> Summary:
     """What the cache holds by model and layout, from a sample or from every key.
 
-    One header of each chunk is read if that does not count as a use (`Node.untouched`). Otherwise
-    store times are unknown, and sizes are memory usage. verify: also reads every payload, which
-    counts as a use if reading headers does. keys: to verify sealed payloads with. Raises
-    RedisError.
+    One header of each chunk is read if that is no use (``server.untouched``). Otherwise store times
+    are unknown, and sizes are memory usage. verify: also reads every payload, which counts as a use
+    if reading headers does. keys: to verify sealed payloads with. Raises RedisError.
     """
     most = (None, None) if everything else (SAMPLE_CHUNKS, SAMPLE_KEYS)
     found = survey(server, prefix, most_chunks=most[0], most_keys=most[1])
@@ -218,7 +221,7 @@ def summarise(
     return Summary(tuple(ordered), found, server.untouched, verify, time.time())
 
 
-def _is_damaged(server: Server, chunk: SeenChunk, keys: SealKeys | None) -> bool:
+def _is_damaged(server: PrimaryServers, chunk: SeenChunk, keys: SealKeys | None) -> bool:
     """Whether a stripe that is present does not match its key or its checksum, or is not opened."""
     stripes = read_stripes(server, [(chunk.name, index) for index in chunk.indexes])
     states = [verify_payload(server, chunk.name, stripe, keys).state for stripe in stripes]

@@ -1,4 +1,4 @@
-"""Reads the facts of this node: its agent's status, its processes in /proc, its memory and clock.
+"""Reads the facts of this node, and judges them: its agent's status, processes, memory and clock.
 
 A process of another PID namespace, or of another user, may be invisible: its facts are None.
 """
@@ -8,18 +8,21 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import re
 import resource
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lmcache_redis import __version__
-from lmcache_redis.admin.server import Server
-from lmcache_redis.admin.survey import headers_of, survey
-from lmcache_redis.chunks.frame import StripeHeader
+from lmcache_redis.admin.names import shown_bytes
+from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Finding, advised
+from lmcache_redis.admin.server import PrimaryServers
+from lmcache_redis.admin.survey import Cut, headers_of, survey
+from lmcache_redis.chunks.frame import StripeHeader, stripe_payload_bytes
 from lmcache_redis.errors import RedisError
 
 _SAMPLE_CHUNKS, _SAMPLE_KEYS = 200, 20_000
@@ -63,7 +66,7 @@ class NodeFacts:
     stored: tuple[tuple[str, StripeHeader], ...]
 
 
-def look(report: Mapping[str, Any], server: Server, prefix: bytes) -> NodeFacts:
+def look(report: Mapping[str, Any], server: PrimaryServers, prefix: bytes) -> NodeFacts:
     """The facts of the node whose agent has sent ``report``. Raises RedisError."""
     shm = shutil.disk_usage("/dev/shm")
     # An agent of an older version, which is one of the findings, does not name them.
@@ -128,7 +131,7 @@ def _vllm_version() -> str | None:
     return None
 
 
-def _clock_ahead_s(server: Server) -> float | None:
+def _clock_ahead_s(server: PrimaryServers) -> float | None:
     """How far the server's clock is ahead of this machine's."""
     began_s = time.time()
     try:
@@ -138,7 +141,7 @@ def _clock_ahead_s(server: Server) -> float | None:
     return int(seconds) + int(microseconds) / 1e6 - (began_s + time.time()) / 2
 
 
-def _stored(server: Server, prefix: bytes) -> Iterator[tuple[str, StripeHeader]]:
+def _stored(server: PrimaryServers, prefix: bytes) -> Iterator[tuple[str, StripeHeader]]:
     """A sample of what is stored: one header of each layout, model and worker.
 
     Before Redis 7.2 that counts as a use of the chunk.
@@ -146,3 +149,210 @@ def _stored(server: Server, prefix: bytes) -> Iterator[tuple[str, StripeHeader]]
     chunks = survey(server, prefix, most_chunks=_SAMPLE_CHUNKS, most_keys=_SAMPLE_KEYS).chunks
     for (_, model, _), header in headers_of(server, [*chunks.values()]).items():
         yield model, header
+
+
+# --------------------------------------------------------------------- the rules
+
+OLDEST_VLLM = (0, 27)
+_DOCKER_SHM_BYTES = 64 << 20
+_FEW_FILES = 1024
+_FULL, _BADLY_FILLED = 0.05, 0.7
+_CLOCK_S = 5.0
+_WHY_ONE_NAMESPACE = {
+    "pid": "the agent opens the engine's memory as /proc/PID/fd, and must see the engine's end",
+    "ipc": "shared memory and CUDA IPC do not cross the border of an IPC namespace",
+    "time": "leases on blocks are times of CLOCK_MONOTONIC, which both have to read alike",
+}
+# As `rules.ADVICE`.
+_ADVICE: dict[str, tuple[str, ...]] = {
+    "Redis": (
+        "only the host pool serves hits, and nothing is kept for other nodes",
+        "see the findings of the server",
+    ),
+    "namespaces": ("",),
+    "users": ("only the same user, or root, can open the engine's memory", "run both as one user"),
+    "vLLM": (
+        "the connector needs what vLLM tells it since 0.27: this engine is not cached",
+        "update vLLM to 0.27 or later",
+    ),
+    "versions": (
+        "an agent keeps running what it was started from",
+        "restart the agent; engines go on",
+    ),
+    "engines": (
+        "an engine hits only when its scheduler and all its ranks are connected",
+        "see the engines' logs for lines of lmcache_redis; all ranks of a node need the same "
+        "endpoint",
+    ),
+    "/dev/shm": (
+        "vLLM's processes talk through /dev/shm, and the KV cache of CPU engines is in it",
+        "docker run --shm-size 16g, or an emptyDir with medium: Memory at /dev/shm",
+    ),
+    "locked memory": (
+        "the host pool is locked for copies of the GPU",
+        "ulimit -l unlimited",
+        "systemd: LimitMEMLOCK=infinity",
+    ),
+    "open files": (
+        "the agent opens a file for each tensor of an engine, and connections",
+        "ulimit -n 65536",
+        "systemd: LimitNOFILE=65536",
+    ),
+    "slot size": (
+        "agents of different --slot-bytes share nothing: each takes the other's for misses",
+    ),
+    "chunk sizes": (
+        "agents of different --chunk-size-tokens share nothing; nor do engines of different dtypes "
+        "or parallel sizes. Parts of several KV cache groups are normal",
+        "lmcache-redis inspect; give all agents one --chunk-size-tokens",
+    ),
+    "chunk size": (
+        "chunks are whole blocks: an engine whose blocks do not divide the size gets more",
+    ),
+    "slots": (
+        "the rest of these slots of the host pool is not used",
+        "another --slot-bytes or --chunk-size-tokens, the same for all agents",
+    ),
+    "clocks": (
+        "`inspect` and `purge --stored-longer-than` tell ages wrong by as much",
+        "run an NTP client on both machines",
+    ),
+    "processes": (
+        "it is in another PID namespace: its limits and namespaces are not checked",
+        "run doctor beside the agent, in its container",
+    ),
+}
+
+
+def judge_node(facts: NodeFacts) -> list[Finding]:
+    """The findings of all rules, the most important first. Pure."""
+    rules = (_agent, _engines, _processes, _sizes, _slots_in_redis)
+    return advised((finding for each in rules for finding in each(facts)), _ADVICE)
+
+
+def _agent(f: NodeFacts) -> Iterator[Finding]:
+    redis = f.report["redis"]
+    if redis["up"]:
+        yield Finding(OK, "Redis", f"the agent uses {redis['server']}")
+    else:
+        seen = f"the agent cannot use {redis['server']}: {redis['reason']}"
+        yield Finding(CRITICAL, "Redis", seen)
+    if f.report["version"] == f.version:
+        yield Finding(OK, "versions", f"agent and package {f.version}")
+    else:
+        seen = f"the agent is {f.report['version']}, the package here {f.version}"
+        yield Finding(WARNING, "versions", seen)
+    if f.vllm_version is not None:
+        numbers = tuple(map(int, re.findall(r"\d+", f.vllm_version)[:2]))
+        yield Finding(CRITICAL if numbers < OLDEST_VLLM else OK, "vLLM", f.vllm_version)
+    if f.clock_ahead_s is not None:
+        severity = OK if abs(f.clock_ahead_s) < _CLOCK_S else HINT
+        side = "ahead" if f.clock_ahead_s > 0 else "behind"
+        yield Finding(severity, "clocks", f"the server's is {abs(f.clock_ahead_s):.1f} s {side}")
+
+
+def _engines(f: NodeFacts) -> Iterator[Finding]:
+    engines = f.report["engines"]
+    waiting = [engine for engine in engines if not engine["ready"]]
+    if waiting:
+        seen = f"{len(waiting)} of {len(engines)} registered workers are not ready"
+        yield Finding(WARNING, "engines", seen)
+    elif engines:
+        yield Finding(OK, "engines", f"{len(engines)} workers are registered and ready")
+    else:
+        why = "engines connect when they start; one that runs and is not here is not cached"
+        change = 'start vLLM with --kv-transfer-config \'{"kv_connector":"LMCacheRedisConnector",'
+        change += '"kv_role":"kv_both"}\'; its log says why it does not register'
+        yield Finding(HINT, "engines", "none is registered", why, (change,))
+
+
+def _processes(f: NodeFacts) -> Iterator[Finding]:
+    if f.shm_free_bytes < _FULL * f.shm_bytes and f.shm_bytes > _DOCKER_SHM_BYTES:
+        seen = f"{shown_bytes(f.shm_free_bytes)} of {shown_bytes(f.shm_bytes)} are free"
+        why = "a process that touches a page for which there is no room is killed with SIGBUS"
+        yield Finding(WARNING, "/dev/shm", seen, why, ("ls -l /dev/shm; rm what nothing uses",))
+    else:
+        severity = WARNING if f.shm_bytes <= _DOCKER_SHM_BYTES else OK
+        yield Finding(severity, "/dev/shm", shown_bytes(f.shm_bytes))
+    if f.agent is None:
+        yield Finding(HINT, "processes", "the agent's cannot be seen")
+        return
+    pool_bytes = f.report["pool"]["slots"] * f.report["pool"]["slot_bytes"]
+    if f.has_gpu and f.agent.locked_bytes is not None:
+        of = f" for a host pool of {shown_bytes(pool_bytes)}"
+        yield _limited(
+            "locked memory", f.agent.locked_bytes, pool_bytes, lambda size: shown_bytes(size) + of
+        )
+    if f.agent.open_files is not None:
+        yield _limited("open files", f.agent.open_files, _FEW_FILES, "{:,}".format)
+    apart = [finding for engine in f.engines for finding in _together(f.agent, engine)]
+    yield from apart
+    if f.engines and not apart:
+        yield Finding(OK, "namespaces", "the engines share those of the agent")
+
+
+def _limited(topic: str, limit: int, least: int, shown: Callable[[int], str]) -> Finding:
+    seen = "no limit" if limit < 0 else shown(limit)
+    return Finding(WARNING if 0 <= limit < least else OK, topic, seen)
+
+
+def _together(agent: Process, engine: Process) -> Iterator[Finding]:
+    for name, why in _WHY_ONE_NAMESPACE.items():
+        ours, theirs = agent.namespaces.get(name), engine.namespaces.get(name)
+        if ours is not None and theirs is not None and ours != theirs:
+            seen = f"engine process {engine.pid} is in another {name} namespace than the agent"
+            change = f"containers: {name}: host, or the {name} namespace of one container for both"
+            yield Finding(CRITICAL, "namespaces", seen, why, (change,))
+    if agent.uid not in (0, engine.uid):
+        seen = f"engine process {engine.pid} runs as user {engine.uid}, the agent as {agent.uid}"
+        yield Finding(CRITICAL, "users", seen)
+
+
+def _sizes(f: NodeFacts) -> Iterator[Finding]:
+    """Each engine's chunks beside its blocks and the slots; equal ones once."""
+    wanted, slot_bytes = f.report["chunk_size_tokens"], f.report["pool"]["slot_bytes"]
+    kinds = {
+        (
+            each["model"],
+            each["chunk_tokens"],
+            tuple(group["part_bytes"] for group in each["groups"]),
+        )
+        for each in f.report["engines"]
+    }
+    for model, tokens, parts in sorted(kinds):
+        if tokens == wanted:
+            yield Finding(OK, "chunk size", f"{tokens} tokens for {model}")
+        else:
+            seen = f"{tokens} tokens for {model}, --chunk-size-tokens is {wanted}"
+            change = f"--chunk-size-tokens {tokens}, or another --block-size of vLLM"
+            yield Finding(HINT, "chunk size", seen, change=(change,))
+        slots = sum(-(-part // stripe_payload_bytes(part, slot_bytes)) for part in parts)
+        filled = sum(parts) / (slots * slot_bytes)
+        if filled < _BADLY_FILLED:
+            yield Finding(
+                HINT, "slots", f"chunks of {model} fill their slots to {100 * filled:.0f} %"
+            )
+
+
+def _slots_in_redis(f: NodeFacts) -> Iterator[Finding]:
+    """What is in Redis beside what this agent would write."""
+    slot_bytes = f.report["pool"]["slot_bytes"]
+    cut: set[str] = set()
+    sizes: dict[str, set[int]] = {}
+    for model, header in f.stored:
+        sizes.setdefault(model, set()).add(header.chunk_bytes)
+        ours = stripe_payload_bytes(header.chunk_bytes, slot_bytes)
+        if Cut.of(header).stripe_payload_bytes != ours:
+            cut.add(model)
+    for model in sorted(cut):
+        seen = f"Redis has chunks of {model} that were cut for another --slot-bytes"
+        change = f"give all agents of this Redis one --slot-bytes; here it is {slot_bytes}"
+        yield Finding(WARNING, "slot size", seen, change=(change,))
+    for model, found in sorted(sizes.items()):
+        if len(found) > 1:
+            shown = ", ".join(shown_bytes(size) for size in sorted(found))
+            yield Finding(
+                HINT, "chunk sizes", f"Redis has chunks of {model} of several sizes: {shown}"
+            )
+    if f.stored and not cut:
+        yield Finding(OK, "slot size", "what is in Redis is cut as this agent cuts it")

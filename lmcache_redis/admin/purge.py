@@ -18,7 +18,7 @@ from typing import Any
 
 from lmcache_redis.admin.names import show_key
 from lmcache_redis.admin.pace import Pace
-from lmcache_redis.admin.server import Server
+from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import State, Stripe, ask_each, read_stripes, read_uses
 from lmcache_redis.admin.survey import SeenChunk, cuts_of, survey
 from lmcache_redis.errors import ConfigError, RedisAuthError, RedisError, RedisReplyError
@@ -105,7 +105,7 @@ class Removal:
             self.left_examples.append(show_key(key))
 
 
-def choose(server: Server, prefix: bytes, selection: Selection) -> Plan:
+def choose(server: PrimaryServers, prefix: bytes, selection: Selection) -> Plan:
     """What a purge would remove. Removes nothing. Changes idle times only if headers are read (for
     ``stored_longer_than_s``) and the server counts that as a use.
 
@@ -116,7 +116,7 @@ def choose(server: Server, prefix: bytes, selection: Selection) -> Plan:
     if both and not server.untouched:
         raise ConfigError(
             f"{server.where} counts the reading of a header as a use (CLIENT NO-TOUCH needs "
-            "Redis 7.2 and the right to call it): give --idle-longer-than or "
+            "Redis 7.2, no cluster, and +client|no-touch and +info): give --idle-longer-than or "
             "--stored-longer-than, not both"
         )
     found = survey(server, prefix, namespaces=selection.namespaces)
@@ -137,7 +137,7 @@ def choose(server: Server, prefix: bytes, selection: Selection) -> Plan:
 
 
 def remove(
-    server: Server,
+    server: PrimaryServers,
     plan: Plan,
     pace: Pace,
     result: Removal,
@@ -179,7 +179,7 @@ def steps_of(chunks: Sequence[SeenChunk], keys_per_second: float) -> Iterator[li
 
 
 def _remove_step(
-    server: Server, selection: Selection, chunks: Sequence[SeenChunk], result: Removal
+    server: PrimaryServers, selection: Selection, chunks: Sequence[SeenChunk], result: Removal
 ) -> None:
     still = _idle(server, chunks, selection)
     result.used_again += len(chunks) - len(still)
@@ -200,7 +200,9 @@ def _remove_step(
         _unlink(server, [pair for pair in ours if (pair[1].index == 0) is first], result)
 
 
-def _unlink(server: Server, stripes: list[tuple[SeenChunk, Stripe]], result: Removal) -> None:
+def _unlink(
+    server: PrimaryServers, stripes: list[tuple[SeenChunk, Stripe]], result: Removal
+) -> None:
     """One key a command: in a cluster a command's keys must share a slot."""
     keys = [chunk.name.stripe(stripe.index) for chunk, stripe in stripes]
     replies = ask_each(server, keys, lambda key: [("UNLINK", key)])
@@ -217,7 +219,9 @@ def _unlink(server: Server, stripes: list[tuple[SeenChunk, Stripe]], result: Rem
             result.vanished += 1
 
 
-def _idle(server: Server, chunks: Sequence[SeenChunk], selection: Selection) -> list[SeenChunk]:
+def _idle(
+    server: PrimaryServers, chunks: Sequence[SeenChunk], selection: Selection
+) -> list[SeenChunk]:
     """The chunks that are idle for long enough, if that is a condition."""
     least_s = selection.idle_longer_than_s
     if least_s is None:

@@ -21,6 +21,8 @@ from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.stripes import State, Stripe, Use
 from lmcache_redis.resp.net.endpoint import Transport
 
+_CLOCKS_DIFFER_S = 86_400
+
 # The JSON fields of a type; NAME=PATH for another attribute. Other types: all fields.
 _FIELDS: dict[type, str] = {
     ChunkReport: "ours chunk_key_hex=name.chunk_key key_prefix=name.shown_prefix "
@@ -94,9 +96,7 @@ def chunk_lines(report: ChunkReport | OtherKey) -> Iterator[str]:
     yield _line("layout", name.layout)
     yield _line("hash", name.key.chunk_hash.hex())
     if headed is not None and header is not None:
-        stored_s = header.created_unix_ms / 1000
-        when = datetime.fromtimestamp(stored_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-        ago = shown_age(max(0.0, report.read_at_unix_s - stored_s))
+        when = _when(header.created_unix_ms, report.read_at_unix_s)
         holds = ", ".join(
             f"{dtype} {list(shape)}"
             for dtype, shape in zip(
@@ -105,7 +105,7 @@ def chunk_lines(report: ChunkReport | OtherKey) -> Iterator[str]:
         )
         yield _line("size", f"{shown_bytes(header.chunk_bytes)} as {header.metadata.fmt.name}")
         yield _line("holds", holds)
-        yield _line("stored", f"{when}, {ago} ago, as {header.store_id.hex()}")
+        yield _line("stored", f"{when}, as {header.store_id.hex()}")
         yield _line("last used", _use(headed.use))
         if header.sealed_with is not None:
             yield _line("sealed", f"with the key {header.sealed_with.hex()}")
@@ -156,8 +156,9 @@ def summary_lines(summary: Summary) -> Iterator[str]:
         yield f"{keys} named like ours but naming no chunk, such as {example}"
     if summary.groups and not summary.headers_read:
         yield (
-            "sizes are memory usage, and store times are not shown: before Redis 7.2 reading "
-            "headers would count as a use; `lmcache-redis inspect KEY` reads those of one chunk"
+            "sizes are memory usage, and store times are not shown: before Redis 7.2 and in a "
+            "cluster reading headers would count as a use; `lmcache-redis inspect KEY` reads those "
+            "of one chunk"
         )
 
 
@@ -243,6 +244,15 @@ def _ages(ages_s: Sequence[float]) -> str:
         return "unknown"
     least, most = shown_age(min(ages_s)), shown_age(max(ages_s))
     return f"{least} ago" if least == most else f"{least} to {most} ago"
+
+
+def _when(unix_ms: int, now_s: float) -> str:
+    """The time and the age of a store; a forged or damaged header may tell any time."""
+    age_s = now_s - unix_ms / 1000
+    if age_s < -_CLOCKS_DIFFER_S:
+        return f"{unix_ms:,} ms after 1970, which is to come: by a wrong clock, damaged or forged"
+    when = datetime.fromtimestamp(unix_ms / 1000, timezone.utc)
+    return f"{when:%Y-%m-%d %H:%M:%S UTC}, {shown_age(max(0.0, age_s))} ago"
 
 
 def _use(use: Use) -> str:

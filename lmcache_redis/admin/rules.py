@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from lmcache_redis.admin.facts import HUGE_PAGES, Facts
@@ -135,21 +135,26 @@ ADVICE: dict[str, tuple[str, ...]] = {
         "ACL SETUSER USER +info +config|get, or see the service's own settings",
     ),
 }
-_TOPICS = list(ADVICE)
 
 
 def judge(facts: Facts) -> list[Finding]:
     """The findings of all rules, the most important first."""
-    findings = []
-    for rules in (_access, _memory, _persistence, _limits, _speed):
-        for finding in rules(facts):
-            if finding.severity is not OK:
-                why, *change = ADVICE[finding.topic]
-                finding = dataclasses.replace(
-                    finding, why=finding.why or why, change=finding.change or tuple(change)
-                )
-            findings.append(finding)
-    return sorted(findings, key=lambda f: (f.severity, _TOPICS.index(f.topic)))
+    rules = (_access, _memory, _persistence, _limits, _speed)
+    return advised((finding for each in rules for finding in each(facts)), ADVICE)
+
+
+def advised(findings: Iterable[Finding], advice: Mapping[str, tuple[str, ...]]) -> list[Finding]:
+    """The findings with what their rules left to the table, the most important first."""
+    topics = list(advice)
+    found = []
+    for finding in findings:
+        if finding.severity is not OK:
+            why, *change = advice[finding.topic]
+            finding = dataclasses.replace(
+                finding, why=finding.why or why, change=finding.change or tuple(change)
+            )
+        found.append(finding)
+    return sorted(found, key=lambda f: (f.severity, topics.index(f.topic)))
 
 
 def _access(f: Facts) -> Iterator[Finding]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from redis.utils import str_if_bytes
 from xxhash import xxh3_64_intdigest
 
 from lmcache_redis.admin.names import ChunkName, namespaces_of
-from lmcache_redis.admin.server import Command, Server
+from lmcache_redis.admin.server import Command, PrimaryServers
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader, describe_header
 from lmcache_redis.errors import FormatError, RedisAuthError, RedisError
 from lmcache_redis.seal import Opened, SealKeys
@@ -100,7 +101,7 @@ def _mismatch(name: ChunkName, index: int, header: StripeHeader) -> str:
 
 
 def ask_each(
-    server: Server, keys: Sequence[bytes], questions: Callable[[bytes], list[Command]]
+    server: PrimaryServers, keys: Sequence[bytes], questions: Callable[[bytes], list[Command]]
 ) -> Iterator[list[Any]]:
     """For each key the replies to its commands, BATCH_KEYS keys a pipeline. Raises RedisError."""
     for start in range(0, len(keys), BATCH_KEYS):
@@ -109,24 +110,24 @@ def ask_each(
         yield from (list(islice(replies, len(some))) for _, some in asked)
 
 
-def exist(server: Server, keys: Sequence[bytes]) -> list[bool]:
+def exist(server: PrimaryServers, keys: Sequence[bytes]) -> list[bool]:
     """Which keys exist. Does not count as a use. Raises RedisError."""
     return [reply == 1 for (reply,) in ask_each(server, keys, lambda key: [("EXISTS", key)])]
 
 
-def read_uses(server: Server, keys: Sequence[bytes]) -> list[Use]:
+def read_uses(server: PrimaryServers, keys: Sequence[bytes]) -> list[Use]:
     """When keys were last used. Reads no values. Raises RedisError."""
     return [_use(*replies) for replies in ask_each(server, keys, _use_of)]
 
 
-def read_stripes(server: Server, wanted: Sequence[tuple[ChunkName, int]]) -> list[Stripe]:
+def read_stripes(server: PrimaryServers, wanted: Sequence[tuple[ChunkName, int]]) -> list[Stripe]:
     """The stripes of (chunk, stripe index) pairs. Raises RedisError."""
     keys = [name.stripe(index) for name, index in wanted]
     read = ask_each(server, keys, _questions)
     return [_stripe(*pair, *replies) for pair, replies in zip(wanted, read, strict=True)]
 
 
-def stripes_of(server: Server, name: ChunkName, hint: int | None = None) -> list[Stripe]:
+def stripes_of(server: PrimaryServers, name: ChunkName, hint: int | None = None) -> list[Stripe]:
     """Every stripe that a chunk should have.
 
     If no header gives their number: those that are found among the first BATCH_KEYS. hint: the
@@ -148,7 +149,7 @@ def count_of(stripes: Sequence[Stripe]) -> int:
 
 
 def verify_payload(
-    server: Server, name: ChunkName, stripe: Stripe, keys: SealKeys | None = None
+    server: PrimaryServers, name: ChunkName, stripe: Stripe, keys: SealKeys | None = None
 ) -> Stripe:
     """The stripe with its payload read and compared with its checksum. Raises RedisError.
 
@@ -157,12 +158,12 @@ def verify_payload(
     if stripe.state is not State.WHOLE or stripe.header is None:
         return stripe
     key = name.stripe(stripe.index)
-    found = server.node_of(key).get(key, stripe.header.payload_bytes)
-    if found is None:
+    value = memoryview(server.get(key, HEADER_BYTES + stripe.header.payload_bytes + 1))
+    if len(value) != stripe.value_bytes:
         # It was removed or replaced meanwhile.
         return read_stripes(server, [(name, stripe.index)])[0]
-    header, payload = found
-    again = judge(name, stripe.index, "string", len(header) + payload.nbytes, header)
+    header, payload = bytes(value[:HEADER_BYTES]), value[HEADER_BYTES:]
+    again = judge(name, stripe.index, "string", len(value), header)
     if again.state is State.WHOLE and again.header is not None:
         checksum = xxh3_64_intdigest(payload)
         if checksum != again.header.checksum:
@@ -216,13 +217,14 @@ def _stripe(
         if isinstance(head, RedisError):
             return Stripe(index, State.UNREADABLE, str(head))
         # Without TYPE, the length and the head still tell a string from a missing key.
-        kind = b"string" if isinstance(head, bytes) and length else b"none"
-    if kind == b"string" and refused is not None:
+        kind = "string" if isinstance(head, bytes) and length else "none"
+    kind = str_if_bytes(kind)
+    if kind == "string" and refused is not None:
         return Stripe(index, State.UNREADABLE, str(refused))
     if refused is not None:
         length, head = 0, b""
     expires_in_s = ttl_ms / 1000 if isinstance(ttl_ms, int) and ttl_ms >= 0 else None
-    judged = judge(name, index, kind.decode(), length, head)
+    judged = judge(name, index, kind, length, head)
     return replace(judged, use=_use(idle, freq), expires_in_s=expires_in_s)
 
 

@@ -14,15 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lmcache_redis.admin.names import ChunkName, parse_name
-from lmcache_redis.admin.server import Server
+from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import ask_each, exist, read_stripes
 from lmcache_redis.chunks.frame import HEADER_BYTES, StripeHeader
 from lmcache_redis.chunks.keys import KEY_MAGIC
-from lmcache_redis.errors import FormatError
+from lmcache_redis.errors import FormatError, RedisProtocolError
 from lmcache_redis.resp.net.wire import escape_pattern
 
 # COUNT of one SCAN: a fraction of a millisecond of the server's time.
 STEP_KEYS = 500
+# What is held of a chunk is about 700 bytes.
+MOST_CHUNKS = 2_000_000
 _INDEX_BYTES = 2
 # Headers that are read for a form; the first valid one says how its chunks are cut.
 _ATTEMPTS = 16
@@ -71,7 +73,7 @@ class Survey:
 
 
 def survey(
-    server: Server,
+    server: PrimaryServers,
     prefix: bytes,
     *,
     namespaces: frozenset[bytes] | None = None,
@@ -95,6 +97,11 @@ def survey(
             looked_at += STEP_KEYS
             for key in keys:
                 _add(found, key, prefix, namespaces)
+            if len(found.chunks) + len(found.other_keys) > MOST_CHUNKS:
+                raise RedisProtocolError(
+                    f"Redis at {node.where} has more than {MOST_CHUNKS:,} chunks, or its SCAN does "
+                    "not end: leave out --all, or choose one --layout"
+                )
             full = enough is not None and len(found.chunks) >= enough
             if not is_last and (full or (most_keys is not None and looked_at >= most_keys)):
                 found.whole = False
@@ -154,7 +161,7 @@ class Cut:
         return [i for i in range(self.stripe_count) if not stripes >> i & 1]
 
 
-def cuts_of(server: Server, chunks: Sequence[SeenChunk]) -> dict[Form, Cut]:
+def cuts_of(server: PrimaryServers, chunks: Sequence[SeenChunk]) -> dict[Form, Cut]:
     """How the chunks of each form are cut, without counting as a use. Raises RedisError.
 
     If headers can be read without that counting as a use, the cuts are exact, and a form without a
@@ -165,10 +172,10 @@ def cuts_of(server: Server, chunks: Sequence[SeenChunk]) -> dict[Form, Cut]:
     return {form: _estimated(server, some) for form, some in _by_form(chunks).items()}
 
 
-def headers_of(server: Server, chunks: Sequence[SeenChunk]) -> dict[Form, StripeHeader]:
+def headers_of(server: PrimaryServers, chunks: Sequence[SeenChunk]) -> dict[Form, StripeHeader]:
     """A valid header of each form, of the first chunk that has one; a form without is left out.
 
-    Counts as a use of the chunks that are read, unless `Server.untouched`. Raises RedisError.
+    Counts as a use of the chunks that are read, unless ``server.untouched``. Raises RedisError.
     """
     headers: dict[Form, StripeHeader] = {}
     for form, some in _by_form(chunks).items():
@@ -187,7 +194,7 @@ def _by_form(chunks: Sequence[SeenChunk]) -> dict[Form, list[SeenChunk]]:
     return by_form
 
 
-def _estimated(server: Server, chunks: Sequence[SeenChunk]) -> Cut:
+def _estimated(server: PrimaryServers, chunks: Sequence[SeenChunk]) -> Cut:
     """A cut estimated from the chunk with the highest stripe index. Reads no value."""
     chunk = max(chunks, key=lambda chunk: chunk.stripes)
     last, found = chunk.stripes.bit_length() - 1, [True]
@@ -202,7 +209,7 @@ def _estimated(server: Server, chunks: Sequence[SeenChunk]) -> Cut:
     return Cut(each * last + final, each, last + 1)
 
 
-def present_of(server: Server, chunks: Sequence[tuple[SeenChunk, Cut | None]]) -> list[int]:
+def present_of(server: PrimaryServers, chunks: Sequence[tuple[SeenChunk, Cut | None]]) -> list[int]:
     """The stripes of each chunk that exist, a bitmask: those seen, and those found by EXISTS."""
     masks = [chunk.stripes for chunk, _ in chunks]
     asked = [

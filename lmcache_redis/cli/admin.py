@@ -23,7 +23,7 @@ from lmcache_redis.config import default_endpoint
 from lmcache_redis.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lmcache_redis.admin.server import Server
+    from lmcache_redis.admin.server import PrimaryServers
 
 
 def inspect(
@@ -214,7 +214,7 @@ def _status(endpoint: str | None) -> dict[str, Any] | None:
 @contextmanager
 def _server(
     url: str | None, username: str | None, key_prefix: str | None
-) -> Iterator[tuple[Server, bytes]]:
+) -> Iterator[tuple[PrimaryServers, bytes]]:
     """The server named by the options and the environment, and the key prefix."""
     from lmcache_redis.admin.server import open_server
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.admin.server import Server, open_server
+from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.resp import RedisOptions
 from tests.servers import RedisServer
 
@@ -27,7 +27,7 @@ def client(redis_server: RedisServer) -> Iterator[Any]:
 
 
 @pytest.fixture
-def server(redis_server: RedisServer) -> Iterator[Server]:
+def server(redis_server: RedisServer) -> Iterator[PrimaryServers]:
     with open_server(RedisOptions(redis_server.unix_url)) as server:
         yield server
 

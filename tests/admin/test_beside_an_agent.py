@@ -12,7 +12,7 @@ from lmcache_redis import __version__
 from lmcache_redis.admin.inspect import Summary, summarise
 from lmcache_redis.admin.pace import Pace
 from lmcache_redis.admin.purge import Removal, Selection, choose, remove
-from lmcache_redis.admin.server import Server, open_server
+from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.resp import RedisOptions
 from tests.cli.test_admin import one_sentence, run
 from tests.harness import AgentServer, Engine, block_hashes
@@ -34,7 +34,7 @@ def agent(own_server: RedisServer, tmp_path: Path) -> Iterator[AgentServer]:
         yield agent
 
 
-def held(server: Server) -> Summary:
+def held(server: PrimaryServers) -> Summary:
     return summarise(server, PREFIX.encode(), everything=True, verify=True)
 
 

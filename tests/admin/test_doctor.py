@@ -20,7 +20,7 @@ from lmcache_redis.admin.facts import Facts, Need
 from lmcache_redis.admin.names import find_name
 from lmcache_redis.admin.report import diagnosis_lines
 from lmcache_redis.admin.rules import Finding, Severity, judge
-from lmcache_redis.admin.server import Node, Server, open_server
+from lmcache_redis.admin.server import Primary, PrimaryServers, open_server
 from lmcache_redis.errors import FormatError, RedisFull, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
 from tests.admin.cache import Cached, everything
@@ -36,7 +36,7 @@ def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_diagnosis_changes_nothing(
-    server: Server, client: Any, redis_server: RedisServer
+    server: PrimaryServers, client: Any, redis_server: RedisServer
 ) -> None:
     Cached(1, prefix=b"p:").put(client)
     client.set("other", "x")
@@ -57,9 +57,9 @@ def test_a_diagnosis_changes_nothing(
 
 
 def test_without_bandwidth_nothing_is_written(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: PrimaryServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(server: Server, node: Node, prefix: bytes) -> None:
+    def never(server: PrimaryServers, node: Primary, prefix: bytes) -> None:
         raise AssertionError("measured")
 
     monkeypatch.setattr("lmcache_redis.admin.doctor.measure_bandwidth", never)
@@ -76,7 +76,7 @@ def test_a_cache_as_it_should_be_passes(own_server: RedisServer) -> None:
 
 
 def test_probes_expire_by_themselves(
-    server: Server, client: Any, monkeypatch: pytest.MonkeyPatch
+    server: PrimaryServers, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if killed in the middle: what was written goes without us."""
 
@@ -84,7 +84,7 @@ def test_probes_expire_by_themselves(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(doctor, "_read", killed)
-    monkeypatch.setattr(Node, "ask_all", lambda self, commands: [])
+    monkeypatch.setattr(Primary, "ask_all", lambda self, commands: [])
     with pytest.raises(KeyboardInterrupt):
         measure_bandwidth(server, server.nodes[0], b"p:")
     keys = client.keys("*")

@@ -15,8 +15,9 @@ from lmcache_redis.admin.inspect import (
     summarise,
 )
 from lmcache_redis.admin.names import printable
-from lmcache_redis.admin.report import chunk_lines, summary_lines
-from lmcache_redis.admin.server import Server, open_server
+from lmcache_redis.admin.purge import Selection, choose
+from lmcache_redis.admin.report import as_json, chunk_lines, summary_lines
+from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.agent.registering import form_of
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from lmcache_redis.config import AgentConfig
@@ -30,7 +31,7 @@ CHUNK = Cached(3, rank=1)
 
 
 def report_on(
-    server: Server, key: bytes, verify: bool = False, keys: SealKeys | None = None
+    server: PrimaryServers, key: bytes, verify: bool = False, keys: SealKeys | None = None
 ) -> ChunkReport:
     report = explain(server, key, b"", verify, keys)
     assert isinstance(report, ChunkReport)
@@ -39,7 +40,7 @@ def report_on(
 
 @pytest.mark.parametrize("key", [CHUNK.name.chunk_key, *CHUNK.keys])
 def test_a_chunk_by_any_of_its_keys(
-    server: Server, client: Any, redis_server: RedisServer, key: bytes
+    server: PrimaryServers, client: Any, redis_server: RedisServer, key: bytes
 ) -> None:
     CHUNK.put(client)
     Cached(4).put(client)
@@ -86,7 +87,7 @@ def put(index: int, value: bytes) -> Callable[[Any], None]:
     ids=["a hole", "no stripe 0", "the last alone", "gone", "torn", "short", "foreign", "other"],
 )
 def test_what_is_wrong_with_a_chunk(
-    server: Server, client: Any, change: Callable[[Any], None], verdict: Verdict, said: str
+    server: PrimaryServers, client: Any, change: Callable[[Any], None], verdict: Verdict, said: str
 ) -> None:
     CHUNK.put(client)
     change(client)
@@ -96,7 +97,7 @@ def test_what_is_wrong_with_a_chunk(
 
 
 def test_a_list_under_our_key_is_explained(
-    server: Server, client: Any, redis_server: RedisServer
+    server: PrimaryServers, client: Any, redis_server: RedisServer
 ) -> None:
     client.lpush(CHUNK.keys[0], "x")
     before = everything(redis_server)
@@ -116,7 +117,7 @@ def test_a_user_who_may_not_read(own_server: RedisServer) -> None:
         assert "does not allow it to this user" in "\n".join(chunk_lines(report))
 
 
-def test_verify_finds_a_flipped_bit(server: Server, client: Any) -> None:
+def test_verify_finds_a_flipped_bit(server: PrimaryServers, client: Any) -> None:
     CHUNK.put(client)
     assert report_on(server, CHUNK.keys[0], verify=True).verdict is Verdict.COMPLETE
     at = HEADER_BYTES + 77
@@ -127,7 +128,7 @@ def test_verify_finds_a_flipped_bit(server: Server, client: Any) -> None:
     assert "its payload's checksum is" in "\n".join(chunk_lines(report))
 
 
-def test_a_sealed_chunk(server: Server, client: Any) -> None:
+def test_a_sealed_chunk(server: PrimaryServers, client: Any) -> None:
     keys, others = SealKeys([b"k" * 32]), SealKeys([b"o" * 32])
     chunk = Cached(3, sealed_with=keys)
     chunk.put(client)
@@ -162,14 +163,14 @@ def test_a_sealed_chunk(server: Server, client: Any) -> None:
     assert group.damaged == 1
 
 
-def test_a_plain_chunk_where_keys_are_given(server: Server, client: Any) -> None:
+def test_a_plain_chunk_where_keys_are_given(server: PrimaryServers, client: Any) -> None:
     CHUNK.put(client)
     report = report_on(server, CHUNK.keys[0], True, SealKeys([b"k" * 32]))
     assert report.verdict is Verdict.BROKEN
     assert "not sealed: agents with seal keys count a miss" in "\n".join(chunk_lines(report))
 
 
-def test_a_key_with_another_prefix_is_understood(server: Server, client: Any) -> None:
+def test_a_key_with_another_prefix_is_understood(server: PrimaryServers, client: Any) -> None:
     theirs = Cached(1, prefix=b"theirs:")
     theirs.put(client)
     assert report_on(server, theirs.keys[0]).name == theirs.name
@@ -179,7 +180,7 @@ def test_a_key_with_another_prefix_is_understood(server: Server, client: Any) ->
     ("value", "kind", "size"), [(None, "none", None), ("x", "string", 1)], ids=["absent", "string"]
 )
 def test_a_key_that_is_not_ours(
-    server: Server, client: Any, value: str | None, kind: str, size: int | None
+    server: PrimaryServers, client: Any, value: str | None, kind: str, size: int | None
 ) -> None:
     if value is not None:
         client.set("foo\x1b[2J", value)
@@ -189,7 +190,7 @@ def test_a_key_that_is_not_ours(
     assert "\x1b" not in "\n".join(chunk_lines(report))
 
 
-def test_what_a_real_agent_would_write_is_ours(server: Server, client: Any) -> None:
+def test_what_a_real_agent_would_write_is_ours(server: PrimaryServers, client: Any) -> None:
     segments = (Segment(storage=0, offset=0, page_bytes=1024, block_stride=1024),)
     layout = KVLayout((("model", "m"),), "float16", "cpu", 16, 8, segments)
     config = AgentConfig(chunk_size_tokens=64, slot_bytes=4096, key_prefix=b"p:")
@@ -206,7 +207,7 @@ def test_what_a_real_agent_would_write_is_ours(server: Server, client: Any) -> N
 # ------------------------------------------------------------------- summary
 
 
-def test_a_summary(server: Server, client: Any, redis_server: RedisServer) -> None:
+def test_a_summary(server: PrimaryServers, client: Any, redis_server: RedisServer) -> None:
     for number in range(4):
         for rank in range(2):
             Cached(number, rank=rank).put(client)
@@ -234,7 +235,7 @@ def test_a_summary(server: Server, client: Any, redis_server: RedisServer) -> No
     assert '1 key named like ours but naming no chunk, such as "lmcr1:x"' in text
 
 
-def test_a_summary_verified(server: Server, client: Any) -> None:
+def test_a_summary_verified(server: PrimaryServers, client: Any) -> None:
     for number in range(3):
         Cached(number).put(client)
     client.setrange(Cached(1).keys[2], HEADER_BYTES, b"damaged")
@@ -243,7 +244,7 @@ def test_a_summary_verified(server: Server, client: Any) -> None:
     assert [group.damaged for group in summary.groups] == [2]
 
 
-def test_store_times_where_reading_is_no_use(server: Server, client: Any) -> None:
+def test_store_times_where_reading_is_no_use(server: PrimaryServers, client: Any) -> None:
     for number in range(3):
         Cached(number).put(client)
     client.set(Cached(0).keys[0], "foreign")
@@ -257,7 +258,7 @@ def test_store_times_where_reading_is_no_use(server: Server, client: Any) -> Non
     assert row.endswith(" days ago")
 
 
-def test_a_summary_of_nothing(server: Server) -> None:
+def test_a_summary_of_nothing(server: PrimaryServers) -> None:
     summary = summarise(server, b"", everything=False, verify=False)
     assert list(summary_lines(summary)) == ["no chunks are here"]
 
@@ -276,3 +277,20 @@ def test_under_lfu_uses_are_counted(own_server: RedisServer) -> None:
 def test_names_cannot_move_the_cursor() -> None:
     assert printable("org/mod\x1b[2Jel\n\u202e") == "org/mod\\x1b[2Jel\\n\\u202e"
     assert printable("ürg/模型") == "ürg/模型"
+
+
+# The second: in the year 3000.
+@pytest.mark.parametrize("stored_unix_ms", [2**64 - 1, 32_503_680_000_000])
+def test_a_forged_time_is_said(server: PrimaryServers, client: Any, stored_unix_ms: int) -> None:
+    chunk = Cached(1, stored_unix_ms=stored_unix_ms)
+    chunk.put(client)
+    report = explain(server, chunk.keys[0], b"", True)
+    assert isinstance(report, ChunkReport)
+    assert report.verdict is Verdict.COMPLETE
+    (stored,) = [line for line in chunk_lines(report) if line.startswith("stored")]
+    assert f"{stored_unix_ms:,} ms after 1970, which is to come" in stored
+    assert as_json(report)["stored_unix_s"] == stored_unix_ms / 1000
+    assert list(summary_lines(summarise(server, b"", everything=True, verify=True)))
+    Cached(2).put(client)
+    plan = choose(server, b"", Selection(stored_longer_than_s=1.0))
+    assert [chunk.name.key.chunk_hash[-1] for chunk in plan.chunks] == [2]

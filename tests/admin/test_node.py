@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.admin.node import NodeFacts, Process, read_process
-from lmcache_redis.admin.node_rules import judge_node
+from lmcache_redis.admin.node import NodeFacts, Process, judge_node, read_process
 from lmcache_redis.admin.rules import CRITICAL, HINT, OK, WARNING, Severity
 from lmcache_redis.chunks.frame import ChunkFrame, describe_header, stripe_payload_bytes
 from lmcache_redis.chunks.names import opaque_pages

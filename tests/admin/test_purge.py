@@ -11,7 +11,7 @@ import pytest
 from lmcache_redis.admin.names import read_layout
 from lmcache_redis.admin.pace import Pace
 from lmcache_redis.admin.purge import Removal, Selection, choose, remove, steps_of
-from lmcache_redis.admin.server import Server, open_server
+from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.admin.survey import SeenChunk
 from lmcache_redis.errors import ConfigError, RedisAuthError
 from lmcache_redis.resp import RedisOptions
@@ -22,7 +22,7 @@ ALL = Selection(everything=True)
 FAST = 1_000_000.0
 
 
-def purge(server: Server, selection: Selection, prefix: bytes = b"") -> Removal:
+def purge(server: PrimaryServers, selection: Selection, prefix: bytes = b"") -> Removal:
     result = Removal()
     remove(server, choose(server, prefix, selection), Pace(FAST), result)
     return result
@@ -38,7 +38,7 @@ def of_model(*models: str) -> Selection:
 
 
 def test_a_model_goes_and_the_others_stay(
-    server: Server, client: Any, redis_server: RedisServer
+    server: PrimaryServers, client: Any, redis_server: RedisServer
 ) -> None:
     gone = [Cached(n, rank=r) for n, r in itertools.product(range(3), range(2))]
     stay = [Cached(n, model="org/model-2") for n in range(3)] + [Cached(1, prefix=b"other:")]
@@ -54,7 +54,9 @@ def test_a_model_goes_and_the_others_stay(
 
 
 @pytest.mark.parametrize("digits", [16, 32, 64])
-def test_a_layout_goes_and_the_others_stay(server: Server, client: Any, digits: int) -> None:
+def test_a_layout_goes_and_the_others_stay(
+    server: PrimaryServers, client: Any, digits: int
+) -> None:
     gone = Cached(1, raw_namespace=digits == 32)
     stay = Cached(1, layout="second")
     put(client, gone, stay)
@@ -63,7 +65,7 @@ def test_a_layout_goes_and_the_others_stay(server: Server, client: Any, digits: 
     assert set(client.keys("*")) == set(stay.keys)
 
 
-def test_conditions_add_up(server: Server, client: Any) -> None:
+def test_conditions_add_up(server: PrimaryServers, client: Any) -> None:
     chunks = [Cached(1, model=m, layout=w) for m in ("a", "b") for w in ("first", "second")]
     put(client, *chunks)
     layouts = read_layout(chunks[0].name.layout)
@@ -72,7 +74,7 @@ def test_conditions_add_up(server: Server, client: Any) -> None:
     assert set(client.keys("*")) == {key for chunk in chunks[1:] for key in chunk.keys}
 
 
-def test_idle_chunks_go(server: Server, client: Any) -> None:
+def test_idle_chunks_go(server: PrimaryServers, client: Any) -> None:
     old, new = Cached(1), Cached(2)
     put(client, old, new)
     for key in old.keys:
@@ -84,7 +86,7 @@ def test_idle_chunks_go(server: Server, client: Any) -> None:
     assert set(client.keys("*")) == set(new.keys)
 
 
-def test_a_chunk_used_since_it_was_chosen_stays(server: Server, client: Any) -> None:
+def test_a_chunk_used_since_it_was_chosen_stays(server: PrimaryServers, client: Any) -> None:
     chunk = Cached(1)
     chunk.put(client)
     age(client, chunk.keys[0], 5000)
@@ -109,7 +111,9 @@ def stored_ago(number: int, seconds: float) -> Cached:
     return Cached(number, stored_unix_ms=int((time.time() - seconds) * 1000))
 
 
-def test_chunks_stored_long_ago_go_however_often_they_are_read(server: Server, client: Any) -> None:
+def test_chunks_stored_long_ago_go_however_often_they_are_read(
+    server: PrimaryServers, client: Any
+) -> None:
     old, new = stored_ago(1, 31 * 86_400), stored_ago(2, 29 * 86_400)
     put(client, old, new)
     selection = Selection(stored_longer_than_s=30 * 86_400.0)
@@ -118,7 +122,7 @@ def test_chunks_stored_long_ago_go_however_often_they_are_read(server: Server, c
     assert set(client.keys("*")) == set(new.keys)
 
 
-def test_a_chunk_stored_anew_since_it_was_chosen_stays(server: Server, client: Any) -> None:
+def test_a_chunk_stored_anew_since_it_was_chosen_stays(server: PrimaryServers, client: Any) -> None:
     stored_ago(1, 1000).put(client)
     plan = choose(server, b"", Selection(stored_longer_than_s=500.0))
     again = stored_ago(1, 0)
@@ -129,14 +133,16 @@ def test_a_chunk_stored_anew_since_it_was_chosen_stays(server: Server, client: A
     assert set(client.keys("*")) == set(again.keys)
 
 
-def test_a_header_that_cannot_be_read_is_of_no_age(server: Server, client: Any) -> None:
+def test_a_header_that_cannot_be_read_is_of_no_age(server: PrimaryServers, client: Any) -> None:
     chunk = stored_ago(1, 1000)
     chunk.put(client)
     client.set(chunk.keys[0], "somebody else's")
     assert not choose(server, b"", Selection(stored_longer_than_s=500.0)).chunks
 
 
-def test_both_ages_add_up_where_reading_a_header_is_no_use(server: Server, client: Any) -> None:
+def test_both_ages_add_up_where_reading_a_header_is_no_use(
+    server: PrimaryServers, client: Any
+) -> None:
     both, stored, idle = stored_ago(1, 9000), stored_ago(2, 9000), stored_ago(3, 0)
     put(client, both, stored, idle)
     for key in (*both.keys, *idle.keys):
@@ -151,7 +157,7 @@ def test_both_ages_add_up_where_reading_a_header_is_no_use(server: Server, clien
 
 
 def test_under_doubt_nothing_is_removed(
-    server: Server, client: Any, redis_server: RedisServer
+    server: PrimaryServers, client: Any, redis_server: RedisServer
 ) -> None:
     """Values that are not ours, or not surely, under names that are; names that are not ours."""
     foreign = [Cached(number) for number in range(20, 27)]
@@ -180,7 +186,7 @@ def test_under_doubt_nothing_is_removed(
 
 
 @pytest.mark.parametrize("prefix", [b"*:", b"a?[b]", b"\\", b"p\xff\0:"])
-def test_a_prefix_is_no_pattern(server: Server, client: Any, prefix: bytes) -> None:
+def test_a_prefix_is_no_pattern(server: PrimaryServers, client: Any, prefix: bytes) -> None:
     ours, plain, longer = (
         Cached(1, prefix=prefix), Cached(1, prefix=b"abb:"), Cached(1, prefix=b"x" + prefix)
     )  # fmt: skip
@@ -189,23 +195,25 @@ def test_a_prefix_is_no_pattern(server: Server, client: Any, prefix: bytes) -> N
     assert set(client.keys("*")) == {*plain.keys, *longer.keys}
 
 
-def test_stripe_0_goes_first(server: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stripe_0_goes_first(
+    server: PrimaryServers, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(client, Cached(1), Cached(2))
     sent: list[bytes] = []
-    ask_all = Server.ask_all
+    ask_all = PrimaryServers.ask_all
 
-    def recorded(server: Server, commands: Any) -> Any:
+    def recorded(server: PrimaryServers, commands: Any) -> Any:
         sent.extend(key for key, command in commands if command[0] == "UNLINK")
         return ask_all(server, commands)
 
-    monkeypatch.setattr(Server, "ask_all", recorded)
+    monkeypatch.setattr(PrimaryServers, "ask_all", recorded)
     purge(server, ALL)
     indexes = [int.from_bytes(key[-2:], "big") for key in sent]
     assert indexes[:2] == [0, 0]
     assert sorted(indexes) == [0, 0, 1, 1, 2, 2]
 
 
-def test_what_vanishes_meanwhile_is_counted(server: Server, client: Any) -> None:
+def test_what_vanishes_meanwhile_is_counted(server: PrimaryServers, client: Any) -> None:
     put(client, Cached(1), Cached(2))
     plan = choose(server, b"", ALL)
     client.delete(*Cached(1).keys)
@@ -216,14 +224,14 @@ def test_what_vanishes_meanwhile_is_counted(server: Server, client: Any) -> None
     assert seen == [6]
 
 
-def test_remains_without_stripe_0_go_too(server: Server, client: Any) -> None:
+def test_remains_without_stripe_0_go_too(server: PrimaryServers, client: Any) -> None:
     Cached(1).put(client, 1, 2)
     result = purge(server, of_model("org/model"))
     assert (result.chunks, result.stripes) == (1, 2)
     assert client.dbsize() == 0
 
 
-def test_a_plan_says_how_much(server: Server, client: Any) -> None:
+def test_a_plan_says_how_much(server: PrimaryServers, client: Any) -> None:
     chunks = [Cached(1), Cached(2), Cached(1, model="other", stripe_count=1)]
     put(client, *chunks)
     plan = choose(server, b"", ALL)
@@ -239,13 +247,13 @@ def test_a_plan_says_how_much(server: Server, client: Any) -> None:
     ]
 
 
-def test_many_chunks_in_many_steps(server: Server, client: Any) -> None:
+def test_many_chunks_in_many_steps(server: PrimaryServers, client: Any) -> None:
     put(client, *(Cached(number, stripe_count=7) for number in range(200)))
     assert purge(server, ALL).chunks == 200
     assert client.dbsize() == 0
 
 
-def test_a_chunk_of_more_stripes_than_a_step(server: Server, client: Any) -> None:
+def test_a_chunk_of_more_stripes_than_a_step(server: PrimaryServers, client: Any) -> None:
     Cached(1, stripe_count=700).put(client)
     assert purge(server, ALL).stripes == 700
     assert client.dbsize() == 0
@@ -287,7 +295,7 @@ def test_a_step_has_whole_chunks(rate: float, most: int) -> None:
     assert max(sum(chunk.count for chunk in step) for step in steps) == most
 
 
-def test_a_purge_keeps_its_pace(server: Server, client: Any) -> None:
+def test_a_purge_keeps_its_pace(server: PrimaryServers, client: Any) -> None:
     put(client, *map(Cached, range(4)))
     now, slept = [100.0], []
 

@@ -9,7 +9,7 @@ from lmcache_redis.admin.facts import Facts
 from lmcache_redis.admin.inspect import explain, summarise
 from lmcache_redis.admin.purge import Removal, Selection, choose
 from lmcache_redis.admin.report import as_json
-from lmcache_redis.admin.server import Server
+from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.resp.net.endpoint import Transport
 from tests.admin.cache import STORED_UNIX_MS, Cached
 
@@ -18,7 +18,7 @@ def names(found: Any) -> str:
     return " ".join(as_json(found))
 
 
-def test_the_fields_are_these(server: Server, client: Any) -> None:
+def test_the_fields_are_these(server: PrimaryServers, client: Any) -> None:
     chunk = Cached(3, prefix=b"\xff:")
     chunk.put(client)
     report = explain(server, chunk.keys[1], b"", False)
@@ -48,7 +48,7 @@ def test_the_fields_are_these(server: Server, client: Any) -> None:
     )
 
 
-def test_values_as_programs_take_them(server: Server, client: Any) -> None:
+def test_values_as_programs_take_them(server: PrimaryServers, client: Any) -> None:
     chunk = Cached(3, rank=1, prefix=b"\xff:")
     chunk.put(client)
     client.delete(chunk.keys[2])

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_redis.admin.facts import info_of
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import (
+    ConfigError,
     RedisAuthError,
+    RedisError,
+    RedisProtocolError,
     RedisReplyError,
     RedisTimeout,
     RedisUnavailable,
 )
 from lmcache_redis.resp import RedisOptions
+from tests.resp.trickling import LyingServer, Trickle
 from tests.servers import RedisServer
 
 SECRET = "s3cr3t/?#@:"
@@ -99,6 +102,117 @@ def test_a_server_that_stops_answering(
 
 def test_reading_is_no_use_where_the_server_can_do_that(redis_server: RedisServer) -> None:
     with open_server(RedisOptions(redis_server.unix_url)) as server:
-        info = info_of(server.nodes[0].ask("INFO"))
+        info = server.nodes[0].ask("INFO")
         version = tuple(map(int, str(info["redis_version"]).split(".")))
         assert server.untouched == (version >= (7, 2))
+
+
+def test_a_value_is_read_in_pieces(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_redis.admin.server.PIECE_BYTES", 1000)
+    with redis_server.client() as client:
+        client.set("key", bytes(range(256)) * 10)
+    with open_server(RedisOptions(redis_server.unix_url)) as server:
+        assert server.get(b"key", 5000) == bytes(range(256)) * 10
+        assert server.get(b"key", 2000) == (bytes(range(256)) * 10)[:2000]
+        assert server.get(b"none", 10) == b""
+
+
+def test_no_password_in_what_a_server_echoes(tmp_path: Path) -> None:
+    def echo(words: list[bytes]) -> bytes | None:
+        return b"-ERR no: %b\r\n" % b" ".join(words) if words[0] == b"AUTH" else None
+
+    path = tmp_path / "password"
+    path.write_text(SECRET)
+    with LyingServer(echo) as lying:
+        for options, instead in (
+            (RedisOptions(lying.url, username="user", password=SECRET), "***"),
+            (RedisOptions(lying.url, username="user", password_file=str(path)), "***"),
+            (RedisOptions(lying.url, credential_provider=Rotating(SECRET)), "(not shown)"),
+        ):
+            with pytest.raises(RedisError) as caught, open_server(options):
+                pass
+            assert instead in str(caught.value)
+            assert SECRET not in str(caught.value)
+
+
+def test_what_is_no_redis_and_what_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_redis.admin.server.OP_TIMEOUT_S", 0.2)
+    with (
+        LyingServer(lambda words: b"HTTP/1.1 400 Bad Request\r\n\r\n") as web,
+        pytest.raises(RedisProtocolError, match="does not speak Redis"),
+        open_server(RedisOptions(web.url)),
+    ):
+        pass
+    with (
+        LyingServer(lambda words: Trickle(b"+OK\r\n", 60.0)) as silent,
+        pytest.raises(RedisTimeout, match="does not answer"),
+        open_server(RedisOptions(silent.url)),
+    ):
+        pass
+
+
+def test_a_restarted_server_is_asked_again(own_server: RedisServer) -> None:
+    with open_server(RedisOptions(own_server.unix_url)) as server:
+        own_server.kill()
+        own_server.start()
+        assert server.nodes[0].ask("DBSIZE") == 0
+        # The new connection too.
+        assert "lmcache-redis-admin" in own_server.command("CLIENT", "LIST").decode()
+
+
+def test_a_user_without_rights_to_name_itself(own_server: RedisServer) -> None:
+    rights = ("~*", "+@read", "+ping", "-client")
+    own_server.command("ACL", "SETUSER", "some", "on", ">pw", *rights)
+    options = RedisOptions(own_server.unix_url, username="some", password="pw")
+    with open_server(options) as server:
+        assert not server.untouched
+        assert server.nodes[0].ask("DBSIZE") == 0
+
+
+class Rotating:
+    """A credential provider whose tokens last for one connect."""
+
+    def __init__(self, *passwords: str) -> None:
+        self.left = list(passwords)
+
+    def get_credentials(self) -> tuple[str, ...]:
+        return "some", self.left.pop(0)
+
+
+def test_credentials_are_asked_at_each_connect(own_server: RedisServer, tmp_path: Path) -> None:
+    own_server.command("ACL", "SETUSER", "some", "on", ">first", "~*", "+@all")
+    path = tmp_path / "password"
+    path.write_text("first\n")
+    rotating = Rotating("first", "second")
+    for options in (
+        RedisOptions(own_server.unix_url, username="some", password_file=str(path)),
+        RedisOptions(own_server.unix_url, credential_provider=rotating),
+    ):
+        own_server.command("ACL", "SETUSER", "some", "resetpass", ">first")
+        with open_server(options) as server:
+            own_server.command("ACL", "SETUSER", "some", "resetpass", ">second")
+            path.write_text("second\n")
+            own_server.command("CLIENT", "KILL", "USER", "some")
+            assert server.nodes[0].ask("DBSIZE") == 0
+        path.write_text("first\n")
+    assert not rotating.left
+
+
+def test_a_provider_that_fails_is_one_sentence(own_server: RedisServer, tmp_path: Path) -> None:
+    failing = RedisOptions(own_server.unix_url, credential_provider=Rotating())
+    with (
+        pytest.raises(RedisAuthError, match="the credential provider failed: IndexError"),
+        open_server(failing),
+    ):
+        pass
+    path = tmp_path / "password"
+    path.write_text("x")
+    gone = RedisOptions(own_server.unix_url, password_file=str(path))
+    path.unlink()
+    with (
+        pytest.raises((RedisAuthError, ConfigError), match=r"password file .* cannot be read"),
+        open_server(gone),
+    ):
+        pass

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_redis.admin.server import Server
+from lmcache_redis.admin.server import PrimaryServers
 from lmcache_redis.admin.stripes import State, judge, read_stripes, read_uses, verify_payload
 from lmcache_redis.chunks.frame import HEADER_BYTES
 from tests.admin.cache import Cached, age
@@ -68,7 +68,7 @@ def test_no_changed_header_is_ours(at: int, change: int) -> None:
     assert not judged(bytes(value)).is_ours
 
 
-def test_read(server: Server, client: Any) -> None:
+def test_read(server: PrimaryServers, client: Any) -> None:
     CHUNK.put(client, 0, 2)
     client.pexpire(CHUNK.keys[2], 3_600_000)
     client.lpush(Cached(9).keys[0], "x")
@@ -82,7 +82,9 @@ def test_read(server: Server, client: Any) -> None:
     assert 3000 < (found[2].expires_in_s or 0) <= 3600
 
 
-def test_idle_times_are_read_before_reading_counts_as_a_use(server: Server, client: Any) -> None:
+def test_idle_times_are_read_before_reading_counts_as_a_use(
+    server: PrimaryServers, client: Any
+) -> None:
     CHUNK.put(client)
     age(client, CHUNK.keys[0], 5000)
     (stripe,) = read_stripes(server, [(CHUNK.name, 0)])
@@ -90,7 +92,7 @@ def test_idle_times_are_read_before_reading_counts_as_a_use(server: Server, clie
     assert stripe.use.idle_s >= 5000
 
 
-def test_asking_when_a_key_was_used_is_no_use(server: Server, client: Any) -> None:
+def test_asking_when_a_key_was_used_is_no_use(server: PrimaryServers, client: Any) -> None:
     CHUNK.put(client)
     age(client, CHUNK.keys[0], 5000)
     for _ in range(2):
@@ -101,7 +103,7 @@ def test_asking_when_a_key_was_used_is_no_use(server: Server, client: Any) -> No
         assert not absent.refused
 
 
-def test_a_damaged_payload_is_found_by_its_checksum(server: Server, client: Any) -> None:
+def test_a_damaged_payload_is_found_by_its_checksum(server: PrimaryServers, client: Any) -> None:
     CHUNK.put(client)
     client.setrange(CHUNK.keys[1], HEADER_BYTES + 5, b"????")
     found = read_stripes(server, [(CHUNK.name, index) for index in range(3)])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.admin.server import Server, open_server
+from lmcache_redis.admin.server import PrimaryServers, open_server
 from lmcache_redis.admin.stripes import State, read_uses, stripes_of
 from lmcache_redis.admin.survey import Cut, SeenChunk, cuts_of, present_of, survey
 from lmcache_redis.chunks.frame import describe_header
@@ -15,7 +15,7 @@ from tests.admin.cache import PAYLOAD_BYTES, Cached, age
 from tests.servers import RedisServer
 
 
-def test_every_chunk_is_found_once(server: Server, client: Any) -> None:
+def test_every_chunk_is_found_once(server: PrimaryServers, client: Any) -> None:
     chunks = {c.name.chunk_key: c for c in (Cached(n, rank=n % 2) for n in range(300))}
     for chunk in chunks.values():
         chunk.put(client)
@@ -30,7 +30,7 @@ def test_every_chunk_is_found_once(server: Server, client: Any) -> None:
     assert found.looked_at == found.database_keys == 902
 
 
-def test_a_sample_is_bounded(server: Server, client: Any) -> None:
+def test_a_sample_is_bounded(server: PrimaryServers, client: Any) -> None:
     for number in range(10):
         Cached(number).put(client)
     assert survey(server, b"", most_chunks=10).whole, "enough only with the very last step"
@@ -45,7 +45,7 @@ def test_a_sample_is_bounded(server: Server, client: Any) -> None:
     assert (few.chunks, few.whole, few.looked_at) == ({}, False, 500)
 
 
-def test_only_the_layouts_asked_for(server: Server, client: Any) -> None:
+def test_only_the_layouts_asked_for(server: PrimaryServers, client: Any) -> None:
     first, second = Cached(1), Cached(1, layout="second")
     first.put(client)
     second.put(client)
@@ -53,7 +53,7 @@ def test_only_the_layouts_asked_for(server: Server, client: Any) -> None:
         assert list(survey(server, b"", namespaces=namespaces).chunks) == [first.name.chunk_key]
 
 
-def test_all_stripes_of_a_chunk(server: Server, client: Any) -> None:
+def test_all_stripes_of_a_chunk(server: PrimaryServers, client: Any) -> None:
     chunk = Cached(1, stripe_count=5)
     chunk.put(client, 0, 1, 4)
     missing, whole = State.MISSING, State.WHOLE
@@ -67,7 +67,7 @@ def test_all_stripes_of_a_chunk(server: Server, client: Any) -> None:
     assert [stripe.state for stripe in stripes_of(server, chunk.name, 3)] == [missing, missing]
 
 
-def test_looking_is_no_use(server: Server, client: Any) -> None:
+def test_looking_is_no_use(server: PrimaryServers, client: Any) -> None:
     chunk = Cached(1)
     chunk.put(client)
     for key in chunk.keys:
@@ -78,7 +78,7 @@ def test_looking_is_no_use(server: Server, client: Any) -> None:
     assert all((use.idle_s or 0) >= 5000 for use in read_uses(server, chunk.keys))
 
 
-def test_without_headers_sizes_are_those_of_memory(server: Server, client: Any) -> None:
+def test_without_headers_sizes_are_those_of_memory(server: PrimaryServers, client: Any) -> None:
     server.nodes[0].untouched = False
     chunk = Cached(1, stripe_count=40)
     chunk.put(client)
@@ -123,7 +123,7 @@ def test_a_chunk_of_one_stripe() -> None:
     assert cut.value_bytes(1) == chunk.value_bytes == 612
 
 
-def test_cuts_come_from_whole_headers_alone(server: Server, client: Any) -> None:
+def test_cuts_come_from_whole_headers_alone(server: PrimaryServers, client: Any) -> None:
     server.nodes[0].untouched = True
     for number in range(4):
         client.set(Cached(number).keys[0], "no header")
@@ -134,7 +134,7 @@ def test_cuts_come_from_whole_headers_alone(server: Server, client: Any) -> None
     assert list(cuts.values()) == [Cut(Cached().chunk_bytes, PAYLOAD_BYTES, 3)]
 
 
-def test_stripes_that_came_during_the_scan_count(server: Server, client: Any) -> None:
+def test_stripes_that_came_during_the_scan_count(server: PrimaryServers, client: Any) -> None:
     chunk = Cached(1)
     chunk.put(client)
     client.delete(chunk.keys[2])

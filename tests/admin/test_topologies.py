@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,13 +19,13 @@ from lmcache_redis.admin.pace import Pace
 from lmcache_redis.admin.purge import Removal, Selection, choose, remove
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.server import open_server
-from lmcache_redis.errors import RedisUnavailable
+from lmcache_redis.errors import RedisAuthError, RedisTimeout, RedisUnavailable
 from lmcache_redis.resp import RedisOptions
 from lmcache_redis.resp.net.topology import slot_of
 from tests.admin.cache import Cached
 from tests.resp.certificates import Authority
-from tests.servers import RedisServer, free_port, server_binaries, speaks_tls
-from tests.topologies import Cluster, keys_on, running_cluster, running_sentinel
+from tests.servers import RedisServer, free_port, server_binaries, speaks_tls, wait_until
+from tests.topologies import Cluster, info, keys_on, running_cluster, running_sentinel
 
 pytestmark = pytest.mark.servers
 
@@ -76,7 +78,16 @@ def test_a_purge_reaches_every_node(cluster: Cluster) -> None:
     assert left == set(stay.keys)
 
 
-def test_redirections_are_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["redis", "redis-newest", "valkey-newest"])
+def test_redirections_are_followed(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After CLIENT NO-TOUCH, Redis 8.2 crashed here."""
+    executable = server_binaries()[name]
+    if executable is None:
+        pytest.skip(f"there is no {name} here")
+    (tmp_path / "redis-server").symlink_to(executable)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     chunk = Cached(1, stripe_count=12)
     with ExitStack() as stack:
         own = Cluster(tmp_path, stack)
@@ -88,6 +99,85 @@ def test_redirections_are_followed(tmp_path: Path) -> None:
             own.begin_move(slot_of(asked), source, target)
             own.move_keys(slot_of(asked), source, target, 10)
             assert server.ask_all([(key, ("EXISTS", key)) for key in chunk.keys]) == [1] * 12
+            report = explain(server, chunk.keys[0], b"", True)
+            assert isinstance(report, ChunkReport)
+            assert report.verdict is Verdict.COMPLETE
+            result = Removal()
+            remove(server, choose(server, b"", Selection(everything=True)), Pace(1e6), result)
+        # No SCAN met what a server has that the tools had not heard of.
+        assert (result.chunks, result.stripes, result.left) == (1, 10, {})
+
+
+def test_a_node_that_hangs_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = Cached(1, stripe_count=30)
+    with ExitStack() as stack:
+        own = Cluster(tmp_path, stack)
+        put(own, chunk)
+        with open_server(RedisOptions(own.url)) as server:
+            monkeypatch.setattr("lmcache_redis.admin.server.OP_TIMEOUT_S", 0.3)
+            own.nodes[2].stop()
+            began_s = time.monotonic()
+            with pytest.raises(RedisTimeout, match=f"{own.nodes[2].port} did not answer within"):
+                server.ask_all([(key, ("EXISTS", key)) for key in chunk.keys])
+            assert time.monotonic() - began_s < 5.0, "once, and not for each key"
+
+
+def test_an_unserved_slot_and_a_node_that_has_ended(tmp_path: Path) -> None:
+    chunk = Cached(1, stripe_count=12)
+    with ExitStack() as stack:
+        own = Cluster(tmp_path, stack)
+        first = own.nodes[0]
+        served = next(key for key in chunk.keys if own.node_of(key) is first)
+        first.command("CLUSTER", "DELSLOTS", slot_of(served))
+        with open_server(RedisOptions(own.url)) as server:
+            with pytest.raises(RedisUnavailable, match="has the slot of this key"):
+                explain(server, served, b"", False)
+            own.nodes[2].kill()
+            with pytest.raises(RedisUnavailable, match="was lost: try again"):
+                summarise(server, b"", everything=True, verify=False)
+
+
+def test_what_a_user_of_a_cluster_needs(cluster: Cluster) -> None:
+    chunk = Cached(1, stripe_count=12)
+    put(cluster, chunk)
+    rights = ["on", ">s3cr3t", "~*", "+@read", "+unlink", "+ping", "+cluster|slots"]
+    for node in cluster.nodes:
+        node.command("ACL", "SETUSER", "few", *rights)
+    options = RedisOptions(cluster.url, username="few", password="s3cr3t")
+    with pytest.raises(RedisAuthError, match=r"in a cluster \+command"), open_server(options):
+        pass
+    for node in cluster.nodes:
+        node.command("ACL", "SETUSER", "few", "+command")
+    with open_server(options) as server:
+        result = Removal()
+        remove(server, choose(server, b"", Selection(everything=True)), Pace(1e6), result)
+    assert (result.stripes, result.left) == (12, {})
+    wrong = RedisOptions(cluster.url, username="few", password="wr0ng")
+    with pytest.raises(RedisAuthError, match="refuses the user") as caught, open_server(wrong):
+        pass
+    assert "wr0ng" not in str(caught.value)
+
+
+def test_one_server_is_no_cluster(own_server: RedisServer) -> None:
+    url = own_server.url.replace("redis://", "redis+cluster://")
+    with (
+        pytest.raises(RedisUnavailable, match="is no cluster: write redis://"),
+        open_server(RedisOptions(url)),
+    ):
+        pass
+
+
+def test_seeds_that_are_gone_are_passed_over(cluster: Cluster) -> None:
+    gone = f"redis+cluster://127.0.0.1:{free_port()}"
+    with open_server(RedisOptions(f"{gone},127.0.0.1:{cluster.nodes[1].port}")) as server:
+        assert len(server.nodes) == 3
+    with (
+        pytest.raises(RedisUnavailable, match="refuses connections: start it, or correct"),
+        open_server(RedisOptions(gone)),
+    ):
+        pass
 
 
 def test_the_doctor_sees_every_node(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +214,29 @@ def test_a_sentinel_names_the_master(tmp_path: Path) -> None:
         ):
             pass
         assert "s3cr3t" not in str(caught.value)
+        wrong = watched.url.replace("s3cr3t", "wr0ng")
+        with (
+            pytest.raises(RedisAuthError, match="refuses the user or the password") as caught,
+            open_server(RedisOptions(wrong)),
+        ):
+            pass
+        assert "wr0ng" not in str(caught.value)
+        with open_server(RedisOptions(watched.url)) as server:
+            (node,) = server.nodes
+            assert node.ask("SET", "key", "before")
+            old = watched.master
+            watched.fail_over()
+            wait_until(lambda: watched.master is not old)
+            # The former master says READONLY, or has closed the connection.
+            wait_until(lambda: info(old, "replication").get("role") == "slave")
+            assert node.ask("SET", "key", "after")
+        assert watched.master.command("GET", "key") == b"after"
+        watched.stop_sentinel()
+        with (
+            pytest.raises(RedisUnavailable, match="refuses connections: start it, or correct"),
+            open_server(RedisOptions(watched.url)),
+        ):
+            pass
 
 
 def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +262,52 @@ def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (finding.severity, finding.seen) == (Severity.OK, "on")
         with (
             pytest.raises(RedisUnavailable, match="ssl_ca_certs"),
+            open_server(RedisOptions(url)),
+        ):
+            pass
+        # A CA that is named is trusted instead of the system's, not beside them.
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.ca))
+        with open_server(RedisOptions(f"{url}?ssl_check_hostname=true")):
+            pass
+        other = Authority(tmp_path / "other").ca
+        with (
+            pytest.raises(RedisUnavailable, match="ssl_ca_certs"),
+            open_server(RedisOptions(f"{url}?ssl_ca_certs={other}")),
+        ):
+            pass
+
+
+def test_a_cluster_over_tls(tmp_path: Path) -> None:
+    executable = server_binaries()["redis"]
+    if executable is None or not speaks_tls(executable):
+        pytest.skip("there is no redis-server with TLS here")
+    authority = Authority(tmp_path / "tls")
+    certificate, key = authority.issue("server", "localhost")
+    port = free_port()
+    while port > 55_000:  # the bus is 10,000 above
+        port = free_port()
+    words = [
+        "--cluster-enabled",
+        "yes",
+        "--tls-cluster",
+        "yes",
+        "--cluster-announce-ip",
+        "127.0.0.1",
+    ]
+    words += ["--tls-port", str(port), "--tls-auth-clients", "no"]
+    words += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    words += ["--tls-ca-cert-file", str(authority.ca)]
+    with RedisServer(tmp_path, tcp=False, args=words, executable=executable) as only:
+        only.command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        wait_until(lambda: b"cluster_state:ok" in only.command("CLUSTER", "INFO"))
+        with only.client() as client:
+            Cached(1).put(client)
+        url = f"rediss+cluster://127.0.0.1:{port}?ssl_ca_certs={authority.ca}"
+        with open_server(RedisOptions(f"{url}&ssl_check_hostname=false")) as server:
+            (group,) = summarise(server, b"", everything=True, verify=True).groups
+            assert (group.chunks, group.damaged, server.is_cluster) == (1, 0, True)
+        with (
+            pytest.raises(RedisUnavailable, match="ssl_check_hostname"),
             open_server(RedisOptions(url)),
         ):
             pass
