@@ -14,12 +14,12 @@ from lmcache_redis import __version__
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent, status_report
 from lmcache_redis.agent.comparing import CompareJob
-from lmcache_redis.agent.peers import MAX_CHUNKS, Peer, Registration, Session
+from lmcache_redis.agent.peers import Peer, Registration, Session
 from lmcache_redis.agent.registering import Registering
 from lmcache_redis.agent.transfers import CopyJob, Reply, RetrieveJob, StoreJob, because
 from lmcache_redis.agent.watching import Watches
 from lmcache_redis.cache.lookup import PrefixLookup
-from lmcache_redis.chunks.keys import MAX_HASH_BYTES, IPCCacheEngineKey, hash_chunks
+from lmcache_redis.chunks.keys import MAX_HASH_BYTES
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames, PartNames
 from lmcache_redis.errors import DeviceError, FormatError, WireError
 
@@ -108,9 +108,7 @@ class Handlers:
             _warn_of_layouts(peer)
             reply(m.LookupResult(0, 0))
             return
-        hashes = self._hashes(peer, question.chunks)
-        if not 0 <= question.first_chunk < MAX_CHUNKS:
-            raise WireError(f"a lookup from chunk number {question.first_chunk} on")
+        hashes = _checked(question.hashes)
         remote = self._names(peer, question.remote)
         peer.elsewhere = frozenset(each.worker_id for each in question.remote)
         peer.computing.token_s = question.token_s
@@ -220,7 +218,7 @@ class Handlers:
         registration = peer.registration
         if registration is None:
             raise DeviceError("no KV cache is registered on this connection")
-        hashes = self._hashes(peer, question.chunks)
+        hashes = _checked(question.hashes)
         _check_blocks(registration, hashes, question)
         if self.is_stopping and isinstance(question, m.Store):
             self._metrics.count("drop_shutdown", len(hashes))
@@ -238,7 +236,7 @@ class Handlers:
         return not hashes or self._agent.trust.allows(fingerprints, hashes[0])
 
     def _release(self, peer: Peer, question: m.ReleaseLocks, reply: Reply) -> None:
-        hashes = self._hashes(peer, question.chunks)
+        hashes = _checked(question.hashes)
         session = self._sessions.get((peer.engine_id, question.request_id))
         released = 0 if session is None else sum(map(session.release, hashes))
         reply(m.Done(0, released))
@@ -288,23 +286,12 @@ class Handlers:
         registered = peer.registration or next(iter(self._peers.registrations(peer)), None)
         return registered.chunk_tokens if registered else self._agent.config.chunk_size_tokens
 
-    def _hashes(self, peer: Peer, chunks: m.ChunkNames) -> Sequence[bytes]:
-        """The chunks' hashes. Raises ``WireError`` if the names are inconsistent."""
-        key = chunks.tokens
-        if key is None:
-            if len(set(map(len, chunks.hashes))) > 1:
-                raise WireError("chunk hashes of different lengths in one message")
-            return chunks.hashes
-        if chunks.hashes:
-            raise WireError("chunks are named by hashes or by tokens, not by both")
-        if key.token_ids is None:
-            raise WireError("the key of a message in token mode has no token ids")
-        chunk = self._chunk_tokens(peer)
-        if key.start % chunk or key.end % chunk:
-            raise WireError(f"tokens {key.start} to {key.end} are not whole chunks of {chunk}")
-        _check_owner(peer.hello, key)
-        hashes = hash_chunks(key.token_ids[: key.end], chunk, salt=key.salt)
-        return hashes[key.start // chunk : key.end // chunk]
+
+def _checked(hashes: Sequence[bytes]) -> Sequence[bytes]:
+    """Raises ``WireError`` for hashes of different lengths."""
+    if len(set(map(len, hashes))) > 1:
+        raise WireError("chunk hashes of different lengths in one message")
+    return hashes
 
 
 def _warn_of_layouts(scheduler: Peer) -> None:
@@ -339,7 +326,7 @@ def _check_blocks(
     registration: Registration, hashes: Sequence[bytes], question: m.Store | m.Retrieve
 ) -> None:
     group, block_ids = question.group, question.block_ids
-    if not 0 <= group < len(registration.groups):
+    if group >= len(registration.groups):
         raise WireError(f"group {group} of a worker with {len(registration.groups)} groups")
     expected = len(hashes) * registration.groups[group].blocks_per_part
     if len(block_ids) != expected:
@@ -347,16 +334,3 @@ def _check_blocks(
     num_blocks = registration.device.layouts[group].num_blocks
     if block_ids and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
         raise WireError(f"a block id outside the {num_blocks} blocks of the KV cache")
-    if isinstance(question, m.Retrieve) and question.skip_first_n_tokens < 0:
-        raise WireError("skip_first_n_tokens is negative")
-
-
-def _check_owner(hello: m.Hello, key: IPCCacheEngineKey) -> None:
-    """Raises ``WireError`` unless the key matches the model and the ranks of the HELLO."""
-    if key.model_name != hello.model_name:
-        raise WireError(f"a key of model {key.model_name!r}, a HELLO of {hello.model_name!r}")
-    if key.world_size != hello.world_size:
-        raise WireError(f"a key of {key.world_size} ranks, a HELLO of {hello.world_size}")
-    if key.worker_id is not None and key.worker_id != hello.worker_id:
-        who = "a scheduler" if hello.worker_id is None else f"rank {hello.worker_id}"
-        raise WireError(f"a key of rank {key.worker_id}, a HELLO of {who}")

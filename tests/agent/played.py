@@ -135,7 +135,7 @@ class Played:
             self.session,
             self.registration,
             hashes,
-            m.Store(0, "r", m.ChunkNames(), *_blocks_and_lease(hashes, lease_s)),
+            m.Store(0, "r", (), *_blocks_and_lease(hashes, lease_s)),
             self.answers.append,
         )
 
@@ -148,7 +148,7 @@ class Played:
             self.session,
             self.registration,
             hashes,
-            m.Retrieve(0, "r", m.ChunkNames(), blocks, skip_tokens, lease_ns),
+            m.Retrieve(0, "r", (), blocks, skip_tokens, lease_ns),
             self.answers.append,
         )
 

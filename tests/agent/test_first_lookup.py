@@ -52,8 +52,8 @@ def test_a_lookup_waits_until_redis_was_asked_for_the_first_time(
         agent.restart()
         engine.wait_ready()
         assert "not been asked yet" in agent.status()["redis"]["reason"]
-        engine.scheduler.maybe_submit_lookup_request("r1", block_hashes=HASHES)
-        assert engine.scheduler.check_lookup_result("r1", wait_s=0.3) is None
+        engine.scheduler.begin_lookup("r1", engine.chunks(HASHES))
+        assert engine.scheduler.hit_tokens("r1", wait_s=0.3) is None
         redis_server.cont()
         assert engine.lookup("r1", HASHES) == 128
 
@@ -150,7 +150,7 @@ class Joining:
             assert self.agent.cache.publish(entry)
 
     def look_up(self, scheduler: Peer) -> None:
-        question = m.Lookup(2, "r", m.ChunkNames((HASHES[3],)))
+        question = m.Lookup(2, "r", (HASHES[3],))
         self.handlers.answer_peer(scheduler, question, self.answers.append)
 
     def run(self, until: Callable[[], object]) -> None:

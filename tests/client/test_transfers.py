@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lmcache_redis.client.link import CallState
-from lmcache_redis.client.transfers import LoadStoreOp, Retrieve, Store
+from lmcache_redis.client.transfers import Retrieve, Store, TransferOp
 
-OP = LoadStoreOp(block_ids=[0], block_hashes=[b"hash"])
+OP = TransferOp([0], [b"hash"])
 P, A, L = CallState.PENDING, CallState.ANSWERED, CallState.LOST
 
 
@@ -40,7 +40,7 @@ def test_blocks_of_a_store(
     state: CallState, sent: bool, lease_passed: bool, ended: bool, released: bool
 ) -> None:
     call, agent = played(state, sent, ended)
-    assert Store(call, OP, lease(lease_passed), 1, agent, None).over is released
+    assert Store(call, OP, lease(lease_passed), agent, None).over is released
 
 
 @pytest.mark.parametrize("lease_passed", [False, True])
@@ -63,11 +63,11 @@ def test_blocks_of_a_retrieve(
 ) -> None:
     call, agent = played(state, sent, ended)
     retrieve = Retrieve(
-        call, OP, lease(lease_passed), 1, agent, None, skip_blocks=0, remapped=lambda: remapped
+        call, OP, lease(lease_passed), agent, None, skip_blocks=0, remapped=lambda: remapped
     )
     assert retrieve.over is released
 
 
 def test_an_unknown_agent_is_not_known_to_have_ended() -> None:
     call, _ = played(L, True, False)
-    assert not Store(call, OP, lease(False), 1, None, None).over
+    assert not Store(call, OP, lease(False), None, None).over

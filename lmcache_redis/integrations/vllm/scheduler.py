@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from lmcache_redis.client.canary import Canaries
-from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
+from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.integrations.vllm.bookkeeping import (
     BlockReferences,
     PrefillRate,
@@ -70,7 +70,7 @@ class ConnectorScheduler:
 
     def __init__(
         self,
-        adapter: LMCacheMPSchedulerAdapter,
+        adapter: SchedulerClient,
         references: BlockReferences,
         stale: StaleBlocks,
         epochs: Epochs,
@@ -177,9 +177,9 @@ class ConnectorScheduler:
             tracked.first_chunk = local_tokens // chunk_tokens
             tracked.asked_s = time.monotonic()
             self._announce(tracked, range(tracked.first_chunk, limit_tokens // chunk_tokens))
-            self._adapter.maybe_submit_lookup_request(
+            self._adapter.begin_lookup(
                 request.request_id,
-                block_hashes=tracked.names()[: limit_tokens // self._block_size_tokens],
+                tracked.chunk_names()[tracked.first_chunk : limit_tokens // chunk_tokens],
                 first_chunk=tracked.first_chunk,
                 token_s=0.0 if self._load_always else self._prefill.token_s,
             )
@@ -233,8 +233,8 @@ class ConnectorScheduler:
                     ", ".join(f"{tokens} from {tier}" for tier, tokens in tiers.items()),
                 )  # fmt: skip
         elif tracked.loading is None and not tracked.canary_chunks:
-            self._adapter.release_lookup_locks(request.request_id)
-        self._adapter.cleanup_lookup_result(request.request_id)
+            self._adapter.release_lookup(request.request_id)
+        self._adapter.forget_lookup(request.request_id)
 
     def hit_tokens(self, request_id: str, external_tokens: int) -> dict[str, int]:
         """How many tokens of the load that was planned last for a request come from each tier."""
@@ -406,7 +406,7 @@ class ConnectorScheduler:
 
     def _lookup_result(self, request_id: str) -> int | None:
         started_s = time.monotonic()
-        tokens = self._adapter.check_lookup_result(request_id, wait_s=self._wait_budget_s)
+        tokens = self._adapter.hit_tokens(request_id, wait_s=self._wait_budget_s)
         self._wait_budget_s = max(0.0, self._wait_budget_s - (time.monotonic() - started_s))
         return tokens
 
