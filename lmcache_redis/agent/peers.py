@@ -17,7 +17,7 @@ from lmcache_redis.cache.pacing import Computing
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.device.calls import DeviceContext
 from lmcache_redis.device.handles import CudaIPCHandle
-from lmcache_redis.processes import is_running
+from lmcache_redis.processes import has_ended
 
 # A worker registers right after its HELLO. The HELLOs of one engine arrive within this time of each
 # other, because links retry their HELLO every half second.
@@ -93,12 +93,12 @@ class Peer:
         )
 
     def process_gone(self) -> bool:
-        """Whether the process whose memory is registered has ended."""
+        """Whether a process whose memory is registered is known to have ended."""
         if self.registration is None:
             return False
         storages = self.registration.storages  # often one per layer, all of one process
         owners = {(storage.pid, storage.pid_start_time) for storage in storages}
-        return not all(is_running(*owner) for owner in owners)
+        return any(has_ended(*owner) for owner in owners)
 
 
 @dataclass
