@@ -19,8 +19,8 @@ from lmcache_redis.processes import free_descriptors
 
 logger = logging.getLogger(__name__)
 
-# Of the limit, for what the agent opens meanwhile (files of the disk tier, connections to Redis) and
-# for connections that are accepted before it notices.
+# Of the limit, for what the agent opens meanwhile (files of the disk tier, connections to Redis)
+# and for connections that are accepted before it notices.
 _RESERVED_SHARE = 1 / 8
 _LEAST_RESERVE, _MOST_RESERVE = 64, 1024
 
