@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.link import AgentLink, Call
+from lmcache_redis.client.calls import Call
+from lmcache_redis.client.link import AgentLink
 from lmcache_redis.device.layout import engine_chunk_tokens
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import share_rank
-from lmcache_redis.client.link import AgentLink, Call, CallState
+from lmcache_redis.client.calls import Call, CallState
+from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.transfers import (
     LEAST_RETRIEVE_RATE,

@@ -627,7 +627,7 @@ class TestBatches:
     def counted(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """How many stores and retrieves each message has that the worker sends."""
         sent: list[int] = []
-        send = pair.worker.link._send_frames
+        send = pair.worker.link._socket.send
 
         def counting(frames: list[bytes]) -> bool:
             questions = [transport.decode_question(each) for each in transport.split(frames)]
@@ -635,7 +635,7 @@ class TestBatches:
                 sent.append(len(questions))
             return send(frames)
 
-        monkeypatch.setattr(pair.worker.link, "_send_frames", counting)
+        monkeypatch.setattr(pair.worker.link._socket, "send", counting)
         return sent
 
     def test_a_batch_is_one_message(
