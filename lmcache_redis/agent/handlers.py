@@ -119,7 +119,7 @@ class Handlers:
         if registration is None:
             raise DeviceError("no KV cache is registered on this connection")
         _check_hashes(hashes)
-        _check_blocks(registration, question)
+        check_blocks(registration, question)
         if self.is_stopping and isinstance(question, m.Store):
             self._agent.cache.metrics.count("drop_shutdown", len(hashes))
             reply(m.StoreResult(0, 0, 0, len(hashes)))
@@ -195,7 +195,7 @@ def _check_hashes(hashes: Sequence[bytes]) -> None:
         raise WireError("chunk hashes of different lengths in one message")
 
 
-def _check_blocks(registration: Registration, question: m.Store | m.Retrieve) -> None:
+def check_blocks(registration: Registration, question: m.Store | m.Retrieve) -> None:
     group, block_ids, chunks = question.group, question.block_ids, len(question.hashes)
     if group >= len(registration.groups):
         raise WireError(f"group {group} of a worker with {len(registration.groups)} groups")

@@ -178,7 +178,10 @@ def test_a_welcome_to_an_earlier_hello_is_ignored(agent: Agent) -> None:
     (second,) = agent.receive()  # repeated, because the first had no answer
     assert second.call_id != first.call_id
     agent.answer(welcome(first, "stale"))
-    agent.answer(welcome(second))
+    (third,) = agent.receive()
+    assert isinstance(third, m.Hello)
+    assert link.welcome is None
+    agent.answer(welcome(third))
     assert link.wait_for(lambda: link.online, WAIT_S)
     assert link.welcome is not None
     assert link.welcome.agent_id == "agent"

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lmcache_redis")
 
 _REPORT_S = 10.0  # longer than the lease of most transfers
-# A store takes a fraction of this. vLLM waits so long before it preempts a request.
+# A store takes a fraction of this. vLLM waits this long before it preempts a request.
 _FREED_SOON_S = 0.5
 _MAX_RECENT_CHUNKS = 200_000
 _REMEMBERED_S = 60.0
-# A step with fewer prompt tokens takes as long with none.
+# Steps with fewer prompt tokens say nothing about prefill speed.
 _LEAST_TOKENS = 64
-# What the steps before a measured one count, against it.
+# Weight of earlier steps in the average.
 _KEPT = 0.75
 
 
