@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from demo.agent import AgentServer
-from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
-from lmcache_redis.client.transfers import LoadStoreOp, Store
+from lmcache_redis.client.scheduler import SchedulerClient
+from lmcache_redis.client.transfers import Store, TransferOp
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.errors import LMCacheRedisError
 
@@ -85,7 +85,7 @@ class Engine:
         names = [f"layer.{n}" for n in range(shape.segments)]
         ids: dict[str, Any] = {"engine_id": uuid.uuid4().hex}
         tokens = shape.block_tokens
-        self.scheduler = LMCacheMPSchedulerAdapter(agent.endpoint, _MODEL, 1, tokens, **ids)
+        self.scheduler = SchedulerClient(agent.endpoint, _MODEL, 1, tokens, **ids)
         self.worker = WorkerClient(agent.endpoint, _MODEL, 1, 0, tokens, **ids)
         try:
             self.worker.register_kv_caches(
@@ -101,17 +101,16 @@ class Engine:
             raise
 
     def new_hashes(self) -> list[bytes]:
-        """Block hashes of a new prompt of ``chunks`` chunks."""
+        """The names of the chunks of a new prompt."""
         self._numbers += 1
-        prompt = self._numbers
-        blocks = range(len(self.source_blocks))
-        return [hashlib.sha256(f"{prompt}/{block}".encode()).digest() for block in blocks]
+        prompt, chunks = self._numbers, range(self.chunks)
+        return [hashlib.sha256(f"{prompt}/{chunk}".encode()).digest() for chunk in chunks]
 
     def begin_store(self) -> Transfer:
         """Starts a store of all source blocks under new names."""
         hashes = self.new_hashes()
         request_id = f"store-{self._numbers}"
-        op = LoadStoreOp(block_ids=self.source_blocks, block_hashes=hashes)
+        op = TransferOp(self.source_blocks, hashes)
         started_s = time.perf_counter()
         (store,) = self.worker.begin_stores([request_id], [op], self._event())
         return Transfer(request_id, hashes, store, started_s)
@@ -147,7 +146,7 @@ class Engine:
         self._numbers += 1
         request_id = f"retrieve-{self._numbers}"
         self._look_up(request_id, hashes)
-        op = LoadStoreOp(block_ids=self.target_blocks, block_hashes=hashes)
+        op = TransferOp(self.target_blocks, hashes)
         event = self._event()
         started_s = time.perf_counter()
         (retrieve,) = self.worker.begin_retrieves([request_id], [op], event)
@@ -172,13 +171,13 @@ class Engine:
 
     def ask(self, request_id: str, hashes: list[bytes]) -> None:
         """Submits a lookup; returns at once."""
-        self.scheduler.maybe_submit_lookup_request(request_id, block_hashes=hashes)
+        self.scheduler.begin_lookup(request_id, hashes)
 
     def answer(self, request_id: str) -> int:
         """The tokens that a lookup found, as soon as it is answered."""
         tokens = None
         while tokens is None:
-            tokens = self.scheduler.check_lookup_result(request_id, wait_s=0.05)
+            tokens = self.scheduler.hit_tokens(request_id, wait_s=0.05)
         return tokens
 
     def lookup(self, hashes: list[bytes]) -> int:

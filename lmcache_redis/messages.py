@@ -32,7 +32,7 @@ Order of events
 4. A worker sends ``RETRIEVE`` for each group: parts of pinned chunks are copied into the named
    blocks. Parts that are not in the host pool are loaded first, until ``lookup_deadline_s`` or the
    end of the lease. ``RETRIEVE_RESULT`` lists the chunks that were not copied (indices into
-   ``chunks``).
+   ``hashes``).
 5. A worker sends ``STORE`` for each group: blocks are copied into slots. ``STORE_RESULT`` says
    that the blocks are no longer read. The agent writes the parts to Redis in the background.
 
@@ -84,7 +84,8 @@ Failures
 - The preamble differs: ``FAILURE(VERSION_MISMATCH)`` with a reason; the client stops sending.
 - A message cannot be decoded or exceeds a bound: ``FAILURE(BAD_MESSAGE)``; it has no effect. A
   frame of more than ``MAX_MESSAGE_BYTES`` is not received: the connection is closed.
-- The agent has ``MAX_PEERS`` peers: ``FAILURE(REFUSED)`` answers the ``HELLO`` of another peer.
+- The agent has ``MAX_PEERS`` peers, or too few file descriptors: ``FAILURE(REFUSED)`` answers the
+  ``HELLO`` of another peer.
 - The agent stops: it answers lookups without hits and stores with all chunks dropped, ends what is
   in flight, and answers no ``HELLO``. Then its socket closes.
 - The agent dies: its socket closes. The client fails every pending call, sends ``HELLO`` until an
@@ -100,7 +101,7 @@ from typing import Annotated
 
 import msgspec
 
-from lmcache_redis.chunks.keys import MAX_HASH_BYTES, IPCCacheEngineKey
+from lmcache_redis.chunks.keys import MAX_HASH_BYTES
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.device.handles import StorageHandle as StorageHandle  # a field type below
 from lmcache_redis.device.layout import KVLayout
@@ -119,6 +120,10 @@ HASH_BYTES_OF_AN_EPOCH = (32, 48)
 MAX_REMOTE_PARTS = 1 << 13
 TokenSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
 ChunkHash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_HASH_BYTES)]
+# The names of an ordered list of chunks, all of one length; the rest of their keys is known from
+# HELLO and from the registered layouts.
+Hashes = tuple[ChunkHash, ...]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Fingerprint = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 # Text that the agent keeps for a peer is bounded.
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -173,18 +178,6 @@ class UnregisterKVCache(Message, frozen=True, tag="UNREGISTER_KV_CACHE"):
     """The worker is about to release its memory."""
 
 
-class ChunkNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An ordered list of chunks, of the model and the ranks named by ``HELLO``.
-
-    Hash mode: ``hashes``, one per chunk, all of one length. Token mode: ``tokens``, a key with
-    token ids, names the chunks in its ``[start, end)``; ``hashes`` is empty. The key's model, ranks
-    and worker id (or None) must be those of ``HELLO``; its salt is hashed with the tokens.
-    """
-
-    hashes: tuple[ChunkHash, ...] = ()
-    tokens: IPCCacheEngineKey | None = None
-
-
 class RemoteParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one group of a worker names its parts."""
 
@@ -198,18 +191,18 @@ AllRemoteParts = Annotated[tuple[RemoteParts, ...], msgspec.Meta(max_length=MAX_
 
 
 class Lookup(Message, frozen=True, tag="LOOKUP"):
-    """Asks how many leading ``chunks`` are cached, and loads what a hit needs into the host pool.
+    """Asks how many leading chunks are cached, and loads what a hit needs into the host pool.
 
     ``first_chunk`` is the number of the first of them in the prompt, the number of chunks that the
     engine has: which parts a sliding window needs depends on the position in the prompt.
     ``remote``: the parts of workers that are registered with other agents, which must be in Redis.
-    ``token_s``: seconds in which the engine computes a prompt token. What would take longer to load
-    is not loaded, and is no part of the answer; 0: everything is loaded.
+    ``token_s``: seconds in which the engine computes a prompt token. Chunks that are slower to load
+    than to compute are left out; 0 loads everything.
     """
 
     request_id: Name
-    chunks: ChunkNames
-    first_chunk: int = 0
+    hashes: Hashes
+    first_chunk: Number = 0
     remote: AllRemoteParts = ()
     token_s: TokenSeconds = 0.0
 
@@ -232,11 +225,11 @@ class Store(Message, frozen=True, tag="STORE"):
     """
 
     request_id: Name
-    chunks: ChunkNames
+    hashes: Hashes
     block_ids: tuple[int, ...]
     lease_ns: int
     event: bytes | None = None
-    group: int = 0
+    group: Number = 0
 
 
 class Compare(Store, frozen=True, tag="COMPARE"):
@@ -255,19 +248,19 @@ class Retrieve(Message, frozen=True, tag="RETRIEVE"):
     """
 
     request_id: Name
-    chunks: ChunkNames
+    hashes: Hashes
     block_ids: tuple[int, ...]
-    skip_first_n_tokens: int
+    skip_first_n_tokens: Number
     lease_ns: int
     event: bytes | None = None
-    group: int = 0
+    group: Number = 0
 
 
 class ReleaseLocks(Message, frozen=True, tag="RELEASE_LOCKS"):
-    """Unpins ``chunks``, which a lookup of ``request_id`` pinned."""
+    """Unpins chunks that a lookup of ``request_id`` pinned."""
 
     request_id: Name
-    chunks: ChunkNames
+    hashes: Hashes
 
 
 class EndSession(Message, frozen=True, tag="END_SESSION"):
@@ -310,7 +303,7 @@ class Ping(Message, frozen=True, tag="PING"):
 class Welcome(Message, frozen=True, tag="WELCOME"):
     """Answers ``HELLO``. ``agent_start_time`` is field 22 of /proc/PID/stat, in clock ticks.
 
-    ``canary_every``: one hit in so many is compared instead of loaded; 0: none.
+    ``canary_every``: one hit in this many is compared instead of loaded; 0: none.
     """
 
     agent_id: str
@@ -392,7 +385,7 @@ class StoreResult(Message, frozen=True, tag="STORE_RESULT"):
 
 
 class RetrieveResult(Message, frozen=True, tag="RETRIEVE_RESULT"):
-    """Answers ``RETRIEVE``: indices into ``chunks`` of those that were not copied."""
+    """Answers ``RETRIEVE``: indices into ``hashes`` of those that were not copied."""
 
     failed_chunks: tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""Processes as ``/proc`` (Linux) shows them, their memory limit, and how to end one.
+"""Processes as ``/proc`` (Linux) shows them, how to end one, and the limits of this one.
 
 A process is identified by its id and its start time, because the kernel reuses ids. A process in
 another PID namespace is invisible.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 
@@ -100,3 +102,20 @@ def stat_of(pid: int) -> list[bytes]:
     with open(f"/proc/{int(pid)}/stat", "rb") as stat:
         # Field 2 is the command in parentheses, which may itself hold spaces and parentheses.
         return stat.read().rpartition(b")")[2].split()
+
+
+def raise_descriptor_limit() -> None:
+    """Lets this process have as many open files as it may: the soft limit becomes the hard one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def free_descriptors() -> int:
+    """How many files this process may still open; 0 if it cannot even count them."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir("/proc/self/fd")) - 1  # without that of the list
+    except OSError:
+        return 0
+    return sys.maxsize if limit == resource.RLIM_INFINITY else max(0, limit - used)

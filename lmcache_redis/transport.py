@@ -25,8 +25,10 @@ _T = TypeVar("_T")
 # Messages queued per peer. When the inbox is full, messages queue on the engine's side. When the
 # outbox is full, answers to a peer that does not read are dropped.
 _INBOX = 64
+# Connections that wait to be accepted, fewer than the descriptors that `agent.admission` reserves.
+_BACKLOG = 32
 _OUTBOX = 1_000
-# What a decoder of msgspec raises for bytes that are no message.
+# Exceptions that msgspec raises for malformed bytes.
 _NOT_DECODED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -98,6 +100,7 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.S
     # A client may reconnect under its identity before the ROUTER notices the loss of its old
     # connection.
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    router.setsockopt(zmq.BACKLOG, _BACKLOG)
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:

@@ -1,4 +1,4 @@
-"""An agent process, and an engine without a model: real adapters over real shared memory."""
+"""An agent process, and an engine without a model: real clients over real shared memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from demo import agent
-from lmcache_redis.client.adapter import LMCacheMPWorkerAdapter
-from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
-from lmcache_redis.client.transfers import LoadStoreOp
+from lmcache_redis.client.scheduler import SchedulerClient
+from lmcache_redis.client.transfers import Retrieve, TransferOp
+from lmcache_redis.client.worker import WorkerClient
 from tests.forks import Forked
 from tests.servers import wait_until as wait_until
 
@@ -99,11 +99,11 @@ def block_hashes(prompt: str, count: int) -> list[bytes]:
 
 
 class Engine:
-    """The adapters of one engine, with KV tensors but without a model.
+    """The clients of one engine, with KV tensors but without a model.
 
     Blocks of 16 tokens, 4 to a chunk with the harness's agent, filled at random. endpoint: the
     agent's, or one for each rank, as on several nodes; the scheduler has that of the first.
-    scheduler: further options of its adapter.
+    scheduler: further options of its client.
     """
 
     block_size_tokens = 16
@@ -125,7 +125,7 @@ class Engine:
         engine_id = uuid.uuid4().hex
         self.num_blocks = num_blocks
         endpoints = [endpoint] * world_size if isinstance(endpoint, str) else endpoint
-        self.scheduler = LMCacheMPSchedulerAdapter(
+        self.scheduler = SchedulerClient(
             endpoints[0],
             model_name,
             world_size,
@@ -133,12 +133,12 @@ class Engine:
             engine_id=engine_id,
             **scheduler,
         )
-        self.workers: list[LMCacheMPWorkerAdapter] = []
+        self.workers: list[WorkerClient] = []
         self.caches: list[dict[str, torch.Tensor]] = []
         for rank in range(world_size):
             shape = (num_blocks, 2, self.block_size_tokens, width)
             caches = {f"layer.{n}": torch.zeros(shape, dtype=dtype) for n in range(layers)}
-            worker = LMCacheMPWorkerAdapter(
+            worker = WorkerClient(
                 endpoints[rank],
                 model_name,
                 world_size,
@@ -173,20 +173,26 @@ class Engine:
     def snapshot(self) -> list[dict[str, torch.Tensor]]:
         return [{name: t.clone() for name, t in caches.items()} for caches in self.caches]
 
+    def chunks(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """The names of the whole chunks among blocks with these hashes."""
+        size = self.scheduler.num_blocks_per_chunk() or 4
+        return [*hashes[size - 1 :: size]]
+
+    def op(
+        self, hashes: Sequence[bytes], block_ids: Sequence[int], skip_first_n_tokens: int = 0
+    ) -> TransferOp:
+        return TransferOp([*block_ids], self.chunks(hashes), skip_first_n_tokens)
+
     def store(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Stores and waits until every worker reports it."""
-        op = LoadStoreOp(block_ids=list(block_ids), block_hashes=list(hashes))
+        """Stores, and waits until no block is read any more."""
         for worker in self.workers:
-            worker.submit_store_request(request_id, op)
-            wait_until(
-                lambda worker=worker: request_id in worker.get_finished({request_id})[0],
-                what="a store",
-            )
+            (store,) = worker.begin_stores([request_id], [self.op(hashes, block_ids)])
+            wait_until(lambda store=store: store.over, what="a store")
 
     def compare(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Has blocks compared with what a lookup has pinned; waits until each was looked at."""
-        op = LoadStoreOp(block_ids=list(block_ids), block_hashes=list(hashes))
         for worker in self.workers:
+            op = self.op(hashes, block_ids)
             (check,) = worker.begin_stores([request_id], [op], compare=True)
             wait_until(lambda check=check: check.answered, what="a comparison")
 
@@ -199,12 +205,11 @@ class Engine:
     ) -> int:
         """Tokens that the agent holds for the request, after a step in which workers report."""
         self.scheduler.ranks.reported({rank: w.place for rank, w in enumerate(self.workers)})
-        self.scheduler.maybe_submit_lookup_request(
-            request_id, block_hashes=hashes, first_chunk=first_chunk, token_s=token_s
-        )
+        names = self.chunks(hashes)[first_chunk:]
+        self.scheduler.begin_lookup(request_id, names, first_chunk=first_chunk, token_s=token_s)
         deadline_s = time.monotonic() + WAIT_S
         while time.monotonic() < deadline_s:
-            tokens = self.scheduler.check_lookup_result(request_id, wait_s=0.05)
+            tokens = self.scheduler.hit_tokens(request_id, wait_s=0.05)
             if tokens is not None:
                 return tokens
         raise AssertionError("a lookup without an answer")
@@ -217,20 +222,20 @@ class Engine:
         skip_first_n_tokens: int = 0,
     ) -> set[int]:
         """Retrieves with every worker; returns ids of blocks that failed anywhere."""
-        op = LoadStoreOp(
-            block_ids=list(block_ids),
-            block_hashes=list(hashes),
-            skip_first_n_tokens=skip_first_n_tokens,
-        )
-        failed: set[int] = set()
-        for worker in self.workers:
-            worker.submit_retrieve_request(request_id, op)
-        for worker in self.workers:
-            wait_until(
-                lambda worker=worker: request_id in worker.get_finished(set())[1], what="a retrieve"
-            )
-            failed |= worker.get_block_ids_with_load_errors()
-        return failed
+        loads = self.begin_retrieves(request_id, hashes, block_ids, skip_first_n_tokens)
+        wait_until(lambda: all(load.over for load in loads), what="a retrieve")
+        return set().union(*(load.failed_blocks for load in loads))
+
+    def begin_retrieves(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        skip_first_n_tokens: int = 0,
+    ) -> list[Retrieve]:
+        """One of every worker."""
+        op = self.op(hashes, block_ids, skip_first_n_tokens)
+        return [worker.begin_retrieves([request_id], [op])[0] for worker in self.workers]
 
     def close(self) -> None:
         for worker in self.workers:

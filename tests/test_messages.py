@@ -12,16 +12,12 @@ from hypothesis import strategies as st
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.chunks.keys import IPCCacheEngineKey
 from lmcache_redis.chunks.names import Reach
 from lmcache_redis.device.handles import SharedMemoryHandle
 from lmcache_redis.device.layout import KVLayout, Segment
 from lmcache_redis.errors import WireError
 
-HASHES = m.ChunkNames((b"h" * 32, b"i" * 32))
-TOKENS = m.ChunkNames(
-    tokens=IPCCacheEngineKey("model", 2, None, token_ids=(1, 2, 3), end=2, request_id="r")
-)
+HASHES = (b"h" * 32, b"i" * 32)
 LAYOUT = KVLayout(
     identity=(("engine", "test"),),
     dtype="float32",
@@ -39,7 +35,6 @@ QUESTIONS: list[m.Message] = [
     ),
     m.UnregisterKVCache(4),
     m.Lookup(5, "r", HASHES),
-    m.Lookup(5, "r", TOKENS),
     m.Lookup(5, "r", HASHES, 3, (m.RemoteParts(1, 7, b"f" * 32, Reach("window", 128)),)),
     m.Watch(5, (m.RemoteParts(1, 7, b"f" * 32, Reach("window", 128)),)),
     m.Store(6, "r", HASHES, (1, 2, 3, 4), 10**15, b"event"),
@@ -116,8 +111,8 @@ def test_a_batch_is_split_into_its_questions() -> None:
             transport.decode_question(one)
 
 
-def _lookup(**chunks: object) -> dict[str, object]:
-    return {"type": "LOOKUP", "call_id": 1, "request_id": "r", "chunks": chunks}
+def _lookup(*hashes: object, **fields: object) -> dict[str, object]:
+    return {"type": "LOOKUP", "call_id": 1, "request_id": "r", "hashes": hashes, **fields}
 
 
 def test_unknown_fields_and_types_are_refused() -> None:
@@ -127,11 +122,12 @@ def test_unknown_fields_and_types_are_refused() -> None:
         {"type": "PING"},
         {"type": "SHUTDOWN", "call_id": 1},
         {"call_id": 1},
-        _lookup(hashes=[b""]),
-        _lookup(hashes=[b"h" * 64]),
-        _lookup(hashes=["h"]),
-        _lookup(tokens=["model", 0, None, None, [1]]),
-        _lookup(names=[b"h"]),
+        _lookup(b""),
+        _lookup(b"h" * 64),
+        _lookup("h"),
+        _lookup(b"h", first_chunk=-1),
+        _lookup(b"h", first_chunk=1 << 32),
+        _lookup(b"h", names=[b"h"]),
     ):
         with pytest.raises(WireError):
             transport.decode_question([m.PREAMBLE, msgspec.msgpack.encode(fields)])
@@ -164,7 +160,7 @@ def test_changed_messages_raise_only_wire_errors(message: m.Message, data: st.Da
 
 # Of the names, types and bounds of every message. Both sides refuse what they do not know, so any
 # change of them is another version of the protocol.
-SCHEMAS = {3: "0fb9dc40b9e5286b", 4: "ee3b37c67e1175b8", 5: "fa5353464bed5829"}
+SCHEMAS = {3: "0fb9dc40b9e5286b", 4: "ee3b37c67e1175b8", 5: "a8ccd19ec9ce0491"}
 
 
 def test_a_change_of_a_message_changes_the_version() -> None:

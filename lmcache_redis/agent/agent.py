@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lmcache_redis import __version__
 from lmcache_redis.agent.copies import CopyThreads
-from lmcache_redis.agent.peers import Peers, Sessions
+from lmcache_redis.agent.peers import Peer, Peers
+from lmcache_redis.agent.sessions import Session, Sessions
 from lmcache_redis.agent.trust import Trust
 from lmcache_redis.cache.backing import DISK_COUNTERS, REDIS_COUNTERS, Backing
 from lmcache_redis.cache.cache import Cache
@@ -58,6 +60,19 @@ class Agent:
     def tier_letters(self) -> tuple[str, ...]:
         """What messages call the cache's tiers, see `messages.TIER_NAMES`."""
         return tuple("r" if each.is_remote else "d" for each in self.cache.counters)
+
+    def session_of(self, peer: Peer, request_id: str, *, for_lookup: bool) -> Session:
+        """The session of a peer's request, created if needed, see `Sessions.open`."""
+        keys = [(engine_id, request_id) for engine_id in self.peers.engines_of(peer)]
+        key = next((key for key in keys if self.sessions.get(key) is not None), keys[-1])
+        if self.sessions.get(key) is None:
+            self.cache.metrics.count("sessions_opened")
+        return self.sessions.open(key, time.monotonic(), for_lookup=for_lookup)
+
+    def chunk_tokens(self, peer: Peer) -> int:
+        """Tokens of the engine's chunks; of most engines' if none of its workers is registered."""
+        registered = peer.registration or next(iter(self.peers.registrations(peer)), None)
+        return registered.chunk_tokens if registered else self.config.chunk_size_tokens
 
     @staticmethod
     def of(config: AgentConfig, arena: Arena, plane: RedisPlane) -> Agent:

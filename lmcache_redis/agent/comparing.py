@@ -14,15 +14,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import CopyOutcome
-from lmcache_redis.agent.transfers import StoreJob
+from lmcache_redis.agent.jobs import CopyRequest
+from lmcache_redis.agent.stores import StoreJob
 from lmcache_redis.agent.trust import CANARIES_AGAIN
 from lmcache_redis.cache.pool import Entry
 from lmcache_redis.device.distance import Distance, far_apart, part_distance
+from lmcache_redis.device.layout import KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +34,26 @@ _FARTHEST = 10.0
 class CompareJob(StoreJob):
     """Compares blocks with parts in the host pool. Stores nothing."""
 
-    def __init__(self, agent: Agent, *job: Any) -> None:
-        super().__init__(agent, *job)
-        self._trust = agent.trust
+    def __init__(self, agent: Agent, request: CopyRequest) -> None:
+        super().__init__(agent, request)
         self._cached: dict[int, Entry] = {}  # by chunk, each with a pin of this job
         self._distances: dict[int, Distance | None] = {}
-        self._layout = self._registration.device.layouts[self._question.group]
-        self._limit = far_apart(self._layout)
-        self._farthest = -1.0  # nothing was compared
+
+    @property
+    def _layout(self) -> KVLayout:
+        return self._registration.device.layouts[self._question.group]
+
+    @property
+    def _farthest(self) -> float:
+        """The largest distance so far; -1.0 if nothing was compared."""
+        return max(
+            (each.far for each in self._distances.values() if each is not None), default=-1.0
+        )
 
     def start(self) -> None:
         """Queues the chunks whose parts are in the host pool."""
         wanted = [chunk for chunk in range(len(self._hashes)) if self._hold(chunk)]
-        self._metrics.count("uncompared_chunks", len(self._hashes) - len(wanted))
+        self._cache.metrics.count("uncompared_chunks", len(self._hashes) - len(wanted))
         self._unread = set(wanted)
         if not wanted:
             self._answer()
@@ -80,7 +88,7 @@ class CompareJob(StoreJob):
                 self._cache.views(self._form, each) for each in (self._cached[chunk], entry)
             )
             self._distances[chunk] = part_distance(
-                self._layout, self._group.blocks_per_part, cached, computed
+                self._layout, self._request.group.blocks_per_part, cached, computed
             )
         return CopyOutcome.DONE
 
@@ -90,21 +98,22 @@ class CompareJob(StoreJob):
     def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
         super()._ended(chunk, outcome)
         self._cache.pool.unpin(self._cached.pop(chunk))
-        distance = self._distances.get(chunk) if outcome is CopyOutcome.DONE else None
+        if outcome is not CopyOutcome.DONE:
+            self._distances[chunk] = None
+        distance = self._distances.get(chunk)
         if distance is None:
-            self._metrics.count("uncompared_chunks")
+            self._cache.metrics.count("uncompared_chunks")
             return
-        self._metrics.count("compared_chunks")
-        self._metrics.observe("canary_distance", min(distance.far, _FARTHEST))
-        self._farthest = max(self._farthest, distance.far)
-        if distance.far > self._limit:
+        self._cache.metrics.count("compared_chunks")
+        self._cache.metrics.observe("canary_distance", min(distance.far, _FARTHEST))
+        if distance.far > far_apart(self._layout):
             self._differs(chunk, distance)
 
     def _differs(self, chunk: int, distance: Distance) -> None:
         chunk_hash, form = self._hashes[chunk], self._form
-        self._metrics.count("differing_chunks")
+        self._cache.metrics.count("differing_chunks")
         self._cache.remove(form.key(chunk_hash))
-        if self._trust.differed(form.fingerprint, chunk_hash):
+        if self._agent.trust.differed(form.fingerprint, chunk_hash):
             logger.error(
                 "the cached KV of %s is not what its engine has computed: layout %s, chunk %s, "
                 "group %d, block %d of segment %d is %.2f away, and rounding at most %.2f. Nothing "
@@ -113,18 +122,21 @@ class CompareJob(StoreJob):
                 "`lmcache-redis purge --layout`, and load again with `lmcache-redis trust`",
                 form.model_name, form.fingerprint.hex()[:16], chunk_hash.hex()[:16],
                 self._question.group, distance.block, distance.segment, distance.far,
-                self._limit,
+                far_apart(self._layout),
             )  # fmt: skip
 
     def _answer(self) -> None:
-        self._reply(m.StoreResult(0, 0, len(self._hashes), 0))
+        self._request.reply(m.StoreResult(0, 0, len(self._hashes), 0))
 
     def _finish(self) -> None:
         layout = self._form.fingerprint
         # A canary counts once, in however many steps and on however many ranks it is computed.
-        if 0.0 <= self._farthest <= self._limit and layout not in self._session.agreed:
-            self._session.agreed.add(layout)
-            if self._trust.agreed(layout, self._hashes[0]):
+        if (
+            0.0 <= self._farthest <= far_apart(self._layout)
+            and layout not in self._request.session.agreed
+        ):
+            self._request.session.agreed.add(layout)
+            if self._agent.trust.agreed(layout, self._hashes[0]):
                 logger.warning(
                     "layout %s of %s is loaded again: %d canaries in a row found no difference",
                     layout.hex()[:16], self._form.model_name, CANARIES_AGAIN,
@@ -133,4 +145,4 @@ class CompareJob(StoreJob):
             "request %s: %d of %d chunks compared, at most %.2g away",
             self._question.request_id, len(self._distances), len(self._hashes), self._farthest,
         )  # fmt: skip
-        self._sessions.finish(self._session)
+        self._agent.sessions.finish(self._request.session)

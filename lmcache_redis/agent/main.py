@@ -26,6 +26,7 @@ from lmcache_redis.config import (
     parse_address,
 )
 from lmcache_redis.errors import ConfigError, DeviceError
+from lmcache_redis.processes import raise_descriptor_limit
 from lmcache_redis.resp.options import RedisOptions
 from lmcache_redis.resp.plane import RedisPlane
 from lmcache_redis.systemd import ServiceManager
@@ -60,6 +61,7 @@ def run_agent(config: AgentConfig, again: Callable[[], AgentConfig] | None = Non
     or the embedded Redis cannot be started.
     """
     started_s = time.monotonic()
+    raise_descriptor_limit()
     manager = ServiceManager()
     with contextlib.ExitStack() as stack:
         ensure_private(endpoint_path(config.endpoint).parent)

@@ -1,10 +1,7 @@
-"""Whom the agent serves: its peers, the memory that workers have registered, and requests.
+"""Whom the agent serves: its peers, and the memory that workers have registered.
 
 There is one peer for each connection. It is forgotten when it sends GOODBYE, when its process has
 ended, when a newer connection replaces it, or when it has been silent for too long.
-
-A session has the pins of one request, from its lookup to its end. It gives up each exactly once: to
-the retrieve that uses it, when the engine asks for it, or when the session ends or times out.
 """
 
 from __future__ import annotations
@@ -17,12 +14,10 @@ import msgspec
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CPU
 from lmcache_redis.cache.pacing import Computing
-from lmcache_redis.cache.pool import Entry, HostPool
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.device.calls import DeviceContext
 from lmcache_redis.device.handles import CudaIPCHandle
-from lmcache_redis.errors import WireError
-from lmcache_redis.processes import is_running
+from lmcache_redis.processes import has_ended
 
 # A worker registers right after its HELLO. The HELLOs of one engine arrive within this time of each
 # other, because links retry their HELLO every half second.
@@ -30,11 +25,8 @@ _JOIN_S = 2.0
 # Each is a label in Prometheus.
 MAX_MODELS = 64
 OTHER_MODELS = "(others)"
-MAX_SESSIONS = 1 << 16
-MAX_CHUNKS = 1 << 32  # of a prompt
 
-SessionKey = tuple[str, str]  # engine id, request id
-PinKey = tuple[int, int, bytes]  # worker id, group, chunk hash
+Reply = Callable[[m.Answer], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,12 +93,12 @@ class Peer:
         )
 
     def process_gone(self) -> bool:
-        """Whether the process whose memory is registered has ended."""
+        """Whether a process whose memory is registered is known to have ended."""
         if self.registration is None:
             return False
         storages = self.registration.storages  # often one per layer, all of one process
         owners = {(storage.pid, storage.pid_start_time) for storage in storages}
-        return not all(is_running(*owner) for owner in owners)
+        return any(has_ended(*owner) for owner in owners)
 
 
 @dataclass
@@ -247,104 +239,3 @@ class Peers:
             elif unnamed and peer.may_be_of(scheduler):
                 others.setdefault(rank, []).append(peer)
         return others | own
-
-
-class Session:
-    """The pins of one request."""
-
-    def __init__(self, key: SessionKey, pool: HostPool) -> None:
-        self.key = key
-        self.expires_s = 0.0
-        self.ended = False
-        self.busy = 0  # stores and retrieves in progress
-        self.cancel_lookup: Callable[[], None] | None = None
-        self.positions: dict[bytes, int] = {}  # of the prompt's chunks, by hash
-        self.agreed: set[bytes] = set()  # layouts in which a canary has found no difference
-        self._pool = pool
-        self._pins: dict[PinKey, Entry] = {}
-
-    def hold(self, pin: PinKey, entry: Entry) -> None:
-        """Takes over one pin of ``entry``; releases one of the same chunk that it already holds."""
-        if pin in self._pins:
-            self._pool.unpin(self._pins[pin])
-        self._pins[pin] = entry
-
-    def take(self, pin: PinKey) -> Entry | None:
-        """The entry, whose pin now belongs to the caller; None if the session does not hold it."""
-        return self._pins.pop(pin, None)
-
-    def release(self, chunk_hash: bytes) -> int:
-        """Releases all pins of a chunk's parts; returns how many there were."""
-        found = [pin for pin in self._pins if pin[2] == chunk_hash]
-        for pin in found:
-            self._pool.unpin(self._pins.pop(pin))
-        return len(found)
-
-    def release_all(self) -> None:
-        """Cancels a lookup in flight, which would add pins, and releases every pin."""
-        if self.cancel_lookup is not None:
-            cancel, self.cancel_lookup = self.cancel_lookup, None
-            cancel()
-        for entry in self._pins.values():
-            self._pool.unpin(entry)
-        self._pins.clear()
-
-    @property
-    def pinned_chunks(self) -> int:
-        return len(self._pins)
-
-
-class Sessions:
-    """All sessions, by engine and request."""
-
-    def __init__(self, pool: HostPool, timeout_s: float) -> None:
-        self._pool = pool
-        self.timeout_s = timeout_s
-        self._sessions: dict[SessionKey, Session] = {}
-
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-    def __iter__(self) -> Iterator[Session]:
-        return iter(list(self._sessions.values()))
-
-    def get(self, key: SessionKey) -> Session | None:
-        return self._sessions.get(key)
-
-    def open(self, key: SessionKey, now_s: float, *, for_lookup: bool = True) -> Session:
-        """The session of a request, created if needed; its timeout starts again.
-
-        An engine ends the session of a lookup. A store or retrieve without a lookup, or after the
-        session has ended, gets a session that ends with it.
-
-        Raises ``WireError`` if a session would be created beyond ``MAX_SESSIONS``.
-        """
-        session = self._sessions.get(key)
-        if session is None:
-            if len(self._sessions) >= MAX_SESSIONS:
-                raise WireError(f"{MAX_SESSIONS} requests are open and have not been ended")
-            session = self._sessions[key] = Session(key, self._pool)
-            session.ended = not for_lookup
-        session.ended = session.ended and not for_lookup
-        session.expires_s = now_s + self.timeout_s
-        return session
-
-    def end(self, session: Session) -> None:
-        """Releases all pins; the session is removed when its last store or retrieve has ended."""
-        session.ended = True
-        session.release_all()
-        self._settle(session)
-
-    def finish(self, session: Session) -> None:
-        """One store or retrieve of the session has ended."""
-        session.busy -= 1
-        self._settle(session)
-
-    def _settle(self, session: Session) -> None:
-        """Removes an ended session that has no jobs in flight."""
-        if session.ended and not session.busy and self._sessions.get(session.key) is session:
-            del self._sessions[session.key]
-
-    def expired(self, now_s: float) -> list[Session]:
-        """Sessions without jobs in flight that have timed out."""
-        return [s for s in self._sessions.values() if s.expires_s <= now_s and not s.busy]

@@ -13,8 +13,7 @@ from functools import partial
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
 from lmcache_redis.agent.copies import REGISTERING, CopyOutcome
-from lmcache_redis.agent.peers import Group, Peer, Registration
-from lmcache_redis.agent.transfers import Reply
+from lmcache_redis.agent.peers import Group, Peer, Registration, Reply
 from lmcache_redis.chunks.names import ChunkForm, ChunkNames
 from lmcache_redis.config import AgentConfig
 from lmcache_redis.device.calls import DeviceContext

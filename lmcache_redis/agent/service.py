@@ -25,10 +25,10 @@ from msgspec.structs import replace
 
 from lmcache_redis import __version__, transport
 from lmcache_redis import messages as m
+from lmcache_redis.agent.admission import Admission
 from lmcache_redis.agent.agent import Agent, summary
 from lmcache_redis.agent.handlers import Handlers
-from lmcache_redis.agent.peers import Peer
-from lmcache_redis.agent.transfers import Reply
+from lmcache_redis.agent.peers import Peer, Reply
 from lmcache_redis.errors import LMCacheRedisError, WireError
 from lmcache_redis.processes import process_start_time
 
@@ -48,16 +48,13 @@ class Service:
     def __init__(self, agent: Agent, router: zmq.Socket[bytes]) -> None:
         self.heartbeat_timeout_s = agent.config.heartbeat_timeout_s
         self.shutdown_deadline_s = agent.config.shutdown_deadline_s
-        self._wakeup = agent.wakeup
-        self._loop = agent.loop
-        self._cache = agent.cache
-        self._sessions = agent.sessions
-        self._metrics = agent.cache.metrics
-        self._peers = agent.peers
+        self._agent = agent
         self._router = router
+        self._admission = Admission(router, agent.config.endpoint)
         self._poller = zmq.Poller()
         self._poller.register(router, zmq.POLLIN)
-        self._poller.register(self._wakeup.fd, zmq.POLLIN)
+        self._poller.register(agent.wakeup.fd, zmq.POLLIN)
+        self._poller.register(self._admission.accepted, zmq.POLLIN)
         self._handlers = Handlers(agent)
         self._welcome = m.Welcome(
             0,
@@ -70,16 +67,16 @@ class Service:
             canary_every=agent.config.canary_every,
         )
         self._stopping = False
-        self._hurried = False
+        self._stop_now = False
         self._summarised = agent.cache.metrics.snapshot()
-        self._loop.after(_HOUSEKEEPING_S, self._housekeeping)
-        self._loop.after(_SUMMARY_S, self._summarise)
+        agent.loop.after(_HOUSEKEEPING_S, self._housekeeping)
+        agent.loop.after(_SUMMARY_S, self._summarise)
 
     def stop(self) -> None:
         """Ends `serve`, and if called again `drain`. From any thread or a signal handler."""
-        self._hurried = self._stopping
+        self._stop_now = self._stopping
         self._stopping = True
-        self._wakeup.set()
+        self._agent.wakeup.set()
 
     def serve(self) -> None:
         """Serves until `stop`."""
@@ -93,40 +90,43 @@ class Service:
         """
         self._handlers.is_stopping = True
         hits_until_s = (now_s := time.monotonic()) + _HIT_GRACE_S
-        while now_s < deadline_s and not self._hurried:
-            self._cache.begin_writes()  # including chunks gathered meanwhile
-            if any(session.cancel_lookup for session in self._sessions):
+        while now_s < deadline_s and not self._stop_now:
+            self._agent.cache.begin_writes()  # including chunks gathered meanwhile
+            if any(session.cancel_lookup for session in self._agent.sessions):
                 hits_until_s = now_s + _HIT_GRACE_S
             if not self._is_busy(now_s < hits_until_s):
                 break
             self._turn(_DRAIN_POLL_S)
             now_s = time.monotonic()
-        for peer in self._peers:
+        for peer in self._agent.peers:
             self._handlers.forget(peer, "the agent stops")
-        for session in self._sessions:
-            self._sessions.end(session)
-        if self._cache.backlog:
+        for session in self._agent.sessions:
+            self._agent.sessions.end(session)
+        self._admission.close()
+        if self._agent.cache.backlog:
             logger.warning(
-                "%d chunks were not written before the agent stopped", self._cache.backlog
+                "%d chunks were not written before the agent stopped", self._agent.cache.backlog
             )
         self._log_summary()
-        return time.monotonic() if self._hurried else deadline_s
+        return time.monotonic() if self._stop_now else deadline_s
 
     def _turn(self, most_s: float) -> None:
         """Waits for what comes next, for at most ``most_s``, and handles it."""
-        timeout_s = min(self._loop.run_due(), most_s)
+        timeout_s = min(self._agent.loop.run_due(), most_s)
         ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
-        if self._wakeup.fd in ready:
-            self._wakeup.clear()  # before run_posted: later posts wake the next poll
-        self._loop.run_posted()
+        if self._agent.wakeup.fd in ready:
+            self._agent.wakeup.clear()  # before run_posted: later posts wake the next poll
+        self._agent.loop.run_posted()
+        if self._admission.accepted in ready:
+            self._admission.check()
         if self._router in ready:
             self._receive()
 
     def _is_busy(self, with_hits: bool) -> bool:
         """Whether anything is in flight that an engine waits for or that Redis lacks."""
-        return self._cache.backlog > 0 or any(
-            session.busy or session.cancel_lookup or (with_hits and session.pinned_chunks)
-            for session in self._sessions
+        return self._agent.cache.backlog > 0 or any(
+            session.busy or session.cancel_lookup or (with_hits and session.has_pins)
+            for session in self._agent.sessions
         )
 
     def _receive(self) -> None:
@@ -135,10 +135,10 @@ class Service:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            for question in transport.split(frames):
-                self._take(identity, question)
+            for each in transport.split(frames):
+                self._answer(identity, each)
 
-    def _take(self, identity: bytes, frames: Sequence[bytes]) -> None:
+    def _answer(self, identity: bytes, frames: Sequence[bytes]) -> None:
         try:
             question = transport.decode_question(frames)
         except transport.VersionMismatch as error:
@@ -153,17 +153,12 @@ class Service:
                 return  # it is repeated, and the next agent answers it
             self._greet(identity, question, reply)
             return
-        peer = self._peers.get(identity)
+        peer = self._agent.peers.get(identity)
         if peer is not None:
             peer.last_heard_s = time.monotonic()
             peer.welcomed = True
         try:
-            if self._handlers.answer_anyone(question, reply):
-                return
-            if peer is None:
-                reply(m.Failure(0, m.UNKNOWN_PEER, "say HELLO first"))
-                return
-            self._handlers.answer_peer(peer, question, reply)
+            self._handlers.answer(peer, question, reply)
         except WireError as error:
             self._refuse(identity, question.call_id, m.BAD_MESSAGE, str(error))
         except LMCacheRedisError as error:
@@ -175,18 +170,21 @@ class Service:
 
     def _greet(self, identity: bytes, hello: m.Hello, reply: Reply) -> None:
         # A client repeats its HELLO until it receives WELCOME.
-        peer = self._peers.get(identity)
-        if peer is None and len(self._peers) >= m.MAX_PEERS:
+        peer = self._agent.peers.get(identity)
+        if peer is None and len(self._agent.peers) >= m.MAX_PEERS:
             reply(m.Failure(0, m.REFUSED, f"the agent has {m.MAX_PEERS} peers: start another one"))
+            return
+        if peer is None and not self._admission.is_open:
+            reply(m.Failure(0, m.REFUSED, "too few file descriptors are free: see the agent's log"))
             return
         if peer is None or not peer.is_same(hello):
             now_s = time.monotonic()
-            for old in self._peers.add(Peer(identity, hello, now_s, now_s)):
+            for old in self._agent.peers.add(Peer(identity, hello, now_s, now_s)):
                 self._handlers.forget(old, "it has reconnected")
         reply(self._welcome)
 
     def _refuse(self, identity: bytes, call_id: int, code: str, reason: str) -> None:
-        self._metrics.count("wire_errors")
+        self._agent.cache.metrics.count("wire_errors")
         logger.debug("refused a message: %s", reason)
         self._reply(identity, call_id, m.Failure(0, code, reason))
 
@@ -198,28 +196,29 @@ class Service:
             logger.debug("an answer could not be delivered: %s", error)
 
     def _summarise(self) -> None:
-        self._loop.after(_SUMMARY_S, self._summarise)
+        self._agent.loop.after(_SUMMARY_S, self._summarise)
         self._log_summary()
 
     def _log_summary(self) -> None:
-        before, self._summarised = self._summarised, self._metrics.snapshot()
+        before, self._summarised = self._summarised, self._agent.cache.metrics.snapshot()
         line = summary(before, self._summarised)
         if line is not None:
             logger.log(*line)
 
     def _housekeeping(self) -> None:
-        self._loop.after(_HOUSEKEEPING_S, self._housekeeping)
+        self._agent.loop.after(_HOUSEKEEPING_S, self._housekeeping)
+        self._admission.check()
         now = time.monotonic()
-        for peer in self._peers:
+        for peer in self._agent.peers:
             if peer.process_gone():
                 self._handlers.forget(peer, "its process has ended")
-                self._metrics.count("heartbeat_losses")
+                self._agent.cache.metrics.count("heartbeat_losses")
             elif now - peer.last_heard_s > self.heartbeat_timeout_s:
                 silent_s = now - peer.last_heard_s
                 self._handlers.forget(peer, f"it has been silent for {silent_s:.0f} s")
-                self._metrics.count("heartbeat_losses")
-        for session in self._sessions.expired(now):
-            if not session.ended and session.pinned_chunks:
+                self._agent.cache.metrics.count("heartbeat_losses")
+        for session in self._agent.sessions.expired(now):
+            if not session.ended and session.has_pins:
                 logger.warning("request %s was never ended; unpinned", session.key[1])
-                self._metrics.count("sessions_timed_out")
-            self._sessions.end(session)
+                self._agent.cache.metrics.count("sessions_timed_out")
+            self._agent.sessions.end(session)

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.agent import Agent
-from lmcache_redis.agent.peers import Peer
-from lmcache_redis.agent.transfers import Reply
+from lmcache_redis.agent.peers import Peer, Reply
 from lmcache_redis.chunks.names import PartNames
 
 logger = logging.getLogger(__name__)
@@ -24,7 +23,7 @@ logger = logging.getLogger(__name__)
 MAX_CHANGES = 1 << 16
 # Of the names of chunks: without an epoch, and with one.
 _HASH_BYTES = (*m.HASH_BYTES_OF_AN_EPOCH, *(8 + nbytes for nbytes in m.HASH_BYTES_OF_AN_EPOCH))
-# Changes of so much time go in one answer, and so many at most.
+# One answer collects changes for this long, and holds at most this many.
 _COLLECT_S = 0.02
 _CHANGES_PER_ANSWER = 1 << 14
 

@@ -1,8 +1,6 @@
 """Names of chunks and stripes, and their byte encodings (docs/value-format.md).
 
-`ObjectKey` names the chunk of one worker. `IPCCacheEngineKey` is the name that an engine sends
-over ZeroMQ: a chunk hash or a range of token ids, of one worker or of all.
-The fields of a Redis key, integers big-endian:
+`ObjectKey` names the chunk of one worker. The fields of a Redis key, integers big-endian:
 
     user prefix | b"lmcr1:" | namespace (16) | ObjectKey | stripe index u16
     ObjectKey:  kv_rank u32 | model length u16 | model utf-8 | hash length u8 | hash
@@ -14,11 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any, ClassVar
 
@@ -32,8 +29,6 @@ MAX_HASH_BYTES = 63
 MAX_MODEL_NAME_BYTES = 1024
 MAX_WORLD_SIZE = 0xFF
 MAX_STRIPE_INDEX = 0xFFFF
-MAX_KEY_TOKENS = 1 << 24
-MAX_SALT_BYTES = 4096
 INT_HASH_BYTES = 8
 CHUNK_HASH_BYTES = 32  # of `hash_chunks`
 
@@ -42,7 +37,7 @@ _RANK_AND_NAME_LENGTH = struct.Struct(">IH")
 _STRIPE_INDEX = struct.Struct(">H")
 
 
-class _DataclassFields:
+class DataclassFields:
     """The fields of a key as `dataclasses` looks for them."""
 
     def __get__(self, key: object, kind: type[msgspec.Struct]) -> dict[str, dataclasses.Field[Any]]:
@@ -79,11 +74,11 @@ class ObjectKey(
     model_name: str
     kv_rank: int
     # As in LMCache: replace, asdict and fields take it.
-    __dataclass_fields__: ClassVar = _DataclassFields()
+    __dataclass_fields__: ClassVar = DataclassFields()
 
     def __post_init__(self) -> None:
-        _check_hash(self.chunk_hash)
-        _model_name_bytes(self.model_name)
+        check_hash(self.chunk_hash)
+        model_name_bytes(self.model_name)
         check_int("kv_rank", self.kv_rank, 0, 0xFFFF_FFFF)
 
     @staticmethod
@@ -137,96 +132,6 @@ class ObjectKey(
         return cls(bytes(data[hash_at:]), model_name, kv_rank)
 
 
-def _comparison(compare: Callable[[Any, Any], bool]) -> Callable[[Any, object], bool]:
-    def method(self: IPCCacheEngineKey, other: object) -> Any:
-        if not isinstance(other, IPCCacheEngineKey):
-            return NotImplemented
-        return compare(self._identity(), other._identity())
-
-    return method
-
-
-class IPCCacheEngineKey(
-    msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True
-):
-    """The name that an engine sends: a chunk hash, or tokens `start` to `end` of `token_ids`.
-
-    Exactly one of chunk_hash (1 to 63 bytes) and token_ids (each below 2**32) is set; start and
-    end are 0 with a hash. worker_id is below world_size (1 to 255); None means all workers and
-    sorts first. request_id identifies a request in logs and sessions; ==, hash and order ignore
-    it. salt (0 to 4,096 bytes) stands for everything else that the KV of the tokens depends on;
-    it is empty with a chunk_hash, which covers it. Raises FormatError for anything else.
-    """
-
-    model_name: str
-    world_size: int
-    worker_id: int | None
-    chunk_hash: bytes | None = None
-    token_ids: tuple[int, ...] | None = None
-    start: int = 0
-    end: int = 0
-    request_id: str | None = None
-    salt: bytes = b""
-    __dataclass_fields__: ClassVar = _DataclassFields()
-
-    def __post_init__(self) -> None:
-        _model_name_bytes(self.model_name)
-        check_int("world_size", self.world_size, 1, MAX_WORLD_SIZE)
-        if self.worker_id is not None:
-            check_int("worker_id", self.worker_id, 0, self.world_size - 1)
-        if (self.chunk_hash is None) == (self.token_ids is None):
-            raise FormatError("a key has either a chunk_hash or token_ids, exactly one of them")
-        if self.token_ids is not None:
-            _check_tokens(self.token_ids)
-        else:
-            _check_hash(self.chunk_hash)
-        _check_salt(self.salt, by_hash=self.token_ids is None)
-        check_int("end", self.end, 0, len(self.token_ids or ()))
-        check_int("start", self.start, 0, self.end)
-
-    def no_worker_id_version(self) -> IPCCacheEngineKey:
-        """The same key for all workers, as a lookup uses it."""
-        return msgspec.structs.replace(self, worker_id=None)
-
-    @staticmethod
-    def Serialize(obj: IPCCacheEngineKey) -> bytes:
-        """A msgpack array of the fields in order. Raises FormatError if one has no encoding."""
-        if not isinstance(obj, IPCCacheEngineKey):
-            raise FormatError(f"an IPCCacheEngineKey is serialized, not a {type(obj).__name__}")
-        try:
-            return _ENCODER.encode(obj)
-        except (TypeError, UnicodeEncodeError, OverflowError) as error:
-            raise FormatError(f"a key that cannot be encoded: {error}") from None
-
-    @staticmethod
-    def Deserialize(data: bytes) -> IPCCacheEngineKey:
-        """The inverse of `Serialize`. Raises FormatError for any other bytes."""
-        try:
-            return _DECODER.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise FormatError(f"not an encoded key: {error}") from None
-
-    def _identity(self) -> tuple[object, ...]:
-        worker = -1 if self.worker_id is None else self.worker_id
-        named = (self.chunk_hash is None, self.chunk_hash or b"", self.token_ids or ())
-        tokens = (self.start, self.end, self.salt)
-        return (self.model_name, self.world_size, worker, *named, *tokens)
-
-    # order=True would compare request_id, and None with int.
-    __eq__ = _comparison(operator.eq)
-    __lt__ = _comparison(operator.lt)
-    __le__ = _comparison(operator.le)
-    __gt__ = _comparison(operator.gt)
-    __ge__ = _comparison(operator.ge)
-
-    def __hash__(self) -> int:
-        return hash(self._identity())
-
-
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(IPCCacheEngineKey)
-
-
 def share_rank(shares: int, share: int) -> int:
     """The kv_rank of share number `share` of `shares` of a chunk's bytes.
 
@@ -237,24 +142,6 @@ def share_rank(shares: int, share: int) -> int:
     check_int("the number of shares", shares, 0, 0xFF)
     check_int("the number of a share", share, 0, 0xFF)
     return (shares << 8 | share) * 0x0001_0001
-
-
-def ipc_keys_to_object_keys(ipc_keys: Iterable[IPCCacheEngineKey]) -> list[ObjectKey]:
-    """The chunks that keys with a chunk hash name, in the order of the keys.
-
-    A key with a worker id gives one ObjectKey; a key without gives one for each worker of its world
-    (`share_rank`). Raises FormatError for what is no key, and for a key with token ids, which names
-    no chunk until they are hashed (`hash_chunks`).
-    """
-    object_keys: list[ObjectKey] = []
-    for key in ipc_keys:
-        if not isinstance(key, IPCCacheEngineKey):
-            raise FormatError(f"an IPCCacheEngineKey is converted, not {key!r:.80}")
-        if key.chunk_hash is None:
-            raise FormatError("a key with token_ids names no chunk until the tokens are hashed")
-        ranks = _kv_ranks(key.world_size, key.worker_id)
-        object_keys += [ObjectKey(key.chunk_hash, key.model_name, rank) for rank in ranks]
-    return object_keys
 
 
 def hash_chunks(
@@ -274,7 +161,7 @@ def hash_chunks(
     """
     if type(chunk_size_tokens) is not int or not 0 < chunk_size_tokens < 1 << 32:
         raise FormatError(f"a chunk of {chunk_size_tokens!r} tokens; 1 to 2**32 - 1 can be hashed")
-    array_of_tokens = _token_array(token_ids)
+    array_of_tokens = token_array(token_ids)
     if sys.byteorder == "big":
         array_of_tokens.byteswap()
     tokens = memoryview(array_of_tokens).cast("B")
@@ -325,13 +212,13 @@ def parse_stripe_key(data: bytes, key_prefix: bytes = b"") -> tuple[bytes, Objec
 
 
 def _before_hash(model_name: str, kv_rank: int, hash_len: int) -> bytes:
-    name = _model_name_bytes(model_name)
+    name = model_name_bytes(model_name)
     check_int("kv_rank", kv_rank, 0, 0xFFFF_FFFF)
     check_int("the length of a chunk hash", hash_len, 1, MAX_HASH_BYTES)
     return _RANK_AND_NAME_LENGTH.pack(kv_rank, len(name)) + name + bytes((hash_len,))
 
 
-def _model_name_bytes(model_name: str) -> bytes:
+def model_name_bytes(model_name: str) -> bytes:
     try:
         name = model_name.encode("utf-8")
     except (AttributeError, UnicodeEncodeError):
@@ -343,31 +230,12 @@ def _model_name_bytes(model_name: str) -> bytes:
     return name
 
 
-@functools.lru_cache(maxsize=1024)
-def _kv_ranks(world_size: int, worker_id: int | None) -> tuple[int, ...]:
-    workers = range(world_size) if worker_id is None else (worker_id,)
-    return tuple(share_rank(world_size, worker) for worker in workers)
-
-
-def _check_hash(chunk_hash: bytes | None) -> None:
+def check_hash(chunk_hash: bytes | None) -> None:
     if not isinstance(chunk_hash, bytes) or not 1 <= len(chunk_hash) <= MAX_HASH_BYTES:
         raise FormatError(f"a chunk hash is 1 to {MAX_HASH_BYTES} bytes, not {chunk_hash!r:.80}")
 
 
-def _check_salt(salt: bytes, *, by_hash: bool) -> None:
-    if not isinstance(salt, bytes) or len(salt) > MAX_SALT_BYTES:
-        raise FormatError(f"a salt is at most {MAX_SALT_BYTES} bytes, not {salt!r:.80}")
-    if salt and by_hash:
-        raise FormatError("a chunk_hash covers the salt: only token_ids take one")
-
-
-def _check_tokens(token_ids: tuple[int, ...]) -> None:
-    if not isinstance(token_ids, tuple) or len(token_ids) > MAX_KEY_TOKENS:
-        raise FormatError(f"token_ids is a tuple of at most {MAX_KEY_TOKENS} token ids")
-    _token_array(token_ids)
-
-
-def _token_array(token_ids: Iterable[int]) -> array[int]:
+def token_array(token_ids: Iterable[int]) -> array[int]:
     """Native unsigned integers of 32 bits."""
     tokens = array("I")
     try:

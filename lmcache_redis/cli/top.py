@@ -72,7 +72,7 @@ def _read(agent: ControlClient) -> Sample:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """A function that waits so many seconds for q; whether it was pressed.
+    """Yields a function that waits for this many seconds, and returns whether q was pressed.
 
     Ctrl-C counts as q. Without a terminal to read from, only Ctrl-C ends the wait.
     """

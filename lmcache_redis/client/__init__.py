@@ -3,9 +3,10 @@
 scheduler       lookups
 worker          registers a KV cache; stores and retrieves
 transfers       a store or a retrieve, and when its blocks are free again
-adapter         the worker's client by request id, as LMCache's multiprocess adapter
 canary          which hits are compared instead of loaded
 watching        which chunks come and go in the agent's tiers
 link            the connection to the agent, on a thread
+calls           messages to the agent, and their answers
+agent_socket    the link's socket
 control         requests of command-line tools
 """

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.link import AgentLink, Call
-from lmcache_redis.client.transfers import check_names, chunk_names
+from lmcache_redis.client.calls import Call
+from lmcache_redis.client.link import AgentLink
 from lmcache_redis.device.layout import engine_chunk_tokens
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Ranks:
 
 @dataclass(slots=True)
 class _Lookup:
-    chunks: m.ChunkNames
+    hashes: Sequence[bytes]
     first_chunk: int
     chunk_size_tokens: int
     call: Call | None = None  # None: nothing to look up
@@ -96,7 +96,7 @@ class _Lookup:
     compare_only: bool = False
 
 
-class LMCacheMPSchedulerAdapter:
+class SchedulerClient:
     """Asks the agent which leading chunks of prompts are cached. Blocks only for ``wait_s``.
 
     endpoint: where the agent listens.
@@ -120,8 +120,6 @@ class LMCacheMPSchedulerAdapter:
         unnamed: bool = False,
         agent_dead_after_s: float = 1.5,
     ) -> None:
-        self._model_name = model_name
-        self._world_size = world_size
         self._block_size_tokens = block_size_tokens
         self._lookups: dict[str, _Lookup] = {}
         self.ranks = Ranks(world_size)
@@ -145,7 +143,7 @@ class LMCacheMPSchedulerAdapter:
 
     @property
     def canary_every(self) -> int:
-        """One hit in so many is to be compared instead of loaded; 0: none."""
+        """One hit in this many is to be compared instead of loaded; 0: none."""
         welcome = self.link.welcome
         return 0 if welcome is None else welcome.canary_every
 
@@ -153,48 +151,26 @@ class LMCacheMPSchedulerAdapter:
         """Paged blocks of one chunk; 0 as for `chunk_size_tokens`."""
         return self.chunk_size_tokens() // self._block_size_tokens
 
-    def maybe_submit_lookup_request(
+    def begin_lookup(
         self,
         request_id: str,
-        block_hashes: Sequence[bytes] | None = None,
-        token_ids: Sequence[int] | None = None,
+        hashes: Sequence[bytes],
         *,
         first_chunk: int = 0,
-        cache_salt: str | bytes = "",
         token_s: float = 0.0,
     ) -> None:
         """Starts a lookup for ``request_id``, unless that request has one.
 
-        Exactly one of ``block_hashes`` (one per block) and ``token_ids`` is given, both from the
-        start of the prompt. The lookup covers the whole chunks from index ``first_chunk`` on.
-        ``cache_salt`` stands for everything else that the KV of ``token_ids`` depends on (salt,
-        LoRA, images); stores need the same salt. Raises ``ValueError``, ``TypeError`` otherwise.
-
+        hashes: the names of the prompt's chunks, from index ``first_chunk`` on.
         token_s: what the engine takes to compute a prompt token. The agent loads what is expected
-        to take no longer; 0.0: everything.
+            to take no longer; 0.0: everything.
         """
-        check_names(token_ids, block_hashes, cache_salt)
         if request_id in self._lookups:
             return
-        blocks_per_chunk = self.num_blocks_per_chunk()
-        chunk_tokens = self._block_size_tokens * blocks_per_chunk
-        chunks = m.ChunkNames()
-        if blocks_per_chunk and self.link.online:
-            if block_hashes is not None:
-                block_hashes = block_hashes[first_chunk * blocks_per_chunk :]
-            chunks = chunk_names(
-                self._model_name,
-                self._world_size,
-                request_id,
-                blocks_per_chunk=blocks_per_chunk,
-                block_hashes=block_hashes,
-                token_ids=token_ids,
-                start=first_chunk * chunk_tokens,
-                end=0 if token_ids is None else len(token_ids) // chunk_tokens * chunk_tokens,
-                cache_salt=cache_salt,
-            )
-        lookup = self._lookups[request_id] = _Lookup(chunks, first_chunk, chunk_tokens)
-        if chunks == m.ChunkNames():
+        hashes = tuple(hashes)
+        lookup = _Lookup(hashes, first_chunk, self.chunk_size_tokens())
+        self._lookups[request_id] = lookup
+        if not hashes or not self.link.online:
             lookup.hit_tokens = 0
             return
         welcome = self.link.welcome
@@ -203,13 +179,13 @@ class LMCacheMPSchedulerAdapter:
         lookup.call = self.link.submit(
             m.Lookup,
             request_id=request_id,
-            chunks=chunks,
+            hashes=hashes,
             first_chunk=first_chunk,
             remote=self.ranks.remote(),
             token_s=token_s,
         )
 
-    def check_lookup_result(self, request_id: str, *, wait_s: float = 0.0) -> int | None:
+    def hit_tokens(self, request_id: str, *, wait_s: float = 0.0) -> int | None:
         """The end of the prefix that can be loaded in tokens, 0 for a miss; None if not known yet.
 
         Waits for at most ``wait_s``. The result is also 0 for an unknown request, a lost agent, and
@@ -236,9 +212,9 @@ class LMCacheMPSchedulerAdapter:
         return 0 if lookup.compare_only else lookup.hit_tokens
 
     def pinned_tokens(self, request_id: str) -> int:
-        """As `check_lookup_result`; of a cache that is distrusted, what may only be compared.
+        """As `hit_tokens`; of a cache that is distrusted, what may only be compared.
 
-        0 before the result, and after `cleanup_lookup_result`.
+        0 before the result, and after `forget_lookup`.
         """
         lookup = self._lookups.get(request_id)
         return 0 if lookup is None else lookup.hit_tokens or 0
@@ -251,21 +227,15 @@ class LMCacheMPSchedulerAdapter:
         lookup = self._lookups.get(request_id)
         return [] if lookup is None else [m.TIER_NAMES[each] for each in lookup.tiers]
 
-    def cleanup_lookup_result(self, request_id: str) -> None:
+    def forget_lookup(self, request_id: str) -> None:
         """Forgets the result of a lookup; its chunks stay pinned."""
         self._lookups.pop(request_id, None)
 
-    def release_lookup_locks(self, request_id: str, first_chunk: int = 0) -> None:
-        """Unpins the chunks of a lookup, from index ``first_chunk`` on."""
+    def release_lookup(self, request_id: str) -> None:
+        """Unpins the chunks of a lookup."""
         lookup = self._lookups.get(request_id)
-        if lookup is None or not lookup.hit_tokens:
-            return
-        chunks = lookup.chunks
-        if first_chunk > lookup.first_chunk:
-            # In token mode one key names all chunks: the later ones stay pinned for the session.
-            chunks = m.ChunkNames(chunks.hashes[first_chunk - lookup.first_chunk :])
-        if chunks != m.ChunkNames():
-            self.link.submit(m.ReleaseLocks, request_id=request_id, chunks=chunks)
+        if lookup is not None and lookup.hit_tokens:
+            self.link.submit(m.ReleaseLocks, request_id=request_id, hashes=lookup.hashes)
 
     def end_session(self, request_id: str) -> None:
         """The request has ended: cancels its lookup and unpins its chunks."""

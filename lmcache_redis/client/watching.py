@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.link import AgentLink, Call
+from lmcache_redis.client.calls import Call
+from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.scheduler import Ranks
 
 logger = logging.getLogger(__name__)

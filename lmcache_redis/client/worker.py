@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import share_rank
-from lmcache_redis.client.link import AgentLink, Call, CallState
+from lmcache_redis.client.calls import Call, CallState
+from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.transfers import (
     LEAST_RETRIEVE_RATE,
@@ -23,10 +24,9 @@ from lmcache_redis.client.transfers import (
     AgentProcess,
     CacheGroup,
     InterprocessEvent,
-    LoadStoreOp,
     Retrieve,
     Store,
-    chunk_names,
+    TransferOp,
 )
 from lmcache_redis.device.context import export_kv_caches
 from lmcache_redis.device.layout import KVLayout, engine_chunk_tokens
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class WorkerClient:
     """Stores and retrieves the blocks of one worker through the agent of its node.
 
-    endpoint, model_name, world_size, engine_id, unnamed: as for `LMCacheMPSchedulerAdapter`.
+    endpoint, model_name, world_size, engine_id, unnamed: as for `SchedulerClient`.
     worker_id: this worker's rank in the world.
     block_size_tokens: tokens of one paged block.
     on_registered: called on the link's thread when an agent has mapped the memory: its process,
@@ -62,7 +62,6 @@ class WorkerClient:
         on_registered: Callable[[int, int, RankPlace], None] | None = None,
     ) -> None:
         self._on_registration = on_registered
-        self._model_name = model_name
         self._world_size = world_size
         self._worker_id = worker_id
         self._block_size_tokens = block_size_tokens
@@ -237,81 +236,66 @@ class WorkerClient:
     def begin_stores(
         self,
         request_ids: Sequence[str],
-        ops: Sequence[LoadStoreOp],
+        ops: Sequence[TransferOp],
         event: InterprocessEvent | None = None,
         *,
-        cache_salts: Sequence[str | bytes] | None = None,
         compare: bool = False,
     ) -> list[Store]:
         """Starts a store of each op's chunks for its request, all in one message.
 
-        The agent reads the blocks after ``event`` (CUDA). A salt stands for everything else that
-        the KV of an op's token ids depends on (salt, LoRA, images); block hashes cover it. Starts
-        all of them or, if it raises ``ValueError`` or ``TypeError``, none.
+        The agent reads the blocks after ``event`` (CUDA). Starts all of them or, if it raises
+        ``ValueError`` because the lists have different lengths, none.
 
         compare: the agent compares the blocks with what it has, and stores nothing. Each replica
         compares all chunks, because its own bytes may be wrong.
         """
-        ops = list(map(self._whole, ops))
+        _check_lengths(request_ids, ops)
         if self._groups and not compare:
             ops = [op.share(*self._groups[op.group].replica) for op in ops]
-        names = self._names_of_all(request_ids, ops, cache_salts)
         lease_ns = _lease(STORE_LEASE_S if event is None else STEP_S + STORE_LEASE_S)
         handle = None if event is None else event.ipc_handle()
         kind = m.Compare if compare else m.Store
         calls = self.link.submit_all(
             [
-                kind(0, request_id, chunks, tuple(op.block_ids), lease_ns, handle, op.group)
-                for request_id, op, chunks in zip(request_ids, ops, names, strict=True)
+                kind(0, name, tuple(op.hashes), tuple(op.block_ids), lease_ns, handle, op.group)
+                for name, op in zip(request_ids, ops, strict=True)
             ]
         )
         return [
-            Store(call, op, lease_ns, self._blocks_per_part(op), self._agent, event)
+            Store(call, op, lease_ns, self._agent, event)
             for call, op in zip(calls, ops, strict=True)
         ]
 
     def begin_retrieves(
         self,
         request_ids: Sequence[str],
-        ops: Sequence[LoadStoreOp],
+        ops: Sequence[TransferOp],
         event: InterprocessEvent | None = None,
-        *,
-        cache_salts: Sequence[str | bytes] | None = None,
     ) -> list[Retrieve]:
         """As `begin_stores`, for chunks that lookups have pinned: loads them into the ops' blocks.
 
         The agent writes the blocks after ``event`` (CUDA).
         """
-        asked, ops = ops, list(map(self._whole, ops))
-        names = self._names_of_all(request_ids, ops, cache_salts)
+        _check_lengths(request_ids, ops)
         leases = [_lease(RETRIEVE_LEASE_S + self._nbytes(op) / LEAST_RETRIEVE_RATE) for op in ops]
         handle = None if event is None else event.ipc_handle()
         registrations = self._registrations
         calls = self.link.submit_all(
             [
                 m.Retrieve(
-                    0,
-                    request_id,
-                    chunks,
-                    tuple(op.block_ids),
-                    op.skip_first_n_tokens,
-                    lease_ns,
-                    handle,
-                    op.group,
+                    0, name, tuple(op.hashes), tuple(op.block_ids), op.skip_first_n_tokens,
+                    lease_ns, handle, op.group,
                 )
-                for request_id, op, chunks, lease_ns in zip(
-                    request_ids, ops, names, leases, strict=True
-                )
+                for name, op, lease_ns in zip(request_ids, ops, leases, strict=True)
             ]
-        )
+        )  # fmt: skip
         return [
             Retrieve(
-                call, op, lease_ns, self._blocks_per_part(op), self._agent, event,
+                call, op, lease_ns, self._agent, event,
                 skip_blocks=op.skip_first_n_tokens // self._block_tokens(op),
                 remapped=lambda: self._mapped > registrations,
-                left_out=self._left_out(each, op),
             )
-            for call, each, op, lease_ns in zip(calls, asked, ops, leases, strict=True)
+            for call, op, lease_ns in zip(calls, ops, leases, strict=True)
         ]  # fmt: skip
 
     def unregister(self, wait_s: float = 0.0) -> bool:
@@ -336,57 +320,18 @@ class WorkerClient:
         self.link.close()
         return closed
 
-    def _whole(self, op: LoadStoreOp) -> LoadStoreOp:
-        return op.whole_chunks(self.num_blocks_per_chunk(), self._block_size_tokens)
-
-    def _left_out(self, asked: LoadStoreOp, op: LoadStoreOp) -> frozenset[int]:
-        """Blocks that were to be loaded, and are in no whole chunk."""
-        if asked is op:
-            return frozenset()
-        skip_blocks = asked.skip_first_n_tokens // self._block_tokens(asked)
-        return frozenset(asked.block_ids[skip_blocks:]).difference(op.block_ids)
-
-    def _blocks_per_part(self, op: LoadStoreOp) -> int:
-        if op.chunk_hashes:
-            return max(1, len(op) // len(op.chunk_hashes))
-        # Before the first WELCOME the whole operation counts as one chunk.
-        return self.num_blocks_per_chunk() or max(1, len(op))
-
-    def _nbytes(self, op: LoadStoreOp) -> int:
+    def _nbytes(self, op: TransferOp) -> int:
         return self._layouts[op.group].block_bytes * len(op) if self._layouts else 0
 
-    def _block_tokens(self, op: LoadStoreOp) -> int:
+    def _block_tokens(self, op: TransferOp) -> int:
         groups = self._groups
         return groups[op.group].block_size_tokens if groups else self._block_size_tokens
 
-    def _names_of_all(
-        self,
-        request_ids: Sequence[str],
-        ops: Sequence[LoadStoreOp],
-        cache_salts: Sequence[str | bytes] | None,
-    ) -> list[m.ChunkNames]:
-        salts = [""] * len(ops) if cache_salts is None else cache_salts
-        if not len(request_ids) == len(ops) == len(salts):
-            raise ValueError(
-                f"{len(request_ids)} request ids, {len(ops)} operations and {len(salts)} salts: "
-                "give one of each for each request"
-            )
-        return list(map(self._names, request_ids, ops, salts))
 
-    def _names(self, request_id: str, op: LoadStoreOp, cache_salt: str | bytes) -> m.ChunkNames:
-        if op.chunk_hashes is not None:
-            return m.ChunkNames(tuple(op.chunk_hashes))
-        return chunk_names(
-            self._model_name,
-            self._world_size,
-            request_id,
-            blocks_per_chunk=self.num_blocks_per_chunk(),
-            block_hashes=op.block_hashes,
-            token_ids=op.token_ids,
-            start=op.start,
-            end=op.end,
-            worker_id=self._worker_id,
-            cache_salt=cache_salt,
+def _check_lengths(request_ids: Sequence[str], ops: Sequence[TransferOp]) -> None:
+    if len(request_ids) != len(ops):
+        raise ValueError(
+            f"{len(request_ids)} request ids and {len(ops)} operations: give one of each"
         )
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lmcache_redis.chunks.keys import IPCCacheEngineKey, ObjectKey, ipc_keys_to_object_keys
+from lmcache_redis.chunks.keys import ObjectKey
 from lmcache_redis.chunks.metadata import MAX_SIZE
+from lmcache_redis.compat.ipc_keys import IPCCacheEngineKey, ipc_keys_to_object_keys
 from lmcache_redis.errors import FormatError, checked_shape
 
 __all__ = ["IPCCacheEngineKey", "MemoryLayoutDesc", "ObjectKey", "ipc_keys_to_object_keys"]

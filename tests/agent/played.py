@@ -10,8 +10,11 @@ from typing import Any
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.copies import CopyThreads
-from lmcache_redis.agent.peers import Group, Peers, Registration, Sessions
-from lmcache_redis.agent.transfers import RetrieveJob, StoreJob
+from lmcache_redis.agent.jobs import CopyRequest
+from lmcache_redis.agent.peers import Group, Peers, Registration
+from lmcache_redis.agent.retrieves import RetrieveJob
+from lmcache_redis.agent.sessions import Sessions
+from lmcache_redis.agent.stores import StoreJob
 from lmcache_redis.cache.cache import Cache
 from lmcache_redis.cache.memory import Arena
 from lmcache_redis.cache.pool import Entry
@@ -130,27 +133,18 @@ class Played:
         )
 
     def store(self, hashes: Sequence[bytes] = HASHES, lease_s: float = 30.0) -> StoreJob:
-        return StoreJob(
-            self.agent,
-            self.session,
-            self.registration,
-            hashes,
-            m.Store(0, "r", m.ChunkNames(), *_blocks_and_lease(hashes, lease_s)),
-            self.answers.append,
-        )
+        question = m.Store(0, "r", tuple(hashes), *_blocks_and_lease(hashes, lease_s))
+        return StoreJob(self.agent, self._request(question))
 
     def retrieve(
         self, hashes: Sequence[bytes] = HASHES, lease_s: float = 30.0, skip_tokens: int = 0
     ) -> RetrieveJob:
         blocks, lease_ns = _blocks_and_lease(hashes, lease_s)
-        return RetrieveJob(
-            self.agent,
-            self.session,
-            self.registration,
-            hashes,
-            m.Retrieve(0, "r", m.ChunkNames(), blocks, skip_tokens, lease_ns),
-            self.answers.append,
-        )
+        question = m.Retrieve(0, "r", tuple(hashes), blocks, skip_tokens, lease_ns)
+        return RetrieveJob(self.agent, self._request(question))
+
+    def _request(self, question: m.Store | m.Retrieve) -> CopyRequest:
+        return CopyRequest(self.session, self.registration, question, self.answers.append)
 
     def hold(self, *names: bytes) -> list[Entry]:
         """Chunks that are READY in the host pool."""

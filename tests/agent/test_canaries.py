@@ -49,7 +49,7 @@ def canary(
     for first in range(0, len(hashes), 4):  # a step computes one chunk
         engine.compare(request_id, hashes[first : first + 4], blocks[first : first + 4])
     wait_until(lambda: not agent.status()["queues"]["jobs"], what="the end of a comparison")
-    engine.scheduler.cleanup_lookup_result(request_id)
+    engine.scheduler.forget_lookup(request_id)
     engine.scheduler.end_session(request_id)
     after = agent.counters()
     kinds = ("compared", "differing", "uncompared", "gathered")
@@ -186,9 +186,9 @@ def test_an_operator_brings_the_loads_back(engine: Engine, agent: AgentServer) -
 
 def test_a_comparison_after_its_lease_is_none(engine: Engine, agent: AgentServer) -> None:
     engine.lookup("late", HASHES)
-    names = m.ChunkNames(tuple(CHUNKS))
+    names = tuple(CHUNKS)
     call = engine.workers[0].link.submit(
-        m.Compare, request_id="late", chunks=names, block_ids=tuple(range(1, 9)), lease_ns=1
+        m.Compare, request_id="late", hashes=names, block_ids=tuple(range(1, 9)), lease_ns=1
     )
     assert call.wait(10)
     assert call.answer == m.StoreResult(call.answer.call_id, 0, 2, 0)

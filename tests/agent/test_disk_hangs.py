@@ -128,7 +128,7 @@ def test_a_second_lookup_joins_and_falls_over_as_well(
     ):
         hang = Hang(files(tmp_path / "disk"))
         for request_id in ("r3", "r4"):
-            engine.scheduler.maybe_submit_lookup_request(request_id, block_hashes=HASHES)
+            engine.scheduler.begin_lookup(request_id, engine.chunks(HASHES))
         for request_id in ("r3", "r4"):
             assert engine.lookup(request_id, HASHES) == TOKENS
         assert agent.counter("loaded_chunks") == CHUNKS
@@ -146,7 +146,7 @@ def test_the_agent_stops_though_the_disk_hangs(
         Engine(agent.endpoint) as engine,
     ):
         hang = Hang(files(tmp_path / "disk"))
-        engine.scheduler.maybe_submit_lookup_request("r3", block_hashes=HASHES)
+        engine.scheduler.begin_lookup("r3", engine.chunks(HASHES))
         if lookup_deadline_s < 1:
             wait_until(lambda: not agent.status()["disk"]["up"])
         else:

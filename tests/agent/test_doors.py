@@ -197,7 +197,7 @@ def test_names_are_bounded_and_their_sender_is_told(agent: AgentServer) -> None:
             assert isinstance(answer, m.Failure)
             assert (answer.call_id, answer.code) == (7, m.BAD_MESSAGE)
         assert isinstance(say(dealer, m.Hello(8, "e", "m", 1, None, "1")), m.Welcome)
-        answer = say(dealer, m.Lookup(9, long, m.ChunkNames((b"h",))))
+        answer = say(dealer, m.Lookup(9, long, (b"h",)))
         assert isinstance(answer, m.Failure)
         assert answer.call_id == 9
         assert "1024" in answer.reason

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +16,8 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.chunks.keys import IPCCacheEngineKey
 from lmcache_redis.client import worker as client_worker
 from lmcache_redis.client.link import LinkState
-from lmcache_redis.client.transfers import LoadStoreOp
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer, free_port
 
@@ -28,11 +25,6 @@ HASHES = block_hashes("prompt", 8)
 LOOKUP_DEADLINE_S = 1.0
 # Allowance for a busy machine: these tests detect hangs, not slowness.
 SLACK_S = 30.0
-
-
-def _tokens(count: int, **named: Any) -> IPCCacheEngineKey:
-    names = {"model_name": "test/model", "world_size": 1, "worker_id": None, **named}
-    return IPCCacheEngineKey(**names, token_ids=tuple(range(count)), end=count)
 
 
 @pytest.fixture
@@ -100,7 +92,7 @@ def test_redis_is_stopped_when_the_first_store_comes(
         call = engine.workers[0].link.submit(
             m.Store,
             request_id="r1",
-            chunks=m.ChunkNames((HASHES[3], HASHES[7])),
+            hashes=(HASHES[3], HASHES[7]),
             block_ids=tuple(range(8)),
             lease_ns=time.monotonic_ns() + int(1.5e9),
         )
@@ -127,7 +119,7 @@ def test_redis_is_full_and_evicts_nothing(
     other = block_hashes("other", 8)
     stored.store("r1", other, range(8))
     wait_until(lambda: agent.counter("drop_redis_full") == 2, what="two dropped chunks")
-    assert "it is full" in agent.log
+    assert "maxmemory" in agent.log
     redis_server.config_set("maxmemory", "0")
     assert stored.lookup("r2", HASHES) == 128
     assert stored.retrieve("r2", HASHES, range(20, 28)) == set()
@@ -203,11 +195,10 @@ def test_the_agent_starts_before_redis(tmp_path: Path) -> None:
 def test_the_agent_is_killed_with_a_retrieve_in_flight(agent: AgentServer, stored: Engine) -> None:
     assert stored.lookup("r1", HASHES) == 128
     agent.stop()
-    op = LoadStoreOp(block_ids=list(range(20, 28)), block_hashes=HASHES)
-    stored.workers[0].submit_retrieve_request("r1", op)
+    (load,) = stored.begin_retrieves("r1", HASHES, range(20, 28))
     agent.kill()
-    wait_until(lambda: "r1" in stored.workers[0].get_finished(set())[1], what="a failed retrieve")
-    assert stored.workers[0].get_block_ids_with_load_errors() == set(range(20, 28))
+    wait_until(lambda: load.over, what="a failed retrieve")
+    assert load.failed_blocks == set(range(20, 28))
     assert stored.lookup("r2", HASHES) == 0
     stored.store("r2", HASHES, range(8))  # reported at once, not stored
     agent.start()
@@ -218,10 +209,8 @@ def test_the_agent_is_killed_with_a_retrieve_in_flight(agent: AgentServer, store
 def test_the_agent_is_stopped_with_a_store_in_flight(agent: AgentServer, stored: Engine) -> None:
     """Blocks that were reused after the lease never reach the cache."""
     other = block_hashes("other", 4)
-    worker = stored.workers[0]
     agent.stop()
-    worker.submit_store_request("r1", LoadStoreOp(block_ids=range(10, 14), block_hashes=other))
-    wait_until(lambda: "r1" in worker.get_finished({"r1"})[0], what="the lease's end")
+    stored.store("r1", other, range(10, 14))  # until the lease's end
     stored.randomize(range(10, 14))  # the engine reuses the blocks
     agent.cont()
     stored.wait_ready()
@@ -234,14 +223,13 @@ def test_the_agent_is_stopped_with_a_retrieve_in_flight(
 ) -> None:
     """Blocks are not freed while a stopped agent could still write to them."""
     assert stored.lookup("r1", HASHES) == 128
-    worker = stored.workers[0]
     monkeypatch.setattr(client_worker, "RETRIEVE_LEASE_S", 1.0)
     agent.stop()
-    worker.submit_retrieve_request("r1", LoadStoreOp(block_ids=range(20, 28), block_hashes=HASHES))
+    (load,) = stored.begin_retrieves("r1", HASHES, range(20, 28))
     time.sleep(2.0)  # the lease and the time of one copy
-    assert worker.get_finished(set())[1] == set()
+    assert not load.over
     agent.cont()
-    wait_until(lambda: "r1" in worker.get_finished(set())[1], what="the end of the retrieve")
+    wait_until(lambda: load.over, what="the end of the retrieve")
 
 
 def test_an_agent_that_comes_later_is_picked_up(tmp_path: Path, redis_server: RedisServer) -> None:
@@ -286,53 +274,13 @@ def test_another_protocol_version_is_refused_with_a_sentence(agent: AgentServer)
         context.term()
 
 
-@pytest.mark.parametrize(
-    ("chunks", "reason"),
-    [
-        (m.ChunkNames((b"h" * 32, b"h" * 31)), "different lengths"),
-        (m.ChunkNames((b"h",), _tokens(64)), "not by both"),
-        (m.ChunkNames(tokens=IPCCacheEngineKey("m", 1, None, b"h")), "has no token ids"),
-        (m.ChunkNames(tokens=_tokens(63)), "not whole chunks of 64"),
-        (m.ChunkNames(tokens=_tokens(64, model_name="m")), "'m', a HELLO of 'test/model'"),
-        (m.ChunkNames(tokens=_tokens(64, world_size=2)), "of 2 ranks, a HELLO of 1"),
-        (m.ChunkNames(tokens=_tokens(64, worker_id=0)), "of rank 0, a HELLO of a scheduler"),
-    ],
-)
-def test_names_that_do_not_go_together_are_refused(
-    agent: AgentServer, chunks: m.ChunkNames, reason: str
-) -> None:
+def test_hashes_of_different_lengths_are_refused(agent: AgentServer) -> None:
     with Engine(agent.endpoint) as engine:
-        call = engine.scheduler.link.submit(m.Lookup, request_id="r", chunks=chunks)
+        call = engine.scheduler.link.submit(m.Lookup, request_id="r", hashes=(b"h" * 32, b"h" * 31))
         assert call.wait(SLACK_S)
         assert isinstance(call.answer, m.Failure)
         assert call.answer.code == m.BAD_MESSAGE
-        assert reason in call.answer.reason
-
-
-@pytest.mark.parametrize("kind", [m.Store, m.Retrieve, m.ReleaseLocks])
-def test_a_worker_names_no_other_rank(
-    agent: AgentServer, kind: type[m.Store | m.Retrieve | m.ReleaseLocks]
-) -> None:
-    fields: dict[str, Any] = {"block_ids": (0, 1, 2, 3), "lease_ns": time.monotonic_ns() + 10**10}
-    if kind is m.Retrieve:
-        fields["skip_first_n_tokens"] = 0
-    elif kind is m.ReleaseLocks:
-        fields = {}
-    with Engine(agent.endpoint, world_size=2) as engine:
-        answers = []
-        for worker_id in (0, 1):
-            tokens = _tokens(64, world_size=2, worker_id=worker_id)
-            call = engine.workers[1].link.submit(
-                kind, request_id="r", chunks=m.ChunkNames(tokens=tokens), **fields
-            )
-            assert call.wait(SLACK_S)
-            answers.append(call.answer)
-        assert isinstance(answers[0], m.Failure)
-        assert (answers[0].code, answers[0].reason) == (
-            m.BAD_MESSAGE,
-            "a key of rank 0, a HELLO of rank 1",
-        )
-        assert not isinstance(answers[1], m.Failure)
+        assert "different lengths" in call.answer.reason
 
 
 def test_garbage_on_the_wire_harms_no_one_else(agent: AgentServer, stored: Engine) -> None:
@@ -366,14 +314,10 @@ def test_garbage_on_the_wire_harms_no_one_else(agent: AgentServer, stored: Engin
 
 
 def test_block_ids_out_of_bounds_touch_nothing(agent: AgentServer, stored: Engine) -> None:
-    worker = stored.workers[0]
     assert stored.lookup("r1", HASHES) == 128
     before = stored.snapshot()
     for block_ids in ([0, 1, 2, 48], [-1, 0, 1, 2]):
-        op = LoadStoreOp(block_ids=block_ids, block_hashes=HASHES[:4])
-        worker.submit_retrieve_request("bad", op)
-        wait_until(lambda: "bad" in worker.get_finished(set())[1])
-        assert worker.get_block_ids_with_load_errors() == set(block_ids)
+        assert stored.retrieve("bad", HASHES[:4], block_ids) == set(block_ids)
     for name, tensor in stored.caches[0].items():
         assert torch.equal(tensor, before[0][name])
 

@@ -52,8 +52,8 @@ def test_a_lookup_waits_until_redis_was_asked_for_the_first_time(
         agent.restart()
         engine.wait_ready()
         assert "not been asked yet" in agent.status()["redis"]["reason"]
-        engine.scheduler.maybe_submit_lookup_request("r1", block_hashes=HASHES)
-        assert engine.scheduler.check_lookup_result("r1", wait_s=0.3) is None
+        engine.scheduler.begin_lookup("r1", engine.chunks(HASHES))
+        assert engine.scheduler.hit_tokens("r1", wait_s=0.3) is None
         redis_server.cont()
         assert engine.lookup("r1", HASHES) == 128
 
@@ -138,7 +138,7 @@ class Joining:
             ),
             (SharedMemoryHandle(os.getpid(), process_start_time(os.getpid()), 0, 0, 0, 64000),),
         )
-        self.handlers.answer_peer(peer, question, lambda answer: None)
+        self.handlers.answer(peer, question, lambda answer: None)
 
     def hold_a_chunk(self) -> None:
         """Puts each rank's part of a chunk into the host pool."""
@@ -150,8 +150,8 @@ class Joining:
             assert self.agent.cache.publish(entry)
 
     def look_up(self, scheduler: Peer) -> None:
-        question = m.Lookup(2, "r", m.ChunkNames((HASHES[3],)))
-        self.handlers.answer_peer(scheduler, question, self.answers.append)
+        question = m.Lookup(2, "r", (HASHES[3],))
+        self.handlers.answer(scheduler, question, self.answers.append)
 
     def run(self, until: Callable[[], object]) -> None:
         run_until(self.loop, until)
@@ -249,7 +249,7 @@ def test_a_lookup_that_waits_is_cancelled_with_its_session(joining: Callable[...
         here.register(here.join(worker_id))
     here.hold_a_chunk()
     here.look_up(scheduler)
-    here.handlers.answer_peer(scheduler, m.EndSession(3, "r"), lambda answer: None)
+    here.handlers.answer(scheduler, m.EndSession(3, "r"), lambda answer: None)
     here.map_memory.set()
     here.run(lambda: here.peers.complete(scheduler) or not any(p.mapping for p in here.peers))
     here.loop.run_due()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lmcache_redis.chunks.keys import parse_stripe_key
-from lmcache_redis.client.transfers import LoadStoreOp, Retrieve
+from lmcache_redis.client.transfers import Retrieve
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
@@ -45,7 +45,7 @@ def start_again(engine: Engine, agent: AgentServer) -> None:
 
 
 def retrieve(engine: Engine, request_id: str, hashes: Sequence[bytes], blocks: range) -> Retrieve:
-    op = LoadStoreOp(block_ids=[*blocks], block_hashes=[*hashes])
+    op = engine.op(hashes, blocks)
     return engine.workers[0].begin_retrieves([request_id], [op])[0]
 
 
@@ -110,7 +110,7 @@ def test_two_such_prompts_at_once_take_turns(agent: AgentServer) -> None:
         store(engine, agent, another, parts[1])
         start_again(engine, agent)
         assert engine.lookup("a", HASHES) == CHUNKS * CHUNK
-        engine.scheduler.maybe_submit_lookup_request("b", block_hashes=another)
+        engine.scheduler.begin_lookup("b", engine.chunks(another))
         loads = [retrieve(engine, "a", HASHES, parts[2])]
         assert engine.lookup("b", another) == CHUNKS * CHUNK
         loads.append(retrieve(engine, "b", another, parts[3]))

@@ -37,7 +37,7 @@ def test_what_a_late_scatter_still_writes_is_one_piece(
             call = engine.workers[0].link.submit(
                 m.Retrieve,
                 request_id="r",
-                chunks=m.ChunkNames((HASHES[3],)),
+                hashes=(HASHES[3],),
                 block_ids=(4, 5, 6, 7),
                 skip_first_n_tokens=0,
                 lease_ns=time.monotonic_ns() + int(LEASE_S * 1e9),

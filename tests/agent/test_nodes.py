@@ -11,7 +11,7 @@ import torch
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import ObjectKey, parse_stripe_key
 from lmcache_redis.chunks.names import Reach
-from lmcache_redis.client.transfers import CacheGroup, LoadStoreOp
+from lmcache_redis.client.transfers import CacheGroup, TransferOp
 from lmcache_redis.client.worker import WorkerClient
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
@@ -84,7 +84,7 @@ def remote_keys(redis_server: RedisServer, chunk: int) -> list[bytes]:
 
 def failed_chunks(engine: Engine, request_id: str, rank: int) -> set[int]:
     """Retrieves with one rank; the chunks of which it reports that they failed."""
-    op = LoadStoreOp(block_ids=[*LOADED], block_hashes=HASHES)
+    op = engine.op(HASHES, LOADED)
     (retrieve,) = engine.workers[rank].begin_retrieves([request_id], [op])
     wait_until(lambda: retrieve.over or retrieve.given_up, "the end of a load")
     return {*retrieve.failed_chunks}
@@ -108,7 +108,7 @@ def test_each_agent_loads_the_part_of_its_rank(agents: list[AgentServer]) -> Non
         check_unpinned(agents)
 
         # From the host pools, the second time.
-        engine.scheduler.cleanup_lookup_result("r")
+        engine.scheduler.forget_lookup("r")
         assert engine.lookup("again", HASHES) == 3 * CHUNK
         assert engine.retrieve("again", HASHES, LOADED) == set()
         assert [agent.counter("loaded_chunks") for agent in agents] == [3, 3]
@@ -173,7 +173,7 @@ def test_an_agent_that_is_killed_while_it_loads(
         engine.wait_ready()
         assert engine.lookup("r", HASHES) == 3 * CHUNK
         redis_server.stop()  # its load is in flight
-        op = LoadStoreOp(block_ids=[*LOADED], block_hashes=HASHES)
+        op = engine.op(HASHES, LOADED)
         (retrieve,) = engine.workers[1].begin_retrieves(["r"], [op])
         wait_until(lambda: other.status()["queues"]["jobs"] == 1, "a load in flight")
         other.kill()
@@ -186,7 +186,7 @@ def test_an_agent_that_is_killed_while_it_loads(
         wait_until(lambda: engine.workers[1].place is None, "the end of its agent")
         assert engine.lookup("gone", HASHES) == 0
         engine.scheduler.end_session("gone")
-        op = LoadStoreOp(block_ids=[*STORED], block_hashes=block_hashes("new", BLOCKS))
+        op = engine.op(block_hashes("new", BLOCKS), STORED)
         stored = [worker.begin_stores(["gone"], [op])[0] for worker in engine.workers]
         wait_until(lambda: all(each.over for each in stored), "the stores")
         assert [each.result.dropped for each in stored] == [0, 3]
@@ -268,7 +268,7 @@ def test_names_that_cannot_be_are_refused(agent: AgentServer) -> None:
     with Engine(agent.endpoint) as engine:
         parts = m.RemoteParts(1, -1, b"f" * 32, Reach())
         call = engine.scheduler.link.submit(
-            m.Lookup, request_id="r", chunks=m.ChunkNames((b"h" * 32,)), remote=(parts,)
+            m.Lookup, request_id="r", hashes=(b"h" * 32,), remote=(parts,)
         )
         assert call.wait(60.0)
         assert isinstance(call.answer, m.Failure)
@@ -299,13 +299,13 @@ class HybridWorker:
             identity={"rank": str(rank)},
         )
 
-    def op(self, group: int, chunks: Sequence[int], first_block: int) -> LoadStoreOp:
+    def op(self, group: int, chunks: Sequence[int], first_block: int) -> TransferOp:
         per_part = GROUPS[group].blocks_per_part(4, 16)
         blocks = [
             first_block + 4 * chunk + block for chunk in chunks for block in range(4 - per_part, 4)
         ]
         names = [HASHES[4 * chunk + 3] for chunk in chunks]
-        return LoadStoreOp(block_ids=blocks, chunk_hashes=names, group=group)
+        return TransferOp(blocks, names, group=group)
 
 
 def test_windows_of_ranks_on_other_nodes(

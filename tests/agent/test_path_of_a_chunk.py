@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from lmcache_redis.chunks.keys import parse_stripe_key
-from lmcache_redis.client.transfers import LoadStoreOp
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
-
-FOUR = list(range(4, 8))
 
 
 def assert_blocks_equal(
@@ -137,7 +134,7 @@ def test_two_requests_share_one_load(agent: AgentServer) -> None:
         wait_until(lambda: any(each["ready"] for each in agent.status()["engines"]))
         engine.wait_ready()
         for request_id in ("a", "b", "c"):
-            engine.scheduler.maybe_submit_lookup_request(request_id, block_hashes=hashes)
+            engine.scheduler.begin_lookup(request_id, engine.chunks(hashes))
         for request_id in ("a", "b", "c"):
             assert engine.lookup(request_id, hashes) == 256
         assert agent.counter("loaded_chunks") == 4
@@ -156,67 +153,14 @@ def test_pins_hold_until_they_are_given_back(agent: AgentServer) -> None:
         assert pinned() == 0
         assert engine.lookup("r2", hashes) == 128
         assert pinned() == slots
-        engine.scheduler.release_lookup_locks("r2", first_chunk=1)
-        wait_until(lambda: pinned() == slots // 2, what="a released chunk")
-        engine.scheduler.end_session("r2")
+        engine.scheduler.release_lookup("r2")
+        wait_until(lambda: pinned() == 0, what="released chunks")
+        assert engine.lookup("r4", hashes) == 128
+        engine.scheduler.end_session("r4")
         wait_until(lambda: pinned() == 0, what="an ended session")
         assert engine.lookup("r3", hashes) == 128
         engine.retrieve("r3", hashes[:4], range(4))
         wait_until(lambda: pinned() == slots // 2, what="a retrieved chunk")
-
-
-def test_tokens_are_hashed_by_the_agent(agent: AgentServer) -> None:
-    tokens = list(range(1000, 1000 + 150))
-    with Engine(agent.endpoint) as engine:
-        engine.randomize(range(8))
-        op = LoadStoreOp(block_ids=list(range(8)), token_ids=tokens, start=0, end=128)
-        engine.workers[0].submit_store_request("r1", op)
-        wait_until(lambda: "r1" in engine.workers[0].get_finished({"r1"})[0])
-        engine.scheduler.maybe_submit_lookup_request("r2", token_ids=tokens)
-        wait_until(lambda: engine.scheduler.check_lookup_result("r2") is not None)
-        assert engine.scheduler.check_lookup_result("r2") == 128
-        changed = [*tokens[:70], 7, *tokens[71:]]
-        engine.scheduler.maybe_submit_lookup_request("r3", token_ids=changed)
-        wait_until(lambda: engine.scheduler.check_lookup_result("r3") is not None)
-        assert engine.scheduler.check_lookup_result("r3") == 64
-        before = engine.snapshot()
-        op = LoadStoreOp(block_ids=list(range(20, 28)), token_ids=tokens, start=0, end=128)
-        engine.workers[0].submit_retrieve_request("r2", op)
-        wait_until(lambda: "r2" in engine.workers[0].get_finished(set())[1])
-        assert_blocks_equal(engine, before, {n: 20 + n for n in range(8)})
-
-
-def test_a_salt_keeps_equal_tokens_apart(agent: AgentServer) -> None:
-    tokens = list(range(64))
-    salts: list[str | bytes] = ["", "tenant", b"lora 7"]
-    with Engine(agent.endpoint) as engine:
-        engine.randomize(range(12))
-        worker, scheduler = engine.workers[0], engine.scheduler
-
-        def lookup(number: int, turn: str) -> int:
-            scheduler.maybe_submit_lookup_request(
-                f"{turn}{number}", token_ids=tokens, cache_salt=salts[number]
-            )
-            wait_until(lambda: scheduler.check_lookup_result(f"{turn}{number}") is not None)
-            return scheduler.check_lookup_result(f"{turn}{number}") or 0
-
-        for number in range(3):
-            assert lookup(number, "before") == 0
-            blocks = list(range(4 * number, 4 * number + 4))
-            op = LoadStoreOp(blocks, tokens, None, 0, 64)
-            name = f"store{number}"
-            worker.batched_submit_store_requests([name], [op], cache_salts=[salts[number]])
-            wait_until(lambda name=name: name in worker.get_finished({name})[0])
-        for number in range(3):
-            assert lookup(number, "after") == 64
-        before = engine.snapshot()
-        ops = [LoadStoreOp(range(20 + 4 * n, 24 + 4 * n), tokens, None, 0, 64) for n in range(3)]
-        names = [f"after{number}" for number in range(3)]
-        worker.batched_submit_retrieve_requests(names, ops, cache_salts=salts)
-        finished: set[str] = set()
-        wait_until(lambda: finished.update(worker.get_finished(set())[1]) or finished == set(names))
-        assert worker.get_block_ids_with_load_errors() == set()
-        assert_blocks_equal(engine, before, {n: 20 + n for n in range(12)})
 
 
 def test_a_chunk_is_stored_once(agent: AgentServer, redis_server: RedisServer) -> None:
@@ -239,19 +183,6 @@ def test_a_chunk_is_stored_once(agent: AgentServer, redis_server: RedisServer) -
         assert agent.counter("stored_chunks") == 0
         assert agent.counter("skipped_chunks") == 2
         assert sets() == sent
-
-
-def test_each_store_is_reported_once_and_only_when_the_engine_has_finished(
-    agent: AgentServer,
-) -> None:
-    with Engine(agent.endpoint) as engine:
-        worker = engine.workers[0]
-        hashes = block_hashes("prompt", 4)
-        worker.submit_store_request("r1", LoadStoreOp(block_ids=FOUR, block_hashes=hashes))
-        wait_until(lambda: agent.counter("stores") == 1)
-        assert worker.get_finished(set()) == (set(), set())
-        assert worker.get_finished({"r1", "never-stored"})[0] == {"r1", "never-stored"}
-        assert worker.get_finished({"r1"})[0] == set()
 
 
 def test_many_engines_at_once(agent: AgentServer) -> None:

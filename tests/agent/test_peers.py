@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from lmcache_redis import messages as m
 from lmcache_redis.agent.peers import Group, Peer, Peers, Registration
+from lmcache_redis.processes import process_start_time
 
 NOW_S = 1000.0
 
@@ -45,6 +48,51 @@ class Played:
         """The engine of the registration of each rank."""
         found = self.peers.ranks(scheduler)
         return None if found is None else [each.engine_id for each in found]
+
+
+def test_a_newer_connection_replaces_the_old() -> None:
+    played = Played()
+    old = played.join("a", 0)
+    others = [played.join("a", 1), played.join("a", None), played.join("b", 0)]
+    new = Peer(b"reconnected", old.hello, NOW_S, NOW_S)
+    assert played.peers.add(new) == [old]
+    assert played.peers.get(old.identity) is None
+    assert [*played.peers] == [*others, new]
+    again = Peer(b"reconnected", others[0].hello, NOW_S, NOW_S)  # the same connection
+    assert played.peers.add(again) == [others[0], new]
+
+
+class Storage(NamedTuple):
+    pid: int
+    pid_start_time: int
+
+
+def owned_by(*storages: Storage) -> Peer:
+    played = Played()
+    peer = played.join("a", 0, layout=b"0")
+    assert peer.registration is not None
+    peer.registration.storages = storages  # type: ignore[assignment]
+    return peer
+
+
+def test_memory_is_gone_with_any_of_its_processes() -> None:
+    own = Storage(os.getpid(), process_start_time(os.getpid()) or 0)
+    ended = Storage(own.pid, own.pid_start_time + 1)  # the id was used again
+    assert not owned_by(own, own).process_gone()
+    assert owned_by(own, ended).process_gone()
+    assert owned_by(ended).process_gone()
+
+
+def test_a_process_that_cannot_be_read_is_not_gone() -> None:
+    """Out of file descriptors, no living engine is unregistered."""
+    peer = owned_by(Storage(os.getpid(), process_start_time(os.getpid()) or 0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        gone = peer.process_gone()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not gone
 
 
 def test_a_rank_of_the_same_id_comes_first() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_redis.agent import peers as peers_module
-from lmcache_redis.agent.peers import MAX_MODELS, OTHER_MODELS, Peers, Sessions
+from lmcache_redis.agent import sessions as sessions_module
+from lmcache_redis.agent.peers import MAX_MODELS, OTHER_MODELS, Peers
+from lmcache_redis.agent.sessions import Sessions
 from lmcache_redis.cache.pool import HostPool
 from lmcache_redis.errors import WireError
 from tests.cache.auditing import audit, slots
@@ -20,14 +21,14 @@ def test_sessions_give_every_pin_back_once() -> None:
         entry = pool.reserve(bytes([number]), 2)
         assert entry is not None
         pool.publish(entry)
-        session.hold((0, 0, bytes([number])), entry)
+        session.hold(bytes([number]), (0, 0), entry)
         entries.append(entry)
     pool.pin(entries[0])
-    session.hold((0, 0, b"\0"), entries[0])  # a second lookup found it again
+    session.hold(b"\0", (0, 0), entries[0])  # a second lookup found it again
     assert entries[0].pins == 1
-    taken = session.take((0, 0, b"\1"))
+    taken = session.take(b"\1", (0, 0))
     assert taken is entries[1]
-    assert session.take((0, 0, b"\1")) is None
+    assert session.take(b"\1", (0, 0)) is None
     assert session.release(b"\0") == 1
     assert session.release(b"\0") == 0
     assert sessions.expired(5.0) == []
@@ -55,7 +56,7 @@ def test_a_session_cancels_its_lookup_when_it_ends() -> None:
 
 
 def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers_module, "MAX_SESSIONS", 2)
+    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 2)
     sessions = Sessions(HostPool(slots(1)), timeout_s=10)
     first = sessions.open(("e", "1"), 0.0)
     sessions.open(("e", "2"), 0.0)

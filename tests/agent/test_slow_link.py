@@ -304,7 +304,7 @@ def test_a_pool_smaller_than_what_is_asked_at_once_serves_all(
         agent.restart()
         engine.wait_ready()
         for name, hashes in prompts.items():
-            engine.scheduler.maybe_submit_lookup_request(name, block_hashes=hashes)
+            engine.scheduler.begin_lookup(name, engine.chunks(hashes))
         for name, hashes in prompts.items():
             assert engine.lookup(name, hashes) == CHUNKS * CHUNK_TOKENS
             assert engine.retrieve(name, hashes, range(40)) == set()

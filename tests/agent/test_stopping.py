@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.link import Call
+from lmcache_redis.client.calls import Call
 from tests.harness import WAIT_S, AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
 HASHES, OTHERS = block_hashes("prompt", 8), block_hashes("another prompt", 8)
 # As vLLM names chunks: by the hash of the last of their four blocks.
-CHUNKS = m.ChunkNames((HASHES[3], HASHES[7]))
+CHUNKS = (HASHES[3], HASHES[7])
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_meanwhile_lookups_are_misses_and_queued_chunks_are_written(
     for tensor in engine.caches[0].values():
         assert torch.equal(tensor[16:24], tensor[:8])
     link = engine.scheduler.link
-    lookup = link.submit(m.Lookup, request_id="r3", chunks=CHUNKS)
+    lookup = link.submit(m.Lookup, request_id="r3", hashes=CHUNKS)
     assert answer(lookup) == m.LookupResult(lookup.call_id, 0)
     dropped = agent.counter("drop_shutdown")
     engine.store("r4", OTHERS, range(8))
@@ -85,7 +85,7 @@ def test_a_lookup_and_its_load_that_were_under_way_end(
     agent.restart()  # with an empty host pool
     engine.wait_ready()
     redis_server.stop()
-    lookup = engine.scheduler.link.submit(m.Lookup, request_id="r2", chunks=CHUNKS)
+    lookup = engine.scheduler.link.submit(m.Lookup, request_id="r2", hashes=CHUNKS)
     wait_until(lambda: agent.status()["sessions"] == 1, what="the lookup")
     agent.log_path.write_text("")
     begin_stop(agent)

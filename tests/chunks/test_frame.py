@@ -20,13 +20,13 @@ from lmcache_redis.chunks.frame import (
     stripe_payload_bytes,
 )
 from lmcache_redis.chunks.keys import (
-    IPCCacheEngineKey,
     ObjectKey,
     hash_chunks,
     key_stem,
     stripe_key,
 )
 from lmcache_redis.chunks.metadata import MemoryFormat, RemoteMetadata
+from lmcache_redis.compat.ipc_keys import IPCCacheEngineKey
 from lmcache_redis.errors import FormatError
 from lmcache_redis.seal import SealKeys
 

@@ -1,22 +1,14 @@
 from __future__ import annotations
 
-import copy
-import dataclasses
-import inspect
 import itertools
-import pickle
-import random
 from typing import Any
 
-import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_redis.chunks.keys import (
-    IPCCacheEngineKey,
     ObjectKey,
-    ipc_keys_to_object_keys,
     key_stem,
     parse_stripe_key,
     share_rank,
@@ -30,29 +22,6 @@ RANKS = st.integers(0, 2**32 - 1)
 OBJECT_KEYS = st.builds(ObjectKey, HASHES, MODELS, RANKS)
 NAMESPACES = st.binary(min_size=16, max_size=16)
 NAMESPACE = bytes(range(16))
-
-
-@st.composite
-def ipc_keys(draw: st.DrawFn) -> IPCCacheEngineKey:
-    world_size = draw(st.integers(1, 255))
-    chunk_hash = draw(st.none() | HASHES)
-    token_ids = None
-    start = end = 0
-    if chunk_hash is None:
-        token_ids = tuple(draw(st.lists(st.integers(0, 2**32 - 1), max_size=20)))
-        end = draw(st.integers(0, len(token_ids)))
-        start = draw(st.integers(0, end))
-    return IPCCacheEngineKey(
-        model_name=draw(MODELS),
-        world_size=world_size,
-        worker_id=draw(st.none() | st.integers(0, world_size - 1)),
-        chunk_hash=chunk_hash,
-        token_ids=token_ids,
-        start=start,
-        end=end,
-        request_id=draw(st.none() | st.text()),
-        salt=b"" if token_ids is None else draw(st.binary(max_size=20)),
-    )
 
 
 class TestObjectKey:
@@ -184,40 +153,6 @@ def placements(draw: st.DrawFn) -> tuple[int, int, int, int]:
     )
 
 
-class TestAsDataclasses:
-    """Callers of LMCache's keys use what `dataclasses` has for them."""
-
-    @given(ipc_keys(), OBJECT_KEYS)
-    def test_replaced_and_taken_apart(self, key: IPCCacheEngineKey, object_key: ObjectKey) -> None:
-        assert dataclasses.replace(key, worker_id=None) == key.no_worker_id_version()
-        assert IPCCacheEngineKey(**dataclasses.asdict(key)) == key
-        other = dataclasses.replace(object_key, kv_rank=7)
-        assert other == ObjectKey(object_key.chunk_hash, object_key.model_name, 7)
-        assert ObjectKey(*dataclasses.astuple(object_key)) == object_key
-        assert dataclasses.is_dataclass(key)
-
-    @pytest.mark.parametrize("kind", [IPCCacheEngineKey, ObjectKey])
-    def test_fields(self, kind: Any) -> None:
-        fields = dataclasses.fields(kind)
-        defaults = {each.name: each.default for each in fields}
-        assert [*defaults] == [*inspect.signature(kind).parameters]
-        for name, parameter in inspect.signature(kind).parameters.items():
-            missing = parameter.default is inspect.Parameter.empty
-            assert defaults[name] == (dataclasses.MISSING if missing else parameter.default)
-
-    def test_what_is_replaced_is_checked(self) -> None:
-        with pytest.raises(FormatError, match="worker_id is 4"):
-            dataclasses.replace(IPCCacheEngineKey("m", 4, 0, b"h"), worker_id=4)
-
-    def test_are_encoded_as_before(self) -> None:
-        key = IPCCacheEngineKey("m", 4, None, b"h", request_id="r")
-        assert msgspec.msgpack.encode(key) == msgspec.msgpack.encode(
-            ["m", 4, None, b"h", None, 0, 0, "r", b""]
-        )
-        for each in (key, ObjectKey(b"h", "m", 1)):
-            assert pickle.loads(pickle.dumps(each)) == copy.deepcopy(each) == each
-
-
 class TestKVRank:
     def test_fixed_vectors(self) -> None:
         assert ObjectKey.ComputeKVRank(1, 0, 1, 0) == 0x01000100
@@ -320,212 +255,3 @@ class TestRedisKeys:
     def test_a_stripe_index_out_of_range_is_refused(self, index: int) -> None:
         with pytest.raises(FormatError, match="stripe_index is"):
             stripe_key(b"chunk", index)
-
-
-class TestIPCCacheEngineKey:
-    def test_fixed_vectors(self) -> None:
-        by_hash = IPCCacheEngineKey("m", 2, 1, b"\x01\x02", request_id="r")
-        assert IPCCacheEngineKey.Serialize(by_hash).hex() == "99a16d0201c4020102c00000a172c400"
-        by_tokens = IPCCacheEngineKey("m", 2, None, token_ids=(5, 300), start=1, end=2)
-        assert IPCCacheEngineKey.Serialize(by_tokens).hex() == "99a16d02c0c09205cd012c0102c0c400"
-
-    @given(ipc_keys())
-    def test_serialize_round_trip(self, key: IPCCacheEngineKey) -> None:
-        again = IPCCacheEngineKey.Deserialize(IPCCacheEngineKey.Serialize(key))
-        assert again == key
-        assert again.request_id == key.request_id
-        assert IPCCacheEngineKey.Deserialize(IPCCacheEngineKey.Serialize(key)) == key
-        assert msgspec.structs.astuple(again) == msgspec.structs.astuple(key)
-
-    def test_request_id_is_outside_identity(self) -> None:
-        one = IPCCacheEngineKey("m", 2, 1, b"h", request_id="a")
-        two = IPCCacheEngineKey("m", 2, 1, b"h", request_id="b")
-        assert one == two
-        assert (one != two) is False
-        assert hash(one) == hash(two)
-        assert len({one, two}) == 1
-        assert not one < two
-        assert not one > two
-        assert one <= two
-        assert one >= two
-
-    def test_every_other_field_is_inside_identity(self) -> None:
-        keys = [
-            IPCCacheEngineKey("m", 2, 1, b"h"),
-            IPCCacheEngineKey("n", 2, 1, b"h"),
-            IPCCacheEngineKey("m", 3, 1, b"h"),
-            IPCCacheEngineKey("m", 2, 0, b"h"),
-            IPCCacheEngineKey("m", 2, None, b"h"),
-            IPCCacheEngineKey("m", 2, 1, b"i"),
-            IPCCacheEngineKey("m", 2, 1, token_ids=(1, 2), start=0, end=1),
-            IPCCacheEngineKey("m", 2, 1, token_ids=(1, 2), start=1, end=1),
-            IPCCacheEngineKey("m", 2, 1, token_ids=(1, 2), start=0, end=2),
-            IPCCacheEngineKey("m", 2, 1, token_ids=(1, 3), start=0, end=1),
-            IPCCacheEngineKey("m", 2, 1, token_ids=(1, 3), start=0, end=1, salt=b"s"),
-        ]
-        assert len(set(keys)) == len(keys)
-        for one, two in itertools.combinations(keys, 2):
-            assert one != two
-            assert (one < two) != (two < one)
-
-    @given(st.lists(ipc_keys(), max_size=6))
-    def test_order_is_total_and_does_not_depend_on_the_input(
-        self, keys: list[IPCCacheEngineKey]
-    ) -> None:
-        ordered = sorted(keys)
-        backwards = keys[::-1]
-        assert sorted(backwards) == ordered
-        for one, two in itertools.pairwise(ordered):
-            assert one <= two
-            assert two >= one
-            assert (one < two) == (two > one) == (one != two)
-
-    def test_no_worker_sorts_before_every_worker(self) -> None:
-        keys = [
-            IPCCacheEngineKey("m", 2, None, b"z"),
-            IPCCacheEngineKey("m", 2, None, token_ids=()),
-            IPCCacheEngineKey("m", 2, 0, b"a"),
-            IPCCacheEngineKey("m", 2, 1, b"a"),
-        ]
-        shuffled = keys.copy()
-        random.Random(1).shuffle(shuffled)
-        assert sorted(shuffled) == keys
-
-    def test_comparison_with_other_types(self) -> None:
-        key = IPCCacheEngineKey("m", 1, 0, b"h")
-        assert key != ("m", 1, 0, b"h")
-        for compare in ("__lt__", "__le__", "__gt__", "__ge__"):
-            assert getattr(key, compare)(1) is NotImplemented
-
-    @given(ipc_keys())
-    def test_no_worker_id_version(self, key: IPCCacheEngineKey) -> None:
-        everyone = key.no_worker_id_version()
-        assert everyone.worker_id is None
-        assert everyone.request_id == key.request_id
-        assert msgspec.structs.replace(everyone, worker_id=key.worker_id) == key
-
-    def test_is_frozen(self) -> None:
-        with pytest.raises(AttributeError):
-            IPCCacheEngineKey("m", 1, 0, b"h").start = 1  # type: ignore[misc]
-
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            ({"model_name": ""}, "a model name has 1 to 1024"),
-            ({"model_name": 5}, "a model name is text"),
-            ({"world_size": 0}, "world_size is 0, outside 1 to 255"),
-            ({"world_size": 256}, "world_size is 256, outside 1 to 255"),
-            ({"world_size": "2"}, "world_size is an int, not str"),
-            ({"worker_id": 2}, "worker_id is 2, outside 0 to 1"),
-            ({"worker_id": -1}, "worker_id is -1, outside 0 to 1"),
-            ({"chunk_hash": None}, "exactly one"),
-            ({"token_ids": (1,)}, "exactly one"),
-            ({"chunk_hash": b""}, "a chunk hash is 1 to 63 bytes"),
-            ({"chunk_hash": b"x" * 64}, "a chunk hash is 1 to 63 bytes"),
-            ({"end": 1}, "end is 1, outside 0 to 0"),
-            ({"start": 1}, "start is 1, outside 0 to 0"),
-            ({"salt": b"s"}, "a chunk_hash covers the salt"),
-            ({"salt": "s"}, "a salt is at most 4096 bytes"),
-            ({"chunk_hash": None, "token_ids": (), "salt": bytes(4097)}, "a salt is at most 4096"),
-        ],
-    )
-    def test_a_field_out_of_range_is_refused(self, fields: dict[str, object], message: str) -> None:
-        good = {"model_name": "m", "world_size": 2, "worker_id": 1, "chunk_hash": b"h"}
-        with pytest.raises(FormatError, match=message):
-            IPCCacheEngineKey(**(good | fields))  # type: ignore[arg-type]
-
-    @pytest.mark.parametrize(
-        ("token_ids", "start", "end", "message"),
-        [
-            ([1, 2], 0, 2, "token_ids is a tuple"),
-            ((1, -1), 0, 2, "a token id is 0 to"),
-            ((1, 2**32), 0, 2, "a token id is 0 to"),
-            ((1, "2"), 0, 2, "a token id is 0 to"),
-            ((1, 2), 0, 3, "end is 3, outside 0 to 2"),
-            ((1, 2), 2, 1, "start is 2, outside 0 to 1"),
-            ((1, 2), -1, 1, "start is -1, outside 0 to 1"),
-        ],
-    )
-    def test_tokens_out_of_range_are_refused(
-        self, token_ids: tuple[int, ...], start: int, end: int, message: str
-    ) -> None:
-        with pytest.raises(FormatError, match=message):
-            IPCCacheEngineKey("m", 1, 0, None, token_ids, start, end)
-
-    def test_a_request_id_without_utf8_cannot_be_serialized(self) -> None:
-        key = IPCCacheEngineKey("m", 1, 0, b"h", request_id="\ud800")
-        with pytest.raises(FormatError, match="cannot be encoded"):
-            IPCCacheEngineKey.Serialize(key)
-
-    @given(st.binary(max_size=60))
-    @example(b"")
-    @example(bytes.fromhex("95a16d0100c0ddffffffff"))
-    @example(bytes.fromhex("95a16d0100c0dc000200"))
-    @example(bytes.fromhex("98a1ff0100c40168c00000c0"))
-    @example(bytes.fromhex("88a16d0100c40168c00000c0"))
-    @example(b"\x91" * 5000)
-    @example(msgspec.msgpack.encode({"model_name": "m", "world_size": 1, "worker_id": 0}))
-    @example(msgspec.msgpack.encode(["m", 1, 0]))
-    @example(msgspec.msgpack.encode(["m", 1, 0, b"h", None, 0, 0, None, "extra"]))
-    @example(msgspec.msgpack.encode(["m", 1, 0, "h"]))
-    @example(msgspec.msgpack.encode(["m", 1, 0, b"h", [1]]))
-    @example(msgspec.msgpack.encode(["m", 1, 1, b"h"]))
-    @example(msgspec.msgpack.encode(["m", 1.0, 0, b"h"]))
-    @example(msgspec.msgpack.encode(["m", 1, 0, None, [2**32]]))
-    @example(msgspec.msgpack.encode(["m", 2**70 // 2**10, 0, b"h"]))
-    @example(msgspec.msgpack.encode(["m", 1, 0, b"h"]) + b"\0")
-    def test_malformed_bytes_are_refused(self, data: bytes) -> None:
-        with pytest.raises(FormatError, match="not an encoded key"):
-            IPCCacheEngineKey.Deserialize(data)
-
-    @given(ipc_keys(), st.data())
-    def test_a_changed_byte_is_refused_or_another_valid_key(
-        self, key: IPCCacheEngineKey, data: st.DataObject
-    ) -> None:
-        encoded = bytearray(IPCCacheEngineKey.Serialize(key))
-        position = data.draw(st.integers(0, len(encoded) - 1))
-        encoded[position] ^= data.draw(st.integers(1, 255))
-        try:
-            other = IPCCacheEngineKey.Deserialize(bytes(encoded))
-        except FormatError:
-            return
-        assert IPCCacheEngineKey.Deserialize(IPCCacheEngineKey.Serialize(other)) == other
-
-    def test_a_bad_key_inside_a_message_is_an_error_of_the_message(self) -> None:
-        good = IPCCacheEngineKey("m", 1, 0, b"h")
-        encoded = msgspec.msgpack.encode([good, ["m", 1, 7, b"h"]])
-        with pytest.raises(msgspec.ValidationError, match="worker_id is 7"):
-            msgspec.msgpack.decode(encoded, type=list[IPCCacheEngineKey])
-
-
-class TestIpcKeysToObjectKeys:
-    def test_a_worker_gives_its_own_key(self) -> None:
-        keys = [IPCCacheEngineKey("m", 4, 3, b"a"), IPCCacheEngineKey("m", 4, 0, b"b")]
-        assert ipc_keys_to_object_keys(keys) == [
-            ObjectKey(b"a", "m", 0x04030403),
-            ObjectKey(b"b", "m", 0x04000400),
-        ]
-
-    def test_no_worker_fans_out_chunk_major_in_worker_order(self) -> None:
-        keys = [IPCCacheEngineKey("m", 2, None, b"a"), IPCCacheEngineKey("m", 2, None, b"b")]
-        assert ipc_keys_to_object_keys(keys) == [
-            ObjectKey(b"a", "m", 0x02000200),
-            ObjectKey(b"a", "m", 0x02010201),
-            ObjectKey(b"b", "m", 0x02000200),
-            ObjectKey(b"b", "m", 0x02010201),
-        ]
-
-    @given(st.integers(1, 255), HASHES)
-    def test_the_whole_world_is_its_workers_in_order(
-        self, world_size: int, chunk_hash: bytes
-    ) -> None:
-        key = IPCCacheEngineKey("m", world_size, None, chunk_hash)
-        workers = [msgspec.structs.replace(key, worker_id=w) for w in range(world_size)]
-        assert ipc_keys_to_object_keys([key]) == ipc_keys_to_object_keys(workers)
-
-    def test_nothing_gives_nothing(self) -> None:
-        assert ipc_keys_to_object_keys([]) == []
-
-    def test_tokens_must_be_hashed_first(self) -> None:
-        with pytest.raises(FormatError, match="until the tokens are hashed"):
-            ipc_keys_to_object_keys([IPCCacheEngineKey("m", 1, 0, token_ids=(1,), end=1)])

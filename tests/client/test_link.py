@@ -11,7 +11,8 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.client.link import AgentLink, Call, CallState, Duty, LinkState, next_duty
+from lmcache_redis.client.calls import Call, CallState
+from lmcache_redis.client.link import AgentLink, Duty, LinkState, next_duty
 from lmcache_redis.transport import bind_router
 
 WAIT_S = 60.0
@@ -164,3 +165,73 @@ def test_a_renamed_link_connects_again(agent: Agent, link: AgentLink) -> None:
     assert hello.engine_id == "e/copy"
     agent.answer(m.Welcome(hello.call_id, "agent", 1, 2, 64, 1.0, "0"))
     assert link.wait_for(lambda: link.online, WAIT_S)
+
+
+def welcome(hello: m.Question, agent_id: str = "agent") -> m.Welcome:
+    return m.Welcome(hello.call_id, agent_id, 1, 2, 64, 1.0, "0")
+
+
+def test_a_welcome_to_an_earlier_hello_is_ignored(agent: Agent) -> None:
+    """It may come from an agent that has ended since."""
+    link = AgentLink(agent.endpoint, engine_id="e", model_name="m", world_size=1, worker_id=0)
+    (first,) = agent.receive()
+    (second,) = agent.receive()  # repeated, because the first had no answer
+    assert second.call_id != first.call_id
+    agent.answer(welcome(first, "stale"))
+    (third,) = agent.receive()
+    assert isinstance(third, m.Hello)
+    assert link.welcome is None
+    agent.answer(welcome(third))
+    assert link.wait_for(lambda: link.online, WAIT_S)
+    assert link.welcome is not None
+    assert link.welcome.agent_id == "agent"
+    link.close()
+
+
+def test_an_agent_that_does_not_know_the_link_is_greeted_again(
+    agent: Agent, link: AgentLink
+) -> None:
+    call = link.submit(m.EndSession, request_id="r")
+    agent.receive()
+    waiting = link.submit(m.EndSession, request_id="s")
+    agent.receive()
+    agent.answer(m.Failure(call.call_id, m.UNKNOWN_PEER, "who?"))
+    assert waiting.wait(WAIT_S)
+    assert waiting.state is CallState.LOST
+    assert isinstance(call.answer, m.Failure)
+    (hello,) = agent.receive()
+    assert isinstance(hello, m.Hello)
+    agent.answer(welcome(hello))
+    assert link.wait_for(lambda: link.online, WAIT_S)
+
+
+def test_a_silent_agent_gets_nothing_that_was_meant_for_it(agent: Agent) -> None:
+    """Another connection takes the place of the one whose messages it has not read."""
+    link = AgentLink(
+        agent.endpoint, engine_id="e", model_name="m", world_size=1, worker_id=0, dead_after_s=0.3
+    )
+    (hello,) = agent.receive()
+    former = agent.peer
+    agent.answer(welcome(hello))
+    assert link.wait_for(lambda: link.online, WAIT_S)
+    call = link.submit(m.EndSession, request_id="r")
+    assert call.wait(WAIT_S)
+    assert (call.state, call.sent) == (CallState.LOST, True)
+    (question,) = agent.receive()
+    while agent.peer == former:
+        (question,) = agent.receive()
+    assert isinstance(question, m.Hello)
+    link.close()
+
+
+def test_calls_of_a_link_that_is_offline_are_lost_at_once(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    link = AgentLink(
+        f"ipc://{tmp_path}/none.sock", engine_id="e", model_name="m", world_size=1, worker_id=0
+    )
+    call = link.submit(m.EndSession, request_id="r")
+    assert (call.state, call.sent) == (CallState.LOST, False)
+    link.close()
+    call = link.submit(m.EndSession, request_id="r")
+    assert (call.state, call.sent) == (CallState.LOST, False)
+    assert link.state is LinkState.CLOSED

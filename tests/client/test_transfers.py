@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.client.link import CallState
-from lmcache_redis.client.transfers import LoadStoreOp, Retrieve, Store
+from lmcache_redis import messages as m
+from lmcache_redis.client.calls import CallState
+from lmcache_redis.client.transfers import AgentProcess, Retrieve, Store, TransferOp
 
-OP = LoadStoreOp(block_ids=[0], block_hashes=[b"hash"])
+OP = TransferOp([0], [b"hash"])
 P, A, L = CallState.PENDING, CallState.ANSWERED, CallState.LOST
 
 
@@ -40,7 +41,7 @@ def test_blocks_of_a_store(
     state: CallState, sent: bool, lease_passed: bool, ended: bool, released: bool
 ) -> None:
     call, agent = played(state, sent, ended)
-    assert Store(call, OP, lease(lease_passed), 1, agent, None).over is released
+    assert Store(call, OP, lease(lease_passed), agent, None).over is released
 
 
 @pytest.mark.parametrize("lease_passed", [False, True])
@@ -63,11 +64,49 @@ def test_blocks_of_a_retrieve(
 ) -> None:
     call, agent = played(state, sent, ended)
     retrieve = Retrieve(
-        call, OP, lease(lease_passed), 1, agent, None, skip_blocks=0, remapped=lambda: remapped
+        call, OP, lease(lease_passed), agent, None, skip_blocks=0, remapped=lambda: remapped
     )
     assert retrieve.over is released
 
 
 def test_an_unknown_agent_is_not_known_to_have_ended() -> None:
     call, _ = played(L, True, False)
-    assert not Store(call, OP, lease(False), 1, None, None).over
+    assert not Store(call, OP, lease(False), None, None).over
+
+
+def test_the_end_of_an_invisible_agent_is_never_known() -> None:
+    """It may run in another PID namespace: its absence proves nothing."""
+    gone = AgentProcess(m.Welcome(0, "agent", 2**22 + 1, 1, 64, 1.0, "0"))
+    assert not gone.visible
+    assert not gone.has_ended()
+
+
+@pytest.mark.parametrize("answer", [m.RetrieveResult(0, (1, 9)), m.Failure(0, "FAILED", "?"), None])
+def test_failed_blocks_are_those_of_the_operation(answer: m.Answer | None) -> None:
+    call: Any = SimpleNamespace(state=A if answer else L, sent=True, answer=answer)
+    op = TransferOp([*range(10, 16)], [b"a", b"b", b"c"], 16)
+    load = Retrieve(call, op, lease(False), None, None, skip_blocks=1, remapped=lambda: False)
+    chosen = isinstance(answer, m.RetrieveResult)
+    assert load.failed_blocks == ({12, 13} if chosen else set(range(11, 16)))
+
+
+@pytest.mark.parametrize("of", [1, 2, 3])
+def test_replicas_share_chunks_without_overlap(of: int) -> None:
+    hashes = [bytes([7 * n % 256]) for n in range(20)]
+    op = TransferOp([*range(40)], hashes, group=1)
+    shares = [op.share(number, of) for number in range(of)]
+    pairs = [
+        (name, *share.block_ids[2 * n : 2 * n + 2])
+        for share in shares
+        for n, name in enumerate(share.hashes)
+    ]
+    assert sorted(pairs) == sorted((name, 2 * n, 2 * n + 1) for n, name in enumerate(hashes))
+    assert {share.group for share in shares} == {1}
+
+
+@pytest.mark.parametrize(("blocks", "chunks"), [(3, 2), (1, 0), (1, 2)])
+def test_blocks_that_do_not_divide(blocks: int, chunks: int) -> None:
+    with pytest.raises(ValueError, match=f"{blocks} blocks do not divide among {chunks} chunks"):
+        TransferOp(range(blocks), [b"h"] * chunks)
+    with pytest.raises(TypeError, match="a chunk hash is bytes, not int"):
+        TransferOp([1], [7])  # type: ignore[list-item]

@@ -133,7 +133,7 @@ INTERFACES = (
                     "frozen, and checked when it is made: either token ids or hashes, as many "
                     "hashes as blocks, `start` and `end` within the tokens (by default no tokens, "
                     "as in the original); where it begins or ends within a chunk, only whole "
-                    "chunks are stored and loaded; more, by name, for the connector"
+                    "chunks are stored and loaded"
                 ),
             ),
             Name("LoadStoreOp.__len__", "()"),
@@ -158,7 +158,8 @@ INTERFACES = (
                 "LMCacheMPSchedulerAdapter.maybe_submit_lookup_request",
                 "(request_id, block_hashes=None, token_ids=None)",
                 different=(
-                    "ValueError and TypeError in place of assert; more, by name, for the connector"
+                    "ValueError and TypeError in place of assert; `cache_salt` for what token ids "
+                    "do not say"
                 ),
             ),
             Name(

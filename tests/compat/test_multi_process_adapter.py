@@ -17,7 +17,7 @@ import zmq
 from lmcache_redis import messages as m
 from lmcache_redis import transport
 from lmcache_redis.client.control import AgentUnreachable
-from lmcache_redis.compat import multi_process_adapter
+from lmcache_redis.compat.multi_process import engine
 from lmcache_redis.compat.multi_process_adapter import (
     LMCacheMPSchedulerAdapter,
     LMCacheMPWorkerAdapter,
@@ -177,7 +177,7 @@ class TestConstruction:
         began_s = time.monotonic()
         with pytest.raises(AgentUnreachable, match="others can write to"):
             LMCacheMPSchedulerAdapter(f"ipc://{tmp_path}/a.sock", context, MODEL, 1, 0, BLOCK)
-        assert time.monotonic() - began_s < multi_process_adapter.TIMEOUT_S / 2
+        assert time.monotonic() - began_s < engine.TIMEOUT_S / 2
 
     @pytest.mark.parametrize("adapter", [LMCacheMPSchedulerAdapter, LMCacheMPWorkerAdapter])
     @pytest.mark.parametrize(
@@ -217,34 +217,34 @@ class TestConstruction:
 
 class TestEngineId:
     def test_all_in_one_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(multi_process_adapter, "parent_process", lambda: None)
+        monkeypatch.setattr(engine, "parent_process", lambda: None)
         ids = {
-            multi_process_adapter.default_engine_id(MODEL, world_size, is_worker=is_worker)
+            engine.default_engine_id(MODEL, world_size, is_worker=is_worker)
             for world_size in (1, 2)
             for is_worker in (False, True)
         }
         assert len(ids) == 1
         assert f"{os.getpid()}-" in ids.pop()
-        other = multi_process_adapter.default_engine_id("other", 1, is_worker=False)
+        other = engine.default_engine_id("other", 1, is_worker=False)
         assert other not in ids
 
     def test_workers_that_the_scheduler_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As in vLLM: several workers are children; a single one runs beside the scheduler."""
         parent = SimpleNamespace(pid=os.getppid())
-        monkeypatch.setattr(multi_process_adapter, "parent_process", lambda: parent)
-        name = multi_process_adapter.default_engine_id
+        monkeypatch.setattr(engine, "parent_process", lambda: parent)
+        name = engine.default_engine_id
         assert name(MODEL, 2, is_worker=True).startswith(f"{os.getppid()}-")
         assert name(MODEL, 2, is_worker=False).startswith(f"{os.getpid()}-")
         assert name(MODEL, 1, is_worker=True) == name(MODEL, 1, is_worker=False)
 
     def test_the_variable_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        named = multi_process_adapter._named
+        named = engine.engine_name
         monkeypatch.setenv("LMCACHE_REDIS_ENGINE_ID", "engine 7")
         for is_worker in (False, True):
             assert named(None, MODEL, 2, is_worker=is_worker) == ("engine 7", False)
             assert named("8", MODEL, 2, is_worker=is_worker) == ("8", False)
         monkeypatch.delenv("LMCACHE_REDIS_ENGINE_ID")
-        made_up = multi_process_adapter.default_engine_id(MODEL, 2, is_worker=False)
+        made_up = engine.default_engine_id(MODEL, 2, is_worker=False)
         assert named(None, MODEL, 2, is_worker=False) == (made_up, True)
 
     def test_two_ranks_find_their_scheduler(
@@ -407,6 +407,22 @@ class TestLookups:
         assert pair.lookup("c", block_hashes=HASHES[:3]) == 0
         assert pair.lookup("d", token_ids=TOKENS[: CHUNK - 1]) == 0
 
+    def test_a_salt_keeps_equal_tokens_apart(self, pair: Pair) -> None:
+        salts: list[str | bytes] = ["", "tenant", b"lora 7"]
+        tokens, names = TOKENS[:CHUNK], ["a", "b", "c"]
+        ops = [LoadStoreOp(range(4 * n, 4 * n + 4), tokens, None, 0, CHUNK) for n in range(3)]
+        for name, op, salt in zip(names, ops, salts, strict=True):
+            assert pair.lookup(f"before {name}", token_ids=tokens, cache_salt=salt) == 0
+            pair.worker.submit_store_request(name, op, None, cache_salt=salt)
+            wait_until(lambda name=name: name in pair.worker.get_finished({name})[0])
+            assert pair.lookup(f"after {name}", token_ids=tokens, cache_salt=salt) == CHUNK
+        before = copied(pair.caches)
+        ids = [f"after {name}" for name in names]
+        loads = [LoadStoreOp(range(b, b + 4), tokens, None, 0, CHUNK) for b in (20, 24, 28)]
+        pair.worker.batched_submit_retrieve_requests(ids, loads, None, cache_salts=salts)
+        finished_retrieves(pair.worker, *ids)
+        assert_moved(pair.caches, before, {n: 20 + n for n in range(12)})
+
     def test_wrong_arguments(self, pair: Pair) -> None:
         scheduler = pair.scheduler
         with pytest.raises(ValueError, match="exactly one"):
@@ -415,6 +431,8 @@ class TestLookups:
             scheduler.maybe_submit_lookup_request("a", HASHES, TOKENS)
         with pytest.raises(TypeError, match="pass token ids as token_ids"):
             scheduler.maybe_submit_lookup_request("a", TOKENS)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="block hashes cover the salt"):
+            scheduler.maybe_submit_lookup_request("a", HASHES, cache_salt="s")
         with pytest.raises(ValueError, match="request 'a' has no lookup"):
             scheduler.check_lookup_result("a")
 
@@ -521,7 +539,6 @@ class TestFinished:
     ) -> None:
         requests: dict[Any, LoadStoreOp] = {
             "blocks": LoadStoreOp([0, 1, 2, BLOCKS], None, HASHES[:4]),
-            "tokens": LoadStoreOp([0, 1], TOKENS, None, 0, CHUNK),
             7: LoadStoreOp([0, 1, 2, 3], None, HASHES[:4]),
         }
         for request_id, op in requests.items():
@@ -610,7 +627,7 @@ class TestBatches:
     def counted(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """How many stores and retrieves each message has that the worker sends."""
         sent: list[int] = []
-        send = pair.worker.link._send_frames
+        send = pair.worker.link._socket.send
 
         def counting(frames: list[bytes]) -> bool:
             questions = [transport.decode_question(each) for each in transport.split(frames)]
@@ -618,7 +635,7 @@ class TestBatches:
                 sent.append(len(questions))
             return send(frames)
 
-        monkeypatch.setattr(pair.worker.link, "_send_frames", counting)
+        monkeypatch.setattr(pair.worker.link._socket, "send", counting)
         return sent
 
     def test_a_batch_is_one_message(
@@ -725,7 +742,7 @@ class TestRanges:
 
         monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=Range))  # type: ignore[arg-type]
 
-        @multi_process_adapter._nvtx_ranges("double")
+        @engine.nvtx_ranges("double")
         class Adapter:
             def double(self, number: int) -> int:
                 return 2 * number
@@ -746,5 +763,5 @@ class TestRanges:
                 return 2 * number
 
         plain = Adapter.double
-        assert multi_process_adapter._nvtx_ranges("double")(Adapter) is Adapter
+        assert engine.nvtx_ranges("double")(Adapter) is Adapter
         assert Adapter.double is plain

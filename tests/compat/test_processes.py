@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from lmcache_redis.compat import multi_process_adapter
+from lmcache_redis.compat.multi_process import engine as engines
 from lmcache_redis.compat.multi_process_adapter import (
     LMCacheMPSchedulerAdapter,
     LMCacheMPWorkerAdapter,
@@ -136,10 +136,8 @@ class Elsewhere:
 @pytest.fixture
 def elsewhere(agent: AgentServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Elsewhere]:
     numbers = itertools.count()
-    monkeypatch.delenv(multi_process_adapter.ENGINE_ID_VARIABLE, raising=False)
-    monkeypatch.setattr(
-        multi_process_adapter, "default_engine_id", lambda *_, **__: f"process {next(numbers)}"
-    )
+    monkeypatch.delenv(engines.ENGINE_ID_VARIABLE, raising=False)
+    monkeypatch.setattr(engines, "default_engine_id", lambda *_, **__: f"process {next(numbers)}")
     with zmq.Context() as context:
         made = Elsewhere(agent, context)
         yield made
@@ -247,7 +245,7 @@ def test_workers_that_do_not_serve_are_told(
 def test_equal_ids_come_first(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where processes are arranged as in vLLM, another engine's layout changes nothing."""
     elsewhere.worker(identity={"revision": "2"})
-    monkeypatch.setattr(multi_process_adapter, "default_engine_id", lambda *_, **__: "one")
+    monkeypatch.setattr(engines, "default_engine_id", lambda *_, **__: "one")
     scheduler, worker = elsewhere.scheduler(), elsewhere.worker()
     store(worker)
     assert lookup(scheduler, "a") == 2 * CHUNK

@@ -34,7 +34,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from lmcache_redis.cache.parts import PrefixNeeds
 from lmcache_redis.client.canary import Canaries
 from lmcache_redis.client.scheduler import Ranks
-from lmcache_redis.client.transfers import LoadStoreOp
+from lmcache_redis.client.transfers import TransferOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import LayerGroup, common_block_tokens
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
@@ -64,13 +64,11 @@ class Agent:
     def chunk_size_tokens(self) -> int:
         return self._chunk_tokens
 
-    def maybe_submit_lookup_request(
-        self, request_id: str, block_hashes: Sequence[bytes], first_chunk: int, token_s: float
+    def begin_lookup(
+        self, request_id: str, names: Sequence[bytes], first_chunk: int, token_s: float
     ) -> None:
         if request_id in self._answers:
             return
-        blocks = self._chunk_tokens // self._block_tokens
-        names = block_hashes[blocks - 1 :: blocks][first_chunk:]
         reaches = [group.reach for group in self._groups]
         needs = PrefixNeeds(reaches, first_chunk, self._chunk_tokens)
         hit = needs.longest(len(names), lambda part: (part[1], names[part[0]]) in self.parts)
@@ -78,7 +76,7 @@ class Agent:
         self.pinned[request_id] = pinned
         self._answers[request_id] = (first_chunk + hit) * self._chunk_tokens if hit else 0
 
-    def check_lookup_result(self, request_id: str, wait_s: float) -> int | None:
+    def hit_tokens(self, request_id: str, wait_s: float) -> int | None:
         return 0 if self.compare_only else self._answers.get(request_id, 0)
 
     def pinned_tokens(self, request_id: str) -> int:
@@ -87,10 +85,10 @@ class Agent:
     def hit_tiers(self, request_id: str) -> Sequence[str]:
         return ()
 
-    def cleanup_lookup_result(self, request_id: str) -> None:
+    def forget_lookup(self, request_id: str) -> None:
         self._answers.pop(request_id, None)
 
-    def release_lookup_locks(self, request_id: str) -> None:
+    def release_lookup(self, request_id: str) -> None:
         self.pinned.pop(request_id, None)
 
     def end_session(self, request_id: str) -> None:
@@ -266,7 +264,7 @@ class PlayedEngine:
             self._check_store(check)
             pinned = self.agent.pinned[check.request_id]
             for op in check.ops:
-                for name in op.chunk_hashes or ():
+                for name in op.hashes:
                     assert (op.group, name) in pinned, "a part that no lookup has pinned"
             self._checks.append(check)
         report = self._end_some()
@@ -361,7 +359,7 @@ class PlayedEngine:
         for op in load.ops:
             group = self.groups[op.group]
             # Exactly the blocks that are neither null nor local, up to the end of the load.
-            for name in op.chunk_hashes or ():
+            for name in op.hashes:
                 assert (op.group, name) in pinned, "a part that no lookup has pinned"
             written = _written(op, group)
             size = group.block_size_tokens
@@ -383,10 +381,10 @@ class PlayedEngine:
             for block_id in op.block_ids:
                 assert self.pool.blocks[block_id].ref_cnt > 0
 
-    def _read(self, op: LoadStoreOp, *, compare: bool = False) -> None:
+    def _read(self, op: TransferOp, *, compare: bool = False) -> None:
         """Reads parts into the agent, or compares them with its own, and checks every byte."""
         group = self.groups[op.group]
-        names = op.chunk_hashes or ()
+        names = op.hashes
         per_part = len(op.block_ids) // len(names)
         size = group.block_size_tokens
         for number, name in enumerate(names):
@@ -455,7 +453,7 @@ class PlayedEngine:
         complete = True
         for op in load.ops:
             group = self.groups[op.group]
-            names = op.chunk_hashes or ()
+            names = op.hashes
             per_part = len(op.block_ids) // len(names)
             skip = op.skip_first_n_tokens // group.block_size_tokens
             for number, name in enumerate(names):
@@ -477,7 +475,7 @@ class PlayedEngine:
                 del self.agent.parts[part]
 
 
-def _written(op: LoadStoreOp, group: LayerGroup) -> list[int]:
+def _written(op: TransferOp, group: LayerGroup) -> list[int]:
     return list(op.block_ids[op.skip_first_n_tokens // group.block_size_tokens :])
 
 

@@ -58,7 +58,7 @@ def ask(scheduler: ConnectorScheduler, local_tokens: int = 0) -> int | None:
 def chunks_of(metadata: StepMetadata) -> tuple[list[bytes], list[bytes]]:
     """The names of the chunks that are compared, and of those that are stored."""
     compared, stored = (
-        [name for _, _, ops in planned for op in ops for name in op.chunk_hashes or ()]
+        [name for _, _, ops in planned for op in ops for name in op.hashes]
         for planned in (metadata.checks, metadata.stores)
     )
     return compared, stored
@@ -208,5 +208,5 @@ def test_of_a_window_only_what_is_pinned_is_compared(
             done = {"cached": ("r", None, number * tokens, tokens)}
         for _, _, ops in scheduler.build_metadata(step(**done)).checks:
             for op in ops:
-                compared[op.group] += op.chunk_hashes or ()
+                compared[op.group] += op.hashes
     assert compared == {0: NAMES[:3], 1: NAMES[2:3]}

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="needs vLLM (scripts/setup installs it)")
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.core.block_pool import BlockPool
 
-from lmcache_redis.client.transfers import LoadStoreOp
+from lmcache_redis.client.transfers import TransferOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 
@@ -183,7 +183,7 @@ def test_an_error_in_a_worker_turns_the_cache_off(
     pool = scheduler._references._pool
     free = pool.get_num_free_blocks()
     transfer_id = scheduler._references.take([3, 4])
-    op = LoadStoreOp(block_ids=[2, 3, 4], chunk_hashes=[bytes(32)], skip_first_n_tokens=BLOCK)
+    op = TransferOp(block_ids=[2, 3, 4], hashes=[bytes(32)], skip_first_n_tokens=BLOCK)
     step = steps_of(worker, StepMetadata(loads=[Planned(transfer_id, "r", (op,))]))
     results = [step.results, steps_of(worker, StepMetadata()).results]
     assert [r.finished_recving for r in results].count({"r"}) == 1

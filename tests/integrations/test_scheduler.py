@@ -19,7 +19,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_redis.chunks.names import FULL_REACH, Reach
 from lmcache_redis.client.scheduler import Ranks
-from lmcache_redis.client.transfers import LoadStoreOp
+from lmcache_redis.client.transfers import TransferOp
 from lmcache_redis.integrations.vllm import bookkeeping
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBlocks
 from lmcache_redis.integrations.vllm.epoch import Epochs, named_epoch
@@ -52,16 +52,14 @@ class ScriptedAdapter:
     def chunk_size_tokens(self) -> int:
         return self.chunk
 
-    def maybe_submit_lookup_request(
-        self, request_id: str, block_hashes: Any, first_chunk: int, token_s: float
-    ) -> None:
+    def begin_lookup(self, request_id: str, hashes: Any, first_chunk: int, token_s: float) -> None:
         self.token_s = token_s
-        self.hashes = len(block_hashes)
+        self.hashes = len(hashes)
         if request_id not in self.jobs:
             self.jobs.add(request_id)
             self.lookups.append((request_id, first_chunk))
 
-    def check_lookup_result(self, request_id: str, wait_s: float) -> int | None:
+    def hit_tokens(self, request_id: str, wait_s: float) -> int | None:
         return self.tokens
 
     def pinned_tokens(self, request_id: str) -> int:
@@ -70,10 +68,10 @@ class ScriptedAdapter:
     def hit_tiers(self, request_id: str) -> list[str]:
         return self.tiers
 
-    def cleanup_lookup_result(self, request_id: str) -> None:
+    def forget_lookup(self, request_id: str) -> None:
         self.jobs.discard(request_id)
 
-    def release_lookup_locks(self, request_id: str) -> None:
+    def release_lookup(self, request_id: str) -> None:
         self.released.append(request_id)
 
     def end_session(self, request_id: str) -> None:
@@ -190,7 +188,7 @@ def name_weights(scheduler: ConnectorScheduler, weights_id: str) -> None:
     scheduler.change_epoch(lambda: scheduler.epochs.weights_have_id(weights_id), "an update")
 
 
-def only_store(metadata: StepMetadata) -> LoadStoreOp:
+def only_store(metadata: StepMetadata) -> TransferOp:
     ((_, _, (op,)),) = metadata.stores
     return op
 
@@ -234,7 +232,7 @@ def test_only_what_is_not_computed_locally_is_loaded(
     metadata = scheduler.build_metadata(step())
     ((_, _, (op,)),) = metadata.loads
     assert list(op.block_ids) == list(range(104, 116))
-    assert list(op.chunk_hashes or ()) == request.block_hashes[7:16:4]
+    assert list(op.hashes) == request.block_hashes[7:16:4]
     assert op.skip_first_n_tokens == 2 * BLOCK
     assert metadata.idle
     assert scheduler.build_metadata(step()).loads == []
@@ -403,7 +401,7 @@ def test_null_blocks_are_neither_stored_nor_loaded(
     ((_, _, (op,)),) = scheduler.build_metadata(step()).loads
     # The first chunk is not loaded at all, of the second chunk the last two blocks.
     assert list(op.block_ids) == table[4:16]
-    assert list(op.chunk_hashes or ()) == request.block_hashes[7:16:4]
+    assert list(op.hashes) == request.block_hashes[7:16:4]
     assert op.skip_first_n_tokens == 2 * BLOCK
     assert pool.blocks[0].ref_cnt == 0
     assert [pool.blocks[n].ref_cnt for n in range(1, 17)] == [0] * 6 + [1] * 10
@@ -551,8 +549,8 @@ def test_names_begin_with_the_epoch_and_the_adapter(
     digests = {None: b"", "known": b"A" * 16, "unknown": None}
     monkeypatch.setattr(AdapterDigests, "digest", lambda self, lora: digests[lora])
     plain = FakeRequest(tokens=2 * CHUNK + 1).block_hashes[3::4]
-    assert only_store(store_of(scheduler, "r")).chunk_hashes == plain
-    assert only_store(store_of(scheduler, "s", lora="known")).chunk_hashes == [
+    assert only_store(store_of(scheduler, "r")).hashes == plain
+    assert only_store(store_of(scheduler, "s", lora="known")).hashes == [
         b"A" * 16 + h for h in plain
     ]
     assert store_of(scheduler, "t", lora="unknown").stores == []  # not identified
@@ -560,8 +558,8 @@ def test_names_begin_with_the_epoch_and_the_adapter(
     name_weights(scheduler, "step-1")
     epoch = named_epoch("step-1")
     assert len(epoch) == 8
-    assert only_store(store_of(scheduler, "u")).chunk_hashes == [epoch + h for h in plain]
-    names = only_store(store_of(scheduler, "v", lora="known")).chunk_hashes
+    assert only_store(store_of(scheduler, "u")).hashes == [epoch + h for h in plain]
+    names = only_store(store_of(scheduler, "v", lora="known")).hashes
     assert names == [epoch + b"A" * 16 + h for h in plain]
 
 
@@ -631,7 +629,7 @@ def test_an_adapter_that_is_replaced_while_a_request_runs(
     scheduler.matched_tokens(request, 0)
     scheduler.allocated(request, [], 0)
     stored = scheduler.build_metadata(step(new=("r", list(range(1, 14)), 0, CHUNK)))
-    assert len(only_store(stored).chunk_hashes or ()) == 1
+    assert len(only_store(stored).hashes) == 1
     digest[0] = b"B" * 16
     assert scheduler.build_metadata(step(cached=("r", None, CHUNK, CHUNK))).stores == []
     digest[0] = b"A" * 16  # no way back: what was computed meanwhile is unknown
@@ -655,7 +653,7 @@ def test_what_a_sibling_loads_is_stored_when_a_token_has_come(
     assert scheduler.build_metadata(step(cached=("r", None, 3 * CHUNK + 1, 1))).stores == []
     request.num_output_tokens = 1
     stored = scheduler.build_metadata(step(cached=("r", None, 3 * CHUNK + 2, 1)))
-    assert len(only_store(stored).chunk_hashes or ()) == 3
+    assert len(only_store(stored).hashes) == 3
 
 
 def test_a_request_that_resumes_with_a_siblings_load(scheduler: ConnectorScheduler) -> None:
@@ -754,7 +752,7 @@ def test_an_aborted_load_that_fails_is_stored_again(
     scheduler.matched_tokens(other, 0)
     scheduler.allocated(other, [], 0)
     stored = scheduler.build_metadata(step(new=("s", list(range(1, 10)), 0, 2 * CHUNK + 1)))
-    assert len(only_store(stored).chunk_hashes or ()) == 2
+    assert len(only_store(stored).hashes) == 2
 
 
 def test_a_prefix_is_given_back_so_that_its_end_is_evicted_first(
@@ -809,7 +807,7 @@ def test_a_request_loads_at_most_what_it_allows(
     request = wishing(max_load_tokens=2 * CHUNK + 1)
     request.request_id = "s"
     scheduler.matched_tokens(request, 0)
-    assert adapter.hashes == 2 * CHUNK // BLOCK
+    assert adapter.hashes == 2
 
 
 def test_a_request_that_must_not_be_stored_is_loaded(

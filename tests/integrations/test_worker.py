@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from lmcache_redis.client.transfers import LoadStoreOp
+from lmcache_redis.client.transfers import TransferOp
 from lmcache_redis.integrations.vllm.connector import LMCacheRedisConnector
 from lmcache_redis.integrations.vllm.groups import layer_groups
 from lmcache_redis.integrations.vllm.loads import AwaitedLoads
@@ -32,7 +32,7 @@ from lmcache_redis.integrations.vllm.worker import (
 from tests.integrations.test_groups import full, replayed, ring
 
 OPS = tuple(
-    LoadStoreOp(block_ids=[10 * group, 10 * group + 1], chunk_hashes=[b"hash"], group=group)
+    TransferOp(block_ids=[10 * group, 10 * group + 1], hashes=[b"hash"], group=group)
     for group in range(3)
 )
 
@@ -44,7 +44,7 @@ RING = EventRing(dict)  # not asked on the CPU
 class Transfer:
     """One operation at the agent."""
 
-    op: LoadStoreOp
+    op: TransferOp
     over: bool = False
     given_up: bool = False
     failed: bool = False
@@ -72,14 +72,14 @@ class Client:
         self.begun: list[Transfer] = []
 
     def begin_retrieves(
-        self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp], event: Any
+        self, request_ids: Sequence[str], ops: Sequence[TransferOp], event: Any
     ) -> list[Transfer]:
         assert len(request_ids) == len(ops)
         self.begun += (begun := [Transfer(op) for op in ops])
         return begun
 
     def begin_stores(
-        self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp], event: Any, *, compare: bool
+        self, request_ids: Sequence[str], ops: Sequence[TransferOp], event: Any, *, compare: bool
     ) -> list[Transfer]:
         begun = self.begin_retrieves(request_ids, ops, event)
         for each in begun:
@@ -253,7 +253,7 @@ class CudaClient(Client):
         self.after: list[list[str]] = []
 
     def begin_retrieves(
-        self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp], event: Any
+        self, request_ids: Sequence[str], ops: Sequence[TransferOp], event: Any
     ) -> list[Transfer]:
         self.after.append(event._event.after)
         return super().begin_retrieves(request_ids, ops, event)

@@ -20,6 +20,7 @@ from lmcache_redis.compat.heap import HeapMemory
 from lmcache_redis.compat.objects import ObjectCache
 from lmcache_redis.config import DEFAULT_SLOT_BYTES, parse_address
 from lmcache_redis.metrics import Metrics
+from lmcache_redis.processes import raise_descriptor_limit
 from lmcache_redis.resp import RedisOptions, RedisPlane
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def run_gateway(config: GatewayConfig) -> int:
     Raises ``ConfigError`` if a setting has to change: an address in use, an invalid URL, an
     unusable directory or certificate.
     """
+    raise_descriptor_limit()
     loop = new_loop()
     try:
         return loop.run_until_complete(_run(config))

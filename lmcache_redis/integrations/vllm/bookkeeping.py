@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 _REPORT_S = 10.0  # longer than the lease of most transfers
-# A store takes a fraction of this. vLLM waits so long before it preempts a request.
+# A store takes a fraction of this. vLLM waits this long before it preempts a request.
 _FREED_SOON_S = 0.5
 _MAX_RECENT_CHUNKS = 200_000
 _REMEMBERED_S = 60.0

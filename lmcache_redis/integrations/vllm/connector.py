@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_redis.chunks.names import FULL_REACH
-from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter, RankPlace
+from lmcache_redis.client.scheduler import RankPlace, SchedulerClient
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.config import ClientConfig
 from lmcache_redis.errors import LMCacheRedisError
@@ -90,7 +90,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
         self._begin_reports()
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
-        self._adapter: LMCacheMPSchedulerAdapter | WorkerClient | None = None
+        self._adapter: SchedulerClient | WorkerClient | None = None
         self._references: BlockReferences | None = None
         self._awaited = AwaitedLoads()
         self._ended_step: StepMetadata | None = None  # the last that has asked for ended loads
@@ -124,7 +124,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             "agent_dead_after_s": set_up.config.agent_dead_after_s,
         }
         if self.role is KVConnectorRole.SCHEDULER:
-            self._adapter = LMCacheMPSchedulerAdapter(**engine)
+            self._adapter = SchedulerClient(**engine)
         else:
             self._adapter = client = WorkerClient(
                 **engine, worker_id=parallel.rank, on_registered=self._registered
@@ -182,7 +182,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
     def _begin(self, gpu_block_pool: BlockPool, manager: KVCacheManager | None) -> None:
         """Starts the cache: it needs vLLM's block pool."""
         adapter = self._adapter
-        if not isinstance(adapter, LMCacheMPSchedulerAdapter):
+        if not isinstance(adapter, SchedulerClient):
             return
         groups = self._set_up.groups
         if manager is None and any(group.reach != FULL_REACH for group in groups):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-    from lmcache_redis.client.transfers import LoadStoreOp
+    from lmcache_redis.client.transfers import TransferOp
 
 # Settings that give some layers another number of KV heads.
 _KV_HEADS = re.compile(r"k(ey_?)?v(alue)?_heads|multi_query_group|num_kv")
@@ -58,7 +58,7 @@ class LayerGroup:
         end = (chunk + 1) * blocks
         return slice(end - self.reach.blocks_per_part(blocks, self.block_size_tokens), end)
 
-    def written_by(self, load: LoadStoreOp) -> Sequence[int]:
+    def written_by(self, load: TransferOp) -> Sequence[int]:
         """The blocks that a load writes."""
         return load.block_ids[load.skip_first_n_tokens // self.block_size_tokens :]
 

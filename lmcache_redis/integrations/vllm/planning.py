@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from lmcache_redis.chunks.names import FULL_REACH
-from lmcache_redis.client.transfers import LoadStoreOp
+from lmcache_redis.client.transfers import TransferOp
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.requests import Tracked
@@ -90,7 +90,7 @@ class StepPlanner:
         local_tokens = tracked.lookup.local_tokens
         request_id, end = tracked.request.request_id, local_tokens + external_tokens
         names = tracked.chunk_names()[: end // tracked.chunk_tokens]
-        ops: list[LoadStoreOp] = []
+        ops: list[TransferOp] = []
         written: list[int] = []
         for place, group in enumerate(self._groups):
             op = self._load_of_group(place, local_tokens, tracked, block_ids[group.number], names)
@@ -127,9 +127,9 @@ class StepPlanner:
             found = dict(self._complete_parts(group, tracked, blocks[group.number], pinned))
             names = tracked.chunk_names()
             ops.append(
-                LoadStoreOp(
+                TransferOp(
                     [block_id for part in found.values() for block_id in part],
-                    chunk_hashes=[names[chunk] for chunk in found],
+                    hashes=[names[chunk] for chunk in found],
                     group=place,
                 )
             )
@@ -161,7 +161,7 @@ class StepPlanner:
         tracked: Tracked,
         block_ids: Sequence[int],
         names: Sequence[bytes],
-    ) -> LoadStoreOp | None:
+    ) -> TransferOp | None:
         """The load of the group at this place among the cached; None if it needs none."""
         group = self._groups[place]
         chunk_tokens, block_tokens = tracked.chunk_tokens, group.block_size_tokens
@@ -181,16 +181,16 @@ class StepPlanner:
             raise RuntimeError(f"vLLM asks for more of {group} than its windows reach")
         begin = parts[0].start
         self._recent.add(_parts(group, names[first_chunk:]))
-        return LoadStoreOp(
+        return TransferOp(
             block_ids=list(block_ids[begin:end]),
-            chunk_hashes=names[first_chunk:],
+            hashes=names[first_chunk:],
             skip_first_n_tokens=(first - begin) * block_tokens,
             group=place,
         )
 
     def _store_of_group(
         self, place: int, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
-    ) -> LoadStoreOp:
+    ) -> TransferOp:
         """The parts of ``chunks`` that are in blocks and not stored yet."""
         group = self._groups[place]
         names = tracked.chunk_names()
@@ -203,7 +203,7 @@ class StepPlanner:
             self._recent.add([key])
             of_parts += part
             hashes_of_parts.append(names[chunk])
-        return LoadStoreOp(of_parts, chunk_hashes=hashes_of_parts, group=place)
+        return TransferOp(of_parts, hashes=hashes_of_parts, group=place)
 
     def _complete_parts(
         self, group: LayerGroup, tracked: Tracked, block_ids: Sequence[int], chunks: Iterable[int]
@@ -221,7 +221,7 @@ class StepPlanner:
                 continue
             yield chunk, part
 
-    def _planned(self, tracked: Tracked, ops: Sequence[LoadStoreOp]) -> list[Planned]:
+    def _planned(self, tracked: Tracked, ops: Sequence[TransferOp]) -> list[Planned]:
         """The operations that have blocks, as a transfer with references to these."""
         some = tuple(op for op in ops if op.block_ids)
         if not some:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_redis.client.canary import Canaries
-from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
+from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.integrations.vllm.bookkeeping import PrefillRate
 from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.planning import StepPlanner
@@ -83,7 +83,7 @@ class ConnectorScheduler:
 
     def __init__(
         self,
-        client: LMCacheMPSchedulerAdapter,
+        client: SchedulerClient,
         planner: StepPlanner,
         names: RequestNames,
         policy: CachePolicy,
@@ -167,11 +167,12 @@ class ConnectorScheduler:
             if not self._client.ranks.known():
                 return None  # only for the first requests: vLLM steps, and the workers report
             first_chunk = local_tokens // chunk_tokens
+            end_chunk = limit_tokens // chunk_tokens
             tracked.lookup = RequestLookup(first_chunk, time.monotonic())
-            self._announce(tracked, range(first_chunk, limit_tokens // chunk_tokens))
-            self._client.maybe_submit_lookup_request(
+            self._announce(tracked, range(first_chunk, end_chunk))
+            self._client.begin_lookup(
                 request.request_id,
-                block_hashes=tracked.names()[: limit_tokens // tracked.hashing.block_size_tokens],
+                tracked.chunk_names()[first_chunk:end_chunk],
                 first_chunk=first_chunk,
                 token_s=0.0 if self._policy.load_always else self._prefill.token_s,
             )
@@ -226,8 +227,8 @@ class ConnectorScheduler:
                     ", ".join(f"{tokens} from {tier}" for tier, tokens in tiers.items()),
                 )  # fmt: skip
         elif tracked.loading is None and not tracked.canary_chunks:
-            self._client.release_lookup_locks(request.request_id)
-        self._client.cleanup_lookup_result(request.request_id)
+            self._client.release_lookup(request.request_id)
+        self._client.forget_lookup(request.request_id)
 
     def hit_tokens(self, request_id: str, external_tokens: int) -> dict[str, int]:
         """How many tokens of the load that was planned last for a request come from each tier."""
@@ -391,7 +392,7 @@ class ConnectorScheduler:
 
     def _lookup_result(self, request_id: str) -> int | None:
         started_s = time.monotonic()
-        tokens = self._client.check_lookup_result(request_id, wait_s=self._next.wait_budget_s)
+        tokens = self._client.hit_tokens(request_id, wait_s=self._next.wait_budget_s)
         waited_s = time.monotonic() - started_s
         self._next.wait_budget_s = max(0.0, self._next.wait_budget_s - waited_s)
         return tokens

@@ -13,7 +13,7 @@ from lmcache_redis.integrations.vllm.epoch import Epochs
 from lmcache_redis.integrations.vllm.guard import guarded, nothing
 
 if TYPE_CHECKING:
-    from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
+    from lmcache_redis.client.scheduler import SchedulerClient
     from lmcache_redis.client.worker import WorkerClient
     from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences
     from lmcache_redis.integrations.vllm.engine import Engine
@@ -29,7 +29,7 @@ class UpdateHooks:
     _set_up: SetUp
     _references: BlockReferences | None
     _scheduler: ConnectorScheduler | None
-    _adapter: LMCacheMPSchedulerAdapter | WorkerClient | None
+    _adapter: SchedulerClient | WorkerClient | None
 
     @contextmanager
     def _during_reset(self) -> Iterator[None]:

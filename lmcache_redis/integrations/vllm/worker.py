@@ -22,9 +22,9 @@ from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.transfers import (
     CacheGroup,
     InterprocessEvent,
-    LoadStoreOp,
     Retrieve,
     Store,
+    TransferOp,
 )
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.errors import DeviceError
@@ -61,7 +61,7 @@ class Planned(NamedTuple):
 
     transfer_id: int
     request_id: str
-    ops: tuple[LoadStoreOp, ...]
+    ops: tuple[TransferOp, ...]
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from lmcache_redis.client.scheduler import LMCacheMPSchedulerAdapter
+from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.client.watching import Watch
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.integrations.vllm.groups import LayerGroup
@@ -38,7 +38,7 @@ class ReportingHooks:
     _vllm_config: VllmConfig
     _kv_cache_config: KVCacheConfig
     _scheduler: ConnectorScheduler | None
-    _adapter: LMCacheMPSchedulerAdapter | WorkerClient | None
+    _adapter: SchedulerClient | WorkerClient | None
 
     def _begin_reports(self) -> None:
         self._recorder = Recorder()
@@ -47,7 +47,7 @@ class ReportingHooks:
 
     @reporting(nothing, EVENTS)
     def _begin_events(
-        self, adapter: LMCacheMPSchedulerAdapter, groups: Sequence[LayerGroup], hash_tokens: int
+        self, adapter: SchedulerClient, groups: Sequence[LayerGroup], hash_tokens: int
     ) -> None:
         """Has the scheduler's connector make KV events, if vLLM publishes them."""
         config = getattr(self._vllm_config, "kv_events_config", None)

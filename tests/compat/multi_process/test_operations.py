@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from lmcache_redis.chunks.keys import IPCCacheEngineKey
-from lmcache_redis.client.transfers import LoadStoreOp, chunk_names
-from lmcache_redis.errors import FormatError
-from lmcache_redis.messages import ChunkNames
+from lmcache_redis.chunks.keys import hash_chunks
+from lmcache_redis.compat.multi_process.operations import LoadStoreOp, check_names
 
 TOKENS = list(range(100, 164))
 HASHES = [b"a" * 32, b"b" * 32]
@@ -55,7 +53,7 @@ def test_the_defaults_of_token_mode_name_no_chunk() -> None:
     """As in the original, which stores and loads nothing then."""
     op = LoadStoreOp([7, 8], TOKENS)
     assert (op.start, op.end) == (0, 0)
-    assert op.whole_chunks(2, 16).block_ids == ()
+    assert len(op.whole_chunks(2, 16)) == 0
 
 
 @pytest.mark.parametrize(
@@ -70,11 +68,11 @@ def test_the_defaults_of_token_mode_name_no_chunk() -> None:
         (70, 120, 4, (0, 0, 0, 0)),
         (0, 100, 6, (0, 64, 0, 4)),  # without the block that is not full
         (0, 100, 4, (0, 64, 0, 4)),  # without those that are left out
-        # Not the blocks of these tokens, or which of them is not certain: the agent refuses these.
-        (0, 100, 8, (0, 100, 0, 8)),
-        (0, 100, 3, (0, 100, 0, 3)),
-        (16, 128, 4, (16, 128, 0, 4)),
-        (20, 130, 7, (20, 130, 0, 7)),
+        # Not the blocks of these tokens, or which of them is not certain.
+        (0, 100, 8, (0, 0, 0, 0)),
+        (0, 100, 3, (0, 0, 0, 0)),
+        (16, 128, 4, (0, 0, 0, 0)),
+        (20, 130, 7, (0, 0, 0, 0)),
     ],
 )
 def test_tokens_are_cut_to_whole_chunks(
@@ -82,8 +80,9 @@ def test_tokens_are_cut_to_whole_chunks(
 ) -> None:
     ids = list(range(100, 100 + blocks))
     whole = LoadStoreOp(ids, range(200), None, start, end).whole_chunks(4, 16)
-    first, last = kept[2:]
-    assert (whole.start, whole.end, [*whole.block_ids]) == (*kept[:2], ids[first:last])
+    begin, stop, first, last = kept
+    assert [*whole.hashes] == hash_chunks(range(stop), 64)[begin // 64 :]
+    assert [*whole.block_ids] == ids[first:last]
 
 
 @pytest.mark.parametrize(("blocks", "kept"), [(8, 8), (6, 4), (3, 0)])
@@ -91,7 +90,7 @@ def test_hashes_are_cut_to_whole_chunks(blocks: int, kept: int) -> None:
     hashes = [bytes([n]) * 32 for n in range(blocks)]
     whole = LoadStoreOp(range(blocks), None, hashes).whole_chunks(4, 16)
     assert [*whole.block_ids] == [*range(kept)]
-    assert whole.block_hashes == hashes[:kept]
+    assert whole.hashes == hashes[3:kept:4]
 
 
 @pytest.mark.parametrize(("skip", "left"), [(16, 0), (48, 0), (80, 32)])
@@ -100,32 +99,25 @@ def test_what_is_skipped_counts_from_the_first_whole_chunk(skip: int, left: int)
     assert op.whole_chunks(4, 16).skip_first_n_tokens == left
 
 
-def test_named_chunks_and_chunks_of_unknown_size_are_not_cut() -> None:
-    named = LoadStoreOp(range(6), chunk_hashes=HASHES)
-    assert named.whole_chunks(4, 16) is named
-    by_hashes = LoadStoreOp([7, 8], None, HASHES)
-    assert by_hashes.whole_chunks(0, 16) is by_hashes
+def test_chunks_of_unknown_size_are_none() -> None:
+    assert len(LoadStoreOp([7, 8], None, HASHES).whole_chunks(0, 16)) == 0
 
 
-def names(**named: Any) -> ChunkNames:
-    return chunk_names("m", 2, "r", blocks_per_chunk=2, **named)
+def test_blocks_that_do_not_hold_the_tokens_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    LoadStoreOp(range(8), range(200), None, 0, 100).whole_chunks(4, 16)
+    assert "8 blocks do not hold tokens 0 to 100 in blocks of 16" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("cache_salt", "salt"), [("", b""), ("\u00e9", "\u00e9".encode()), (b"\x00\xff", b"\x00\xff")]
 )
-def test_the_salt_is_in_the_key(cache_salt: str | bytes, salt: bytes) -> None:
-    found = names(token_ids=TOKENS, start=0, end=64, worker_id=1, cache_salt=cache_salt)
-    expected = IPCCacheEngineKey(
-        "m", 2, 1, token_ids=tuple(TOKENS), end=64, request_id="r", salt=salt
-    )
-    assert found == ChunkNames(tokens=expected)
+def test_the_salt_is_hashed_with_the_tokens(cache_salt: str | bytes, salt: bytes) -> None:
+    op = LoadStoreOp(range(4), TOKENS, None, 0, 64)
+    assert op.whole_chunks(2, 16, cache_salt).hashes == hash_chunks(TOKENS, 32, salt=salt)
 
 
 def test_a_salt_that_would_be_lost_is_refused() -> None:
     with pytest.raises(ValueError, match="block hashes cover the salt"):
-        names(block_hashes=HASHES, cache_salt="s")
+        check_names(None, HASHES, "s")
     with pytest.raises(TypeError, match="text or bytes, not int"):
-        names(token_ids=TOKENS, end=64, cache_salt=5)
-    with pytest.raises(FormatError, match="at most 4096 bytes"):
-        names(token_ids=TOKENS, end=64, cache_salt="s" * 4097)
+        check_names(TOKENS, None, 5)  # type: ignore[arg-type]

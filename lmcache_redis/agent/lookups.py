@@ -1,0 +1,171 @@
+"""Lookups: which leading chunks of a prompt are cached, for every rank of the scheduler's engine.
+
+    waiting for workers that register ──all ranks──▶ looking up ──▶ answered
+                    └──deadline, or no worker is expected──▶ answered: a miss
+
+The chunks of a hit are pinned for the request's session.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from lmcache_redis import messages as m
+from lmcache_redis.agent.agent import Agent
+from lmcache_redis.agent.jobs import because
+from lmcache_redis.agent.peers import Peer, Registration, Reply
+from lmcache_redis.agent.sessions import PartKey, Session
+from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.cache.parts import LookupRequest
+from lmcache_redis.chunks.names import ChunkForm, PartNames
+
+logger = logging.getLogger(__name__)
+
+_JOIN_POLL_S = 0.01
+
+
+class LookupJob:
+    """One lookup of a scheduler, from the question to the answer. Owned by the loop thread.
+
+    remote: the names of the parts in ``question.remote``. At least one chunk is looked up.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        peer: Peer,
+        question: m.Lookup,
+        remote: Sequence[PartNames],
+        reply: Reply,
+    ) -> None:
+        self._agent = agent
+        self._peer = peer
+        self._question = question
+        self._remote = remote
+        self._reply = reply
+        self._started_s = time.monotonic()
+        self._deadline_s = self._started_s + agent.config.lookup_deadline_s
+        self._compare_only = False
+
+    def start(self) -> None:
+        """Looks up, at once or when the registrations in progress have ended."""
+        now_s, peers = time.monotonic(), self._agent.peers
+        ranks = peers.ranks(self._peer)
+        if ranks is None and (now_s >= self._deadline_s or not peers.joining(self._peer, now_s)):
+            self._reply(m.LookupResult(0, 0))
+            return
+        name = self._question.request_id
+        session = self._agent.session_of(self._peer, name, for_lookup=True)
+        if session.cancel_lookup is not None:
+            session.cancel_lookup()
+        if ranks is None:
+            session.cancel_lookup = self._agent.loop.after(_JOIN_POLL_S, self.start).cancel
+        else:
+            self._started_s = now_s
+            self._look_up(session, ranks)
+
+    def _look_up(self, session: Session, ranks: Sequence[Registration]) -> None:
+        question, hashes = self._question, self._question.hashes
+        forms, users = shared_rows(ranks, len(hashes[0]))
+        layouts = [*(form.fingerprint for form in forms), *(p.fingerprint for p in question.remote)]
+        self._compare_only = not self._agent.trust.allows(layouts, hashes[0])
+        if self._compare_only and question.first_chunk:
+            # What was computed behind a local prefix is not compared.
+            self._reply(m.LookupResult(0, 0, compare_only=True))
+            return
+        request = LookupRequest(
+            forms,
+            hashes,
+            self._deadline_s,
+            question.first_chunk,
+            self._agent.chunk_tokens(self._peer),
+            remote=self._elsewhere(ranks),
+            computing=self._peer.computing,
+        )
+        lookup = PrefixLookup(self._agent.cache, request, partial(self._found, session, users))
+        session.positions = {each: question.first_chunk + n for n, each in enumerate(hashes)}
+        # The session takes over the pins, and cancels the lookup if it ends before.
+        session.cancel_lookup = lookup.cancel
+        lookup.start()
+
+    def _elsewhere(self, ranks: Sequence[Registration]) -> list[PartNames]:
+        """The different parts of workers that are not registered here."""
+        here = {registration.worker_id for registration in ranks}
+        hash_bytes = len(self._question.hashes[0])
+        pairs = zip(self._remote, self._question.remote, strict=True)
+        stems = {
+            names.stem(hash_bytes): names for names, each in pairs if each.worker_id not in here
+        }
+        return [*stems.values()]
+
+    def _found(
+        self, session: Session, users: Sequence[Sequence[PartKey]], found: PrefixLookup
+    ) -> None:
+        tiers = tier_letters(found, self._agent.tier_letters)
+        # First, because the engine is waiting.
+        self._reply(m.LookupResult(0, found.bound, tiers, self._compare_only))
+        self._count(found, tiers)
+        pool, hashes = self._agent.cache.pool, self._question.hashes
+        for (chunk, row), entry in found.take().items():
+            first, *others = users[row]
+            for part in others:
+                pool.pin(entry)
+                session.hold(hashes[chunk], part, entry)
+            session.hold(hashes[chunk], first, entry)
+            if pool.on_change is not None:
+                pool.report_again(entry)
+        if session.cancel_lookup == found.cancel:
+            session.cancel_lookup = None
+
+    def _count(self, found: PrefixLookup, tiers: str) -> None:
+        metrics, chunks = self._agent.cache.metrics, len(self._question.hashes)
+        from_redis, from_disk = tiers.count("r"), tiers.count("d")
+        metrics.count("lookups")
+        metrics.count("lookup_chunks", chunks)
+        metrics.count("hit_chunks_redis", from_redis)
+        metrics.count("hit_chunks_disk", from_disk)
+        metrics.count("hit_chunks_pool", found.bound - from_redis - from_disk)
+        took_s = time.monotonic() - self._started_s
+        metrics.observe("lookup_seconds", took_s)
+        if found.bound:
+            metrics.observe("hit_chunks", found.bound)
+        use = self._agent.peers.use_of(self._peer.hello.model_name)
+        chunk_tokens = self._agent.chunk_tokens(self._peer)
+        use.lookups += 1
+        use.lookup_tokens += chunks * chunk_tokens
+        use.hit_tokens += found.bound * chunk_tokens
+        logger.debug(
+            "request %s: %d of %d chunks hit (%d loaded from Redis, %d from disk) in %.1f ms%s",
+            self._question.request_id, found.bound, chunks, from_redis, from_disk, took_s * 1e3,
+            because(found.reasons),
+        )  # fmt: skip
+
+
+def tier_letters(found: PrefixLookup, letters: Sequence[str]) -> str:
+    """See `messages.LookupResult`. letters: of the cache's tiers."""
+    levels = found.levels()
+    if not levels:
+        return "h" * found.bound
+    return "".join(
+        letters[levels[chunk]] if chunk in levels else "h" for chunk in range(found.bound)
+    )
+
+
+def shared_rows(
+    ranks: Sequence[Registration], hash_bytes: int
+) -> tuple[list[ChunkForm], list[list[PartKey]]]:
+    """The rows of a lookup: the form of each, and the workers and groups whose parts it names.
+
+    Ranks that hold equal bytes share their parts: each is looked up and loaded once.
+    """
+    forms: dict[bytes, ChunkForm] = {}
+    users: dict[bytes, list[PartKey]] = {}
+    for registration in ranks:
+        for number, group in enumerate(registration.groups):
+            stem = group.form.stem(hash_bytes)
+            forms.setdefault(stem, group.form)
+            users.setdefault(stem, []).append((registration.worker_id, number))
+    return [*forms.values()], [*users.values()]

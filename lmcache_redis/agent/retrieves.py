@@ -1,0 +1,139 @@
+"""Retrieves: chunks are copied into blocks of an engine, and loaded before if they have to be."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lmcache_redis import messages as m
+from lmcache_redis.agent.agent import Agent
+from lmcache_redis.agent.copies import CopyOutcome
+from lmcache_redis.agent.jobs import CopyJob, CopyRequest, because
+from lmcache_redis.cache.lookup import PrefixLookup
+from lmcache_redis.cache.parts import LookupRequest
+from lmcache_redis.cache.pool import Entry
+from lmcache_redis.chunks.names import FULL_REACH
+
+logger = logging.getLogger(__name__)
+
+# A piece that is loaded while another is copied, and room for other requests.
+_PIECES_IN_THE_POOL = 4
+
+
+class RetrieveJob(CopyJob):
+    """Scatters chunks into blocks.
+
+    A lookup has pinned the chunks, but not those at the end of a prefix that is larger than the
+    host pool, nor any at the agent of another node than the scheduler's. This job loads these in
+    pieces, each while the one before it is copied. It waits for room before all lookups, and holds
+    no chunk that it does not copy, so the room that it frees is the room that it gets. The first
+    chunk that does not arrive in time ends the loads: it and those after it are failed chunks.
+    """
+
+    def __init__(self, agent: Agent, request: CopyRequest) -> None:
+        super().__init__(agent, request)
+        self._failed: list[int] = []
+        self._entries: dict[int, Entry] = {}  # pinned, until their copies take over the pins
+        self._missing: list[int] = []  # chunks that are not in memory, and are not being loaded
+
+    @property
+    def _queue(self) -> Callable[..., None]:
+        return self._agent.copies.scatter
+
+    @property
+    def _skip_blocks(self) -> int:
+        question, device = self._question, self._registration.device
+        assert isinstance(question, m.Retrieve)
+        return question.skip_first_n_tokens // device.layouts[question.group].block_size_tokens
+
+    def start(self) -> None:
+        """Queues the copies of the chunks in memory, and begins to load the others."""
+        self._missing = [chunk for chunk in range(len(self._hashes)) if not self._hold(chunk)]
+        self._begin([*self._entries], self._missing)
+        self._load_piece()
+
+    def _hold(self, chunk: int) -> bool:
+        """Whether the chunk is in memory, and pinned now."""
+        if (entry := self._pinned(chunk)) is None:
+            return False
+        self._entries[chunk] = entry
+        return True
+
+    def _load_piece(self) -> None:
+        """Loads the next missing chunks and queues their copies; then continues."""
+        if not self._missing:
+            return
+        pool_units, chunk_units = self._cache.pool.capacity, self._cache.units(self._form)
+        count = max(1, pool_units // _PIECES_IN_THE_POOL // chunk_units)
+        piece, self._missing = self._missing[:count], self._missing[count:]
+
+        def loaded(found: PrefixLookup) -> None:
+            held = found.take()
+            self._entries.update((piece[index], entry) for (index, _), entry in held.items())
+            self._reasons |= found.reasons
+            self._begin_calls(piece)
+            if self._failed:
+                self._give_up()
+            else:
+                self._load_piece()
+
+        lease_s = self._question.lease_ns / 1e9
+        deadline_s = min(lease_s, time.monotonic() + self._agent.config.lookup_deadline_s)
+        form = replace(self._form, reach=FULL_REACH)
+        hashes = [self._hashes[chunk] for chunk in piece]
+        request = LookupRequest([form], hashes, deadline_s, urgent=True)
+        lookup = PrefixLookup(self._cache, request, loaded)
+        try:
+            lookup.start()
+        except Exception:
+            logger.exception("chunks were not loaded")  # our own bug: only these fail
+            lookup.cancel()
+            self._missing += piece
+            self._give_up()
+
+    def _give_up(self) -> None:
+        missing, self._missing = self._missing, []
+        for chunk in missing:
+            self._end(chunk, CopyOutcome.FAILED)
+
+    def _take(self, chunk: int) -> Entry | None:
+        return self._entries.pop(chunk, None)
+
+    def _move(
+        self, chunks: Sequence[int], block_ids: Sequence[int], slots: Sequence[memoryview]
+    ) -> bool:
+        per_chunk = self._request.group.blocks_per_part
+        skip = sum(min(max(0, self._skip_blocks - c * per_chunk), per_chunk) for c in chunks)
+        self._registration.device.scatter(
+            block_ids, slots, self._form.stripe_payload_bytes, skip, self._question.event,
+            self._question.lease_ns, len(chunks), self._question.group,
+        )  # fmt: skip
+        return True
+
+    def _release(self, chunk: int, entry: Entry, outcome: CopyOutcome) -> None:
+        self._cache.pool.unpin(entry)
+
+    def _ended(self, chunk: int, outcome: CopyOutcome) -> None:
+        if outcome is not CopyOutcome.DONE:
+            self._failed.append(chunk)
+
+    def _finish(self) -> None:
+        copied = len(self._hashes) - len(self._failed)
+        took_s = time.monotonic() - self._started_s
+        self._cache.metrics.count("retrieves")
+        self._cache.metrics.observe("retrieve_seconds", took_s)
+        self._cache.metrics.count("retrieves_failed", bool(self._failed))
+        self._cache.metrics.count("retrieved_chunks", copied)
+        self._cache.metrics.count("retrieved_bytes", copied * self._form.chunk_bytes)
+        self._use.retrieved_bytes += copied * self._form.chunk_bytes
+        logger.debug(
+            "request %s: %d of %d chunks copied into blocks in %.1f ms%s",
+            self._question.request_id, copied, len(self._hashes), took_s * 1e3,
+            because(self._reasons),
+        )  # fmt: skip
+        try:
+            self._request.reply(m.RetrieveResult(0, tuple(sorted(self._failed))))
+        finally:
+            self._agent.sessions.finish(self._request.session)

@@ -1,0 +1,125 @@
+"""Sessions: what the agent holds for one request of an engine, from its lookup to its end.
+
+A session gives up each pin exactly once: to the retrieve that uses it, when the engine asks for it,
+or when the session ends or times out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from lmcache_redis.cache.pool import Entry, HostPool
+from lmcache_redis.errors import WireError
+
+MAX_SESSIONS = 1 << 16
+MAX_CHUNKS = 1 << 32  # of a prompt
+
+SessionKey = tuple[str, str]  # engine id, request id
+PartKey = tuple[int, int]  # worker id, group
+
+
+class Session:
+    """The pins of one request."""
+
+    def __init__(self, key: SessionKey, pool: HostPool) -> None:
+        self.key = key
+        self.expires_s = 0.0
+        self.ended = False
+        self.busy = 0  # stores and retrieves in progress
+        self.cancel_lookup: Callable[[], None] | None = None
+        self.positions: dict[bytes, int] = {}  # of the prompt's chunks, by hash
+        self.agreed: set[bytes] = set()  # layouts in which a canary has found no difference
+        self._pool = pool
+        self._pins: dict[bytes, dict[PartKey, Entry]] = {}  # by chunk hash
+
+    def hold(self, chunk_hash: bytes, part: PartKey, entry: Entry) -> None:
+        """Takes over one pin of ``entry``; releases one of the same part that it already holds."""
+        parts = self._pins.setdefault(chunk_hash, {})
+        if part in parts:
+            self._pool.unpin(parts[part])
+        parts[part] = entry
+
+    def take(self, chunk_hash: bytes, part: PartKey) -> Entry | None:
+        """The entry, whose pin now belongs to the caller; None if the session does not hold it."""
+        parts = self._pins.get(chunk_hash)
+        if parts is None:
+            return None
+        entry = parts.pop(part, None)
+        if not parts:
+            del self._pins[chunk_hash]
+        return entry
+
+    def release(self, chunk_hash: bytes) -> int:
+        """Releases all pins of a chunk's parts; returns how many there were."""
+        parts = self._pins.pop(chunk_hash, {})
+        for entry in parts.values():
+            self._pool.unpin(entry)
+        return len(parts)
+
+    def release_all(self) -> None:
+        """Cancels a lookup in flight, which would add pins, and releases every pin."""
+        if self.cancel_lookup is not None:
+            cancel, self.cancel_lookup = self.cancel_lookup, None
+            cancel()
+        for chunk_hash in [*self._pins]:
+            self.release(chunk_hash)
+
+    @property
+    def has_pins(self) -> bool:
+        return bool(self._pins)
+
+
+class Sessions:
+    """All sessions, by engine and request."""
+
+    def __init__(self, pool: HostPool, timeout_s: float) -> None:
+        self._pool = pool
+        self.timeout_s = timeout_s
+        self._sessions: dict[SessionKey, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    def get(self, key: SessionKey) -> Session | None:
+        return self._sessions.get(key)
+
+    def open(self, key: SessionKey, now_s: float, *, for_lookup: bool = True) -> Session:
+        """The session of a request, created if needed; its timeout starts again.
+
+        An engine ends the session of a lookup. A store or retrieve without a lookup, or after the
+        session has ended, gets a session that ends with it.
+
+        Raises ``WireError`` if a session would be created beyond ``MAX_SESSIONS``.
+        """
+        session = self._sessions.get(key)
+        if session is None:
+            if len(self._sessions) >= MAX_SESSIONS:
+                raise WireError(f"{MAX_SESSIONS} requests are open and have not been ended")
+            session = self._sessions[key] = Session(key, self._pool)
+            session.ended = not for_lookup
+        session.ended = session.ended and not for_lookup
+        session.expires_s = now_s + self.timeout_s
+        return session
+
+    def end(self, session: Session) -> None:
+        """Releases all pins; the session is removed when its last store or retrieve has ended."""
+        session.ended = True
+        session.release_all()
+        self._settle(session)
+
+    def finish(self, session: Session) -> None:
+        """One store or retrieve of the session has ended."""
+        session.busy -= 1
+        self._settle(session)
+
+    def _settle(self, session: Session) -> None:
+        """Removes an ended session that has no jobs in flight."""
+        if session.ended and not session.busy and self._sessions.get(session.key) is session:
+            del self._sessions[session.key]
+
+    def expired(self, now_s: float) -> list[Session]:
+        """Sessions without jobs in flight that have timed out."""
+        return [s for s in self._sessions.values() if s.expires_s <= now_s and not s.busy]

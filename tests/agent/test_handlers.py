@@ -1,0 +1,76 @@
+"""Which questions are answered, to whom, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+
+from lmcache_redis import messages as m
+from lmcache_redis.agent.handlers import check_blocks
+from lmcache_redis.errors import WireError
+from tests.agent.test_first_lookup import HASHES, Joining
+
+
+@pytest.fixture
+def here() -> Iterator[Joining]:
+    server: Any = SimpleNamespace(url="redis://nowhere:1")
+    here = Joining(server)
+    yield here
+    here.close()
+
+
+def test_every_question_has_a_handler(here: Joining) -> None:
+    """HELLO is answered before there is a peer."""
+    tables = {*here.handlers._of_tools} | {*here.handlers._of_peers}
+    assert tables == {*get_args(m.Question)} - {m.Hello}
+
+
+@pytest.mark.parametrize("question", [m.Ping(1), m.GetChunkSize(1), m.Trust(1)], ids=str)
+def test_tools_need_no_hello(here: Joining, question: m.Question) -> None:
+    here.handlers.answer(None, question, here.answers.append)
+    assert not isinstance(here.answers[0], m.Failure)
+
+
+def test_others_say_hello_first(here: Joining) -> None:
+    here.handlers.answer(None, m.Lookup(1, "r", (HASHES[3],)), here.answers.append)
+    assert here.answers == [m.Failure(0, m.UNKNOWN_PEER, "say HELLO first")]
+    assert not len(here.agent.sessions)
+
+
+def test_hashes_of_one_length(here: Joining) -> None:
+    with pytest.raises(WireError, match="different lengths"):
+        here.handlers.answer(here.join(None), m.Lookup(1, "r", (b"a", b"ab")), here.answers.append)
+
+
+def test_a_lost_scheduler_loses_its_sessions_alone(here: Joining) -> None:
+    scheduler, worker = here.join(None), here.join(0)
+    other = here.join(1, unnamed=True)
+    for peer in (scheduler, other):
+        here.agent.session_of(peer, "r", for_lookup=True)
+    here.handlers.forget(worker, "it left")
+    assert len(here.agent.sessions) == 2
+    here.handlers.forget(scheduler, "it left")
+    assert [session.key for session in here.agent.sessions] == [(other.engine_id, "r")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"group": 1}, "group 1 of a worker with 1 groups"),
+        ({"block_ids": (1, 2, 3)}, "3 block ids for 2 chunks: expected 4"),
+        ({"block_ids": (1, 2, 3, 8)}, "outside the 8 blocks"),
+        ({"block_ids": (-1, 2, 3, 4)}, "outside the 8 blocks"),
+    ],
+)
+def test_blocks_that_do_not_exist(changes: dict[str, Any], reason: str) -> None:
+    registration: Any = SimpleNamespace(
+        groups=[SimpleNamespace(blocks_per_part=2)],
+        device=SimpleNamespace(layouts=[SimpleNamespace(num_blocks=8)]),
+    )
+    good: dict[str, Any] = {"hashes": (b"a", b"b"), "block_ids": (0, 7, 1, 6), "lease_ns": 1}
+    check_blocks(registration, m.Store(0, "r", **good))
+    with pytest.raises(WireError, match=reason):
+        check_blocks(registration, m.Store(0, "r", **good | changes))
