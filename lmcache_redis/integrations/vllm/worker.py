@@ -22,8 +22,8 @@ from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.transfers import (
     CacheGroup,
     InterprocessEvent,
-    Retrieve,
-    Store,
+    RetrieveTransfer,
+    StoreTransfer,
     TransferOp,
 )
 from lmcache_redis.client.worker import WorkerClient
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-TransferT = TypeVar("TransferT", Store, Retrieve)
+TransferT = TypeVar("TransferT", StoreTransfer, RetrieveTransfer)
 # More than the transfers that an agent works on at a time.
 _EVENTS = 64
 # A step that runs no model waits this long for a load: polling faster would slow the agent.
@@ -184,8 +184,8 @@ class ConnectorWorker:
         self._client = client
         self._rank = rank
         self._reallocates = reallocates
-        self._stores: dict[int, _Begun[Store]] = {}
-        self._loads: dict[int, _Begun[Retrieve]] = {}
+        self._stores: dict[int, _Begun[StoreTransfer]] = {}
+        self._loads: dict[int, _Begun[RetrieveTransfer]] = {}
         self._awaited: dict[str, int] = {}  # the load that vLLM waits for, by request
         self._next = WorkerReport({rank: []})
         self._places: dict[int, RankPlace | None] = {}  # as reported last
