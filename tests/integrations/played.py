@@ -183,11 +183,11 @@ class PlayedEngine:
         assert isinstance(self.connector, LMCacheRedisConnector)
         inner = self.connector._scheduler
         assert inner is not None, "the cache is off"
-        self.groups: Sequence[LayerGroup] = inner._groups
+        self.groups: Sequence[LayerGroup] = inner._settings.groups
         self._left_out = [(n, spec) for n, spec in enumerate(specs) if not spec.prefix_cacheable]
         self.agent = Agent(self.groups, chunk_tokens)
         self.connector._adapter.shutdown()
-        inner._adapter = self.connector._adapter = self.agent  # type: ignore[assignment]
+        inner._client = self.connector._adapter = self.agent  # type: ignore[assignment]
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free_blocks = self.pool.get_num_free_blocks()
         self.counts = Counts()

@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, Tracked, Wishes
 from lmcache_redis.integrations.vllm.groups import layer_groups, left_out_groups
-from lmcache_redis.integrations.vllm.planning import Planner
+from lmcache_redis.integrations.vllm.planning import Planner, SchedulerSettings
 from tests.integrations.test_groups import BLOCK, full, groups, replayed, ring, state, window
 from tests.integrations.test_scheduler import CHUNK, FakeRequest
 
@@ -28,7 +28,16 @@ def pool() -> BlockPool:
 def planner_of(pool: BlockPool, *specs: Any) -> Planner:
     config = groups(*specs)
     references = BlockReferences(pool, world_size=1)
-    return Planner(references, layer_groups(config), left_out_groups(config), CHUNK)
+    settings = SchedulerSettings(
+        groups=layer_groups(config),
+        left_out=left_out_groups(config),
+        block_size_tokens=1,
+        hash_stride=1,
+        loads=True,
+        stores=True,
+        step_tokens=CHUNK,
+    )
+    return Planner(references, settings)
 
 
 def tracked(chunks: int, request_id: str = "r") -> Tracked:

@@ -25,6 +25,7 @@ from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, StaleBl
 from lmcache_redis.integrations.vllm.epoch import Epochs, named_epoch
 from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
+from lmcache_redis.integrations.vllm.planning import SchedulerSettings
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.worker import StepMetadata, WorkerReport
@@ -157,25 +158,28 @@ def make_scheduler(
     pool: BlockPool,
     references: BlockReferences,
     recorder: Recorder | None = None,
+    announcer: Any = None,
     **options: Any,
 ) -> ConnectorScheduler:
     recorder = recorder or Recorder()
     return ConnectorScheduler(
         adapter,  # type: ignore[arg-type]
+        SchedulerSettings(
+            **{
+                "groups": [LayerGroup(0, (), BLOCK, FULL_REACH, "FullAttentionSpec")],
+                "block_size_tokens": BLOCK,
+                "hash_stride": 1,
+                "loads": True,
+                "stores": True,
+                "step_tokens": 4 * CHUNK,
+                **options,
+            }
+        ),
         references,
         StaleBlocks(pool),
         Epochs(None, None, bytes),
         recorder,
-        **{
-            "groups": [LayerGroup(0, (), BLOCK, FULL_REACH, "FullAttentionSpec")],
-            "block_size_tokens": BLOCK,
-            "hash_stride": 1,
-            "loads": True,
-            "stores": True,
-            "step_tokens": 4 * CHUNK,
-            "block_ids": None,
-            **options,
-        },
+        announcer,
     )
 
 

@@ -43,6 +43,7 @@ from lmcache_redis.integrations.vllm.groups import (
 )
 from lmcache_redis.integrations.vllm.guard import engine_is_failing, guarded, nothing
 from lmcache_redis.integrations.vllm.identity.engine_identity import engine_id, model_name
+from lmcache_redis.integrations.vllm.planning import SchedulerSettings
 from lmcache_redis.integrations.vllm.reports.hooks import ReportingHooks
 from lmcache_redis.integrations.vllm.scheduler import ConnectorScheduler
 from lmcache_redis.integrations.vllm.support import (
@@ -221,13 +222,7 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             config.weights_run,
             engine.parameters if config.check_weights else bytes,
         )
-        self._scheduler = ConnectorScheduler(
-            adapter,
-            self._references,
-            StaleBlocks(gpu_block_pool),
-            epochs,
-            self._recorder,
-            self._announcer,
+        settings = SchedulerSettings(
             groups=self._groups,
             left_out=left_out_groups(self._kv_cache_config),
             block_size_tokens=block_size,
@@ -239,6 +234,15 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             media=MediaNames(self._vllm_config),
             step_tokens=int(step_tokens),
             block_ids=None if manager is None else manager.get_block_ids,
+        )
+        self._scheduler = ConnectorScheduler(
+            adapter,
+            settings,
+            self._references,
+            StaleBlocks(gpu_block_pool),
+            epochs,
+            self._recorder,
+            self._announcer,
         )
         watch_resets(gpu_block_pool, self._during_reset)
         if not listen(self):

@@ -6,35 +6,59 @@ has allocated blocks for them; a store takes each part that is complete and stil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from lmcache_redis.chunks.names import FULL_REACH
 from lmcache_redis.client.transfers import TransferOp
 from lmcache_redis.integrations.vllm.bookkeeping import BlockReferences, RecentChunks, Tracked
 from lmcache_redis.integrations.vllm.groups import LayerGroup
+from lmcache_redis.integrations.vllm.support import MediaNames
 from lmcache_redis.integrations.vllm.worker import Planned
 
 
-class Planner:
-    """Plans for the requests of one engine, and takes the references to their blocks.
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    """What the connector of a scheduler knows of its engine from the start.
 
-    groups, left_out, step_tokens: as for `ConnectorScheduler`. needs_all: a prefix needs every
-    block before its end, and nothing else.
+    groups: of the model's layers. block_size_tokens: the common multiple of their block sizes.
+    left_out: the groups that are not cached, because vLLM computes them again.
+    hash_stride: block hashes per block of that size.
+    load_always: also what is computed faster. media: None if the model takes none.
+    beside_others: other connectors transfer KV of this engine too.
+    step_tokens: vLLM computes at most this many tokens of a request before it releases blocks.
+    block_ids: returns a request's current blocks by group, null ones included; None if vLLM does
+        not provide them: then there is one group, and requests keep their blocks until they end.
     """
 
-    def __init__(
-        self,
-        references: BlockReferences,
-        groups: Sequence[LayerGroup],
-        left_out: Sequence[LayerGroup],
-        step_tokens: int,
-    ) -> None:
-        self.needs_all = not left_out and all(group.reach == FULL_REACH for group in groups)
+    groups: Sequence[LayerGroup]
+    left_out: Sequence[LayerGroup] = ()
+    block_size_tokens: int
+    hash_stride: int
+    loads: bool
+    stores: bool
+    load_always: bool = False
+    beside_others: bool = False
+    media: MediaNames | None = None
+    step_tokens: int
+    block_ids: Callable[[str], Sequence[Sequence[int]]] | None = None
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether a prefix needs every block before its end, and nothing else."""
+        return not self.left_out and all(group.reach == FULL_REACH for group in self.groups)
+
+
+class Planner:
+    """Plans for the requests of one engine, and takes the references to their blocks."""
+
+    def __init__(self, references: BlockReferences, settings: SchedulerSettings) -> None:
+        self.needs_all = settings.needs_all
         self._references = references
-        self._groups = groups
-        self._all_groups = (*groups, *left_out)
-        self._step_tokens = step_tokens
+        self._groups = settings.groups
+        self._all_groups = (*settings.groups, *settings.left_out)
+        self._step_tokens = settings.step_tokens
         self._recent = RecentChunks()
         # Blocks that a request needs beyond those of its load, until it is scheduled.
         self._missing_blocks: dict[str, int] = {}

@@ -34,11 +34,9 @@ from lmcache_redis.integrations.vllm.bookkeeping import (
     Wishes,
 )
 from lmcache_redis.integrations.vllm.epoch import Epochs
-from lmcache_redis.integrations.vllm.groups import LayerGroup
 from lmcache_redis.integrations.vllm.identity.lora import AdapterDigests
-from lmcache_redis.integrations.vllm.planning import Planner
+from lmcache_redis.integrations.vllm.planning import Planner, SchedulerSettings
 from lmcache_redis.integrations.vllm.reports.stats import Recorder
-from lmcache_redis.integrations.vllm.support import MediaNames
 from lmcache_redis.integrations.vllm.worker import Planned, StepMetadata, WorkerReport
 
 if TYPE_CHECKING:
@@ -55,56 +53,26 @@ _BUSY_WAIT_S = 0.0005
 
 
 class ConnectorScheduler:
-    """Decides on lookups, loads and stores.
-
-    groups: of the model's layers. block_size_tokens: the common multiple of their block sizes.
-    left_out: the groups that are not cached, because vLLM computes them again.
-    hash_stride: block hashes per block of that size.
-    load_always: also what is computed faster. media: None if the model takes none.
-    beside_others: other connectors transfer KV of this engine too.
-    announcer: reports chunks to routers; None if no router listens.
-    step_tokens: vLLM computes at most so many tokens of a request before it releases blocks.
-    block_ids: returns a request's current blocks by group, null ones included; None if vLLM does
-        not provide them: then there is one group, and requests keep their blocks until they end.
-    """
+    """Decides on lookups, loads and stores. announcer: reports chunks to routers, if any listen."""
 
     def __init__(
         self,
-        adapter: SchedulerClient,
+        client: SchedulerClient,
+        settings: SchedulerSettings,
         references: BlockReferences,
         stale: StaleBlocks,
         epochs: Epochs,
         recorder: Recorder,
         announcer: Announcer | None = None,
-        *,
-        groups: Sequence[LayerGroup],
-        left_out: Sequence[LayerGroup] = (),
-        block_size_tokens: int,
-        hash_stride: int,
-        loads: bool,
-        stores: bool,
-        load_always: bool = False,
-        beside_others: bool = False,
-        media: MediaNames | None = None,
-        step_tokens: int,
-        block_ids: Callable[[str], Sequence[Sequence[int]]] | None,
     ) -> None:
-        self._adapter = adapter
+        self._client = client
+        self._settings = settings
         self._references = references
-        self._planner = Planner(references, groups, left_out, step_tokens)
+        self._planner = Planner(references, settings)
         self._stale = stale
         self.epochs = epochs
         self._recorder = recorder
         self._announcer = announcer
-        self._groups = groups
-        self._block_size_tokens = block_size_tokens
-        self._hash_stride = hash_stride
-        self._may_load = loads
-        self._may_store = stores
-        self._load_always = load_always
-        self._beside_others = beside_others
-        self._block_ids = block_ids
-        self._media = media
         self._adapter_digests = AdapterDigests()
         self._tracked: dict[str, Tracked] = {}
         self._resuming: set[str] = set()  # load has ended, not scheduled since
@@ -120,7 +88,7 @@ class ConnectorScheduler:
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
         """Tokens beyond ``local_tokens`` that can be loaded; None: vLLM asks again later."""
-        chunk_tokens = self._adapter.chunk_size_tokens()
+        chunk_tokens = self._client.chunk_size_tokens()
         tracked = self._track(request, chunk_tokens)
         self._not_loaded(request.request_id)  # if its load has failed, it holds no blocks
         tokens = self._found_tokens(tracked, local_tokens, chunk_tokens)
@@ -152,7 +120,7 @@ class ConnectorScheduler:
         request = tracked.request
         if (
             not chunk_tokens
-            or not self._may_load
+            or not self._settings.loads
             or tracked.computes
             or tracked.prefix is None
             or not tracked.wishes.load
@@ -172,16 +140,16 @@ class ConnectorScheduler:
                 limit_tokens = min(limit_tokens, request.num_tokens - 1)
             if limit_tokens < (local_tokens // chunk_tokens + 1) * chunk_tokens:
                 return 0
-            if not self._adapter.ranks.known():
+            if not self._client.ranks.known():
                 return None  # only for the first requests: vLLM steps, and the workers report
             tracked.first_chunk = local_tokens // chunk_tokens
             tracked.asked_s = time.monotonic()
             self._announce(tracked, range(tracked.first_chunk, limit_tokens // chunk_tokens))
-            self._adapter.begin_lookup(
+            self._client.begin_lookup(
                 request.request_id,
                 tracked.chunk_names()[tracked.first_chunk : limit_tokens // chunk_tokens],
                 first_chunk=tracked.first_chunk,
-                token_s=0.0 if self._load_always else self._prefill.token_s,
+                token_s=0.0 if self._settings.load_always else self._prefill.token_s,
             )
         tokens = self._lookup_result(request.request_id)
         if tokens is None:
@@ -202,11 +170,11 @@ class ConnectorScheduler:
 
         tokens: what may be loaded. If nothing may be, comparing costs no prefill.
         """
-        pinned = self._adapter.pinned_tokens(tracked.request.request_id)
+        pinned = self._client.pinned_tokens(tracked.request.request_id)
         if local_tokens or tracked.first_chunk or not pinned:
             tracked.canary_chunks = 0
         elif tracked.canary_chunks is None:
-            every = self._adapter.canary_every
+            every = self._client.canary_every
             taken = bool(every) if tokens < pinned else self._canaries.takes(tokens, every)
             tracked.canary_chunks = pinned // tracked.chunk_tokens if taken else 0
         return bool(tracked.canary_chunks)
@@ -215,12 +183,12 @@ class ConnectorScheduler:
         self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
         """vLLM allocated blocks, by group; ``external_tokens`` tokens are to be loaded."""
-        tracked = self._track(request, self._adapter.chunk_size_tokens())
+        tracked = self._track(request, self._client.chunk_size_tokens())
         tracked.started = True
         tracked.matched = False
         self._not_loaded(request.request_id)
         if external_tokens and tracked.first_chunk is not None:
-            tracked.tiers = self._adapter.hit_tiers(request.request_id)
+            tracked.tiers = self._client.hit_tiers(request.request_id)
             self._loads.append(self._planner.load(tracked, block_ids, external_tokens))
             tiers = tracked.hit_tokens(external_tokens)
             for tier, tokens in tiers.items():
@@ -233,8 +201,8 @@ class ConnectorScheduler:
                     ", ".join(f"{tokens} from {tier}" for tier, tokens in tiers.items()),
                 )  # fmt: skip
         elif tracked.loading is None and not tracked.canary_chunks:
-            self._adapter.release_lookup(request.request_id)
-        self._adapter.forget_lookup(request.request_id)
+            self._client.release_lookup(request.request_id)
+        self._client.forget_lookup(request.request_id)
 
     def hit_tokens(self, request_id: str, external_tokens: int) -> dict[str, int]:
         """How many tokens of the load that was planned last for a request come from each tier."""
@@ -287,7 +255,7 @@ class ConnectorScheduler:
     def reported(self, report: WorkerReport) -> None:
         """A step has ended. The connector itself releases the blocks of ended transfers."""
         self._prefill.ended(report.step, time.monotonic())
-        self._adapter.ranks.reported(report.places)
+        self._client.ranks.reported(report.places)
         if report.dropped:
             self._planner.store_again()
 
@@ -317,7 +285,7 @@ class ConnectorScheduler:
 
     def finished(self, request: Request) -> None:
         """The request has ended. Stores in flight have their own references on its blocks."""
-        self._adapter.end_session(request.request_id)
+        self._client.end_session(request.request_id)
         self._not_loaded(request.request_id)
         tracked = self._tracked.get(request.request_id)
         # vLLM itself holds the blocks of a load until the load is reported.
@@ -331,7 +299,7 @@ class ConnectorScheduler:
         old, was_own = self.epochs.current, self.epochs.is_own
         self.change_epoch(self.epochs.begin_own, "the cache was cleared")
         if was_own:
-            self._adapter.clear(old)
+            self._client.clear(old)
 
     def change_epoch(self, change: Callable[[], None], why: str) -> None:
         """Calls ``change``, a method of `Epochs`.
@@ -351,7 +319,7 @@ class ConnectorScheduler:
             if tracked.started:
                 tracked.prefix = None
             else:
-                self._adapter.end_session(request_id)
+                self._client.end_session(request_id)
                 del self._tracked[request_id]
 
     def give_up_loads(self) -> list[Request]:
@@ -372,10 +340,16 @@ class ConnectorScheduler:
         if tracked is None:
             self.epochs.is_used = True
             wishes = Wishes.of(
-                request.kv_transfer_params, request.request_id, beside_others=self._beside_others
+                request.kv_transfer_params,
+                request.request_id,
+                beside_others=self._settings.beside_others,
             )
             tracked = Tracked(
-                request, self._prefix(request), wishes, self._hash_stride, self._block_size_tokens
+                request,
+                self._prefix(request),
+                wishes,
+                self._settings.hash_stride,
+                self._settings.block_size_tokens,
             )
             self._tracked[request.request_id] = tracked
         if chunk_tokens and tracked.chunk_tokens != chunk_tokens:
@@ -389,7 +363,7 @@ class ConnectorScheduler:
         """The prefix of the names of its chunks; None if its KV cannot be identified."""
         if self._stale.may_be_hit():
             return None
-        if self._media is not None and not self._media.are_of_content(request):
+        if self._settings.media is not None and not self._settings.media.are_of_content(request):
             return None
         digest = self._adapter_digests.digest(request.lora_request)
         return None if digest is None else self.epochs.current + digest
@@ -402,11 +376,11 @@ class ConnectorScheduler:
 
     def _forget_lookup(self, tracked: Tracked) -> None:
         tracked.first_chunk = tracked.canary_chunks = None
-        self._adapter.end_session(tracked.request.request_id)
+        self._client.end_session(tracked.request.request_id)
 
     def _lookup_result(self, request_id: str) -> int | None:
         started_s = time.monotonic()
-        tokens = self._adapter.hit_tokens(request_id, wait_s=self._wait_budget_s)
+        tokens = self._client.hit_tokens(request_id, wait_s=self._wait_budget_s)
         self._wait_budget_s = max(0.0, self._wait_budget_s - (time.monotonic() - started_s))
         return tokens
 
@@ -420,11 +394,11 @@ class ConnectorScheduler:
 
         computed_tokens: tokens whose KV is in blocks after the step.
         """
-        chunk_tokens = self._adapter.chunk_size_tokens()
+        chunk_tokens = self._client.chunk_size_tokens()
         if (
             not chunk_tokens
             or tracked.prefix is None
-            or not ((self._may_store and tracked.wishes.store) or tracked.canary_chunks)
+            or not ((self._settings.stores and tracked.wishes.store) or tracked.canary_chunks)
         ):
             return []
         request = tracked.request
@@ -439,9 +413,9 @@ class ConnectorScheduler:
         if tokens // chunk_tokens <= tracked.considered_chunks:
             return []  # most steps end here
         blocks: Sequence[Sequence[int]] = (tracked.block_ids,)
-        if self._block_ids is not None:
-            blocks = self._block_ids(request.request_id)
-        held = [len(blocks[each.number]) * each.block_size_tokens for each in self._groups]
+        if self._settings.block_ids is not None:
+            blocks = self._settings.block_ids(request.request_id)
+        held = [len(blocks[each.number]) * each.block_size_tokens for each in self._settings.groups]
         complete_chunks = min(tokens, *held) // chunk_tokens
         if complete_chunks <= tracked.considered_chunks:
             return []
@@ -454,7 +428,7 @@ class ConnectorScheduler:
         stored_from = min(max(chunks.start, tracked.canary_chunks or 0), chunks.stop)
         if checked := range(chunks.start, stored_from):
             self._checks += self._planner.compare(tracked, blocks, checked)
-        if not self._may_store or not tracked.wishes.store:
+        if not self._settings.stores or not tracked.wishes.store:
             return []
         return self._planner.store(tracked, blocks, range(stored_from, chunks.stop))
 
