@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from demo.agent import AgentServer
 from lmcache_redis.client.scheduler import SchedulerClient
-from lmcache_redis.client.transfers import Store, TransferOp
+from lmcache_redis.client.transfers import StoreTransfer, TransferOp
 from lmcache_redis.client.worker import WorkerClient
 from lmcache_redis.errors import LMCacheRedisError
 
@@ -56,7 +56,7 @@ class Transfer(NamedTuple):
 
     request_id: str
     hashes: list[bytes]
-    store: Store
+    store: StoreTransfer
     started_s: float
 
 

@@ -15,7 +15,7 @@ import torch
 
 from demo import agent
 from lmcache_redis.client.scheduler import SchedulerClient
-from lmcache_redis.client.transfers import Retrieve, TransferOp
+from lmcache_redis.client.transfers import RetrieveTransfer, TransferOp
 from lmcache_redis.client.worker import WorkerClient
 from tests.forks import Forked
 from tests.servers import wait_until as wait_until
@@ -227,7 +227,7 @@ class Engine:
         hashes: Sequence[bytes],
         block_ids: Sequence[int],
         skip_first_n_tokens: int = 0,
-    ) -> list[Retrieve]:
+    ) -> list[RetrieveTransfer]:
         """One of every worker."""
         op = self.op(hashes, block_ids, skip_first_n_tokens)
         return [worker.begin_retrieves([request_id], [op])[0] for worker in self.workers]

@@ -56,8 +56,9 @@ class AgentSocket:
     def connected(self) -> bool | None:
         """The next event: whether the agent is there now; None for any other."""
         event = recv_monitor_message(self._monitor)["event"]
-        events = {zmq.EVENT_HANDSHAKE_SUCCEEDED: True, zmq.EVENT_DISCONNECTED: False}
-        return events.get(event)
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            return True
+        return False if event == zmq.EVENT_DISCONNECTED else None
 
     def reopen(self, linger_s: float = 0.0) -> None:
         """Another socket in its place. linger_s: how long what was sent last may take."""

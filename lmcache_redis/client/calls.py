@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from lmcache_redis import messages as m
 from lmcache_redis import transport
 
-Batch = tuple[Sequence["Call"], list[bytes]]
+Batch = tuple[Sequence["AgentCall"], list[bytes]]
 
 
 class CallState(Enum):
@@ -27,7 +27,7 @@ class CallState(Enum):
     LOST = "lost"
 
 
-class Call:
+class AgentCall:
     """One message to the agent, from its submission to its answer.
 
     changed: the condition that is notified when the call ends.
@@ -37,7 +37,10 @@ class Call:
     __slots__ = ("_changed", "_listener", "answer", "call_id", "sent", "state")
 
     def __init__(
-        self, call_id: int, changed: threading.Condition, listener: Callable[[Call], None] | None
+        self,
+        call_id: int,
+        changed: threading.Condition,
+        listener: Callable[[AgentCall], None] | None,
     ) -> None:
         self.call_id = call_id
         self.state = CallState.PENDING
@@ -71,7 +74,7 @@ class Call:
                 self._changed.notify_all()
 
 
-class Calls:
+class AgentCalls:
     """The calls of one link: those to be sent, and those that wait for an answer.
 
     changed: notified when a call ends.
@@ -81,15 +84,15 @@ class Calls:
         self.changed = threading.Condition()
         self._ids = itertools.count(1)
         self._outbox: deque[Batch] = deque()
-        self._pending: dict[int, Call] = {}
+        self._pending: dict[int, AgentCall] = {}
 
     def next_id(self) -> int:
         return next(self._ids)
 
-    def new(self, count: int, listener: Callable[[Call], None] | None) -> list[Call]:
-        return [Call(self.next_id(), self.changed, listener) for _ in range(count)]
+    def new(self, count: int, listener: Callable[[AgentCall], None] | None) -> list[AgentCall]:
+        return [AgentCall(self.next_id(), self.changed, listener) for _ in range(count)]
 
-    def put(self, questions: Sequence[m.Message], calls: Sequence[Call]) -> None:
+    def put(self, questions: Sequence[m.Message], calls: Sequence[AgentCall]) -> None:
         """Queues the questions with the ids of their calls, in one message or a few."""
         pairs = zip(questions, calls, strict=True)
         addressed = [replace(each, call_id=call.call_id) for each, call in pairs]
@@ -101,7 +104,7 @@ class Calls:
         while self._outbox:
             yield self._outbox.popleft()
 
-    def sent(self, calls: Sequence[Call]) -> None:
+    def sent(self, calls: Sequence[AgentCall]) -> None:
         for call in calls:
             call.sent = True
             self._pending[call.call_id] = call
@@ -120,7 +123,7 @@ class Calls:
         lose(lost)
 
 
-def lose(calls: Sequence[Call]) -> None:
+def lose(calls: Sequence[AgentCall]) -> None:
     """Ends those of the calls that have not ended, as LOST."""
     for call in calls:
         if not call.done:

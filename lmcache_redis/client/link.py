@@ -1,7 +1,7 @@
 """The connection to the agent, owned by one thread.
 
 The thread owns the socket. It sends HELLO until an agent answers, sends heartbeats, and matches
-answers to calls. Other threads submit messages and get a ``Call``; they wait only on request.
+answers to calls. Other threads submit messages and get an ``AgentCall``; they wait only on request.
 
     OFFLINE (HELLO every 0.2 s) ──WELCOME──▶ ONLINE ──silence, disconnect──▶ OFFLINE
          └──VERSION_MISMATCH, FAILURE──▶ REFUSED (HELLO every 5 s) ──WELCOME──▶ ONLINE
@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from lmcache_redis import __version__, transport
 from lmcache_redis import messages as m
 from lmcache_redis.client.agent_socket import AgentSocket
-from lmcache_redis.client.calls import Call, Calls, lose
+from lmcache_redis.client.calls import AgentCall, AgentCalls, lose
 from lmcache_redis.errors import WireError
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class AgentLink:
         self._on_welcome = on_welcome
         self._logged: str | None = None
         self._stop = False
-        self._calls = Calls()
+        self._calls = AgentCalls()
         self._socket = AgentSocket(endpoint)
         self._thread = threading.Thread(target=self._run, name="lmcache-redis-link", daemon=True)
         self._thread.start()
@@ -109,8 +109,11 @@ class AgentLink:
         return self.state is LinkState.ONLINE
 
     def submit(
-        self, kind: type[m.Message], listener: Callable[[Call], None] | None = None, **fields: Any
-    ) -> Call:
+        self,
+        kind: type[m.Message],
+        listener: Callable[[AgentCall], None] | None = None,
+        **fields: Any,
+    ) -> AgentCall:
         """Sends ``kind(**fields)``. The call is LOST at once if no agent is online.
 
         ``listener`` is called on the link's thread when the call ends.
@@ -118,8 +121,8 @@ class AgentLink:
         return self.submit_all([kind(call_id=0, **fields)], listener)[0]
 
     def submit_all(
-        self, questions: Sequence[m.Message], listener: Callable[[Call], None] | None = None
-    ) -> list[Call]:
+        self, questions: Sequence[m.Message], listener: Callable[[AgentCall], None] | None = None
+    ) -> list[AgentCall]:
         """As `submit`, for questions that go in one message, or a few if they are very many.
 
         Their ``call_id`` is replaced.

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import Call
+from lmcache_redis.client.calls import AgentCall
 from lmcache_redis.client.link import AgentLink
 from lmcache_redis.device.layout import engine_chunk_tokens
 
@@ -89,7 +89,7 @@ class _Lookup:
     hashes: Sequence[bytes]
     first_chunk: int
     chunk_size_tokens: int
-    call: Call | None = None  # None: nothing to look up
+    call: AgentCall | None = None  # None: nothing to look up
     deadline_s: float = 0.0
     hit_tokens: int | None = None  # None: not known yet
     tiers: str = ""  # as in LOOKUP_RESULT

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.names import FULL_REACH, Reach
-from lmcache_redis.client.calls import Call, CallState
+from lmcache_redis.client.calls import AgentCall, CallState
 from lmcache_redis.processes import has_ended, is_running
 
 if TYPE_CHECKING:
@@ -130,14 +130,14 @@ class AgentProcess:
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class BlockTransfer:
     """An operation, the call that carries it, and its deadline.
 
     lease_ns: on CLOCK_MONOTONIC. agent: None if there was none.
     event: kept alive until the agent has waited for it.
     """
 
-    call: Call
+    call: AgentCall
     op: TransferOp
     lease_ns: int
     agent: AgentProcess | None
@@ -160,7 +160,7 @@ class Transfer:
 
 
 @dataclass(slots=True, eq=False)
-class Store(Transfer):
+class StoreTransfer(BlockTransfer):
     """The agent reads the blocks."""
 
     @property
@@ -176,7 +176,7 @@ class Store(Transfer):
 
 
 @dataclass(slots=True, eq=False)
-class Retrieve(Transfer):
+class RetrieveTransfer(BlockTransfer):
     """The agent writes the blocks, except the first ``skip_blocks``.
 
     remapped: whether the agent has mapped the engine's memory again since the call.

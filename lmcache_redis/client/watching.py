@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import Call
+from lmcache_redis.client.calls import AgentCall
 from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.scheduler import Ranks
 
@@ -30,7 +30,7 @@ class Watch:
         self._ranks = ranks
         self._welcome: m.Welcome | None = None
         self._parts: tuple[m.RemoteParts, ...] = ()
-        self._call: Call | None = None
+        self._call: AgentCall | None = None
         self._refused_by: m.Welcome | None = None
 
     @property

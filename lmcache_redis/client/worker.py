@@ -1,6 +1,6 @@
 """The worker's client: registers its paged KV cache once, then sends only block ids.
 
-`Store.over` and `Retrieve.over` say when the engine may reuse the blocks of a transfer.
+`StoreTransfer.over` and `RetrieveTransfer.over` say when the engine may reuse the blocks.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import share_rank
-from lmcache_redis.client.calls import Call, CallState
+from lmcache_redis.client.calls import AgentCall, CallState
 from lmcache_redis.client.link import AgentLink
 from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.transfers import (
@@ -24,8 +25,8 @@ from lmcache_redis.client.transfers import (
     AgentProcess,
     CacheGroup,
     InterprocessEvent,
-    Retrieve,
-    Store,
+    RetrieveTransfer,
+    StoreTransfer,
     TransferOp,
 )
 from lmcache_redis.device.context import export_kv_caches
@@ -36,6 +37,22 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What is registered with each agent. groups: the tensors, which keep the memory alive."""
+
+    groups: Sequence[CacheGroup] = ()
+    layouts: Sequence[KVLayout] = ()
+    storages: tuple[m.StorageHandle, ...] = ()
+
+
+class _Registered(NamedTuple):
+    """The agent that has mapped the memory, and the worker's place with it."""
+
+    welcome: m.Welcome
+    place: RankPlace
 
 
 class WorkerClient:
@@ -65,13 +82,10 @@ class WorkerClient:
         self._world_size = world_size
         self._worker_id = worker_id
         self._block_size_tokens = block_size_tokens
-        self._groups: Sequence[CacheGroup] = ()  # references keep the memory alive
-        self._layouts: list[KVLayout] = []
-        self._storages: tuple[m.StorageHandle, ...] = ()
-        self._registered: m.Welcome | None = None  # of the agent that has mapped the memory
-        self._place: RankPlace | None = None  # with that agent
+        self._memory = _Memory()
+        self._registered: _Registered | None = None
         self._agent: AgentProcess | None = None
-        self._unregistering: Call | None = None
+        self._unregistering: AgentCall | None = None
         self._refusal: str | None = None  # why that memory cannot be used
         self._registrations = 0  # sent so far
         self._mapped = 0  # the last of them that an agent has completed
@@ -121,9 +135,8 @@ class WorkerClient:
         """
         tensors = [group.tensors for group in groups]
         exported = export_kv_caches(tensors, num_blocks, block_strides)
-        self._groups, self._storages = groups, exported.storages
         self._unregistering = None
-        self._layouts = [
+        layouts = [
             KVLayout(
                 identity=tuple(sorted({**identity, **group.identity}.items())),
                 dtype=group.dtype,
@@ -137,6 +150,7 @@ class WorkerClient:
             )
             for group, pages in zip(groups, exported.groups, strict=True)
         ]
+        self._memory = _Memory(groups, layouts, exported.storages)
         if self.link.welcome is not None:
             self._register(self.link.welcome)
 
@@ -158,16 +172,20 @@ class WorkerClient:
     def ready(self) -> bool:
         """Whether an agent has mapped this worker's memory and is alive."""
         # In this order, because the link stores a new agent's WELCOME before it is online again.
-        return self.link.online and self._registered is self.link.welcome
+        registered = self._registered
+        return (
+            self.link.online and registered is not None and registered.welcome is self.link.welcome
+        )
 
     @property
     def place(self) -> RankPlace | None:
         """The agent that has mapped this worker's memory; None while it is not `ready`."""
-        return self._place if self.ready else None
+        registered = self._registered
+        return registered.place if registered is not None and self.ready else None
 
     @property
     def on_cuda(self) -> bool:
-        return any(layout.device == "cuda" for layout in self._layouts)
+        return any(layout.device == "cuda" for layout in self._memory.layouts)
 
     def num_blocks_per_chunk(self) -> int:
         """Paged blocks of one chunk; 0 before the first WELCOME."""
@@ -175,13 +193,14 @@ class WorkerClient:
         return 0 if welcome is None else self._chunk_tokens(welcome) // self._block_size_tokens
 
     def _chunk_tokens(self, welcome: m.Welcome) -> int:
-        sizes = [layout.block_size_tokens for layout in self._layouts]
+        sizes = [layout.block_size_tokens for layout in self._memory.layouts]
         return engine_chunk_tokens(welcome.chunk_size_tokens, sizes or [self._block_size_tokens])
 
     def _register(self, welcome: m.Welcome) -> None:
         self._registered = self._refusal = None
         self._agent = agent = AgentProcess(welcome)
-        if not self._layouts:
+        memory = self._memory
+        if not memory.layouts:
             return
         if not agent.visible:
             self._refused(
@@ -192,7 +211,7 @@ class WorkerClient:
             return
         chunk_tokens = self._chunk_tokens(welcome)
         registered = []
-        for group, layout in zip(self._groups, self._layouts, strict=True):
+        for group, layout in zip(memory.groups, memory.layouts, strict=True):
             share, shares = group.shard or (self._worker_id, self._world_size)
             fingerprint = layout.fingerprint(chunk_tokens)
             registered.append(m.KVGroup(share_rank(shares, share), layout, fingerprint))
@@ -208,16 +227,15 @@ class WorkerClient:
             m.RegisterKVCache,
             partial(self._on_registered, welcome, self._registrations, place),
             groups=tuple(registered),
-            storages=self._storages,
+            storages=memory.storages,
         )
 
     def _on_registered(
-        self, welcome: m.Welcome, registration: int, place: RankPlace, call: Call
+        self, welcome: m.Welcome, registration: int, place: RankPlace, call: AgentCall
     ) -> None:
         if isinstance(call.answer, m.Done):
             self._mapped = registration
-            self._place = place
-            self._registered = welcome
+            self._registered = _Registered(welcome, place)
             if self._on_registration is not None:
                 self._on_registration(welcome.agent_pid, self._chunk_tokens(welcome), place)
         elif isinstance(call.answer, m.Failure):
@@ -240,7 +258,7 @@ class WorkerClient:
         event: InterprocessEvent | None = None,
         *,
         compare: bool = False,
-    ) -> list[Store]:
+    ) -> list[StoreTransfer]:
         """Starts a store of each op's chunks for its request, all in one message.
 
         The agent reads the blocks after ``event`` (CUDA). Starts all of them or, if it raises
@@ -250,8 +268,8 @@ class WorkerClient:
         compares all chunks, because its own bytes may be wrong.
         """
         _check_lengths(request_ids, ops)
-        if self._groups and not compare:
-            ops = [op.share(*self._groups[op.group].replica) for op in ops]
+        if self._memory.groups and not compare:
+            ops = [op.share(*self._memory.groups[op.group].replica) for op in ops]
         lease_ns = _lease(STORE_LEASE_S if event is None else STEP_S + STORE_LEASE_S)
         handle = None if event is None else event.ipc_handle()
         kind = m.Compare if compare else m.Store
@@ -262,7 +280,7 @@ class WorkerClient:
             ]
         )
         return [
-            Store(call, op, lease_ns, self._agent, event)
+            StoreTransfer(call, op, lease_ns, self._agent, event)
             for call, op in zip(calls, ops, strict=True)
         ]
 
@@ -271,7 +289,7 @@ class WorkerClient:
         request_ids: Sequence[str],
         ops: Sequence[TransferOp],
         event: InterprocessEvent | None = None,
-    ) -> list[Retrieve]:
+    ) -> list[RetrieveTransfer]:
         """As `begin_stores`, for chunks that lookups have pinned: loads them into the ops' blocks.
 
         The agent writes the blocks after ``event`` (CUDA).
@@ -290,7 +308,7 @@ class WorkerClient:
             ]
         )  # fmt: skip
         return [
-            Retrieve(
+            RetrieveTransfer(
                 call, op, lease_ns, self._agent, event,
                 skip_blocks=op.skip_first_n_tokens // self._block_tokens(op),
                 remapped=lambda: self._mapped > registrations,
@@ -304,7 +322,8 @@ class WorkerClient:
         Waits at most ``wait_s``; may be called again.
         Returns whether it is certain that no agent accesses it any more.
         """
-        self._layouts, self._registered = [], None
+        # The groups stay: transfers in flight ask for their block sizes.
+        self._memory, self._registered = _Memory(self._memory.groups), None
         call = self._unregistering
         if (call is None or call.state is CallState.LOST) and self.link.online:
             call = self._unregistering = self.link.submit(m.UnregisterKVCache)
@@ -321,10 +340,11 @@ class WorkerClient:
         return closed
 
     def _nbytes(self, op: TransferOp) -> int:
-        return self._layouts[op.group].block_bytes * len(op) if self._layouts else 0
+        layouts = self._memory.layouts
+        return layouts[op.group].block_bytes * len(op) if layouts else 0
 
     def _block_tokens(self, op: TransferOp) -> int:
-        groups = self._groups
+        groups = self._memory.groups
         return groups[op.group].block_size_tokens if groups else self._block_size_tokens
 
 

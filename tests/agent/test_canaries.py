@@ -207,7 +207,8 @@ def test_each_replica_compares_every_chunk(engine: Engine, agent: AgentServer) -
     """They share the chunks of a store: equal bytes. Whether they are equal is the question."""
     worker = engine.workers[0]
     for number in (0, 1):
-        worker._groups = [replace(each, replica=(number, 2)) for each in worker._groups]
+        groups = [replace(each, replica=(number, 2)) for each in worker._memory.groups]
+        worker._memory = replace(worker._memory, groups=groups)
         assert canary(engine, agent) == counts(2)
 
 

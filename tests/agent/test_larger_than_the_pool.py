@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lmcache_redis.chunks.keys import parse_stripe_key
-from lmcache_redis.client.transfers import Retrieve
+from lmcache_redis.client.transfers import RetrieveTransfer
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
@@ -44,7 +44,9 @@ def start_again(engine: Engine, agent: AgentServer) -> None:
     engine.wait_ready()
 
 
-def retrieve(engine: Engine, request_id: str, hashes: Sequence[bytes], blocks: range) -> Retrieve:
+def retrieve(
+    engine: Engine, request_id: str, hashes: Sequence[bytes], blocks: range
+) -> RetrieveTransfer:
     op = engine.op(hashes, blocks)
     return engine.workers[0].begin_retrieves([request_id], [op])[0]
 

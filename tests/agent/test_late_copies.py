@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lmcache_redis.client import worker as client_worker
-from lmcache_redis.client.transfers import RETRIEVE_LEASE_S, Retrieve
+from lmcache_redis.client.transfers import RETRIEVE_LEASE_S, RetrieveTransfer
 from lmcache_redis.client.worker import WorkerClient
 from tests.harness import AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
@@ -27,7 +27,9 @@ def agent(tmp_path: Path, redis_server: RedisServer) -> AgentServer:
     return AgentServer(tmp_path / "agent", redis_server.unix_url, **OPTIONS)
 
 
-def stop_inside_a_retrieve(agent: AgentServer, engine: Engine, hashes: list[bytes]) -> Retrieve:
+def stop_inside_a_retrieve(
+    agent: AgentServer, engine: Engine, hashes: list[bytes]
+) -> RetrieveTransfer:
     """Stop the agent when it has written some of the target blocks but not all."""
     layers = list(engine.caches[0].values())
     for attempt in range(50):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import Call
+from lmcache_redis.client.calls import AgentCall
 from tests.harness import WAIT_S, AgentServer, Engine, block_hashes, wait_until
 from tests.servers import RedisServer
 
@@ -39,7 +39,7 @@ def begin_stop(agent: AgentServer) -> None:
     wait_until(lambda: "stopping:" in agent.log, what="an agent that stops")
 
 
-def answer(call: Call) -> m.Answer | None:
+def answer(call: AgentCall) -> m.Answer | None:
     assert call.wait(WAIT_S)
     return call.answer
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.calls import Call, Calls, CallState, lose
+from lmcache_redis.client.calls import AgentCall, AgentCalls, CallState, lose
 
 
 def test_an_answer_ends_its_call_alone() -> None:
-    calls, ended = Calls(), list[Call]()
+    calls, ended = AgentCalls(), list[AgentCall]()
     one, other = calls.new(2, ended.append)
     calls.put([m.EndSession(0, "a"), m.EndSession(0, "b")], [one, other])
     for batch, _ in calls.take_queued():
@@ -23,7 +23,7 @@ def test_an_answer_ends_its_call_alone() -> None:
 
 
 def test_queued_and_sent_calls_are_lost_together() -> None:
-    calls, ended = Calls(), list[Call]()
+    calls, ended = AgentCalls(), list[AgentCall]()
     (sent,), (queued,) = calls.new(1, ended.append), calls.new(1, ended.append)
     calls.sent([sent])
     calls.put([m.EndSession(0, "b")], [queued])

@@ -11,7 +11,7 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis import transport
-from lmcache_redis.client.calls import Call, CallState
+from lmcache_redis.client.calls import AgentCall, CallState
 from lmcache_redis.client.link import AgentLink, Duty, LinkState, next_duty
 from lmcache_redis.transport import bind_router
 
@@ -127,9 +127,9 @@ def test_a_batch_without_an_agent_is_lost_whole(agent: Agent, link: AgentLink) -
 
 
 def test_who_waits_sees_what_the_listener_changed(agent: Agent, link: AgentLink) -> None:
-    changed: list[Call] = []
+    changed: list[AgentCall] = []
 
-    def slowly(call: Call) -> None:
+    def slowly(call: AgentCall) -> None:
         time.sleep(0.05)
         changed.append(call)
 

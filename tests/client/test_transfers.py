@@ -10,7 +10,7 @@ import pytest
 
 from lmcache_redis import messages as m
 from lmcache_redis.client.calls import CallState
-from lmcache_redis.client.transfers import AgentProcess, Retrieve, Store, TransferOp
+from lmcache_redis.client.transfers import AgentProcess, RetrieveTransfer, StoreTransfer, TransferOp
 
 OP = TransferOp([0], [b"hash"])
 P, A, L = CallState.PENDING, CallState.ANSWERED, CallState.LOST
@@ -41,7 +41,7 @@ def test_blocks_of_a_store(
     state: CallState, sent: bool, lease_passed: bool, ended: bool, released: bool
 ) -> None:
     call, agent = played(state, sent, ended)
-    assert Store(call, OP, lease(lease_passed), agent, None).over is released
+    assert StoreTransfer(call, OP, lease(lease_passed), agent, None).over is released
 
 
 @pytest.mark.parametrize("lease_passed", [False, True])
@@ -63,7 +63,7 @@ def test_blocks_of_a_retrieve(
     state: CallState, sent: bool, remapped: bool, ended: bool, released: bool, lease_passed: bool
 ) -> None:
     call, agent = played(state, sent, ended)
-    retrieve = Retrieve(
+    retrieve = RetrieveTransfer(
         call, OP, lease(lease_passed), agent, None, skip_blocks=0, remapped=lambda: remapped
     )
     assert retrieve.over is released
@@ -71,7 +71,7 @@ def test_blocks_of_a_retrieve(
 
 def test_an_unknown_agent_is_not_known_to_have_ended() -> None:
     call, _ = played(L, True, False)
-    assert not Store(call, OP, lease(False), None, None).over
+    assert not StoreTransfer(call, OP, lease(False), None, None).over
 
 
 def test_the_end_of_an_invisible_agent_is_never_known() -> None:
@@ -85,7 +85,9 @@ def test_the_end_of_an_invisible_agent_is_never_known() -> None:
 def test_failed_blocks_are_those_of_the_operation(answer: m.Answer | None) -> None:
     call: Any = SimpleNamespace(state=A if answer else L, sent=True, answer=answer)
     op = TransferOp([*range(10, 16)], [b"a", b"b", b"c"], 16)
-    load = Retrieve(call, op, lease(False), None, None, skip_blocks=1, remapped=lambda: False)
+    load = RetrieveTransfer(
+        call, op, lease(False), None, None, skip_blocks=1, remapped=lambda: False
+    )
     chosen = isinstance(answer, m.RetrieveResult)
     assert load.failed_blocks == ({12, 13} if chosen else set(range(11, 16)))
 

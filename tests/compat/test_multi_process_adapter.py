@@ -320,7 +320,7 @@ class TestRegistration:
         worker = LMCacheMPWorkerAdapter(agent.endpoint, context, MODEL, 1, 0, BLOCK)
         worker.register_kv_caches({"a": torch.zeros(shape), "b": torch.zeros(shape)})
         assert worker.ready  # the agent has mapped the memory when the call returns
-        (layout,) = worker._layouts
+        (layout,) = worker._memory.layouts
         assert (layout.num_blocks, layout.dtype) == (BLOCKS, "float32")
         worker.shutdown()
 

@@ -7,30 +7,30 @@ from collections.abc import Collection, Iterable
 from typing import TypeVar
 
 from lmcache_redis import messages as m
-from lmcache_redis.client.transfers import Retrieve, Store
+from lmcache_redis.client.transfers import RetrieveTransfer, StoreTransfer
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T", Store, Retrieve)
+_T = TypeVar("_T", StoreTransfer, RetrieveTransfer)
 
 
 class RequestTransfers:
     """Transfers in flight by request id, and results that are not reported yet."""
 
     def __init__(self) -> None:
-        self.stores: dict[str, list[Store]] = {}
-        self._retrieves: dict[str, list[Retrieve]] = {}
+        self.stores: dict[str, list[StoreTransfer]] = {}
+        self._retrieves: dict[str, list[RetrieveTransfer]] = {}
         self._held: set[str] = set()  # finished; the engine holds blocks for stores
         self._reported: set[str] = set()
         self._left_out: dict[str, set[int]] = {}  # blocks to be loaded that are in no whole chunk
         self._failed_blocks: set[int] = set()
 
-    def add_store(self, request_id: str, store: Store) -> None:
+    def add_store(self, request_id: str, store: StoreTransfer) -> None:
         self.stores.setdefault(request_id, []).append(store)
         self._reported.discard(request_id)
 
     def add_retrieve(
-        self, request_id: str, retrieve: Retrieve, left_out: Collection[int] = ()
+        self, request_id: str, retrieve: RetrieveTransfer, left_out: Collection[int] = ()
     ) -> None:
         """left_out: blocks that the engine asked for and the retrieve does not fill."""
         self._retrieves.setdefault(request_id, []).append(retrieve)

@@ -11,7 +11,7 @@ import zmq
 
 from lmcache_redis import messages as m
 from lmcache_redis.chunks.keys import hash_chunks
-from lmcache_redis.client.calls import Call
+from lmcache_redis.client.calls import AgentCall
 from lmcache_redis.client.scheduler import SchedulerClient
 from lmcache_redis.compat.multi_process.engine import (
     ENGINE_ID_VARIABLE,
@@ -130,7 +130,7 @@ class LMCacheMPSchedulerAdapter(SchedulerClient):
         """Forgets the result of a lookup; its chunks stay pinned."""
         self.forget_lookup(request_id)
 
-    def _check_workers(self, call: Call) -> None:
+    def _check_workers(self, call: AgentCall) -> None:
         """Warns if no lookup can hit, because the workers are those of another engine."""
         if not isinstance(call.answer, m.StatusReport):
             return

@@ -22,8 +22,8 @@ from lmcache_redis.client.scheduler import RankPlace
 from lmcache_redis.client.transfers import (
     CacheGroup,
     InterprocessEvent,
-    Retrieve,
-    Store,
+    RetrieveTransfer,
+    StoreTransfer,
     TransferOp,
 )
 from lmcache_redis.client.worker import WorkerClient
@@ -179,8 +179,8 @@ class ConnectorWorker:
         self._client = client
         self._rank = rank
         self._reallocates = reallocates
-        self._stores: dict[int, list[Store]] = {}
-        self._loads: dict[int, list[Retrieve]] = {}
+        self._stores: dict[int, list[StoreTransfer]] = {}
+        self._loads: dict[int, list[RetrieveTransfer]] = {}
         self._awaited: dict[str, int] = {}  # the load that vLLM waits for, by request
         self._ended: list[int] = []
         self._dropped = False
@@ -279,7 +279,7 @@ class ConnectorWorker:
         self._recorder.observe(name, time.monotonic() - self._begun_s.pop(transfer_id), self._label)
 
 
-def _over(transfers: Sequence[Store] | Sequence[Retrieve]) -> bool:
+def _over(transfers: Sequence[StoreTransfer] | Sequence[RetrieveTransfer]) -> bool:
     return all(each.over for each in transfers)
 
 
