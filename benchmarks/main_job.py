@@ -76,7 +76,7 @@ def run(
 
 
 def _plane_alone(url: str, chunk_bytes: int, chunks: int, rounds: int) -> float:
-    """The median of the seconds in which the data plane loads so many chunks."""
+    """Seconds in which the data plane loads the chunks: the median of the rounds."""
     values = Arena(chunk_bytes * chunks).values(chunk_bytes, chunks, DEFAULT_SLOT_BYTES)
     seconds = []
     options = RedisOptions(url, op_timeout_s=10.0)

@@ -27,7 +27,7 @@ class Canaries:
         self._left_tokens = float(FIRST_TOKENS)
 
     def computed(self, prompt_tokens: int) -> None:
-        """The engine has computed so many tokens of prompts, those of canaries included."""
+        """Adds tokens of prompts that the engine has computed, those of canaries included."""
         self._left_tokens += SHARE * prompt_tokens
 
     def takes(self, hit_tokens: int, every: int) -> bool:

@@ -197,23 +197,11 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
                 "does not tell connectors which blocks; vLLM 0.30 or newer does"
             )
             return
-        block_size = self._block_size_tokens
-        cache = self._vllm_config.cache_config
-        hash_block = (
-            getattr(gpu_block_pool, "hash_block_size", None)
-            or getattr(self._kv_cache_config, "hash_block_size", None)
-            or getattr(cache, "hash_block_size", None)
-            or int(cache.block_size)
-        )
-        hash_stride = max(1, block_size // hash_block)
-        self._begin_events(adapter, self._groups, block_size // hash_stride)
+        settings = self._settings(gpu_block_pool, manager)
+        hash_tokens = settings.block_size_tokens // settings.hash_stride
+        self._begin_events(adapter, self._groups, hash_tokens)
         self._references = BlockReferences(
             gpu_block_pool, self._vllm_config.parallel_config.world_size
-        )
-        # A request can have so many tokens in steps in flight.
-        step_tokens = (
-            getattr(self._vllm_config, "max_in_flight_tokens", None)
-            or self._vllm_config.scheduler_config.max_num_batched_tokens
         )
         self._engine = engine = Engine.found()
         config = self._config
@@ -221,19 +209,6 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
             config.weights_id,
             config.weights_run,
             engine.parameters if config.check_weights else bytes,
-        )
-        settings = SchedulerSettings(
-            groups=self._groups,
-            left_out=left_out_groups(self._kv_cache_config),
-            block_size_tokens=block_size,
-            hash_stride=hash_stride,
-            loads=self._kv_transfer_config.is_kv_consumer and may_load(self._vllm_config),
-            stores=self._kv_transfer_config.is_kv_producer,
-            load_always=config.load_always,
-            beside_others=self._beside_others,
-            media=MediaNames(self._vllm_config),
-            step_tokens=int(step_tokens),
-            block_ids=None if manager is None else manager.get_block_ids,
         )
         self._scheduler = ConnectorScheduler(
             adapter,
@@ -250,6 +225,33 @@ class LMCacheRedisConnector(ReportingHooks, UpdateHooks, KVConnectorBase_V1, Sup
                 "this vLLM version does not report weight updates: call "
                 "reset_prefix_cache(reset_connector=True) after each update"
             )
+
+    def _settings(self, pool: BlockPool, manager: KVCacheManager | None) -> SchedulerSettings:
+        cache = self._vllm_config.cache_config
+        hash_block = (
+            getattr(pool, "hash_block_size", None)
+            or getattr(self._kv_cache_config, "hash_block_size", None)
+            or getattr(cache, "hash_block_size", None)
+            or int(cache.block_size)
+        )
+        # The tokens that a request can have in steps in flight.
+        step_tokens = (
+            getattr(self._vllm_config, "max_in_flight_tokens", None)
+            or self._vllm_config.scheduler_config.max_num_batched_tokens
+        )
+        return SchedulerSettings(
+            groups=self._groups,
+            left_out=left_out_groups(self._kv_cache_config),
+            block_size_tokens=self._block_size_tokens,
+            hash_stride=max(1, self._block_size_tokens // hash_block),
+            loads=self._kv_transfer_config.is_kv_consumer and may_load(self._vllm_config),
+            stores=self._kv_transfer_config.is_kv_producer,
+            load_always=self._config.load_always,
+            beside_others=self._beside_others,
+            media=MediaNames(self._vllm_config),
+            step_tokens=int(step_tokens),
+            block_ids=None if manager is None else manager.get_block_ids,
+        )
 
     @guarded(lambda self, *_: (0, False))
     def get_num_new_matched_tokens(
