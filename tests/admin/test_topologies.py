@@ -13,7 +13,7 @@ import pytest
 from lmcache_redis.admin import doctor, warm
 from lmcache_redis.admin.doctor import diagnose
 from lmcache_redis.admin.facts import Need
-from lmcache_redis.admin.inspect import ChunkReport, Verdict, explain, summarise
+from lmcache_redis.admin.inspect import ChunkReport, ChunkVerdict, explain, summarise
 from lmcache_redis.admin.names import read_layout
 from lmcache_redis.admin.pace import Pace
 from lmcache_redis.admin.purge import Removal, Selection, choose, remove
@@ -59,7 +59,9 @@ def test_a_cluster_is_looked_at_as_one(cluster: Cluster) -> None:
         assert len(server.nodes) == 3
         (group,) = summarise(server, b"", everything=True, verify=True).groups
         assert (group.chunks, group.stripes, group.incomplete, group.damaged) == (4, 47, 1, 0)
-        for chunk, verdict in zip(chunks, (Verdict.COMPLETE, Verdict.INCOMPLETE), strict=False):
+        for chunk, verdict in zip(
+            chunks, (ChunkVerdict.COMPLETE, ChunkVerdict.INCOMPLETE), strict=False
+        ):
             report = explain(server, chunk.keys[7], b"", True)
             assert isinstance(report, ChunkReport)
             assert report.verdict is verdict
@@ -115,7 +117,7 @@ def test_redirections_are_followed(
             assert server.ask_all([(key, ("EXISTS", key)) for key in chunk.keys]) == [1] * 12
             report = explain(server, chunk.keys[0], b"", True)
             assert isinstance(report, ChunkReport)
-            assert report.verdict is Verdict.COMPLETE
+            assert report.verdict is ChunkVerdict.COMPLETE
             result = Removal()
             remove(server, choose(server, b"", Selection(everything=True)), Pace(1e6), result)
         # No SCAN met what a server has that the tools had not heard of.
