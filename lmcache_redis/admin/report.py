@@ -16,7 +16,7 @@ from lmcache_redis.admin.doctor import HERE, Diagnosis
 from lmcache_redis.admin.inspect import ChunkReport, LayoutSummary, OtherKey, Spread, Summary
 from lmcache_redis.admin.names import printable, show_key, shown_age, shown_bytes
 from lmcache_redis.admin.node import NodeFacts
-from lmcache_redis.admin.purge import Plan, Removal
+from lmcache_redis.admin.purge import Plan, PurgeResult
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.stripes import State, Stripe, Use
 from lmcache_redis.admin.warm import Choice
@@ -177,7 +177,7 @@ def plan_lines(plan: Plan, where: str) -> Iterator[str]:
     yield from _table([["model", "layout", "chunks"], *rows])
 
 
-def removal_lines(removal: Removal) -> Iterator[str]:
+def removal_lines(removal: PurgeResult) -> Iterator[str]:
     """What a purge removed."""
     chunks, keys = counted(removal.chunks, "chunk"), counted(removal.stripes, "key")
     size = shown_bytes(removal.value_bytes)

@@ -16,7 +16,7 @@ from lmcache_redis.admin.facts import Need
 from lmcache_redis.admin.inspect import ChunkReport, ChunkVerdict, explain, summarise
 from lmcache_redis.admin.names import read_layout
 from lmcache_redis.admin.pace import Pace
-from lmcache_redis.admin.purge import Removal, Selection, choose, remove
+from lmcache_redis.admin.purge import PurgeResult, Selection, choose, remove
 from lmcache_redis.admin.rules import Severity
 from lmcache_redis.admin.server import open_server
 from lmcache_redis.errors import RedisAuthError, RedisTimeout, RedisUnavailable
@@ -85,7 +85,7 @@ def test_a_purge_reaches_every_node(cluster: Cluster) -> None:
     gone, stay = Cached(1, stripe_count=12), Cached(1, layout="second", stripe_count=12)
     put(cluster, gone)
     put(cluster, stay)
-    result = Removal()
+    result = PurgeResult()
     with open_server(RedisOptions(cluster.url)) as server:
         plan = choose(server, b"", Selection(namespaces=read_layout(gone.name.layout)))
         remove(server, plan, Pace(1e6), result)
@@ -118,7 +118,7 @@ def test_redirections_are_followed(
             report = explain(server, chunk.keys[0], b"", True)
             assert isinstance(report, ChunkReport)
             assert report.verdict is ChunkVerdict.COMPLETE
-            result = Removal()
+            result = PurgeResult()
             remove(server, choose(server, b"", Selection(everything=True)), Pace(1e6), result)
         # No SCAN met what a server has that the tools had not heard of.
         assert (result.chunks, result.stripes, result.left) == (1, 10, {})
@@ -167,7 +167,7 @@ def test_what_a_user_of_a_cluster_needs(cluster: Cluster) -> None:
     for node in cluster.nodes:
         node.command("ACL", "SETUSER", "few", "+command")
     with open_server(options) as server:
-        result = Removal()
+        result = PurgeResult()
         remove(server, choose(server, b"", Selection(everything=True)), Pace(1e6), result)
     assert (result.stripes, result.left) == (12, {})
     wrong = RedisOptions(cluster.url, username="few", password="wr0ng")
