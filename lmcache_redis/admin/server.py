@@ -395,7 +395,3 @@ def _unless_error(reply: Any) -> Any:
     if isinstance(reply, RedisError):
         raise reply
     return reply
-
-
-# The former name, in `warm` alone.
-Server = PrimaryServers
