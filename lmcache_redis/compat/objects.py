@@ -67,7 +67,7 @@ from lmcache_redis.tiers import (
 )
 
 # The timeout of a write, and of the removal that follows a failed one.
-_WRITE_S = 5.0
+DEFAULT_WRITE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,11 +107,20 @@ class ObjectCache:
     """See the module.
 
     cache: over a `HeapMemory`, used by nothing else. stripe_bytes: the largest payload of a stripe
-    that is written; stripes of any size are read.
+    that is written; stripes of any size are read. write_s: the timeout of a write, and again of the
+    removal that follows a failed one.
     """
 
-    def __init__(self, cache: Cache, names: ChunkNames, stripe_bytes: int) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        names: ChunkNames,
+        stripe_bytes: int,
+        write_s: float = DEFAULT_WRITE_S,
+    ) -> None:
         self.cache = cache
+        self._write_s = write_s
+        self._is_closed = False
         self._names = names
         self._stripe_bytes = stripe_bytes
         self._pool = cache.pool
@@ -133,6 +142,33 @@ class ObjectCache:
         if entry is None or entry.state is not EntryState.READY:
             return None
         return self._held(entry)
+
+    def get(
+        self,
+        key: ObjectKey,
+        deadline: float,
+        done: Callable[[Held | None], None],
+        places: Places = EVERYWHERE,
+    ) -> None:
+        """`hold`, or `find` and `load` from the first tier that delivers the chunk."""
+        held = self.hold(key) if places.memory else None
+        if held is not None:
+            done(held)
+            return
+
+        def answer(found: Found | None) -> None:
+            if found is None:
+                done(None)
+            else:
+                self.load(key, found, deadline, partial(loaded, found))
+
+        def loaded(found: Found, held: Held | None) -> None:
+            if held is None:
+                self.get(key, deadline, done, places._replace(first=found.level + 1))
+            else:
+                done(held)
+
+        self.find(key, deadline, answer, places)
 
     def release(self, held: Held) -> None:
         """Unpin a chunk that `hold` or `load` returned."""
@@ -164,7 +200,7 @@ class ObjectCache:
         waiting: list[Callable[[Found | None], None]],
     ) -> None:
         """Asks one tier after the other for the key's frame."""
-        level = self.cache.level_of(chunk_key, places.first, places.end)
+        level = self._level_of(chunk_key, places)
 
         def answer(found: Found | None) -> None:
             if self._finds.get(chunk_key) is waiting:
@@ -201,7 +237,8 @@ class ObjectCache:
         chunk_key = self._names.chunk_key(key)
         job = None
         entry = self._pool.get(chunk_key)
-        if entry is None and not self.cache.queues[found.level].is_removing(chunk_key):
+        is_removing = self.cache.queues[found.level].is_removing(chunk_key)
+        if entry is None and not is_removing and not self._is_closed:
             frame = found.frame
             form = ChunkForm(
                 self._names,
@@ -271,7 +308,7 @@ class ObjectCache:
         views = self._pool.memory.views(entry.block, metadata.length, stripe_bytes)
         self._supersede(chunk_key)
         self._pool.publish(entry, chunk_key)
-        job = ChunkIO(chunk_key, frame, views, time.monotonic() + _WRITE_S, entry)
+        job = ChunkIO(chunk_key, frame, views, time.monotonic() + self._write_s, entry)
         queues = self.cache.queues
         try:
             add = _any_of(entry.units <= self._pool.idle_limit, len(queues), written)
@@ -291,8 +328,10 @@ class ObjectCache:
         # A DISCARDED entry was replaced or removed since: the next change of the key decides.
         if outcome is WriteOutcome.STORED or entry.state is EntryState.DISCARDED:
             add(True)
+        elif self._is_closed:
+            add(False)
         else:
-            queue.remove(job.key, time.monotonic() + _WRITE_S, lambda removed: add(False))
+            queue.remove(job.key, time.monotonic() + self._write_s, lambda removed: add(False))
 
     def abandon(self, held: Held) -> None:
         """Frees reserved memory that will not be published."""
@@ -319,7 +358,7 @@ class ObjectCache:
     def _contains(
         self, chunk_key: bytes, places: Places, deadline: float, done: Callable[[bool], None]
     ) -> None:
-        level = self.cache.level_of(chunk_key, places.first, places.end)
+        level = self._level_of(chunk_key, places)
         if level is None:
             done(False)
             return
@@ -372,8 +411,15 @@ class ObjectCache:
         self._lists.put(collect, dropped=lambda: self._post(partial(done, [])))
 
     def close(self, deadline_s: float) -> bool:
+        """See `Cache.close`. Calls in flight end as if no tier had the chunk."""
+        self._is_closed = True
         self._lists.stop()
         return self.cache.close(deadline_s)
+
+    def _level_of(self, chunk_key: bytes, places: Places) -> int | None:
+        if self._is_closed:
+            return None
+        return self.cache.level_of(chunk_key, places.first, places.end)
 
 
 def _any_of(first: bool, answers: int, done: Callable[[bool], None]) -> Callable[[bool], None]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lmcache_redis.chunks.keys import ObjectKey
-from lmcache_redis.compat.backends.remote import LMCPipelinedRemoteBackend
+from lmcache_redis.compat.backends import LMCPipelinedRemoteBackend
 from lmcache_redis.errors import ConfigError, FormatError
 from lmcache_redis.resp import RedisOptions
 from tests.compat.backends.contract import MakeBackend, TierContract, key_of, same, tensor_of
