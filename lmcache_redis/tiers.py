@@ -1,26 +1,18 @@
 """The contract between the cache and a tier behind the host pool (a disk, Redis).
 
 A job is the transfer of one chunk, a `ChunkIO`: the chunk key, the frame (size, stripe size,
-metadata), one slot of memory per stripe, and a deadline. The cache pins the slots of a job until
-the tier is done with them:
-
-    load_all, store_all ──▶ in flight ──▶ done       the slots belong to the cache again
-                               └──▶ stuck ──▶ done   the cache stops waiting; the slots belong to
-                                                     the tier until `done`
+metadata), one slot of memory per stripe, and a deadline. The slots belong to the tier from the call
+until `done`, which is called exactly once for each job, by its deadline: a tier that cannot abandon
+an operation, such as a read from a network file system that is gone, makes it in memory of its own.
 
 A callback may come on any thread, even before the call that caused it returns, and must only
-enqueue: the cache posts it to its owner. `done` is called exactly once for each job, `stuck` at
-most once and before `done`. A tier never waits for I/O on the owner's thread, never raises because
-a disk or a server fails, and calls nothing else of the cache.
+enqueue: the cache posts it to its owner. A tier never waits for I/O on the owner's thread, never
+raises because a disk or a server fails, and calls nothing else of the cache.
 
-A tier that is down (`state.up` is False) answers every job UNAVAILABLE at once. `stuck` is for jobs
-that it cannot abandon, such as a read from a network file system that is gone. The tier is down
-before it calls `stuck`, and until those jobs have ended: the cache then asks the next tier whose
-`lookup` is not False.
+A tier that is down (`state.up` is False) answers every job UNAVAILABLE at once.
 
 Keys are chunk keys (`chunks.names`): everything in a Redis key before the stripe index. The tier
-decides how it stores a chunk, in stripes or in a file. Deadlines are `time.monotonic()` seconds. A
-tier that cannot abandon a job may overrun them, and calls `stuck` when the cache should not wait.
+decides how it stores a chunk, in stripes or in a file. Deadlines are `time.monotonic()` seconds.
 """
 
 from __future__ import annotations
@@ -113,7 +105,7 @@ class ChunkIO:
 
     key: the chunk key, without a stripe index. frame: the frame of its stripes. slots: one
     contiguous memoryview for each stripe, of exactly its payload's size, writable for a read; they
-    belong to the plane from the call until `done`. deadline: `time.monotonic()` seconds. tag: for
+    belong to the tier from the call until `done`. deadline: `time.monotonic()` seconds. tag: for
     the caller's use. Compared and hashed by identity.
     """
 
@@ -173,9 +165,6 @@ class PlaneStats:
     queued_writes: int
 
 
-Stuck = Callable[[ChunkIO], None]
-
-
 class Tier(Protocol):
     """See the module. `RedisPlane` and `disk.tier.DiskTier` are tiers."""
 
@@ -213,14 +202,14 @@ class Tier(Protocol):
         returns the keys found so far and logs a warning.
         """
 
-    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck, /) -> None:
+    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, /) -> None:
         """Load chunks into their slots, in this order.
 
         A chunk is never LOADED if it differs from the job's frame (fingerprint, hash, sizes,
         metadata) or fails its checksum. Slots of a chunk that is not LOADED hold undefined bytes.
         """
 
-    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck, /) -> None:
+    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone, /) -> None:
         """Store chunks from their slots, which do not change until `done`.
 
         A chunk becomes visible whole or not at all.
@@ -229,7 +218,8 @@ class Tier(Protocol):
     def cancel(self, job: ChunkIO, /) -> None:
         """End a job early, with CANCELLED through `done` as soon as its slots are free.
 
-        Does nothing to a job that has ended or can no longer be abandoned.
+        Does nothing to a job that has ended. A write may still become visible, but not later than
+        a write or a removal of its key that is begun after the cancelled one has ended.
         """
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
@@ -244,5 +234,5 @@ class Tier(Protocol):
 
     def close(self, deadline_s: float) -> bool:
         """End every job within `deadline_s` seconds: writes finish if possible, the others are
-        CANCELLED. Idempotent. False: a thread has not ended and still uses the slots of its job.
+        CANCELLED. Idempotent. False: a thread of the tier has not ended.
         """

@@ -51,7 +51,6 @@ class Load:
     form: ChunkForm
     level: int
     outcome: ReadOutcome | None = None
-    is_stuck: bool = False
     begun_s: float = 0.0
 
 
@@ -147,7 +146,7 @@ class Cache:
 
     @property
     def backlog(self) -> int:
-        """Writes and removals that have not ended, except those stuck in a tier that hangs."""
+        """Writes and removals that have not ended."""
         return sum(map(len, self.queues))
 
     def begin_writes(self) -> None:
@@ -198,12 +197,14 @@ class Cache:
             load_of(job).begun_s = now_s
             self.rates[level].begun(job.frame.chunk_bytes, now_s)
         try:
-            self.tiers[level].load_all(jobs, self._done, self._on_stuck)
+            self.tiers[level].load_all(jobs, self._done)
         except BaseException:
-            # Our own bug. The tier may have taken some of the jobs, and owns their slots until
+            # Our own bug. The tier may have taken some of the jobs: their slots stay pinned until
             # `done`.
             for job in jobs:
-                self._leave_to_tier(job, Filled.FAILED)
+                self._measure(job, arrived=False)
+                self.pool.pin(load_of(job).entry)
+                self.pool.end(load_of(job).entry, Filled.FAILED)
             raise
 
     def probe(self, form: ChunkForm, key: bytes, chunk_hash: bytes, level: int) -> None:
@@ -222,16 +223,13 @@ class Cache:
     def _done(self, job: ChunkIO, outcome: ReadOutcome) -> None:
         self.owner.post(partial(self._loaded, job, outcome))
 
-    def _on_stuck(self, job: ChunkIO) -> None:
-        self.owner.post(partial(self._keep, job))
-
     def _loaded(self, job: ChunkIO, outcome: ReadOutcome) -> None:
         """A read has ended: the entry becomes READY, is read from the next tier, or is dropped."""
         load = load_of(job)
         load.outcome = outcome
         entry, counters = load.entry, self.counters[load.level]
-        if load.is_stuck:
-            self.pool.unpin(entry)
+        if entry.watchers is None:
+            self.pool.unpin(entry)  # it was taken by a tier that broke
             return
         self._measure(job, arrived=outcome is ReadOutcome.LOADED)
         if outcome is ReadOutcome.LOADED:
@@ -249,19 +247,6 @@ class Cache:
         else:
             load.level = level
             self.begin_loads((job,))
-
-    def _keep(self, job: ChunkIO) -> None:
-        """The tier hangs and still uses the slots."""
-        self._missed(job, ReadOutcome.TIMED_OUT)
-        self._leave_to_tier(job, Filled.STUCK)
-
-    def _leave_to_tier(self, job: ChunkIO, filled: Filled) -> None:
-        """The entry leaves the pool and stays pinned until the tier has completed the job."""
-        load = load_of(job)
-        load.is_stuck = True
-        self._measure(job, arrived=False)
-        self.pool.pin(load.entry)
-        self.pool.end(load.entry, filled)
 
     def _measure(self, job: ChunkIO, *, arrived: bool) -> None:
         load, now_s = load_of(job), time.monotonic()

@@ -326,9 +326,7 @@ class PrefixLookup:
         self._shrink(self.bound - chunks)
 
     def _filled(self, part: Part, filled: Filled) -> None:
-        if filled is Filled.STUCK and self._parts.load_instead(part):
-            self._is_settled = False
-        elif filled is not Filled.READY:
+        if filled is not Filled.READY:
             self.reasons.add("a chunk could not be loaded")
             self._shrink(part[0])
         if self._is_settled:

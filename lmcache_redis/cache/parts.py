@@ -341,18 +341,6 @@ class LookupParts:
             self._begin_prepared()  # a batch is from one tier
         return True
 
-    def load_instead(self, part: Part) -> bool:
-        """A tier that hangs keeps the part's slots: it is missing, if another tier may have it."""
-        entry = self.held.pop(part)
-        self._cache.pool.unpin(entry)
-        self.loads.pop(part, None)
-        level = self._cache.level_of(entry.key)
-        if level is None:
-            return False
-        self.missing.add(part)
-        self.levels[part] = level
-        return True
-
     def _load(self, part: Part, level: int) -> Entry | None:
         chunk, row = part
         form = self._forms[row]

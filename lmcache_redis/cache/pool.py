@@ -41,7 +41,6 @@ class Filled(Enum):
 
     READY = "ready"
     FAILED = "failed"
-    STUCK = "stuck"  # a hung tier keeps its slots; the next tier may have the chunk
 
 
 Watcher = Callable[[Filled], None]

@@ -145,10 +145,6 @@ class KeyLock:
             del self._held[key]
 
 
-def nothing() -> None:
-    """An action that does nothing."""
-
-
 class _Task(NamedTuple):
     run: Action
     dropped: Action
@@ -249,7 +245,6 @@ class _Call(NamedTuple):
     what: str
     limit_s: float
     due_s: float
-    stuck: Action
 
 
 class HangDetector:
@@ -258,14 +253,20 @@ class HangDetector:
     Once a call has been in flight for longer than its limit, `reason` says so and no call is
     started until all calls in flight have returned.
 
-    what: the name of the called system in log lines. on_hang: called when a call is overdue; it
-    must only enqueue. on_return: asked after the last call has returned, repeatedly, for the next
-    action to run before calls are started again; None: no more. Both are called under a lock.
+    what: the name of the called system in log lines. on_time: called on the detector's thread with
+    the time, when a call is overdue and at the times of `look_at`; returns the next such time.
+    on_return: asked after the last call has returned, repeatedly, for the next action to run before
+    calls are started again; None: no more. Called under a lock: it must not block.
     """
 
-    def __init__(self, what: str, on_hang: Action, on_return: Callable[[], Action | None]) -> None:
+    def __init__(
+        self,
+        what: str,
+        on_time: Callable[[float], float],
+        on_return: Callable[[], Action | None],
+    ) -> None:
         self._what = what
-        self._on_hang = on_hang
+        self._on_time = on_time
         self._on_return = on_return
         self._changed = threading.Condition()
         self._calls: dict[object, _Call] = {}
@@ -276,25 +277,26 @@ class HangDetector:
         self._thread = threading.Thread(target=self._watch, name="lmcache-redis-watch", daemon=True)
         self._thread.start()
 
-    def run(
-        self, call: Callable[[], T], what: str, limit_s: float, stuck: Action = nothing
-    ) -> T | None:
-        """Make a call on this thread. None: not made, because another hangs or after `close`.
-
-        stuck: called if this or another call hangs while this one is in flight; must only enqueue.
-        """
+    def run(self, call: Callable[[], T], what: str, limit_s: float) -> T | None:
+        """Make a call on this thread. None: not made, because another hangs or after `close`."""
         me = object()
         with self._changed:
             if self.reason or self._closed:
                 return None
             due_s = time.monotonic() + limit_s
-            self._calls[me] = _Call(what, limit_s, due_s, stuck)
-            if due_s < self._next_look_s:
-                self._changed.notify_all()
+            self._calls[me] = _Call(what, limit_s, due_s)
+            self.look_at(due_s)
         try:
             return call()
         finally:
             self._returned(me)
+
+    def look_at(self, time_s: float) -> None:
+        """Have `on_time` called at that time, or earlier."""
+        if time_s < self._next_look_s:
+            with self._changed:
+                self._next_look_s = min(self._next_look_s, time_s)
+                self._changed.notify_all()
 
     def is_hung(self) -> bool:
         """Whether a call hangs. If so, `on_return` will be asked after this returns."""
@@ -310,8 +312,7 @@ class HangDetector:
             self._closed = True
             self._changed.wait_for(lambda: self.reason or not self._calls, timeout_s)
             ended = not self.reason and not self._calls
-            self._next_look_s = -math.inf
-            self._changed.notify_all()
+        self.look_at(-math.inf)
         self._thread.join()
         return ended
 
@@ -338,19 +339,25 @@ class HangDetector:
         return action
 
     def _watch(self) -> None:
-        with self._changed:
-            while self._next_look_s > -math.inf:
-                calls = [] if self.reason else self._calls.values()
-                first = min(calls, key=lambda call: call.due_s, default=None)
-                self._next_look_s = math.inf if first is None else first.due_s
-                left_s = self._next_look_s - time.monotonic()
-                if first is None or left_s > 0:
+        while True:
+            with self._changed:
+                while (left_s := self._next_look_s - time.monotonic()) > 0:
                     self._changed.wait(None if left_s == math.inf else left_s)
-                    continue
-                self.since_s = time.monotonic()
-                self.reason = f"{first.what} has not returned within {first.limit_s:g} s"
-                logger.warning("the %s is down: %s", self._what, self.reason)
-                for call in self._calls.values():
-                    call.stuck()
-                self._on_hang()
-                self._changed.notify_all()
+                if self._next_look_s == -math.inf:
+                    return
+                self._next_look_s = self._next_due_s()
+            self.look_at(self._on_time(time.monotonic()))
+
+    def _next_due_s(self) -> float:
+        """When the next call is overdue. If one is, the system is down."""
+        calls = [] if self.reason else self._calls.values()
+        first = min(calls, key=lambda call: call.due_s, default=None)
+        if first is None:
+            return math.inf
+        if first.due_s > time.monotonic():
+            return first.due_s
+        self.since_s = time.monotonic()
+        self.reason = f"{first.what} has not returned within {first.limit_s:g} s"
+        logger.warning("the %s is down: %s", self._what, self.reason)
+        self._changed.notify_all()
+        return math.inf

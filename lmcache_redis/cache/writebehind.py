@@ -7,7 +7,6 @@ store, stays in the host pool and is counted; the next store of the chunk enqueu
               has: those are not written again
     ready     until it is its turn (`pacing`)
     writing   by the tier. If the tier did not answer that call, the outcome of the write says why
-    stuck     in a tier that hangs: not waited for, but its slots stay pinned until the tier is done
 
 A chunk is pinned, and counts against the limit, from when it is enqueued until the tier is done.
 
@@ -79,16 +78,15 @@ class WriteBehind:
         self._turns = Turns(loads)
         self._timer: Timer | None = None  # for the end of their waiting
         self._is_stopping = False
-        self._stuck: set[Entry] = set()
         self._locks = KeyLock(owner)
-        self._writing: dict[bytes, ChunkIO] = {}  # by key, in flight or stuck
+        self._writing: dict[bytes, ChunkIO] = {}  # by key
         self._done_calls: dict[Entry, Callable[[WriteOutcome], None]] = {}  # of `write`
         self._removing: Counter[bytes] = Counter()  # keys of removals
         self._warned_of: WriteOutcome | None = None
 
     def __len__(self) -> int:
-        """Writes and removals that have not ended, without stuck ones."""
-        return len(self._jobs) - len(self._stuck) + self._removing.total()
+        """Writes and removals that have not ended."""
+        return len(self._jobs) + self._removing.total()
 
     def admits(self, entry: Entry, nbytes: int) -> bool:
         """Whether to enqueue a READY entry. Counts a chunk that is dropped.
@@ -109,8 +107,8 @@ class WriteBehind:
     def write(self, entry: Entry, job: ChunkIO, done: Callable[[WriteOutcome], None]) -> None:
         """Writes a READY entry without delay, in place of what the tier has under its key.
 
-        done: called once, while the entry is still pinned. UNAVAILABLE also if the write is dropped
-        or stuck.
+        done: called once, while the entry is still pinned. UNAVAILABLE also if the write is
+        dropped.
         """
         if not self._has_room(job.frame.chunk_bytes):
             done(WriteOutcome.UNAVAILABLE)
@@ -237,11 +235,9 @@ class WriteBehind:
 
     def _begin_writes(self, jobs: Sequence[ChunkIO]) -> None:
         for job in jobs:
-            if job.key in self._writing:
-                self._tier.cancel(self._writing[job.key])  # a stuck one: it must not become visible
             self._writing[job.key] = job
         with self._released_on_error(jobs):
-            self._tier.store_all(jobs, self._done, self._on_stuck)
+            self._tier.store_all(jobs, self._done)
 
     @contextmanager
     def _released_on_error(self, jobs: Sequence[ChunkIO]) -> Iterator[None]:
@@ -254,25 +250,10 @@ class WriteBehind:
                     self._written(job, WriteOutcome.UNAVAILABLE)
             raise
 
-    # On threads of the tier.
+    # On a thread of the tier.
 
     def _done(self, job: ChunkIO, outcome: WriteOutcome) -> None:
         self._owner.post(partial(self._written, job, outcome))
-
-    def _on_stuck(self, job: ChunkIO) -> None:
-        self._owner.post(partial(self._hung, job))
-
-    def _hung(self, job: ChunkIO) -> None:
-        """Releases the key lock: the tier is down, and answers the next changes at once."""
-        entry = _entry_of(job)
-        self._stuck.add(entry)
-        self._turns.ended(job, time.monotonic(), is_stored=False)
-        if entry.state is EntryState.DISCARDED:
-            self._tier.cancel(job)
-        self._locks.release(job.key)
-        done = self._done_calls.pop(entry, None)
-        if done is not None:
-            done(WriteOutcome.UNAVAILABLE)
 
     def _skip(self, job: ChunkIO) -> None:
         """The tier has the chunk."""
@@ -305,8 +286,7 @@ class WriteBehind:
             if entry in self._done_calls:
                 self._done_calls.pop(entry)(outcome)
         finally:
-            if entry not in self._stuck:
-                self._locks.release(job.key)
+            self._locks.release(job.key)
             self._release(job)
 
     def _has_room(self, nbytes: int, entry: Entry | None = None) -> bool:
@@ -351,7 +331,6 @@ class WriteBehind:
         """The tier is done with the entry: undoes `_hold`."""
         entry = _entry_of(job)
         del self._jobs[entry]
-        self._stuck.discard(entry)
         self.queued_bytes -= job.frame.chunk_bytes
         self._pool.unpin(entry)
         self._turns.ended(job, time.monotonic(), is_stored=bool(entry.stored_in & self._bit))

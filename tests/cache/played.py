@@ -22,7 +22,6 @@ from lmcache_redis.tiers import (
     ReadDone,
     RemoveResult,
     ScanResult,
-    Stuck,
     Tier,
     WriteDone,
 )
@@ -68,17 +67,17 @@ class PlayedTier:
         assert time.monotonic() < deadline
         self.asked.append((keys, done))
 
-    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
+    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
         for job in jobs:
             job.check(writable=True)
         self.read += jobs
-        self.read_done, self.read_stuck = done, stuck
+        self.read_done = done
 
-    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
+    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone) -> None:
         for job in jobs:
             job.check(writable=False)
         self.written += jobs
-        self.write_done, self.stuck = done, stuck
+        self.write_done = done
 
     def cancel(self, job: ChunkIO) -> None:
         self.cancelled.append(job)

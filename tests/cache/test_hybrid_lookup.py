@@ -27,7 +27,6 @@ from lmcache_redis.tiers import (
     ReadDone,
     ReadOutcome,
     ScanResult,
-    Stuck,
     WriteDone,
     WriteOutcome,
 )
@@ -88,12 +87,12 @@ class StoredTier(PlayedTier):
         if len(self.questions) < self.silent_from:
             done(ExistsResult(self.fails, present if self.fails is CallOutcome.DONE else ()))
 
-    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
-        super().load_all(jobs, done, stuck)
+    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
+        super().load_all(jobs, done)
         if not self.waits:
             self.end_reads()
 
-    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
+    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone) -> None:
         for job in jobs:
             done(job, WriteOutcome.STORED)
 
@@ -413,25 +412,6 @@ def test_a_tier_that_cannot_be_asked_leaves_what_is_in_memory(outcome: CallOutco
     assert model.counted() == {"miss_redis_error": 12}
 
 
-def test_a_disk_that_hangs_is_left_for_redis() -> None:
-    model = Model([ALL, STATE])
-    for row in range(2):
-        model.store(row, range(16))
-    model.disk.stored.update(model.keys((15, 1)))
-    model.disk.waits = True
-    model.begin()
-    model.settle()
-    (job,) = model.disk.read
-    model.disk.is_up = False
-    model.disk.read_stuck(job)
-    model.settle()
-    ((length, _, loaded),) = model.answers
-    assert (length, loaded) == (16, {"disk": 0, "Redis": 16})
-    model.disk.end_reads()
-    model.settle()
-    model.answer()
-
-
 def test_a_tier_that_breaks_keeps_the_memory_of_what_it_took(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -443,8 +423,8 @@ def test_a_tier_that_breaks_keeps_the_memory_of_what_it_took(
     model.redis.waits = True
     load_all = model.redis.load_all
 
-    def bug(jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
-        load_all(jobs, done, stuck)
+    def bug(jobs: Sequence[ChunkIO], done: ReadDone) -> None:
+        load_all(jobs, done)
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(model.redis, "load_all", bug)

@@ -180,34 +180,6 @@ def test_a_load_that_fails_ends_the_prefix(
     assert len(tiers.cache.pool) == 2
 
 
-def test_a_stuck_load_keeps_its_slots_and_every_lookup_goes_to_the_next_tier(
-    tiers: Tiers,
-) -> None:
-    tiers.disk.index = {KEYS[0]}
-    for _ in range(2):
-        tiers.look_up()
-        tiers.answer_scan(0)
-    (job,) = tiers.disk.read
-    tiers.disk.is_up = False
-    tiers.disk.read_stuck(job)
-    for _ in range(2):
-        tiers.loop.run_posted()
-    (instead,) = tiers.redis.read
-    assert instead.key == job.key
-    assert {view.obj for view in job.slots} != {}
-    stuck, loaded = job.tag.entry, instead.tag.entry  # type: ignore[attr-defined]
-    assert not set(stuck.block) & set(loaded.block)
-    tiers.end(tiers.redis, rest=ReadOutcome.LOADED)
-    assert tiers.found == [(1, {"disk": 0, "Redis": 1}), (1, {"disk": 0, "Redis": 0})]
-    assert tiers.counted("miss_") == {"miss_disk": 1, "miss_absent": 8}
-    tiers.give_back()
-    assert tiers.cache.pool.pinned == len(job.slots), "the tier may still write to them"
-    tiers.disk.read_done(job, ReadOutcome.LOADED)
-    tiers.loop.run_posted()
-    assert tiers.cache.pool.pinned == 0
-    assert tiers.cache.pool.get(KEYS[0]) is loaded
-
-
 def test_what_the_pool_has_no_room_for_is_loaded_later(make: Callable[..., Tiers]) -> None:
     """Chunks of three slots in a pool of ten: the beginning has priority."""
     tiers = make(10)
@@ -304,8 +276,8 @@ def test_a_tier_that_breaks_keeps_the_slots_of_what_it_took(
 
     later: list[Callable[[], None]] = []
 
-    def bug(jobs: Any, done: Any, stuck: Any) -> None:
-        load_all(jobs[:1], done, stuck)
+    def bug(jobs: Any, done: Any) -> None:
+        load_all(jobs[:1], done)
         later.extend(partial(done, job, ReadOutcome.CANCELLED) for job in jobs[1:])
         raise RuntimeError("a bug")
 

@@ -259,22 +259,6 @@ def test_writes_begin_when_the_loads_have_ended_or_the_owner_stops(queue: Queue)
         queue.end(WriteOutcome.UNAVAILABLE)
 
 
-def test_a_stuck_write_is_not_waited_for_and_keeps_its_slots(queue: Queue) -> None:
-    queue.enqueue()
-    queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
-    queue.tier.stuck(queue.tier.written[0])
-    for job in queue.tier.written[1:]:
-        queue.tier.write_done(job, WriteOutcome.STORED)
-    queue.loop.run_posted()
-    assert queue.cache.backlog == 0
-    assert queue.writes.queued_bytes == FORM.chunk_bytes
-    assert [entry.pins for entry in queue.entries[:2]] == [1, 0]
-    queue.tier.write_done(queue.tier.written[0], WriteOutcome.STORED)
-    queue.loop.run_posted()
-    assert queue.entries[0].pins == 0
-    assert queue.cache.metrics.snapshot()["stored_chunks"] == len(HASHES)
-
-
 def test_a_failure_is_said_once_and_again_after_a_success(
     queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -497,28 +497,6 @@ def test_changes_of_a_key_are_carried_out_one_after_the_other(
     assert objects.in_memory(A) == b"4"
 
 
-def test_a_write_that_hangs_holds_up_nothing_and_is_not_found_later(
-    make: Callable[..., Objects],
-) -> None:
-    disk = PlayedTier("disk", set())
-    objects = make(disk)
-    written = objects.put(A, b"1")
-    (job,) = disk.written
-    disk.is_up = False
-    disk.stuck(job)
-    removed = objects.remove(A)
-    objects.run(lambda: disk.removed)
-    objects.end_removal(disk)
-    assert removed == [True]
-    assert set(disk.cancelled) == {job}
-    assert objects.cache.pool.pinned == 1
-    objects.end_write(disk, WriteOutcome.CANCELLED)
-    assert written == [True]
-    disk.is_up = True
-    objects.put(A, b"2")
-    assert objects.end_write(disk) == b"2"
-
-
 # ------------------------------------------------------------------ keys, flush
 
 

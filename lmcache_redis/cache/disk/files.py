@@ -8,8 +8,8 @@ decides what survives a power failure:
     file        a file is on disk before it is renamed
     directory   its name too is on disk before the write is answered
 
-I/O is buffered, with preadv and pwritev on the caller's buffers: no intermediate copy, and a chunk
-that is read again comes from the page cache. Direct I/O was measured (chunks of 1 to 32 MiB, ext4
+I/O is buffered, with preadv and pwritev on the caller's buffers, and a chunk that is read again
+comes from the page cache. Direct I/O was measured (chunks of 1 to 32 MiB, ext4
 on a virtual disk): reads at 1.0 to 1.3 GB/s against 1.0 to 1.5 buffered and 6 to 7 from the page
 cache; writes at 1.0 to 1.8 GB/s against 3 buffered without fsync and 0.8 to 1.4 with it. It would
 also need aligned buffers, and so a copy.

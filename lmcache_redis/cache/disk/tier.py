@@ -1,12 +1,13 @@
-"""The disk tier, a `cache.tier.Tier`: jobs on threads, and detection of a disk that hangs.
+"""The disk tier, a `tiers.Tier`: jobs on threads, and detection of a disk that hangs.
 
-Two threads read, remove and clear, in the order of the jobs; one thread at a low priority writes. A
-queued job is cancelled at once. One in flight uses its slots until it ends; a cancelled write does
-not become visible.
+Two threads read, remove and clear, in the order of the jobs; one thread at a low priority writes.
+Each thread has a buffer: what it reads is copied into the slots when it is complete, what it writes
+is copied from them first. So a job whose time is up, or that is cancelled, ends at once, whatever
+the disk does: a read is then dropped, and a write does not become visible.
 
-A call that exceeds its patience takes the tier down: nothing is found, queued jobs are answered
-UNAVAILABLE, and those in flight are `stuck`. The tier comes back when all of them have returned.
-Clears requested meanwhile are carried out before anything is found again.
+A call that exceeds its patience takes the tier down: nothing is found, and every job is answered
+UNAVAILABLE. The tier comes back when all calls have returned. Clears requested meanwhile are
+carried out before anything is found again.
 
 A directory belongs to one tier at a time. A tier that is closed while a call hangs keeps its
 directory locked, because the call may still change it.
@@ -15,19 +16,23 @@ directory locked, because the call may still change it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from lmcache_redis.cache.disk.files import SYNC_POLICIES, ChunkFiles, Sync, lock_directory
 from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.cache.disk.store import DiskStore
-from lmcache_redis.cache.threads import Action, HangDetector, WorkerThreads, nothing
+from lmcache_redis.cache.threads import Action, HangDetector, WorkerThreads
 from lmcache_redis.errors import ConfigError
 from lmcache_redis.tiers import (
     CallOutcome,
@@ -40,7 +45,6 @@ from lmcache_redis.tiers import (
     ReadOutcome,
     RemoveResult,
     ScanResult,
-    Stuck,
     WriteDone,
     WriteOutcome,
 )
@@ -48,15 +52,24 @@ from lmcache_redis.tiers import (
 logger = logging.getLogger(__name__)
 
 Keys = Sequence[bytes]
+_Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 T = TypeVar("T")
-OutcomeT = TypeVar("OutcomeT", ReadOutcome, WriteOutcome)
 
 # Calls that may hang.
 READ, WRITE, REMOVAL = "a read", "a write", "a removal"
 
 DEFAULT_PATIENCE_S = 5.0
 _JOIN_S = 0.25
+# A larger buffer is not kept.
+_KEPT_BUFFER_BYTES = 64 << 20
+
+
+class _Pending(NamedTuple):
+    """A job that has not ended. end: answers it with the outcome of that name."""
+
+    deadline_s: float
+    end: Callable[[str], None]
 
 
 class DiskTier:
@@ -102,12 +115,13 @@ class DiskTier:
             raise ConfigError(
                 f"the directory {path} cannot be read ({error}): make it readable or choose another"
             ) from error
-        self._cancelled: dict[ChunkIO, threading.Event] = {}  # of writes
+        self._pending: dict[object, _Pending] = {}  # whoever takes one out answers it
+        self._buffers = threading.local()
         self._uncleared: dict[object, bytes] = {}
         self._has_ended: bool | None = None  # None: not closed
         self._reads = WorkerThreads("disk-read", read_threads)
         self._writes = WorkerThreads("disk-write", write_threads, write_nice)
-        self._detector = HangDetector("disk tier", self._drop, self._next_clear)
+        self._detector = HangDetector("disk tier", self._end_late, self._next_clear)
 
     @property
     def limit_bytes(self) -> int:
@@ -135,78 +149,63 @@ class DiskTier:
         return self._is_up and self.store.find(key) is not None
 
     def scan(self, keys: Keys, deadline: float, done: Done[ScanResult]) -> None:
-        done(ScanResult(self._answer, sum(1 for _ in takewhile(self.lookup, keys))))
+        done(ScanResult(self._answer_now, sum(1 for _ in takewhile(self.lookup, keys))))
 
     def exists(self, keys: Keys, deadline: float, done: Done[ExistsResult]) -> None:
         present = [self.lookup(key) for key in keys]
-        done(ExistsResult(self._answer, present if self._is_up else ()))
+        done(ExistsResult(self._answer_now, present if self._is_up else ()))
 
     def describe(self, keys: Keys, deadline: float, done: Done[FramesResult]) -> None:
         found = ((key, self.store.find(key)) for key in keys)
         frames = [file.cut.frame(key) if file else None for key, file in found]
-        done(FramesResult(self._answer, frames if self._is_up else ()))
+        done(FramesResult(self._answer_now, frames if self._is_up else ()))
 
     def keys(self, prefix: bytes, deadline: float) -> list[bytes]:
         """See the contract. From the index, also while a call hangs."""
         return self.store.keys(prefix)
 
-    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
+    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
         for io in jobs:
-            load = partial(self.store.load, io.key, io.frame, io.slots)
-            call = partial(self.run, READ, load, partial(stuck, io))
-            self._submit(self._reads, io, call, partial(done, io), ReadOutcome)
+            end = partial(_end_read, io, done)
+            self._begin(self._reads, io, io.deadline, partial(self._load, io, done), end)
 
-    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
-
-        def end(io: ChunkIO, outcome: WriteOutcome) -> None:
-            del self._cancelled[io]
-            done(io, outcome)
-
+    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone) -> None:
         for io in jobs:
-            cancelled = self._cancelled[io] = threading.Event()
-            write = partial(self.store.write, io.key, io.frame, io.slots, cancelled.is_set)
-            call = partial(self.run, WRITE, write, partial(stuck, io))
-            self._submit(self._writes, io, call, partial(end, io), WriteOutcome)
+            end = partial(_end_write, io, done)
+            self._begin(self._writes, io, io.deadline, partial(self._store, io, done), end)
 
     def cancel(self, job: ChunkIO) -> None:
-        """See the contract. A job in flight runs to its end; a write is then not visible."""
-        if cancelled := self._cancelled.get(job):
-            cancelled.set()
-        self._reads.cancel(job)
-        self._writes.cancel(job)
+        """See the contract."""
+        self._end(job, "CANCELLED")
 
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        answer = _first_of(done)
+        me = object()
 
         def remove() -> None:
-            stuck = partial(answer, RemoveResult(CallOutcome.UNAVAILABLE))
-            removed = self.run(REMOVAL, partial(self.store.remove, key), stuck)
+            removed = self.run(REMOVAL, partial(self.store.remove, key))
             if removed is None:
-                self._refuse(answer)
+                self._end(me)
             else:
-                answer(RemoveResult(CallOutcome.DONE, int(removed)))
+                self._answer(me, done, RemoveResult(CallOutcome.DONE, int(removed)))
 
-        self._put(self._reads, object(), remove, partial(self._refuse, answer))
+        self._begin(self._reads, me, deadline, remove, partial(_end_removal, done))
 
     def clear(self, key_prefix: bytes, deadline: float, done: Done[RemoveResult]) -> None:
-        """See the contract. Has no limit as a whole: each file's removal has its own patience."""
+        """See the contract. Goes on after its deadline: each file's removal has its patience."""
         me = object()
-        answer = _first_of(done)
-        unavailable = RemoveResult(CallOutcome.UNAVAILABLE)
 
         def clear() -> None:
-            stuck = partial(answer, unavailable)
             removals = (partial(self.store.remove, key) for key in self.store.keys(key_prefix))
-            removed = sum(self.run(REMOVAL, each, stuck) or False for each in removals)
+            removed = sum(self.run(REMOVAL, each) or False for each in removals)
             if self._is_up:
                 self._uncleared.pop(me, None)
-            answer(RemoveResult(self._answer, removed))
+            self._answer(me, done, RemoveResult(self._answer_now, removed))
 
         self._uncleared[me] = key_prefix
         if self._detector.is_hung():
-            answer(unavailable)
+            done(RemoveResult(CallOutcome.UNAVAILABLE))
         else:
-            self._put(self._reads, me, clear, partial(self._refuse, answer))
+            self._begin(self._reads, me, deadline, clear, partial(_end_removal, done))
 
     def close(self, deadline_s: float) -> bool:
         """See the contract. Queued writes have half of the time, calls in flight the rest."""
@@ -218,6 +217,8 @@ class DiskTier:
         self._writes.drain(deadline_s / 2)
         self._writes.stop()
         ended = self._detector.close(max(0.0, end_s - time.monotonic()))
+        for name in self._pending.copy():
+            self._end(name)
         self._has_ended = self._reads.join(_JOIN_S) & self._writes.join(_JOIN_S) & ended
         if self._has_ended:
             self.store.index.clear()
@@ -227,57 +228,97 @@ class DiskTier:
             logger.warning("the disk does not answer: its directory stays locked by this process")
         return self._has_ended
 
-    def run(self, what: str, call: Callable[[], T], stuck: Action = nothing) -> T | None:
+    def run(self, what: str, call: Callable[[], T]) -> T | None:
         """Make a blocking call to `store` on this thread.
 
-        what: READ, WRITE or REMOVAL, which selects the patience. stuck: see `HangDetector`. Returns
-        None if the call was not made, because another hangs or the tier is closed.
+        what: READ, WRITE or REMOVAL, which selects the patience. Returns None if the call was not
+        made, because another hangs or the tier is closed.
         """
-        return self._detector.run(call, what, self._patience_s[what], stuck)
+        return self._detector.run(call, what, self._patience_s[what])
 
     @property
     def _is_up(self) -> bool:
         return not self._detector.reason
 
     @property
-    def _answer(self) -> CallOutcome:
+    def _answer_now(self) -> CallOutcome:
         return CallOutcome.DONE if self._is_up else CallOutcome.UNAVAILABLE
 
-    @property
-    def _refusal(self) -> str:
-        """The outcome of a dropped job: the tier hangs, the job was cancelled, or it is closed."""
-        return "CANCELLED" if self._is_up else "UNAVAILABLE"
+    # ------------------------------------------------------------ on the threads
 
-    def _refuse(self, answer: Done[RemoveResult]) -> None:
-        answer(RemoveResult(CallOutcome[self._refusal]))
+    def _load(self, io: ChunkIO, done: ReadDone) -> None:
+        if io not in self._pending:
+            return
+        buffer = self._buffer(io.frame.chunk_bytes)
+        load = partial(self.store.load, io.key, io.frame, [buffer])
+        outcome = self.run(READ, load) or ReadOutcome.UNAVAILABLE
+        if self._pending.pop(io, None) is not None:
+            if outcome is ReadOutcome.LOADED:
+                for slot, piece in _pieces(io, buffer):
+                    np.copyto(slot, piece)
+            done(io, outcome)
 
-    def _submit(
+    def _store(self, io: ChunkIO, done: WriteDone) -> None:
+        if io not in self._pending:
+            return
+        buffer = self._buffer(io.frame.chunk_bytes)
+        for slot, piece in _pieces(io, buffer):
+            np.copyto(piece, slot)
+        if io not in self._pending:
+            return  # it ended while its slots were copied: they may have changed meanwhile
+        write = partial(
+            self.store.write, io.key, io.frame, [buffer], lambda: io not in self._pending
+        )
+        outcome = self.run(WRITE, write) or WriteOutcome.UNAVAILABLE
+        if self._pending.pop(io, None) is not None:
+            done(io, outcome)
+
+    def _buffer(self, nbytes: int) -> memoryview:
+        """Memory of this thread until its next job."""
+        kept: bytearray = getattr(self._buffers, "kept", bytearray())
+        if len(kept) < nbytes:
+            kept = bytearray(nbytes)
+            if nbytes <= _KEPT_BUFFER_BYTES:
+                self._buffers.kept = kept
+        return memoryview(kept)[:nbytes]
+
+    # ---------------------------------------------------------------- their ends
+
+    def _begin(
         self,
         threads: WorkerThreads,
-        io: ChunkIO,
-        call: Callable[[], OutcomeT | None],
-        done: Callable[[OutcomeT], None],
-        outcomes: type[OutcomeT],
+        name: object,
+        deadline_s: float,
+        run: Action,
+        end: Callable[[str], None],
     ) -> None:
-        def run() -> None:
-            outcome = outcomes["UNAVAILABLE"]
-            try:
-                late = time.monotonic() > io.deadline
-                outcome = outcomes["TIMED_OUT"] if late else call() or outcome
-            finally:
-                done(outcome)
-
-        self._put(threads, io, run, lambda: done(outcomes[self._refusal]))
-
-    def _put(self, threads: WorkerThreads, name: object, run: Action, dropped: Action) -> None:
-        threads.put(run, dropped, name=name)
+        self._pending[name] = _Pending(deadline_s, end)
+        threads.put(run, dropped=partial(self._end, name), name=name)
+        self._detector.look_at(deadline_s)
         if not self._is_up:
-            threads.cancel(name)  # it may have been queued after `_drop`
+            self._end(name)  # it may have been queued after `_end_late`
 
-    def _drop(self) -> None:
-        """A call hangs: drops the queued jobs, which must not wait for it."""
-        self._reads.drop()
-        self._writes.drop()
+    def _answer(self, name: object, done: Done[T], result: T) -> None:
+        if self._pending.pop(name, None) is not None:
+            done(result)
+
+    def _end(self, name: object, outcome: str = "") -> None:
+        """Answers a job that has not ended. By default: the tier hangs, or is closed."""
+        pending = self._pending.pop(name, None)
+        if pending is not None:
+            pending.end(outcome or ("CANCELLED" if self._is_up else "UNAVAILABLE"))
+            self._reads.cancel(name)
+            self._writes.cancel(name)
+
+    def _end_late(self, now_s: float) -> float:
+        """Answers what is late; everything if a call hangs. Returns the next deadline."""
+        for name, pending in self._pending.copy().items():
+            if not self._is_up:
+                self._end(name)
+            elif pending.deadline_s <= now_s:
+                self._end(name, "TIMED_OUT")
+        left = self._pending.copy().values()
+        return min((pending.deadline_s for pending in left), default=math.inf)
 
     def _next_clear(self) -> Action | None:
         """Before the tier comes back: the next clear to carry out, or None."""
@@ -290,15 +331,22 @@ class DiskTier:
         self._uncleared.pop(me, None)
 
 
-def _first_of(done: Done[T]) -> Done[T]:
-    """Calls ``done`` with the first answer only: a call that hangs may give two."""
-    unanswered = [done]
+def _end_read(io: ChunkIO, done: ReadDone, outcome: str) -> None:
+    done(io, ReadOutcome[outcome])
 
-    def answer(result: T) -> None:
-        try:
-            first = unanswered.pop()
-        except IndexError:
-            return
-        first(result)
 
-    return answer
+def _end_write(io: ChunkIO, done: WriteDone, outcome: str) -> None:
+    done(io, WriteOutcome[outcome])
+
+
+def _end_removal(done: Done[RemoveResult], outcome: str) -> None:
+    done(RemoveResult(CallOutcome[outcome]))
+
+
+def _pieces(io: ChunkIO, buffer: memoryview) -> Iterator[tuple[_Bytes, _Bytes]]:
+    """Each slot with its piece of the buffer, as arrays: numpy copies them without the GIL."""
+    at = 0
+    for slot in io.slots:
+        piece = buffer[at : at + len(slot)]
+        at += len(slot)
+        yield np.frombuffer(slot, np.uint8), np.frombuffer(piece, np.uint8)

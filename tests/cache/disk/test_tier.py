@@ -1,4 +1,4 @@
-"""The disk tier against the contract of `cache.tier`, and with a disk that does not answer.
+"""The disk tier against the contract of `tiers`, and with a disk that does not answer.
 
 Files are replaced by FIFOs: opening one for reading blocks until it is opened for writing, as on an
 NFS server that is gone.
@@ -74,20 +74,16 @@ def said(io: ChunkIO, outcome: object) -> None:
     io.tag.said.append(outcome)
 
 
-def stuck(io: ChunkIO) -> None:
-    said(io, "stuck")
-
-
 def read(tier: Tier, *jobs: Job) -> None:
-    tier.load_all([job.io for job in jobs], said, stuck)
+    tier.load_all([job.io for job in jobs], said)
 
 
 def write(tier: Tier, *jobs: Job) -> None:
-    tier.store_all([job.io for job in jobs], said, stuck)
+    tier.store_all([job.io for job in jobs], said)
 
 
 def ended(*jobs: Job) -> list[Any]:
-    wait_until(lambda: all(job.said and job.said[-1] != "stuck" for job in jobs))
+    wait_until(lambda: all(job.said for job in jobs))
     return [job.said for job in jobs]
 
 
@@ -248,9 +244,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.opened.set()
 
 
-def test_a_cancel_ends_what_waits_at_once_and_hides_what_is_in_flight(
-    directory: Path, gate: Gate
-) -> None:
+def test_a_cancel_ends_a_job_at_once_and_hides_its_write(directory: Path, gate: Gate) -> None:
     tier = DiskTier(directory, 1 << 20)
     jobs = [Job(number) for number in range(3)]
     write(tier, *jobs)
@@ -258,9 +252,9 @@ def test_a_cancel_ends_what_waits_at_once_and_hides_what_is_in_flight(
     for job in jobs[:2]:
         tier.cancel(job.io)
         tier.cancel(job.io)
-    assert [job.said for job in jobs] == [[], [WriteOutcome.CANCELLED], []]
-    gate.opened.set()
     cancelled, kept = [WriteOutcome.CANCELLED], [WriteOutcome.STORED]
+    assert [job.said for job in jobs] == [cancelled, cancelled, []]
+    gate.opened.set()
     assert ended(*jobs) == [cancelled, cancelled, kept]
     assert [tier.lookup(job.io.key) for job in jobs] == [False, False, True]
     assert len(files(directory)) == 1
@@ -294,15 +288,14 @@ def test_close_lets_writes_finish(directory: Path) -> None:
     assert DiskTier(directory, 1 << 20).close(1)
 
 
-def test_close_ends_what_waits_in_its_time(directory: Path, gate: Gate) -> None:
+def test_close_ends_every_job_in_its_time(directory: Path, gate: Gate) -> None:
     tier = DiskTier(directory, 1 << 20)
     jobs = [Job(number) for number in range(3)]
     write(tier, *jobs)
     wait_until(lambda: gate.entered)
     assert not tier.close(0.1)
-    assert [job.said for job in jobs] == [[], [WriteOutcome.CANCELLED], [WriteOutcome.CANCELLED]]
+    assert [job.said for job in jobs] == [[WriteOutcome.CANCELLED]] * 3
     gate.opened.set()
-    assert ended(jobs[0]) == [[WriteOutcome.STORED]]
 
 
 # ------------------------------------------------------------------ a disk that hangs
@@ -324,9 +317,7 @@ class Hang:
 
 
 @disk_hangs
-def test_slots_of_a_hung_read_are_the_tiers_until_it_returns(
-    tier: DiskTier, directory: Path
-) -> None:
+def test_a_hung_read_takes_the_tier_down(tier: DiskTier, directory: Path) -> None:
     stored(tier, *range(4))
     hang = Hang(files(directory))
     jobs = [Job(number) for number in range(4)]
@@ -335,7 +326,7 @@ def test_slots_of_a_hung_read_are_the_tiers_until_it_returns(
     assert tier.state.reason == "a read has not returned within 1 s"
     wait_until(lambda: all(job.said for job in jobs))
     unavailable = [ReadOutcome.UNAVAILABLE]
-    assert [job.said for job in jobs] == [["stuck"], ["stuck"], unavailable, unavailable]
+    assert [job.said for job in jobs] == [unavailable] * 4
 
     # Down: nothing is found, and every job is answered at once.
     assert not tier.lookup(key_of(0))
@@ -351,26 +342,77 @@ def test_slots_of_a_hung_read_are_the_tiers_until_it_returns(
     hang.end()
     wait_until(lambda: tier.state.up)
     assert tier.state.reason == ""
-    assert [job.said[0] for job in jobs[:2]] == ["stuck"] * 2
-    assert [len(job.said) for job in jobs] == [2, 2, 1, 1]
-    assert ReadOutcome.LOADED not in jobs[0].said + jobs[1].said
+    assert [len(job.said) for job in jobs] == [1] * 4
     stored(tier, 9)
 
 
 @disk_hangs
-def test_a_hung_write_drops_what_waits_and_is_stored_after_all(tier: DiskTier, gate: Gate) -> None:
+def test_a_hung_write_drops_what_waits(tier: DiskTier, gate: Gate) -> None:
     jobs = [Job(number) for number in range(3)]
     write(tier, *jobs)
     wait_until(lambda: not tier.state.up)
     assert "a write has not returned" in tier.state.reason
-    wait_until(lambda: all(job.said for job in jobs))
-    unavailable = [WriteOutcome.UNAVAILABLE]
-    assert [job.said for job in jobs] == [["stuck"], unavailable, unavailable]
+    assert ended(*jobs) == [[WriteOutcome.UNAVAILABLE]] * 3
     gate.opened.set()
     wait_until(lambda: tier.state.up)
-    assert ended(jobs[0]) == [["stuck", WriteOutcome.STORED]]
-    assert tier.lookup(key_of(0))
+    assert not tier.lookup(key_of(0)), "its owner may have replaced it since"
+    assert [len(job.said) for job in jobs] == [1] * 3
     stored(tier, 1)
+
+
+def test_a_read_in_flight_ends_at_its_deadline_and_leaves_its_slots(
+    tier: DiskTier, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(tier, 1)
+    release, read_file, returned = threading.Event(), tier.store.load, threading.Event()
+
+    def hang_and_read(*call: Any) -> ReadOutcome:
+        assert release.wait(30)
+        outcome = read_file(*call)
+        returned.set()
+        return outcome
+
+    monkeypatch.setattr(tier.store, "load", hang_and_read)
+    late, cancelled = Job(1, deadline=time.monotonic() + 0.05), Job(1)
+    read(tier, late, cancelled)
+    assert ended(late) == [[ReadOutcome.TIMED_OUT]]
+    tier.cancel(cancelled.io)
+    assert cancelled.said == [ReadOutcome.CANCELLED]
+    release.set()
+    assert returned.wait(30)
+    last = Job(1)
+    read(tier, last)
+    assert ended(last, late, cancelled) == [
+        [ReadOutcome.LOADED], [ReadOutcome.TIMED_OUT], [ReadOutcome.CANCELLED]
+    ]  # fmt: skip
+    assert [job.payload for job in (late, cancelled)] == [bytes(CHUNK_BYTES)] * 2
+    assert tier.state.up
+
+
+def test_a_write_in_flight_ends_at_its_deadline_and_is_not_found(
+    tier: DiskTier, gate: Gate
+) -> None:
+    late = Job(1, deadline=time.monotonic() + 0.05)
+    write(tier, late)
+    assert ended(late) == [[WriteOutcome.TIMED_OUT]]
+    gate.opened.set()
+    stored(tier, 2)
+    assert not tier.lookup(key_of(1))
+    assert tier.state.up
+
+
+def test_what_is_written_is_what_the_slots_had_at_first(tier: DiskTier, gate: Gate) -> None:
+    """The file is written from a copy: a late one does not see what the slots hold by then."""
+    job = Job(1, payload=payload_of(1))
+    write(tier, job)
+    wait_until(lambda: gate.entered)
+    job.payload[:] = payload_of(2)
+    gate.opened.set()
+    assert ended(job) == [[WriteOutcome.STORED]]
+    again = Job(1)
+    read(tier, again)
+    assert ended(again) == [[ReadOutcome.LOADED]]
+    assert again.payload == payload_of(1)
 
 
 @disk_hangs
@@ -422,5 +464,4 @@ def test_a_hung_tier_is_closed_without_waiting(tier: DiskTier, gate: Gate) -> No
     started_s = time.monotonic()
     assert not tier.close(600)
     assert time.monotonic() - started_s < 60
-    gate.opened.set()
-    assert ended(jobs[0])[0][-1] is WriteOutcome.STORED
+    assert ended(*jobs) == [[WriteOutcome.UNAVAILABLE]] * 2

@@ -31,7 +31,6 @@ from lmcache_redis.tiers import (
     ReadOutcome,
     RemoveResult,
     ScanResult,
-    Stuck,
     Tier,
     WriteDone,
     WriteOutcome,
@@ -73,8 +72,8 @@ class DictTier:
     """A tier that keeps chunks in a dict, without an index.
 
     Clear `open` to make every call wait, or only writes where `holds_writes_only`. `refuses`: it
-    takes nothing. `damaged`: no read succeeds. `hangs_next`: the next write is stuck until `open`
-    is set, and the tier down (`hangs`). `error`: what it raises, as no tier should.
+    takes nothing. `damaged`: no read succeeds. `hangs_next`: the next write is not in time, and
+    the tier down (`hangs`) from then on. `error`: what it raises, as no tier should.
     """
 
     name = "dict"
@@ -119,7 +118,7 @@ class DictTier:
 
         self._enter(answer)
 
-    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, stuck: Stuck) -> None:
+    def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
         def read(job: ChunkIO) -> None:
             job.check(writable=True)
             key = _parsed(job.key)
@@ -136,7 +135,7 @@ class DictTier:
 
         self._enter(lambda: [read(job) for job in jobs])
 
-    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone, stuck: Stuck) -> None:
+    def store_all(self, jobs: Sequence[ChunkIO], done: WriteDone) -> None:
         def write(job: ChunkIO) -> None:
             job.check(writable=False)
             if self.refuses:
@@ -149,7 +148,8 @@ class DictTier:
         if self.hangs_next:
             self.hangs_next, self.hangs = False, True
             for job in jobs:
-                stuck(job)
+                done(job, WriteOutcome.TIMED_OUT)
+            return
         self._enter(lambda: [write(job) for job in jobs], is_write=True)
 
     def cancel(self, job: ChunkIO) -> None:
