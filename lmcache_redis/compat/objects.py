@@ -44,6 +44,7 @@ With the names of the example in `lmcache_redis.cache`::
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,6 +102,13 @@ class Found:
     frame: ChunkFrame
     metadata: RemoteMetadata
     level: int
+
+
+class Listing(NamedTuple):
+    """is_complete: every tier answered in time, and there are no more than the limit."""
+
+    is_complete: bool
+    keys: list[ObjectKey]
 
 
 class ObjectCache:
@@ -281,15 +289,14 @@ class ObjectCache:
 
     # ------------------------------------------------------------------ put
 
-    def reserve(self, metadata: RemoteMetadata, *, fresh: bool = False) -> Held | None:
+    def reserve(self, metadata: RemoteMetadata) -> Held | None:
         """Memory for a chunk, which gets do not find yet; None if there is no room or no payload.
 
-        The caller publishes or abandons it. fresh: a large block takes no memory until it is
-        written to, but takes longer to fill.
+        The caller publishes or abandons it.
         """
         if not metadata.length:
             return None
-        entry = self._pool.reserve(None, metadata.length, fresh=fresh)
+        entry = self._pool.reserve(None, metadata.length)
         if entry is None:
             return None
         entry.tag = metadata
@@ -397,18 +404,27 @@ class ObjectCache:
         if entry is not None and entry.state is EntryState.FILLING:
             self.cache.supersede_load(entry)
 
-    def keys(self, deadline: float, done: Callable[[list[ObjectKey]], None]) -> None:
-        """The keys of all chunks, in any order. Those put or removed meanwhile may be missing."""
+    def keys(
+        self, deadline: float, done: Callable[[Listing], None], limit: int = sys.maxsize
+    ) -> None:
+        """The keys of all chunks, in any order. Those put or removed meanwhile may be missing.
+
+        limit: most keys that memory is taken for.
+        """
         found = dict.fromkeys(e.key for e in self._pool if e.state is EntryState.READY)
 
         def collect() -> None:
             """On a thread: tiers wait for servers, and there may be many keys."""
+            is_complete = True
             for tier in self.cache.tiers:
-                found.update(dict.fromkeys(tier.keys(self._names.common, deadline)))
+                outcome, keys = tier.keys(self._names.common, deadline, limit)
+                found.update(dict.fromkeys(keys))
+                is_complete = is_complete and outcome is CallOutcome.DONE
             parsed = map(self._names.parse, found)
-            self._post(partial(done, [key for key in parsed if key is not None]))
+            result = Listing(is_complete and len(found) <= limit, [key for key in parsed if key])
+            self._post(partial(done, result))
 
-        self._lists.put(collect, dropped=lambda: self._post(partial(done, [])))
+        self._lists.put(collect, dropped=lambda: self._post(partial(done, Listing(False, []))))
 
     def close(self, deadline_s: float) -> bool:
         """See `Cache.close`. Calls in flight end as if no tier had the chunk."""

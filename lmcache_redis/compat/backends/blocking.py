@@ -26,7 +26,7 @@ from lmcache_redis.compat.backends.interface import (
     LMCBackendInterface,
     TensorAllocation,
 )
-from lmcache_redis.compat.objects import Held
+from lmcache_redis.compat.objects import Held, Listing
 
 if TYPE_CHECKING:
     import torch
@@ -100,8 +100,8 @@ class BlockingBackend(LMCBackendInterface):
         """See the interface. Only chunks of the backend's layout; a tier may hold others."""
         self._deadline()
         deadline = time.monotonic() + self.storage.list_deadline_s
-        call = self._thread.call(partial(self._objects.keys, deadline))
-        return _answer(call, deadline, [])
+        call: Future[Listing] = self._thread.call(partial(self._objects.keys, deadline))
+        return _answer(call, deadline, Listing(False, [])).keys
 
     def flush(self, timeout_s: float) -> bool:
         self._check_open()

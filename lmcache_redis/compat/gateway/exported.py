@@ -39,7 +39,7 @@ _BY_LABEL: Final[ByLabel] = MappingProxyType(
             "counter",
             "connections closed before their client ended them properly, by reason",
             ("reason",),
-            "`refused`: not in `--allowed-peers`, or over `--max-connections`. `handshake`: TLS "
+            "`refused`: not in `--allowed-peers`, or too many. `handshake`: TLS "
             "fails. `stalled`, `abandoned`: clients or their network hang or die. `error`: a fault "
             "of the gateway, see its log.",
         ): {
@@ -66,7 +66,7 @@ _ALONE: Final = MappingProxyType(
 _GAUGES: Final = (
     Family("gateway_info", "gauge", "1; the version of the gateway", ("version",)),
     Family("gateway_open_connections", "gauge", "clients now"),
-    Family("gateway_buffer_size_bytes", "gauge", "`--buffer-bytes`, in whole slots"),
+    Family("gateway_buffer_size_bytes", "gauge", "`--buffer-bytes`"),
     Family(
         "gateway_buffer_used_bytes",
         "gauge",
@@ -81,14 +81,14 @@ FAMILIES: Final = (*_BY_LABEL, *_ALONE.values(), *_GAUGES, *TIER_FAMILIES)
 
 def values_of(gateway: Gateway, metrics: Metrics, *, is_up: bool) -> Values:
     """The values of FAMILIES. On the gateway's loop."""
-    stats, slot_bytes = gateway.stats(), gateway.config.slot_bytes
+    stats = gateway.stats()
     return {
         **labelled(_BY_LABEL, stats),
         **labelled(TIER_FAMILIES, metrics.snapshot()),
         **{family.name: {(): stats[name]} for name, family in _ALONE.items()},
         "gateway_info": {(__version__,): 1},
         "gateway_open_connections": {(): stats["open_connections"]},
-        "gateway_buffer_size_bytes": {(): stats["slots"] * slot_bytes},
-        "gateway_buffer_used_bytes": {(): stats["slots_in_use"] * slot_bytes},
+        "gateway_buffer_size_bytes": {(): stats["buffer_bytes"]},
+        "gateway_buffer_used_bytes": {(): stats["buffer_used_bytes"]},
         "gateway_up": {(): is_up},
     }
