@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from lmcache_redis.chunks.frame import ChunkFrame
 
@@ -197,16 +197,12 @@ class Tier(Protocol):
     def exists(self, keys: Sequence[bytes], deadline: float, done: Done[ExistsResult]) -> None:
         """Which of the chunks exist."""
 
-    def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
-        """The frames of the chunks.
+    def refresh(
+        self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
+    ) -> None:
+        """Which of the chunks exist whole, each a key and its number of stripes.
 
-        The chunk under a key may be of any layout; the caller checks the frame.
-        """
-
-    def keys(self, prefix: bytes, deadline: float, limit: int) -> KeysResult:
-        """The chunk keys that begin with `prefix`, in any order; about `limit` of them at most.
-
-        The only call that blocks: not for the owner's thread.
+        Counts as a use of those that do: it keeps them from eviction and expiry.
         """
 
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone, /) -> None:
@@ -229,6 +225,28 @@ class Tier(Protocol):
         a write or a removal of its key that is begun after the cancelled one has ended.
         """
 
+    def close(self, deadline_s: float) -> bool:
+        """End every job within `deadline_s` seconds: writes finish if possible, the others are
+        CANCELLED. Idempotent. False: a thread of the tier has not ended.
+        """
+
+
+@runtime_checkable
+class KeyedTier(Tier, Protocol):
+    """A tier that can also list and remove what it has. Both tiers of this package can."""
+
+    def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
+        """The frames of the chunks.
+
+        The chunk under a key may be of any layout; the caller checks the frame.
+        """
+
+    def keys(self, prefix: bytes, deadline: float, limit: int) -> KeysResult:
+        """The chunk keys that begin with `prefix`, in any order; about `limit` of them at most.
+
+        The only call that blocks: not for the owner's thread.
+        """
+
     def remove(self, key: bytes, deadline: float, done: Done[RemoveResult]) -> None:
         """Remove a chunk, or whatever is stored under its key."""
 
@@ -237,9 +255,4 @@ class Tier(Protocol):
 
         A tier that is down answers UNAVAILABLE. If its chunks survive the outage (a disk), it
         removes them before they can be found again.
-        """
-
-    def close(self, deadline_s: float) -> bool:
-        """End every job within `deadline_s` seconds: writes finish if possible, the others are
-        CANCELLED. Idempotent. False: a thread of the tier has not ended.
         """

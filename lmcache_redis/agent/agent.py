@@ -63,12 +63,18 @@ class Agent:
     def of(config: AgentConfig, arena: Arena, plane: RedisPlane) -> Agent:
         """Raises ``ConfigError`` if the disk tier's directory cannot be used."""
         limit_bytes = config.write_queue_limit_bytes
-        backings = [Backing(plane, REDIS_COUNTERS, limit_bytes, config.op_timeout_s)]
+        refresh_s = min(60.0, config.ttl_s / 4) if config.ttl_s else 60.0
+        backings = [Backing(plane, REDIS_COUNTERS, limit_bytes, config.op_timeout_s, refresh_s)]
         disk = None
         if config.disk_path is not None:
             # At most half of a lookup's time is for the disk; the rest is for Redis.
             patience_s = min(DEFAULT_PATIENCE_S, config.lookup_deadline_s / 2)
-            disk = DiskTier(config.disk_path, config.disk_size, read_patience_s=patience_s)
+            disk = DiskTier(
+                config.disk_path,
+                config.disk_size,
+                read_patience_s=patience_s,
+                in_background=True,
+            )
             backings.insert(0, Backing(disk, DISK_COUNTERS, limit_bytes))
         wakeup = Wakeup()
         loop = OwnerLoop(wakeup.set)

@@ -191,7 +191,7 @@ class Handlers:
                     session.hold((worker_id, number, hashes[chunk]), entry)
                 session.hold((*rows[row][0], hashes[chunk]), entry)
                 if self._cache.pool.on_change is not None:
-                    self._cache.pool.seen_again(entry)
+                    self._cache.pool.report_again(entry)
             if session.cancel_lookup == found.cancel:
                 session.cancel_lookup = None
 

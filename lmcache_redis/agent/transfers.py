@@ -218,7 +218,7 @@ class StoreJob(CopyJob):
             self._already += 1
             if entry.state is EntryState.READY:
                 self._write_behind(chunk, entry)
-                self._cache.pool.seen_again(entry)
+                self._cache.pool.report_again(entry)
         self._unread = set(wanted)  # chunks whose blocks are still needed
         if not wanted:
             self._answer()

@@ -9,12 +9,14 @@ unpinned one stays until its memory is needed.
                       who waits for it to be filled: a chunk is loaded once
     tier              a tier behind the pool (`lmcache_redis.tiers`): `disk`, and `RedisPlane`
     writebehind       one bounded queue per tier; the changes of one key are in order
-    pacing            rates of tiers and engines: how much of a prefix is worth loading, which
-                      lookup is next, and which writes begin: they give way to loads
+    schedule          which writes begin: they give way to loads
+    refreshing        the tiers are told what the pool serves, and say what they have lost
+    pacing            rates of tiers and engines: how much of a prefix is worth loading, and which
+                      lookup is next
     lookup            `PrefixLookup`: how many leading chunks are available, pinned, by a deadline
     parts             which parts of its chunks a prefix needs, if a model has groups of layers
     cache             `Cache`: all of these together, and clears
-    threads           the thread that owns all of this, its key locks, and worker threads
+    threads           the thread that owns all of this, its timers, and worker threads
 
 Every method is called on the owner's thread and returns at once; none waits for a tier. Any thread
 of the caller may read and write the views of an entry that the caller has pinned. Misuse raises.

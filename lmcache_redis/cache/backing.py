@@ -75,9 +75,14 @@ DISK_COUNTERS = TierCounters(
 
 @dataclass(frozen=True, slots=True)
 class Backing:
-    """A tier of a cache. write_limit_bytes: of its queue. exists_timeout_s: of one `exists`."""
+    """A tier of a cache.
+
+    write_limit_bytes: of its queue. ask_timeout_s: of one `refresh`. refresh_every_s: how often at
+    most the tier is told to keep a chunk that lookups find in the host pool.
+    """
 
     tier: Tier
     counters: TierCounters
     write_limit_bytes: int
-    exists_timeout_s: float = 1.0
+    ask_timeout_s: float = 1.0
+    refresh_every_s: float = 60.0

@@ -7,6 +7,7 @@ Everything here runs on the owner's thread; a tier's threads only access the slo
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,27 +16,26 @@ from functools import partial
 from lmcache_redis.cache.backing import Backing
 from lmcache_redis.cache.memory import Memory
 from lmcache_redis.cache.pacing import Line, TransferRate
-from lmcache_redis.cache.pool import Entry, EntryState, Filled, HostPool
-from lmcache_redis.cache.threads import Action, Owner
-from lmcache_redis.cache.writebehind import WriteBehind
+from lmcache_redis.cache.pool import Entry, Filled, HostPool
+from lmcache_redis.cache.refreshing import PooledChunk, Refresher
+from lmcache_redis.cache.threads import Owner
+from lmcache_redis.cache.writebehind import WRITE_DEADLINE_S, WriteBehind
 from lmcache_redis.chunks.names import ChunkForm
 from lmcache_redis.metrics import Metrics
-from lmcache_redis.tiers import CallOutcome, ChunkIO, ReadOutcome, RemoveResult
+from lmcache_redis.tiers import CallOutcome, ChunkIO, KeyedTier, ReadOutcome, RemoveResult
 
 logger = logging.getLogger(__name__)
 
-# For a chunk to wait in a queue and to be written, in total.
-_WRITE_DEADLINE_S = 30.0
 # Large servers hold millions of keys, and a clear has the lowest priority.
 _CLEAR_DEADLINE_S = 60.0
 _PROBE_DEADLINE_S = 30.0
-# Reads that show that a tier does not have the chunk, or not any more.
-_GONE = (
-    ReadOutcome.MISSING,
+# Reads that found something else than the chunk, which a tier may take for it.
+_DOUBTFUL = (
     ReadOutcome.INCOMPLETE,
     ReadOutcome.TORN,
     ReadOutcome.CORRUPT,
     ReadOutcome.FOREIGN,
+    ReadOutcome.NOT_OPENED,
 )
 
 
@@ -82,6 +82,12 @@ class Cache:
         self.counters = tuple(backing.counters for backing in backings)
         self.queues = tuple(
             WriteBehind(backing, level, owner, self.pool, metrics, self.rates[level])
+            for level, backing in enumerate(backings)
+        )
+        self.pool.on_wanted = self._wanted
+        self._refresh_every_s = min((each.refresh_every_s for each in backings), default=math.inf)
+        self._refreshers = tuple(
+            Refresher(backing, owner, partial(self._lacked, level))
             for level, backing in enumerate(backings)
         )
 
@@ -136,11 +142,36 @@ class Cache:
         levels: int | None = None,
     ) -> None:
         """Enqueues a READY entry for each tier, or each of the first ``levels``, that lacks it."""
+        self._enqueue(self.queues[:levels], PooledChunk(form, chunk_hash, entry), delay_s)
+
+    @property
+    def refreshed_before_s(self) -> float:
+        """Chunks in the pool that the tiers were told to keep before then are to be kept again."""
+        return time.monotonic() - self._refresh_every_s
+
+    def keep(self, chunks: Sequence[PooledChunk]) -> None:
+        """Tells the tiers to keep chunks that the pool has served. What one lacks is enqueued."""
+        now_s = time.monotonic()
+        for chunk in chunks:
+            chunk.entry.refreshed_s = now_s
+        for refresher in self._refreshers:
+            refresher.add(chunks)
+
+    def _lacked(self, level: int, chunk: PooledChunk) -> None:
+        self.pool.seen(level, (chunk.entry.key,), there=False)
+        self._enqueue((self.queues[level],), chunk, 0.0)
+
+    def _wanted(self, entry: Entry) -> None:
+        for queue in self.queues:
+            queue.wanted(entry)
+
+    def _enqueue(self, queues: Sequence[WriteBehind], chunk: PooledChunk, delay_s: float) -> None:
+        form, chunk_hash, entry = chunk
         job: ChunkIO | None = None
-        for queue in self.queues[:levels]:
+        for queue in queues:
             if queue.admits(entry, form.chunk_bytes):
                 if job is None:
-                    deadline_s = time.monotonic() + _WRITE_DEADLINE_S
+                    deadline_s = time.monotonic() + WRITE_DEADLINE_S
                     job = self._job(form, chunk_hash, entry, deadline_s, entry)
                 queue.enqueue(entry, job, delay_s)
 
@@ -263,40 +294,24 @@ class Cache:
         counter = self.counters[level].misses.get(outcome)
         if counter is not None:
             self.metrics.count(counter)
-        if outcome in _GONE:
-            self.pool.seen(load_of(job).level, (job.key,), there=False)
+        if outcome in _DOUBTFUL:
+            self.queues[level].distrust(job.key)
+        if outcome in _DOUBTFUL or outcome is ReadOutcome.MISSING:
+            self.pool.seen(level, (job.key,), there=False)
         logger.debug(
             "chunk %s was not loaded from %s: %s",
             job.frame.chunk_hash.hex()[:16], self.tiers[level].name, outcome.value,
         )  # fmt: skip
 
-    def supersede_load(self, entry: Entry) -> None:
-        """Cancels the load of a chunk that is about to be replaced or removed.
-
-        Writes and removals of its key wait until no tier reads it: a reader that found the chunk
-        partly replaced would remove it.
-        """
-
-        def when_ended(action: Action) -> None:
-            if entry.watchers is None:
-                action()
-            else:
-                self.pool.watch(entry, lambda filled: action())
-
-        for queue in self.queues:
-            queue.wait_for(entry.key, when_ended)
-        self.pool.cancel(entry)
-
     def remove(self, key: bytes) -> None:
         """A chunk is wrong: it leaves the pool, and in the background the tiers, if they answer."""
         entry = self.pool.peek(key)
         if entry is not None:
-            if entry.state is EntryState.FILLING:
-                self.supersede_load(entry)
+            self.pool.cancel(entry)
             self.pool.discard(entry)
             for queue in self.queues:
                 queue.cancel(entry)
-        deadline_s = time.monotonic() + _WRITE_DEADLINE_S
+        deadline_s = time.monotonic() + WRITE_DEADLINE_S
         for level, queue in enumerate(self.queues):
             queue.remove(key, deadline_s, partial(self._removed, level, key))
 
@@ -324,9 +339,9 @@ class Cache:
 
     def _clear_tier(self, level: int, prefixes: Sequence[bytes], deadline_s: float) -> None:
         """Clears one prefix after the other, and stops at the first failure."""
-        if not prefixes:
-            return
         tier, is_remote = self.tiers[level], self.counters[level].is_remote
+        if not prefixes or not isinstance(tier, KeyedTier):
+            return
 
         def cleared(result: RemoveResult) -> None:
             if is_remote:

@@ -392,5 +392,8 @@ class PrefixLookup:
                 chunks = len(self._hashes) - self.bound
                 self._computing.add(chunks * self._chunk_tokens, time.monotonic())
             # If it raises, the pins are still held, and the caller's `cancel` releases them.
+            held = self._parts.held
             self._done(self)
             self.cancel()
+            # After the answer, which does not wait for it.
+            self._cache.keep(self._parts.pooled(held, self._cache.refreshed_before_s))

@@ -14,11 +14,12 @@ engine has those before it: they are never needed. Windows count from the prompt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from lmcache_redis.cache.cache import Cache, Load, load_of
 from lmcache_redis.cache.pool import Entry, EntryState, Filled
+from lmcache_redis.cache.refreshing import PooledChunk
 from lmcache_redis.chunks.names import ChunkForm, PartNames, Reach
 from lmcache_redis.tiers import ChunkIO
 
@@ -224,7 +225,10 @@ class LookupParts:
 
     def _hold(self, part: Part, entry: Entry) -> None:
         self._cache.pool.pin(entry)
-        entry.wanted = True
+        if not entry.wanted:
+            entry.wanted = True
+            if entry.pins > 1:
+                self._cache.pool.on_wanted(entry)
         self.held[part] = entry
         if entry.state is EntryState.FILLING:
             self.filling[part] = watcher = partial(self._filled, part)
@@ -325,6 +329,14 @@ class LookupParts:
     def probe(self, part: Part, level: int) -> None:
         chunk, row = part
         self._cache.probe(self._forms[row], self.key(part), self._hashes[chunk], level)
+
+    def pooled(self, held: Mapping[Part, Entry], before_s: float) -> list[PooledChunk]:
+        """What the host pool had of ``held`` and the tiers were last told to keep before then."""
+        return [
+            PooledChunk(self._forms[row], self._hashes[chunk], entry)
+            for (chunk, row), entry in held.items()
+            if entry.refreshed_s <= before_s and (chunk, row) not in self.loads
+        ]
 
     def load_missing(self) -> bool:
         """Begins to load what is missing; returns False if there is no room."""

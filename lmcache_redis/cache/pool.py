@@ -54,7 +54,8 @@ class Entry:
         block: its block of the pool's memory.
         units: the size of the block.
         pins: while there are any, the entry is not evicted and its memory is not reused.
-        stored_in: bit n: the chunk is known to be in tier n.
+        stored_in: bit n: the chunk was in tier n when it was last heard of.
+        refreshed_s: when the tiers were last told to keep it (`time.monotonic()`).
         wanted: whether a lookup has asked for it since it is in the pool.
         position: its number in the prompt that it was stored for.
         is_ahead: loaded before a lookup asked for it. Until one does, it is evicted before all
@@ -70,6 +71,7 @@ class Entry:
     pins: int = 1
     state: EntryState = EntryState.FILLING
     stored_in: int = 0
+    refreshed_s: float = 0.0
     wanted: bool = False
     position: int = 0
     is_ahead: bool = False
@@ -89,9 +91,9 @@ class HostPool:
 
     idle_limit: the units that unpinned READY entries may hold together; None: all of the memory.
     ``on_room`` is called when the last pin of an entry is released, ``on_evicted`` after each
-    eviction. ``on_change``, if it is set, is called with a key, a place (None: the pool; n: tier n)
-    and whether the chunk is there: when that changes in the pool, and when it turns out of a tier
-    (`known_in`, `seen`).
+    eviction, ``on_wanted`` when a lookup asks for a pinned entry for the first time. ``on_change``,
+    if it is set, is called with a key, a place (None: the pool; n: tier n) and whether the chunk is
+    there: when that changes in the pool, and when it turns out of a tier (`known_in`, `seen`).
 
     `get` makes an entry the most recently used. The release of its last pin does so too, except for
     one that `is_ahead`. Misuse (unpin without a pin, publish twice, reserve a key that is in the
@@ -107,6 +109,7 @@ class HostPool:
         self.evictions = 0
         self.on_room: Callable[[], None] = lambda: None
         self.on_evicted: Callable[[], None] = lambda: None
+        self.on_wanted: Callable[[Entry], None] = lambda entry: None
         self.on_change: Change | None = None
         self.free = self.capacity
         self._index: dict[bytes, Entry] = {}
@@ -266,12 +269,16 @@ class HostPool:
 
     def seen(self, tier: int, keys: Iterable[bytes], *, there: bool = True) -> None:
         """A tier has these chunks, or has none of them."""
+        for key in () if there else keys:
+            entry = self._index.get(key)
+            if entry is not None:
+                entry.stored_in &= ~(1 << tier)
         if self.on_change is not None:
             for key in keys:
                 self.on_change(key, tier, there)
 
-    def seen_again(self, entry: Entry) -> None:
-        """Names a READY entry and the tiers known to have it, for who has not heard of it yet."""
+    def report_again(self, entry: Entry) -> None:
+        """Reports a READY entry and its tiers again, for watchers that started later."""
         if self.on_change is not None:
             self.on_change(entry.key, None, True)
             for tier in range(entry.stored_in.bit_length()):

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -105,44 +106,30 @@ def _run(action: Action) -> None:
         logger.exception("an action of the loop failed")  # our own bug: only that action fails
 
 
-class KeyLock:
-    """Locks that serialise the changes of a key without blocking a thread.
+class OneTimer:
+    """A timer that is set again and again. Owned by the owner's thread."""
 
-    Owned by the owner's thread. Unlocked keys use no memory.
-    """
-
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Owner, action: Action) -> None:
         self._owner = owner
-        self._held: dict[bytes, deque[Action] | None] = {}  # waiters of each; None: no waiters yet
+        self._action = action
+        self._due_s = math.inf
+        self._timer: Timer | None = None
 
-    def try_acquire(self, key: bytes) -> bool:
-        if key in self._held:
-            return False
-        self._held[key] = None
-        return True
+    def fire_at(self, due_s: float) -> None:
+        """Run the action at that time (`time.monotonic()`) and not before. Infinity: do not."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due_s = due_s
+        self._timer = self._owner.at(due_s, self._fire) if due_s < math.inf else None
 
-    def wait(self, key: bytes, acquired: Action) -> None:
-        """Waits for a lock that is held: posts ``acquired`` when the caller has it."""
-        waiting = self._held[key]
-        if waiting is None:
-            waiting = self._held[key] = deque()
-        waiting.append(acquired)
+    def fire_by(self, due_s: float) -> None:
+        """Run the action at that time, or earlier if it is set so."""
+        if due_s < self._due_s:
+            self.fire_at(due_s)
 
-    def acquire(self, key: bytes, acquired: Action) -> None:
-        """Calls ``acquired`` when the caller has the lock: at once if it is free, else posted."""
-        if self.try_acquire(key):
-            acquired()
-        else:
-            self.wait(key, acquired)
-
-    def release(self, key: bytes) -> None:
-        """Passes the lock to the longest waiter, or frees it."""
-        waiting = self._held[key]
-        if waiting:
-            # Posted: if many waiters release at once, calling each from here would nest them.
-            self._owner.post(waiting.popleft())
-        else:
-            del self._held[key]
+    def _fire(self) -> None:
+        self._due_s, self._timer = math.inf, None
+        self._action()
 
 
 class _Task(NamedTuple):
@@ -272,6 +259,7 @@ class HangDetector:
         self._calls: dict[object, _Call] = {}
         self._next_look_s = math.inf
         self._closed = False
+        self._hangs = False
         self.reason = ""
         self.since_s = time.monotonic()  # when the present state began
         self._thread = threading.Thread(target=self._watch, name="lmcache-redis-watch", daemon=True)
@@ -290,6 +278,20 @@ class HangDetector:
             return call()
         finally:
             self._returned(me)
+
+    def hold_down(self, reason: str) -> Action:
+        """Start no call until the returned action is called, once, on any thread."""
+        me = object()
+        with self._changed:
+            self._calls[me] = _Call(reason, math.inf, math.inf)
+            self.reason, self.since_s = reason, time.monotonic()
+        return partial(self._returned, me)
+
+    def stay_down(self, reason: str) -> None:
+        """Instead of the action that `hold_down` returned: no call is ever started."""
+        with self._changed:
+            self._calls.clear()
+            self.reason = reason
 
     def look_at(self, time_s: float) -> None:
         """Have `on_time` called at that time, or earlier."""
@@ -310,8 +312,8 @@ class HangDetector:
         """
         with self._changed:
             self._closed = True
-            self._changed.wait_for(lambda: self.reason or not self._calls, timeout_s)
-            ended = not self.reason and not self._calls
+            self._changed.wait_for(lambda: self._hangs or not self._calls, timeout_s)
+            ended = not self._calls
         self.look_at(-math.inf)
         self._thread.join()
         return ended
@@ -334,8 +336,10 @@ class HangDetector:
         action = self._on_return()
         if action is None:
             now_s = time.monotonic()
-            logger.warning("the %s is back after %.1f s", self._what, now_s - self.since_s)
-            self.reason, self.since_s = "", now_s
+            how = "back" if self._hangs else "up"
+            level = logging.WARNING if self._hangs else logging.INFO
+            logger.log(level, "the %s is %s after %.1f s", self._what, how, now_s - self.since_s)
+            self.reason, self.since_s, self._hangs = "", now_s, False
         return action
 
     def _watch(self) -> None:
@@ -356,7 +360,7 @@ class HangDetector:
             return math.inf
         if first.due_s > time.monotonic():
             return first.due_s
-        self.since_s = time.monotonic()
+        self.since_s, self._hangs = time.monotonic(), True
         self.reason = f"{first.what} has not returned within {first.limit_s:g} s"
         logger.warning("the %s is down: %s", self._what, self.reason)
         self._changed.notify_all()

@@ -3,47 +3,65 @@
 Each tier has one queue, bounded in bytes. A chunk that does not fit, or that the tier does not
 store, stays in the host pool and is counted; the next store of the chunk enqueues it again.
 
-    waiting   until its delay has passed; then one call asks the tier which of the due chunks it
-              has: those are not written again
-    ready     until it is its turn (`pacing`)
-    writing   by the tier. If the tier did not answer that call, the outcome of the write says why
+    waiting   until its delay has passed
+    ready     until it is its turn (`schedule`). Then the tier is asked whether it has the chunk;
+              if so, it is not written again
+    writing   the tier is asked, or writes. If it did not answer, the outcome of the write says why
 
 A chunk is pinned, and counts against the limit, from when it is enqueued until the tier is done.
+The queue holds no more than the tier can write before the deadlines of what is queued. A full queue
+drops what would be written last.
 
-A full queue drops what would be written last.
+What is believed of a tier may be wrong: it evicts, expires and loses chunks, and what it has may be
+damaged. So it is asked before each write, and a chunk whose read found doubtful bytes is
+*distrusted*: its next write is made without asking.
 
 `write` replaces what the tier has under the key and `remove` removes it, both without asking first.
-Writes and removals of one key run one after the other, in the order of the calls (`KeyLock`). A
-write whose entry is discarded before it begins is skipped.
+Writes and removals of one key run one after the other, in the order of the calls. A write whose
+entry is discarded before it begins is skipped.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from lmcache_redis.cache.backing import Backing
-from lmcache_redis.cache.pacing import TransferRate, Turns, order
+from lmcache_redis.cache.pacing import TransferRate
 from lmcache_redis.cache.pool import Entry, EntryState, HostPool
-from lmcache_redis.cache.threads import Action, KeyLock, Owner, Timer
+from lmcache_redis.cache.schedule import IN_FLIGHT_BYTES, PendingWrite, WriteScheduler, rank_of
+from lmcache_redis.cache.threads import OneTimer, Owner
 from lmcache_redis.metrics import Metrics
 from lmcache_redis.tiers import (
     CallOutcome,
     ChunkIO,
     Done,
     ExistsResult,
+    KeyedTier,
     RemoveResult,
     WriteOutcome,
 )
 
 logger = logging.getLogger(__name__)
 
-# Chunks that are due within this time, such as those of one prefill, go to the tier in one batch.
-_BATCH_WINDOW_S = 0.005
+# For a chunk to wait in a queue and to be written, in total.
+WRITE_DEADLINE_S = 30.0
+_MOST_DISTRUSTED = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Removal:
+    """A removal of a key. done: told the result."""
+
+    deadline: float
+    done: Done[RemoveResult]
+
+
+_Change = PendingWrite | _Removal
 
 
 class WriteBehind:
@@ -65,44 +83,41 @@ class WriteBehind:
         self.queued_bytes = 0
         self.limit_bytes = backing.write_limit_bytes
         self._backing = backing
-        self._tier = backing.tier
-        self._counters = backing.counters
         self._index = index
-        self._bit = 1 << index
         self._owner = owner
         self._pool = pool
         self._metrics = metrics
-        self._jobs: dict[Entry, ChunkIO] = {}
-        # Those of them that the tier was not asked about yet, with their due times.
-        self._waiting: dict[Entry, tuple[ChunkIO, float]] = {}
-        self._turns = Turns(loads)
-        self._timer: Timer | None = None  # for the end of their waiting
-        self._is_stopping = False
-        self._locks = KeyLock(owner)
-        self._writing: dict[bytes, ChunkIO] = {}  # by key
-        self._done_calls: dict[Entry, Callable[[WriteOutcome], None]] = {}  # of `write`
-        self._removing: Counter[bytes] = Counter()  # keys of removals
+        self._pending: dict[object, _Change] = {}  # writes by entry, and removals
+        self._changes: dict[bytes, list[_Change]] = {}  # of a key; the first is with the tier
+        self._schedule = WriteScheduler(loads)
+        self._timer = OneTimer(owner, self.begin_ready)
+        self._distrusted: dict[bytes, None] = {}
         self._warned_of: WriteOutcome | None = None
 
     def __len__(self) -> int:
         """Writes and removals that have not ended."""
-        return len(self._jobs) + self._removing.total()
+        return len(self._pending)
+
+    def distrust(self, key: bytes) -> None:
+        """What the tier has under the key is doubtful: the next write of it does not ask."""
+        self._distrusted[key] = None
+        if len(self._distrusted) > _MOST_DISTRUSTED:
+            del self._distrusted[next(iter(self._distrusted))]
 
     def admits(self, entry: Entry, nbytes: int) -> bool:
         """Whether to enqueue a READY entry. Counts a chunk that is dropped.
 
-        False if it is already enqueued, if the tier is known to have it, or if it is dropped.
+        False if it is already enqueued, if the tier's index has it, or if it is dropped.
         """
-        known = self._tier.lookup(entry.key)
-        if entry in self._jobs or (entry.stored_in & self._bit if known is None else known):
+        if entry in self._pending or self._is_indexed(entry.key):
             return False
         return self._has_room(nbytes, entry)
 
     def enqueue(self, entry: Entry, job: ChunkIO, delay_s: float) -> None:
         """Pins an admitted entry; its job is due in ``delay_s`` seconds."""
-        self._hold(entry, job)
-        self._waiting[entry] = (job, time.monotonic() + delay_s)
-        self._owner.after(delay_s, self._begin_due)
+        due_s = time.monotonic() + delay_s
+        self._schedule.add(self._add(PendingWrite(entry, job)), due_s)
+        self._timer.fire_by(due_s)
 
     def write(self, entry: Entry, job: ChunkIO, done: Callable[[WriteOutcome], None]) -> None:
         """Writes a READY entry without delay, in place of what the tier has under its key.
@@ -110,234 +125,247 @@ class WriteBehind:
         done: called once, while the entry is still pinned. UNAVAILABLE also if the write is
         dropped.
         """
-        if not self._has_room(job.frame.chunk_bytes):
+        if self._has_room(job.frame.chunk_bytes):
+            self._write([self._add(PendingWrite(entry, job, done=done))])
+        else:
             done(WriteOutcome.UNAVAILABLE)
-            return
-        self._hold(entry, job)
-        self._done_calls[entry] = done
-        self._write([job])
 
     def remove(self, key: bytes, deadline_s: float, done: Done[RemoveResult]) -> None:
         """Removes a chunk from the tier after earlier writes of it; cancels one in flight."""
-        writing = self._writing.get(key)
-        if writing is not None:
-            self._tier.cancel(writing)
-        self._removing[key] += 1
-
-        def begin() -> None:
-            try:
-                self._tier.remove(
-                    key, deadline_s, lambda result: self._owner.post(partial(end, result))
-                )
-            except Exception:
-                end(RemoveResult(CallOutcome.UNAVAILABLE))  # our own bug; the owner logs it
-                raise
-
-        def end(result: RemoveResult) -> None:
-            self._removing[key] -= 1
-            if not self._removing[key]:
-                del self._removing[key]
-            self._locks.release(key)
-            done(result)
-
-        self._locks.acquire(key, begin)
+        first = self._changes.get(key, [None])[0]
+        if isinstance(first, PendingWrite):
+            self._backing.tier.cancel(first.job)
+        removal = _Removal(deadline_s, done)
+        self._pending[removal] = removal
+        if self._is_first(key, removal):
+            self._begin_removal(key, removal)
 
     def is_removing(self, key: bytes) -> bool:
         """Whether a removal is in flight: the tier may still find the chunk."""
-        return key in self._removing
-
-    def wait_for(self, key: bytes, when_ended: Callable[[Action], None]) -> None:
-        """Holds the key's lock until ``when_ended`` calls the action that it is given."""
-        self._locks.acquire(key, partial(when_ended, partial(self._locks.release, key)))
+        return any(isinstance(each, _Removal) for each in self._changes.get(key, ()))
 
     def cancel(self, entry: Entry) -> None:
         """Cancels the write of a discarded entry."""
-        job = self._jobs.get(entry)
-        if job is None:
+        write = self._pending.get(entry)
+        if not isinstance(write, PendingWrite):
             return
-        if self._take_back(job):
-            self._written(job, WriteOutcome.CANCELLED)
+        if self._schedule.remove(write):
+            self._end(write, WriteOutcome.CANCELLED)
         else:
-            self._tier.cancel(job)
+            self._backing.tier.cancel(write.job)
+
+    def wanted(self, entry: Entry) -> None:
+        """A lookup has asked for the chunk: it is written before others."""
+        write = self._pending.get(entry)
+        if isinstance(write, PendingWrite):
+            self._schedule.rank_again(write)
 
     def begin_all(self) -> None:
         """Starts all writes now, because the owner is stopping."""
-        self._is_stopping = True
-        self._begin(list(self._waiting))
-        self.begin_ready()
-
-    def _begin_due(self) -> None:
-        by_s = time.monotonic() + _BATCH_WINDOW_S
-        self._begin([entry for entry, (_, due_s) in self._waiting.items() if due_s <= by_s])
-
-    def _begin(self, entries: list[Entry]) -> None:
-        """Asks the tier which of the chunks it has; writes the others."""
-        if not entries:
-            return
-        jobs = [self._waiting.pop(entry)[0] for entry in entries]
-        with self._released_on_error(jobs):
-            keys = [job.key for job in jobs]
-            if self._tier.lookup(keys[0]) is not None:
-                present = [bool(self._tier.lookup(key)) for key in keys]
-                self._asked(jobs, ExistsResult(CallOutcome.DONE, present))
-                return
-            self._tier.exists(
-                keys,
-                time.monotonic() + self._backing.exists_timeout_s,
-                lambda result: self._owner.post(partial(self._asked, jobs, result)),
-            )
-
-    def _asked(self, jobs: Sequence[ChunkIO], result: ExistsResult) -> None:
-        for job, present in zip(jobs, result.present or [False] * len(jobs), strict=True):
-            if present:
-                self._skip(job)
-            elif (
-                result.outcome is CallOutcome.CANCELLED
-                or _entry_of(job).state is EntryState.DISCARDED
-            ):
-                self._written(job, WriteOutcome.CANCELLED)
-            else:
-                self._turns.ready[_entry_of(job)] = job
+        self._schedule.is_stopping = True
         self.begin_ready()
 
     def begin_ready(self) -> None:
         """Begins the writes whose turn it is. The cache calls this when loads have ended."""
         now_s = time.monotonic()
-        jobs = self._turns.begin_all() if self._is_stopping else self._turns.begin(now_s)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._turns.ready and (until_s := self._turns.waits_until(now_s)) > now_s:
-            self._timer = self._owner.at(until_s, self.begin_ready)
-        for job in jobs:
-            if _entry_of(job).state is EntryState.DISCARDED:
-                self._written(job, WriteOutcome.CANCELLED)
-        self._write([job for job in jobs if _entry_of(job).state is not EntryState.DISCARDED])
+        for write in self._schedule.expired(now_s):
+            self._drop(write)
+        writes = self._schedule.begin(now_s)
+        self._timer.fire_at(self._schedule.next_s(now_s))
+        self._ask([each for each in writes if each.job.key not in self._distrusted])
+        self._write([each for each in writes if each.job.key in self._distrusted])
 
-    def _write(self, jobs: Sequence[ChunkIO]) -> None:
-        """Begins the writes whose keys are unlocked now, and the others when they are."""
-        free: list[ChunkIO] = []
-        for job in jobs:
-            if self._locks.try_acquire(job.key):
-                free.append(job)
+    def _ask(self, writes: Sequence[PendingWrite]) -> None:
+        """Asks the tier which of the chunks it has; writes the others."""
+        if not writes:
+            return
+        tier = self._backing.tier
+        with self._ended_on_error(writes):
+            if tier.lookup(writes[0].job.key) is not None:
+                present = [bool(tier.lookup(each.job.key)) for each in writes]
+                self._asked(writes, ExistsResult(CallOutcome.DONE, present))
+                return
+            tier.refresh(
+                [(each.job.key, each.job.frame.stripe_count) for each in writes],
+                time.monotonic() + self._backing.ask_timeout_s,
+                lambda result: self._owner.post(partial(self._asked, writes, result)),
+            )
+
+    def _asked(self, writes: Sequence[PendingWrite], result: ExistsResult) -> None:
+        lacking = []
+        for write, present in zip(writes, result.present or [False] * len(writes), strict=True):
+            is_discarded = write.entry.state is EntryState.DISCARDED
+            if is_discarded or result.outcome is CallOutcome.CANCELLED:
+                self._end(write, WriteOutcome.CANCELLED)
+            elif present:
+                self._skip(write)
             else:
-                self._locks.wait(job.key, partial(self._acquired, job))
-        if free:
-            self._begin_writes(free)
+                if result.present:
+                    self._pool.seen(self._index, (write.job.key,), there=False)
+                lacking.append(write)
+        self._write(lacking)
 
-    def _acquired(self, job: ChunkIO) -> None:
-        """A waiting write has the lock of its key."""
-        if _entry_of(job).state is EntryState.DISCARDED:
-            self._writing[job.key] = job
-            self._written(job, WriteOutcome.CANCELLED)
+    def _write(self, writes: Sequence[PendingWrite]) -> None:
+        """Begins the writes whose keys have no other change now, and the others after it."""
+        now = [each for each in writes if self._is_first(each.job.key, each)]
+        if now:
+            self._begin_writes(now)
+
+    def _begin_writes(self, writes: Sequence[PendingWrite]) -> None:
+        now_s = time.monotonic()
+        for each in writes:
+            self._schedule.written(each.nbytes, now_s)
+        with self._ended_on_error(writes):
+            self._backing.tier.store_all([each.job for each in writes], self._done)
+
+    def _begin_removal(self, key: bytes, removal: _Removal) -> None:
+        tier, end = self._backing.tier, partial(self._removed, key, removal)
+        if not isinstance(tier, KeyedTier):
+            end(RemoveResult(CallOutcome.UNAVAILABLE))
+            return
+        try:
+            tier.remove(
+                key, removal.deadline, lambda result: self._owner.post(partial(end, result))
+            )
+        except Exception:
+            end(RemoveResult(CallOutcome.UNAVAILABLE))
+            raise  # our own bug; the owner logs it
+
+    def _removed(self, key: bytes, removal: _Removal, result: RemoveResult) -> None:
+        del self._pending[removal]
+        self._begin_next(key)
+        removal.done(result)
+
+    # ----------------------------------------------------- the changes of a key
+
+    def _is_first(self, key: bytes, change: _Change) -> bool:
+        """Enters a change; whether it begins now. If not, `_begin_next` begins it."""
+        changes = self._changes.setdefault(key, [])
+        changes.append(change)
+        return len(changes) == 1
+
+    def _begin_next(self, key: bytes) -> None:
+        """The first change of the key has ended."""
+        changes = self._changes[key]
+        del changes[0]
+        if changes:
+            # Posted: if many wait, calling each from here would nest them.
+            self._owner.post(partial(self._begin_waiting, key, changes[0]))
         else:
-            self._begin_writes((job,))
+            del self._changes[key]
 
-    def _begin_writes(self, jobs: Sequence[ChunkIO]) -> None:
-        for job in jobs:
-            self._writing[job.key] = job
-        with self._released_on_error(jobs):
-            self._tier.store_all(jobs, self._done)
+    def _begin_waiting(self, key: bytes, change: _Change) -> None:
+        if isinstance(change, _Removal):
+            self._begin_removal(key, change)
+        elif change.entry.state is EntryState.DISCARDED:
+            self._begin_next(key)
+            self._end(change, WriteOutcome.CANCELLED)
+        else:
+            self._begin_writes((change,))
+
+    # ------------------------------------------------------------ ends of writes
 
     @contextmanager
-    def _released_on_error(self, jobs: Sequence[ChunkIO]) -> Iterator[None]:
+    def _ended_on_error(self, writes: Sequence[PendingWrite]) -> Iterator[None]:
         """After a bug of ours, which the owner logs, releases pins and queue bytes of the jobs."""
         try:
             yield
         except Exception:
-            for job in jobs:
-                if self._jobs.get(_entry_of(job)) is job:
-                    self._written(job, WriteOutcome.UNAVAILABLE)
+            for each in writes:
+                if self._pending.get(each.entry) is each:
+                    self._written(each.job, WriteOutcome.UNAVAILABLE)
             raise
 
-    # On a thread of the tier.
-
     def _done(self, job: ChunkIO, outcome: WriteOutcome) -> None:
+        """On a thread of the tier."""
         self._owner.post(partial(self._written, job, outcome))
 
-    def _skip(self, job: ChunkIO) -> None:
+    def _written(self, job: ChunkIO, outcome: WriteOutcome) -> None:
+        write = self._pending.get(job.tag)
+        if not isinstance(write, PendingWrite) or write.job is not job:
+            return  # it was ended by a bug of ours
+        if self._changes.get(job.key, [None])[0] is write:
+            is_stored = outcome is WriteOutcome.STORED
+            self._schedule.stored(write.nbytes, time.monotonic(), is_stored=is_stored)
+            self._begin_next(job.key)
+        self._end(write, outcome)
+
+    def _skip(self, write: PendingWrite) -> None:
         """The tier has the chunk."""
-        self._pool.known_in(_entry_of(job), self._index)
-        self._release(job)
-        if self._counters.is_remote:
+        self._pool.known_in(write.entry, self._index)
+        self._release(write)
+        if self._backing.counters.is_remote:
             self._metrics.count("skipped_chunks")
 
-    def _written(self, job: ChunkIO, outcome: WriteOutcome) -> None:
-        entry = _entry_of(job)
+    def _drop(self, write: PendingWrite) -> None:
+        """The queue is too long for a write that has not begun."""
+        self._metrics.count(self._backing.counters.queue_full)
+        self._release(write)
+
+    def _end(self, write: PendingWrite, outcome: WriteOutcome) -> None:
+        """A write has an outcome: counts it, and releases what it held."""
+        entry, counters = write.entry, self._backing.counters
         if outcome is WriteOutcome.STORED:
             self._pool.known_in(entry, self._index)
-            self._metrics.count(self._counters.stored_chunks)
-            self._metrics.count(self._counters.stored_bytes, job.frame.chunk_bytes)
+            self._distrusted.pop(entry.key, None)
+            self._metrics.count(counters.stored_chunks)
+            self._metrics.count(counters.stored_bytes, write.nbytes)
             self._warned_of = None
         elif entry.state is not EntryState.DISCARDED:
-            self._metrics.count(self._counters.drops[outcome])
-            if self._counters.is_remote and self._warned_of is not outcome:
+            self._metrics.count(counters.drops[outcome])
+            if counters.is_remote and self._warned_of is not outcome:
                 self._warned_of = outcome
                 logger.warning(
                     "chunks are not written to %s: %s (they are counted, and logged once)",
-                    self._tier.name,
+                    self._backing.tier.name,
                     outcome.value,
                 )
-        if self._writing.get(job.key) is not job:
-            self._release(job)
-            return
-        del self._writing[job.key]
         try:
-            if entry in self._done_calls:
-                self._done_calls.pop(entry)(outcome)
+            if write.done is not None:
+                write.done(outcome)
         finally:
-            self._locks.release(job.key)
-            self._release(job)
+            self._release(write)
+
+    # ---------------------------------------------------------------- the queue
+
+    def _is_indexed(self, key: bytes) -> bool:
+        return key not in self._distrusted and bool(self._backing.tier.lookup(key))
 
     def _has_room(self, nbytes: int, entry: Entry | None = None) -> bool:
         """Whether the tier is up and the queue has room. Counts what is dropped.
 
         entry: makes room for it by dropping others that would be written after it.
         """
-        if not self._tier.state.up:
-            self._metrics.count(self._counters.drops[WriteOutcome.UNAVAILABLE])
+        counters = self._backing.counters
+        if not self._backing.tier.state.up:
+            self._metrics.count(counters.drops[WriteOutcome.UNAVAILABLE])
             return False
-        lacking = self.queued_bytes + nbytes - self.limit_bytes
-        if lacking <= 0:
-            return True
-        later: list[Entry] = []
-        if entry is not None:
-            queued, own = (*self._turns.ready, *self._waiting), order(entry)
-            later = [each for each in queued if order(each) > own]
-        if sum(self._jobs[each].frame.chunk_bytes for each in later) < lacking:
-            self._metrics.count(self._counters.queue_full)
-            return False
-        later.sort(key=order)
+        in_time = max(IN_FLIGHT_BYTES, self._schedule.bytes_within(WRITE_DEADLINE_S))
+        lacking = self.queued_bytes + nbytes - min(self.limit_bytes, in_time)
+        later = self._schedule.after(rank_of(entry)) if entry is not None else iter(())
+        dropped = []
         while lacking > 0:
-            job = self._jobs[later.pop()]
-            lacking -= job.frame.chunk_bytes
-            self._metrics.count(self._counters.queue_full)
-            self._take_back(job)
-            self._release(job)
+            write = next(later, None)
+            if write is None:
+                self._metrics.count(counters.queue_full)
+                return False
+            dropped.append(write)
+            lacking -= write.nbytes
+        for write in dropped:
+            self._schedule.remove(write)
+            self._drop(write)
         return True
 
-    def _take_back(self, job: ChunkIO) -> bool:
-        """Takes a job that has not begun out of the queue; False if it has."""
-        entry = _entry_of(job)
-        was_waiting = self._waiting.pop(entry, None) is not None
-        return self._turns.ready.pop(entry, None) is not None or was_waiting
+    def _add(self, write: PendingWrite) -> PendingWrite:
+        self._pool.pin(write.entry)
+        self._pending[write.entry] = write
+        self.queued_bytes += write.nbytes
+        return write
 
-    def _hold(self, entry: Entry, job: ChunkIO) -> None:
-        self._pool.pin(entry)
-        self._jobs[entry] = job
-        self.queued_bytes += job.frame.chunk_bytes
-
-    def _release(self, job: ChunkIO) -> None:
-        """The tier is done with the entry: undoes `_hold`."""
-        entry = _entry_of(job)
-        del self._jobs[entry]
-        self.queued_bytes -= job.frame.chunk_bytes
-        self._pool.unpin(entry)
-        self._turns.ended(job, time.monotonic(), is_stored=bool(entry.stored_in & self._bit))
-        if self._turns.ready:
-            self._owner.post(self.begin_ready)
-
-
-def _entry_of(job: ChunkIO) -> Entry:
-    assert isinstance(job.tag, Entry)
-    return job.tag
+    def _release(self, write: PendingWrite) -> None:
+        """Undoes `_add`."""
+        del self._pending[write.entry]
+        self.queued_bytes -= write.nbytes
+        self._pool.unpin(write.entry)
+        if self._schedule.ended(write):
+            self._timer.fire_by(time.monotonic())

@@ -5,10 +5,10 @@
            previous chunk, and it is written through to every tier
 
 A put replaces a chunk, and `remove` removes it. Neither is undone by a load of the key: one in
-flight is cancelled and leaves nothing in memory, no tier is written to before it has finished with
-the load, and nothing is loaded from a tier that the chunk is being removed from. A tier that does
-not store a put removes what it has under the key. If it cannot do even that, because it is down, it
-keeps the previous chunk, and serves it once the tiers above have lost theirs.
+flight is cancelled and leaves nothing in memory, and nothing is loaded from a tier that the chunk
+is being removed from. A tier that does not store a put removes what it has under the key. If it
+cannot do even that, because it is down, it keeps the previous chunk, and serves it once the tiers
+above have lost theirs.
 
 A loaded chunk is promoted, in the background, to the tiers above the one that had it.
 
@@ -64,6 +64,7 @@ from lmcache_redis.tiers import (
     ChunkIO,
     ExistsResult,
     FramesResult,
+    KeyedTier,
     WriteOutcome,
 )
 
@@ -114,9 +115,9 @@ class Listing(NamedTuple):
 class ObjectCache:
     """See the module.
 
-    cache: over a `HeapMemory`, used by nothing else. stripe_bytes: the largest payload of a stripe
-    that is written; stripes of any size are read. write_s: the timeout of a write, and again of the
-    removal that follows a failed one.
+    cache: over a `HeapMemory` and `KeyedTier`s, used by nothing else. stripe_bytes: the largest
+    payload of a stripe that is written; stripes of any size are read. write_s: the timeout of a
+    write, and again of the removal that follows a failed one.
     """
 
     def __init__(
@@ -134,6 +135,8 @@ class ObjectCache:
         self._pool = cache.pool
         self._post = cache.owner.post
         self._finds: dict[bytes, list[Callable[[Found | None], None]]] = {}
+        self._tiers = [tier for tier in cache.tiers if isinstance(tier, KeyedTier)]
+        assert len(self._tiers) == len(cache.tiers), "they are asked by key"
         self._lists = WorkerThreads("list", 1)
 
     @property
@@ -230,7 +233,7 @@ class ObjectCache:
         if level is None:
             answer(None)
         else:
-            self.cache.tiers[level].describe(
+            self._tiers[level].describe(
                 (chunk_key,), deadline, lambda result: self._post(partial(described, level, result))
             )
 
@@ -402,7 +405,7 @@ class ObjectCache:
         self._finds.pop(chunk_key, None)
         entry = self._pool.peek(chunk_key)
         if entry is not None and entry.state is EntryState.FILLING:
-            self.cache.supersede_load(entry)
+            self._pool.cancel(entry)
 
     def keys(
         self, deadline: float, done: Callable[[Listing], None], limit: int = sys.maxsize
@@ -416,7 +419,7 @@ class ObjectCache:
         def collect() -> None:
             """On a thread: tiers wait for servers, and there may be many keys."""
             is_complete = True
-            for tier in self.cache.tiers:
+            for tier in self._tiers:
                 outcome, keys = tier.keys(self._names.common, deadline, limit)
                 found.update(dict.fromkeys(keys))
                 is_complete = is_complete and outcome is CallOutcome.DONE

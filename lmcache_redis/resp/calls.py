@@ -93,6 +93,12 @@ class KeyCalls:
 
         self._exists(keys, deadline, answer)
 
+    def refresh(
+        self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
+    ) -> None:
+        """Asks for stripe 0 of each chunk, until the branch `resp` is merged."""
+        self.exists([key for key, _ in chunks], deadline, done)
+
     def describe(self, keys: Sequence[bytes], deadline: float, done: Done[FramesResult]) -> None:
         """The frames of the chunks, whatever their layout. Uses GETRANGE."""
 

@@ -43,6 +43,9 @@ class PlayedTier:
         self.is_up = True
         self.is_probed = True
         self.asked: list[tuple[Sequence[bytes], Callable[[ExistsResult], None]]] = []
+        self.refreshed: list[
+            tuple[Sequence[tuple[bytes, int]], Callable[[ExistsResult], None]]
+        ] = []
         self.scanned: list[tuple[Sequence[bytes], Callable[[ScanResult], None]]] = []
         self.described: list[tuple[bytes, Callable[[FramesResult], None]]] = []
         self.removed: list[tuple[bytes, Callable[[RemoveResult], None]]] = []
@@ -68,6 +71,15 @@ class PlayedTier:
     ) -> None:
         assert time.monotonic() < deadline
         self.asked.append((keys, done))
+
+    def refresh(
+        self,
+        chunks: Sequence[tuple[bytes, int]],
+        deadline: float,
+        done: Callable[[ExistsResult], None],
+    ) -> None:
+        assert time.monotonic() < deadline
+        self.refreshed.append((chunks, done))
 
     def load_all(self, jobs: Sequence[ChunkIO], done: ReadDone) -> None:
         for job in jobs:

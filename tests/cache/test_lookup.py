@@ -100,12 +100,12 @@ def make() -> Iterator[Callable[..., Tiers]]:
         for queue in tiers.cache.queues:
             queue.begin_all()
         for tier in (tiers.disk, tiers.redis):
-            while tier.asked:
-                keys, done = tier.asked.pop()
-                done(ExistsResult(CallOutcome.DONE, [True] * len(keys)))
-            tiers.loop.run_posted()
+            while tier.refreshed:
+                chunks, done = tier.refreshed.pop()
+                done(ExistsResult(CallOutcome.DONE, [True] * len(chunks)))
+                tiers.loop.run_posted()
             for job in tier.written:
-                if job.tag in tiers.cache.queues[tier is tiers.redis]._jobs:
+                if job.tag in tiers.cache.queues[tier is tiers.redis]._pending:
                     tier.write_done(job, WriteOutcome.STORED)
         tiers.loop.run_posted()
         tiers.close()

@@ -331,10 +331,10 @@ def test_a_listener_hears_of_the_tiers_too() -> None:
     told.clear()
     pool.known_in(entry, 0)
     told.clear()
-    pool.seen_again(entry)
+    pool.report_again(entry)
     assert told == [(b"key", None, True), (b"key", 0, True), (b"key", 2, True)]
     pool.on_change = None
-    pool.seen_again(entry)
+    pool.report_again(entry)
     pool.discard(entry)
     assert len(told) == 3
 

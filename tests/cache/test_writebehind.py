@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from lmcache_redis.cache import pacing
+from lmcache_redis.cache import schedule, writebehind
 from lmcache_redis.cache.backing import REDIS_COUNTERS
 from lmcache_redis.cache.lookup import PrefixLookup
 from lmcache_redis.cache.pool import Entry
@@ -37,7 +38,7 @@ class Queue(World):
         self.loop.run_due()
 
     def answer(self, result: ExistsResult) -> None:
-        _, done = self.tier.asked.pop()
+        _, done = self.tier.refreshed.pop()
         done(result)
         self.loop.run_posted()
 
@@ -51,12 +52,12 @@ class Queue(World):
         """Looks up a chunk that is in the pool."""
         PrefixLookup(self.cache, [FORM], [name], math.inf, lambda found: None).start()
 
-    def load(self, name: bytes) -> None:
+    def load(self, name: bytes, outcome: ReadOutcome = ReadOutcome.MISSING) -> None:
         """Loads a chunk that is not in the pool, in vain."""
         job = self.cache.prepare_load(FORM, FORM.key(name), name, 0, math.inf)
         assert job is not None
         self.cache.begin_loads([job])
-        self.tier.read_done(job, ReadOutcome.MISSING)
+        self.tier.read_done(job, outcome)
         self.loop.run_posted()
 
     def written(self) -> list[Entry]:
@@ -72,8 +73,8 @@ def queue() -> Iterator[Queue]:
 
 def test_a_tier_is_asked_once_about_all_chunks_that_are_due_together(queue: Queue) -> None:
     queue.enqueue()
-    keys = [FORM.key(name) for name in HASHES]
-    assert [asked for asked, _ in queue.tier.asked] == [keys]
+    chunks = [(FORM.key(name), FORM.stripe_count) for name in HASHES]
+    assert [asked for asked, _ in queue.tier.refreshed] == [chunks]
     assert queue.written() == []
     queue.answer(ExistsResult(CallOutcome.DONE, [True, False, True, False, False]))
     has, lacks = queue.entries[0:3:2], [queue.entries[n] for n in (1, 3, 4)]
@@ -86,8 +87,13 @@ def test_a_tier_is_asked_once_about_all_chunks_that_are_due_together(queue: Queu
         "stored_bytes": 3 * FORM.chunk_bytes,
         "skipped_chunks": 2,
     }
-    queue.enqueue()  # known to be there: not asked again
-    assert (len(queue.writes), queue.tier.asked) == (0, [])
+    queue.enqueue()  # the tier may have lost it since
+    queue.answer(ExistsResult(CallOutcome.DONE, [True] * 4 + [False]))
+    assert [entry.stored_in for entry in queue.entries] == [1, 1, 1, 1, 0]
+    assert queue.written()[3:] == [queue.entries[4]]
+    queue.tier.write_done(queue.tier.written[3], WriteOutcome.STORED)
+    queue.loop.run_posted()
+    assert len(queue.writes) == 0
 
 
 @pytest.mark.parametrize("outcome", [CallOutcome.TIMED_OUT, CallOutcome.UNAVAILABLE])
@@ -101,7 +107,7 @@ def test_where_a_tier_does_not_say_what_it_has_the_write_decides(
     assert queue.counted() == {"drop_redis_error": len(HASHES)}
     assert all(FORM.key(name) in queue.cache.pool for name in HASHES)
     queue.enqueue()  # the next store does so
-    assert len(queue.tier.asked) == 1
+    assert len(queue.tier.refreshed) == 1
     queue.answer(ExistsResult(CallOutcome.DONE, [True] * len(HASHES)))
 
 
@@ -133,15 +139,15 @@ def test_a_chunk_that_is_cleared_is_not_written(queue: Queue) -> None:
 
 def test_a_delay_ends_by_itself_or_when_the_owner_stops(queue: Queue) -> None:
     queue.enqueue(delay_s=0.05)
-    assert queue.tier.asked == []
-    queue.run(lambda: queue.tier.asked)
+    assert queue.tier.refreshed == []
+    queue.run(lambda: queue.tier.refreshed)
     queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
     queue.end(WriteOutcome.UNAVAILABLE)
     queue.tier.written.clear()
     queue.enqueue(delay_s=60)
-    assert queue.tier.asked == []
+    assert queue.tier.refreshed == []
     queue.cache.begin_writes()
-    assert [len(keys) for keys, _ in queue.tier.asked] == [len(HASHES)]
+    assert [len(keys) for keys, _ in queue.tier.refreshed] == [len(HASHES)]
     queue.answer(ExistsResult(CallOutcome.DONE, [True] * len(HASHES)))
 
 
@@ -164,21 +170,23 @@ def test_a_full_queue_and_a_tier_that_is_down_take_nothing(queue: Queue) -> None
 def test_chunks_that_were_asked_for_and_first_chunks_are_written_first(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pacing, "_IN_FLIGHT_BYTES", 2 * FORM.chunk_bytes)
+    monkeypatch.setattr(schedule, "IN_FLIGHT_BYTES", 2 * FORM.chunk_bytes)
     for entry, position in zip(queue.entries, [3, 0, 1, 2, 4], strict=True):
         entry.position = position
-    queue.lookup(HASHES[4])
     queue.enqueue()
-    queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
-    order = [queue.entries[n] for n in (4, 1, 2, 3, 0)]
+    queue.lookup(HASHES[4])
+    queue.answer(ExistsResult(CallOutcome.DONE, [False] * 2))
+    order = [queue.entries[n] for n in (1, 2, 4, 3, 0)]
     assert queue.written() == order[:2]  # no more are in flight
     queue.tier.write_done(queue.tier.written[0], WriteOutcome.STORED)
-    queue.run(lambda: len(queue.tier.written) > 2)
+    queue.run(lambda: queue.tier.refreshed)
+    queue.answer(ExistsResult(CallOutcome.DONE, [False]))
     assert queue.written() == order[:3]
     assert queue.cache.clear([order[3].key]) == 1  # not written any more
     for job in queue.tier.written[1:]:
         queue.tier.write_done(job, WriteOutcome.STORED)
-    queue.run(lambda: len(queue.tier.written) > 3)
+    queue.run(lambda: queue.tier.refreshed)
+    queue.answer(ExistsResult(CallOutcome.DONE, [False]))
     assert queue.written() == [*order[:3], order[4]]
     queue.tier.write_done(queue.tier.written[3], WriteOutcome.STORED)
     queue.loop.run_posted()
@@ -232,11 +240,11 @@ def test_writes_wait_for_loads_but_not_for_ever(
     queue.tier.written.clear()
     loads.begun(1, monotonic())
     queue.enqueue()
-    queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
-    assert queue.written() == []
-    later_s = pacing.GIVE_WAY_S
+    assert queue.tier.refreshed == []
+    later_s = schedule.GIVE_WAY_S
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + later_s)
     queue.loop.run_due()
+    queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
     assert queue.written() == queue.entries
     queue.end(WriteOutcome.UNAVAILABLE)
     loads.ended(1, monotonic(), arrived=False)
@@ -251,10 +259,10 @@ def test_writes_begin_when_the_loads_have_ended_or_the_owner_stops(queue: Queue)
         queue.tier.written.clear()
         loads.begun(1, time.monotonic())
         queue.enqueue()
-        queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
-        assert queue.written() == []
+        assert queue.tier.refreshed == []
         loads.ended(1, time.monotonic(), arrived=False)
         begin()
+        queue.answer(ExistsResult(CallOutcome.DONE, [False] * len(HASHES)))
         assert queue.written() == queue.entries
         queue.end(WriteOutcome.UNAVAILABLE)
 
@@ -272,7 +280,210 @@ def test_a_failure_is_said_once_and_again_after_a_success(
     assert caplog.text.count("chunks are not written to Redis: it is full") == 2
 
 
-@pytest.mark.parametrize("broken", ["exists", "store_all"])
+DOUBTFUL = [
+    ReadOutcome.CORRUPT,
+    ReadOutcome.TORN,
+    ReadOutcome.INCOMPLETE,
+    ReadOutcome.FOREIGN,
+    ReadOutcome.NOT_OPENED,
+]
+
+
+@pytest.mark.parametrize("outcome", ReadOutcome)
+def test_what_was_doubtful_is_written_without_asking(queue: Queue, outcome: ReadOutcome) -> None:
+    if outcome is ReadOutcome.LOADED:
+        return
+    name = b"a chunk of its own".ljust(32)
+    queue.load(name, outcome)
+    for is_marked in (outcome in DOUBTFUL, outcome in DOUBTFUL, False):
+        entry = queue.cache.pool.get(FORM.key(name)) or queue.hold(name)
+        queue.cache.write_behind(FORM, name, entry)
+        queue.loop.run_due()
+        assert len(queue.tier.refreshed) == (not is_marked)
+        if not is_marked:
+            queue.answer(ExistsResult(CallOutcome.DONE, [False]))
+        (job,) = queue.tier.written
+        # A write that fails leaves the mark, one that does not clears it.
+        failed = is_marked and not queue.counted("drop_")
+        queue.tier.written.clear()
+        queue.tier.write_done(job, WriteOutcome.FULL if failed else WriteOutcome.STORED)
+        queue.loop.run_posted()
+
+
+def test_few_keys_are_distrusted(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writebehind, "_MOST_DISTRUSTED", 2)
+    for name in HASHES[:3]:
+        queue.writes.distrust(FORM.key(name))
+    queue.enqueue()
+    ((asked, _),) = queue.tier.refreshed
+    assert [key for key, _ in asked] == [FORM.key(HASHES[n]) for n in (0, 3, 4)]
+    assert queue.written() == queue.entries[1:3]
+    queue.answer(ExistsResult(CallOutcome.DONE, [True] * 3))
+    queue.end(WriteOutcome.STORED)
+
+
+def test_what_an_index_has_is_written_if_it_is_doubtful() -> None:
+    disk = PlayedTier("disk", {FORM.key(name) for name in HASHES})
+    world = World([(disk, REDIS_COUNTERS)])
+    world.cache.queues[0].distrust(FORM.key(HASHES[0]))
+    entries = [world.hold(name) for name in HASHES]
+    for name, entry in zip(HASHES, entries, strict=True):
+        world.cache.write_behind(FORM, name, entry)
+    world.loop.run_due()
+    (job,) = disk.written
+    assert job.tag is entries[0]
+    disk.write_done(job, WriteOutcome.STORED)
+    world.loop.run_posted()
+    world.close()
+
+
+# ------------------------------------------------------------- large and full queues
+
+
+class Large(World):
+    """A queue that `count` chunks of one stripe fill, of prompts of 100 chunks."""
+
+    def __init__(self, count: int) -> None:
+        self.tier = PlayedTier("Redis")
+        self.form = ChunkForm.of(ChunkNames(bytes(32)), "test/small", 0, opaque_pages(60), 64)
+        limit_bytes = count * self.form.chunk_bytes
+        super().__init__(
+            [(self.tier, REDIS_COUNTERS)], slots=count + 100, write_limit_bytes=limit_bytes
+        )
+        for number in range(count):
+            self.store(number)
+        self.loop.run_due()
+
+    def store(self, number: int) -> None:
+        name = number.to_bytes(32, "big")
+        entry = self.hold(name, self.form)
+        entry.position = 100 - number % 100
+        self.cache.write_behind(self.form, name, entry)
+
+    def end(self) -> None:
+        """Ends what is written and begins what is next."""
+        for _, done in self.tier.refreshed:
+            done(ExistsResult(CallOutcome.UNAVAILABLE))
+        self.tier.refreshed.clear()
+        self.loop.run_posted()
+        for job in self.tier.written:
+            self.tier.write_done(job, WriteOutcome.STORED)
+        self.tier.written.clear()
+        self.loop.run_posted()
+        self.loop.run_due()
+
+
+def calls_in(action: Callable[[], object]) -> int:
+    """How many functions an action calls, those in C included."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_full_queue_of_any_size_costs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that does not fit, one that another makes room for, and a batch that begins."""
+    monkeypatch.setattr(schedule, "IN_FLIGHT_BYTES", 600)
+    costs = []
+    for count in (500, 16_000):
+        large = Large(count)
+        assert len(large.cache.queues[0]) == count
+        last, first = count + 100, count + 199
+        costs.append(
+            [
+                calls_in(lambda large=large, last=last: large.store(last)),
+                calls_in(lambda large=large, first=first: large.store(first)),
+                calls_in(large.end),
+            ]
+        )
+        assert large.counted("drop_") == {"drop_queue_full": 2}
+        monkeypatch.setattr(schedule, "IN_FLIGHT_BYTES", 1 << 30)
+        while large.cache.backlog:
+            large.end()
+        large.close()
+        monkeypatch.setattr(schedule, "IN_FLIGHT_BYTES", 600)
+    small, large_costs = costs
+    assert all(b < 2 * a + 50 for a, b in zip(small, large_costs, strict=True)), costs
+
+
+def test_a_chunk_does_not_drop_its_equals(queue: Queue) -> None:
+    fits = 1000 // FORM.chunk_bytes
+    queue.writes.limit_bytes = fits * FORM.chunk_bytes
+    names = block_hashes("equal", fits + 1)
+    entries = [queue.hold(name) for name in names]
+    for name, entry in zip(names, entries, strict=True):
+        queue.cache.write_behind(FORM, name, entry, 60)
+    assert [entry.pins for entry in entries] == [1] * fits + [0]
+    queue.cache.begin_writes()
+    queue.answer(ExistsResult(CallOutcome.DONE, [True] * fits))
+
+
+def test_a_queue_takes_what_the_tier_writes_in_time(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 8 bytes a second, 240 bytes in 30 s: one chunk."""
+    monkeypatch.setattr(writebehind, "IN_FLIGHT_BYTES", FORM.chunk_bytes)
+    monotonic, later_s = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + later_s)
+    queue.cache.write_behind(FORM, HASHES[0], queue.entries[0])
+    queue.loop.run_due()
+    queue.answer(ExistsResult(CallOutcome.DONE, [False]))
+    later_s = 20.0
+    queue.end(WriteOutcome.STORED)
+    queue.tier.written.clear()
+    for number in (1, 2):
+        queue.cache.write_behind(FORM, HASHES[number], queue.entries[number], 60)
+    assert (len(queue.writes), queue.counted("drop_")) == (1, {"drop_queue_full": 1})
+    assert [entry.pins for entry in queue.entries] == [0, 1, 0, 0, 0]
+    queue.cache.begin_writes()
+    queue.answer(ExistsResult(CallOutcome.DONE, [True]))
+
+
+def test_what_expires_in_the_queue_is_dropped_without_a_turn(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the tier does not answer what is in flight, and nothing else happens."""
+    monkeypatch.setattr(schedule, "IN_FLIGHT_BYTES", FORM.chunk_bytes)
+    queue.enqueue()
+    assert [len(chunks) for chunks, _ in queue.tier.refreshed] == [1]
+    monotonic = time.monotonic
+    later_s = writebehind.WRITE_DEADLINE_S + 1
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + later_s)
+    queue.loop.run_due()
+    assert [entry.pins for entry in queue.entries] == [1, 0, 0, 0, 0]
+    assert queue.counted("drop_") == {"drop_queue_full": 4}
+    queue.answer(ExistsResult(CallOutcome.CANCELLED))
+    assert len(queue.writes) == 0
+
+
+def test_a_write_that_waited_for_another_of_its_key_is_skipped_if_discarded(
+    queue: Queue,
+) -> None:
+    """`write` does not ask, so two of one key may be queued."""
+    ends: list[WriteOutcome] = []
+    for _ in range(3):
+        entry = queue.entries[0]
+        job = queue.cache._job(FORM, HASHES[0], entry, math.inf, entry)
+        queue.writes.write(entry, job, ends.append)
+        queue.cache.pool.discard(entry)
+        queue.entries[0] = queue.hold(HASHES[0])
+    assert len(queue.tier.written) == 1
+    queue.tier.write_done(queue.tier.written[0], WriteOutcome.STORED)
+    queue.run(lambda: not len(queue.writes))
+    assert len(queue.tier.written) == 1
+    assert ends == [WriteOutcome.STORED, WriteOutcome.CANCELLED, WriteOutcome.CANCELLED]
+    assert queue.counted("drop_") == {}
+
+
+@pytest.mark.parametrize("broken", ["refresh", "store_all"])
 def test_a_write_that_cannot_begin_gives_back_what_it_held(
     queue: Queue, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -413,9 +413,7 @@ def test_a_load_without_room_is_a_miss(make: Callable[..., Objects]) -> None:
 # ------------------------------------------------------------------ nothing is undone
 
 
-def test_a_put_during_a_load_wins_and_is_written_when_the_tier_has_done_with_it(
-    make: Callable[..., Objects],
-) -> None:
+def test_a_put_during_a_load_wins(make: Callable[..., Objects]) -> None:
     tier = redis()
     objects = make(tier)
     found = objects.find(A)
@@ -424,14 +422,12 @@ def test_a_put_during_a_load_wins_and_is_written_when_the_tier_has_done_with_it(
     (job,) = tier.read
     written = objects.put(A, b"new")
     assert tier.cancelled == [job]
-    assert tier.written == [], "the tier still reads the key"
+    assert objects.end_write(tier) == b"new"
     objects.end_read(tier, b"old")
     (held,) = loaded
     assert held is not None
     assert held.payload == b"new"
     objects.objects.release(held)
-    objects.loop.run_posted()
-    assert objects.end_write(tier) == b"new"
     assert written == [True]
     assert objects.in_memory(A) == b"new"
 
@@ -443,10 +439,9 @@ def test_a_removal_during_a_load_wins(make: Callable[..., Objects]) -> None:
     objects.describe(tier, b"old")
     loaded = objects.load(A, found[0])
     removed = objects.remove(A)
-    assert tier.removed == []
+    assert len(tier.removed) == 1
     objects.end_read(tier, b"old")
     assert loaded == [None]
-    objects.loop.run_posted()
     assert objects.contains(A) == [False], "it is being removed"
     assert objects.load(A, found[0]) == [None]
     assert objects.find(A) == [None]

@@ -154,12 +154,11 @@ class DiskStore:
         long_ago = time.monotonic() - TOUCH_INTERVAL_S
         for found in scan.found:
             file = StoredFile(found.sequence, found.cut, long_ago)
-            evicted = self.index.reserve(file.nbytes)
-            if evicted is None:
-                self._unlink([(found.key, file)])
-                continue
-            self.index.fill(found.key, file)
-            self._unlink(evicted)
+            with self._lock:
+                evicted = self.index.reserve(file.nbytes)
+                if evicted is not None:
+                    self.index.fill(found.key, file)
+            self._unlink([(found.key, file)] if evicted is None else evicted)
 
     def keys(self, prefix: bytes = b"") -> list[bytes]:
         with self._lock:
@@ -170,6 +169,13 @@ class DiskStore:
         """The chunk's file in the index, or None. No I/O; does not count as a use."""
         with self._lock:
             return self.index.get(key)
+
+    def keep(self, key: bytes) -> None:
+        """Make the chunk the most recently used."""
+        with self._lock:
+            file = self.index.get(key)
+            if file is not None:
+                self.index.touch(key, file)
 
     def write(
         self,

@@ -76,8 +76,11 @@ class _Pending(NamedTuple):
 class DiskTier:
     """Chunks in files of a directory, created if needed, that no other tier uses.
 
-    Thread-safe. Slots may have any sizes. Opening reads one page of every file. `scan`, `exists`
-    and `describe` answer at once. Callers that may block use `store` through `run`.
+    Thread-safe. Slots may have any sizes. `scan`, `exists` and `describe` answer at once. Callers
+    that may block use `store` through `run`.
+
+    Opening reads one page of every file: in the constructor, or if `in_background` on a thread. The
+    tier is then down until that has ended.
 
     limit_bytes: see `store`. sync: see `files`. read_patience_s: how long a read may be in flight;
     write_patience_s: the same for a write or a removal. read_threads, write_threads: how many.
@@ -100,6 +103,7 @@ class DiskTier:
         read_threads: int = 2,
         write_threads: int = 1,
         write_nice: int = 10,
+        in_background: bool = False,
     ) -> None:
         if sync not in SYNC_POLICIES:
             raise ConfigError(f"sync is {sync!r}; it is one of {', '.join(SYNC_POLICIES)}")
@@ -110,7 +114,10 @@ class DiskTier:
         self._patience_s = {READ: read_patience_s, WRITE: writing_s, REMOVAL: writing_s}
         self._lock_fd = lock_directory(path)
         try:
-            self.store.take_over(Scan(path))
+            if in_background:
+                os.scandir(path).close()
+            else:
+                self.store.take_over(Scan(path))
         except OSError as error:
             os.close(self._lock_fd)
             raise ConfigError(
@@ -123,6 +130,9 @@ class DiskTier:
         self._reads = WorkerThreads("disk-read", read_threads)
         self._writes = WorkerThreads("disk-write", write_threads, write_nice)
         self._detector = HangDetector("disk tier", self._end_late, self._next_clear)
+        if in_background:
+            up = self._detector.hold_down("its files are being read")
+            self._writes.put(partial(self._read_directory, path, up), dropped=up)
 
     @property
     def limit_bytes(self) -> int:
@@ -155,6 +165,14 @@ class DiskTier:
     def exists(self, keys: Keys, deadline: float, done: Done[ExistsResult]) -> None:
         present = [self.lookup(key) for key in keys]
         done(ExistsResult(self._answer_now, present if self._is_up else ()))
+
+    def refresh(
+        self, chunks: Sequence[tuple[bytes, int]], deadline: float, done: Done[ExistsResult]
+    ) -> None:
+        """See the contract. No I/O: after a restart the use is forgotten."""
+        for key, _ in chunks:
+            self.store.keep(key)
+        self.exists([key for key, _ in chunks], deadline, done)
 
     def describe(self, keys: Keys, deadline: float, done: Done[FramesResult]) -> None:
         found = ((key, self.store.find(key)) for key in keys)
@@ -249,6 +267,18 @@ class DiskTier:
 
     # ------------------------------------------------------------ on the threads
 
+    def _read_directory(self, path: Path, up: Action) -> None:
+        try:
+            scan = Scan(path, is_stopped=lambda: self._has_ended is not None)
+            if self._has_ended is None:
+                self.store.take_over(scan)
+        except OSError as error:
+            reason = f"the directory {path} cannot be read ({error})"
+            logger.error("the disk tier stays down: %s", reason)
+            self._detector.stay_down(reason)
+        else:
+            up()
+
     def _load(self, io: ChunkIO, done: ReadDone) -> None:
         if io not in self._pending:
             return
@@ -267,8 +297,7 @@ class DiskTier:
         buffer = self._buffer(io.frame.chunk_bytes)
         for slot, piece in _pieces(io, buffer):
             np.copyto(piece, slot)
-        if io not in self._pending:
-            return  # it ended while its slots were copied: they may have changed meanwhile
+        # If it ends while its slots are copied, they may change meanwhile: it is not visible then.
         write = partial(
             self.store.write, io.key, io.frame, [buffer], lambda: io not in self._pending
         )
@@ -296,10 +325,16 @@ class DiskTier:
         end: Callable[[str], None],
     ) -> None:
         self._pending[name] = _Pending(deadline_s, end)
-        threads.put(run, dropped=partial(self._end, name), name=name)
+        threads.put(partial(self._run, run, name), partial(self._end, name), name=name)
         self._detector.look_at(deadline_s)
         if not self._is_up:
             self._end(name)  # it may have been queued after `_end_late`
+
+    def _run(self, run: Action, name: object) -> None:
+        try:
+            run()
+        finally:
+            self._end(name, "UNAVAILABLE")  # only if a bug kept it from its end
 
     def _answer(self, name: object, done: Done[T], result: T) -> None:
         if self._pending.pop(name, None) is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from lmcache_redis.cache.disk.files import ChunkFiles
+from lmcache_redis.cache.disk.scan import Scan
 from lmcache_redis.cache.disk.tier import DiskTier
 from lmcache_redis.chunks.frame import ChunkFrame
 from lmcache_redis.chunks.keys import key_stem
@@ -296,6 +297,100 @@ def test_close_ends_every_job_in_its_time(directory: Path, gate: Gate) -> None:
     assert not tier.close(0.1)
     assert [job.said for job in jobs] == [[WriteOutcome.CANCELLED]] * 3
     gate.opened.set()
+
+
+# ------------------------------------------------------------------ the start
+
+
+class SlowScan:
+    """Looks at no file until `release` is set, and says how many it has looked at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.release = threading.Event()
+        self.begun = threading.Event()
+        self.looked_at = 0
+        look_at = Scan._look_at
+
+        def wait_and_look(scan: Scan, path: str) -> None:
+            self.begun.set()
+            assert self.release.wait(30)
+            self.looked_at += 1
+            look_at(scan, path)
+
+        monkeypatch.setattr(Scan, "_look_at", wait_and_look)
+
+
+@pytest.fixture
+def slow_scan(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowScan]:
+    """Of a directory with four chunks."""
+    tier = DiskTier(directory, 1 << 20)
+    stored(tier, *range(4))
+    assert tier.close(10)
+    slow = SlowScan(monkeypatch)
+    yield slow
+    slow.release.set()
+
+
+def test_a_tier_is_down_while_its_files_are_read(
+    directory: Path, slow_scan: SlowScan, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    tier = DiskTier(directory, 1 << 20, in_background=True)
+    assert slow_scan.begun.wait(30)
+    assert (tier.state.up, tier.state.reason) == (False, "its files are being read")
+    jobs = [Job(1), Job(9)]
+    read(tier, jobs[0])
+    write(tier, jobs[1])
+    assert [job.said for job in jobs] == [[ReadOutcome.UNAVAILABLE], [WriteOutcome.UNAVAILABLE]]
+    assert not tier.lookup(key_of(1))
+    slow_scan.release.set()
+    wait_until(lambda: tier.state.up)
+    assert tier.state.reason == ""
+    assert [tier.lookup(key_of(number)) for number in range(4)] == [True] * 4
+    stored(tier, 9)
+    assert "the disk tier is up after" in caplog.text
+    assert tier.close(10)
+    assert len(files(directory)) == 5
+
+
+def test_what_is_cleared_meanwhile_is_never_found(directory: Path, slow_scan: SlowScan) -> None:
+    tier = DiskTier(directory, 1 << 20, in_background=True)
+    assert slow_scan.begun.wait(30)
+    unavailable = RemoveResult(CallOutcome.UNAVAILABLE)
+    assert answer(lambda done: tier.clear(PREFIX, math.inf, done)) == unavailable
+    slow_scan.release.set()
+    wait_until(lambda: tier.state.up)
+    assert files(directory) == []
+    assert not tier.lookup(key_of(1))
+    assert tier.close(10)
+
+
+def test_a_start_that_is_stopped_looks_at_no_more_files(
+    directory: Path, slow_scan: SlowScan
+) -> None:
+    tier = DiskTier(directory, 1 << 20, in_background=True)
+    assert slow_scan.begun.wait(30)
+    threading.Timer(0.05, slow_scan.release.set).start()
+    assert tier.close(30)
+    assert slow_scan.looked_at == 1
+    assert len(files(directory)) == 4
+    again = DiskTier(directory, 1 << 20)
+    assert all(again.lookup(key_of(number)) for number in range(4))
+    assert again.close(10)
+
+
+def test_a_directory_that_cannot_be_read_leaves_the_tier_down(
+    directory: Path, slow_scan: SlowScan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Scan, "_look_at", fail)
+    tier = DiskTier(directory, 1 << 20, in_background=True)
+    wait_until(lambda: "cannot be read" in tier.state.reason)
+    assert not tier.state.up
+    assert tier.close(30)
+    assert len(files(directory)) == 4
 
 
 # ------------------------------------------------------------------ a disk that hangs

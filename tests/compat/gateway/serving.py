@@ -107,6 +107,14 @@ class DictTier:
 
         self._enter(answer)
 
+    def refresh(
+        self,
+        chunks: Sequence[tuple[bytes, int]],
+        deadline: float,
+        done: Callable[[ExistsResult], None],
+    ) -> None:
+        self.exists([key for key, _ in chunks], deadline, done)
+
     def describe(
         self, keys: Sequence[bytes], deadline: float, done: Callable[[FramesResult], None]
     ) -> None:

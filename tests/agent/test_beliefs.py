@@ -1,0 +1,90 @@
+"""What Redis lost is written again: nothing that is believed of it lasts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.agent.test_nodes import CHUNK, HASHES, PATIENT, STORED, engine_at, store
+from tests.harness import AgentServer, Engine, wait_until
+from tests.servers import RedisServer
+
+CHUNKS = 3
+
+
+def size_of(redis: RedisServer) -> int:
+    with redis.client() as client:
+        return client.dbsize()
+
+
+def ask(engine: Engine, request_id: str) -> int:
+    """A lookup of the prompt, whose request then ends."""
+    found = engine.lookup(request_id, HASHES)
+    engine.scheduler.end_session(request_id)
+    engine.scheduler.cleanup_lookup_result(request_id)
+    return found
+
+
+@pytest.mark.parametrize("ttl_s", [0, 3], ids=["flushed", "expired"])
+def test_two_nodes_hit_again_after_one_store(
+    tmp_path: Path, redis_server: RedisServer, ttl_s: int
+) -> None:
+    """The chunks stay in both host pools; each agent needs those of the other from Redis."""
+    options = {"ttl_s": ttl_s, **PATIENT}
+    with (
+        AgentServer(tmp_path / "a", redis_server.unix_url, **options) as one,
+        AgentServer(tmp_path / "b", redis_server.unix_url, **options) as two,
+        engine_at([one, two]) as engine,
+    ):
+        store(engine, [one, two])
+        assert ask(engine, "before") == CHUNKS * CHUNK
+        if not ttl_s:
+            redis_server.command("FLUSHALL")
+        wait_until(lambda: size_of(redis_server) == 0)
+        assert ask(engine, "lost") == 0
+        engine.store("again", HASHES, STORED)
+        for agent in (one, two):
+            agent.wait_idle()
+        assert ask(engine, "after") == CHUNKS * CHUNK
+
+
+@pytest.mark.parametrize("lost", ["all", "some"])
+def test_redis_gets_back_what_the_pool_serves(
+    agent: AgentServer, redis_server: RedisServer, lost: str
+) -> None:
+    """It evicts what is not read: the chunks that are always in the host pool."""
+    with Engine(agent.endpoint) as engine:
+        engine.store("store", HASHES, STORED)
+        agent.wait_idle()
+        before = size_of(redis_server)
+        with redis_server.client() as client:
+            keys = sorted(client.scan_iter())
+        stripes = len(keys) // CHUNKS
+        redis_server.command("DEL", *keys[: stripes if lost == "some" else None])
+        assert ask(engine, "pool") == CHUNKS * CHUNK
+        wait_until(lambda: size_of(redis_server) == before)
+        agent.wait_idle()
+        assert agent.counter("loaded_chunks") == 0
+        assert agent.counter("stored_chunks") == CHUNKS + (1 if lost == "some" else CHUNKS)
+
+
+def test_a_chunk_is_looked_at_again_once_in_a_while(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """Here, after a quarter of two seconds."""
+    with (
+        AgentServer(tmp_path / "agent", redis_server.unix_url, ttl_s=2) as agent,
+        Engine(agent.endpoint) as engine,
+    ):
+        engine.store("store", HASHES, STORED)
+        agent.wait_idle()
+        stored = agent.counter("stored_chunks")
+        for number in range(2):
+            redis_server.command("FLUSHALL")
+
+            def is_back(number: int = number) -> bool:
+                assert ask(engine, f"{number}") == CHUNKS * CHUNK
+                return agent.counter("stored_chunks") >= stored + (number + 1) * CHUNKS
+
+            wait_until(is_back)
