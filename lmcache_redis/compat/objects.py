@@ -442,7 +442,7 @@ class ObjectCache:
 
 
 def _any_of(first: bool, answers: int, done: Callable[[bool], None]) -> Callable[[bool], None]:
-    """Takes so many answers, then calls ``done`` with whether any, or ``first``, is true."""
+    """Collects `answers` answers, then calls ``done`` with whether any, or ``first``, is true."""
     results = [first]
 
     def add(result: bool) -> None:
