@@ -26,7 +26,7 @@ from lmcache_redis.compat.backends.interface import (
     LMCBackendInterface,
     TensorAllocation,
 )
-from lmcache_redis.compat.objects import Held, Listing
+from lmcache_redis.compat.objects import Held, Listing, ObjectCache
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,6 @@ class BlockingBackend(LMCBackendInterface):
         super().__init__(dst_device, fmt)
         self.storage = storage
         self._thread = CacheThread(storage)
-        self._objects = self._thread.objects
         self._window_chunks = window_chunks
         self._window_bytes = window_bytes
         self._puts: set[Future[bool]] = set()  # those that have not ended
@@ -192,6 +191,10 @@ class BlockingBackend(LMCBackendInterface):
         return _answer(put, deadline, nbytes <= self.storage.memory_bytes)
 
     # ---------------------------------------------------------------- calls
+
+    @property
+    def _objects(self) -> ObjectCache:
+        return self._thread.objects
 
     def _deadline(self) -> float:
         """The deadline of a call that starts now. Raises RuntimeError after `close`."""

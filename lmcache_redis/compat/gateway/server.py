@@ -55,14 +55,12 @@ class Gateway:
 
     def __init__(self, cache: ObjectCache, config: GatewayConfig) -> None:
         self.config = config
-        self.counters = Counters()
         self._networks = parse_networks(config.allowed_peers)
         self._tls: ssl.SSLContext | None = tls_context(config)
-        self._room = Room(config.buffer_bytes)
         self._shared = Shared(
             cache=cache,
-            room=self._room,
-            counters=self.counters,
+            room=Room(config.buffer_bytes),
+            counters=Counters(),
             log=QuietLog(logger),
             memory_bytes=config.memory_bytes,
             max_payload_bytes=config.payload_limit_bytes,
@@ -94,10 +92,10 @@ class Gateway:
     def stats(self) -> dict[str, int]:
         """Counters, open connections, and payload bytes in flight. On any thread."""
         return {
-            **dataclasses.asdict(self.counters),
+            **dataclasses.asdict(self._shared.counters),
             "open_connections": len(self._clients),
-            "buffer_bytes": self._room.size_bytes,
-            "buffer_used_bytes": self._room.used_bytes,
+            "buffer_bytes": self._shared.room.size_bytes,
+            "buffer_used_bytes": self._shared.room.used_bytes,
         }
 
     async def start(self) -> None:
@@ -147,9 +145,9 @@ class Gateway:
                 self._shared.log.warning("accept", "a client cannot be accepted: %s", error)
                 await asyncio.sleep(_PAUSE_AFTER_ACCEPT_ERROR_S)
                 continue
-            self.counters.connections += 1
+            self._shared.counters.connections += 1
             if (problem := self._refuses(peer[0])) is not None:
-                self.counters.refused_connections += 1
+                self._shared.counters.refused_connections += 1
                 self._shared.log.warning("refused", "%s is turned away: %s", peer[0], problem)
                 accepted.close()
                 continue
@@ -176,7 +174,7 @@ class Gateway:
         longest = max(among, key=lambda each: each.stream.idle_s(now_s), default=None)
         if longest is None or longest.stream.idle_s(now_s) <= self.config.idle_timeout_s:
             return False
-        self.counters.idle += 1
+        self._shared.counters.idle += 1
         self._shared.log.warning(
             "idle", "%s is disconnected for another client: no request for %g s",
             longest.peer, self.config.idle_timeout_s,
@@ -191,7 +189,7 @@ class Gateway:
                 if self._tls is not None:
                     await stream.start_tls(self._tls, self.config.request_timeout_s)
             except OSError as error:
-                self.counters.failed_handshakes += 1
+                self._shared.counters.failed_handshakes += 1
                 self._shared.log.warning("handshake", "%s did not get connected: %s", host, error)
                 return
             connection = Connection(stream, host, f"{host} port {port}", self._shared)
@@ -209,7 +207,7 @@ class Gateway:
         if not self._peers[host]:
             del self._peers[host]
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.counters.errors += 1
+            self._shared.counters.errors += 1
             logger.error("a connection is closed because of a fault", exc_info=error)
 
     async def _close_stalled(self) -> None:
@@ -219,7 +217,7 @@ class Gateway:
             now_s = loop.time()
             for connection in self._connections:
                 if connection.stream.moving_s(now_s) > timeout_s:
-                    self.counters.stalled += 1
+                    self._shared.counters.stalled += 1
                     self._shared.log.warning(
                         "stalled", "%s is disconnected: a message took more than %g s",
                         connection.peer, timeout_s,
